@@ -1,0 +1,54 @@
+"""Every error a user can cause or meet, each saying what, where, the value, and what to do next.
+
+One line of text, in the words of the configuration, is the whole message: the command prints it without a
+traceback and exits with 2.
+"""
+
+from __future__ import annotations
+
+
+class RanvierError(Exception):
+    """A fault with a culprit and a remedy.
+
+    Args:
+        what: the fault, as a clause ("is not divisible by the microbatch size").
+        where: the setting, file, block, rank or edge that it concerns.
+        value: what was found there; left out of the text when None.
+        remedy: the next thing to do.
+    """
+
+    def __init__(self, what: str, *, where: str, value: object = None, remedy: str) -> None:
+        self.what, self.where, self.value, self.remedy = what, where, value, remedy
+        shown = "" if value is None else f" (got {value!r})"
+        super().__init__(f"{where}: {what}{shown}. {remedy}")
+
+    def __reduce__(self):
+        return _rebuild, (type(self), self.what, self.where, self.value, self.remedy)
+
+
+def _rebuild(kind, what, where, value, remedy):
+    return kind(what, where=where, value=value, remedy=remedy)
+
+
+class ConfigError(RanvierError, ValueError):
+    """A setting that cannot work, alone or together with another."""
+
+
+class ModelError(RanvierError):
+    """A list of blocks, a loss, or a tie that does not fit the model contract."""
+
+
+class DataError(RanvierError):
+    """A corpus, tokenizer or token file that is missing, damaged or too small."""
+
+
+class LaunchError(RanvierError):
+    """Ranks that could not be started, or a launcher whose variables contradict each other."""
+
+
+class TransportError(RanvierError):
+    """A message or collective that could not be carried: a lost peer, a wrong shape, a closed edge."""
+
+
+class MessageTimeout(TransportError):
+    """A message that did not come in time; the text names who waits for what from whom."""

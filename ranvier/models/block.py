@@ -1,0 +1,137 @@
+"""The model contract: an ordered list of named blocks and a loss.
+
+A block is an `nn.Module` whose forward takes and returns the *carried state*: one tensor, or a dict of named tensors
+(hidden states, a mask, positions). A block is never split over stages; a stage is a run of consecutive blocks. The
+loss takes what the last block returns and the targets and gives (sum, weight): the sum of the losses of the valid
+targets, and how many those are. Blocks are built lazily, so that a rank builds only the blocks it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ranvier import keyed_random
+from ranvier.errors import ModelError
+
+State = Tensor | dict[str, Tensor]
+Loss = Callable[[State, object], tuple[Tensor, Tensor | float | int]]
+
+
+@dataclass(frozen=True)
+class Initial:
+    """How one parameter starts: `kind` "normal" (mean 0, standard deviation `scale`) or "constant" (`scale`)."""
+
+    kind: Literal["normal", "constant"]
+    scale: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A network as an ordered list of blocks.
+
+    blocks: name -> builder of the block's module; the order is the order of execution.
+    loss: (what the last block returns, targets) -> (sum of losses, weight).
+    tied: groups of full parameter names ("block.parameter") that are one parameter; the first is its owner.
+    initial: full parameter name -> its start, from the seed; None keeps the values that the builders produce.
+    layers: block names grouped into the layers that checkpoint intervals and freezing count; () where unknown.
+    """
+
+    blocks: Mapping[str, Callable[[], nn.Module]]
+    loss: Loss
+    tied: tuple[tuple[str, ...], ...] = ()
+    initial: Callable[[str], Initial] | None = None
+    layers: tuple[tuple[str, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.blocks:
+            raise ModelError("has no blocks", where="model", remedy="Give at least one named block.")
+        for name in self.blocks:
+            if not name or not isinstance(name, str):
+                raise ModelError("a block's name must be a non-empty text", where="model.blocks", value=name,
+                                 remedy="Name each block, for example 'layer3.mlp'.")
+
+    def build(self) -> nn.ModuleDict:
+        """All blocks in one process, initialised by nothing but their builders: for references and exports."""
+        return nn.ModuleDict({name.replace(".", "__"): build() for name, build in self.blocks.items()})
+
+
+def as_model(model: Model | nn.Sequential | Sequence[nn.Module] | Mapping[str, nn.Module], loss: Loss | None) -> Model:
+    """Any list of blocks as a `Model`. Parameters that two blocks share are found and declared as tied.
+
+    ModelError when it is none of these, or when a loss is missing or given twice.
+    """
+    if isinstance(model, Model):
+        if loss is not None:
+            raise ModelError("was given beside a Model, which has its own", where="loss",
+                             remedy="Leave the loss out, or build the Model with it.")
+        return model
+    if loss is None:
+        raise ModelError("is missing", where="loss",
+                         remedy="Pass loss=f with f(output, targets) -> (sum of losses, number of valid targets).")
+    if isinstance(model, (nn.Sequential, nn.ModuleDict)):
+        modules = dict(model.named_children())
+    elif isinstance(model, Mapping):
+        modules = dict(model)
+    elif isinstance(model, (Sequence, nn.ModuleList)):
+        modules = {str(index): module for index, module in enumerate(model)}
+    else:
+        raise ModelError("is not a list of blocks", where="model", value=type(model).__name__,
+                         remedy="Pass a ranvier.Model, an nn.Sequential, a list of modules, or a dict of them.")
+    for name, module in modules.items():
+        if not isinstance(module, nn.Module):
+            raise ModelError("is not an nn.Module", where=f"block {name}", value=type(module).__name__,
+                             remedy="Wrap plain functions in a module with a forward method.")
+    return Model(blocks={name: (lambda module=module: module) for name, module in modules.items()}, loss=loss,
+                 tied=_shared(modules))
+
+
+def _shared(modules: Mapping[str, nn.Module]) -> tuple[tuple[str, ...], ...]:
+    """Groups of names of parameters that several blocks share by identity."""
+    names: dict[int, list[str]] = {}
+    for block, module in modules.items():
+        for name, parameter in module.named_parameters():
+            names.setdefault(id(parameter), []).append(f"{block}.{name}")
+    return tuple(tuple(group) for group in names.values() if len(group) > 1)
+
+
+def named(state: State, where: str) -> dict[str, Tensor]:
+    """A carried state as named tensors; a single tensor has the name "". ModelError for anything else."""
+    if isinstance(state, Tensor):
+        return {"": state}
+    if isinstance(state, dict) and state and all(
+            isinstance(name, str) and name and isinstance(tensor, Tensor) for name, tensor in state.items()):
+        return state
+    raise ModelError("must return a tensor or a non-empty dict of named tensors", where=where,
+                     value=type(state).__name__, remedy="Return the carried state that the next block takes.")
+
+
+def carried(tensors: Mapping[str, Tensor]) -> State:
+    """The inverse of `named`."""
+    return tensors[""] if "" in tensors else dict(tensors)
+
+
+@torch.no_grad()
+def initialise(parameter: Tensor, name: str, initial: Initial, seed: int,
+               shape: Sequence[int] | None = None, box: Sequence[tuple[int, int]] | None = None) -> None:
+    """Fill `parameter` with its start: box `box` (whole by default) of a parameter of `shape`, in pieces of bounded size."""
+    if initial.kind == "constant":
+        parameter.fill_(initial.scale)
+        return
+    shape = tuple(parameter.shape if shape is None else shape)
+    box = [(0, size) for size in shape] if box is None else list(box)
+    key = keyed_random.key("initial", seed, name)
+    if not shape:
+        parameter.copy_(keyed_random.normal(key, torch.zeros((), dtype=torch.int64)) * initial.scale)
+        return
+    first, last = box[0]
+    width = max(1, parameter.numel() // max(1, last - first))
+    rows = max(1, (1 << 20) // width)
+    for start in range(first, last, rows):
+        stop = min(start + rows, last)
+        index = keyed_random.global_index(shape, [(start, stop), *box[1:]])
+        parameter[start - first:stop - first].copy_(keyed_random.normal(key, index) * initial.scale)

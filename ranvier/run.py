@@ -1,0 +1,135 @@
+"""The configuration of a run: one tree of frozen dataclasses.
+
+The text under a field is its help on the command line and its documentation. Flags are the fields' names with hyphens
+(`--batch.global-size`), run.toml has the same names with underscores. Every value comes from, in rising order: the
+field's default, the recipe, the run file, a flag; `Resolved` keeps which. `auto` is a value: whoever resolves it replaces it here, and
+the run's folder keeps the result.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Lt
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass
+
+from ranvier.mesh import Mesh
+
+_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True)
+
+Positive = Annotated[int, Ge(1)]
+Bytes = Annotated[int, Ge(0)]
+
+
+@dataclass(frozen=True, kw_only=True, config=_config)
+class Batch:
+    global_size: Positive = 32
+    """Sequences in one step, over all replicas."""
+    microbatch_size: Positive = 4
+    """Sequences that travel the pipeline together. The last microbatch of a replica may be smaller."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_config)
+class Train:
+    steps: Positive = 100
+    """Optimizer steps."""
+    learning_rate: Annotated[float, Gt(0)] = 1e-3
+    """Step size of AdamW, constant after the warm-up."""
+    warmup_steps: Annotated[int, Ge(0)] = 0
+    """Steps over which the learning rate rises linearly from 0."""
+    betas: tuple[Annotated[float, Ge(0), Lt(1)], Annotated[float, Ge(0), Lt(1)]] = (0.9, 0.999)
+    """Decay of AdamW's first and second moments."""
+    weight_decay: Annotated[float, Ge(0)] = 0.01
+    """Decoupled weight decay."""
+    epsilon: Annotated[float, Gt(0)] = 1e-8
+    """AdamW's denominator offset."""
+    eval_every: Annotated[int, Ge(0)] = 0
+    """Steps between evaluations on held-out text; 0 evaluates at the end only."""
+    eval_sequences: Positive = 64
+    """Held-out sequences in one evaluation, over all replicas."""
+    sample_tokens: Annotated[int, Ge(0)] = 120
+    """Tokens of text that the trained model writes at the end; 0 for none."""
+    prompt: str = ""
+    """Text that the sample continues; empty starts from a held-out line."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_config)
+class Pipeline:
+    policy: Literal["message-driven", "1f1b", "gpipe"] = "message-driven"
+    """Which ready action a stage runs next: whatever has arrived (backward first), or a fixed order."""
+    in_flight: Positive | Literal["auto"] = "auto"
+    """Microbatches that may be in the pipeline of one replica at once. gpipe takes all and ignores it."""
+    boundaries: tuple[Positive, ...] | None = None
+    """First block of each stage after the first, by number; overrides `partition`."""
+    partition: Literal["cost", "uniform"] = "cost"
+    """How blocks are cut into stages: least cost of the dearest stage, or equal numbers of blocks."""
+    defer_bytes: Bytes | Literal["auto"] = "auto"
+    """Bytes that postponed weight gradients may keep alive on a rank; 0 computes them at once."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_config)
+class Comm:
+    transport: Literal["auto", "torch", "mpi"] = "auto"
+    """torch.distributed (Gloo, NCCL) or MPI; auto takes MPI on CPU where mpi4py and mpiexec are found."""
+    timeout_seconds: Annotated[float, Gt(0)] = 300.0
+    """Longest wait for one message or collective before the run fails with a report of who waits for what."""
+    chunk_bytes: Positive = 4_000_000
+    """Gradient bytes that are averaged over `data` in one piece."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_config)
+class Launch:
+    launcher: Literal["auto", "local", "torchrun", "mpiexec", "srun"] = "auto"
+    """Who started the ranks; auto tells by the launchers' own variables and refuses contradictions."""
+    threads: Positive | Literal["auto"] = "auto"
+    """Compute threads per rank; auto shares the cores of the machine among its ranks."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the ranks compute; auto takes CUDA when each local rank can have a device of its own."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_config)
+class GPT:
+    num_layers: Positive = 4
+    """Transformer layers."""
+    hidden: Positive = 128
+    """Width of the hidden states."""
+    heads: Positive = 4
+    """Attention heads; divides `hidden`."""
+    vocab: Annotated[int, Ge(2)] = 2048
+    """Size of the vocabulary; the byte-level tokenizer needs at least 257."""
+    sequence: Positive = 128
+    """Tokens in one training sequence."""
+    dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """Dropout of embeddings and sublayer outputs, keyed so that every mesh drops the same elements."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_config)
+class Data:
+    corpus: str = "python-stdlib"
+    """python-stdlib, sotu, a file or folder of text, or the name of a Hugging Face data set (wikitext-103)."""
+    tokenizer: Literal["bpe", "gpt2"] = "bpe"
+    """A byte-level BPE trained on the corpus with model.vocab entries, or GPT-2's own."""
+    max_bytes: Positive = 16_000_000
+    """Text read from the corpus; the rest is left out."""
+    cache_dir: Path | None = None
+    """Where fetched corpora, tokenizers and token files are kept; by default the user's cache folder."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_config)
+class Run:
+    mesh: Mesh = Mesh()
+    batch: Batch = Batch()
+    train: Train = Train()
+    pipeline: Pipeline = Pipeline()
+    comm: Comm = Comm()
+    launch: Launch = Launch()
+    model: GPT = GPT()
+    data: Data = Data()
+    seed: Annotated[int, Ge(0)] = 0
+    """Decides initial weights, sample order and dropout, whatever the mesh."""
+    precision: Literal["fp32", "fp64"] = "fp32"
+    """Number format of parameters, activations and gradients."""
+    run_dir: Path | None = None
+    """Folder for everything the run writes; by default runs/RECIPE-DATE."""
