@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 
 from ranvier.mesh import Mesh
 
-_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True)
+_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 Positive = Annotated[int, Ge(1)]
 Bytes = Annotated[int, Ge(0)]

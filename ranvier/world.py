@@ -1,0 +1,33 @@
+"""One started rank's surroundings, as everything above `launch` sees them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed import Store
+
+from ranvier.comm.protocol import Backend
+
+
+@dataclass(kw_only=True)
+class World:
+    """This rank, how it was started, how it reaches the others, and where it computes.
+
+    store: a key-value store that all ranks share (who does what, who failed); never used on a hot path.
+    """
+
+    backend: Backend
+    store: Store
+    launcher: str
+    device: torch.device
+    local_rank: int
+    local_size: int
+
+    @property
+    def rank(self) -> int:
+        return self.backend.rank
+
+    @property
+    def size(self) -> int:
+        return self.backend.size
