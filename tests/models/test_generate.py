@@ -1,0 +1,43 @@
+"""Sampling: reproducible, and from the right distribution."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ranvier.models.generate import next_token
+
+LOGITS = torch.tensor([1.0, 3.0, 2.0, -1.0, 2.5])
+
+
+def shares(count=4000, **options):
+    drawn = torch.tensor([next_token(LOGITS, seed=1, position=position, **options) for position in range(count)])
+    return torch.bincount(drawn, minlength=len(LOGITS)) / count
+
+
+def test_same_seed_and_position_same_token():
+    draws = [[next_token(LOGITS, seed=seed, position=position) for position in range(50)] for seed in (1, 1, 2)]
+    assert draws[0] == draws[1] != draws[2]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_draws_follow_the_softmax(temperature):
+    assert (shares(temperature=temperature) - (LOGITS / temperature).softmax(0)).abs().max() < 0.04
+
+
+def test_top_k_leaves_the_rest_out():
+    expected = torch.tensor([0, 3.0, 0, 0, 2.5]).where(torch.tensor([0, 1, 0, 0, 1]).bool(), -torch.inf).softmax(0)
+    measured = shares(top_k=2)
+    assert measured[[0, 2, 3]].sum() == 0
+    assert (measured - expected).abs().max() < 0.04
+    assert torch.equal(shares(200, top_k=99), shares(200))
+
+
+def test_temperature_zero_takes_the_most_likely():
+    assert {next_token(LOGITS, seed=seed, position=0, temperature=0) for seed in range(20)} == {1}
+
+
+@pytest.mark.parametrize("wrong", [dict(temperature=-1.0), dict(top_k=0)])
+def test_settings_that_mean_nothing_are_refused(wrong):
+    with pytest.raises(ValueError, match="must not be negative"):
+        next_token(LOGITS, seed=0, position=0, **wrong)
