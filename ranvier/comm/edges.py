@@ -1,0 +1,67 @@
+"""What every transport keeps about its edges: which are open, how large a message may arrive as one, what was sent.
+
+A message that fits an edge's capacity travels as one part. A larger one travels as two, its first `capacity` bytes and
+the rest, and both ends then raise the capacity to its size: the receiver learns the size from the first part, so the
+two ends stay agreed without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ranvier.comm.message import PREAMBLE_BYTES, Message, encode
+from ranvier.errors import TransportError
+
+
+def lost_peer(purpose: str, rank: int, cause: object = None) -> TransportError:
+    """The error for a peer that is gone."""
+    return TransportError("has gone: it failed, was killed, or left early", where=f"rank {rank} on {purpose!r}",
+                          value=None if cause is None else str(cause).splitlines()[0],
+                          remedy="The first error is in that rank's output.")
+
+
+class Edges:
+    """One rank's edges on one transport: `sources` and `destinations` map a peer to its edge's capacity in bytes."""
+
+    def __init__(self, purpose: str, rank: int, size: int) -> None:
+        self.purpose, self.rank, self.size = purpose, rank, size
+        self.sources: dict[int, int] = {}
+        self.destinations: dict[int, int] = {}
+        self.bytes_sent = 0
+        self.closed = False
+
+    def open(self, sources: Sequence[int], destinations: Sequence[int], capacity_bytes: int) -> list[int]:
+        """Add edges; those that are open already keep their capacity. Returns the sources that are new."""
+        self.check_open()
+        for peer in (*sources, *destinations):
+            if not 0 <= peer < self.size or peer == self.rank:
+                raise TransportError(f"an edge leads to another rank of the {self.size}", value=peer,
+                                     where=f"rank {self.rank}, transport {self.purpose!r}, connect",
+                                     remedy="Connect to the ranks of neighbouring stages.")
+        capacity = max(capacity_bytes, PREAMBLE_BYTES)
+        new = [source for source in dict.fromkeys(sources) if source not in self.sources]
+        self.sources.update((source, capacity) for source in new)
+        for destination in destinations:
+            self.destinations.setdefault(destination, capacity)
+        return new
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise TransportError("is closed", where=f"transport {self.purpose!r} on rank {self.rank}",
+                                 remedy="Make a new transport; a closed one cannot be used again.")
+
+    def outgoing(self, destination: int, message: Message) -> list[Tensor]:
+        """The parts (uint8, on the host) in which `message` travels to `destination`; counts them as sent."""
+        self.check_open()
+        if destination not in self.destinations:
+            raise TransportError("is not connected", where=f"edge {self.rank} -> {destination} of {self.purpose!r}",
+                                 remedy="Name the destination in connect() before sending to it.")
+        wire = encode(message)
+        total, capacity = wire.numel(), self.destinations[destination]
+        self.bytes_sent += total
+        if total <= capacity:
+            return [wire]
+        self.destinations[destination] = total
+        return [wire[:capacity], wire[capacity:]]

@@ -1,0 +1,1 @@
+"""Ranks to test with, references to compare with, faults to inject: public, because users need them too."""

@@ -1,0 +1,84 @@
+"""Run a function on several ranks: threads of this process, or real processes over torch.distributed or MPI.
+
+    run_ranks(lambda world: world.rank ** 2, 4) == [0, 1, 4, 9]
+
+    run_processes("package.module:function", 4, "mpi")        # function(world, *args) returns something JSON can hold
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ranvier.comm.inprocess import InProcessWorld
+from ranvier.comm.throttle import Links, throttled
+from ranvier.world import World
+
+Result = TypeVar("Result")
+
+
+class RanksFailed(RuntimeError):
+    """Ranks that failed, did not end in time, or left no result; the text shows what is known of each."""
+
+
+def run_ranks(fn: Callable[[World], Result], size: int, *, timeout_seconds: float = 60.0,
+              throttle: Links | None = None) -> list[Result]:
+    """`fn(world)` on `size` ranks that are threads of this process; their results in rank order.
+
+    Args:
+        throttle: a Link, or (source, destination) -> Link, for messages and collectives alike.
+
+    Raises the first failure of any rank, with a note that names the rank; ranks that wait for a message or a collective
+    are woken by it and end too. RanksFailed with every thread's stack when some have not ended in `timeout_seconds`.
+    """
+    shared, store = InProcessWorld(size), dist.HashStore()
+    store.set_timeout(timedelta(seconds=timeout_seconds))
+    results: list = [None] * size
+    failures: list[tuple[int, BaseException]] = []
+
+    def run(rank: int) -> None:
+        backend = shared.backend(rank)
+        world = World(backend=backend if throttle is None else throttled(backend, throttle), store=store,
+                      launcher="in-process", device=torch.device("cpu"), local_rank=rank, local_size=size)
+        try:
+            results[rank] = fn(world)
+            world.backend.close()
+        except BaseException as error:
+            failures.append((rank, error))
+            shared.abort(rank)
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
+    deadline = time.monotonic() + timeout_seconds
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    stuck = [thread for thread in threads if thread.is_alive()]
+    late = "" if not stuck else f"{', '.join(thread.name for thread in stuck)} of {size} had not ended after " \
+                                f"{timeout_seconds:g} s\n{_stacks(stuck)}"
+    if failures:
+        rank, error = failures[0]
+        error.add_note(f"on rank {rank} of {size}")
+        if late:
+            error.add_note(late)
+        raise error
+    if stuck:
+        shared.abort()
+        for thread in stuck:
+            thread.join(2.0)
+        raise RanksFailed(late)
+    return results
+
+
+def _stacks(threads: list[threading.Thread]) -> str:
+    frames = sys._current_frames()
+    return "\n".join(f"{thread.name}:\n{''.join(traceback.format_stack(frames[thread.ident]))}"
+                     for thread in threads if thread.ident in frames)
