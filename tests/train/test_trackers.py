@@ -1,0 +1,177 @@
+"""Every output of the stream of events, alone: files, TensorBoard, console; and what they say when they cannot write."""
+
+import io
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from ranvier.errors import RanvierError
+from ranvier.testing.trackers import check_tracker, example_run, example_step
+from ranvier.train.console import LiveConsole, PlainConsole, console, duration, sparkline, step_text
+from ranvier.train.events import NoteEvent, StartEvent, Trackers
+from ranvier.train.files import EventsFile, LineFile, MetricsFile, open_folder, write_json
+from ranvier.train.report import History
+from ranvier.train.tensorboard import TensorBoard
+
+full_disk = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+
+
+def feed(tracker, events):
+    for event in events:
+        tracker.event(event)
+    tracker.close()
+
+
+def lines(path):
+    return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", [MetricsFile, EventsFile, TensorBoard])
+def test_files_conform(kind, tmp_path):
+    check_tracker(lambda: kind(tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize("kind", [PlainConsole, LiveConsole])
+def test_consoles_conform(kind, tmp_path):
+    check_tracker(lambda: kind(io.StringIO()), tmp_path)
+
+
+def test_history_conforms():
+    check_tracker(History)
+
+
+def test_metrics_has_one_complete_object_a_step(tmp_path):
+    feed(MetricsFile(tmp_path), example_run(tmp_path))
+    steps = lines(tmp_path / "metrics.jsonl")
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    for field in ("loss", "tokens", "tokens_per_second", "step_seconds", "bubble_fraction", "grad_norm", "wait_seconds",
+                  "learning_rate", "flops_per_second", "model_flops_utilisation"):
+        assert all(field in step for step in steps), field
+    assert steps[0]["loss"] == 7.9 and steps[0]["tokens"] == 4096 and steps[0]["tokens_per_second"] == 8192
+    assert steps[1]["loss"] is None and steps[1]["tokens_per_second"] == 0, "a number that is none is null"
+    assert "eval_loss" not in steps[0] and steps[3]["eval_loss"] == 7.5
+
+
+def test_events_each_have_step_and_event(tmp_path):
+    feed(EventsFile(tmp_path), example_run(tmp_path))
+    events = lines(tmp_path / "events.jsonl")
+    assert [(event["step"], event["event"]) for event in events] == [(0, "start"), (2, "skipped"), (4, "eval"), (4, "end")]
+    assert events[0]["mesh"] == {"data": 2, "pipe": 2, "row": 1, "col": 1} and events[1]["tokens"] == 0
+
+
+def test_a_line_is_in_the_file_at_once(tmp_path):
+    metrics = MetricsFile(tmp_path)
+    metrics.event(example_step(1))
+    assert len(lines(tmp_path / "metrics.jsonl")) == 1
+    metrics.close()
+
+
+def test_tensorboard_holds_the_curves(tmp_path):
+    for _ in range(2):  # the second run replaces the first's curves
+        feed(TensorBoard(tmp_path), example_run(tmp_path))
+    files = list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
+    assert len(files) == 1
+    written = files[0].read_bytes()
+    for tag in (b"train/loss", b"speed/tokens_per_second", b"eval/loss", b"notes/skipped", b"sample"):
+        assert tag in written, tag
+
+
+def test_plain_console_is_short_and_plain(tmp_path):
+    stream = io.StringIO()
+    tracker = PlainConsole(stream)
+    start = example_run(tmp_path)[0]
+    feed(tracker, [StartEvent(**{**start.__dict__, "steps": 1000}), *(example_step(step) for step in range(1, 1001))])
+    text = stream.getvalue()
+    steps = [line for line in text.splitlines() if line.startswith("step")]
+    assert len(steps) == 21 and steps[0].startswith("step    1/1000") and steps[-1].startswith("step 1000/1000")
+    assert steps[1].endswith("7:55 left") and "\x1b" not in text and "\r" not in text
+    for part in ("loss", "8,192 tokens/s", "utilisation  40%", "bubble  10%", "waits    50 ms"):
+        assert part in steps[0], part
+
+
+def test_plain_console_with_an_evaluation_each_step_is_no_flood(tmp_path):
+    stream = io.StringIO()
+    start = StartEvent(**{**example_run(tmp_path)[0].__dict__, "steps": 2000})
+    feed(PlainConsole(stream), [start, *(example_step(step, eval_loss=3.0) for step in range(1, 2001))])
+    assert len(stream.getvalue().splitlines()) < 50
+
+
+@pytest.mark.parametrize("kind", [PlainConsole, LiveConsole])
+def test_repeated_notes_are_shown_a_few_times(kind):
+    stream = io.StringIO()
+    feed(kind(stream), [NoteEvent(step=step, event="skipped", text="no valid target") for step in range(1, 100)])
+    text = stream.getvalue()
+    assert text.count("no valid target") == 3 and "events.jsonl" in text
+
+
+def test_live_console_shows_progress_in_place(tmp_path):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    stream = Terminal()
+    assert isinstance(console(io.StringIO()), PlainConsole) and isinstance(console(stream), LiveConsole)
+    feed(console(stream), example_run(tmp_path))
+    text = stream.getvalue()
+    assert "step 4/4" in text and "0:00 left" in text and "8,192 tokens/s" in text and "once upon a [time]" in text
+
+
+def test_durations_and_sparklines():
+    assert [duration(value) for value in (0, 12.4, 61, 7322)] == ["0:00", "0:12", "1:01", "2:02:02"]
+    assert sparkline([8, 4, 1], 16) == "█▄▁" and sparkline([], 4) == "" and sparkline([2.0, math.nan], 4) == "▁"
+    assert len(sparkline(list(range(100)), 16)) == 16
+    assert "nan" in step_text(example_step(1, loss=math.nan))
+
+
+@full_disk
+@pytest.mark.parametrize("kind, name", [(MetricsFile, "metrics.jsonl"), (EventsFile, "events.jsonl")])
+def test_a_full_disk_is_one_clear_error(kind, name, tmp_path):
+    os.symlink("/dev/full", tmp_path / name)
+    tracker = kind(tmp_path)
+    with pytest.raises(RanvierError, match=rf"{name}: cannot be written: No space left on device. Free space") as caught:
+        for event in example_run(tmp_path):
+            tracker.event(event)
+    assert "--run-dir" in caught.value.remedy
+    tracker.close()
+
+
+@full_disk
+def test_a_full_disk_while_writing_a_document(tmp_path):
+    os.symlink("/dev/full", tmp_path / "summary.json")
+    with pytest.raises(RanvierError, match="No space left"):
+        write_json(tmp_path / "summary.json", {"steps": 1})
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RanvierError, match="cannot be written: Not a directory"):
+        open_folder(tmp_path / "file" / "run")
+    with pytest.raises(RanvierError, match="cannot be written"):
+        LineFile(tmp_path / "missing" / "metrics.jsonl")
+    with pytest.raises(RanvierError, match="cannot be written"):
+        TensorBoard(tmp_path / "file")
+
+
+def test_trackers_all_hear_and_all_close():
+    heard = []
+
+    class Listener:
+        def __init__(self, name):
+            self.name = name
+
+        def event(self, event):
+            heard.append((self.name, event.step))
+
+        def close(self):
+            heard.append((self.name, "closed"))
+            if self.name == "a":
+                raise OSError("a")
+
+    both = Trackers([Listener("a"), Listener("b")])
+    both.event(example_step(1))
+    with pytest.raises(OSError, match="a"):
+        both.close()
+    assert heard == [("a", 1), ("b", 1), ("a", "closed"), ("b", "closed")]
