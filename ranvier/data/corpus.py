@@ -1,0 +1,238 @@
+"""Text by name: documents in a fixed order, and which of them are held out.
+
+Every source gives the same documents in the same order wherever its files are the same. Files are ordered by a hash of
+their names, so that a limit on bytes takes a spread of them rather than the alphabet's first.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import itertools
+import os
+import platform
+import re
+import sysconfig
+import tarfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ranvier.data.fetch import SOTU, check, fetch
+from ranvier.data.publish import Progress
+from ranvier.errors import DataError
+
+HELD_OUT_EVERY = 20
+"""One document in so many is held out: about 5 %."""
+
+HUB = {
+    "wikitext-103": "Salesforce/wikitext:wikitext-103-raw-v1",
+    "wikitext-2": "Salesforce/wikitext:wikitext-2-raw-v1",
+}
+"""Short names of Hugging Face data sets, as NAME or NAME:CONFIGURATION."""
+
+_NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """fingerprint: differs where the documents differ, and is known without reading them.
+    read: all documents, of each at least its first so many bytes of UTF-8 (less where it is shorter).
+    """
+
+    name: str
+    fingerprint: str
+    read: Callable[[int], Iterator[Document]]
+
+    def documents(self, max_bytes: int) -> Iterator[Document]:
+        """Documents up to `max_bytes` of UTF-8 in all, the last one cut; empty ones are left out."""
+        left = max_bytes
+        for document in self.read(max_bytes):
+            data = document.text.encode()
+            if len(data) > left:
+                document = Document(document.name, data[:left].decode(errors="ignore"))
+            if document.text:
+                yield document
+            left -= len(data)
+            if left <= 0:
+                return
+
+
+def split(documents: Iterable[Document]) -> Iterator[tuple[Document, bool]]:
+    """Each document and whether it is held out: every 20th; of fewer than 20 documents the last 5 % of each."""
+    documents = iter(documents)
+    first = list(itertools.islice(documents, HELD_OUT_EVERY))
+    if len(first) == HELD_OUT_EVERY:
+        for number, document in enumerate(itertools.chain(first, documents)):
+            yield document, number % HELD_OUT_EVERY == 0
+        return
+    for document in first:
+        cut = len(document.text) - len(document.text) // HELD_OUT_EVERY
+        cut = document.text.rfind("\n", cut // 2, cut) + 1 or cut
+        yield Document(document.name, document.text[:cut]), False
+        if cut < len(document.text):
+            yield Document(document.name, document.text[cut:]), True
+
+
+def open_corpus(name: str, cache: Path, progress: Progress) -> Corpus:
+    """The corpus of this name: python-stdlib, sotu, an existing file or folder, or else a Hugging Face data set."""
+    if name == "python-stdlib":
+        return _standard_library(progress)
+    if name == "sotu":
+        return _addresses(lambda: fetch(SOTU, cache, progress))
+    problem = missing_path(name)
+    if problem is not None:
+        raise problem
+    path = Path(name).expanduser()
+    if path.name == SOTU.filename:
+        return _addresses(lambda: path)
+    if path.is_file():
+        return _files(name, path.parent, [path.name], progress)
+    if path.is_dir():
+        return _files(name, path, list(_walk(path, lambda folder: not folder.startswith("."), "")), progress)
+    return _hugging_face(HUB.get(name, name), progress)
+
+
+def missing_path(name: str) -> DataError | None:
+    """What is wrong with a corpus name that can only be a path, and is none that exists."""
+    is_path = name.startswith((".", "~", os.sep)) or name.count("/") > 1 or name.endswith((".txt", "/", ".tgz"))
+    if not is_path or Path(name).expanduser().exists():
+        return None
+    return DataError("does not exist", where="data.corpus", value=name,
+                     remedy="Give an existing file or folder of text, python-stdlib, sotu, or a data set's name.")
+
+
+def _standard_library(progress: Progress) -> Corpus:
+    root = Path(sysconfig.get_path("stdlib"))
+    names = list(_walk(root, lambda folder: folder not in _NOT_SOURCE, ".py"))
+    return _files("python-stdlib", root, names, progress, version=platform.python_version())
+
+
+def _walk(root: Path, enter: Callable[[str], bool], ending: str) -> Iterator[str]:
+    """Names under `root` of visible files with this ending, '/' between parts."""
+    for folder, folders, files in os.walk(root):
+        folders[:] = filter(enter, folders)
+        for file in files:
+            if file.endswith(ending) and not file.startswith("."):
+                yield Path(folder, file).relative_to(root).as_posix()
+
+
+def _files(name: str, root: Path, names: list[str], progress: Progress, version: str | None = None) -> Corpus:
+    """Files as documents. With a `version` their sizes tell whether they changed, otherwise also their dates."""
+    names = sorted(names, key=lambda name: hashlib.blake2b(name.encode()).digest())
+    stats = [(root / file).stat() for file in names]
+    state = [(file, stat.st_size, None if version else stat.st_mtime_ns)
+             for file, stat in zip(names, stats, strict=True)]
+
+    def read(max_bytes: int) -> Iterator[Document]:
+        unreadable = []
+        for file in names:
+            try:
+                yield Document(file, _text(root / file, max_bytes))
+            except (UnicodeDecodeError, OSError) as error:
+                unreadable.append(error)
+        if len(unreadable) == len(names):
+            reason = f"{type(unreadable[0]).__name__}: {unreadable[0]}" if unreadable else "no files"
+            raise DataError("has no file of UTF-8 text", where="data.corpus", value=f"{name}: {reason}",
+                            remedy="Give a file or folder of plain text.")
+        if unreadable:
+            progress(f"left out {len(unreadable)} of {len(names)} files of {name}, which are not UTF-8 text")
+
+    return Corpus(name=name, fingerprint=fingerprint("files", name if version else str(root.resolve()), version, state),
+                  read=read)
+
+
+def _text(path: Path, max_bytes: int) -> str:
+    """The file's first bytes as text; UnicodeDecodeError when it is not UTF-8 text."""
+    with open(path, "rb") as file:
+        data = file.read(max_bytes)
+    if b"\0" in data:
+        raise UnicodeDecodeError("utf-8", data, data.index(b"\0"), data.index(b"\0") + 1, "binary file")
+    # A character that the limit cuts is left out; one that the file's end cuts is an error.
+    return codecs.getincrementaldecoder("utf-8-sig")().decode(data, final=len(data) < max_bytes)
+
+
+def _addresses(archive: Callable[[], Path]) -> Corpus:
+    """The State of the Union addresses, package/data/YEAR_name_party.txt in their npm package."""
+
+    def read(max_bytes: int) -> Iterator[Document]:
+        path = archive()
+        check(SOTU, path)
+        yield from archive_texts(path, "package/data/")
+
+    return Corpus(name="sotu", fingerprint=fingerprint("sotu", SOTU.sha256), read=read)
+
+
+def archive_texts(path: Path, folder: str) -> Iterator[Document]:
+    """The .txt files under `folder` of a gzipped tar file, ordered by a hash of their names."""
+    with tarfile.open(path, "r:gz") as archive:
+        texts = {member.name: archive.extractfile(member).read().decode() for member in archive
+                 if member.isfile() and member.name.startswith(folder) and member.name.endswith(".txt")}
+    for name in sorted(texts, key=lambda name: hashlib.blake2b(name.encode()).digest()):
+        yield Document(name.removeprefix(folder), texts[name])
+
+
+def _hugging_face(name: str, progress: Progress) -> Corpus:
+    """The training split of a Hugging Face data set, NAME or NAME:CONFIGURATION, streamed."""
+    path, _, configuration = name.partition(":")
+
+    def read(max_bytes: int) -> Iterator[Document]:
+        try:
+            import datasets
+        except ImportError as error:
+            raise DataError("is neither a file nor built in, and the package `datasets` is not installed",
+                            where="data.corpus", value=name, remedy="Run pip install 'ranvier[hub]' to read it from "
+                            "the Hugging Face hub, or give a path, python-stdlib or sotu.") from error
+        progress(f"reading {name} from the Hugging Face hub")
+        try:
+            rows = datasets.load_dataset(path, configuration or None, split="train", streaming=True)
+            texts = row_texts(name, rows)
+            yield from articles(texts) if "wikitext" in path else (
+                Document(str(number), text) for number, text in enumerate(texts))
+        except DataError:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            raise DataError("could not be read from the Hugging Face hub", where=f"data.corpus {name}", value=reason,
+                            remedy="Check the name and the connection, or give a path to files of text, python-stdlib "
+                            "or sotu.") from error
+
+    return Corpus(name=name, fingerprint=fingerprint("hub", name), read=read)
+
+
+def row_texts(name: str, rows: Iterable[dict[str, object]]) -> Iterator[str]:
+    """The column `text` of a data set's rows, or the only column of text that it has."""
+    column = None
+    for row in rows:
+        if column is None:
+            texts = [key for key, value in row.items() if isinstance(value, str)]
+            if "text" not in texts and len(texts) != 1:
+                raise DataError("has no column `text`", where=f"data.corpus {name}", value=sorted(row),
+                                remedy="Choose a data set of plain text, or give the path to a file of its text.")
+            column = "text" if "text" in texts else texts[0]
+        yield row[column]
+
+
+def articles(lines: Iterable[str]) -> Iterator[Document]:
+    """WikiText's lines joined into articles, which start at a heading of the first level."""
+    title, held = "", []
+    for line in lines:
+        heading = re.fullmatch(r"\s*= ([^=].*[^=]|[^=]) =\s*", line)
+        if heading:
+            if held:
+                yield Document(title, "".join(held))
+            title, held = heading[1], []
+        held.append(line)
+    if held:
+        yield Document(title, "".join(held))
+
+
+def fingerprint(*parts: object) -> str:
+    """A short text that differs where the parts differ."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()

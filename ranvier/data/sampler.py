@@ -1,0 +1,54 @@
+"""Which sequences are in which step, and who takes which of them: a matter of the seed alone, never of the mesh. Pure.
+
+The whole state is the number of the step, so a run resumes anywhere and on any mesh.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ranvier import keyed_random
+
+
+class Sampler:
+    """Every sequence once per epoch, in an order keyed by (seed, epoch); without a seed in their own order."""
+
+    def __init__(self, num_sequences: int, seed: int | None) -> None:
+        if num_sequences < 1:
+            raise ValueError("a sampler needs at least one sequence")
+        self.num_sequences, self.seed = num_sequences, seed
+        self._orders: dict[int, np.ndarray] = {}
+
+    def global_batch(self, step: int, global_size: int) -> np.ndarray:
+        """[global_size] int64: sequence numbers of step `step`, counted from 0. Epochs follow without a gap."""
+        place = np.arange(step * global_size, (step + 1) * global_size, dtype=np.int64)
+        epoch, within = np.divmod(place, self.num_sequences)
+        batch = np.empty_like(place)
+        needed = range(int(epoch[0]), int(epoch[-1]) + 1)
+        self._orders = {number: self._orders[number] if number in self._orders else self._order(number)
+                        for number in needed}
+        for number, order in self._orders.items():
+            here = epoch == number
+            batch[here] = order[within[here]]
+        return batch
+
+    def _order(self, epoch: int) -> np.ndarray:
+        """A permutation of the sequence numbers: the order of their keyed hashes."""
+        if self.seed is None:
+            return np.arange(self.num_sequences, dtype=np.int64)
+        numbers = torch.arange(self.num_sequences, dtype=torch.int64)
+        hashes = keyed_random.bits(keyed_random.key("order", self.seed, epoch), numbers)
+        return torch.argsort(hashes, stable=True).numpy()
+
+
+def share(total: int, parts: int, index: int) -> slice:
+    """The contiguous part of `total` things that `index` of `parts` takes; where uneven, the first take one more."""
+    size, extra = divmod(total, parts)
+    start = index * size + min(index, extra)
+    return slice(start, start + size + (index < extra))
+
+
+def microbatches(samples: np.ndarray, size: int) -> list[np.ndarray]:
+    """Consecutive pieces of `size`; the last may be smaller."""
+    return [samples[start:start + size] for start in range(0, len(samples), size)]

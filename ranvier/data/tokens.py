@@ -1,0 +1,110 @@
+"""Token files: a corpus as one long row of token numbers, memory-mapped.
+
+    NAME.bin     the numbers, little-endian uint16 (vocabularies up to 65,536) or uint32
+    NAME.json    what they are; written last, so a .bin without it is unfinished
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ranvier.data.publish import published
+from ranvier.errors import DataError
+
+_DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_SCAN = 1 << 22
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """The side file. tokenizer and corpus are fingerprints."""
+
+    dtype: str
+    count: int
+    vocab: int
+    tokenizer: str
+    corpus: str
+
+
+class Tokens:
+    """A token file that has been checked; sequence i covers tokens [i s, i s + s], its last one only as a target."""
+
+    def __init__(self, path: Path, about: About, numbers: np.ndarray) -> None:
+        self.path, self.about, self._numbers = path, about, numbers
+
+    def __len__(self) -> int:
+        return self.about.count
+
+    def num_sequences(self, length: int) -> int:
+        """Whole sequences of `length` tokens, each with a target for its last token."""
+        return max(0, (len(self) - 1) // length)
+
+    def sequences(self, which: np.ndarray, length: int) -> np.ndarray:
+        """[len(which), length + 1] int64: the tokens of these sequences and the one after each."""
+        place = which[:, None] * length + np.arange(length + 1)
+        return self._numbers[place].astype(np.int64)
+
+    def head(self, count: int) -> list[int]:
+        """The first `count` tokens."""
+        return self._numbers[:count].tolist()
+
+
+@contextmanager
+def write_tokens(path: Path, *, vocab: int, tokenizer: str, corpus: str) -> Iterator[Callable[[Sequence[int]], None]]:
+    """Gives a function that appends token numbers; path.bin and path.json appear when the block ends well."""
+    name = "uint16" if vocab <= 1 << 16 else "uint32"
+    count = 0
+    with published(path.with_suffix(".bin")) as file:
+        def append(ids: Sequence[int]) -> None:
+            nonlocal count
+            file.write(np.asarray(ids, dtype=_DTYPES[name]).tobytes())
+            count += len(ids)
+
+        yield append
+    about = About(dtype=name, count=count, vocab=vocab, tokenizer=tokenizer, corpus=corpus)
+    with published(path.with_suffix(".json")) as file:
+        file.write(json.dumps(asdict(about), indent=2).encode())
+
+
+def open_tokens(path: Path) -> Tokens:
+    """The token file path.bin with its path.json. DataError when missing, in disagreement, or with a number too large."""
+    binary = path.with_suffix(".bin")
+    about = _about(path.with_suffix(".json"))
+    dtype = _DTYPES[about.dtype]
+    size = binary.stat().st_size if binary.exists() else 0
+    if size != about.count * dtype.itemsize:
+        raise _damaged(binary, f"should have {about.count * dtype.itemsize} bytes", size)
+    numbers = np.memmap(binary, dtype=dtype, mode="r") if size else np.empty(0, dtype)
+    for start in range(0, about.count, _SCAN):
+        largest = int(numbers[start:start + _SCAN].max())
+        if largest >= about.vocab:
+            raise _damaged(binary, f"has a token beyond its vocabulary of {about.vocab}", largest)
+    return Tokens(path, about, numbers)
+
+
+def exists(path: Path) -> bool:
+    """Whether this token file is finished."""
+    return path.with_suffix(".json").exists()
+
+
+def _about(path: Path) -> About:
+    try:
+        about = About(**json.loads(path.read_text(encoding="utf-8")))
+        if about.dtype not in _DTYPES or not all(isinstance(part, int) and part >= 0
+                                                 for part in (about.count, about.vocab)):
+            raise ValueError(f"unknown content {about}")
+    except (OSError, ValueError, TypeError) as error:
+        raise _damaged(path, "does not describe a token file", str(error)) from error
+    return about
+
+
+def _damaged(path: Path, what: str, value: object) -> DataError:
+    return DataError(what, where=str(path), value=value,
+                     remedy=f"Delete {path.with_suffix('.json').name} and {path.with_suffix('.bin').name} there; they "
+                            "are then made again.")
