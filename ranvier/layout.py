@@ -1,0 +1,267 @@
+"""Who holds what: for every parameter, which ranks hold which slice of it, and which of them owns it.
+
+A slice is a box of the parameter ((start, stop) per dim), of which optionally only a flat interval of the box's
+row-major order is meant: shards of optimizer state cut through parameters. A flat interval of a box is itself a few
+boxes, so that everything here is arithmetic on boxes. From two layouts follow the moves between them; checkpoints,
+transitions and sharded states are users of that one list. Pure: no process group, no clock, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from ranvier.errors import ConfigError, ModelError
+from ranvier.mesh import Mesh
+
+Box = tuple[tuple[int, int], ...]
+"""(start, stop) of each dim; a scalar parameter's box is ()."""
+
+
+def box_size(box: Box) -> int:
+    return prod(stop - start for start, stop in box)
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """The box that is all of a tensor of `shape`."""
+    return tuple((0, size) for size in shape)
+
+
+def intersection(first: Box, second: Box) -> Box | None:
+    """The box common to both, or None when it is empty."""
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
+    return None if any(start >= stop for start, stop in common) else common
+
+
+@dataclass(frozen=True, order=True)
+class Slice:
+    """A part of one parameter: `box`, or of its elements in row-major order those from `flat[0]` up to `flat[1]`."""
+
+    parameter: str
+    box: Box
+    flat: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if any(not 0 <= start <= stop for start, stop in self.box):
+            raise ValueError(f"box {self.box} of {self.parameter} runs backwards")
+        if self.flat is not None and not 0 <= self.flat[0] <= self.flat[1] <= box_size(self.box):
+            raise ValueError(f"interval {self.flat} of {self.parameter} leaves its box of {box_size(self.box)}")
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return box_size(self.box) if self.flat is None else self.flat[1] - self.flat[0]
+
+    def boxes(self) -> list[Box]:
+        """The same elements as disjoint, non-empty boxes in row-major order: at most 2 dims - 1 of them."""
+        if self.size == 0:
+            return []
+        if self.flat is None:
+            return [self.box]
+        return list(_interval_boxes(self.box, *self.flat))
+
+
+def _interval_boxes(box: Box, start: int, stop: int) -> Iterator[Box]:
+    """Boxes that make up elements start..stop of `box` in row-major order."""
+    if start >= stop:
+        return
+    if start == 0 and stop == box_size(box):
+        yield box
+        return
+    (low, _), rest = box[0], box[1:]
+    row = box_size(rest)
+    first, last = start // row, stop // row  # the row that start is in, the row that stop is in
+    if first == last:
+        for inner in _interval_boxes(rest, start - first * row, stop - first * row):
+            yield ((low + first, low + first + 1), *inner)
+        return
+    if start % row:
+        for inner in _interval_boxes(rest, start % row, row):
+            yield ((low + first, low + first + 1), *inner)
+        first += 1
+    if first < last:
+        yield ((low + first, low + last), *rest)
+    if stop % row:
+        for inner in _interval_boxes(rest, 0, stop % row):
+            yield ((low + last, low + last + 1), *inner)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of the whole model. `owner` is its own name, or for a tied one that of the group's first."""
+
+    name: str
+    shape: tuple[int, ...]
+    block: int
+    owner: str
+    trainable: bool = True
+
+    @property
+    def is_owner(self) -> bool:
+        return self.owner == self.name
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Move:
+    """Elements that `destination` needs and `source` has. Equal ranks: a copy on the spot."""
+
+    parameter: str
+    box: Box
+    source: int
+    destination: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Blocks on stages and parameters on ranks.
+
+    boundaries: first block of each stage after the first.
+    shards: parameter name -> (row, col) -> its box on the tensor mesh; parameters left out are whole on every position.
+    state_shards: number of shares into which each stage position's optimizer state is cut over `data`; 1 keeps it whole.
+    """
+
+    mesh: Mesh
+    num_blocks: int
+    boundaries: tuple[int, ...]
+    parameters: tuple[Parameter, ...]
+    shards: Mapping[str, Mapping[tuple[int, int], Box]] | None = None
+    state_shards: int = 1
+
+    def __post_init__(self) -> None:
+        edges = (0, *self.boundaries, self.num_blocks)
+        if len(edges) != self.mesh.pipe + 1 or any(a >= b for a, b in zip(edges, edges[1:], strict=False)):
+            raise ConfigError(f"does not cut {self.num_blocks} blocks into {self.mesh.pipe} stages",
+                              where="pipeline.boundaries", value=self.boundaries,
+                              remedy="Give the first block of each stage after the first, rising.")
+        if self.state_shards not in (1, self.mesh.data):
+            raise ConfigError("is neither 1 nor the number of replicas", where="optimizer state shares",
+                              value=self.state_shards, remedy=f"Use 1 or {self.mesh.data}.")
+        names = [parameter.name for parameter in self.parameters]
+        if len(set(names)) != len(names):
+            raise ModelError("two parameters have one name", where="model",
+                             value=sorted({name for name in names if names.count(name) > 1})[0],
+                             remedy="Give each block its own name.")
+
+    @cached_property
+    def _by_name(self) -> dict[str, Parameter]:
+        return {parameter.name: parameter for parameter in self.parameters}
+
+    def __getitem__(self, name: str) -> Parameter:
+        return self._by_name[name]
+
+    def blocks(self, stage: int) -> range:
+        """Numbers of the blocks on `stage`."""
+        edges = (0, *self.boundaries, self.num_blocks)
+        return range(edges[stage], edges[stage + 1])
+
+    def stage_of(self, block: int) -> int:
+        """The stage that holds `block`."""
+        return next(stage for stage in range(self.mesh.pipe) if block in self.blocks(stage))
+
+    def _box(self, parameter: Parameter, row: int, col: int) -> Box:
+        shards = (self.shards or {}).get(parameter.name)
+        return whole(parameter.shape) if shards is None else shards[row, col]
+
+    def held(self, rank: int) -> list[Slice]:
+        """The slices of parameters (for compute) on `rank`, in model order."""
+        at = self.mesh.coordinates(rank)
+        blocks = self.blocks(at.pipe)
+        return [Slice(parameter.name, self._box(parameter, at.row, at.col)) for parameter in self.parameters
+                if parameter.block in blocks]
+
+    def owned(self, rank: int) -> list[Slice]:
+        """The slices whose master copy and optimizer state live on `rank`: every element is owned by one rank.
+
+        Of the replicas the first owns (or each its share, with state_shards); of a tied group the first member; of
+        positions (row, col) that hold the same box, the first.
+        """
+        at = self.mesh.coordinates(rank)
+        owned = []
+        for piece in self.held(rank):
+            parameter = self[piece.parameter]
+            position = next((row, col) for row in range(self.mesh.row) for col in range(self.mesh.col)
+                            if self._box(parameter, row, col) == piece.box)
+            if not parameter.is_owner or position != (at.row, at.col):
+                continue
+            if self.state_shards == 1:
+                if at.data == 0:
+                    owned.append(piece)
+                continue
+            size = box_size(piece.box)
+            share = -(-size // self.state_shards)
+            start, stop = min(at.data * share, size), min((at.data + 1) * share, size)
+            if start < stop or (size == 0 and at.data == 0):
+                owned.append(Slice(piece.parameter, piece.box, (start, stop)))
+        return owned
+
+    def check(self) -> None:
+        """ModelError unless every element of every parameter has exactly one owner."""
+        boxes: dict[str, list[Box]] = {parameter.name: [] for parameter in self.parameters if parameter.is_owner}
+        for rank in range(self.mesh.size):
+            for piece in self.owned(rank):
+                boxes[piece.parameter] += piece.boxes()
+        for name, found in boxes.items():
+            shape = self[name].shape
+            inside = all(intersection(box, whole(shape)) == box for box in found)
+            apart = all(intersection(a, b) is None for i, a in enumerate(found) for b in found[:i])
+            if not inside or not apart or sum(map(box_size, found)) != prod(shape):
+                raise ModelError("is not owned exactly once", where=f"parameter {name}", value=sorted(found),
+                                 remedy="Check that the tensor shards of this parameter cover it without overlap.")
+
+
+def moves(old: Layout, new: Layout, *, state: bool = False) -> list[Move]:
+    """What must travel so that every rank of `new` has its slices, given that ranks hold those of `old`.
+
+    state: move what ranks own (master copies, optimizer state) instead of what they hold for compute. The source is the
+    destination itself where it has the elements, else the lowest rank that has them.
+    """
+    have = _boxes_by_parameter(old, old.owned if state else old.held)
+    need = _boxes_by_parameter(new, new.owned if state else new.held)
+    result = []
+    for name, wanted in need.items():
+        for destination, box in wanted:
+            missing = [box]
+            for source, present in sorted(have.get(name, []), key=lambda item: (item[0] != destination, item[0])):
+                left = []
+                for piece in missing:
+                    common = intersection(piece, present)
+                    if common is None:
+                        left.append(piece)
+                    else:
+                        result.append(Move(name, common, source, destination))
+                        left += _without(piece, common)
+                missing = left
+                if not missing:
+                    break
+            if missing:
+                raise ModelError("is needed but held by no rank of the old layout", where=f"parameter {name}",
+                                 value=missing[0], remedy="Move between layouts of the same model.")
+    return result
+
+
+def _boxes_by_parameter(layout: Layout, of) -> dict[str, list[tuple[int, Box]]]:
+    """Parameter -> (rank, box) of every non-empty box."""
+    boxes: dict[str, list[tuple[int, Box]]] = {}
+    for rank in range(layout.mesh.size):
+        for piece in of(rank):
+            boxes.setdefault(piece.parameter, []).extend((rank, box) for box in piece.boxes())
+    return boxes
+
+
+def _without(box: Box, hole: Box) -> list[Box]:
+    """`box` minus `hole`, which lies inside it, as disjoint boxes."""
+    rest, core = [], list(box)
+    for dim, ((start, stop), (low, high)) in enumerate(zip(box, hole, strict=True)):
+        if start < low:
+            rest.append((*core[:dim], (start, low), *core[dim + 1:]))
+        if high < stop:
+            rest.append((*core[:dim], (high, stop), *core[dim + 1:]))
+        core[dim] = (low, high)
+    return rest

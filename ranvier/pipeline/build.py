@@ -1,0 +1,145 @@
+"""From a model and a mesh to this rank's blocks: the cut, the table of stages, the layout, the initial weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ranvier.errors import ModelError
+from ranvier.layout import Layout, Parameter
+from ranvier.mesh import Mesh
+from ranvier.models.block import Model, initialise
+from ranvier.pipeline.microbatch import Microbatch
+from ranvier.pipeline.partition import (
+    BlockCost,
+    block_costs,
+    build_on_meta,
+    check_boundaries,
+    partition,
+    uniform,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRow:
+    """One stage in the table: its blocks, and what they hold and cost."""
+
+    stage: int
+    blocks: tuple[str, ...]
+    num_parameters: int
+    num_trainable: int
+    cost: float
+    """Share of the model's cost, 0 to 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTable:
+    """How the model is cut. `str()` is the table that a run prints."""
+
+    rows: tuple[StageRow, ...]
+    boundaries: tuple[int, ...]
+    costs: tuple[BlockCost, ...] | None
+    """Per block, where a sample was given to count with."""
+
+    def __str__(self) -> str:
+        lines = [f"{'stage':>5}  {'blocks':>6}  {'parameters':>12}  {'trainable':>12}  {'cost':>6}  from .. to"]
+        lines += [f"{row.stage:>5}  {len(row.blocks):>6}  {row.num_parameters:>12,}  {row.num_trainable:>12,}  "
+                  f"{row.cost:>6.1%}  {row.blocks[0]}{' .. ' + row.blocks[-1] if len(row.blocks) > 1 else ''}"
+                  for row in self.rows]
+        return "\n".join(lines)
+
+
+def global_parameters(model: Model, modules: dict[str, nn.Module]) -> tuple[Parameter, ...]:
+    """All parameters of the model by global name, with the owner of tied ones. ModelError for ties that cannot be."""
+    found: dict[str, Parameter] = {}
+    for number, (block, module) in enumerate(modules.items()):
+        for name, parameter in module.named_parameters():
+            full = f"{block}.{name}"
+            found[full] = Parameter(full, tuple(parameter.shape), number, full, parameter.requires_grad)
+    for group in model.tied:
+        for name in group:
+            if name not in found:
+                raise ModelError("is declared as tied but is no parameter of the model", where="model.tied", value=name,
+                                 remedy="Name parameters as 'block.parameter'.")
+        owner = found[group[0]]
+        for name in group[1:]:
+            end = found[name]
+            if end.shape != owner.shape:
+                raise ModelError(f"is tied to {owner.name} of shape {owner.shape}", where=f"parameter {name}",
+                                 value=end.shape, remedy="Tie parameters of one shape.")
+            if end.trainable != owner.trainable:
+                raise ModelError(f"is tied to {owner.name}, and only one of the two is frozen",
+                                 where=f"parameter {name}", value=f"requires_grad={end.trainable}",
+                                 remedy="Untie them, or freeze both.")
+            found[name] = Parameter(name, end.shape, end.block, owner.name, end.trainable)
+    return tuple(found.values())
+
+
+def cut(model: Model, mesh: Mesh, *, boundaries: Sequence[int] | None, how: Literal["cost", "uniform"],
+        sample: Microbatch | None, dtype: torch.dtype, device: str) -> tuple[StageTable, Layout]:
+    """Decide the stages, and who holds and owns each parameter; the same on every rank.
+
+    With `sample` (any microbatch of the usual shape; its values do not matter) costs are counted and the chain of
+    blocks is checked; without it a block costs its number of parameters.
+    """
+    modules = build_on_meta(model)
+    parameters = global_parameters(model, modules)
+    costs = None
+    if sample is not None and sample.inputs is not None:
+        costs = tuple(block_costs(model, sample.inputs, sample.targets, dtype))
+    weights = [cost.weight(device) for cost in costs] if costs else [
+        1.0 + sum(parameter.numel() for parameter in module.parameters()) for module in modules.values()]
+    if boundaries is not None:
+        boundaries = check_boundaries(boundaries, len(modules), mesh.pipe)
+    else:
+        boundaries = uniform(len(modules), mesh.pipe) if how == "uniform" else partition(weights, mesh.pipe)
+    layout = Layout(mesh=mesh, num_blocks=len(modules), boundaries=boundaries, parameters=parameters)
+    layout.check()
+    return _table(layout, tuple(modules), weights, costs), layout
+
+
+def _table(layout: Layout, names: tuple[str, ...], weights: Sequence[float],
+           costs: tuple[BlockCost, ...] | None) -> StageTable:
+    rows = []
+    for stage in range(layout.mesh.pipe):
+        blocks = layout.blocks(stage)
+        held = [parameter for parameter in layout.parameters if parameter.block in blocks]
+        counts = {parameter.owner: (parameter.numel, parameter.trainable) for parameter in held}
+        rows.append(StageRow(stage=stage, blocks=names[blocks.start:blocks.stop],
+                             num_parameters=sum(numel for numel, _ in counts.values()),
+                             num_trainable=sum(numel for numel, trainable in counts.values() if trainable),
+                             cost=sum(weights[block] for block in blocks) / (sum(weights) or 1.0)))
+    return StageTable(rows=tuple(rows), boundaries=layout.boundaries, costs=costs)
+
+
+def build_stage(model: Model, layout: Layout, stage: int, *, seed: int, dtype: torch.dtype,
+                device: torch.device) -> list[tuple[int, str, nn.Module]]:
+    """This stage's blocks with their initial weights. Ends of a tie on the same stage become one parameter.
+
+    Weights of a model that declares `initial` depend on (seed, name, place) alone; others are what the builder made.
+    """
+    names = list(model.blocks)
+    blocks = [(number, names[number], model.blocks[names[number]]()) for number in layout.blocks(stage)]
+    here: dict[str, nn.Parameter] = {}
+    for number, block, module in blocks:
+        module.to(device=device, dtype=dtype)
+        for name, parameter in list(module.named_parameters()):
+            full = f"{block}.{name}"
+            owner = layout[full].owner
+            if owner in here:
+                if here[owner] is not parameter:
+                    _replace_parameter(module, name, here[owner])
+                continue
+            here[owner] = parameter
+            if model.initial is not None:
+                initialise(parameter.data, owner, model.initial(owner), seed)
+    return blocks
+
+
+def _replace_parameter(module: nn.Module, name: str, parameter: Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(path), leaf, parameter)

@@ -1,0 +1,424 @@
+"""The engine: runs a model's blocks on a mesh of ranks, message by message.
+
+    engine = Engine(model, world, mesh=Mesh(data=2, pipe=2), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3))
+    result = engine.train_batch(microbatches)
+
+One batch on one rank:
+
+    1. messages that have arrived are told to the schedule
+    2. the schedule names the next action; the leader of a row x col stage announces it to its peers
+    3. the stage runs it, and what it produced is sent
+    4. complete chunks of gradients are averaged over `data` meanwhile
+    5. when all is done: ties, the global weight, the optimizer, new values of tied parameters
+
+Nothing waits for a number that only people want: losses and norms are reduced asynchronously and waited for when read,
+so a rank that has finished a batch starts the next one while others still work on this one.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ranvier.comm.board import Board
+from ranvier.comm.message import Kind, Message
+from ranvier.comm.protocol import Group, Transport, Work
+from ranvier.errors import ConfigError, ModelError
+from ranvier.mesh import Mesh
+from ranvier.models.block import Loss, Model, State, as_model, named
+from ranvier.optim.gradients import Gradients, GradientSpec
+from ranvier.pipeline.build import build_stage, cut
+from ranvier.pipeline.inbox import Inbox
+from ranvier.pipeline.microbatch import Microbatch
+from ranvier.pipeline.policies import auto_in_flight, policy_named
+from ranvier.pipeline.result import BatchResult
+from ranvier.pipeline.schedule import Action, Done, Policy, Schedule, Wait
+from ranvier.pipeline.sequencer import Sequencer
+from ranvier.pipeline.stage import Stage
+from ranvier.pipeline.ties import TiedGradients, gradient_message, ties_of, value_message
+from ranvier.pipeline.timeline import Category, Timeline
+from ranvier.pipeline.weight_gradients import WeightGradients, restore_forward
+from ranvier.world import World
+
+
+class Engine:
+    """A model on a mesh, close to a module and its optimizer on one device.
+
+    Args:
+        model: a `Model`, an `nn.Sequential`, or a list or dict of modules; every rank gives the same one and keeps only
+            its stage's blocks, which are moved to the device and `dtype` in place.
+        world: this rank, from `ranvier.start`.
+        loss: (output, targets) -> (sum of losses, weight), for models that do not bring theirs.
+        optimizer: from this rank's parameters to a torch optimizer; None for gradients only. Not called on a rank that
+            owns no trainable parameter.
+        in_flight: most microbatches of a replica between the first stage's forward and their return.
+        boundaries: first block of each stage after the first; None cuts by `partition`, from the costs that `sample`
+            gives (or numbers of parameters, without).
+        defer_bytes: most bytes that postponed weight gradients keep alive on this rank; 0 postpones nothing, auto is what
+            one microbatch's would keep alive.
+        nominal_weight: expected weight of a global batch. The loss is divided by it before the backward, and gradients
+            are corrected to the true weight afterwards; in fp32 and fp64 it only moves rounding.
+        timeout_seconds: longest wait for one message before MessageTimeout, with a report of who waits for what.
+        chunk_bytes: gradients that are averaged over `data` in one piece.
+        sample: a microbatch of the usual shape.
+        check_order: compare the order of actions among the ranks of a stage before each action (slow; for debugging).
+
+    Raises ModelError or ConfigError for what does not fit, on every rank alike.
+    """
+
+    def __init__(self, model: Model | nn.Sequential | Sequence[nn.Module], world: World, *, mesh: Mesh,
+                 loss: Loss | None = None,
+                 optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+                 policy: str | Policy = "message-driven", in_flight: int | Literal["auto"] = "auto",
+                 boundaries: Sequence[int] | None = None, partition: Literal["cost", "uniform"] = "cost",
+                 defer_bytes: int | Literal["auto"] = "auto", seed: int = 0, dtype: torch.dtype = torch.float32,
+                 nominal_weight: float = 1.0, timeout_seconds: float = 300.0, chunk_bytes: int = 4_000_000,
+                 sample: Microbatch | None = None, check_order: bool = False) -> None:
+        if mesh.size != world.size:
+            raise ConfigError(f"has {mesh.size} ranks, but {world.size} were started", where="mesh", value=str(mesh),
+                              remedy="Make data x pipe x row x col equal to the number of ranks.")
+        self.world, self.mesh, self.coordinates = world, mesh, mesh.coordinates(world.rank)
+        self._policy = policy_named(policy)
+        self.in_flight = auto_in_flight(mesh.pipe) if in_flight == "auto" else in_flight
+        if self.in_flight < 1:
+            raise ConfigError("must be at least 1", where="pipeline.in-flight", value=in_flight,
+                              remedy="Use auto, or at least the number of stages.")
+        self._defer_bytes, self._nominal_weight = defer_bytes, nominal_weight
+        self._call = 0
+        self._step = 0
+        self._closed = False
+        self.timeline = Timeline()
+
+        model = as_model(model, loss)
+        self.stages, self.layout = cut(model, mesh, boundaries=boundaries, how=partition, sample=sample, dtype=dtype,
+                                       device=world.device.type)
+        blocks = build_stage(model, self.layout, self.coordinates.pipe, seed=seed, dtype=dtype, device=world.device)
+        self._parameters = self._stage_parameters(blocks)
+        self._ties = ties_of(self.layout, mesh, world.rank, self._parameters)
+
+        self._open_communication(timeout_seconds, check_order)
+        self._gradients = Gradients(self._gradient_specs(), self._data_group, chunk_bytes, self._send_tied_gradients)
+        weights = WeightGradients(self._gradients.chunk_of, self._gradients.queued, self._gradients.added)
+        self._stage = Stage(blocks, loss=model.loss if self.is_last_stage else None, seed=seed, device=world.device,
+                            loss_scale=1.0 / nominal_weight, progress=self._progress,
+                            block_passed=self._gradients.block_passed, weight_gradients=weights)
+        self._tied_gradients = TiedGradients(self._ties)
+        self._tied_values = dict.fromkeys((tie.name for tie in self._ties), 0)
+        self._synchronise_start(blocks)
+        owned = [spec.parameter for spec in self._gradients.owned()]
+        self.optimizer = optimizer(owned) if optimizer is not None and owned else None
+        self._has_optimizer = optimizer is not None
+
+    # ------------------------------------------------------------------ what a rank is
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank needs the inputs."""
+        return self.coordinates.pipe == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank needs the targets."""
+        return self.coordinates.pipe == self.mesh.pipe - 1
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """First block of each stage after the first."""
+        return self.stages.boundaries
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The trainable parameters that this rank owns and an optimizer of it would update."""
+        return [spec.parameter for spec in self._gradients.owned()]
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """All parameters of this rank's blocks by global name, up to date; a tied one by its owner's name."""
+        self._receive_tied_values()
+        return dict(self._parameters)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """After `forward_backward`: the gradients that this rank owns, of the mean loss over the global batch."""
+        return {spec.name: spec.parameter.grad for spec in self._gradients.owned()}
+
+    def counters(self) -> dict:
+        """Bytes so far on this rank, and the longest time without letting messages move."""
+        return {"bytes_sent": self._transport.bytes_sent,
+                "bytes_received_by_axis": {"pipe": self._transport.bytes_received,
+                                           "data": self._data_group.bytes_received},
+                "longest_gap_seconds": self._transport.longest_gap_seconds}
+
+    # ------------------------------------------------------------------ batches
+
+    def train_batch(self, microbatches: Sequence[Microbatch | tuple]) -> BatchResult:
+        """One step: gradients of the mean loss over the global batch, and an update.
+
+        microbatches: this replica's share, as Microbatch objects or (inputs, targets) pairs; all ranks of a replica give
+        the same number of them. A batch whose weight is zero everywhere updates nothing and warns.
+        """
+        if not self._has_optimizer:
+            raise ConfigError("is missing", where="Engine(optimizer=...)",
+                              remedy="Give the engine an optimizer, or call forward_backward and update by hand.")
+        result = self.forward_backward(microbatches)
+        self.step(result)
+        return result
+
+    def forward_backward(self, microbatches: Sequence[Microbatch | tuple]) -> BatchResult:
+        """The gradients of `train_batch` without its update; see `gradients`."""
+        self._step += 1
+        self._gradients.begin()
+        self._run(microbatches, training=True)
+        self._gradients.all_passed()
+        self._add_tied_gradients()
+        started = time.monotonic_ns()
+        self._board.doing = "averaging gradients over data"
+        self._gradients.wait()
+        self._stats_work.wait()
+        self.timeline.add("reduce", "average", self._step, started)
+        weight = float(self._stats[1])
+        self._gradients.scale(self._nominal_weight / weight if weight else 0.0)
+        norm = self._gradients.squared_norm().cpu() if self.coordinates.data == 0 else torch.zeros((), dtype=torch.float64)
+        norm = norm.reshape(1)
+        return BatchResult(self._stats, self._stats_work, norm, self._all.all_reduce(norm), stepped=weight != 0.0)
+
+    def step(self, result: BatchResult) -> None:
+        """Update this rank's parameters from their gradients, and send tied ones to their other ends."""
+        if not result.stepped:
+            warnings.warn(f"step {self._step} is skipped: no valid target in the global batch", stacklevel=3)
+            return
+        started = time.monotonic_ns()
+        self._board.doing = "optimizer"
+        if self.optimizer is not None:
+            self.optimizer.step()
+        self._send_tied_values()
+        self.timeline.add("optimizer", "update", self._step, started)
+
+    def evaluate(self, microbatches: Sequence[Microbatch | tuple]) -> BatchResult:
+        """Forward only: loss and weight over the global batch, without dropout."""
+        self._run(microbatches, training=False)
+        return BatchResult(self._stats, self._stats_work, None, None, stepped=False)
+
+    def predict(self, microbatches: Sequence[Microbatch | tuple]) -> list[State] | None:
+        """Forward only, without the loss: what the last block returns, on the ranks of the last stage; None elsewhere."""
+        self._run(microbatches, training=False, keep_outputs=True)
+        return self._stage.outputs if self.is_last_stage else None
+
+    def close(self) -> None:
+        """Give the communicators back; the modules are plain modules again. Idempotent; all ranks call it."""
+        if not self._closed:
+            self._closed = True
+            self._receive_tied_values()
+            for _, _, module in self._stage.blocks:
+                restore_forward(module)
+            self._transport.flush()
+            self._all.barrier()
+            self._transport.close()
+            self._sequencer.close()
+            self._data_group.close()
+            self._all.close()
+            self._board.close()
+
+    # ------------------------------------------------------------------ start
+
+    def _stage_parameters(self, blocks) -> dict[str, nn.Parameter]:
+        """Owner's name -> parameter, in model order."""
+        return {self.layout[f"{block}.{name}"].owner: parameter for _, block, module in reversed(blocks)
+                for name, parameter in module.named_parameters()}
+
+    def _gradient_specs(self) -> list[GradientSpec]:
+        blocks: dict[str, set[int]] = {}
+        for parameter in self.layout.parameters:
+            if parameter.block in self.layout.blocks(self.coordinates.pipe):
+                blocks.setdefault(parameter.owner, set()).add(parameter.block)
+        ties = {tie.name: tie for tie in self._ties}
+        specs = []
+        for name in sorted(blocks, key=lambda name: [p.owner for p in self.layout.parameters].index(name)):
+            parameter, tie = self._parameters[name], ties.get(name)
+            if parameter.requires_grad:
+                specs.append(GradientSpec(name=name, parameter=parameter, blocks=frozenset(blocks[name]),
+                                          remote_ends=len(tie.peers) if tie and tie.owns else 0,
+                                          sent_to_owner=bool(tie) and not tie.owns))
+        return specs
+
+    def _open_communication(self, timeout_seconds: float, check_order: bool) -> None:
+        backend, mesh, rank = self.world.backend, self.mesh, self.world.rank
+        self._board = Board(self.world.store, rank, mesh)
+        self._data_group: Group = backend.group("data", mesh.groups("data"))
+        self._all: Group = backend.group("all", [range(mesh.size)])
+        self._sequencer = Sequencer(mesh, rank, backend, self._board, timeout_seconds, check_order)
+        self._transport: Transport = backend.transport("pipeline")
+        self._before, self._after = mesh.neighbour(rank, -1), mesh.neighbour(rank, +1)
+        peers = sorted({peer for peer in (self._before, self._after, *(peer for tie in self._ties for peer in tie.peers))
+                        if peer is not None})
+        self._transport.connect(peers, peers, self._edge_capacity())
+        self._inbox = Inbox(self._transport, self._board, self.timeline, timeout_seconds, self._receive_tied)
+
+    def _edge_capacity(self) -> int:
+        """Room for the largest carried state that crosses a boundary, and its description; 1 MiB when unknown."""
+        if self.stages.costs is None:
+            return 1 << 20
+        return 4096 + max((self.stages.costs[cut - 1].output_bytes for cut in self.boundaries), default=0)
+
+    def _synchronise_start(self, blocks: list[tuple[int, str, nn.Module]]) -> None:
+        """Replicas start from replica 0's weights and buffers, ends of a tie from their owner's."""
+        if self.mesh.data > 1:
+            for work in [self._data_group.broadcast(tensor.data) for _, _, module in blocks
+                         for tensor in (*module.parameters(), *module.buffers())]:
+                work.wait()
+        self._send_tied_values()
+
+    # ------------------------------------------------------------------ one batch
+
+    def _run(self, microbatches: Sequence[Microbatch | tuple], *, training: bool, keep_outputs: bool = False) -> None:
+        self._call += 1
+        batch = [entry if isinstance(entry, Microbatch) else Microbatch(*entry) for entry in microbatches]
+        self._receive_tied_values()
+        self._stage.begin(training)
+        schedule = Schedule(
+            stage=self.coordinates.pipe, num_stages=self.mesh.pipe, num_microbatches=len(batch), policy=self._policy,
+            in_flight=self.in_flight, training=training,
+            defer_bytes=0 if self._defer_bytes == "auto" else self._defer_bytes)
+        try:
+            self._inbox.begin(self._call, len(batch), schedule.on_message if self._sequencer.leads else _unheard)
+            self._stats_work = None if batch else self._reduce_stats()
+            while (action := self._next_action(schedule)) is not None:
+                facts = self._execute(action, batch, training, keep_outputs)
+                if self._sequencer.leads:
+                    if self._defer_bytes == "auto":
+                        schedule.defer_bytes = max(schedule.defer_bytes, facts.get("deferrable_bytes", 0))
+                    schedule.on_done(action, **facts)
+                if action.kind == "F" and action.microbatch == len(batch) - 1:
+                    self._stats_work = self._reduce_stats()
+        except Exception as error:
+            self._stage.clear()
+            error.add_note(f"{self._board.name(self.world.rank)}: actions so far: {schedule.text() or 'none'}")
+            raise
+
+    def _next_action(self, schedule: Schedule) -> Action | None:
+        if not self._sequencer.leads:
+            return self._sequencer.next(self._call)
+        self._inbox.poll()
+        while isinstance(action := schedule.next_action(), Wait):
+            if action.backward is not None:
+                self._inbox.wait(f"the backward of microbatch {action.backward}", self._after)
+            else:
+                self._inbox.wait(f"the forward of microbatch {action.forward}", self._before)
+        action = None if isinstance(action, Done) else action
+        self._sequencer.announce(self._call, action)
+        return action
+
+    def _execute(self, action: Action, batch: list[Microbatch], training: bool, keep_outputs: bool) -> dict:
+        """Run `action`, send what it produced, and return what the schedule wants to know about it."""
+        number = action.microbatch
+        match action.kind:
+            case "F":
+                inputs, wants = self._inputs(number, batch)
+                started = self._start(action)
+                outcome = self._stage.forward(number, self._step, batch[number], inputs, wants, training=training,
+                                              keep_outputs=keep_outputs)
+                if not self.is_last_stage:
+                    self._transport.send(self._after, Message(Kind.FORWARD, self._call, number, outcome.tensors,
+                                                              outcome.requires_grad))
+                facts = {"expects_backward": outcome.expects_backward, "deferrable_bytes": outcome.deferrable_bytes}
+            case "B":
+                arrived = {} if self.is_last_stage else self._inbox.take("return", number, self._after).tensors
+                started = self._start(action)
+                gradients, products = self._stage.backward(number, self._to_device(arrived), defer=action.defer,
+                                                           last=number == len(batch) - 1)
+                self._send_return(number, gradients)
+                facts = {"products": products}
+            case "C":
+                if not self.is_last_stage:
+                    self._inbox.take("return", number, self._after)
+                self._send_return(number, {})
+                return {}
+            case "W":
+                started = self._start(action)
+                self._stage.weight(number, action.product)
+                self._progress()
+                facts = {}
+        self.timeline.add(_CATEGORIES[action.kind], str(action), self._step, started)
+        return facts
+
+    def _start(self, action: Action) -> int:
+        self._board.doing = f"{_CATEGORIES[action.kind]} {action.microbatch}"
+        return time.monotonic_ns()
+
+    def _inputs(self, number: int, batch: list[Microbatch]) -> tuple[dict[str, Tensor], frozenset[str]]:
+        """The carried state that enters this stage, and which of it wants a gradient."""
+        if not self.is_first_stage:
+            message = self._inbox.take("forward", number, self._before)
+            return self._to_device(message.tensors), message.requires_grad
+        if batch[number].inputs is None:
+            raise ModelError("has no inputs on the first stage", where=f"microbatch {number}",
+                             remedy="Give the ranks of the first stage the inputs of every microbatch.")
+        return self._to_device(named(batch[number].inputs, f"inputs of microbatch {number}")), frozenset()
+
+    def _to_device(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.to(self.world.device, non_blocking=True) for name, tensor in tensors.items()}
+
+    def _send_return(self, number: int, gradients: dict[str, Tensor]) -> None:
+        """What goes back over the edge before this stage: gradients where there are some, else a bare credit."""
+        if not self.is_first_stage:
+            kind = Kind.BACKWARD if gradients else Kind.CREDIT
+            self._transport.send(self._before, Message(kind, self._call, number, gradients))
+
+    def _progress(self) -> None:
+        """Let messages and reductions move; called at every block boundary and between products."""
+        self._transport.progress()
+        self._gradients.progress()
+
+    def _reduce_stats(self) -> Work:
+        """Start summing loss and weight over all ranks; only the first position of each last stage has any."""
+        counts = self.is_last_stage and self.coordinates.row == 0 and self.coordinates.col == 0
+        self._stats = self._stage.loss_and_weight.to("cpu", copy=True) if counts else torch.zeros(2, dtype=torch.float64)
+        return self._all.all_reduce(self._stats)
+
+    # ------------------------------------------------------------------ tied parameters
+
+    def _send_tied_gradients(self, specs: Sequence[GradientSpec]) -> None:
+        """The complete gradients of ends whose owner is elsewhere."""
+        for tie in self._ties:
+            if tie.name in {spec.name for spec in specs}:
+                self._transport.send(tie.peers[0], gradient_message(self._call, tie))
+
+    def _add_tied_gradients(self) -> None:
+        """Wait for the gradients of all other ends, and add them to the owner's."""
+        while (missing := self._tied_gradients.missing()) is not None:
+            self._inbox.wait(f"the gradient of tied parameter {missing[0]}", missing[1])
+        for tie in self._tied_gradients.add():
+            self._gradients.added(tie.parameter)
+
+    def _send_tied_values(self) -> None:
+        """Owners send their new values; other ends note that one more is due (it may have come already)."""
+        for tie in self._ties:
+            if tie.owns:
+                for peer in tie.peers:
+                    self._transport.send(peer, value_message(self._call, tie))
+            else:
+                self._tied_values[tie.name] += 1
+
+    def _receive_tied(self, message: Message) -> None:
+        if message.kind is Kind.TIED_GRADIENT:
+            self._tied_gradients.receive(message)
+            return
+        (name, value), = message.tensors.items()
+        with torch.no_grad():
+            self._parameters[name].copy_(value)
+        self._tied_values[name] -= 1
+
+    def _receive_tied_values(self) -> None:
+        """Wait until no value of an end held here is due."""
+        for tie in self._ties:
+            while self._tied_values[tie.name] > 0:
+                self._inbox.wait(f"the value of tied parameter {tie.name}", tie.peers[0])
+
+
+def _unheard(direction: str, microbatch: int) -> None:
+    """Where the leader decides, arrivals elsewhere are news to nobody."""
+
+
+_CATEGORIES: dict[str, Category] = {"F": "forward", "B": "backward", "W": "weight"}

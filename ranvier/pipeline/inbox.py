@@ -1,0 +1,98 @@
+"""Messages of the batch at hand, whatever the order in which they came.
+
+Ranks do not wait for each other between batches, so messages of the next batch may arrive while this one runs: they are
+kept until it begins. A wait that lasts too long ends in a report of who waits for what.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from ranvier.comm.board import Board
+from ranvier.comm.message import Kind, Message
+from ranvier.comm.protocol import Transport
+from ranvier.errors import MessageTimeout, ModelError
+from ranvier.pipeline.timeline import Timeline
+
+Direction = Literal["forward", "return"]
+
+
+def direction(kind: Kind) -> Direction | None:
+    """Which of a microbatch's two crossings of an edge a message is; None for messages outside the pipeline's flow."""
+    if kind is Kind.FORWARD:
+        return "forward"
+    return "return" if kind in (Kind.BACKWARD, Kind.CREDIT) else None
+
+
+class Inbox:
+    """What has arrived over one transport.
+
+    other: called with messages that are neither forward nor return.
+    """
+
+    def __init__(self, transport: Transport, board: Board, timeline: Timeline, timeout_seconds: float,
+                 other: Callable[[Message], None]) -> None:
+        self._transport, self._board, self._timeline, self._other = transport, board, timeline, other
+        self._timeout = timeout_seconds
+        self._call = 0
+        self._count = 0
+        self._arrived: dict[tuple[Direction, int], Message] = {}
+        self._early: list[Message] = []
+        self._on_arrival: Callable[[Direction, int], None] = lambda direction, microbatch: None
+
+    def begin(self, call: int, num_microbatches: int, on_arrival: Callable[[Direction, int], None]) -> None:
+        """Batch number `call` begins; `on_arrival` is told of each of its messages as they come, early ones at once."""
+        self._call, self._count, self._on_arrival = call, num_microbatches, on_arrival
+        early, self._early = self._early, []
+        for message in early:
+            self._sort(message)
+
+    def _sort(self, message: Message) -> None:
+        way = direction(message.kind)
+        if way is None:
+            self._other(message)
+        elif message.step > self._call:
+            self._early.append(message)
+        else:
+            assert message.step == self._call, f"{message} belongs to batch {message.step}, which has ended"
+            if message.microbatch >= self._count:
+                raise ModelError(f"has {self._count} microbatches here, but {self._board.name(message.source)} sends "
+                                 f"number {message.microbatch}", where="train_batch",
+                                 remedy="Give all ranks of a replica the same number of microbatches.")
+            self._arrived[way, message.microbatch] = message
+            self._on_arrival(way, message.microbatch)
+
+    def poll(self) -> None:
+        """Take in everything that has arrived; never blocks."""
+        for message in self._transport.poll():
+            self._sort(message)
+
+    def take(self, way: Direction, microbatch: int, source: int) -> Message:
+        """That message, waiting for it where it has not come yet."""
+        while (way, microbatch) not in self._arrived:
+            self.wait(f"the {_NAMES[way]} of microbatch {microbatch}", source)
+        return self._arrived.pop((way, microbatch))
+
+    def wait(self, what: str, source: int) -> None:
+        """Sleep until any message arrives. MessageTimeout, with the whole board, when none does in time."""
+        started, doing = time.monotonic_ns(), self._board.doing
+        self._board.doing = f"a wait for {what} from {self._board.name(source)}"
+        message = self._transport.wait(self._timeout)
+        if message is None:
+            seconds = (time.monotonic_ns() - started) * 1e-9
+            raise MessageTimeout("a message did not come\n" + self._board.report(what, source, seconds),
+                                 where="comm.timeout-seconds", value=self._timeout,
+                                 remedy="See which rank is behind, or raise --comm.timeout-seconds.")
+        self._timeline.add("wait", what, self._call, started)
+        self._board.doing = doing
+        self._sort(message)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether every message of this batch has been taken."""
+        return not self._arrived
+
+
+_NAMES: dict[Direction, str] = {"forward": "forward", "return": "backward"}

@@ -1,0 +1,167 @@
+"""Blocks to stages: what each block costs, and the cut whose dearest stage is cheapest.
+
+Costs are counted on the meta device, so no weight exists and any model fits on a laptop: floating-point operations of
+the forward pass, plus the bytes that its operations write, weighed by the machine's balance of the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+from ranvier.errors import ConfigError, ModelError
+from ranvier.models.block import Model, State, named
+
+FLOPS_PER_BYTE = {"cpu": 8.0, "cuda": 250.0}
+"""Operations that a core, or a GPU, does in the time in which it writes one byte: nominal, for the cut only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockCost:
+    """What one microbatch costs in one block, forward pass only; a training step costs three times the flops."""
+
+    name: str
+    flops: int
+    written_bytes: int
+    """Bytes that the block's operations write: an upper bound on the activations that it keeps."""
+    output_bytes: int
+    """Bytes of the carried state that leaves the block."""
+    num_parameters: int
+
+    def weight(self, device: str = "cpu") -> float:
+        """Relative time, in floating-point operations."""
+        return self.flops + FLOPS_PER_BYTE.get(device, 8.0) * self.written_bytes
+
+
+class _WrittenBytes(TorchDispatchMode):
+    """Counts the bytes of what operations return, views aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.count += sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(result)
+                              if isinstance(leaf, Tensor))
+        return result
+
+
+def build_on_meta(model: Model) -> dict[str, nn.Module]:
+    """All blocks; lazily built ones have no storage, ready-made modules are what they are."""
+    with torch.device("meta"):
+        return {name: build() for name, build in model.blocks.items()}
+
+
+def _to_meta(value):
+    return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, value)
+
+
+def block_costs(model: Model, inputs: State, targets: object = None, dtype: torch.dtype = torch.float32) -> list[BlockCost]:
+    """Cost of every block for a microbatch like `inputs`, whose values do not matter.
+
+    This runs the whole chain once without data, and is also the check of the model contract: ModelError names the
+    first block that does not take what the block before it returns, or the loss.
+    """
+    state, costs, before = _to_meta(inputs), [], "the inputs"
+    for name, module in build_on_meta(model).items():
+        tensors = {key: value.to("meta", dtype if value.is_floating_point() else value.dtype) for key, value in
+                   (*module.named_parameters(), *module.named_buffers())}
+        written = _WrittenBytes()
+        try:
+            with torch.no_grad(), FlopCounterMode(display=False) as counter, written:
+                state = functional_call(module, tensors, (state,), tie_weights=False)
+        except ModelError:
+            raise
+        except Exception as error:
+            raise ModelError(f"does not take what {before} returns: {type(error).__name__}: {error}",
+                             where=f"block {name}", remedy="Make its forward take and return the carried state.") from error
+        outputs = named(state, f"block {name}")
+        costs.append(BlockCost(name=name, flops=counter.get_total_flops(), written_bytes=written.count,
+                               output_bytes=sum(t.numel() * t.element_size() for t in outputs.values()),
+                               num_parameters=sum(p.numel() for p in module.parameters())))
+        before = f"block {name}"
+    if targets is not None:
+        check_loss(model, state, _to_meta(targets))
+    return costs
+
+
+def check_loss(model: Model, state: State, targets: object) -> None:
+    """ModelError when the loss does not take the last block's state, or does not return (sum, weight)."""
+    try:
+        with torch.no_grad():
+            result = model.loss(state, targets)
+    except Exception as error:
+        raise ModelError(f"does not take what the last block returns: {type(error).__name__}: {error}", where="loss",
+                         remedy="Its arguments are (output of the last block, targets of the microbatch).") from error
+    loss_parts(result)
+
+
+def loss_parts(result: object) -> tuple[Tensor, Tensor | float | int]:
+    """A loss's (sum, weight). ModelError when it returned something else."""
+    fits = (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor) and result[0].numel() == 1
+            and (isinstance(result[1], (int, float)) or (isinstance(result[1], Tensor) and result[1].numel() == 1)))
+    if not fits:
+        shown = (f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__)
+        raise ModelError("must return (sum of losses, number of valid targets)", where="loss", value=shown,
+                         remedy="Use reduction='sum' and return the count beside it, "
+                                "so that microbatches of different sizes add up to the same gradients.")
+    return result
+
+
+def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """First block of each stage after the first, such that the dearest stage is as cheap as any cut allows.
+
+    Exact, by dynamic programming over (stage, first block); ties go to the cut with fewer blocks in later stages.
+    Every stage gets at least one block. ConfigError when there are more stages than blocks.
+    """
+    num_blocks = len(costs)
+    if num_stages > num_blocks:
+        raise ConfigError(f"is more than the model's {num_blocks} blocks", where="mesh.pipe", value=num_stages,
+                          remedy=f"Set --mesh.pipe {num_blocks} or less, or use a deeper model.")
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    # best[first] = (dearest stage, cuts) of blocks first.. in the stages considered so far, from the back
+    best: list[tuple[float, tuple[int, ...]] | None] = [(sums[-1] - sums[first], ()) for first in range(num_blocks)]
+    for stages in range(2, num_stages + 1):
+        longer: list[tuple[float, tuple[int, ...]] | None] = [None] * num_blocks
+        for first in range(num_blocks - stages + 1):
+            for cut in range(first + 1, num_blocks - stages + 2):
+                rest = best[cut]
+                if rest is not None:
+                    dearest = max(sums[cut] - sums[first], rest[0])
+                    if longer[first] is None or dearest <= longer[first][0]:
+                        longer[first] = dearest, (cut, *rest[1])
+        best = longer
+    assert best[0] is not None
+    return best[0][1]
+
+
+def uniform(num_blocks: int, num_stages: int) -> tuple[int, ...]:
+    """The cut into equal numbers of blocks, the first stages taking one more where it does not divide."""
+    return partition([1.0] * num_blocks, num_stages) if num_stages > num_blocks else tuple(
+        stage * (num_blocks // num_stages) + min(stage, num_blocks % num_stages) for stage in range(1, num_stages))
+
+
+def check_boundaries(boundaries: Sequence[int], num_blocks: int, num_stages: int) -> tuple[int, ...]:
+    """Boundaries given by hand, if they cut `num_blocks` into `num_stages` non-empty stages. ConfigError otherwise."""
+    boundaries = tuple(boundaries)
+    remedy = (f"Give {num_stages - 1} rising block numbers between 1 and {num_blocks - 1}, "
+              f"the first block of each stage after the first.")
+    if len(boundaries) != num_stages - 1:
+        raise ConfigError(f"has {len(boundaries)} numbers for {num_stages} stages", where="pipeline.boundaries",
+                          value=boundaries, remedy=remedy)
+    edges = (0, *boundaries, num_blocks)
+    if any(first >= second for first, second in zip(edges, edges[1:], strict=False)):
+        raise ConfigError("does not rise, or leaves a stage without blocks", where="pipeline.boundaries",
+                          value=boundaries, remedy=remedy)
+    return boundaries

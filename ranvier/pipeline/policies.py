@@ -1,0 +1,83 @@
+"""Which ready action runs next. A comparison of policies compares these few lines and nothing else.
+
+                 picks                                            4 microbatches, stage 0 of 2
+    message-driven   whatever is there: backward, forward, weight     F0 F1 F2 B0 F3 W0 B1 ...
+    1f1b             forwards up to the depth left, then in turn      F0 F1 B0 F2 B1 F3 B2 B3
+    gpipe            all forwards, then all backwards                 F0 F1 F2 F3 B0 B1 B2 B3
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ranvier.errors import ConfigError
+from ranvier.pipeline.schedule import Action, Policy, Ready
+
+
+@dataclass(frozen=True)
+class MessageDriven:
+    """Run what has arrived: a backward first (it frees memory and unblocks the stage before), then a forward; weight
+    gradients fill what would be waits. (AxoNN, Algorithm 2, with deferred weight gradients.)"""
+
+    name: str = "message-driven"
+    defers: bool = True
+
+    def choose(self, ready: Ready) -> Action | None:
+        return ready.backward or ready.forward or ready.weight
+
+    def in_flight(self, in_flight: int, num_microbatches: int) -> int:
+        return in_flight
+
+
+@dataclass(frozen=True)
+class OneForwardOneBackward:
+    """Stage i of p does p - i forwards, then one backward and one forward in turn, in that fixed order even when the
+    other has arrived. (Narayanan et al., PipeDream-Flush.)"""
+
+    name: str = "1f1b"
+    defers: bool = False
+
+    def choose(self, ready: Ready) -> Action | None:
+        stored = ready.forwards_done - ready.returns_done
+        forward_due = stored < ready.num_stages - ready.stage and ready.forwards_done < ready.num_microbatches
+        return ready.forward if forward_due else ready.backward
+
+    def in_flight(self, in_flight: int, num_microbatches: int) -> int:
+        return in_flight
+
+
+@dataclass(frozen=True)
+class GPipe:
+    """All forwards, then all backwards; every microbatch is in flight. (Huang et al., GPipe, in FIFO order.)"""
+
+    name: str = "gpipe"
+    defers: bool = False
+
+    def choose(self, ready: Ready) -> Action | None:
+        return ready.forward if ready.forwards_done < ready.num_microbatches else ready.backward
+
+    def in_flight(self, in_flight: int, num_microbatches: int) -> int:
+        return max(1, num_microbatches)
+
+
+POLICIES: tuple[Policy, ...] = (MessageDriven(), OneForwardOneBackward(), GPipe())
+
+
+def policy_named(name: str | Policy) -> Policy:
+    """The policy of that name; a `Policy` object is returned as it is."""
+    if not isinstance(name, str):
+        return name
+    for policy in POLICIES:
+        if policy.name == name:
+            return policy
+    raise ConfigError("is not a policy", where="pipeline.policy", value=name,
+                      remedy="Choose one of " + ", ".join(policy.name for policy in POLICIES) + ".")
+
+
+def auto_in_flight(num_stages: int) -> int:
+    """The in-flight limit that `auto` stands for: the depth of the pipeline.
+
+    More does not help once weight gradients fill the waits: with 4 stages, 16 microbatches and a hop of 0.3 forward
+    times the simulator gives 0.925 of the ideal at 4, 5 and 8 in flight (0.759, 0.805 and 0.830 without deferral).
+    """
+    return num_stages

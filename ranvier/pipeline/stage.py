@@ -1,0 +1,187 @@
+"""The blocks of one stage and what its actions compute.
+
+    forward   runs the blocks in order and keeps, per microbatch, the leaves that entered and the edges of the graph that
+              left: the outputs themselves are given to the next stage and not kept
+    backward  runs autograd from those edges to those leaves
+    weight    runs one postponed product
+
+What requires a gradient is decided by what arrives and by the stage's own parameters, microbatch by microbatch: a
+frozen prefix keeps no graph, and a stage without trainable parameters passes gradients through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_map
+
+from ranvier import keyed_random
+from ranvier.errors import ModelError, RanvierError
+from ranvier.models.block import Loss, State, carried, named
+from ranvier.pipeline.microbatch import Microbatch
+from ranvier.pipeline.partition import loss_parts
+from ranvier.pipeline.schedule import Product
+from ranvier.pipeline.weight_gradients import WeightGradients, postpone_weight_gradients
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Outcome:
+    """What a forward leaves: the state for the next stage, which of it wants gradients, and what a backward will need."""
+
+    tensors: dict[str, Tensor]
+    requires_grad: frozenset[str]
+    expects_backward: bool
+    deferrable_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Graph:
+    """One microbatch between its forward and its backward."""
+
+    leaves: dict[str, Tensor]
+    roots: dict[str, GradientEdge]
+    loss_dtype: torch.dtype | None
+
+
+class Stage:
+    """A run of consecutive blocks on this rank.
+
+    Args:
+        blocks: (number in the model, name, module) of each block.
+        loss: the model's loss on the last stage, None elsewhere.
+        progress: called at every block boundary, forward and backward, so that messages move meanwhile.
+        block_passed: called with a block's number when the last backward of the batch has passed it.
+        loss_scale: factor on the loss before the backward: one over the nominal weight.
+        defers_last_block: whether the last block's products may be postponed; the head of a model never does, because
+            the gradient of its output is the largest tensor there is.
+    """
+
+    def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], *, loss: Loss | None, seed: int,
+                 device: torch.device, loss_scale: float, progress: Callable[[], None],
+                 block_passed: Callable[[int], None], weight_gradients: WeightGradients) -> None:
+        self.blocks, self._loss, self._seed, self._device = blocks, loss, seed, device
+        self._loss_scale, self._progress, self._block_passed = loss_scale, progress, block_passed
+        self._weights = weight_gradients
+        self._graphs: dict[int, _Graph] = {}
+        self._last_backward = False
+        self.loss_and_weight = torch.zeros(2, dtype=torch.float64, device=device)
+        """Sums of loss and weight over the forwards since `begin`."""
+        self.outputs: list[State] = []
+        """What the last block returned, microbatch by microbatch, where `keep_outputs` was set."""
+        for _, _, module in blocks if loss is None else blocks[:-1]:
+            postpone_weight_gradients(module, weight_gradients)
+
+    def begin(self, training: bool) -> None:
+        """A new batch."""
+        self.loss_and_weight.zero_()
+        self.outputs = []
+        for _, _, module in self.blocks:
+            if module.training != training:
+                module.train(training)
+
+    @property
+    def stored(self) -> int:
+        """Microbatches whose graph is kept now."""
+        return len(self._graphs)
+
+    # ------------------------------------------------------------------ forward
+
+    def forward(self, number: int, step: int, microbatch: Microbatch, inputs: Mapping[str, Tensor],
+                requires_grad: frozenset[str], *, training: bool, keep_outputs: bool = False) -> Outcome:
+        """Forward of microbatch `number`. `inputs` is what arrived; `requires_grad` names what wants a gradient back."""
+        wanted = training and (bool(requires_grad) or any(
+            parameter.requires_grad for _, _, module in self.blocks for parameter in module.parameters()))
+        leaves = {name: tensor.detach().requires_grad_(training and name in requires_grad)
+                  for name, tensor in inputs.items()}
+        self._weights.forward_bytes = 0
+        with torch.set_grad_enabled(wanted):
+            state = self._run_blocks(carried(leaves), step, microbatch, number)
+            if self._loss is not None and not keep_outputs:
+                outputs = {"": self._compute_loss(state, microbatch, number)}
+            else:
+                outputs = named(state, f"block {self.blocks[-1][1]}")
+        if keep_outputs and self._loss is not None:
+            self.outputs.append(state)
+        roots = {name: get_gradient_edge(tensor) for name, tensor in outputs.items() if tensor.requires_grad}
+        kept = bool(roots) or any(leaf.requires_grad for leaf in leaves.values())
+        if kept:
+            self._graphs[number] = _Graph({name: leaf for name, leaf in leaves.items() if leaf.requires_grad}, roots,
+                                          outputs[""].dtype if self._loss is not None else None)
+        return Outcome(tensors={name: tensor.detach() for name, tensor in outputs.items()},
+                       requires_grad=frozenset(roots), expects_backward=kept,
+                       deferrable_bytes=self._weights.forward_bytes)
+
+    def _run_blocks(self, state: State, step: int, microbatch: Microbatch, number: int) -> State:
+        samples = microbatch.samples if microbatch.samples is not None else torch.zeros(0, dtype=torch.int64)
+        for block, name, module in self.blocks:
+            with keyed_random.scope(self._seed, step, samples, name):
+                try:
+                    state = module(state)
+                except RanvierError:
+                    raise
+                except Exception as error:
+                    error.add_note(f"in block {name}, forward of microbatch {number}")
+                    raise
+            if block != self.blocks[-1][0]:
+                self._watch_boundary(named(state, f"block {name}"), block + 1)
+            self._progress()
+        return state
+
+    def _watch_boundary(self, state: Mapping[str, Tensor], block: int) -> None:
+        """Have the backward pass report when it has left `block`: when all gradients of the state before it are known."""
+        watched = [tensor for tensor in state.values() if tensor.requires_grad and tensor.grad_fn is not None]
+        missing = len(watched)
+
+        def hook(gradient: Tensor) -> None:
+            nonlocal missing
+            missing -= 1
+            self._progress()
+            if missing == 0 and self._last_backward:
+                self._block_passed(block)
+
+        for tensor in watched:
+            tensor.register_hook(hook)
+
+    def _compute_loss(self, state: State, microbatch: Microbatch, number: int) -> Tensor:
+        if microbatch.targets is None:
+            raise ModelError("has no targets on the last stage", where=f"microbatch {number}",
+                             remedy="Give the ranks of the last stage the targets of every microbatch.")
+        targets = tree_map(lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, microbatch.targets)
+        total, weight = loss_parts(self._loss(state, targets))
+        self.loss_and_weight[0] += total.detach().double().reshape(())
+        self.loss_and_weight[1] += weight.detach().double().reshape(()) if isinstance(weight, Tensor) else weight
+        return total.reshape(())
+
+    # ------------------------------------------------------------------ backward
+
+    def backward(self, number: int, gradients: Mapping[str, Tensor], *, defer: bool,
+                 last: bool) -> tuple[dict[str, Tensor], list[Product]]:
+        """Backward of microbatch `number` from the gradients that returned; on the last stage from the loss.
+
+        Returns the gradients of what arrived (names without one are left out), and the postponed products.
+        """
+        graph = self._graphs.pop(number)
+        if self._loss is not None:
+            gradients = {"": torch.full((), self._loss_scale, dtype=graph.loss_dtype, device=self._device)}
+        names = [name for name in graph.roots if name in gradients]
+        roots = tuple(graph.roots[name] for name in names)
+        self._last_backward = last
+        try:
+            products = self._weights.backward_pass(number, lambda: roots and torch.autograd.backward(
+                roots, tuple(gradients[name] for name in names)), defer)
+        finally:
+            self._last_backward = False
+        return {name: leaf.grad for name, leaf in graph.leaves.items() if leaf.grad is not None}, products
+
+    def weight(self, number: int, product: int) -> None:
+        """One postponed product."""
+        self._weights.run(number, product)
+
+    def clear(self) -> None:
+        """Forget all microbatches: the batch has failed."""
+        self._graphs.clear()
+        self._weights.clear()
