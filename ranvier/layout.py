@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import prod
 
 from ranvier.errors import ConfigError, ModelError
@@ -72,7 +73,7 @@ def _interval_boxes(box: Box, start: int, stop: int) -> Iterator[Box]:
         return
     (low, _), rest = box[0], box[1:]
     row = box_size(rest)
-    first, last = start // row, stop // row  # the row that start is in, the row that stop is in
+    first, last = start // row, stop // row  # the rows that start and stop are in
     if first == last:
         for inner in _interval_boxes(rest, start - first * row, stop - first * row):
             yield ((low + first, low + first + 1), *inner)
@@ -123,8 +124,8 @@ class Layout:
     """Blocks on stages and parameters on ranks.
 
     boundaries: first block of each stage after the first.
-    shards: parameter name -> (row, col) -> its box on the tensor mesh; parameters left out are whole on every position.
-    state_shards: number of shares into which each stage position's optimizer state is cut over `data`; 1 keeps it whole.
+    shards: parameter name -> (row, col) -> its box on the tensor mesh; those left out are whole everywhere.
+    state_shards: shares into which each position's optimizer state is cut over `data`; 1 keeps it whole.
     """
 
     mesh: Mesh
@@ -136,7 +137,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         edges = (0, *self.boundaries, self.num_blocks)
-        if len(edges) != self.mesh.pipe + 1 or any(a >= b for a, b in zip(edges, edges[1:], strict=False)):
+        if len(edges) != self.mesh.pipe + 1 or any(a >= b for a, b in pairwise(edges)):
             raise ConfigError(f"does not cut {self.num_blocks} blocks into {self.mesh.pipe} stages",
                               where="pipeline.boundaries", value=self.boundaries,
                               remedy="Give the first block of each stage after the first, rising.")

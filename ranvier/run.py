@@ -2,8 +2,8 @@
 
 The text under a field is its help on the command line and its documentation. Flags are the fields' names with hyphens
 (`--batch.global-size`), run.toml has the same names with underscores. Every value comes from, in rising order: the
-field's default, the recipe, the run file, a flag; `Resolved` keeps which. `auto` is a value: whoever resolves it replaces it here, and
-the run's folder keeps the result.
+field's default, the recipe, the run file, a flag. `auto` is a value: whoever resolves it replaces it here, and the
+run's folder keeps the result.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def carried(tensors: Mapping[str, Tensor]) -> State:
 @torch.no_grad()
 def initialise(parameter: Tensor, name: str, initial: Initial, seed: int,
                shape: Sequence[int] | None = None, box: Sequence[tuple[int, int]] | None = None) -> None:
-    """Fill `parameter` with its start: box `box` (whole by default) of a parameter of `shape`, in pieces of bounded size."""
+    """Fill `parameter` with its start: `box` (all by default) of a parameter of `shape`, in pieces of bounded size."""
     if initial.kind == "constant":
         parameter.fill_(initial.scale)
         return

@@ -125,7 +125,7 @@ def build_stage(model: Model, layout: Layout, stage: int, *, seed: int, dtype: t
     names = list(model.blocks)
     blocks = [(number, names[number], model.blocks[names[number]]()) for number in layout.blocks(stage)]
     here: dict[str, nn.Parameter] = {}
-    for number, block, module in blocks:
+    for _, block, module in blocks:
         module.to(device=device, dtype=dtype)
         for name, parameter in list(module.named_parameters()):
             full = f"{block}.{name}"

@@ -59,8 +59,8 @@ class Engine:
         in_flight: most microbatches of a replica between the first stage's forward and their return.
         boundaries: first block of each stage after the first; None cuts by `partition`, from the costs that `sample`
             gives (or numbers of parameters, without).
-        defer_bytes: most bytes that postponed weight gradients keep alive on this rank; 0 postpones nothing, auto is what
-            one microbatch's would keep alive.
+        defer_bytes: most bytes that postponed weight gradients keep alive on this rank; 0 postpones nothing, auto is
+            what one microbatch's would keep alive.
         nominal_weight: expected weight of a global batch. The loss is divided by it before the backward, and gradients
             are corrected to the true weight afterwards; in fp32 and fp64 it only moves rounding.
         timeout_seconds: longest wait for one message before MessageTimeout, with a report of who waits for what.
@@ -156,8 +156,8 @@ class Engine:
     def train_batch(self, microbatches: Sequence[Microbatch | tuple]) -> BatchResult:
         """One step: gradients of the mean loss over the global batch, and an update.
 
-        microbatches: this replica's share, as Microbatch objects or (inputs, targets) pairs; all ranks of a replica give
-        the same number of them. A batch whose weight is zero everywhere updates nothing and warns.
+        microbatches: this replica's share, as Microbatch objects or (inputs, targets) pairs; all ranks of a replica
+        give the same number of them. A batch whose weight is zero everywhere updates nothing and warns.
         """
         if not self._has_optimizer:
             raise ConfigError("is missing", where="Engine(optimizer=...)",
@@ -180,8 +180,9 @@ class Engine:
         self.timeline.add("reduce", "average", self._step, started)
         weight = float(self._stats[1])
         self._gradients.scale(self._nominal_weight / weight if weight else 0.0)
-        norm = self._gradients.squared_norm().cpu() if self.coordinates.data == 0 else torch.zeros((), dtype=torch.float64)
-        norm = norm.reshape(1)
+        norm = torch.zeros(1, dtype=torch.float64)
+        if self.coordinates.data == 0:  # replicas have equal gradients: one of them counts
+            norm[0] = self._gradients.squared_norm()
         return BatchResult(self._stats, self._stats_work, norm, self._all.all_reduce(norm), stepped=weight != 0.0)
 
     def step(self, result: BatchResult) -> None:
@@ -202,7 +203,7 @@ class Engine:
         return BatchResult(self._stats, self._stats_work, None, None, stepped=False)
 
     def predict(self, microbatches: Sequence[Microbatch | tuple]) -> list[State] | None:
-        """Forward only, without the loss: what the last block returns, on the ranks of the last stage; None elsewhere."""
+        """Forward only, without the loss: what the last block returns, on the last stage's ranks; None elsewhere."""
         self._run(microbatches, training=False, keep_outputs=True)
         return self._stage.outputs if self.is_last_stage else None
 
@@ -251,8 +252,8 @@ class Engine:
         self._sequencer = Sequencer(mesh, rank, backend, self._board, timeout_seconds, check_order)
         self._transport: Transport = backend.transport("pipeline")
         self._before, self._after = mesh.neighbour(rank, -1), mesh.neighbour(rank, +1)
-        peers = sorted({peer for peer in (self._before, self._after, *(peer for tie in self._ties for peer in tie.peers))
-                        if peer is not None})
+        tied = [peer for tie in self._ties for peer in tie.peers]
+        peers = sorted({peer for peer in (self._before, self._after, *tied) if peer is not None})
         self._transport.connect(peers, peers, self._edge_capacity())
         self._inbox = Inbox(self._transport, self._board, self.timeline, timeout_seconds, self._receive_tied)
 
@@ -374,7 +375,8 @@ class Engine:
     def _reduce_stats(self) -> Work:
         """Start summing loss and weight over all ranks; only the first position of each last stage has any."""
         counts = self.is_last_stage and self.coordinates.row == 0 and self.coordinates.col == 0
-        self._stats = self._stage.loss_and_weight.to("cpu", copy=True) if counts else torch.zeros(2, dtype=torch.float64)
+        mine = self._stage.loss_and_weight
+        self._stats = mine.to("cpu", copy=True) if counts else torch.zeros(2, dtype=torch.float64)
         return self._all.all_reduce(self._stats)
 
     # ------------------------------------------------------------------ tied parameters

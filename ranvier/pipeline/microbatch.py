@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
+from ranvier.errors import ModelError
 from ranvier.models.block import State
 
 
@@ -23,3 +25,26 @@ class Microbatch:
     inputs: State | None = None
     targets: object | None = None
     samples: Tensor | None = None
+
+
+def microbatches(inputs: State, targets: object, size: int, samples: Tensor | None = None) -> list[Microbatch]:
+    """A batch cut along dim 0 into microbatches of `size` samples; the last one takes what is left.
+
+    inputs, targets: tensors, or nested dicts, lists and tuples of tensors, all with the batch in dim 0. Nothing is cut
+    by guess: ModelError when their first dims differ. samples: [b] int64, the samples' own numbers.
+    """
+    count = {leaf.shape[0] if leaf.dim() else None for leaf in tree_leaves((inputs, targets, samples))
+             if isinstance(leaf, Tensor)}
+    if len(count) != 1 or None in count:
+        raise ModelError("must all have the batch in dim 0", where="microbatches(inputs, targets)",
+                         value=sorted(map(str, count)),
+                         remedy="Where a tensor has no batch dim, cut by hand and pass ranvier.Microbatch objects.")
+    if size < 1:
+        raise ModelError("must be at least 1", where="microbatches(size)", value=size,
+                         remedy="Give samples per microbatch.")
+
+    def part(value, start: int):
+        return tree_map(lambda leaf: leaf[start:start + size] if isinstance(leaf, Tensor) else leaf, value)
+
+    return [Microbatch(part(inputs, start), part(targets, start), part(samples, start))
+            for start in range(0, count.pop(), size)]

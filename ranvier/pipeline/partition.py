@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +66,8 @@ def _to_meta(value):
     return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, value)
 
 
-def block_costs(model: Model, inputs: State, targets: object = None, dtype: torch.dtype = torch.float32) -> list[BlockCost]:
+def block_costs(model: Model, inputs: State, targets: object = None,
+                dtype: torch.dtype = torch.float32) -> list[BlockCost]:
     """Cost of every block for a microbatch like `inputs`, whose values do not matter.
 
     This runs the whole chain once without data, and is also the check of the model contract: ModelError names the
@@ -83,7 +85,8 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
             raise
         except Exception as error:
             raise ModelError(f"does not take what {before} returns: {type(error).__name__}: {error}",
-                             where=f"block {name}", remedy="Make its forward take and return the carried state.") from error
+                             where=f"block {name}",
+                             remedy="Make its forward take and return the carried state.") from error
         outputs = named(state, f"block {name}")
         costs.append(BlockCost(name=name, flops=counter.get_total_flops(), written_bytes=written.count,
                                output_bytes=sum(t.numel() * t.element_size() for t in outputs.values()),
@@ -161,7 +164,7 @@ def check_boundaries(boundaries: Sequence[int], num_blocks: int, num_stages: int
         raise ConfigError(f"has {len(boundaries)} numbers for {num_stages} stages", where="pipeline.boundaries",
                           value=boundaries, remedy=remedy)
     edges = (0, *boundaries, num_blocks)
-    if any(first >= second for first, second in zip(edges, edges[1:], strict=False)):
+    if any(first >= second for first, second in pairwise(edges)):
         raise ConfigError("does not rise, or leaves a stage without blocks", where="pipeline.boundaries",
                           value=boundaries, remedy=remedy)
     return boundaries

@@ -1,7 +1,7 @@
 """The blocks of one stage and what its actions compute.
 
-    forward   runs the blocks in order and keeps, per microbatch, the leaves that entered and the edges of the graph that
-              left: the outputs themselves are given to the next stage and not kept
+    forward   runs the blocks in order and keeps, per microbatch, the leaves that entered and the edges of the graph
+              that left: the outputs themselves are given to the next stage and not kept
     backward  runs autograd from those edges to those leaves
     weight    runs one postponed product
 
@@ -30,7 +30,7 @@ from ranvier.pipeline.weight_gradients import WeightGradients, postpone_weight_g
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Outcome:
-    """What a forward leaves: the state for the next stage, which of it wants gradients, and what a backward will need."""
+    """What a forward leaves: the state for the next stage, which of it wants gradients, what a backward will need."""
 
     tensors: dict[str, Tensor]
     requires_grad: frozenset[str]
@@ -92,7 +92,7 @@ class Stage:
 
     def forward(self, number: int, step: int, microbatch: Microbatch, inputs: Mapping[str, Tensor],
                 requires_grad: frozenset[str], *, training: bool, keep_outputs: bool = False) -> Outcome:
-        """Forward of microbatch `number`. `inputs` is what arrived; `requires_grad` names what wants a gradient back."""
+        """Forward of microbatch `number`. `inputs` is what arrived; `requires_grad` names what wants a gradient."""
         wanted = training and (bool(requires_grad) or any(
             parameter.requires_grad for _, _, module in self.blocks for parameter in module.parameters()))
         leaves = {name: tensor.detach().requires_grad_(training and name in requires_grad)
@@ -132,7 +132,7 @@ class Stage:
         return state
 
     def _watch_boundary(self, state: Mapping[str, Tensor], block: int) -> None:
-        """Have the backward pass report when it has left `block`: when all gradients of the state before it are known."""
+        """Have the backward pass report that it has left `block`: all gradients of the state before it are known."""
         watched = [tensor for tensor in state.values() if tensor.requires_grad and tensor.grad_fn is not None]
         missing = len(watched)
 
