@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ranvier.train.events import EndEvent, EvalEvent, Event, NoteEvent, StartEvent, StepEvent, Tracker
+from ranvier.train.files import mesh_text
 
 PLAIN_LINES = 20
 """Step lines of a whole run where there is no terminal; evaluations may add as many again."""
@@ -44,7 +45,7 @@ def step_text(event: StepEvent) -> str:
 
 def start_text(event: StartEvent) -> str:
     settings = "\n".join(f"  {name:<14} {value}" for name, value in event.settings.items())
-    return f"{event.recipe}: {event.steps} steps on mesh {event.mesh}\n{settings}\n{event.stages}"
+    return f"{event.recipe}: {event.steps} steps on mesh {mesh_text(event.mesh)}\n{settings}\n{event.stages}"
 
 
 def end_text(event: EndEvent) -> str:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ranvier.errors import RanvierError
+from ranvier.mesh import AXES, Mesh
 from ranvier.train.events import EndEvent, EvalEvent, Event, NoteEvent, StartEvent, StepEvent
 
 
@@ -83,8 +84,13 @@ def step_fields(event: StepEvent) -> dict[str, object]:
     return fields
 
 
-def mesh_fields(mesh) -> dict[str, int]:
-    return {"data": mesh.data, "pipe": mesh.pipe, "row": mesh.row, "col": mesh.col}
+def mesh_fields(mesh: Mesh) -> dict[str, int]:
+    return {axis: getattr(mesh, axis) for axis in AXES}
+
+
+def mesh_text(mesh: Mesh) -> str:
+    """The mesh for headings: row and col only where they are used."""
+    return str(mesh) if mesh.stage_size > 1 else f"data {mesh.data} x pipe {mesh.pipe}"
 
 
 class MetricsFile:

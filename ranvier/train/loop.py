@@ -1,9 +1,9 @@
 """A training run from its configuration to its folder of results: read this first.
 
-    prepare the text -> build the engine -> [learning rate -> train_batch -> metrics] x steps -> evaluate -> report
+    prepare the text -> build the engine -> (learning rate -> train_batch -> metrics) x steps -> report
 
-Every rank runs all of it. Only rank 0 has trackers, so only rank 0 prints and writes. Nothing here waits for the step
-that has just been started: a step's numbers are read while the next one is under way.
+Every rank runs all of it; only rank 0 has trackers, so only rank 0 prints and writes. Nothing here waits for the step
+that was started last: its numbers are read while the next one is under way.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from typing import TextIO
 import torch
 
 from ranvier import resolve
-from ranvier.comm.protocol import Group
-from ranvier.data.loader import Loader, Prepared, prepare
-from ranvier.errors import RanvierError
+from ranvier.data.loader import Loader
+from ranvier.data.prepare import Prepared, prepare
+from ranvier.data.sampler import Sampler
+from ranvier.errors import DataError, RanvierError
 from ranvier.models.gpt import flops_per_sequence, gpt
 from ranvier.pipeline.engine import Engine
-from ranvier.run import Run
-from ranvier.run import Train as TrainConfig
+from ranvier.pipeline.microbatch import Microbatch
+from ranvier.run import Run, Train
 from ranvier.train.console import console
-from ranvier.train.events import EndEvent, EvalEvent, NoteEvent, StartEvent, StepEvent, Tracker, Trackers
+from ranvier.train.events import EndEvent, EvalEvent, NoteEvent, StartEvent, Tracker, Trackers
 from ranvier.train.files import EventsFile, MetricsFile, open_folder, writing
 from ranvier.train.metrics import Meter, PendingStep
 from ranvier.train.peak import matrix_product_rate
@@ -40,36 +41,228 @@ from ranvier.train.timeline import gather_timelines
 from ranvier.world import World
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+PROMPT_TOKENS = 24
+"""Tokens of held-out text that the sample continues, at most, where the run has no prompt."""
 
 
 def train(run: Run, recipe: str, world: World, *, trackers: Sequence[Tracker] = (),
           stream: TextIO | None = None) -> dict[str, object]:
-    """Train as `run` says and leave the results in its folder; the contents of summary.json, the same on every rank.
+    """Train as `run` says and leave the results in its folder. Returns what summary.json says, on every rank.
 
     Args:
-        recipe: the run's name, for its folder and headings.
-        trackers: more takers of the run's events, beside files, TensorBoard and console; used on rank 0.
-        stream: where rank 0's console writes; standard output by default.
+        recipe: the run's name in headings and in the default folder's name.
+        trackers: more takers of the run's events, beside files, TensorBoard and console; used on rank 0 only.
+        stream: where rank 0 prints; standard output by default.
 
-    Raises RanvierError when text, settings or folder do not allow the run, or when the loss stops being a number.
+    Raises RanvierError where text, settings or folder do not allow the run, and when the loss stops being a number.
     """
-    began = time.monotonic()
-    everyone = world.backend.group("train", [tuple(range(world.size))])
-    data = _prepare(run, world, everyone)
-    engine = _engine(run, world)
-    run_dir = run.run_dir or default_folder(recipe)
-    history = History()
-    outputs = _outputs(run_dir, history, trackers, stream) if world.rank == 0 else Trackers()
+    training = Training(run, recipe, world, trackers, stream or sys.stdout)
     try:
-        run = _resolved(run, engine, world, run_dir)
-        if world.rank == 0:
-            with writing(run_dir / "run.toml"):
-                resolve.write(run, run_dir / "run.toml")
-        outputs.event(StartEvent(recipe=recipe, run_dir=run_dir, mesh=run.mesh, steps=run.train.steps,
-                                 settings=_settings(run, world), stages=str(engine.stages)))
-        meter = _steps(run, engine, data, everyone, world, outputs)
-        summary = _finish(run, recipe, engine, data, everyone, world, outputs, history, meter, run_dir, began)
+        training.start()
+        for step in range(1, run.train.steps + 1):
+            training.step(step)
+        summary = training.finish()
     finally:
-        outputs.close()
-    engine.close()
+        training.outputs.close()
+    training.engine.close()
     return summary
+
+
+def learning_rate(config: Train, step: int) -> float:
+    """The learning rate of `step` (from 1): a linear rise over the warm-up, then constant."""
+    return config.learning_rate * min(1.0, step / config.warmup_steps if config.warmup_steps else 1.0)
+
+
+class Training:
+    """One run on one rank. Every method is collective."""
+
+    def __init__(self, run: Run, recipe: str, world: World, trackers: Sequence[Tracker], stream: TextIO) -> None:
+        self.recipe, self.world = recipe, world
+        self.began = time.monotonic()
+        self.outputs = Trackers()
+        self.ranks = world.backend.group("train", [tuple(range(world.size))])
+        self.data = _prepare(run, world, stream)
+        self.run = self._agree(run)
+        self.engine = _build(self.run, world)
+        self.train_data, self.eval_data = self._loaders()
+        self.history = History()
+        if world.rank == 0:
+            self.outputs = _outputs(self.run.run_dir, self.history, trackers, stream)
+
+    def start(self) -> None:
+        """Write what the run has come to, and start the clock."""
+        self.run = resolved(self.run, self.engine, self.world)
+        if self.world.rank == 0:
+            path = self.run.run_dir / "run.toml"
+            with writing(path):
+                resolve.write(self.run, path)
+        self.outputs.event(StartEvent(recipe=self.recipe, run_dir=self.run.run_dir, mesh=self.run.mesh,
+                                      steps=self.run.train.steps, settings=self._settings(),
+                                      stages=str(self.engine.stages)))
+        self.peak_flops_per_second = self._peak()
+        self.pending: PendingStep | None = None
+        self.meter = Meter(self.engine.timeline, self.ranks)
+
+    def step(self, step: int) -> None:
+        """One optimizer step; publishes the numbers of the step before."""
+        config = self.run.train
+        rate = learning_rate(config, step)
+        if self.engine.optimizer is not None:
+            for group in self.engine.optimizer.param_groups:
+                group["lr"] = rate
+        result = self.engine.train_batch(self.train_data.microbatches(step - 1))
+        self._publish()
+        self.pending = self.meter.step(step, result, rate)
+        if step == config.steps or (config.eval_every and step % config.eval_every == 0):
+            self.pending.eval_loss = self._evaluate(step)
+            self._publish()
+            self.meter.resume()
+
+    def finish(self) -> dict[str, object]:
+        """Write a sample of text and the report; returns the summary."""
+        run, world = self.run, self.world
+        timelines = gather_timelines(self.ranks, self.meter.kept)
+        text = self._sample() if run.train.sample_tokens else None
+        facts = self.ranks.gather_objects(rank_facts(self.engine, world.device))
+        summary: dict[str, object] = {}
+        if world.rank == 0:
+            summary = summarise(recipe=self.recipe, mesh=run.mesh, history=self.history, ranks=facts,
+                                boundaries=self.engine.boundaries, transport=world.backend.name, device=world.device,
+                                seconds=time.monotonic() - self.began)
+            pictures = write_report(run.run_dir, summary, self.history, timelines, run.mesh, run.pipeline.policy)
+            self.outputs.event(EndEvent(step=run.train.steps, summary=summary, sample=text, pictures=pictures))
+        return self.ranks.gather_objects(summary)[0]
+
+    # ------------------------------------------------------------------ parts of a step
+
+    def _publish(self) -> None:
+        """Wait for the pending step's numbers and tell them. RanvierError when the loss is not a number any more."""
+        if self.pending is None:
+            return
+        flops_per_token = flops_per_sequence(self.run.model) / self.run.model.sequence
+        event = self.pending.event(flops_per_token, self.peak_flops_per_second)
+        self.pending = None
+        if not event.stepped:
+            self.outputs.event(NoteEvent(step=event.step, event="skipped", text="no valid target in the global batch: "
+                                                                                "nothing was updated"))
+        self.outputs.event(event)
+        if event.stepped and not math.isfinite(event.loss):
+            raise RanvierError("is not a finite number", where=f"loss of step {event.step}", value=event.loss,
+                               remedy=f"Lower --train.learning-rate (it is {self.run.train.learning_rate:g}) or raise "
+                                      "--train.warmup-steps; metrics.jsonl shows how it came about.")
+
+    def _evaluate(self, step: int) -> float:
+        """Held-out loss, the same samples each time."""
+        began = time.monotonic()
+        result = self.engine.evaluate(self.eval_data.microbatches(0))
+        loss = result.loss
+        self.outputs.event(EvalEvent(step=step, loss=loss, tokens=result.weight, seconds=time.monotonic() - began))
+        return loss
+
+    def _sample(self) -> str:
+        """The prompt, and what the model makes of it."""
+        run, tokenizer = self.run, self.data.tokenizer
+        prompt = tokenizer.encode(run.train.prompt) if run.train.prompt else held_out_line(self.data)
+        tokens = continue_tokens(self.engine, self.ranks, run.mesh, self.world.device, prompt, seed=run.seed,
+                                 count=run.train.sample_tokens, longest=run.model.sequence, vocab=tokenizer.vocab)
+        return tokenizer.decode(tokens)
+
+    # ------------------------------------------------------------------ parts of the start
+
+    def _agree(self, run: Run) -> Run:
+        """The run with its folder, as rank 0 names it. DataError when the ranks have different text."""
+        folder = run.run_dir or default_folder(self.recipe)
+        everyone = self.ranks.gather_objects({"folder": str(folder), "text": self.data.fingerprint})
+        for rank, other in enumerate(everyone):
+            if other["text"] != everyone[0]["text"]:
+                raise DataError(f"differs from that of rank 0 ({everyone[0]['text']})", where=f"text of rank {rank}",
+                                value=other["text"], remedy="Give all machines the same files and versions, or one "
+                                                            "shared --data.cache-dir.")
+        return replace(run, run_dir=Path(everyone[0]["folder"]))
+
+    def _loaders(self) -> tuple[Loader, Loader]:
+        """Training samples in the seed's order, and held-out ones in their own."""
+        run, engine = self.run, self.engine
+        num_train = self.data.train.num_sequences(run.model.sequence)
+        num_eval = self.data.eval.num_sequences(run.model.sequence)
+        share = {"sequence": run.model.sequence, "microbatch_size": run.batch.microbatch_size,
+                 "replica": engine.coordinates.data, "num_replicas": run.mesh.data, "device": self.world.device,
+                 "needs_inputs": engine.is_first_stage, "needs_targets": engine.is_last_stage}
+        return (Loader(self.data.train, Sampler(num_train, run.seed), global_size=run.batch.global_size, **share),
+                Loader(self.data.eval, Sampler(num_eval, None), global_size=min(run.train.eval_sequences, num_eval),
+                       **share))
+
+    def _peak(self) -> float:
+        """FLOPs a second that all ranks reach together when they do nothing but matrix products."""
+        self.ranks.barrier()
+        total = torch.tensor([matrix_product_rate(self.world.device, DTYPES[self.run.precision])], dtype=torch.float64)
+        self.ranks.all_reduce(total).wait()
+        return float(total)
+
+    def _settings(self) -> dict[str, str]:
+        run, model, world = self.run, self.run.model, self.world
+        num_parameters = sum(parameter.numel for parameter in self.engine.layout.parameters
+                             if parameter.owner == parameter.name)
+        return {
+            "model": f"{model.num_layers} layers, hidden {model.hidden}, {model.heads} heads, vocabulary {model.vocab}, "
+                     f"sequence {model.sequence}: {num_parameters:,} parameters in {run.precision}",
+            "text": f"{run.data.corpus}: {len(self.data.train):,} tokens, {len(self.data.eval):,} held out",
+            "batch": f"{run.batch.global_size} sequences in microbatches of {run.batch.microbatch_size}",
+            "pipeline": f"{run.pipeline.policy}, at most {self.engine.in_flight} microbatches in flight",
+            "ranks": f"{world.size} over {world.backend.name} on {world.device.type}, threads for each: "
+                     f"{torch.get_num_threads()}",
+            "folder": str(run.run_dir)}
+
+
+def _prepare(run: Run, world: World, stream: TextIO) -> Prepared:
+    """Tokenizer and token files; whoever comes first on a machine makes them. Rank 0 tells what takes so long."""
+    return prepare(run, (lambda line: print(line, file=stream, flush=True)) if world.rank == 0 else (lambda line: None))
+
+
+def _build(run: Run, world: World) -> Engine:
+    config = run.train
+    shape = (run.batch.microbatch_size, run.model.sequence)
+    sample = Microbatch(inputs=torch.zeros(shape, dtype=torch.int64), targets=torch.zeros(shape, dtype=torch.int64),
+                        samples=torch.arange(shape[0]))
+
+    def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=config.learning_rate, betas=config.betas, eps=config.epsilon,
+                                 weight_decay=config.weight_decay)
+
+    return Engine(gpt(run.model), world, mesh=run.mesh, optimizer=adamw, policy=run.pipeline.policy,
+                  in_flight=run.pipeline.in_flight, boundaries=run.pipeline.boundaries,
+                  partition=run.pipeline.partition, defer_bytes=run.pipeline.defer_bytes, seed=run.seed,
+                  dtype=DTYPES[run.precision], nominal_weight=float(run.batch.global_size * run.model.sequence),
+                  timeout_seconds=run.comm.timeout_seconds, chunk_bytes=run.comm.chunk_bytes, sample=sample)
+
+
+def _outputs(run_dir: Path, history: History, trackers: Sequence[Tracker], stream: TextIO) -> Trackers:
+    open_folder(run_dir)
+    return Trackers([history, MetricsFile(run_dir), EventsFile(run_dir), TensorBoard(run_dir), console(stream),
+                     *trackers])
+
+
+def resolved(run: Run, engine: Engine, world: World) -> Run:
+    """`run` with every `auto` replaced by what it has come to on these ranks."""
+    transport = {} if world.backend.name == "in-process" else {"transport": world.backend.name}
+    return replace(run, pipeline=replace(run.pipeline, boundaries=engine.boundaries or None,
+                                         in_flight=engine.in_flight),
+                   comm=replace(run.comm, **transport),
+                   launch=replace(run.launch, threads=torch.get_num_threads(), device=world.device.type))
+
+
+def default_folder(recipe: str) -> Path:
+    """runs/RECIPE-DATE for a recipe's name, file or function; a free one."""
+    name = re.sub(r"[^\w.-]+", "-", Path(recipe).stem if recipe.endswith(".toml") else recipe).strip("-")
+    folder = first = Path("runs") / f"{name}-{datetime.now():%Y-%m-%d-%H%M%S}"
+    number = 2
+    while folder.exists():
+        folder, number = first.with_name(f"{first.name}-{number}"), number + 1
+    return folder
+
+
+def held_out_line(data: Prepared) -> list[int]:
+    """The start of the first held-out line of some length, as tokens."""
+    text = data.tokenizer.decode(data.eval.head(50 * PROMPT_TOKENS))
+    line = next((line for line in text.splitlines() if len(line.split()) >= 4), text)
+    return data.tokenizer.encode(line)[:PROMPT_TOKENS] or data.eval.head(1)

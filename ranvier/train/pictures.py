@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 
 from ranvier.mesh import Mesh
 from ranvier.pipeline.timeline import Category, Span
-from ranvier.train.files import writing
+from ranvier.train.files import mesh_text, writing
 from ranvier.train.metrics import StepSpans
 from ranvier.train.timeline import RankTimeline
 
@@ -72,7 +72,7 @@ def draw_timeline(path: Path, timelines: Sequence[RankTimeline], mesh: Mesh, pol
     axes.set_xlim(0, span_ms)
     axes.set_ylim(max(places.values()) + 0.6, -0.6)
     for rank, step in rows:
-        _draw_row(axes, step, zero_ns, places[rank])
+        _draw_row(axes, step, zero_ns, places[rank], narrow_ms=span_ms / 600)
     axes.set_yticks([places[rank] for rank, _ in rows], [_row_name(mesh, rank) for rank, _ in rows])
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
@@ -83,7 +83,7 @@ def draw_timeline(path: Path, timelines: Sequence[RankTimeline], mesh: Mesh, pol
     waits.spines["right"].set_visible(False)
     bubble = statistics.fmean(_waited(step) for _, step in rows)
     shown = "" if len(rows) == len(timelines) else f"; first {len(rows)} of {len(timelines)} ranks"
-    figure.suptitle(f"Step {number} on mesh {_short(mesh)}, {policy}: {span_ms:,.0f} ms, bubble {bubble:.1%}{shown}",
+    figure.suptitle(f"Step {number} on mesh {mesh_text(mesh)}, {policy}: {span_ms:,.0f} ms, bubble {bubble:.1%}{shown}",
                     fontsize=12, color=_INK, x=0.01, ha="left")
     figure.legend(handles=_legend([step for _, step in rows]), loc="outside lower left", ncols=6, fontsize=9,
                   frameon=False, handlelength=1.2, handleheight=1.0)
@@ -105,22 +105,18 @@ def _row_name(mesh: Mesh, rank: int) -> str:
     return f"data {at.data}   pipe {at.pipe}{tensor}"
 
 
-def _short(mesh: Mesh) -> str:
-    tensor = f" x row {mesh.row} x col {mesh.col}" if mesh.stage_size > 1 else ""
-    return f"data {mesh.data} x pipe {mesh.pipe}{tensor}"
-
-
 def _waited(step: StepSpans) -> float:
     return min(1.0, step.wait_seconds / step.seconds)
 
 
-def _draw_row(axes, step: StepSpans, zero_ns: int, place: float) -> None:
+def _draw_row(axes, step: StepSpans, zero_ns: int, place: float, narrow_ms: float) -> None:
     for category, colour in COLOURS.items():
-        bars = [((span.start_ns - zero_ns) * 1e-6, (span.stop_ns - span.start_ns) * 1e-6)
-                for span in step.spans if span.category == category]
-        thin = 0.5 if category == "wait" else 0.8
-        axes.broken_barh(bars, (place - thin / 2, thin), facecolor=colour, linewidth=0.4,
-                         edgecolor="none" if category == "wait" else "white")
+        spans = [span for span in step.spans if span.category == category]
+        bars = [((span.start_ns - zero_ns) * 1e-6, span.seconds * 1e3) for span in spans]
+        height = 0.5 if category == "wait" else 0.8
+        # A white edge parts neighbours of one colour; on a bar of a few pixels it would be all there is to see.
+        edges = [0.0 if category == "wait" or width < narrow_ms else 0.4 for _, width in bars]
+        axes.broken_barh(bars, (place - height / 2, height), facecolor=colour, linewidth=edges, edgecolor="white")
 
 
 def _label_row(axes, step: StepSpans, zero_ns: int, place: float) -> None:

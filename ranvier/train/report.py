@@ -19,7 +19,7 @@ import torch
 
 from ranvier.mesh import AXES, Mesh
 from ranvier.train.events import EvalEvent, Event, StepEvent
-from ranvier.train.files import mesh_fields, write_json
+from ranvier.train.files import mesh_fields, mesh_text, write_json
 from ranvier.train.pictures import draw_loss, draw_timeline
 from ranvier.train.timeline import RankTimeline, write_trace
 
@@ -144,5 +144,5 @@ def write_report(run_dir: Path, summary: Mapping[str, object], history: History,
     write_json(run_dir / "summary.json", summary)
     write_trace(run_dir / "timeline.json", timelines, mesh)
     draw_timeline(timeline, timelines, mesh, policy)
-    draw_loss(loss, history.losses, history.eval_losses, f"{summary['recipe']} on mesh {mesh}")
+    draw_loss(loss, history.losses, history.eval_losses, f"{summary['recipe']} on mesh {mesh_text(mesh)}")
     return [timeline, loss]
