@@ -15,10 +15,10 @@ from ranvier.comm.message import PREAMBLE_BYTES, Message, encode
 from ranvier.errors import TransportError
 
 
-def lost_peer(purpose: str, rank: int, cause: object = None) -> TransportError:
+def lost_peer(purpose: str, rank: int, cause: str | None = None) -> TransportError:
     """The error for a peer that is gone."""
     return TransportError("has gone: it failed, was killed, or left early", where=f"rank {rank} on {purpose!r}",
-                          value=None if cause is None else str(cause).splitlines()[0],
+                          value=cause,
                           remedy="The first error is in that rank's output.")
 
 
@@ -52,14 +52,19 @@ class Edges:
             raise TransportError("is closed", where=f"transport {self.purpose!r} on rank {self.rank}",
                                  remedy="Make a new transport; a closed one cannot be used again.")
 
-    def outgoing(self, destination: int, message: Message) -> list[Tensor]:
-        """The parts (uint8, on the host) in which `message` travels to `destination`; counts them as sent."""
+    def capacity_to(self, destination: int) -> int:
+        """Bytes that reach `destination` as one part. TransportError unless that edge is open."""
         self.check_open()
         if destination not in self.destinations:
             raise TransportError("is not connected", where=f"edge {self.rank} -> {destination} of {self.purpose!r}",
                                  remedy="Name the destination in connect() before sending to it.")
+        return self.destinations[destination]
+
+    def outgoing(self, destination: int, message: Message) -> list[Tensor]:
+        """The parts (uint8, on the host) in which `message` travels to `destination`; counts them as sent."""
+        capacity = self.capacity_to(destination)
         wire = encode(message)
-        total, capacity = wire.numel(), self.destinations[destination]
+        total = wire.numel()
         self.bytes_sent += total
         if total <= capacity:
             return [wire]

@@ -21,6 +21,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ranvier.errors import TransportError
+
 
 class Kind(IntEnum):
     """What a message is for."""
@@ -95,7 +97,27 @@ def _describe(fields: _Fields) -> tuple[bytes, tuple[tuple[int, int], ...], int]
 
 @lru_cache(maxsize=1024)
 def _parse(description: bytes) -> _Fields:
-    return tuple((name, dtype, tuple(shape), wants) for name, dtype, shape, wants in json.loads(description))
+    """The inverse of `_describe`. ValueError for anything that it cannot have written."""
+    try:
+        fields = tuple((name, dtype, tuple(shape), wants) for name, dtype, shape, wants in json.loads(description))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError("the description of this message cannot be read") from error
+    for name, dtype, shape, wants in fields:
+        if not (type(name) is str and type(dtype) is str and dtype in _DTYPES and type(wants) is bool
+                and all(type(size) is int and size >= 0 for size in shape)):
+            raise ValueError(f"this message describes a tensor {name!r} that cannot be")
+    if len({name for name, *_ in fields}) != len(fields):
+        raise ValueError("this message has two tensors of one name")
+    return fields
+
+
+def _fields(message: Message) -> _Fields:
+    try:
+        return tuple((name, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), name in message.requires_grad)
+                     for name, tensor in message.tensors.items())
+    except KeyError as error:
+        raise TransportError("messages do not carry this dtype", where=f"{message}", value=error.args[0],
+                             remedy=f"Convert it to one of {', '.join(_DTYPES)}.") from error
 
 
 def encoded_bytes(message: Message) -> int:
@@ -103,44 +125,75 @@ def encoded_bytes(message: Message) -> int:
     return _describe(_fields(message))[2]
 
 
-def _fields(message: Message) -> _Fields:
-    return tuple((name, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), name in message.requires_grad)
-                 for name, tensor in message.tensors.items())
+def _head(message: Message) -> tuple[bytes, tuple[tuple[int, int], ...], int]:
+    """The message's bytes before its tensors, stamped with the current monotonic clock; tensor places; total size."""
+    description, places, total = _describe(_fields(message))
+    return _PREAMBLE.pack(_MAGIC, message.kind, message.step, message.microbatch, time.monotonic_ns(), total,
+                          len(description)) + description, places, total
 
 
-def encode(message: Message) -> Tensor:
-    """The message as one contiguous uint8 tensor on the host, stamped with the current monotonic clock."""
-    fields = _fields(message)
-    description, places, total = _describe(fields)
-    wire = torch.empty(total, dtype=torch.uint8)
-    head = _PREAMBLE.pack(_MAGIC, message.kind, message.step, message.microbatch, time.monotonic_ns(), total,
-                          len(description)) + description
-    wire[:len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+def _place(message: Message, places: tuple[tuple[int, int], ...], wire: Tensor) -> None:
     for tensor, (start, stop) in zip(message.tensors.values(), places, strict=True):
         if stop > start:
             wire[start:stop].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+
+
+def encode(message: Message) -> Tensor:
+    """The message as one contiguous uint8 tensor on the host (pinned where tensors come from a CUDA device)."""
+    head, places, total = _head(message)
+    wire = torch.empty(total, dtype=torch.uint8, pin_memory=any(tensor.is_cuda for tensor in message.tensors.values()))
+    memoryview(wire.numpy())[:len(head)] = head
+    _place(message, places, wire)
     return wire
 
 
-def total_bytes(wire: Tensor) -> int:
-    """Size of the whole message whose first bytes are `wire`."""
-    return _unpack(wire)[4]
+def encode_head(message: Message) -> Tensor:
+    """The bytes before the tensors alone, for a message whose tensors travel beside it as `pack` leaves them."""
+    return torch.frombuffer(bytearray(_head(message)[0]), dtype=torch.uint8)
 
 
-def _unpack(wire: Tensor):
-    magic, kind, step, microbatch, sent_ns, total, length = _PREAMBLE.unpack(
-        wire[:_PREAMBLE.size].numpy().tobytes())
+def pack(message: Message, device: torch.device) -> Tensor:
+    """The tensors in one uint8 tensor of the message's total size on `device`, at their places in the message."""
+    _, places, total = _describe(_fields(message))
+    wire = torch.empty(total, dtype=torch.uint8, device=device)
+    _place(message, places, wire)
+    return wire
+
+
+def _unpack(raw: memoryview) -> tuple[int, int, int, int, int, int]:
+    """Kind, step, microbatch, sent_ns, total bytes, description bytes."""
+    if len(raw) < PREAMBLE_BYTES:
+        raise ValueError(f"a message has at least {PREAMBLE_BYTES} bytes; these are {len(raw)}")
+    magic, *fields, total, length = _PREAMBLE.unpack_from(raw)
     if magic != _MAGIC:
         raise ValueError(f"these bytes are not a message (they start with {magic!r})")
-    return kind, step, microbatch, sent_ns, total, length
+    if total < PREAMBLE_BYTES + length:
+        raise ValueError(f"this message says it has {total} bytes, fewer than its own head")
+    return *fields, total, length
 
 
-def decode(wire: Tensor, source: int) -> Message:
-    """The message in `wire`, whose tensors are views of it. ValueError when the bytes are not a message."""
-    kind, step, microbatch, sent_ns, _, length = _unpack(wire)
-    fields = _parse(wire[_PREAMBLE.size:_PREAMBLE.size + length].numpy().tobytes())
-    _, places, _ = _describe(fields)
-    tensors = {name: wire[start:stop].view(_DTYPES[dtype]).view(shape)
-               for (name, dtype, shape, _), (start, stop) in zip(fields, places, strict=True)}
-    return Message(Kind(kind), step, microbatch, tensors, frozenset(name for name, _, _, wants in fields if wants),
+def total_bytes(wire: Tensor) -> int:
+    """Size of the whole message whose first bytes are `wire`. ValueError when the bytes are not a message."""
+    return _unpack(memoryview(wire.numpy()))[4]
+
+
+def decode(wire: Tensor, source: int, packed: Tensor | None = None) -> Message:
+    """The message in `wire`, whose tensors are views of it, or of `packed` where they travelled beside it.
+
+    ValueError when the bytes are not a message.
+    """
+    raw = memoryview(wire.numpy())
+    kind, step, microbatch, sent_ns, total, length = _unpack(raw)
+    body = wire if packed is None else packed
+    fields = _parse(bytes(raw[PREAMBLE_BYTES:PREAMBLE_BYTES + length]))
+    _, places, expected = _describe(fields)
+    if total != expected or total > body.numel() or PREAMBLE_BYTES + length > len(raw):
+        raise ValueError(f"this message of {total} bytes describes {expected} and has {body.numel()}")
+    try:
+        tensors = {name: body[start:stop].view(_DTYPES[dtype]).view(shape)
+                   for (name, dtype, shape, _), (start, stop) in zip(fields, places, strict=True)}
+        kind = Kind(kind)
+    except (RuntimeError, OverflowError, TypeError) as error:
+        raise ValueError("the description of this message does not fit its bytes") from error
+    return Message(kind, step, microbatch, tensors, frozenset(name for name, _, _, wants in fields if wants),
                    source, sent_ns)

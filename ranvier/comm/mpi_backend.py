@@ -1,0 +1,344 @@
+"""MPI through mpi4py: on CPU the fastest way between processes.
+
+MPI moves data only inside its calls: a message above the eager size leaves when both sides have entered MPI again. So
+receives are posted ahead of compute, and one `Testsome` over everything under way is what `progress` does at every
+block boundary; it moves collectives, too. MPI's blocking calls spin and take the core from the ranks that they wait
+for, so nothing here blocks: whoever waits tests, and sleeps in between.
+
+Whoever initialises MPI finalises it: this backend, unless the program (or its `import mpi4py.MPI`) has done so before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from ranvier.comm.collectives import CheckedGroup, Then, place_in
+from ranvier.comm.edges import Edges
+from ranvier.comm.message import Message, decode, total_bytes
+from ranvier.comm.protocol import Reduction, Work
+from ranvier.errors import LaunchError, MessageTimeout, TransportError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_SPINS = 20
+_SLEEP_SECONDS = 200e-6
+_CLOSE_SECONDS = 10.0
+
+
+def _rounds(timeout_seconds: float) -> Iterator[None]:
+    """Turns of a polling loop until the time is over: a few at once, then with sleeps. At least one."""
+    deadline, spins = time.monotonic() + timeout_seconds, 0
+    while True:
+        yield
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return
+        spins += 1
+        if spins > _SPINS:
+            time.sleep(min(left, _SLEEP_SECONDS))
+
+
+def _load_mpi() -> tuple[Any, bool]:
+    """mpi4py's module, initialised, and whether that was done here."""
+    try:
+        if "mpi4py.MPI" not in sys.modules:
+            import mpi4py
+            mpi4py.rc.initialize = mpi4py.rc.finalize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError("cannot be loaded", where="comm.transport mpi: mpi4py", value=str(error).splitlines()[0],
+                          remedy="pip install 'ranvier[mpi]', or set --comm.transport torch.") from error
+    if MPI.Is_finalized():
+        raise LaunchError("is finalised, and MPI starts once in a process", where="comm.transport mpi",
+                          remedy="Make one MPIBackend per process and close it last.")
+    owns = not MPI.Is_initialized()
+    if owns:
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    return MPI, owns
+
+
+def _cuda_aware(mpi: MPI) -> bool:
+    """Whether the library says that it takes addresses on CUDA devices (MPI 4.1's way, or Open MPI's and MPICH's)."""
+    if "cuda" in (mpi.COMM_WORLD.Get_info().Get("mpi_memory_alloc_kinds") or ""):
+        return True
+    query = getattr(ctypes.CDLL(mpi.__file__), "MPIX_Query_cuda_support", None)
+    return query is not None and bool(query())
+
+
+class MPIBackend:
+    """One rank's access to the others through MPI; rank and size are those of MPI's world.
+
+    A collective that takes longer than `timeout_seconds` fails.
+    """
+
+    name: Literal["mpi"] = "mpi"
+
+    def __init__(self, device: torch.device, timeout_seconds: float = 300.0) -> None:
+        self._mpi, self._owns = _load_mpi()
+        self._device, self._timeout = device, timeout_seconds
+        self._world = self._communicator(self._mpi.COMM_WORLD.Dup())
+        self.rank, self.size = self._world.Get_rank(), self._world.Get_size()
+        self._aware = device.type == "cuda" and _cuda_aware(self._mpi)
+        self._transports: list[MPITransport] = []
+        self._groups: list[MPIGroup] = []
+        self._closed = False
+
+    def _communicator(self, comm: MPI.Comm) -> MPI.Comm:
+        comm.Set_errhandler(self._mpi.ERRORS_RETURN)
+        return comm
+
+    def transport(self, purpose: str) -> MPITransport:
+        comm = self._communicator(self._world.Dup())
+        self._transports.append(MPITransport(self._mpi, comm, purpose, self._device))
+        return self._transports[-1]
+
+    def group(self, purpose: str, partition: Sequence[Sequence[int]]) -> MPIGroup:
+        ranks, index = place_in(partition, self.rank, self.size, purpose)
+        comm = self._communicator(self._world.Split(min(ranks), index))
+        self._groups.append(MPIGroup(self._mpi, comm, purpose, ranks, index, self._aware, self._timeout))
+        return self._groups[-1]
+
+    def abort(self, code: int) -> None:
+        """End all ranks of MPI's world at once. Does not return."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._mpi.COMM_WORLD.Abort(code)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for transport in self._transports:
+            transport.leave(_CLOSE_SECONDS)
+        together = self._world.Ibarrier()
+        if not any(together.Test() for _ in _rounds(_CLOSE_SECONDS)):
+            raise MessageTimeout("not all ranks have closed", where=f"MPI backend of rank {self.rank}",
+                                 value=f"{_CLOSE_SECONDS:g} s", remedy="Close the backend on every rank.")
+        for part in (*self._transports, *self._groups):
+            part.close()
+            part.comm.Free()
+        self._world.Free()
+        if self._owns:
+            self._mpi.Finalize()
+
+
+class _Incoming:
+    """One incoming edge: its posted receive, of a message that fits or of the rest of one that does not."""
+
+    def __init__(self, edges: Edges, source: int, comm: MPI.Comm, pinned: bool) -> None:
+        self._edges, self._source, self._comm, self._pinned = edges, source, comm, pinned
+        self._buffer: Tensor | None = None
+        self._whole: Tensor | None = None
+
+    def _empty(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+
+    def post(self) -> MPI.Request:
+        capacity = self._edges.sources[self._source]
+        if self._whole is not None:
+            return self._comm.Irecv(self._whole[capacity:].numpy(), self._source)
+        if self._buffer is None or self._buffer.numel() != capacity:
+            self._buffer = self._empty(capacity)
+        return self._comm.Irecv(self._buffer.numpy(), self._source)
+
+    def arrived(self) -> Message | None:
+        """The message that the completed receive has brought; None when it was the first part of a large one.
+
+        A message that fills less than half of the buffer is copied out of it, so that it keeps no more alive.
+        """
+        if self._whole is not None:
+            wire, self._whole = self._whole, None
+            self._edges.sources[self._source] = wire.numel()
+            return decode(wire, self._source)
+        wire, total = self._buffer, total_bytes(self._buffer)
+        if total > wire.numel():
+            self._whole = self._empty(total)
+            self._whole[:wire.numel()] = wire
+            return None
+        if total < wire.numel() // 2:
+            return decode(wire[:total].clone(), self._source)
+        self._buffer = None
+        return decode(wire, self._source)
+
+
+class MPITransport:
+    """A `protocol.Transport` over one communicator of its own."""
+
+    def __init__(self, mpi: MPI, comm: MPI.Comm, purpose: str, device: torch.device) -> None:
+        self._mpi, self.comm, self._device = mpi, comm, device
+        self._edges = Edges(purpose, comm.Get_rank(), comm.Get_size())
+        # Parallel lists, receives first: mpi4py wants all requests in one. A send's part is kept by its request.
+        self._requests: list[MPI.Request] = []
+        self._incoming: list[_Incoming] = []
+        self._arrived: deque[Message] = deque()
+        self._last_call = time.monotonic()
+        self.longest_gap_seconds = 0.0
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._edges.bytes_sent
+
+    def connect(self, sources: Sequence[int], destinations: Sequence[int], capacity_bytes: int) -> None:
+        new = [_Incoming(self._edges, source, self.comm, self._device.type == "cuda")
+               for source in self._edges.open(sources, destinations, capacity_bytes)]
+        self._requests[len(self._incoming):len(self._incoming)] = [incoming.post() for incoming in new]
+        self._incoming += new
+
+    def send(self, destination: int, message: Message) -> None:
+        self._edges.check_open()
+        if self._sends_under_way == 0:
+            self._last_call = time.monotonic()
+        for part in self._edges.outgoing(destination, message):
+            self._requests.append(self.comm.Isend(part.numpy(), destination))
+
+    @property
+    def _sends_under_way(self) -> int:
+        return len(self._requests) - len(self._incoming)
+
+    def progress(self) -> None:
+        """One Testsome over all receives and sends; it moves the collectives of this process, too."""
+        self._edges.check_open()
+        called = time.monotonic()
+        try:
+            finished = self._mpi.Request.Testsome(self._requests) if self._requests else None
+            if not self._requests:
+                self.comm.Iprobe()
+        except self._mpi.Exception as error:
+            raise self._broken(error) from error
+        if finished or self._sends_under_way:
+            self.longest_gap_seconds = max(self.longest_gap_seconds, called - self._last_call)
+        self._last_call = called
+        if finished:
+            self._take(finished)
+
+    def _take(self, finished: Sequence[int]) -> None:
+        """Keep the messages of finished receives and post the next ones; forget finished sends."""
+        receives = len(self._incoming)
+        for place in finished:
+            if place < receives:
+                try:
+                    message = self._incoming[place].arrived()
+                except ValueError as error:
+                    raise self._broken(error) from error
+                self._requests[place] = self._incoming[place].post()
+                if message is not None:
+                    self._arrived.append(self._on_device(message))
+        if any(place >= receives for place in finished):
+            gone = set(finished)
+            self._requests[receives:] = [request for place, request in enumerate(self._requests)
+                                         if place >= receives and place not in gone]
+
+    def _on_device(self, message: Message) -> Message:
+        if self._device.type == "cpu":
+            return message
+        return dataclasses.replace(message, tensors={
+            name: tensor.to(self._device, non_blocking=True) for name, tensor in message.tensors.items()})
+
+    def _broken(self, error: Exception) -> TransportError:
+        return TransportError("MPI could not carry a message", value=str(error),
+                              where=f"transport {self._edges.purpose!r} on rank {self._edges.rank}",
+                              remedy="The first error is in another rank's output.")
+
+    def poll(self) -> list[Message]:
+        before = -1
+        while before != len(self._arrived):
+            before = len(self._arrived)
+            self.progress()
+        messages = list(self._arrived)
+        self._arrived.clear()
+        return messages
+
+    def wait(self, timeout_seconds: float) -> Message | None:
+        for _ in _rounds(timeout_seconds):
+            if not self._arrived:
+                self.progress()
+            if self._arrived:
+                return self._arrived.popleft()
+        return None
+
+    def flush(self) -> None:
+        self.leave(float("inf"))
+
+    def leave(self, timeout_seconds: float) -> None:
+        """Let outstanding sends leave, for at most so long."""
+        if not self._edges.closed and self._sends_under_way:
+            for _ in _rounds(timeout_seconds):
+                self.progress()
+                if not self._sends_under_way:
+                    return
+
+    def close(self) -> None:
+        if self._edges.closed:
+            return
+        self._edges.closed = True
+        for request in self._requests[:len(self._incoming)]:
+            request.Cancel()
+            request.Wait()
+        self._requests = self._requests[len(self._incoming):]
+        self._incoming = []
+
+
+class MPIWork:
+    """A `protocol.Work` around one request."""
+
+    def __init__(self, request: MPI.Request, group: MPIGroup) -> None:
+        self._request, self._group = request, group
+
+    def done(self) -> bool:
+        try:
+            return self._request.Test()
+        except self._group.mpi.Exception as error:
+            raise self._group.broken(TransportError, str(error)) from error
+
+    def wait(self) -> None:
+        if not any(self.done() for _ in _rounds(self._group.timeout_seconds)):
+            raise self._group.broken(MessageTimeout, f"{self._group.timeout_seconds:g} s")
+
+
+class MPIGroup(CheckedGroup):
+    """A `protocol.Group` over one communicator, with MPI's non-blocking collectives on the tensors' own memory."""
+
+    def __init__(self, mpi: MPI, comm: MPI.Comm, purpose: str, ranks: Sequence[int], index: int, aware: bool,
+                 timeout_seconds: float) -> None:
+        super().__init__(purpose, ranks, index)
+        self.mpi, self.comm, self._aware, self.timeout_seconds = mpi, comm, aware, timeout_seconds
+        self._ops = {"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN}
+
+    def broken(self, kind: type[TransportError], value: str) -> TransportError:
+        return kind("a collective did not end", where=f"group {self.purpose!r} of ranks {list(self.ranks)}",
+                    value=value, remedy="See what the other members do; the first error is in that rank's output.")
+
+    def _start(self, call: Callable[..., MPI.Request], output: Tensor, *inputs: Tensor) -> Work:
+        """`call` on the memory of these tensors: as it is, or staged through pinned memory of the host."""
+        if not output.is_cuda:
+            return MPIWork(call(output.numpy(), *(tensor.numpy() for tensor in inputs)), self)
+        if self._aware:
+            torch.cuda.current_stream(output.device).synchronize()
+            return MPIWork(call(output, *inputs), self)
+        staged = [torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor) for tensor in (output, *inputs)]
+        return Then(MPIWork(call(*(tensor.numpy() for tensor in staged)), self), lambda: output.copy_(staged[0]))
+
+    def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
+        return self._start(lambda out: self.comm.Iallreduce(self.mpi.IN_PLACE, out, self._ops[op]), tensor)
+
+    def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
+        return self._start(lambda out, whole: self.comm.Ireduce_scatter_block(whole, out), output, tensor)
+
+    def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        return self._start(lambda out, share: self.comm.Iallgather(share, out), output, tensor)
+
+    def _broadcast(self, tensor: Tensor, root: int) -> Work:
+        return self._start(lambda out: self.comm.Ibcast(out, root), tensor)
+
+    def _all_to_all(self, output: Tensor, tensor: Tensor, received: list[int], sent: list[int]) -> Work:
+        return self._start(lambda out, whole: self.comm.Ialltoallv([whole, sent], [out, received]), output, tensor)
