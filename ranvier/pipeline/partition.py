@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ranvier.errors import ConfigError, ModelError
 from ranvier.models.block import Model, State, named
 
-FLOPS_PER_BYTE = {"cpu": 8.0, "cuda": 250.0}
+FLOPS_PER_BYTE = {"cpu": 4.0, "cuda": 250.0}
 """Operations that a core, or a GPU, does in the time in which it writes one byte: nominal, for the cut only."""
 
 
@@ -38,7 +38,7 @@ class BlockCost:
 
     def weight(self, device: str = "cpu") -> float:
         """Relative time, in floating-point operations."""
-        return self.flops + FLOPS_PER_BYTE.get(device, 8.0) * self.written_bytes
+        return self.flops + FLOPS_PER_BYTE.get(device, FLOPS_PER_BYTE["cpu"]) * self.written_bytes
 
 
 class _WrittenBytes(TorchDispatchMode):
