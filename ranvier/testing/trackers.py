@@ -33,12 +33,17 @@ def example_run(run_dir: Path, steps: int = 4) -> list[Event]:
             events += [EvalEvent(step=step, loss=7.5, tokens=1024.0, seconds=0.2), example_step(step, eval_loss=7.5)]
         else:
             events.append(example_step(step))
-    summary = {"final_loss": 7.6, "eval_loss": 7.5, "tokens_per_second": 8192.0, "bubble_fraction": 0.1, "seconds": 3.0}
-    return [*events, EndEvent(step=steps, summary=summary, sample="once upon a [time]", pictures=(run_dir / "loss.png",))]
+    summary = {"final_loss": 7.6, "eval_loss": 7.5, "tokens_per_second": 8192.0, "bubble_fraction": 0.1,
+               "seconds": 3.0}
+    return [*events, EndEvent(step=steps, summary=summary, sample="once upon a [time]",
+                              pictures=(run_dir / "loss.png",))]
 
 
 def check_tracker(make: Callable[[], Tracker], run_dir: Path = Path("run")) -> None:
-    """Feed fresh trackers from `make` with whole and broken runs. AssertionError or the tracker's own error on failure."""
+    """Feed fresh trackers from `make` with whole and broken runs.
+
+    AssertionError, or the tracker's own error, when one does not stand it.
+    """
     for events in (example_run(run_dir), example_run(run_dir)[:3], example_run(run_dir, steps=1), []):
         tracker = make()
         for event in events:

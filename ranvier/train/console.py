@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ranvier.train.events import EndEvent, EvalEvent, Event, NoteEvent, StartEvent, StepEvent, Tracker
+from ranvier.train.events import EndEvent, Event, NoteEvent, StartEvent, StepEvent, Tracker
 from ranvier.train.files import mesh_text
 
 PLAIN_LINES = 20

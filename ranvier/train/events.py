@@ -50,9 +50,9 @@ class StepEvent:
     """L2 norm of the gradient of the loss, all parameters together."""
     learning_rate: float
     flops_per_second: float
-    """Model FLOPs of the step (train/flops.py) over step_seconds; the whole mesh together."""
+    """The step's matrix products, without any recomputation, over step_seconds; the whole mesh together."""
     model_flops_utilisation: float
-    """flops_per_second over what matrix products reach on the same ranks when they do nothing else (measured at start)."""
+    """flops_per_second over what the same ranks reach together in bare matrix products, measured at start."""
     stepped: bool = True
     """False when the global batch had no valid target, so that nothing was updated."""
     eval_loss: float | None = None
@@ -101,7 +101,7 @@ Event = StartEvent | StepEvent | EvalEvent | NoteEvent | EndEvent
 
 
 class Tracker(Protocol):
-    """Takes a run's events, on rank 0. An exception from it ends the run; so a tracker that may fail catches its own."""
+    """Takes a run's events, on rank 0. An exception from it ends the run: a tracker that may fail catches its own."""
 
     def event(self, event: Event) -> None:
         """One more event. Called between steps: whatever it takes is added to the step's time."""

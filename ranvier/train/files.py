@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ranvier.errors import RanvierError
@@ -65,10 +65,8 @@ class LineFile:
 
     def close(self) -> None:
         """Idempotent. What could not be flushed has been reported already."""
-        try:
+        with suppress(OSError):
             self._file.close()
-        except OSError:
-            pass
 
 
 def step_fields(event: StepEvent) -> dict[str, object]:

@@ -204,8 +204,9 @@ class Training:
         num_parameters = sum(parameter.numel for parameter in self.engine.layout.parameters
                              if parameter.owner == parameter.name)
         return {
-            "model": f"{model.num_layers} layers, hidden {model.hidden}, {model.heads} heads, vocabulary {model.vocab}, "
-                     f"sequence {model.sequence}: {num_parameters:,} parameters in {run.precision}",
+            "model": f"{model.num_layers} layers, hidden {model.hidden}, {model.heads} heads, "
+                     f"vocabulary {model.vocab}, sequence {model.sequence}: {num_parameters:,} parameters in "
+                     f"{run.precision}",
             "text": f"{run.data.corpus}: {len(self.data.train):,} tokens, {len(self.data.eval):,} held out",
             "batch": f"{run.batch.global_size} sequences in microbatches of {run.batch.microbatch_size}",
             "pipeline": f"{run.pipeline.policy}, at most {self.engine.in_flight} microbatches in flight",

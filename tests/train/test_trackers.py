@@ -1,4 +1,4 @@
-"""Every output of the stream of events, alone: files, TensorBoard, console; and what they say when they cannot write."""
+"""Every output of the stream of events, alone: files, TensorBoard, console; and what they say when a disk is full."""
 
 import io
 import json
@@ -58,7 +58,8 @@ def test_metrics_has_one_complete_object_a_step(tmp_path):
 def test_events_each_have_step_and_event(tmp_path):
     feed(EventsFile(tmp_path), example_run(tmp_path))
     events = lines(tmp_path / "events.jsonl")
-    assert [(event["step"], event["event"]) for event in events] == [(0, "start"), (2, "skipped"), (4, "eval"), (4, "end")]
+    assert [(event["step"], event["event"]) for event in events] == [
+        (0, "start"), (2, "skipped"), (4, "eval"), (4, "end")]
     assert events[0]["mesh"] == {"data": 2, "pipe": 2, "row": 1, "col": 1} and events[1]["tokens"] == 0
 
 
@@ -131,7 +132,7 @@ def test_durations_and_sparklines():
 def test_a_full_disk_is_one_clear_error(kind, name, tmp_path):
     os.symlink("/dev/full", tmp_path / name)
     tracker = kind(tmp_path)
-    with pytest.raises(RanvierError, match=rf"{name}: cannot be written: No space left on device. Free space") as caught:
+    with pytest.raises(RanvierError, match=f"{name}: cannot be written: No space left on device. Free") as caught:
         for event in example_run(tmp_path):
             tracker.event(event)
     assert "--run-dir" in caught.value.remedy

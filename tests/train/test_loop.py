@@ -1,0 +1,220 @@
+"""A whole run on in-process ranks: its folder, its numbers on several meshes, and how it ends when it cannot go on."""
+
+import io
+import json
+import math
+import random
+import tomllib
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ranvier.errors import DataError, RanvierError
+from ranvier.mesh import Mesh
+from ranvier.run import GPT, Batch, Data, Pipeline, Run, Train
+from ranvier.testing.ranks import run_ranks
+from ranvier.train import loop
+from ranvier.train.events import EndEvent, StartEvent, StepEvent
+from ranvier.train.loop import default_folder, learning_rate, train
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A folder with a hundred small texts of few words, and room for the cache beside it."""
+    folder = tmp_path_factory.mktemp("corpus")
+    words = "the arrow flies over a green field and the archer waits for the wind to turn again".split()
+    choose = random.Random(0)
+    (folder / "texts").mkdir()
+    for number in range(100):
+        lines = [" ".join(choose.choices(words, k=10)) for _ in range(30)]
+        (folder / "texts" / f"{number}.txt").write_text("\n".join(lines))
+    return folder
+
+
+def tiny(corpus, run_dir, **changed):
+    run = Run(mesh=Mesh(data=2, pipe=2), batch=Batch(global_size=10, microbatch_size=2),
+              train=Train(steps=STEPS, learning_rate=1e-2, warmup_steps=2, eval_every=4, eval_sequences=7,
+                          sample_tokens=8),
+              model=GPT(num_layers=2, hidden=16, heads=2, vocab=300, sequence=16),
+              data=Data(corpus=str(corpus / "texts"), cache_dir=corpus / "cache"), precision="fp64", run_dir=run_dir)
+    return replace(run, **changed)
+
+
+def run_all(run, **options):
+    """Train on in-process ranks; every rank's summary and what rank 0 printed."""
+    stream = io.StringIO()
+    summaries = run_ranks(lambda world: train(run, "tiny", world, stream=stream, **options), run.mesh.size,
+                          timeout_seconds=120)
+    return summaries, stream.getvalue()
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(corpus, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("runs") / "new" / "run"
+
+    class Heard:
+        events, closed = [], 0
+
+        def event(self, event):
+            self.events.append(event)
+
+        def close(self):
+            self.closed += 1
+
+    heard = Heard()
+    summaries, text = run_all(tiny(corpus, run_dir), trackers=[heard])
+    return run_dir, summaries, text, heard
+
+
+def test_the_folder_is_complete(finished):
+    run_dir, *_ = finished
+    assert {path.name for path in run_dir.iterdir()} == {
+        "run.toml", "metrics.jsonl", "events.jsonl", "summary.json", "timeline.json", "timeline.png", "loss.png",
+        "tensorboard"}
+    assert list((run_dir / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_metrics_are_complete_and_in_order(finished):
+    run_dir, *_ = finished
+    steps = lines(run_dir / "metrics.jsonl")
+    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+    assert [step["step"] for step in steps if "eval_loss" in step] == [4, STEPS]
+    assert [step["learning_rate"] for step in steps[:3]] == [5e-3, 1e-2, 1e-2]
+    for step in steps:
+        assert step["tokens"] == 10 * 16 and step["grad_norm"] > 0
+        assert step["tokens_per_second"] == pytest.approx(step["tokens"] / step["step_seconds"])
+        assert 0 <= step["bubble_fraction"] <= 1 and 0 <= step["wait_seconds"] <= step["step_seconds"]
+        assert step["flops_per_second"] > 0 and step["model_flops_utilisation"] > 0
+    assert abs(steps[0]["loss"] - math.log(300)) < 0.3 and steps[-1]["loss"] < steps[0]["loss"]
+
+
+def test_the_summary_is_the_same_everywhere(finished):
+    run_dir, summaries, *_ = finished
+    written = json.loads((run_dir / "summary.json").read_text())
+    assert summaries == [written] * 4
+    steps = lines(run_dir / "metrics.jsonl")
+    assert written["final_loss"] == steps[-1]["loss"] and written["eval_loss"] == steps[-1]["eval_loss"]
+    speeds = sorted(step["tokens_per_second"] for step in steps[2:])
+    assert written["tokens_per_second"] == pytest.approx((speeds[1] + speeds[2]) / 2)
+    assert written["mesh"] == {"data": 2, "pipe": 2, "row": 1, "col": 1} and len(written["boundaries"]) == 1
+    for field in ("peak_memory_bytes", "bytes_sent"):
+        assert len(written[field]) == 4 and min(written[field]) > 0
+    assert written["bytes_received_by_axis"]["data"] > 0 and written["bytes_received_by_axis"]["pipe"] > 0
+
+
+def test_events_tell_the_story(finished):
+    run_dir, *_ = finished
+    events = lines(run_dir / "events.jsonl")
+    assert [(event["step"], event["event"]) for event in events] == [
+        (0, "start"), (4, "eval"), (STEPS, "eval"), (STEPS, "end")]
+    assert events[1]["tokens"] == 7 * 16, "a partial batch of held-out sequences"
+
+
+def test_run_toml_has_everything_resolved(finished, corpus):
+    run_dir, *_ = finished
+    written = tomllib.loads((run_dir / "run.toml").read_text())
+    assert written["mesh"] == {"data": 2, "pipe": 2, "row": 1, "col": 1} and written["train"]["steps"] == STEPS
+    assert isinstance(written["pipeline"]["in_flight"], int) and len(written["pipeline"]["boundaries"]) == 1
+    assert written["launch"]["device"] == "cpu" and written["launch"]["threads"] == 1
+    assert written["run_dir"] == str(run_dir)
+
+
+def test_the_timeline_shows_the_first_and_the_last_steps(finished):
+    run_dir, *_ = finished
+    trace = json.loads((run_dir / "timeline.json").read_text())
+    assert trace["otherData"]["steps"] == [1, 4, 5, 6]
+    bars = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    for rank in range(4):
+        mine = [bar["name"] for bar in bars if bar["tid"] == rank and bar["args"]["step"] == 5]
+        assert {"F0", "F1", "F2", "B0", "B1", "B2"} <= set(mine), (rank, mine)
+
+
+def test_the_console_is_plain_and_short(finished):
+    _, _, text, _ = finished
+    assert "tiny: 6 steps on mesh data 2 x pipe 2" in text and "stage" in text and "message-driven" in text
+    assert sum(line.startswith("step ") for line in text.splitlines()) == STEPS
+    assert "wrote" in text and "timeline.png" in text and "\x1b" not in text
+
+
+def test_a_users_tracker_hears_everything_once(finished):
+    *_, heard = finished
+    kinds = [type(event) for event in heard.events]
+    assert kinds[0] is StartEvent and kinds[-1] is EndEvent and kinds.count(StepEvent) == STEPS
+    assert heard.closed == 1
+    assert heard.events[-1].sample, "a sample of text"
+
+
+def losses(run_dir):
+    return [(step["loss"], step.get("eval_loss", 0.0), step["grad_norm"]) for step in lines(run_dir / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("data, pipe", [(1, 1), (1, 4), (4, 1)])
+@pytest.mark.parametrize("policy", ["message-driven", "1f1b"])
+def test_the_mesh_changes_no_number(data, pipe, policy, finished, corpus, tmp_path):
+    reference, summaries, _, heard = finished
+    run = tiny(corpus, tmp_path, mesh=Mesh(data=data, pipe=pipe), pipeline=Pipeline(policy=policy))
+    run_all(run)
+    for ours, theirs in zip(losses(tmp_path), losses(reference), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-9)
+    assert lines(tmp_path / "events.jsonl")[-1]["sample"] == heard.events[-1].sample, "the same text"
+
+
+def test_a_prompt_is_continued(corpus, tmp_path):
+    run = tiny(corpus, tmp_path, mesh=Mesh())
+    run_all(replace(run, train=replace(run.train, steps=1, prompt="the arrow flies over", sample_tokens=20)))
+    sample = lines(tmp_path / "events.jsonl")[-1]["sample"]
+    assert sample.startswith("the arrow flies over") and len(sample) > len("the arrow flies over")
+
+
+def test_a_loss_that_explodes_ends_the_run_with_its_metrics(corpus, tmp_path):
+    run = tiny(corpus, tmp_path, mesh=Mesh(pipe=2), precision="fp32")
+    with pytest.raises(RanvierError, match=r"loss of step \d: is not a finite number .*Lower --train.learning-rate"):
+        run_all(replace(run, train=replace(run.train, learning_rate=1e30, warmup_steps=0)))
+    steps = lines(tmp_path / "metrics.jsonl")
+    assert steps[-1]["loss"] is None and [step["step"] for step in steps] == list(range(1, len(steps) + 1))
+
+
+def test_a_folder_that_cannot_be_written_ends_the_run_at_its_start(corpus, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RanvierError, match="cannot be written: Not a directory.*--run-dir"):
+        run_all(tiny(corpus, tmp_path / "file" / "run"))
+
+
+def test_ranks_with_different_text_are_refused(corpus, tmp_path, monkeypatch):
+    def other_text(run, world, stream):
+        prepared = loop.prepare(run)
+        return replace(prepared, fingerprint="other") if world.rank == 1 else prepared
+
+    monkeypatch.setattr(loop, "_prepare", other_text)
+    with pytest.raises(DataError, match="text of rank 1: differs from that of rank 0"):
+        run_all(tiny(corpus, tmp_path, mesh=Mesh(data=2)))
+
+
+def test_the_learning_rate_rises_and_stays():
+    config = Train(learning_rate=1.0, warmup_steps=4)
+    assert [learning_rate(config, step) for step in (1, 2, 4, 5, 100)] == [0.25, 0.5, 1.0, 1.0, 1.0]
+    assert learning_rate(Train(learning_rate=1.0), 1) == 1.0
+
+
+def test_default_folders_are_free_and_named_after_the_recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first = default_folder("some/where/mine.toml")
+    assert first.parent.name == "runs" and first.name.startswith("mine-")
+    first.mkdir(parents=True)
+    assert default_folder("some/where/mine.toml") != first
+    assert default_folder("my.module:function").name.startswith("my.module-function-")

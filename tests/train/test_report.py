@@ -1,0 +1,207 @@
+"""Meter, timelines on one clock, Chrome trace, pictures and summary, from spans made by hand."""
+
+import json
+import os
+import re
+import threading
+import time
+
+import pytest
+import torch
+
+from ranvier.errors import RanvierError
+from ranvier.mesh import Mesh
+from ranvier.pipeline.timeline import Span, Timeline
+from ranvier.testing.ranks import run_ranks
+from ranvier.testing.trackers import example_run, example_step
+from ranvier.train import timeline as timelines_module
+from ranvier.train.metrics import KEPT_STEPS, Meter, StepSpans
+from ranvier.train.peak import matrix_product_rate
+from ranvier.train.pictures import draw_loss, draw_timeline, representative_step, smoothed
+from ranvier.train.report import History, peak_memory_bytes, steady, summarise, write_report
+from ranvier.train.timeline import RankTimeline, gather_timelines, write_trace
+
+PNG = b"\x89PNG"
+MS = 1_000_000
+
+
+def step_of(number, milliseconds, *spans, start=0):
+    """A step from (category, label, start ms, stop ms)."""
+    return StepSpans(step=number, start_ns=start, stop_ns=start + milliseconds * MS, spans=[
+        Span(category, label, number, start + begin * MS, start + end * MS) for category, label, begin, end in spans])
+
+
+def two_by_two():
+    mesh, lines = Mesh(data=2, pipe=2), []
+    for rank in range(4):
+        steps = [step_of(number, 100 + number, ("forward", "F0", 0, 20), ("wait", "backward 0", 20, 40 + 10 * rank),
+                         ("backward", "B0", 70, 80), ("weight", "W0", 80, 85), ("reduce", "average", 85, 90),
+                         ("optimizer", "update", 90, 95), start=number * 1000 * MS) for number in (1, 7, 8, 9)]
+        lines.append(RankTimeline(rank=rank, steps=steps))
+    return mesh, lines
+
+
+class FixedResult:
+    loss, weight, grad_norm, stepped = 2.0, 1000.0, 0.5, True
+
+
+def test_the_meter_averages_over_ranks_and_clocks_every_moment_once():
+    def rank(world):
+        timeline, group = Timeline(), world.backend.group("train", [range(2)])
+        meter, began, pending = Meter(timeline, group), time.monotonic_ns(), []
+        for number in (1, 2, 3):
+            started = time.monotonic_ns()
+            time.sleep(0.02)
+            if world.rank == 0:
+                timeline.add("wait", "forward 0", number, started)
+            pending.append(meter.step(number, FixedResult(), 1e-3))
+        return (time.monotonic_ns() - began) * 1e-9, [step.event(10.0, 1e6) for step in pending]
+
+    (total, events), (_, others) = run_ranks(rank, 2)
+    assert events == others, "every rank knows the same numbers"
+    assert sum(event.step_seconds for event in events) == pytest.approx(total, rel=0.2)
+    for event in events:
+        assert 0.1 < event.bubble_fraction <= 0.5 and event.wait_seconds >= 0.01, "one rank of two waits all the time"
+        assert event.tokens_per_second == pytest.approx(1000 / event.step_seconds)
+        assert event.flops_per_second == pytest.approx(10 * event.tokens_per_second)
+        assert event.model_flops_utilisation == pytest.approx(event.flops_per_second / 1e6)
+
+
+def test_the_meter_never_waits_for_the_step_it_clocks():
+    class Unread(FixedResult):
+        @property
+        def loss(self):
+            pytest.fail("read too early")
+
+    first_is_done = threading.Event()
+
+    def rank(world):
+        meter = Meter(Timeline(), world.backend.group("train", [range(2)]))
+        if world.rank == 1:
+            assert first_is_done.wait(20), "rank 0 waits for a step that this rank has not come to"
+        meter.step(1, Unread(), 1e-3)
+        if world.rank == 0:
+            first_is_done.set()
+
+    run_ranks(rank, 2)
+
+
+def test_the_meter_keeps_the_first_step_and_the_latest():
+    def rank(world):
+        meter = Meter(Timeline(), world.backend.group("train", [range(1)]))
+        for number in range(1, 11):
+            meter.step(number, FixedResult(), 1e-3)
+            kept = [step.step for step in meter.kept]
+            assert kept == sorted({1, *range(max(1, number - KEPT_STEPS + 1), number + 1)})
+        meter.resume()
+        assert meter.step(11, FixedResult(), 1e-3).event(1.0, 1.0).step_seconds < 0.5
+        return kept
+
+    assert run_ranks(rank, 1) == [[1, 8, 9, 10]]
+
+
+def test_ranks_of_one_machine_share_a_clock_and_others_are_shifted(monkeypatch):
+    def rank(world):
+        group = world.backend.group("train", [range(2)])
+        return gather_timelines(group, [step_of(1, 10, ("forward", "F0", 0, 5), start=world.rank * MS)])
+
+    lines = run_ranks(rank, 2)[0]
+    assert [line.steps[0].start_ns for line in lines] == [0, MS] and lines[1].clock_error_ns == 0
+    assert lines[0].steps[0].spans == [Span("forward", "F0", 1, 0, 5 * MS)]
+    here = {"machine": "a", "left_ns": [100, 200, 300]}
+    there = {"machine": "b", "left_ns": [1100, 1210, 1290]}
+    assert timelines_module._offset(here, there) == (-1000, 10)
+
+
+def test_the_trace_has_a_process_per_replica_and_a_thread_per_rank(tmp_path):
+    mesh, lines = two_by_two()
+    write_trace(tmp_path / "timeline.json", lines, mesh)
+    trace = json.loads((tmp_path / "timeline.json").read_text())
+    names = {(event["name"], event["pid"], event["tid"]): event["args"].get("name") for event in trace["traceEvents"]
+             if event["ph"] == "M"}
+    assert names["process_name", 1, 0] == "replica 1 (data 1)"
+    assert names["thread_name", 1, 2] == "rank 2 (data 1, pipe 0, row 0, col 0)"
+    bars = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {(bar["pid"], bar["tid"]) for bar in bars} == {(0, 0), (0, 1), (1, 2), (1, 3)}
+    assert {bar["cat"] for bar in bars} == {"forward", "wait", "backward", "weight", "reduce", "optimizer"}
+    assert len({bar["cname"] for bar in bars}) == 6, "each category has its colour"
+    first = bars[0]
+    assert (first["name"], first["ts"], first["dur"], first["args"]["step"]) == ("F0", 0.0, 20_000.0, 1)
+    assert trace["otherData"]["steps"] == [1, 7, 8, 9] and len(trace["otherData"]["clock_error_microseconds"]) == 4
+
+
+def test_the_picture_shows_a_step_of_median_length(tmp_path):
+    mesh, lines = two_by_two()
+    assert representative_step(lines) == 8
+    assert representative_step([RankTimeline(rank=0, steps=[step_of(1, 5)])]) == 1 and representative_step([]) is None
+    draw_timeline(tmp_path / "timeline.png", lines, mesh, "message-driven")
+    draw_timeline(tmp_path / "one.png", lines[:1], Mesh(), "gpipe")
+    assert (tmp_path / "timeline.png").read_bytes()[:4] == (tmp_path / "one.png").read_bytes()[:4] == PNG
+
+
+def test_the_picture_of_many_ranks_stays_of_bounded_size(tmp_path):
+    mesh = Mesh(data=40, pipe=2)
+    lines = [RankTimeline(rank=rank, steps=[step_of(2, 10, ("forward", "F0", 0, 5))]) for rank in range(mesh.size)]
+    draw_timeline(tmp_path / "timeline.png", lines, mesh, "message-driven")
+    height = int.from_bytes((tmp_path / "timeline.png").read_bytes()[20:24], "big")
+    assert height < 6000
+
+
+@pytest.mark.parametrize("count", [1, 10, 200])
+def test_loss_pictures(count, tmp_path):
+    losses = {step: 8 / step for step in range(1, count + 1)} | {count: float("nan")}
+    draw_loss(tmp_path / "loss.png", losses, {count: 3.0}, "gpt-tiny")
+    assert (tmp_path / "loss.png").read_bytes()[:4] == PNG
+
+
+def test_smoothing_is_centred():
+    assert smoothed([1.0, 2.0, 3.0, 4.0, 5.0], 3) == [1.5, 2.0, 3.0, 4.0, 4.5]
+
+
+def test_steady_is_the_median_after_the_first_two():
+    assert steady([1.0, 1.0, 10.0, 12.0, 14.0]) == 12.0 and steady([1.0, 3.0]) == 2.0
+
+
+def history_of(run_dir):
+    history = History()
+    for event in example_run(run_dir, steps=5):
+        history.event(event)
+    return history
+
+
+RANK = {"peak_memory_bytes": 5, "bytes_sent": 7, "bytes_received_by_axis": {"data": 3, "pipe": 4},
+        "longest_gap_seconds": 0.1}
+
+
+def test_the_summary_and_its_files(tmp_path):
+    mesh, lines = two_by_two()
+    history = history_of(tmp_path)
+    summary = summarise(recipe="gpt-tiny", mesh=mesh, history=history, ranks=[RANK] * 4, boundaries=(5,),
+                        transport="mpi", device=torch.device("cpu"), seconds=12.0)
+    pictures = write_report(tmp_path, summary, history, lines, mesh, "message-driven")
+    written = json.loads((tmp_path / "summary.json").read_text())
+    assert written["final_loss"] == 7.5 and written["eval_loss"] == 7.5 and written["steps"] == 5
+    assert written["tokens_per_second"] == 8192 and written["mesh"] == {"data": 2, "pipe": 2, "row": 1, "col": 1}
+    assert written["peak_memory_bytes"] == [5] * 4 and written["bytes_sent"] == [7] * 4
+    assert written["bytes_received_by_axis"] == {"data": 12, "pipe": 16, "row": 0, "col": 0}
+    assert written["versions"]["torch"] == torch.__version__ and written["transport"] == "mpi"
+    assert written["commit"] is None or re.fullmatch(r"[0-9a-f]{40}\+?", written["commit"])
+    assert [picture.name for picture in pictures] == ["timeline.png", "loss.png"]
+    assert all(picture.read_bytes()[:4] == PNG for picture in pictures) and (tmp_path / "timeline.json").exists()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_at_the_end_is_one_clear_error(tmp_path):
+    mesh, lines = two_by_two()
+    for name, write in (("timeline.png", lambda path: draw_timeline(path, lines, mesh, "gpipe")),
+                        ("loss.png", lambda path: draw_loss(path, {1: 2.0}, {}, "gpt-tiny")),
+                        ("timeline.json", lambda path: write_trace(path, lines, mesh))):
+        os.symlink("/dev/full", tmp_path / name)
+        with pytest.raises(RanvierError, match=f"{name}: cannot be written: No space left on device"):
+            write(tmp_path / name)
+
+
+def test_peaks_are_plausible():
+    assert matrix_product_rate(torch.device("cpu"), torch.float32, seconds=0.01) > 1e8
+    assert 10e6 < peak_memory_bytes(torch.device("cpu")) < 1e12
+    assert example_step(1).tokens_per_second == 8192
