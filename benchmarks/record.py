@@ -1,0 +1,60 @@
+"""Where and how a benchmark's result is kept: date, commit, machine and command beside every figure."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def results_file(folder: str, name: str) -> Path:
+    """benchmarks/results/FOLDER/NAME-DATE.json, whose folder exists."""
+    path = RESULTS / folder / f"{name}-{datetime.now():%Y%m%d-%H%M}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def circumstances() -> dict[str, object]:
+    """What a figure needs beside it to mean something."""
+    return {"date": datetime.now().isoformat(timespec="seconds"), "commit": commit(), "machine": machine(),
+            "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__}}
+
+
+def write_results(path: Path, results: dict[str, object]) -> None:
+    """`results` and their circumstances, as JSON."""
+    path.write_text(json.dumps({**circumstances(), **results}, indent=1) + "\n")
+
+
+def commit() -> str:
+    """The checkout's commit, with "+" where files differ from it; "unknown" outside a checkout."""
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=RESULTS.parent, capture_output=True, text=True, check=True).stdout
+
+    try:
+        return git("rev-parse", "--short", "HEAD").strip() + ("+" if git("status", "--porcelain", "-uno").strip() else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def machine() -> dict[str, object]:
+    """The processor's name, the cores this process may use, the memory, and CUDA devices."""
+    name = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"cpu": name, "cores": cores,
+            "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+            "cuda": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]}
