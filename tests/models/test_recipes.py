@@ -1,0 +1,71 @@
+"""The shipped recipes are runs without problems, and the papers' are as the papers say."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+
+import ranvier.recipes
+from ranvier.data.prepare import problems as data_problems
+from ranvier.models.gpt import gpt
+from ranvier.models.gpt import problems as model_problems
+from ranvier.run import Run
+
+FILES = sorted(path for folder in ranvier.recipes.__path__ for path in Path(folder).glob("*.toml"))
+
+# AxoNN, Tables I and II: GPUs, layers, hidden, heads, G_inter, G_data, microbatch.
+PAPER = {
+    "gpt-12b": (12, 48, 48, 4512, 24, 6, 8, 8),
+    "gpt-24b": (24, 96, 48, 6336, 36, 12, 8, 4),
+    "gpt-50b": (50, 192, 96, 6528, 48, 24, 8, 4),
+    "gpt-100b": (100, 384, 96, 9360, 60, 48, 8, 2),
+}
+
+
+def recipe(path: Path) -> Run:
+    return TypeAdapter(Run).validate_python(tomllib.loads(path.read_text()))
+
+
+def num_parameters(run: Run) -> int:
+    """Tied parameters once, counted on the meta device."""
+    model = gpt(run.model)
+    with torch.device("meta"):
+        layer = [model.blocks[name]() for name in ("layer0.attention", "layer0.mlp")]
+        ends = [model.blocks[name]() for name in ("embedding", "head")]
+    count = {True: sum(p.numel() for block in layer for p in block.parameters()),
+             False: sum(p.numel() for block in ends for p in block.parameters())}
+    return count[True] * run.model.num_layers + count[False] - run.model.vocab * run.model.hidden
+
+
+def test_all_names_are_there():
+    assert {path.stem for path in FILES} == {"gpt-tiny", "gpt2-small", *PAPER}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_recipes_are_runs_without_problems(path):
+    run = recipe(path)
+    assert model_problems(run.model) == [] and data_problems(run) == []
+    assert run.mesh.pipe <= 2 * run.model.num_layers + 2
+    assert run.batch.global_size % (run.mesh.data * run.batch.microbatch_size) == 0
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_papers_settings(name):
+    run = recipe(next(path for path in FILES if path.stem == name))
+    billions, gpus, layers, hidden, heads, pipe, data, microbatch = PAPER[name]
+    assert (run.mesh.size, run.mesh.pipe, run.mesh.data) == (gpus, pipe, data)
+    assert (run.model.num_layers, run.model.hidden, run.model.heads) == (layers, hidden, heads)
+    assert (run.model.sequence, run.model.vocab, run.batch.global_size) == (512, 51200, 16384)
+    assert (run.batch.microbatch_size, run.train.steps, run.data.corpus) == (microbatch, 11, "wikitext-103")
+    assert (run.train.learning_rate, run.train.betas, run.train.weight_decay) == (0.001, (0.9, 0.999), 0.01)
+    assert math.isclose(num_parameters(run), billions * 1e9, rel_tol=0.04)
+
+
+def test_gpt2_small_is_the_real_ones_size():
+    run = recipe(next(path for path in FILES if path.stem == "gpt2-small"))
+    assert num_parameters(run) == 124_439_808
