@@ -21,7 +21,7 @@ TOKENIZER_BYTES = 4_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """fingerprint: equal where all ranks have the same tokenizer and text."""
+    """fingerprint: equal where tokenizer and text are the same, wherever the files lie and whenever they were made."""
 
     tokenizer: Tokenizer
     train: Tokens
@@ -53,19 +53,18 @@ def prepare(run: Run, progress: Progress = lambda line: None) -> Prepared:
     if tokenizer.vocab > run.model.vocab:
         raise _vocab_too_small(run.model.vocab, tokenizer.vocab)
     text = fingerprint(corpus.fingerprint, run.data.max_bytes, HELD_OUT_EVERY)
-    both = fingerprint(text, tokenizer.fingerprint)
-    folder = cache / "tokens" / both
+    folder = cache / "tokens" / fingerprint(text, tokenizer.fingerprint)
     with one_writer(folder / "train", progress):
         if not (exists(folder / "train") and exists(folder / "eval")):
             _write(folder, corpus, text, run.data.max_bytes, tokenizer, progress)
-    prepared = Prepared(tokenizer=tokenizer, train=open_tokens(folder / "train"), eval=open_tokens(folder / "eval"),
-                        fingerprint=both)
-    for part, tokens in (("training", prepared.train), ("held-out", prepared.eval)):
+    train, held = open_tokens(folder / "train"), open_tokens(folder / "eval")
+    for part, tokens in (("training", train), ("held-out", held)):
         if tokens.num_sequences(run.model.sequence) < 1:
             raise DataError(f"has too little {part} text for one sequence of {run.model.sequence} + 1 tokens",
                             where=f"data.corpus {run.data.corpus}", value=f"{len(tokens)} tokens",
                             remedy="Give more text (or a larger --data.max-bytes), or a shorter --model.sequence.")
-    return prepared
+    return Prepared(tokenizer=tokenizer, train=train, eval=held,
+                    fingerprint=fingerprint(tokenizer.fingerprint, train.about.digest, held.about.digest))
 
 
 def _tokenizer(run: Run, corpus: Corpus, cache: Path, progress: Progress) -> Tokenizer:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,13 +24,14 @@ _SCAN = 1 << 22
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """The side file. tokenizer and corpus are fingerprints."""
+    """The side file. tokenizer and corpus are fingerprints; digest is the hash of the numbers as the file has them."""
 
     dtype: str
     count: int
     vocab: int
     tokenizer: str
     corpus: str
+    digest: str
 
 
 class Tokens:
@@ -59,15 +61,17 @@ class Tokens:
 def write_tokens(path: Path, *, vocab: int, tokenizer: str, corpus: str) -> Iterator[Callable[[Sequence[int]], None]]:
     """Gives a function that appends token numbers; path.bin and path.json appear when the block ends well."""
     name = "uint16" if vocab <= 1 << 16 else "uint32"
-    count = 0
+    count, digest = 0, hashlib.blake2b(digest_size=16)
     with published(path.with_suffix(".bin")) as file:
         def append(ids: Sequence[int]) -> None:
             nonlocal count
-            file.write(np.asarray(ids, dtype=_DTYPES[name]).tobytes())
+            data = np.asarray(ids, dtype=_DTYPES[name]).tobytes()
+            file.write(data)
+            digest.update(data)
             count += len(ids)
 
         yield append
-    about = About(dtype=name, count=count, vocab=vocab, tokenizer=tokenizer, corpus=corpus)
+    about = About(dtype=name, count=count, vocab=vocab, tokenizer=tokenizer, corpus=corpus, digest=digest.hexdigest())
     with published(path.with_suffix(".json")) as file:
         file.write(json.dumps(asdict(about), indent=2).encode())
 

@@ -126,6 +126,17 @@ def test_sequence_and_mesh_share_the_files(tmp_path):
     assert prepare(run(tmp_path)).fingerprint == prepare(run(tmp_path, model={"sequence": 8})).fingerprint
 
 
+def test_the_fingerprint_is_that_of_the_text_not_of_the_file(tmp_path):
+    elsewhere = tmp_path / "another machine"
+    elsewhere.mkdir()
+    first = prepare(run(tmp_path))
+    run(elsewhere)
+    os.utime(elsewhere / "text.py", (1, 1))
+    second = prepare(run(elsewhere))
+    assert second.fingerprint == first.fingerprint
+    assert second.train.path != first.train.path
+
+
 def test_a_changed_text_is_read_again(tmp_path):
     before = prepare(run(tmp_path)).fingerprint
     (tmp_path / "text.py").write_text("x = 1\n" * 5000)
