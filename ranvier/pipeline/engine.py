@@ -147,7 +147,7 @@ class Engine:
     def counters(self) -> dict:
         """Bytes so far on this rank, and the longest time without letting messages move."""
         return {"bytes_sent": self._transport.bytes_sent,
-                "bytes_received_by_axis": {"pipe": self._transport.bytes_received,
+                "bytes_received_by_axis": {"pipe": self._inbox.bytes_received,
                                            "data": self._data_group.bytes_received},
                 "longest_gap_seconds": self._transport.longest_gap_seconds}
 

@@ -36,6 +36,8 @@ class Inbox:
                  other: Callable[[Message], None]) -> None:
         self._transport, self._board, self._timeline, self._other = transport, board, timeline, other
         self._timeout = timeout_seconds
+        self.bytes_received = 0
+        """Payload bytes of everything that has arrived here."""
         self._call = 0
         self._count = 0
         self._arrived: dict[tuple[Direction, int], Message] = {}
@@ -48,6 +50,10 @@ class Inbox:
         early, self._early = self._early, []
         for message in early:
             self._sort(message)
+
+    def _receive(self, message: Message) -> None:
+        self.bytes_received += message.payload_bytes
+        self._sort(message)
 
     def _sort(self, message: Message) -> None:
         way = direction(message.kind)
@@ -67,7 +73,7 @@ class Inbox:
     def poll(self) -> None:
         """Take in everything that has arrived; never blocks."""
         for message in self._transport.poll():
-            self._sort(message)
+            self._receive(message)
 
     def take(self, way: Direction, microbatch: int, source: int) -> Message:
         """That message, waiting for it where it has not come yet."""
@@ -87,7 +93,7 @@ class Inbox:
                                  remedy="See which rank is behind, or raise --comm.timeout-seconds.")
         self._timeline.add("wait", what, self._call, started)
         self._board.doing = doing
-        self._sort(message)
+        self._receive(message)
 
     @property
     def is_empty(self) -> bool:
