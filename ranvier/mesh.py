@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge
 
 from ranvier.errors import ConfigError
 
 Axis = Literal["data", "pipe", "row", "col"]
 AXES: tuple[Axis, ...] = ("data", "pipe", "row", "col")
+Size = Annotated[int, Ge(1)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -38,13 +41,13 @@ class Coordinates:
 class Mesh:
     """All ranks, as data x pipe x row x col. A *replica* is pipe x row x col ranks; a *stage* is row x col ranks."""
 
-    data: int = 1
+    data: Size = 1
     """Replicas: full copies of the model that share each global batch."""
-    pipe: int = 1
+    pipe: Size = 1
     """Stages of the pipeline: runs of consecutive blocks."""
-    row: int = 1
+    row: Size = 1
     """Rows of the tensor mesh: they share the microbatch."""
-    col: int = 1
+    col: Size = 1
     """Columns of the tensor mesh: they share the hidden dimension."""
 
     def __post_init__(self) -> None:

@@ -8,12 +8,14 @@ import torch
 from torch.distributed import Store
 
 from ranvier.comm.protocol import Backend
+from ranvier.mesh import Mesh
 
 
 @dataclass(kw_only=True)
 class World:
     """This rank, how it was started, how it reaches the others, and where it computes.
 
+    mesh: what `start` was asked for; None where the ranks were started without one.
     store: a key-value store that all ranks share (who does what, who failed); never used on a hot path.
     """
 
@@ -23,6 +25,7 @@ class World:
     device: torch.device
     local_rank: int
     local_size: int
+    mesh: Mesh | None = None
 
     @property
     def rank(self) -> int:

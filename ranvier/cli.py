@@ -1,0 +1,191 @@
+"""The command: `ranvier train | check | doctor`. Every field of the run is a flag; --help imports nothing heavy.
+
+Exit codes: 0 done, 1 the run failed, 2 an error of the user's, each in one line on standard error, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from ranvier import __version__, resolve
+from ranvier.errors import ConfigError, RanvierError
+from ranvier.run import Run
+
+
+class Refused(Exception):
+    """Problems of a configuration, to be printed one a line."""
+
+    def __init__(self, problems: Sequence[RanvierError]) -> None:
+        super().__init__(*problems)
+        self.problems = problems
+
+
+def main(args: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line `args` (by default this process's) and exit."""
+    sys.exit(run_command(args))
+
+
+def run_command(args: Sequence[str] | None = None) -> int:
+    """The exit code of the command line `args`; errors are printed."""
+    try:
+        return command.main(args=args, prog_name="ranvier", standalone_mode=False) or 0
+    except Refused as refused:
+        return _refuse(refused.problems)
+    except RanvierError as error:
+        return _refuse([error])
+    except click.exceptions.UsageError as error:
+        if not sys.argv[1:] and args is None:
+            error.show()
+        else:
+            _complain(error.format_message())
+        return 2
+    except (click.Abort, KeyboardInterrupt):
+        return 130
+
+
+def _refuse(problems: Sequence[RanvierError]) -> int:
+    """One line each, on the first rank of a machine: before ranks are connected, all meet the same problems."""
+    from ranvier.launchers import detect
+
+    try:
+        started = detect(os.environ)
+    except ConfigError:
+        started = None
+    if started is None or not started.local_rank:
+        for problem in problems:
+            _complain(str(problem))
+    return 2
+
+
+def _complain(text: str) -> None:
+    sys.stderr.write("ranvier: error: " + " ".join(text.split()) + "\n")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="ranvier")
+def command() -> None:
+    """Train neural networks that are too large, or too slow, for one device."""
+
+
+class _WithSettings(click.Command):
+    """A command that takes every field of the run as a flag, listed by section."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for setting in resolve.settings().values():
+            text = f"{setting.help} [{setting.expected}; default {resolve.as_text(setting.default)}]"
+            self.params.append(click.Option([f"--{setting.flag}", setting.name.replace(".", "__")], type=str,
+                                            metavar="VALUE", help=text))
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record and isinstance(parameter, click.Option):
+                section = parameter.name.rpartition("__")[0] if "__" in (parameter.name or "") else ""
+                groups.setdefault(section, []).append(record)
+        for section, records in groups.items():
+            with formatter.section(section.capitalize() if section else "Options"):
+                formatter.write_dl(records)
+
+
+def _resolve(recipe: str, flags: Mapping[str, str | None]) -> tuple[str, resolve.Resolved]:
+    """The recipe's short name, and the run with its origins. ConfigError when the recipe cannot be read."""
+    given = {name.replace("__", "."): text for name, text in flags.items() if text is not None}
+    name, layer = resolve.load(recipe)
+    return name, resolve.resolve([layer, resolve.Layer(origin="flag", values=given, is_text=True)])
+
+
+@command.command(cls=_WithSettings)
+@click.argument("recipe")
+def train(recipe: str, **flags: str | None) -> int:
+    """Train RECIPE: a shipped recipe's name, a TOML file, or module:function.
+
+    Under plain python the local ranks are started for you; under torchrun, mpiexec or srun this is one of them.
+    """
+    name, resolved = _resolve(recipe, flags)
+    from ranvier import check, launch
+    from ranvier.launchers import detect
+
+    problems = [*resolved.problems, *check.problems(resolved.run)]
+    if problems:
+        raise Refused(problems)
+    run = resolved.run
+    run = dataclasses.replace(run, run_dir=run.run_dir or resolve.default_folder(name))
+    started = detect(os.environ, run.launch.launcher)
+    if started is None or (started.launcher != "local" and started.rank == 0):
+        _check_folder(run.run_dir)
+        for warning in check.warnings(run):
+            print(f"ranvier: warning: {warning}", file=sys.stderr)
+    world = launch.start(run.mesh, transport=run.comm.transport, launcher=run.launch.launcher,
+                         threads=run.launch.threads, device=run.launch.device,
+                         timeout_seconds=run.comm.timeout_seconds,
+                         rerun=[*launch.rerun_command(), "--run-dir", str(run.run_dir)] if started is None else None)
+    return _train_as_rank(run, name, world)
+
+
+def _train_as_rank(run: Run, name: str, world) -> int:
+    from ranvier import failure
+    from ranvier.train.loop import train as train_loop
+
+    try:
+        train_loop(run, name, world)
+        world.backend.close()
+    except BaseException as error:
+        code = failure.failed(world, run.mesh, error)
+        if world.size > 1:
+            failure.leave(world, code)
+        return code
+    return 0
+
+
+def _check_folder(folder: Path) -> None:
+    """ConfigError when a run has left its results there."""
+    if (folder / "run.toml").exists():
+        raise ConfigError("holds the results of another run", where="run-dir", value=str(folder),
+                          remedy="Choose another folder with --run-dir, or remove that one.")
+
+
+@command.command(cls=_WithSettings)
+@click.argument("recipe")
+@click.option("--ranks", type=click.IntRange(min=1), help="Number of ranks that the run is meant for.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def check(recipe: str, ranks: int | None, as_json: bool, **flags: str | None) -> int:
+    """Find every problem of RECIPE at once, for any number of ranks; show its stages, memory and settings.
+
+    Nothing is started, and no weight is built.
+    """
+    name, resolved = _resolve(recipe, flags)
+    from ranvier.check import check as check_run
+    from ranvier.check import print_report
+
+    report = check_run(resolved.run, ranks)
+    report = dataclasses.replace(report, problems=(*resolved.problems, *report.problems))
+    values = resolve.flatten(resolved.run)
+    rows = [(setting.flag, resolve.as_text(values[setting.name]), resolved.origins[setting.name])
+            for setting in resolve.settings().values()]
+    if as_json:
+        listed = [{"name": flag, "value": value, "origin": origin} for flag, value, origin in rows]
+        print(json.dumps({"recipe": name, "ranks": ranks, "mesh": dataclasses.asdict(resolved.run.mesh),
+                          **report.document(), "values": listed}, indent=1))
+    else:
+        print_report(report, rows)
+    return 2 if report.problems else 0
+
+
+@command.command()
+def doctor() -> int:
+    """Show what this machine has, and what every `auto` comes to on it."""
+    from ranvier.doctor import examine, print_table
+
+    findings = examine()
+    print_table(findings)
+    return 2 if any(finding.remedy for finding in findings) else 0

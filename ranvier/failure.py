@@ -1,0 +1,149 @@
+"""What happens when a rank fails: the first one to fail says why, once, with its coordinates; the others stay quiet.
+
+A failing rank brings the others down, and each of them then fails too, with errors that only say that a peer is gone.
+So failing ranks race for one key of the store that all share: the first one's account is the one worth reading.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+
+from ranvier.errors import MessageTimeout, RanvierError, TransportError
+from ranvier.mesh import Mesh
+from ranvier.world import World
+
+FAILED = "ranvier/failed"
+FINISHED = "ranvier/finished"
+INTERRUPTED = 130
+_PRECEDENCE_SECONDS = 1.0
+_RELAY_SECONDS = 0.3  # mpiexec throws away what it has not yet read when a rank aborts
+
+
+def exit_code(error: BaseException) -> int:
+    """2 for a RanvierError, 130 for Ctrl-C, otherwise 1; SystemExit keeps its own."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return 2 if isinstance(error, RanvierError) else INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+
+
+def failed(world: World, mesh: Mesh, error: BaseException) -> int:
+    """Report that this rank failed with `error`, if it is the first to; returns the exit code. Ends nothing."""
+    code, told = exit_code(error), isinstance(error, RanvierError)
+    if isinstance(error, KeyboardInterrupt) or not code:
+        return code
+    if isinstance(error, TransportError) and not isinstance(error, MessageTimeout):
+        time.sleep(_PRECEDENCE_SECONDS)  # a lost peer has an account of its own, or a parent that gives it
+    who = f"rank {world.rank} ({mesh.coordinates(world.rank)})"
+    first = _is_first(world, code, told)
+    if isinstance(error, SystemExit):
+        return code
+    if first is None and not told:
+        _say(f"ranvier: {who} stopped: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+    elif first and told:
+        _say(f"ranvier: error: {error}" + ("" if mesh.size == 1 else f" [{who}]"))
+    elif first:
+        text = "".join(traceback.format_exception(error)).rstrip()
+        _say(text if mesh.size == 1 else f"{who} failed:\n{text}")
+    return code
+
+
+def leave(world: World, code: int) -> None:
+    """End this process with `code`, and all ranks as far as the backend can. Does not return."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if world.backend.name == "mpi":
+        time.sleep(_RELAY_SECONDS)
+        if world.launcher == "local":  # the parent says how this rank ended; MPI's line would say it again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    try:
+        world.backend.abort(code)
+    finally:
+        os._exit(code)
+
+
+def end_on_errors(world: World, mesh: Mesh) -> None:
+    """From now on an uncaught error, on any thread of this rank, is reported by `failed` and ends all ranks.
+
+    The normal end of the program waits until all ranks are there and then closes the backend; sys.exit with an error
+    code does not wait, but ends the others.
+    """
+    codes = [0]
+
+    def on_error(kind, error, trace) -> None:
+        code = failed(world, mesh, error)
+        if world.size > 1:
+            leave(world, code)
+        codes[0] = code
+        raise SystemExit(code)
+
+    def on_thread_error(caught) -> None:
+        if not issubclass(caught.exc_type, SystemExit):
+            leave(world, failed(world, mesh, caught.exc_value or caught.exc_type()))
+
+    def on_exit(code: object = None) -> None:
+        codes[0] = exit_code(SystemExit(code))  # later, at exit, nothing tells it
+        raise SystemExit(code)
+
+    sys.excepthook, threading.excepthook, sys.exit = on_error, on_thread_error, on_exit
+    atexit.register(_end, world, mesh, codes)
+
+
+def _end(world: World, mesh: Mesh, codes: list[int]) -> None:
+    if world.size > 1:
+        if codes[0]:
+            leave(world, failed(world, mesh, SystemExit(codes[0])))
+        _await_all(world)
+    world.backend.close()
+
+
+def _await_all(world: World) -> None:
+    """Return when every rank's program has come to its end: some write reports long after the others are done."""
+    try:
+        world.store.add(FINISHED, 1)
+        while world.store.add(FINISHED, 0) < world.size:
+            time.sleep(0.02)
+    except RuntimeError:
+        pass  # rank 0, which keeps the store, saw all of them and has left
+
+
+def end_on_start_errors(local_rank: int | None) -> None:
+    """Until `end_on_errors`: an uncaught RanvierError becomes one line on each machine, and exit code 2."""
+    def on_error(kind, error, trace) -> None:
+        if not isinstance(error, RanvierError):
+            sys.__excepthook__(kind, error, trace)
+            return
+        say_once(error, local_rank)
+        raise SystemExit(2)
+
+    sys.excepthook = on_error
+
+
+def say_once(error: RanvierError, local_rank: int | None) -> None:
+    """The error's line, on the first rank of each machine: before ranks are connected, all meet the same errors."""
+    if not local_rank:
+        _say(f"ranvier: error: {error}")
+
+
+def _is_first(world: World, code: int, told: bool) -> bool | None:
+    """Whether this rank is the first to fail, or None when the store is gone (its keeper failed before)."""
+    mine = json.dumps({"rank": world.rank, "code": code, "told": told})
+    try:
+        # A connection of its own: another thread may be waiting on the shared one.
+        store = world.store.clone()
+        store.set_timeout(timedelta(seconds=5))
+        return store.compare_set(FAILED, "", mine).decode() == mine
+    except Exception:
+        return None
+
+
+def _say(text: str) -> None:
+    """One write, so that the lines of several ranks do not mix."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()

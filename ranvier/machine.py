@@ -1,0 +1,50 @@
+"""What this machine offers one process: cores and host memory, after affinity masks and cgroup limits.
+
+A container on a machine of 96 cores may own 2 of them; asking the operating system alone would start 96 threads.
+"""
+
+from __future__ import annotations
+
+import os
+from math import ceil
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_cores(cgroup: Path = _CGROUP) -> int:
+    """Cores this process may use: its affinity mask, within the cgroup's CPU quota (v1 or v2); at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cpu_quota(cgroup)
+    return max(1, cores if quota is None else min(cores, ceil(quota)))
+
+
+def cpu_quota(cgroup: Path = _CGROUP) -> float | None:
+    """Cores that the cgroup grants, or None where it sets no limit."""
+    fields = _words(cgroup / "cpu.max")
+    if len(fields) != 2:
+        fields = _words(cgroup / "cpu/cpu.cfs_quota_us") + _words(cgroup / "cpu/cpu.cfs_period_us")
+    if len(fields) != 2 or not all(field.isdigit() for field in fields) or int(fields[1]) == 0:
+        return None  # "max 100000" and "-1 100000" are no limit
+    return int(fields[0]) / int(fields[1])
+
+
+def memory_limit_bytes(cgroup: Path = _CGROUP) -> int | None:
+    """Host memory that the cgroup grants, or None where it sets no limit."""
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        fields = _words(cgroup / name)
+        if fields and fields[0].isdigit() and int(fields[0]) < 1 << 60:  # v1 writes a huge number for "no limit"
+            return int(fields[0])
+    return None
+
+
+def threads_per_rank(local_ranks: int) -> int:
+    """Compute threads for each of `local_ranks` ranks that share this machine's cores."""
+    return max(1, available_cores() // local_ranks)
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []

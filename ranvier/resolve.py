@@ -1,0 +1,334 @@
+"""From a recipe and flags to one `Run`: every value with its origin, every fault at once.
+
+Layers, in rising order: the fields' defaults, the recipe (shipped, a TOML file, or a Python function), flags. A value
+from a TOML file must have the field's own type; a flag is text, and is read as the field's type. A value that does not
+fit becomes a problem, and the layer below stands in for it, so that one fault does not hide the next.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import importlib
+import inspect
+import json
+import os
+import re
+import sys
+import textwrap
+import tomllib
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from datetime import datetime
+from functools import cache
+from importlib import resources
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import annotated_types
+import tomli_w
+from pydantic import TypeAdapter
+
+from ranvier.errors import ConfigError
+from ranvier.run import Run
+
+_MAX_INT = 1 << 62  # beyond it no count of anything here, and no torch size, exists
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One field of the tree. `name` is dotted, with underscores: "batch.global_size"."""
+
+    name: str
+    annotation: Any
+    default: object
+    help: str
+
+    @property
+    def flag(self) -> str:
+        """The name as flags and messages have it: "batch.global-size"."""
+        return flag(self.name)
+
+    @property
+    def expected(self) -> str:
+        return _describe(self.annotation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """Values by dotted name, and where they come from: "recipe gpt-tiny", "file mine.toml", "flag"."""
+
+    origin: str
+    values: Mapping[str, object]
+    problems: tuple[ConfigError, ...] = ()
+    is_text: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """The run, where each of its values comes from, and what is wrong with those that were refused."""
+
+    run: Run
+    origins: Mapping[str, str]
+    problems: tuple[ConfigError, ...]
+
+
+def flag(name: str) -> str:
+    return name.replace("_", "-")
+
+
+@cache
+def settings(tree: type = Run, prefix: str = "") -> Mapping[str, Setting]:
+    """Every field of the tree by dotted name, in the order of the source."""
+    found: dict[str, Setting] = {}
+    hints, helps = get_type_hints(tree, include_extras=True), _docstrings(tree)
+    for field in dataclasses.fields(tree):
+        name = prefix + field.name
+        if is_dataclass(hints[field.name]):
+            found |= settings(hints[field.name], name + ".")
+        else:
+            found[name] = Setting(name=name, annotation=hints[field.name], default=getattr(tree(), field.name),
+                                  help=helps.get(field.name, ""))
+    return types.MappingProxyType(found)
+
+
+def sections() -> frozenset[str]:
+    return frozenset(name.rpartition(".")[0] for name in settings()) - {""}
+
+
+def default_folder(recipe: str) -> Path:
+    """runs/RECIPE-DATE-TIME, for a recipe's short name."""
+    return Path("runs") / f"{re.sub('[^A-Za-z0-9_.-]+', '-', recipe)}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def _docstrings(cls: type) -> dict[str, str]:
+    """The text under each field of `cls`."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
+    return {field.target.id: inspect.cleandoc(text.value.value).replace("\n", " ")
+            for field, text in pairwise(body)
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)}
+
+
+def resolve(layers: Sequence[Layer]) -> Resolved:
+    """Lay `layers` over the defaults. Never raises: what is wrong is in `problems`."""
+    values = {name: setting.default for name, setting in settings().items()}
+    origins = dict.fromkeys(values, "default")
+    problems: list[ConfigError] = []
+    for layer in layers:
+        problems += layer.problems
+        for name, value in layer.values.items():
+            setting = settings().get(name)
+            if setting is None:
+                problems.append(_unknown(name, value, layer.origin))
+                continue
+            try:
+                values[name] = _read(setting, value, layer)
+                origins[name] = layer.origin
+            except ConfigError as problem:
+                problems.append(problem)
+    return Resolved(run=_build(Run, values), origins=origins, problems=tuple(problems))
+
+
+def _build(tree: type, values: Mapping[str, object], prefix: str = ""):
+    hints = get_type_hints(tree, include_extras=True)
+    return tree(**{name: _build(hint, values, f"{prefix}{name}.") if is_dataclass(hint) else values[prefix + name]
+                   for name, hint in hints.items()})
+
+
+def flatten(tree: object, prefix: str = "") -> dict[str, object]:
+    """A dataclass tree as values by dotted name."""
+    found: dict[str, object] = {}
+    for field in dataclasses.fields(tree):
+        value = getattr(tree, field.name)
+        found |= flatten(value, f"{prefix}{field.name}.") if is_dataclass(value) else {prefix + field.name: value}
+    return found
+
+
+# --- reading one value -----------------------------------------------------------------------------------------------
+
+
+def _read(setting: Setting, value: object, layer: Layer) -> object:
+    """`value` as the setting's type. ConfigError when it is not one."""
+    adapter = _adapter(setting.name)
+    try:
+        if layer.is_text:
+            read = adapter.validate_python(_from_text(setting.annotation, value))
+        else:
+            # Strict reading of JSON takes a list for a tuple and a text for a path, but no text for a number.
+            read = adapter.validate_json(json.dumps(value, default=os.fspath), strict=True)
+        for part in read if isinstance(read, tuple) else (read,):
+            if isinstance(part, (int, float)) and not abs(part) < _MAX_INT:  # NaN and infinities included
+                raise ValueError("out of any range")
+    except (ValueError, TypeError, RecursionError):
+        raise ConfigError(f"must be {setting.expected}", where=setting.flag, value=value,
+                          remedy=_remedy(setting, layer.origin, value)) from None
+    return read
+
+
+@cache
+def _adapter(name: str) -> TypeAdapter:
+    return TypeAdapter(settings()[name].annotation)
+
+
+def _from_text(annotation: Any, text: str) -> object:
+    """A flag's text in the shape of its type: tuples are comma-separated, "none" is None, yes/no is true or false."""
+    options = _options(annotation)
+    if types.NoneType in options and text == "none":
+        return None
+    if any(get_origin(_bare(option)) is tuple for option in options):
+        return tuple(part.strip() for part in text.split(","))
+    if bool in map(_bare, options):
+        return {"true": True, "false": False}.get(text, text)
+    return text
+
+
+def _options(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+
+
+def _bare(annotation: Any) -> Any:
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def _describe(annotation: Any) -> str:
+    """What a value must be, in words: "a whole number of at least 1, or auto"."""
+    return ", or ".join(_describe_one(option) for option in _options(annotation))
+
+
+def _describe_one(annotation: Any) -> str:
+    bare, bounds = _bare(annotation), annotation.__metadata__ if get_origin(annotation) is Annotated else ()
+    if get_origin(bare) is Literal:
+        *most, last = map(str, get_args(bare))
+        return f"{', '.join(most)} or {last}" if most else last
+    if get_origin(bare) is tuple:
+        items = get_args(bare)
+        one = _describe_one(items[0])
+        return f"a list, each {one}" if items[-1] is Ellipsis else f"{len(items)} values, each {one}"
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Path: "a path",
+             types.NoneType: "none"}
+    limits = [f"{word} {getattr(bound, key):g}" for bound in bounds for kind, word, key in (
+        (annotated_types.Ge, "of at least", "ge"), (annotated_types.Gt, "above", "gt"),
+        (annotated_types.Le, "of at most", "le"), (annotated_types.Lt, "below", "lt")) if isinstance(bound, kind)]
+    return " ".join([names[bare], " and ".join(limits)]).strip()
+
+
+def _remedy(setting: Setting, origin: str, value: object) -> str:
+    choices = [str(choice) for option in _options(setting.annotation) if get_origin(option) is Literal
+               for choice in get_args(option)]
+    near = difflib.get_close_matches(str(value), choices, n=1)
+    shown = near[0] if near else as_text(setting.default)
+    place = "" if origin == "flag" else f"Change it in {origin}, or set"
+    return f"{place or 'Set'} --{setting.flag} {shown}, for example."
+
+
+def as_text(value: object) -> str:
+    """A value as a flag takes it."""
+    if isinstance(value, tuple):
+        return ",".join(map(as_text, value))
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    return str(value)
+
+
+def _unknown(name: str, value: object, origin: str) -> ConfigError:
+    if isinstance(value, Mapping) and (near := difflib.get_close_matches(name, sections(), n=1)):
+        return ConfigError("is not a section", where=name, value=f"in {origin}", remedy=f"Did you mean [{near[0]}]?")
+    names = {**{known: known for known in settings()}, **{known.rpartition(".")[2]: known for known in settings()}}
+    near = difflib.get_close_matches(name.replace("-", "_"), names, n=1) or difflib.get_close_matches(
+        name.replace("-", "_").rpartition(".")[2], names, n=1)
+    remedy = f"Did you mean {names[near[0]]}?" if near else "`ranvier train --help` lists all settings."
+    return ConfigError(f"is not a setting, in {origin}", where=name, value=value, remedy=remedy)
+
+
+# --- recipes ---------------------------------------------------------------------------------------------------------
+
+
+def recipe_names() -> list[str]:
+    """The shipped recipes."""
+    folder = resources.files("ranvier") / "recipes"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def load(recipe: str) -> tuple[str, Layer]:
+    """A recipe's short name, for folders and headings, and its layer.
+
+    `recipe` is a shipped recipe's name, a TOML file, or module:function, whose function takes nothing and returns a
+    `Run` or a dict like a TOML file's. ConfigError when it is none of these or cannot be read.
+    """
+    if recipe in recipe_names():
+        text = (resources.files("ranvier") / "recipes" / f"{recipe}.toml").read_bytes()
+        return recipe, _parse(text, f"recipe {recipe}")
+    path = Path(recipe)
+    if path.suffix == ".toml":
+        try:
+            return path.stem, _parse(path.read_bytes(), f"file {recipe}")
+        except (OSError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"cannot be read: {getattr(error, 'strerror', None) or error}", where="recipe",
+                              value=recipe, remedy="Name a TOML file that exists and is readable.") from error
+    module, colon, function = recipe.partition(":")
+    if colon:
+        return function, _call(recipe, module, function)
+    near = difflib.get_close_matches(recipe, recipe_names(), n=1, cutoff=0.4)
+    raise ConfigError("is neither a shipped recipe, a .toml file nor module:function", where="recipe", value=recipe,
+                      remedy=f"Did you mean {near[0]}?" if near else f"Shipped are: {', '.join(recipe_names())}.")
+
+
+def _parse(text: bytes, origin: str) -> Layer:
+    try:
+        return from_dict(tomllib.loads(text.decode()), origin)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"is not valid TOML: {error}", where=origin, remedy="Correct the file.") from error
+
+
+def from_dict(tree: Mapping[str, object], origin: str) -> Layer:
+    """A nested mapping, like a TOML file's, as a layer."""
+    values: dict[str, object] = {}
+    problems: list[ConfigError] = []
+    for key, value in tree.items():
+        if key in sections() and isinstance(value, Mapping):
+            values |= {f"{key}.{inner}": inner_value for inner, inner_value in value.items()}
+        elif key in sections():
+            problems.append(ConfigError("is a section, not a setting", where=key, value=value,
+                                        remedy=f"Write [{key}] and its settings below it in {origin}."))
+        else:
+            values[str(key)] = value
+    return Layer(origin=origin, values=values, problems=tuple(problems))
+
+
+def _call(recipe: str, module: str, function: str) -> Layer:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        made = getattr(importlib.import_module(module), function)()
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"cannot be called: {type(error).__name__}: {error}", where="recipe", value=recipe,
+                          remedy="Name an importable module and a function that takes no arguments.") from error
+    if isinstance(made, Run):
+        defaults = {name: setting.default for name, setting in settings().items()}
+        return Layer(origin=f"function {recipe}", values={
+            name: value for name, value in flatten(made).items() if value != defaults[name]})
+    if isinstance(made, Mapping):
+        return from_dict(made, f"function {recipe}")
+    raise ConfigError("must return a ranvier.Run or a dict", where="recipe", value=type(made).__name__,
+                      remedy=f"Change what {recipe} returns.")
+
+
+# --- run.toml --------------------------------------------------------------------------------------------------------
+
+
+def write(run: Run, path: Path) -> None:
+    """Write every value of `run`, as a TOML file that is itself a recipe. Settings that are None are left out."""
+    document: dict[str, Any] = {}
+    for name, value in flatten(run).items():
+        section, _, key = name.rpartition(".")
+        place = document.setdefault(section, {}) if section else document
+        if value is not None:
+            place[key] = os.fspath(value) if isinstance(value, Path) else value
+    path.write_text(tomli_w.dumps(document), encoding="utf-8")
