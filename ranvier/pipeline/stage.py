@@ -72,8 +72,9 @@ class Stage:
         """Sums of loss and weight over the forwards since `begin`."""
         self.outputs: list[State] = []
         """What the last block returned, microbatch by microbatch, where `keep_outputs` was set."""
-        for _, _, module in blocks if loss is None else blocks[:-1]:
-            postpone_weight_gradients(module, weight_gradients)
+        modules = [module for _, _, module in blocks]
+        postponing = len(modules) if loss is None else len(modules) - 1
+        postpone_weight_gradients(modules[:postponing], modules[postponing:], weight_gradients)
 
     def begin(self, training: bool) -> None:
         """A new batch."""

@@ -11,7 +11,7 @@ nothing, and adding straight into the gradient buffer saves the temporary that a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,31 +61,34 @@ class WeightGradients:
         self._chunk_of, self._on_queued, self._on_added = chunk_of, on_queued, on_added
         self._waiting: dict[tuple[int, int], _Operands] = {}
         self._fresh: list[_Operands] | None = None
+        self._in_pass = False
         self.forward_bytes = 0
         """Bytes that postponing the products of the forward passes since the last reset would keep alive."""
 
     def backward_pass(self, microbatch: int, backward: Callable[[], None], defer: bool) -> list[Product]:
         """Run `backward`; with `defer` its products wait under (microbatch, number), and are described here."""
-        if not defer:
-            backward()
-            return []
-        self._fresh = []
+        fresh: list[_Operands] = []
+        self._fresh, self._in_pass = fresh if defer else None, True
         try:
             backward()
-            fresh = self._fresh
         finally:
-            self._fresh = None
+            self._fresh, self._in_pass = None, False
         for number, operands in enumerate(fresh):
             self._waiting[microbatch, number] = operands
         return [Product(size, self._chunk_of(operands.weight))
                 for size, operands in zip(_freed_bytes(fresh), fresh, strict=True)]
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether the stage's own backward runs; a block may call autograd for purposes of its own."""
+        return self._in_pass
 
     def add(self, weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor, dy: Tensor) -> None:
         """Called by a layer's backward: postpone this product, or compute it now."""
         if self._fresh is None:
             _add_gradients(weight, bias, x, dy)
         else:
-            self._fresh.append(_Operands(weight, bias, x.detach(), dy.detach()))
+            self._fresh.append(_Operands(weight, bias, _alone(x), _alone(dy)))
             self._on_queued(weight)
 
     def run(self, microbatch: int, product: int) -> None:
@@ -103,6 +106,12 @@ class WeightGradients:
         self._fresh = None
 
 
+def _alone(tensor: Tensor) -> Tensor:
+    """`tensor` without its graph; copied where it is a part of something larger, which must not stay alive for it."""
+    own_bytes = tensor.numel() * tensor.element_size()
+    return tensor.detach().clone() if tensor.untyped_storage().nbytes() > own_bytes else tensor.detach()
+
+
 def _freed_bytes(products: list[_Operands]) -> list[int]:
     """Bytes that each product frees when they run in order: a shared storage counts for the last that holds it."""
     last_user: dict[int, tuple[int, int]] = {}
@@ -117,53 +126,82 @@ def _freed_bytes(products: list[_Operands]) -> list[int]:
 
 
 class _DeferrableLinear(torch.autograd.Function):
-    """F.linear whose backward hands dW and db to a `WeightGradients`."""
+    """F.linear whose backward hands dW and db to a `WeightGradients`.
+
+    The parameters whose gradients grow are kept beside the saved tensors: under activation checkpointing, or where
+    saved tensors are packed away, what autograd gives back is a copy.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, gradients: WeightGradients) -> Tensor:
-        ctx.save_for_backward(x, weight, bias)
-        ctx.gradients = gradients
-        return F.linear(x, weight, bias)
+    def forward(ctx, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, gradients: WeightGradients) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
+        return F.linear(x, weight, bias).detach()  # no view, so that users may change it in place
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        x, weight, bias = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
         dx = dy.matmul(weight) if ctx.needs_input_grad[0] else None
-        ctx.gradients.add(weight, bias, x, dy)
-        return dx, None, None, None
+        if ctx.gradients.in_pass:
+            ctx.gradients.add(ctx.weight, ctx.bias, x, dy)
+            return dx, None, None, None
+        rows = dy.reshape(-1, dy.shape[-1])
+        db = rows.sum(0) if ctx.needs_input_grad[2] else None
+        return dx, rows.t().mm(x.reshape(-1, x.shape[-1])), db, None
 
 
-def _is_deferrable(module: nn.Module) -> bool:
-    """Whether `module` computes exactly nn.Linear's product, and nobody hooks into its parameters' gradients."""
-    return (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-            and module.weight.requires_grad and not module.weight._backward_hooks
-            and not nn.utils.parametrize.is_parametrized(module))
+def _is_deferrable(module: nn.Linear, x: Tensor) -> bool:
+    """Whether weight and bias are plain parameters, into whose gradients nobody hooks, and the product is not cast."""
+    return (_is_plain(module.weight) and module.weight.requires_grad and (module.bias is None or _is_plain(module.bias))
+            and not nn.utils.parametrize.is_parametrized(module) and not torch.is_autocast_enabled(x.device.type))
 
 
-def postpone_weight_gradients(block: nn.Module, gradients: WeightGradients) -> None:
-    """Give every plain nn.Linear in `block` a forward whose weight gradients go through `gradients`.
-
-    Subclasses with a forward of their own, parametrised layers and weights with gradient hooks keep autograd's path.
-    Whether a weight is trainable is asked at every forward, so freezing later needs nothing more.
-    """
-    for module in block.modules():
-        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-            module.forward = _deferrable_forward(module, gradients)
+def _is_plain(parameter: Tensor) -> bool:
+    return (isinstance(parameter, nn.Parameter) and not parameter._backward_hooks
+            and not parameter._post_accumulate_grad_hooks)
 
 
-def _deferrable_forward(module: nn.Linear, gradients: WeightGradients) -> Callable[[Tensor], Tensor]:
-    def forward(x: Tensor) -> Tensor:
-        if not (torch.is_grad_enabled() and _is_deferrable(module)):
+class _DeferrableForward:
+    """The forward of a plain nn.Linear, with its weight gradients going through `gradients`."""
+
+    def __init__(self, module: nn.Linear, gradients: WeightGradients) -> None:
+        self._module, self._gradients = module, gradients
+
+    def __call__(self, input: Tensor) -> Tensor:
+        module, x = self._module, input
+        if not (torch.is_grad_enabled() and _is_deferrable(module, x)):
             return F.linear(x, module.weight, module.bias)
-        y = _DeferrableLinear.apply(x, module.weight, module.bias, gradients)
-        gradients.forward_bytes += x.numel() * x.element_size() + y.numel() * y.element_size()
+        y = _DeferrableLinear.apply(x, module.weight, module.bias, self._gradients)
+        self._gradients.forward_bytes += x.numel() * x.element_size() + y.numel() * y.element_size()
         return y
 
-    return forward
+
+def _takes(module: nn.Module) -> bool:
+    """Whether `module` computes exactly nn.Linear's product: no forward of its own, by class or by assignment."""
+    return (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+            and isinstance(module.__dict__.get("forward"), (_DeferrableForward, type(None))))
+
+
+def postpone_weight_gradients(blocks: Sequence[nn.Module], others: Sequence[nn.Module],
+                              gradients: WeightGradients) -> None:
+    """Give every plain nn.Linear in `blocks` a forward whose weight gradients go through `gradients`.
+
+    others: blocks on the same stage that keep autograd's path. Layers with a forward of their own, parametrised ones,
+    hooked parameters, and parameters that another module than such a layer holds too, keep it as well: a sum that
+    autograd and the queue grew in turn would depend on the order of actions. Whether a weight is trainable is asked at
+    every forward, so freezing later needs nothing more.
+    """
+    modules = list(dict.fromkeys(module for block in blocks for module in block.modules()))
+    elsewhere = {parameter for module in (*(m for block in others for m in block.modules()),
+                                          *(module for module in modules if not _takes(module)))
+                 for parameter in module.parameters(recurse=False)}
+    for module in modules:
+        if _takes(module) and elsewhere.isdisjoint(module.parameters(recurse=False)):
+            module.forward = _DeferrableForward(module, gradients)
 
 
 def restore_forward(block: nn.Module) -> None:
     """Undo `postpone_weight_gradients`: the block is a plain module again."""
     for module in block.modules():
-        if isinstance(module, nn.Linear):
-            module.__dict__.pop("forward", None)
+        if isinstance(module.__dict__.get("forward"), _DeferrableForward):
+            del module.forward
