@@ -73,6 +73,8 @@ class Ready:
     num_microbatches: int
     forwards_done: int
     returns_done: int
+    in_flight: int
+    """The limit that holds for this run."""
 
 
 class Policy(Protocol):
@@ -124,13 +126,16 @@ class Schedule:
     # ------------------------------------------------------------------ what happened
 
     def on_message(self, kind: Literal["forward", "return"], microbatch: int) -> None:
-        """A message has arrived. Arrivals of one kind come in microbatch order."""
-        queue = self._arrived_forwards if kind == "forward" else self._arrived_returns
-        done = self.forwards_done if kind == "forward" else self.returns_done
+        """A message has arrived. Arrivals of one kind come in microbatch order, returns after their forward has run."""
+        if kind == "forward":
+            queue, done, end = self._arrived_forwards, self.forwards_done, 0 if self.is_first else self.num_microbatches
+        else:
+            queue, done, end = self._arrived_returns, self.returns_done, 0 if self.is_last else self.forwards_done
         expected = done + len(queue)
-        if microbatch != expected or microbatch >= self.num_microbatches:
-            raise AssertionError(f"stage {self.stage} got the {kind} of microbatch {microbatch}, expected {expected}"
-                                 f" of {self.num_microbatches}; so far: {self.text()}")
+        if microbatch != expected or microbatch >= end:
+            raise AssertionError(f"stage {self.stage} got the {kind} of microbatch {microbatch}, expected "
+                                 f"{expected if expected < end else 'none'} of {self.num_microbatches}; "
+                                 f"so far: {self.text() or 'nothing'}")
         queue.append(microbatch)
 
     def on_done(self, action: Action, *, expects_backward: bool = False, deferrable_bytes: int = 0,
@@ -173,7 +178,7 @@ class Schedule:
         if backward is not None and backward.kind == "C":
             return backward  # a credit costs nothing and may free the stages before
         ready = Ready(self._forward(), backward, self._weight(), self.stage, self.num_stages, self.num_microbatches,
-                      self.forwards_done, self.returns_done)
+                      self.forwards_done, self.returns_done, self.in_flight)
         chosen = self.policy.choose(ready)
         if chosen is None:
             return self._wait_or_done()

@@ -16,7 +16,8 @@ from ranvier.pipeline.schedule import Action, Done, Policy, Product, Schedule, W
 
 @dataclass(frozen=True, kw_only=True)
 class StageTimes:
-    """Seconds of each action of one stage. `weight` is the sum over `products` deferred products of a microbatch."""
+    """Seconds of each action of one stage. `weight` is the sum over `products` deferred products of a microbatch; a
+    backward that does not defer takes `backward` + `weight`."""
 
     forward: float
     backward: float
@@ -25,7 +26,7 @@ class StageTimes:
     alive_bytes: int = 1
     """What the deferred products of one microbatch keep alive together."""
     trains: bool = True
-    """False: no parameter of this stage needs a gradient."""
+    """False: no parameter of this stage needs a gradient, and `weight` does not count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,7 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
             return
         times = stages[stage]
         seconds = {"F": times.forward, "C": 0.0,
-                   "B": (times.backward if stage else 0.0) + (0.0 if action.defer else times.weight),
+                   "B": times.backward + (times.weight if times.trains and not action.defer else 0.0),
                    "W": times.weight / times.products}[action.kind] * jitter(stage, action)
         busy[stage] = action
         log[stage].append((action, now, now + seconds))
