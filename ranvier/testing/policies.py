@@ -1,0 +1,105 @@
+"""Does a policy keep the schedule's promises? For those who write their own: a few lines, checked in a second.
+
+    class BackwardOnly:                                 # a `ranvier.pipeline.schedule.Policy`
+        name, defers = "lifo", False
+        def choose(self, ready): return ready.backward or ready.forward
+        def in_flight(self, in_flight, num_microbatches): return in_flight
+
+    check_policy(BackwardOnly())
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+from ranvier.pipeline.schedule import Action, Policy, Ready, actions_text
+from ranvier.planner.simulator import Simulated, StageTimes, simulate
+
+
+class _Watched:
+    """A policy whose every choice is checked: it is ready, and it is the same when asked again."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy, self.name, self.defers = policy, policy.name, policy.defers
+        self.in_flight = policy.in_flight
+
+    def choose(self, ready: Ready) -> Action | None:
+        chosen = self._policy.choose(ready)
+        offered = [action for action in (ready.forward, ready.backward, ready.weight) if action is not None]
+        assert chosen is None or chosen in offered, f"{self.name} chose {chosen}, but ready are {offered}"
+        again = self._policy.choose(ready)
+        assert again == chosen, f"{self.name} chose {chosen} and then {again} of the same {offered}"
+        return chosen
+
+
+def check_policy(policy: Policy, *, cases: int = 200, seed: int = 0) -> None:
+    """Run `policy` through simulated pipelines with random depths, limits, times, delays and frozen stages.
+
+    AssertionError, with the settings and every stage's actions, where a batch does not end, something runs twice or out
+    of order, a bound is passed, or the policy chooses what is not ready or changes its mind.
+    """
+    for case in range(cases):
+        choose = random.Random(f"{seed} {case}")
+        depth, microbatches = choose.randint(1, 6), choose.randint(0, 14)
+        alive = choose.choice([0, 3, 8])
+        stages = [StageTimes(forward=choose.random(), backward=choose.random(), weight=choose.random(),
+                             products=choose.randint(1, 3), alive_bytes=alive, trains=choose.random() < 0.8)
+                  for _ in range(depth)]
+        settings = dict(in_flight=choose.randint(1, 2 * depth + 1), defer_bytes=choose.choice([0, 8, 20, 1 << 40]),
+                        training=choose.random() < 0.8)
+        hop, factors = choose.choice([0.0, 0.3, 3.0]), random.Random(case)
+        try:
+            check_run(simulate(stages, microbatches, _Watched(policy), hop=hop, **settings,
+                               jitter=lambda stage, action, draw=factors: draw.uniform(0.1, 3.0)),
+                      stages, microbatches, policy, **settings)
+        except AssertionError as error:
+            error.add_note(f"policy {policy.name}, case {case}: {depth} stages, {microbatches} microbatches, "
+                           f"hop {hop}, {settings}")
+            raise
+
+
+def check_run(run: Simulated, stages: list[StageTimes], num_microbatches: int, policy: Policy, *, in_flight: int,
+              defer_bytes: int, training: bool) -> None:
+    """AssertionError unless `run` did every action once, in microbatch order, after what it needs and within bounds."""
+    limit = policy.in_flight(in_flight, num_microbatches)
+    everything = list(range(num_microbatches))
+    for stage, spans in enumerate(run.actions):
+        actions = [action for action, _, _ in spans]
+        text = f"stage {stage}: {actions_text(actions)}"
+        trains = training and any(times.trains for times in stages[:stage + 1])
+        assert _numbers(actions, "F") == everything, f"not every forward once and in order; {text}"
+        assert _numbers(actions, "B" if trains else "C") == everything, f"not every return once and in order; {text}"
+        assert _numbers(actions, "C" if trains else "B") == [], f"backwards where nothing trains; {text}"
+        queued = {(action.microbatch, product) for action in actions if action.kind == "B" and action.defer
+                  for product in range(stages[stage].products)}
+        ran = [(action.microbatch, action.product) for action in actions if action.kind == "W"]
+        assert len(ran) == len(queued) and set(ran) == queued, f"postponed products got lost or ran twice; {text}"
+        for product in range(stages[stage].products):
+            order = [microbatch for microbatch, which in ran if which == product]
+            assert order == sorted(order), f"products of one weight ran out of microbatch order; {text}"
+        assert policy.defers or not queued, f"postponed although the policy does not; {text}"
+        assert run.most_stored[stage] <= limit, f"{run.most_stored[stage]} stored, at most {limit} allowed; {text}"
+        assert run.most_queued_bytes[stage] <= defer_bytes, \
+            f"{run.most_queued_bytes[stage]} bytes queued, at most {defer_bytes} allowed; {text}"
+        assert all(first[2] <= second[1] for first, second in pairwise(spans)), \
+            f"two actions at once; {text}"
+    _check_dependencies(run)
+
+
+def _check_dependencies(run: Simulated) -> None:
+    """A forward starts after that of the stage before has ended, a return after that of the stage behind."""
+    ends = [{(action.kind in "BC", action.microbatch): stop for action, _, stop in spans if action.kind != "W"}
+            for spans in run.actions]
+    for stage, spans in enumerate(run.actions):
+        for action, start, _ in spans:
+            if action.kind == "F" and stage > 0:
+                assert ends[stage - 1][False, action.microbatch] <= start, f"{action} of stage {stage} is too early"
+            if action.kind in "BC":
+                before = ends[stage][False, action.microbatch] if stage == len(ends) - 1 \
+                    else ends[stage + 1][True, action.microbatch]
+                assert before <= start, f"{action} of stage {stage} is too early"
+
+
+def _numbers(actions: list[Action], kind: str) -> list[int]:
+    return [action.microbatch for action in actions if action.kind == kind]

@@ -1,0 +1,278 @@
+"""The schedule without tensors: random pipelines, known answers, and what it says when it is told nonsense."""
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ranvier.errors import ConfigError
+from ranvier.pipeline.policies import POLICIES, GPipe, MessageDriven, OneForwardOneBackward, policy_named
+from ranvier.pipeline.schedule import Action, Done, Product, Schedule, Wait, actions_text
+from ranvier.planner import simulator
+from ranvier.planner.simulator import StageTimes, simulate
+from ranvier.testing.policies import check_policy, check_run
+
+EQUAL = StageTimes(forward=1.0, backward=1.0, weight=1.0)
+
+
+class AskedTwice(Schedule):
+    """Asks for every action twice."""
+
+    def next_action(self):
+        first, second = super().next_action(), super().next_action()
+        assert first == second, f"{first} and then {second}"
+        return first
+
+
+@st.composite
+def pipelines(draw):
+    depth = draw(st.integers(1, 8))
+    times = st.floats(0.0, 4.0)
+    alive = draw(st.sampled_from([0, 1, 6]))
+    stages = [StageTimes(forward=draw(times), backward=draw(times), weight=draw(times), trains=draw(st.booleans()),
+                         products=draw(st.integers(1, 3)), alive_bytes=alive) for _ in range(depth)]
+    return stages, draw(st.integers(0, 40)), dict(in_flight=draw(st.integers(1, 20)), training=draw(st.booleans()),
+                                                  defer_bytes=draw(st.sampled_from([0, 1, 5, 6, 17, 1 << 40])))
+
+
+@settings(max_examples=100, deadline=None)
+@given(pipelines(), st.sampled_from(POLICIES), st.floats(0.0, 5.0), st.randoms(use_true_random=False))
+def test_every_pipeline_ends_in_order_and_within_its_bounds(pipeline, policy, hop, chance):
+    stages, microbatches, options = pipeline
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulator, "Schedule", AskedTwice)
+        run = simulate(stages, microbatches, policy, hop=lambda source, destination: hop * chance.random(),
+                       jitter=lambda stage, action: chance.uniform(0.0, 3.0), **options)
+    check_run(run, stages, microbatches, policy, **options)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+@pytest.mark.parametrize("in_flight", [1, 2, 3])
+def test_fewer_in_flight_than_stages(policy, in_flight):
+    run = simulate([EQUAL] * 4, 6, policy, in_flight)
+    limit = 6 if policy.name == "gpipe" else in_flight
+    assert max(run.most_stored) == min(limit, 6)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+def test_in_flight_limit_is_used_where_nothing_returns(policy):
+    """Evaluation of many microbatches through a short pipeline: credits return, so it ends, within the limit."""
+    run = simulate([EQUAL] * 2, 40, policy, 3, training=False, hop=2.0)
+    assert max(run.most_stored) <= (40 if policy.name == "gpipe" else 3)
+    assert actions_text([action for action, _, _ in run.actions[1]]).startswith("F0 C0 F1 C1")
+
+
+# ---------------------------------------------------------------------- known answers
+
+@pytest.mark.parametrize("policy", [OneForwardOneBackward(), GPipe()], ids=lambda policy: policy.name)
+@pytest.mark.parametrize(("depth", "microbatches"), [(1, 3), (2, 2), (2, 8), (4, 8), (5, 11)])
+def test_bubble_of_equal_stages(policy, depth, microbatches):
+    run = simulate([EQUAL] * depth, microbatches, policy, depth)
+    assert run.bubble_fraction == pytest.approx((depth - 1) / (microbatches + depth - 1))
+
+
+def test_stored_microbatches_of_one_forward_one_backward():
+    assert simulate([EQUAL] * 4, 12, OneForwardOneBackward(), 4).most_stored == (4, 3, 2, 1)
+    assert simulate([EQUAL] * 4, 12, GPipe(), 4).most_stored == (12, 12, 12, 12)
+
+
+@pytest.mark.parametrize(("in_flight", "idle"), [(4, 0.295), (8, 0.101)])
+def test_hop_times_starve_a_pipeline_as_deep_as_its_limit(in_flight, idle):
+    """4 stages, 32 microbatches, a hop of 0.3 forward times, backward twice the forward; ideal 3/35 = 8.6 %."""
+    times = StageTimes(forward=1.0, backward=1.0, weight=1.0)
+    run = simulate([times] * 4, 32, MessageDriven(), in_flight, hop=0.3)
+    assert run.bubble_fraction == pytest.approx(idle, abs=5e-4)
+
+
+def test_postponed_products_fill_the_waits():
+    wanted = simulate([EQUAL] * 4, 16, MessageDriven(), 4, hop=0.3, defer_bytes=1)
+    without = simulate([EQUAL] * 4, 16, MessageDriven(), 4, hop=0.3)
+    assert 48 / wanted.seconds == pytest.approx(0.86, abs=5e-3)
+    assert 48 / without.seconds == pytest.approx(0.672, abs=5e-3)
+
+
+def text(run, stage):
+    return actions_text([action for action, _, _ in run.actions[stage]])
+
+
+@pytest.mark.parametrize(("policy", "room", "first", "second"), [
+    ("message-driven", 0, "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"),
+    ("message-driven", 1, "F0 F1 B0 F2 W0 B1 F3 W1 B2 W2 B3 W3", "F0 B0 F1 W0 B1 F2 W1 B2 F3 W2 B3 W3"),
+    ("message-driven", 2, "F0 F1 B0 F2 W0 B1 F3 W1 B2 W2 B3 W3", "F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3"),
+    ("1f1b", 2, "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"),
+    ("gpipe", 2, "F0 F1 F2 F3 B0 B1 B2 B3", "F0 F1 F2 F3 B0 B1 B2 B3"),
+])
+def test_actions_of_small_cases(policy, room, first, second):
+    """Two equal stages, four microbatches, two in flight; `room` postponed microbatches fit."""
+    run = simulate([EQUAL] * 2, 4, policy_named(policy), 2, defer_bytes=room)
+    assert (text(run, 0), text(run, 1)) == (first, second)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+@pytest.mark.parametrize(("depth", "microbatches", "last"), [(1, 0, ""), (1, 1, "F0 B0"), (3, 0, ""), (3, 1, "F0 B0")])
+def test_no_and_one_microbatch(policy, depth, microbatches, last):
+    run = simulate([EQUAL] * depth, microbatches, policy, depth)
+    assert text(run, depth - 1) == last
+
+
+def test_frozen_prefix_passes_credits_on():
+    frozen = StageTimes(forward=1.0, backward=1.0, weight=1.0, trains=False)
+    run = simulate([frozen, frozen, EQUAL], 2, MessageDriven(), 3)
+    assert text(run, 0) == "F0 F1 C0 C1" and text(run, 1) == "F0 F1 C0 C1" and text(run, 2) == "F0 B0 F1 B1"
+    middle = simulate([EQUAL, frozen, EQUAL], 2, MessageDriven(), 3)
+    assert sorted(text(middle, 1).split()) == ["B0", "B1", "F0", "F1"], "gradients must pass a frozen stage"
+
+
+# ---------------------------------------------------------------------- one stage by hand
+
+def stage(index=0, of=2, microbatches=3, policy=None, in_flight=2, **options):
+    return Schedule(stage=index, num_stages=of, num_microbatches=microbatches, policy=policy or MessageDriven(),
+                    in_flight=in_flight, **options)
+
+
+def run_next(schedule, kind, **facts):
+    action = schedule.next_action()
+    assert isinstance(action, Action) and action.kind == kind, action
+    schedule.on_done(action, **facts)
+    return action
+
+
+def test_products_drain_in_reduction_order_at_the_end_and_in_order_of_queueing_before():
+    one = stage(0, 1, microbatches=2, in_flight=1, defer_bytes=100)
+    run_next(one, "F", expects_backward=True, deferrable_bytes=10)
+    run_next(one, "B", products=[Product(5, chunk=1), Product(5, chunk=0)])
+    run_next(one, "F", expects_backward=True, deferrable_bytes=10)
+    run_next(one, "B", products=[Product(5, chunk=1), Product(5, chunk=0)])
+    order = [run_next(one, "W") for _ in range(4)]
+    assert [(action.microbatch, action.product) for action in order] == [(0, 1), (1, 1), (0, 0), (1, 0)]
+    assert one.next_action() == Done() and one.queued_bytes == 0
+
+    waiting = stage(0, 2, microbatches=3, in_flight=1, defer_bytes=100)
+    run_next(waiting, "F", expects_backward=True, deferrable_bytes=10)
+    waiting.on_message("return", 0)
+    run_next(waiting, "B", products=[Product(5, chunk=1), Product(5, chunk=0)])
+    run_next(waiting, "F", expects_backward=True, deferrable_bytes=10)
+    assert [run_next(waiting, "W").product for _ in range(2)] == [0, 1]
+    assert waiting.next_action() == Wait(forward=None, backward=1)
+
+
+def test_the_oldest_products_run_first_where_a_backward_has_no_room():
+    one = stage(0, 2, defer_bytes=10)
+    run_next(one, "F", expects_backward=True, deferrable_bytes=10)
+    run_next(one, "F", expects_backward=True, deferrable_bytes=10)
+    one.on_message("return", 0)
+    assert run_next(one, "B", products=[Product(6, 0), Product(4, 1)]).defer
+    one.on_message("return", 1)
+    run_next(one, "W")
+    run_next(one, "W")
+    assert one.queued_bytes == 0 and run_next(one, "B", products=[]).defer
+
+
+def test_a_backward_that_never_fits_empties_the_queue_and_postpones_nothing():
+    one = stage(0, 2, defer_bytes=10)
+    run_next(one, "F", expects_backward=True, deferrable_bytes=10)
+    run_next(one, "F", expects_backward=True, deferrable_bytes=11)
+    one.on_message("return", 0)
+    run_next(one, "B", products=[Product(10, 0)])
+    one.on_message("return", 1)
+    run_next(one, "W")
+    assert not run_next(one, "B").defer
+
+
+def test_gradients_that_are_not_wanted_need_no_backward():
+    one = stage(1, 2)
+    one.on_message("forward", 0)
+    run_next(one, "F", expects_backward=False)
+    assert run_next(one, "C") == Action("C", 0)
+    assert one.next_action() == Wait(forward=1, backward=None)
+
+
+@pytest.mark.parametrize(("index", "kind", "microbatch", "says"), [
+    (1, "forward", 1, "stage 1 got the forward of microbatch 1, expected 0 of 3; so far: nothing"),
+    (1, "forward", 7, "stage 1 got the forward of microbatch 7, expected 0 of 3; so far: nothing"),
+    (0, "forward", 0, "stage 0 got the forward of microbatch 0, expected none of 3; so far: nothing"),
+    (0, "return", 0, "stage 0 got the return of microbatch 0, expected none of 3; so far: nothing"),
+    (1, "return", 0, "stage 1 got the return of microbatch 0, expected none of 3; so far: nothing"),
+])
+def test_wrong_arrivals_are_refused(index, kind, microbatch, says):
+    with pytest.raises(AssertionError, match=f"^{says}$"):
+        stage(index).on_message(kind, microbatch)
+
+
+def test_a_refusal_shows_the_actions_so_far():
+    one = stage(0)
+    run_next(one, "F", expects_backward=True)
+    run_next(one, "F", expects_backward=True)
+    one.on_message("return", 0)
+    run_next(one, "B")
+    with pytest.raises(AssertionError, match=r"got the return of microbatch 0, expected 1 of 3; so far: F0 F1 B0$"):
+        one.on_message("return", 0)
+
+
+def test_actions_as_text():
+    actions = [Action("F", 0), Action("B", 0, defer=True), Action("W", 0), Action("W", 0, product=1), Action("W", 1)]
+    assert actions_text(actions) == "F0 B0 W0x2 W1"
+
+
+# ---------------------------------------------------------------------- policies
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+def test_policies_conform(policy):
+    check_policy(policy, cases=60)
+
+
+@dataclass(frozen=True)
+class ForwardFirst:
+    """A policy in a few lines: as many forwards as the limit allows, then backwards."""
+
+    name: str = "forward-first"
+    defers: bool = True
+
+    def choose(self, ready):
+        return ready.forward or ready.backward or ready.weight
+
+    def in_flight(self, in_flight, num_microbatches):
+        return in_flight
+
+
+def test_a_policy_of_ones_own():
+    assert policy_named(ForwardFirst()) == ForwardFirst()
+    check_policy(ForwardFirst(), cases=60)
+    assert text(simulate([EQUAL] * 2, 4, ForwardFirst(), 3), 0) == "F0 F1 F2 B0 F3 B1 B2 B3"
+
+
+class NeverBackward(ForwardFirst):
+    def choose(self, ready):
+        return ready.forward
+
+
+class NotReady(ForwardFirst):
+    def choose(self, ready):
+        return ready.forward or Action("B", ready.returns_done)
+
+
+class Undecided(ForwardFirst):
+    def choose(self, ready):
+        object.__setattr__(self, "turn", not getattr(self, "turn", False))
+        return ready.forward if self.turn else ready.backward or ready.weight
+
+
+class MoreThanAllowed(ForwardFirst):
+    def choose(self, ready):
+        return Action("F", ready.forwards_done) if ready.forwards_done < ready.num_microbatches else ready.backward
+
+
+@pytest.mark.parametrize(("policy", "says"), [
+    (NeverBackward(), "unfinished stages"), (NotReady(), "chose B0, but ready are"),
+    (Undecided(), "of the same"), (MoreThanAllowed(), "but ready are"),
+])
+def test_the_conformance_check_finds_policies_that_do_not_work(policy, says):
+    with pytest.raises(AssertionError, match=says):
+        check_policy(policy)
+
+
+def test_unknown_policy():
+    with pytest.raises(ConfigError, match=r"pipeline.policy: is not a policy \(got 'gppipe'\). Choose one of message-"
+                                          r"driven, 1f1b, gpipe."):
+        policy_named("gppipe")
