@@ -1,0 +1,196 @@
+"""What travels between stages: several named tensors of several types, some of them for a part of the way only."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from ranvier.errors import ModelError, TransportError
+from ranvier.mesh import Mesh
+from ranvier.pipeline.microbatch import Microbatch
+from tests.pipeline.parity import assert_parity, chain, generator, gradients_on, on_mesh, points, share
+
+MESHES = [Mesh(), Mesh(pipe=2), Mesh(pipe=3), Mesh(data=2, pipe=4)]
+POLICIES = ("message-driven", "1f1b", "gpipe")
+LINEARS = partial(chain, partial(nn.Linear, 4, 4), partial(nn.Linear, 4, 4))
+
+
+class Part(nn.Module):
+    """A linear layer and what the test does around it."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self._run = run
+
+    def forward(self, state):
+        return self._run(self.linear, state)
+
+
+def of(*runs):
+    """What builds a model of one `Part` for each of `runs`."""
+    return partial(chain, *[partial(Part, run) for run in runs])
+
+
+def enter(linear, state):
+    hidden = linear(state["hidden"])
+    return {**state, "hidden": hidden, "side": torch.sin(hidden)}  # a second tensor that wants a gradient begins here
+
+
+def masked(linear, state):
+    hidden = torch.tanh(linear(state["hidden"])) * state["mask"].unsqueeze(-1)
+    return {**state, "hidden": hidden + state["positions"].unsqueeze(-1)}
+
+
+def unused_output(linear, state):
+    return {**state, "hidden": linear(state["hidden"]), "unused": linear(state["side"])}
+
+
+def consume_side(linear, state):
+    rest = {name: tensor for name, tensor in state.items() if name not in ("side", "unused")}
+    return {**rest, "hidden": linear(state["hidden"] * state["side"])}
+
+
+def create_late(linear, state):
+    return {**state, "late": linear(state["hidden"]), "hidden": state["hidden"] + 1.0}
+
+
+def leave(linear, state):
+    return linear(state["hidden"]) + state["late"] * state["mask"].unsqueeze(-1)
+
+
+PARTS = (enter, masked, unused_output, masked, consume_side, create_late, masked, leave)
+
+
+def states(counts, seed=0):
+    """Microbatches whose inputs are hidden states [b, 4], a mask (bool) and positions (int64), both [b]."""
+    batches = points(counts, seed=seed)
+    return [[Microbatch({"hidden": one.inputs, "mask": torch.rand(len(one.inputs), generator=generator(seed, k)) < 0.6,
+                         "positions": torch.arange(len(one.inputs)) % 3}, one.targets, one.samples)
+             for k, one in enumerate(replica)] for replica in batches]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_several_tensors_for_a_part_of_the_way(mesh, policy):
+    assert_parity(of(*PARTS), states([[3, 2, 3, 1]] * mesh.data), mesh, policy=policy)
+
+
+@pytest.mark.parametrize("boundaries", [(number, number + 1) for number in range(1, 7)], ids=str)
+def test_wherever_it_is_cut(boundaries):
+    assert_parity(of(*PARTS), states([[3, 2]]), Mesh(pipe=3), boundaries=boundaries)
+
+
+def halves(linear, x):
+    """Two outputs that want gradients, which are views of one tensor."""
+    first, second = linear(x).chunk(2, dim=-1)
+    return {"first": first, "second": second}
+
+
+def join(linear, state):
+    return linear(torch.cat([state["first"], torch.sin(state["second"])], dim=-1))
+
+
+def same_twice(linear, x):
+    y = linear(x)
+    return {"first": y, "second": y}
+
+
+def join_same(linear, state):
+    return linear(state["first"] * state["second"])
+
+
+def from_frozen_to_trained(linear, x):
+    """An output that wants no gradient beside one that does."""
+    return {"plain": x.detach() * 2.0, "trained": linear(x)}
+
+
+def use_plain(linear, state):
+    return state["trained"] + linear(state["plain"])
+
+
+def partly_unused(linear, state):
+    """Uses what wants no gradient, and not what does: nothing returns from here on."""
+    return linear(state["plain"])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("middle", [(halves, join), (same_twice, join_same), (from_frozen_to_trained, use_plain),
+                                    (from_frozen_to_trained, partly_unused)], ids=lambda parts: parts[1].__name__)
+def test_pairs_of_outputs(middle, policy):
+    def plain(linear, x):
+        return torch.tanh(linear(x))
+
+    parts = (plain, *middle, plain)
+    make = of(*parts)
+    assert_parity(make, points([[2, 3, 2], [2]]), Mesh(data=2, pipe=4), policy=policy)
+    assert_parity(make, points([[2, 3, 2]]), Mesh(pipe=2), policy=policy, boundaries=(2,))
+
+
+def test_the_dimensions_may_change_from_block_to_block_and_be_empty():
+    class Widen(nn.Module):
+        def __init__(self, width, out):
+            super().__init__()
+            self.linear = nn.Linear(width, out)
+
+        def forward(self, x):
+            return self.linear(x.flatten(1)).unsqueeze(1)
+
+    make = partial(chain, lambda: Widen(4, 9), lambda: Widen(9, 1), lambda: Widen(1, 6),
+                   lambda: nn.Sequential(Widen(6, 4), nn.Flatten()))
+    assert_parity(make, points([[2, 0, 3]]), Mesh(pipe=4))
+
+
+def test_inputs_are_left_as_they_are():
+    batches = points([[2, 2]])
+    before = [one.inputs.clone() for one in batches[0]]
+    gradients_on(LINEARS, batches, Mesh(pipe=2))
+    assert all(torch.equal(one.inputs, kept) and not one.inputs.requires_grad and one.inputs.grad is None
+               for one, kept in zip(batches[0], before, strict=True))
+
+
+# ---------------------------------------------------------------------- what does not fit
+
+def run(make, batches, mesh):
+    on_mesh(make, mesh, lambda engine: engine.forward_backward(share(engine, batches)))
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=2)], ids=str)
+@pytest.mark.parametrize("returned", [None, (), {}, {"a": 1}, {3: torch.ones(1)}], ids=repr)
+def test_a_block_that_returns_something_else(mesh, returned):
+    with pytest.raises(ModelError, match=r"block b0: must return a tensor or a non-empty dict of named tensors"):
+        run(of(lambda linear, x: returned, torch.tanh), points([[2]]), mesh)
+
+
+def test_a_dtype_that_messages_do_not_carry():
+    make = of(lambda linear, x: linear(x).to(torch.complex64), lambda linear, x: linear(x.real))
+    with pytest.raises(TransportError, match="forward of microbatch 0: messages do not carry this dtype"):
+        run(make, points([[2]]), Mesh(pipe=2))
+
+
+@pytest.mark.parametrize(("dropped", "says"), [
+    ("inputs", "microbatch 1: has no inputs on the first stage"),
+    ("targets", "microbatch 1: has no targets on the last stage"),
+])
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=2)], ids=str)
+def test_missing_inputs_or_targets(mesh, dropped, says):
+    batch = points([[2, 2]])[0]
+    values = {"inputs": batch[1].inputs, "targets": batch[1].targets, dropped: None}
+    with pytest.raises(ModelError, match=says):
+        run(LINEARS, [[batch[0], Microbatch(**values)]], mesh)
+
+
+@pytest.mark.parametrize(("loss", "got"), [
+    (lambda outputs, targets: (outputs - targets).mean(), r"'a tensor of shape \(\)'"),
+    (lambda outputs, targets: ((outputs - targets), 8), "'tuple'"),
+])
+def test_a_loss_that_returns_something_else(loss, got):
+    says = r"loss: must return \(sum of losses, number of valid targets\) "
+    with pytest.raises(ModelError, match=says + rf"\(got {got}\). Use reduction='sum'"):
+        run(partial(LINEARS, loss=loss), points([[2]]), Mesh(pipe=2))
+
+
+def test_pairs_instead_of_microbatches():
+    batch = [(one.inputs, one.targets) for one in points([[2, 2]])[0]]
+    assert on_mesh(LINEARS, Mesh(), lambda engine: engine.forward_backward(batch).weight) == [16.0]
