@@ -19,6 +19,9 @@ from ranvier import keyed_random
 from ranvier.errors import ModelError
 
 State = Tensor | dict[str, Tensor]
+INITIAL_PIECE = 1 << 16
+"""Elements that are initialised at once: the fp64 and int64 temporaries of this many fit a core's cache."""
+
 Loss = Callable[[State, object], tuple[Tensor, Tensor | float | int]]
 
 
@@ -74,7 +77,7 @@ def as_model(model: Model | nn.Sequential | Sequence[nn.Module] | Mapping[str, n
         raise ModelError("is missing", where="loss",
                          remedy="Pass loss=f with f(output, targets) -> (sum of losses, number of valid targets).")
     if isinstance(model, (nn.Sequential, nn.ModuleDict)):
-        modules = dict(model.named_children())
+        modules = dict(model._modules)  # named_children() leaves out a module that comes a second time
     elif isinstance(model, Mapping):
         modules = dict(model)
     elif isinstance(model, (Sequence, nn.ModuleList)):
@@ -130,7 +133,7 @@ def initialise(parameter: Tensor, name: str, initial: Initial, seed: int,
         return
     first, last = box[0]
     width = max(1, parameter.numel() // max(1, last - first))
-    rows = max(1, (1 << 20) // width)
+    rows = max(1, INITIAL_PIECE // width)
     for start in range(first, last, rows):
         stop = min(start + rows, last)
         index = keyed_random.global_index(shape, [(start, stop), *box[1:]])

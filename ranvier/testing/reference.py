@@ -89,7 +89,7 @@ class Reference:
 
     def gradients(self) -> dict[str, Tensor]:
         """Gradients of trainable parameters; zeros for those that took no part."""
-        return {name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        return {name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
                 for name, parameter in self.parameters.items() if parameter.requires_grad}
 
     def train_batch(self, microbatches: Sequence[Microbatch | tuple]) -> float:
