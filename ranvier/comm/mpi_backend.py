@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import math
 import sys
 import time
 from collections import deque
@@ -118,18 +119,27 @@ class MPIBackend:
         if self._closed:
             return
         self._closed = True
-        for transport in self._transports:
-            transport.leave(_CLOSE_SECONDS)
+        self._until(lambda: not any(transport.sends_under_way for transport in self._transports), _CLOSE_SECONDS)
         together = self._world.Ibarrier()
-        if not any(together.Test() for _ in _rounds(_CLOSE_SECONDS)):
+        if not self._until(together.Test, 2 * _CLOSE_SECONDS):
             raise MessageTimeout("not all ranks have closed", where=f"MPI backend of rank {self.rank}",
-                                 value=f"{_CLOSE_SECONDS:g} s", remedy="Close the backend on every rank.")
+                                 value=f"{2 * _CLOSE_SECONDS:g} s", remedy="Close the backend on every rank.")
         for part in (*self._transports, *self._groups):
             part.close()
             part.comm.Free()
         self._world.Free()
         if self._owns:
             self._mpi.Finalize()
+
+
+    def _until(self, condition: Callable[[], bool], timeout_seconds: float) -> bool:
+        """Keep messages moving until `condition`, so that a peer's last sends leave it; whether it came in time."""
+        for _ in _rounds(timeout_seconds):
+            if condition():
+                return True
+            for transport in self._transports:
+                transport.advance()
+        return False
 
 
 class _Incoming:
@@ -196,18 +206,22 @@ class MPITransport:
 
     def send(self, destination: int, message: Message) -> None:
         self._edges.check_open()
-        if self._sends_under_way == 0:
+        if self.sends_under_way == 0:
             self._last_call = time.monotonic()
         for part in self._edges.outgoing(destination, message):
             self._requests.append(self.comm.Isend(part.numpy(), destination))
 
     @property
-    def _sends_under_way(self) -> int:
+    def sends_under_way(self) -> int:
         return len(self._requests) - len(self._incoming)
 
     def progress(self) -> None:
         """One Testsome over all receives and sends; it moves the collectives of this process, too."""
         self._edges.check_open()
+        self.advance()
+
+    def advance(self) -> None:
+        """`progress`, also for the last sends of a closed transport."""
         called = time.monotonic()
         try:
             finished = self._mpi.Request.Testsome(self._requests) if self._requests else None
@@ -215,7 +229,7 @@ class MPITransport:
                 self.comm.Iprobe()
         except self._mpi.Exception as error:
             raise self._broken(error) from error
-        if finished or self._sends_under_way:
+        if finished or self.sends_under_way:
             self.longest_gap_seconds = max(self.longest_gap_seconds, called - self._last_call)
         self._last_call = called
         if finished:
@@ -267,15 +281,10 @@ class MPITransport:
         return None
 
     def flush(self) -> None:
-        self.leave(float("inf"))
-
-    def leave(self, timeout_seconds: float) -> None:
-        """Let outstanding sends leave, for at most so long."""
-        if not self._edges.closed and self._sends_under_way:
-            for _ in _rounds(timeout_seconds):
-                self.progress()
-                if not self._sends_under_way:
-                    return
+        for _ in _rounds(math.inf):
+            if not self.sends_under_way:
+                return
+            self.advance()
 
     def close(self) -> None:
         if self._edges.closed:
@@ -313,6 +322,7 @@ class MPIGroup(CheckedGroup):
         super().__init__(purpose, ranks, index)
         self.mpi, self.comm, self._aware, self.timeout_seconds = mpi, comm, aware, timeout_seconds
         self._ops = {"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN}
+        self._under_way: list[tuple[MPIWork, tuple[Tensor, ...]]] = []
 
     def broken(self, kind: type[TransportError], value: str) -> TransportError:
         return kind("a collective did not end", where=f"group {self.purpose!r} of ranks {list(self.ranks)}",
@@ -321,12 +331,18 @@ class MPIGroup(CheckedGroup):
     def _start(self, call: Callable[..., MPI.Request], output: Tensor, *inputs: Tensor) -> Work:
         """`call` on the memory of these tensors: as it is, or staged through pinned memory of the host."""
         if not output.is_cuda:
-            return MPIWork(call(output.numpy(), *(tensor.numpy() for tensor in inputs)), self)
+            return self._keep(call(output.numpy(), *(tensor.numpy() for tensor in inputs)), output, *inputs)
         if self._aware:
             torch.cuda.current_stream(output.device).synchronize()
-            return MPIWork(call(output, *inputs), self)
+            return self._keep(call(output, *inputs), output, *inputs)
         staged = [torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor) for tensor in (output, *inputs)]
-        return Then(MPIWork(call(*(tensor.numpy() for tensor in staged)), self), lambda: output.copy_(staged[0]))
+        return Then(self._keep(call(*(tensor.numpy() for tensor in staged)), *staged), lambda: output.copy_(staged[0]))
+
+    def _keep(self, request: MPI.Request, *tensors: Tensor) -> MPIWork:
+        """The request as work. Its memory stays alive until MPI has done with it, even if the caller forgets both."""
+        self._under_way = [(work, kept) for work, kept in self._under_way if not work.done()]
+        self._under_way.append((MPIWork(request, self), tensors))
+        return self._under_way[-1][0]
 
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
         return self._start(lambda out: self.comm.Iallreduce(self.mpi.IN_PLACE, out, self._ops[op]), tensor)
