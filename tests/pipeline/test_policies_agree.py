@@ -1,0 +1,189 @@
+"""Policies differ in order and memory alone: gradients agree to the bit, and every bound is kept."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from ranvier.comm.message import Kind
+from ranvier.comm.throttle import Link
+from ranvier.mesh import Mesh
+from ranvier.pipeline.engine import Engine
+from ranvier.pipeline.microbatch import microbatches
+from tests.pipeline.parity import assert_close, chain, frozen, gradients_on, points, share, small_gpt, tokens
+from tests.pipeline.test_parity import Residual, of_blocks, residuals
+
+HUGE = 1 << 40
+
+
+def settings(pipe):
+    """Every policy with every limit and budget."""
+    yield from ({"policy": "1f1b", "in_flight": limit} for limit in (1, pipe, 3 * pipe))
+    yield from ({"policy": "message-driven", "in_flight": limit, "defer_bytes": room}
+                for limit in (1, pipe, 3 * pipe) for room in (0, 3000, "auto", HUGE))
+
+
+def tied_everywhere():
+    """Four linear layers of which three share one weight: the second, the third and the last, which never postpones."""
+    def linear(bias):
+        return nn.Linear(4, 4, bias=bias)
+
+    return chain(Residual, partial(linear, True), partial(linear, False), Residual, partial(linear, False),
+                 tied=(("b1.weight", "b2.weight", "b4.weight"),))
+
+
+class Pair(nn.Module):
+    """Two linear layers side by side: the gradient of each one's output is a part of a larger tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return torch.tanh(torch.cat([self.left(x), self.right(x)], dim=-1))
+
+
+@pytest.mark.parametrize(("make", "batches", "mesh", "options"), [
+    pytest.param(small_gpt, tokens([[2] * 5, [1] * 3], ignored=0.3), Mesh(data=2, pipe=2), {}, id="gpt 2x2"),
+    pytest.param(small_gpt, tokens([[2] * 7]), Mesh(pipe=3), {"boundaries": (2, 3)}, id="gpt 1x3"),
+    pytest.param(small_gpt, tokens([[2] * 4]), Mesh(), {}, id="gpt 1x1"),
+    pytest.param(tied_everywhere, points([[2] * 5]), Mesh(), {}, id="tied on one stage"),
+    pytest.param(tied_everywhere, points([[2] * 5]), Mesh(pipe=2), {"boundaries": (2,)}, id="tied on two stages"),
+    pytest.param(tied_everywhere, points([[2] * 5]), Mesh(pipe=3), {"boundaries": (2, 3)}, id="tied on three stages"),
+    pytest.param(residuals, points([[1] * 9, [1] * 2]), Mesh(data=2, pipe=4), {}, id="residuals 2x4"),
+])
+def test_gradients_agree_to_the_bit(make, batches, mesh, options):
+    first = gradients_on(make, batches, mesh, policy="gpipe", **options)
+    for setting in settings(mesh.pipe):
+        other = gradients_on(make, batches, mesh, **setting, **options)
+        assert set(other.gradients) == set(first.gradients)
+        wrong = [name for name, gradient in first.gradients.items() if not torch.equal(gradient, other.gradients[name])]
+        assert not wrong, f"{setting}: {wrong}"
+        assert other.losses == first.losses
+
+
+def test_gradients_agree_to_the_bit_whatever_arrives_when():
+    batches = tokens([[1] * 6, [1] * 4])
+    found = [gradients_on(small_gpt, batches, Mesh(data=2, pipe=3), in_flight=5,
+                          throttle=Link(jitter_seconds=3e-3, seed=seed)).gradients for seed in range(3)]
+    assert all(torch.equal(found[0][name], other[name]) for other in found[1:] for name in found[0])
+
+
+# ---------------------------------------------------------------------- memory
+
+class Watch:
+    """What a stage keeps, looked at after each of its actions."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.stored = self.queued_bytes = self.largest = 0
+        self.messages: list[Kind] = []
+        self._stage, self._weights = engine._stage, engine._stage._weights
+        self._wrap(self._stage, "forward", lambda outcome: outcome.deferrable_bytes)
+        self._wrap(self._stage, "backward", lambda outcome: 0)
+        self._wrap(self._stage, "weight", lambda outcome: 0)
+        send = engine._transport.send
+
+        def sending(destination, message):
+            self.messages.append(message.kind)
+            send(destination, message)
+
+        engine._transport.send = sending
+
+    def _wrap(self, owner, name, largest):
+        inner = getattr(owner, name)
+
+        def wrapped(*args, **options):
+            outcome = inner(*args, **options)
+            self.largest = max(self.largest, largest(outcome))
+            self.stored = max(self.stored, self._stage.stored)
+            alive = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+                     for waiting in self._weights._waiting.values() for tensor in (waiting.x, waiting.dy)}
+            self.queued_bytes = max(self.queued_bytes, sum(alive.values()))
+            return outcome
+
+        setattr(owner, name, wrapped)
+
+
+def watched(make, batches, mesh, **options) -> list[Watch]:
+    return gradients_on(make, batches, mesh, also=Watch, **options).others
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 5, 9])
+@pytest.mark.parametrize("policy", ["message-driven", "1f1b"])
+def test_stored_graphs_never_exceed_the_limit(policy, in_flight):
+    watches = watched(residuals, points([[1] * 12]), Mesh(pipe=4), policy=policy, in_flight=in_flight)
+    most = [watch.stored for watch in watches]
+    assert max(most) <= in_flight and most[0] == min(in_flight, 4 if policy == "1f1b" else 12)
+
+
+def cut_from_one_tensor():
+    """Microbatches that are views of one tensor: keeping a part of it alive would keep all of it."""
+    return [microbatches(torch.ones(24, 4, dtype=torch.float64), torch.ones(24, 4, dtype=torch.float64), 2)]
+
+
+@pytest.mark.parametrize("defer_bytes", [0, 1, 800, 2000, 5000, HUGE])
+@pytest.mark.parametrize("make", [residuals, partial(chain, nn.Sequential, *[partial(nn.Linear, 4, 4)] * 7),
+                                  partial(chain, *[Pair] * 8)], ids=["residuals", "linears", "pairs"])
+def test_queued_bytes_never_exceed_the_budget(make, defer_bytes):
+    watches = watched(make, cut_from_one_tensor(), Mesh(pipe=2), in_flight=4, defer_bytes=defer_bytes)
+    most = [watch.queued_bytes for watch in watches]
+    assert max(most) <= defer_bytes
+    if defer_bytes >= 800:
+        assert min(most) > 0, "nothing was postponed, so nothing was tested"
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=3)], ids=str)
+def test_auto_postpones_one_microbatch(mesh):
+    for watch in watched(residuals, cut_from_one_tensor(), mesh, in_flight=4):
+        assert 0 < watch.queued_bytes <= watch.largest
+
+
+def test_the_last_block_never_postpones():
+    """Its gradient of the output is the largest tensor of a model."""
+    watch, = watched(partial(chain, partial(nn.Linear, 4, 4)), cut_from_one_tensor(), Mesh(), defer_bytes=HUGE)
+    assert watch.queued_bytes == 0 and watch.largest == 0
+    first, last = watched(partial(chain, *[partial(nn.Linear, 4, 4)] * 2), cut_from_one_tensor(), Mesh(pipe=2),
+                          defer_bytes=HUGE)
+    assert first.queued_bytes > 0 and last.queued_bytes == 0
+
+
+def test_a_frozen_prefix_keeps_no_graph_and_gets_no_gradients():
+    """Stages 0 and 1 of 4 and a part of stage 2 are frozen."""
+    def make():
+        return frozen(residuals(), of_blocks(0, 1, 2, 3, 4))
+
+    watches = watched(make, points([[1] * 5]), Mesh(pipe=4), boundaries=(2, 4, 6))
+    assert [watch.stored for watch in watches[:2]] == [0, 0]
+    assert [watch.messages.count(Kind.FORWARD) for watch in watches] == [5, 5, 5, 0]
+    assert [watch.messages.count(Kind.CREDIT) for watch in watches] == [0, 5, 5, 0]
+    assert [watch.messages.count(Kind.BACKWARD) for watch in watches] == [0, 0, 0, 5]
+    assert watches[2].queued_bytes > 0, "the part of stage 2 that trains postpones as ever"
+
+
+def test_evaluation_keeps_nothing():
+    def work(engine):
+        watch = Watch(engine)
+        engine.evaluate(share(engine, points([[1] * 9])))
+        return watch
+
+    watches = gradients_on(residuals, points([[1]]), Mesh(pipe=3), also=work).others
+    # gradients_on runs one training microbatch afterwards
+    assert all(watch.stored <= 1 for watch in watches)
+    assert [watch.messages.count(Kind.CREDIT) for watch in watches] == [0, 9, 9]
+
+
+def test_with_a_frozen_stage_in_the_middle_gradients_pass():
+    watches = watched(lambda: frozen(residuals(), of_blocks(2, 3, 4, 5)), points([[1] * 3]), Mesh(pipe=4),
+                      boundaries=(2, 4, 6))
+    assert [watch.messages.count(Kind.BACKWARD) for watch in watches] == [0, 3, 3, 3]
+    assert watches[1].queued_bytes == watches[2].queued_bytes == 0
+
+
+def test_all_gradients_close_to_each_other_where_budgets_change_with_the_shapes():
+    """Lengths that change make the automatic budget grow on the way."""
+    batches = tokens([[1, 2, 3, 4, 5]], lengths=(1, 2, 3, 4, 5, 6))
+    first, second = (gradients_on(small_gpt, batches, Mesh(pipe=2), policy=policy).gradients
+                     for policy in ("message-driven", "gpipe"))
+    assert_close(first, second)
+    assert all(torch.equal(first[name], second[name]) for name in first)
