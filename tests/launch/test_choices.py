@@ -1,0 +1,119 @@
+"""What `auto` comes to, and settings that cannot work here."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from ranvier import launch
+from ranvier.errors import ConfigError, LaunchError
+from ranvier.launchers import Started
+from ranvier.mesh import Mesh
+
+TORCHRUN = Started(launcher="torchrun", rank=0, size=2, local_rank=0, local_size=2)
+MPIEXEC = Started(launcher="mpiexec", rank=0, size=2, local_rank=0, local_size=2, mpi=True)
+
+
+@pytest.fixture
+def with_mpi(monkeypatch):
+    monkeypatch.setattr(launch, "mpi_available", lambda: None)
+    monkeypatch.setattr(launch, "find_spec", lambda name: object())
+
+
+@pytest.fixture
+def without_mpi(monkeypatch):
+    monkeypatch.setattr(launch, "mpi_available", lambda: "no mpiexec found")
+    monkeypatch.setattr(launch, "find_spec", lambda name: None)
+
+
+@pytest.mark.parametrize(("started", "device", "value", "reason"), [
+    (None, "cpu", "mpi", "30 to 100 times"), (MPIEXEC, "cpu", "mpi", "30 to 100 times"),
+    (TORCHRUN, "cpu", "torch", "MPI would see each alone"), (None, "cuda", "torch", "NCCL")])
+def test_auto_transport_with_mpi(with_mpi, started, device, value, reason):
+    choice = launch.choose_transport("auto", started, device)
+    assert choice.value == value
+    assert reason in choice.reason
+
+
+@pytest.mark.parametrize(("started", "reason"), [(None, "no mpiexec found"), (MPIEXEC, "mpi4py is not installed")])
+def test_auto_transport_without_mpi(without_mpi, started, reason):
+    choice = launch.choose_transport("auto", started, "cpu")
+    assert choice.value == "torch"
+    assert reason in choice.reason
+
+
+def test_our_own_ranks_take_what_their_parent_chose(without_mpi):
+    started = Started(launcher="local", rank=1, size=2, mpi=True, reason="because")
+    assert launch.choose_transport("auto", started, "cpu") == launch.Choice(value="mpi", reason="because")
+
+
+def test_mpi_under_torchrun(with_mpi):
+    with pytest.raises(ConfigError, match="comm.transport: cannot work under torchrun: each rank's MPI would see itself"):
+        launch.choose_transport("mpi", TORCHRUN, "cpu")
+
+
+def test_mpi_that_is_not_there(without_mpi):
+    with pytest.raises(ConfigError, match="cannot work here: no mpiexec found"):
+        launch.choose_transport("mpi", None, "cpu")
+
+
+@pytest.mark.parametrize(("devices", "ranks", "value"), [(0, 1, "cpu"), (1, 2, "cpu"), (2, 2, "cuda")])
+def test_auto_device(monkeypatch, devices, ranks, value):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    assert launch.choose_device("auto", ranks).value == value
+    assert launch.choose_device("cpu", ranks).value == "cpu"
+
+
+def test_too_few_cuda_devices(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="launch.device: needs a device for each of the 2 ranks of this machine"):
+        launch.choose_device("cuda", 2)
+
+
+@pytest.mark.parametrize(("arguments", "main", "expected"), [
+    (["/usr/bin/python", "-O", "train.py", "--x", "1"], "train.py", ["-O", "train.py", "--x", "1"]),
+    (["python", "-m", "my.package", "a b"], "/somewhere/my/package.py", ["-m", "my.package", "a b"]),
+    (["python", "-c", "import ranvier"], None, ["-c", "import ranvier"])])
+def test_rerun_command(monkeypatch, arguments, main, expected):
+    _pretend(monkeypatch, arguments, main)
+    assert launch.rerun_command() == [sys.executable, *expected]
+
+
+@pytest.mark.parametrize(("arguments", "main", "prompt"), [
+    (["python"], None, False), (["python", "x.py"], "x.py", True), (["python", "-"], "<stdin>", False)],
+    ids=["no script", "prompt", "standard input"])
+def test_nothing_to_run_again(monkeypatch, arguments, main, prompt):
+    _pretend(monkeypatch, arguments, main)
+    if prompt:
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    with pytest.raises(LaunchError, match="cannot start ranks from") as error:
+        launch.rerun_command()
+    assert "python file.py" in error.value.remedy
+
+
+def test_a_notebook_has_nothing_to_run_again(monkeypatch):
+    _pretend(monkeypatch, ["python", "-m", "ipykernel_launcher"], "ipykernel_launcher.py")
+    monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    with pytest.raises(LaunchError, match="notebook"):
+        launch.rerun_command()
+
+
+def test_the_launchers_ranks_must_be_the_meshs(monkeypatch):
+    for name in ("excepthook", "exit"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))
+    for name, value in {"PMI_RANK": "0", "PMI_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="mesh: needs 4 ranks .*, but mpiexec started 3.*mpiexec -n 4.*product is 3"):
+        launch.start(Mesh(data=2, pipe=2))
+
+
+def _pretend(monkeypatch, arguments, main):
+    module = ModuleType("__main__")
+    if main is not None:
+        module.__file__ = main
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    monkeypatch.setattr(sys, "orig_argv", arguments)
+    monkeypatch.delattr(sys, "ps1", raising=False)

@@ -1,0 +1,43 @@
+"""Cores and memory within a container's limits."""
+
+import os
+
+import pytest
+
+from ranvier.machine import available_cores, cpu_quota, memory_limit_bytes, threads_per_rank
+
+
+@pytest.mark.parametrize(("files", "quota"), [
+    ({"cpu.max": "150000 100000\n"}, 1.5), ({"cpu.max": "max 100000\n"}, None), ({}, None),
+    ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4.0),
+    ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None)])
+def test_cpu_quota(tmp_path, files, quota):
+    _write(tmp_path, files)
+    assert cpu_quota(tmp_path) == quota
+
+
+def test_cores_are_the_smaller_of_mask_and_quota(tmp_path):
+    mask = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    assert available_cores(tmp_path) == mask
+    _write(tmp_path, {"cpu.max": "50000 100000"})
+    assert available_cores(tmp_path) == 1
+
+
+@pytest.mark.parametrize(("files", "limit"), [
+    ({"memory.max": "1073741824\n"}, 1 << 30), ({"memory.max": "max\n"}, None), ({}, None),
+    ({"memory/memory.limit_in_bytes": "2048\n"}, 2048),
+    ({"memory/memory.limit_in_bytes": "9223372036854771712\n"}, None)])
+def test_memory_limit(tmp_path, files, limit):
+    _write(tmp_path, files)
+    assert memory_limit_bytes(tmp_path) == limit
+
+
+def test_ranks_share_the_cores_and_each_has_one():
+    assert threads_per_rank(1) == available_cores()
+    assert threads_per_rank(10_000) == 1
+
+
+def _write(folder, files):
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
