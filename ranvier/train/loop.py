@@ -127,7 +127,8 @@ class Training:
         summary: dict[str, object] = {}
         if world.rank == 0:
             summary = summarise(recipe=self.recipe, mesh=run.mesh, history=self.history, ranks=facts,
-                                boundaries=self.engine.boundaries, transport=world.backend.name, device=world.device,
+                                boundaries=self.engine.boundaries, launcher=world.launcher,
+                                transport=world.backend.name, device=world.device,
                                 seconds=time.monotonic() - self.began)
             pictures = write_report(run.run_dir, summary, self.history, timelines, run.mesh, run.pipeline.policy)
             self.outputs.event(EndEvent(step=run.train.steps, summary=summary, sample=text, pictures=pictures))

@@ -65,6 +65,7 @@ def draw_timeline(path: Path, timelines: Sequence[RankTimeline], mesh: Mesh, pol
     rows = [(line.rank, next(step for step in line.steps if step.step == number)) for line in timelines[:_MAX_RANKS]]
     zero_ns = min(step.start_ns for _, step in rows)
     span_ms = (max(step.stop_ns for _, step in rows) - zero_ns) * 1e-6
+    rows = [(rank, joined(step, gap_ns=span_ms * 1e6 / 1000)) for rank, step in rows]
     figure = _figure(14, 1.75 + 0.42 * len(rows) + 0.12 * mesh.data)
     axes = figure.subplots()
     _clean(axes)
@@ -92,6 +93,19 @@ def draw_timeline(path: Path, timelines: Sequence[RankTimeline], mesh: Mesh, pol
         _label_row(axes, step, zero_ns, places[rank])
     with writing(path):
         figure.savefig(path)
+
+
+def joined(step: StepSpans, gap_ns: float) -> StepSpans:
+    """`step` with neighbours of one category and label as one span: a W3 is many products, at most `gap_ns` apart."""
+    spans: list[Span] = []
+    for span in step.spans:
+        before = spans[-1] if spans else None
+        if before and (before.category, before.label) == (span.category, span.label) \
+                and span.start_ns - before.stop_ns <= gap_ns:
+            spans[-1] = Span(span.category, span.label, span.step, before.start_ns, span.stop_ns)
+        else:
+            spans.append(span)
+    return StepSpans(step=step.step, start_ns=step.start_ns, stop_ns=step.stop_ns, spans=spans)
 
 
 def _rows(mesh: Mesh, ranks: Sequence[int]) -> dict[int, float]:

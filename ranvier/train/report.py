@@ -79,7 +79,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def summarise(*, recipe: str, mesh: Mesh, history: History, ranks: Sequence[Mapping], boundaries: Sequence[int],
-              transport: str, device: torch.device, seconds: float) -> dict[str, object]:
+              launcher: str, transport: str, device: torch.device, seconds: float) -> dict[str, object]:
     """The contents of summary.json.
 
     ranks: every rank's `rank_facts`. Fields with a list have one entry a rank; bytes_received_by_axis adds them up.
@@ -102,6 +102,7 @@ def summarise(*, recipe: str, mesh: Mesh, history: History, ranks: Sequence[Mapp
         "bytes_received_by_axis": {axis: sum(row["bytes_received_by_axis"].get(axis, 0) for row in ranks)
                                    for axis in AXES},
         "longest_gap_seconds": [row["longest_gap_seconds"] for row in ranks],
+        "launcher": launcher,
         "transport": transport,
         "device": device_name(device),
         "threads": torch.get_num_threads(),

@@ -17,7 +17,7 @@ from ranvier.testing.trackers import example_run, example_step
 from ranvier.train import timeline as timelines_module
 from ranvier.train.metrics import KEPT_STEPS, Meter, StepSpans
 from ranvier.train.peak import matrix_product_rate
-from ranvier.train.pictures import draw_loss, draw_timeline, representative_step, smoothed
+from ranvier.train.pictures import draw_loss, draw_timeline, joined, representative_step, smoothed
 from ranvier.train.report import History, peak_memory_bytes, steady, summarise, write_report
 from ranvier.train.timeline import RankTimeline, gather_timelines, write_trace
 
@@ -177,7 +177,7 @@ def test_the_summary_and_its_files(tmp_path):
     mesh, lines = two_by_two()
     history = history_of(tmp_path)
     summary = summarise(recipe="gpt-tiny", mesh=mesh, history=history, ranks=[RANK] * 4, boundaries=(5,),
-                        transport="mpi", device=torch.device("cpu"), seconds=12.0)
+                        launcher="mpiexec", transport="mpi", device=torch.device("cpu"), seconds=12.0)
     pictures = write_report(tmp_path, summary, history, lines, mesh, "message-driven")
     written = json.loads((tmp_path / "summary.json").read_text())
     assert written["final_loss"] == 7.5 and written["eval_loss"] == 7.5 and written["steps"] == 5
@@ -205,3 +205,10 @@ def test_peaks_are_plausible():
     assert matrix_product_rate(torch.device("cpu"), torch.float32, seconds=0.01) > 1e8
     assert 10e6 < peak_memory_bytes(torch.device("cpu")) < 1e12
     assert example_step(1).tokens_per_second == 8192
+
+
+def test_the_products_of_one_weight_gradient_are_one_bar():
+    step = step_of(1, 100, ("weight", "W0", 0, 1), ("weight", "W0", 1, 2), ("weight", "W1", 2, 3), ("wait", "B1", 3, 4),
+                   ("weight", "W1", 4, 5), ("weight", "W1", 15, 16))
+    bars = [(span.label, span.start_ns // MS, span.stop_ns // MS) for span in joined(step, gap_ns=MS).spans]
+    assert bars == [("W0", 0, 2), ("W1", 2, 3), ("B1", 3, 4), ("W1", 4, 5), ("W1", 15, 16)]

@@ -1,0 +1,36 @@
+"""Your own tracker in a training run on two ranks: `python examples/own_tracker.py`.
+
+A tracker takes the run's events (ranvier/train/events.py) beside the files and the console. This one remembers the
+slowest step. `ranvier.testing.trackers.check_tracker` tells whether a tracker stands everything that a run may say.
+"""
+
+import ranvier
+from ranvier.mesh import Mesh
+from ranvier.run import GPT, Batch, Data, Run, Train
+from ranvier.train.events import EndEvent, StepEvent
+from ranvier.train.loop import train
+
+
+class SlowestStep:
+    """Tells at the end which step took longest, after the first, and how much of it was waiting."""
+
+    def __init__(self):
+        self.slowest = None
+
+    def event(self, event):
+        if isinstance(event, StepEvent) and event.step > 1:
+            self.slowest = max(self.slowest or event, event, key=lambda step: step.step_seconds)
+        if isinstance(event, EndEvent) and self.slowest:
+            step = self.slowest
+            print(f"slowest step: {step.step}, {step.step_seconds:.3f} s, of which {step.bubble_fraction:.0%} waiting")
+
+    def close(self):
+        pass
+
+
+if __name__ == "__main__":
+    run = Run(mesh=Mesh(pipe=2), batch=Batch(global_size=16, microbatch_size=4),
+              train=Train(steps=20, learning_rate=3e-3, sample_tokens=40), data=Data(max_bytes=1_000_000),
+              model=GPT(num_layers=2, hidden=64, heads=4, vocab=512, sequence=64))
+    world = ranvier.start(run.mesh)
+    train(run, "own-tracker", world, trackers=[SlowestStep()])

@@ -1,0 +1,39 @@
+"""The examples run as they are, under plain python with the ranks that they ask for."""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from ranvier.testing.trackers import check_tracker
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def run_example(name, folder):
+    environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
+    return subprocess.run([sys.executable, str(EXAMPLES / name)], cwd=folder, env=environment, capture_output=True,
+                          text=True, timeout=240)
+
+
+def test_own_model_learns_on_four_ranks(tmp_path):
+    done = run_example("own_model.py", tmp_path)
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)$", done.stdout, re.MULTILINE)]
+    held_out = float(re.search(r"^held out: loss ([\d.]+)$", done.stdout, re.MULTILINE)[1])
+    assert len(losses) == 4, "once each, not once a rank"
+    assert held_out < losses[0] / 3
+
+
+def test_own_tracker_tells_the_slowest_step(tmp_path):
+    done = run_example("own_tracker.py", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"^slowest step: \d+, [\d.]+ s, of which \d+% waiting$", done.stdout, re.MULTILINE)) == 1
+    assert [path.name for path in tmp_path.glob("runs/own-tracker-*/summary.json")] == ["summary.json"]
+
+
+def test_own_tracker_conforms(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    check_tracker(importlib.import_module("own_tracker").SlowestStep)
