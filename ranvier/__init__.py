@@ -1,7 +1,7 @@
 """Ranvier: message-driven training of neural networks too large, or too slow, for one device.
 
     world = ranvier.start(data=2, pipe=2)
-    engine = ranvier.Engine(blocks, world, mesh=world.mesh, loss=loss, optimizer=...)
+    engine = ranvier.Engine(blocks, world, loss=loss, optimizer=...)
     engine.train_batch(microbatches)
 
 Names are imported when first used, so that `ranvier --help` need not load torch.

@@ -1,6 +1,6 @@
 """The engine: runs a model's blocks on a mesh of ranks, message by message.
 
-    engine = Engine(model, world, mesh=Mesh(data=2, pipe=2), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3))
+    engine = Engine(model, world, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3))
     result = engine.train_batch(microbatches)
 
 One batch on one rank:
@@ -53,6 +53,7 @@ class Engine:
         model: a `Model`, an `nn.Sequential`, or a list or dict of modules; every rank gives the same one and keeps only
             its stage's blocks, which are moved to the device and `dtype` in place.
         world: this rank, from `ranvier.start`.
+        mesh: how the ranks are arranged; by default as `ranvier.start` was told, else all along `data`.
         loss: (output, targets) -> (sum of losses, weight), for models that do not bring theirs.
         optimizer: from this rank's parameters to a torch optimizer; None for gradients only. Not called on a rank that
             owns no trainable parameter.
@@ -71,7 +72,7 @@ class Engine:
     Raises ModelError or ConfigError for what does not fit, on every rank alike.
     """
 
-    def __init__(self, model: Model | nn.Sequential | Sequence[nn.Module], world: World, *, mesh: Mesh,
+    def __init__(self, model: Model | nn.Sequential | Sequence[nn.Module], world: World, *, mesh: Mesh | None = None,
                  loss: Loss | None = None,
                  optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
                  policy: str | Policy = "message-driven", in_flight: int | Literal["auto"] = "auto",
@@ -79,6 +80,7 @@ class Engine:
                  defer_bytes: int | Literal["auto"] = "auto", seed: int = 0, dtype: torch.dtype = torch.float32,
                  nominal_weight: float = 1.0, timeout_seconds: float = 300.0, chunk_bytes: int = 4_000_000,
                  sample: Microbatch | None = None, check_order: bool = False) -> None:
+        mesh = mesh or world.mesh or Mesh(data=world.size)
         if mesh.size != world.size:
             raise ConfigError(f"has {mesh.size} ranks, but {world.size} were started", where="mesh", value=str(mesh),
                               remedy="Make data x pipe x row x col equal to the number of ranks.")
