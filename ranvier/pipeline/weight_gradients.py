@@ -30,6 +30,11 @@ class _Operands:
     x: Tensor
     dy: Tensor
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those whose gradients this product adds to; they may belong to different chunks."""
+        return [self.weight] if self.bias is None or not self.bias.requires_grad else [self.weight, self.bias]
+
     def add_gradients(self) -> None:
         _add_gradients(self.weight, self.bias, self.x, self.dy)
 
@@ -53,7 +58,8 @@ class WeightGradients:
     """The postponed products of one stage, in order, and the switch that decides whether products are postponed.
 
     chunk_of: gives the chunk of gradients that a parameter belongs to.
-    on_queued, on_added: called with a weight when one of its products is queued, and when that product has been added.
+    on_queued, on_added: called with each parameter that a product adds to, when the product is queued and when it has
+        been added.
     """
 
     def __init__(self, chunk_of: Callable[[nn.Parameter], int], on_queued: Callable[[nn.Parameter], None],
@@ -75,7 +81,7 @@ class WeightGradients:
             self._fresh, self._in_pass = None, False
         for number, operands in enumerate(fresh):
             self._waiting[microbatch, number] = operands
-        return [Product(size, self._chunk_of(operands.weight))
+        return [Product(size, min(map(self._chunk_of, operands.parameters)))
                 for size, operands in zip(_freed_bytes(fresh), fresh, strict=True)]
 
     @property
@@ -89,13 +95,15 @@ class WeightGradients:
             _add_gradients(weight, bias, x, dy)
         else:
             self._fresh.append(_Operands(weight, bias, _alone(x), _alone(dy)))
-            self._on_queued(weight)
+            for parameter in self._fresh[-1].parameters:
+                self._on_queued(parameter)
 
     def run(self, microbatch: int, product: int) -> None:
         """Compute one postponed product and let go of its operands."""
         operands = self._waiting.pop((microbatch, product))
         operands.add_gradients()
-        self._on_added(operands.weight)
+        for parameter in operands.parameters:
+            self._on_added(parameter)
 
     def __len__(self) -> int:
         return len(self._waiting)
