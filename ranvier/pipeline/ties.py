@@ -7,6 +7,7 @@ the two ends stay apart until that one addition, so every policy adds in the sam
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,20 +47,23 @@ def ties_of(layout: Layout, mesh: Mesh, rank: int, parameters: dict[str, nn.Para
 
 
 class TiedGradients:
-    """The gradients that have arrived from other ends, added in stage order once all of one tie are here."""
+    """The gradients that have arrived from other ends, added in stage order once all of one tie are here.
+
+    Each end sends one a batch, and a replica that has nothing to compute may be batches ahead: they queue up in order.
+    """
 
     def __init__(self, ties: Sequence[Tie]) -> None:
         self._owned = {tie.name: tie for tie in ties if tie.owns}
-        self._arrived: dict[str, dict[int, Tensor]] = {name: {} for name in self._owned}
+        self._arrived = {name: {peer: deque[Tensor]() for peer in tie.peers} for name, tie in self._owned.items()}
 
     def receive(self, message: Message) -> None:
         (name, gradient), = message.tensors.items()
-        self._arrived[name][message.source] = gradient
+        self._arrived[name][message.source].append(gradient)
 
     def missing(self) -> tuple[str, int] | None:
         """A (parameter, rank) whose gradient is still awaited, or None."""
         return next(((name, peer) for name, tie in self._owned.items() if tie.parameter.requires_grad
-                     for peer in tie.peers if peer not in self._arrived[name]), None)
+                     for peer in tie.peers if not self._arrived[name][peer]), None)
 
     @torch.no_grad()
     def add(self) -> list[Tie]:
@@ -67,7 +71,7 @@ class TiedGradients:
         added = []
         for name, tie in self._owned.items():
             for peer in tie.peers if tie.parameter.requires_grad else ():
-                tie.parameter.grad.add_(self._arrived[name].pop(peer).to(tie.parameter.device))
+                tie.parameter.grad.add_(self._arrived[name][peer].popleft().to(tie.parameter.device))
                 added.append(tie)
         return added
 
