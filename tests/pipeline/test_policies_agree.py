@@ -45,7 +45,8 @@ class Pair(nn.Module):
 
 
 @pytest.mark.parametrize(("make", "batches", "mesh", "options"), [
-    pytest.param(small_gpt, tokens([[2] * 5, [1] * 3], ignored=0.3), Mesh(data=2, pipe=2), {}, id="gpt 2x2"),
+    pytest.param(small_gpt, tokens([[2] * 5, [1] * 3], ignored=0.3), Mesh(data=2, pipe=2), {"chunk_bytes": 1},
+                 id="gpt 2x2"),
     pytest.param(small_gpt, tokens([[2] * 7]), Mesh(pipe=3), {"boundaries": (2, 3)}, id="gpt 1x3"),
     pytest.param(small_gpt, tokens([[2] * 4]), Mesh(), {}, id="gpt 1x1"),
     pytest.param(tied_everywhere, points([[2] * 5]), Mesh(), {}, id="tied on one stage"),

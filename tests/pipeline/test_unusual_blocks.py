@@ -224,7 +224,8 @@ BLOCKS = [
 @pytest.mark.parametrize("block", BLOCKS)
 def test_block(block, mesh, policy):
     """In the middle of a chain, where its products are postponed."""
-    assert_parity(partial(chain, Plain, block, Plain, Plain), points([[3, 2, 3]] * mesh.data), mesh, policy=policy)
+    assert_parity(partial(chain, Plain, block, Plain, Plain), points([[3, 2, 3]] * mesh.data), mesh, policy=policy,
+                  chunk_bytes=1)
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")

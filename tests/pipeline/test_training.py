@@ -1,0 +1,311 @@
+"""Steps, evaluations and predictions one after another, equal to those of one process with a torch optimizer."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from ranvier.comm.throttle import Link
+from ranvier.errors import ConfigError, ModelError
+from ranvier.mesh import Mesh
+from ranvier.models.block import Model
+from ranvier.pipeline.engine import Engine
+from ranvier.pipeline.microbatch import Microbatch
+from ranvier.testing.ranks import run_ranks
+from ranvier.testing.reference import Reference, relative_error
+from tests.pipeline.parity import (
+    IGNORED,
+    SEED,
+    assert_close,
+    assert_parity,
+    chain,
+    frozen,
+    merge,
+    on_mesh,
+    points,
+    share,
+    small_gpt,
+    squared,
+    tokens,
+)
+from tests.pipeline.test_parity import of_blocks, residuals
+
+OPTIMIZERS = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-1, momentum=0.9, nesterov=True),
+}
+MESHES = [Mesh(), Mesh(pipe=2), Mesh(data=2), Mesh(data=2, pipe=3)]
+
+
+def three_ends():
+    """The first block's weight is the third's and the last's too."""
+    return chain(*[partial(nn.Linear, 4, 4)] * 5, tied=(("b2.weight", "b0.weight", "b4.weight"),))
+
+
+def weights(engine):
+    return {name: parameter.detach().clone() for name, parameter in engine.named_parameters().items()}
+
+
+def assert_same_weights(found, reference, mesh):
+    """Every end of every parameter, on every rank that holds one, has the reference's value."""
+    held = set()
+    for parameters in found:
+        for name, value in parameters.items():
+            assert relative_error(value, reference.parameters[name].detach()) <= 1e-12, name
+        held |= set(parameters)
+    assert held == set(reference.parameters)
+    pipe = mesh.pipe
+    for stage in range(pipe):  # replicas agree to the bit
+        assert all(torch.equal(value, found[rank][name]) for rank in range(stage, mesh.size, pipe)
+                   for name, value in found[stage].items())
+
+
+def batch_of(make, mesh, seed=0):
+    if make is small_gpt:
+        return tokens([[2, 2, 1]] * mesh.data, ignored=0.3, seed=seed)
+    return points([[2, 3]] * mesh.data, seed=seed)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("make", [small_gpt, three_ends, lambda: frozen(residuals(), of_blocks(0, 1, 4, 7))],
+                         ids=["gpt", "three ends", "partly frozen"])
+def test_steps_equal_those_of_plain_pytorch(make, mesh, optimizer):
+    reference = Reference(make(), seed=SEED, dtype=torch.float64, optimizer=OPTIMIZERS[optimizer])
+    batches = [batch_of(make, mesh, seed) for seed in range(3)]
+    expected = [reference.train_batch([one for replica in batch for one in replica]) for batch in batches]
+
+    def work(engine):
+        return [engine.train_batch(share(engine, batch)).loss for batch in batches], weights(engine)
+
+    losses, parameters = zip(*on_mesh(make, mesh, work, optimizer=OPTIMIZERS[optimizer]), strict=True)
+    assert all(loss == pytest.approx(expected, rel=1e-12) for loss in losses)
+    assert_same_weights(parameters, reference, mesh)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_steps_with_messages_that_dawdle(seed):
+    """Tied gradients and values of three stages, steps that overlap, and delays."""
+    mesh = Mesh(data=2, pipe=3)
+    reference = Reference(three_ends(), seed=SEED, dtype=torch.float64, optimizer=OPTIMIZERS["adamw"])
+    batches = [points([[1, 1], [1]], seed=number) for number in range(4)]
+    for batch in batches:
+        reference.train_batch([one for replica in batch for one in replica])
+
+    def work(engine):
+        for batch in batches:
+            engine.train_batch(share(engine, batch))
+        return weights(engine)
+
+    found = on_mesh(three_ends, mesh, work, optimizer=OPTIMIZERS["adamw"],
+                    throttle=Link(latency_seconds=1e-3, jitter_seconds=4e-3, seed=seed))
+    assert_same_weights(found, reference, mesh)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_evaluation_before_between_and_after_steps(mesh):
+    """With dropout in the model: off in evaluation, and undisturbed by it in training."""
+    make = partial(small_gpt, dropout=0.3)
+    reference = Reference(make(), seed=SEED, dtype=torch.float64, optimizer=OPTIMIZERS["adamw"])
+    batches, held_out = [batch_of(small_gpt, mesh, seed) for seed in range(2)], tokens([[3, 1]] * mesh.data, seed=9)
+    flat = [[one for replica in batch for one in replica] for batch in (*batches, held_out)]
+    expected = [reference.evaluate(flat[2]), reference.train_batch(flat[0]), reference.evaluate(flat[2]),
+                reference.evaluate(flat[0]), reference.train_batch(flat[1]), reference.evaluate(flat[2])]
+
+    def work(engine):
+        train = [share(engine, batch) for batch in batches]
+        test = share(engine, held_out)
+        results = [engine.evaluate(test), engine.train_batch(train[0]), engine.evaluate(test),
+                   engine.evaluate(train[0]), engine.train_batch(train[1]), engine.evaluate(test)]
+        return [result.loss for result in results], [result.grad_norm is None for result in results], weights(engine)
+
+    losses, without_norm, parameters = zip(*on_mesh(make, mesh, work, optimizer=OPTIMIZERS["adamw"]), strict=True)
+    assert all(loss == pytest.approx(expected, rel=1e-12) for loss in losses)
+    assert without_norm[0] == [True, False, True, True, False, True]
+    assert_same_weights(parameters, reference, mesh)
+
+
+@pytest.mark.parametrize("mesh", [*MESHES, Mesh(data=4, pipe=2)], ids=str)
+def test_dropout_is_that_of_one_process(mesh):
+    """Masks depend on sample numbers, not on who draws them; and there are masks."""
+    make, batches = partial(small_gpt, dropout=0.5), batch_of(small_gpt, mesh)
+    outcome = assert_parity(make, batches, mesh)
+    plain = Reference(small_gpt(), seed=SEED, dtype=torch.float64)
+    assert abs(plain.forward_backward([one for replica in batches for one in replica]) - outcome.losses[0]) > 1e-3
+
+
+def test_dropout_without_sample_numbers_is_refused():
+    batch = [Microbatch(one.inputs, one.targets) for one in tokens([[2]])[0]]
+    with pytest.raises(RuntimeError, match="keyed dropout has 0 sample numbers for a batch of 2"):
+        on_mesh(partial(small_gpt, dropout=0.5), Mesh(), lambda engine: engine.forward_backward(batch))
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_predictions(mesh):
+    batches = tokens([[2, 1, 3]] * mesh.data, lengths=(6, 2))
+    reference = Reference(small_gpt(), seed=SEED, dtype=torch.float64)
+
+    def work(engine):
+        mine = [Microbatch(one.inputs) for one in share(engine, batches)]
+        return engine.coordinates, engine.predict(mine)
+
+    for at, outputs in on_mesh(small_gpt, mesh, work):
+        if at.pipe < mesh.pipe - 1:
+            assert outputs is None
+            continue
+        expected = reference.predict(batches[at.data])
+        assert [one.shape for one in outputs] == [one.shape for one in expected]
+        assert all(relative_error(one, other) < 1e-12 for one, other in zip(outputs, expected, strict=True))
+
+
+# ---------------------------------------------------------------------- batches without weight
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(data=2, pipe=2)], ids=str)
+def test_a_batch_of_weight_zero_is_skipped(mesh):
+    """The step after it is as if it had not been."""
+    empty = [[Microbatch(one.inputs, torch.full_like(one.targets, IGNORED)) for one in replica]
+             for replica in points([[2, 2]] * mesh.data)]
+    full = points([[2, 1]] * mesh.data)
+    reference = Reference(residuals(), seed=SEED, dtype=torch.float64, optimizer=OPTIMIZERS["adamw"])
+    reference.train_batch([one for replica in full for one in replica])
+
+    def work(engine):
+        start = weights(engine)
+        skipped = engine.train_batch(share(engine, empty))
+        unchanged = all(torch.equal(start[name], value) for name, value in weights(engine).items())
+        stepped = engine.train_batch(share(engine, full))
+        return skipped.stepped, skipped.loss, skipped.weight, unchanged, stepped.stepped, weights(engine)
+
+    with pytest.warns(UserWarning, match="step 1 is skipped: no valid target in the global batch"):
+        found = on_mesh(residuals, mesh, work, optimizer=OPTIMIZERS["adamw"])
+    for skipped, loss, weight, unchanged, stepped, _ in found:
+        assert not skipped and loss != loss and weight == 0.0 and unchanged and stepped
+    assert_same_weights([parameters for *_, parameters in found], reference, mesh)
+
+
+def test_an_empty_batch_everywhere_is_one_of_weight_zero():
+    found = on_mesh(residuals, Mesh(data=2, pipe=2), lambda engine: (
+        engine.forward_backward([]).stepped, engine.evaluate([]).weight, engine.predict([])))
+    assert found == [(False, 0.0, None), (False, 0.0, [])] * 2
+
+
+# ---------------------------------------------------------------------- one's own loop
+
+def test_gradients_only_and_an_update_by_hand():
+    """What `train_batch` does, in pieces, with an optimizer that lets go of gradients."""
+    mesh, batches = Mesh(data=2, pipe=2), [points([[2, 2]] * 2, seed=seed) for seed in range(3)]
+    reference = Reference(three_ends(), seed=SEED, dtype=torch.float64, optimizer=OPTIMIZERS["adamw"])
+    for batch in batches:
+        reference.train_batch([one for replica in batch for one in replica])
+
+    def work(engine):
+        for batch in batches:
+            result = engine.forward_backward(share(engine, batch))
+            engine.step(result)
+            if engine.optimizer is not None:
+                engine.optimizer.zero_grad(set_to_none=True)
+        return weights(engine)
+
+    assert_same_weights(on_mesh(three_ends, mesh, work, optimizer=OPTIMIZERS["adamw"]), reference, mesh)
+
+
+def test_gradients_of_batch_after_batch_without_a_step():
+    """They start from zero each time, tied ones included."""
+    mesh, batches = Mesh(pipe=3), [points([[2, 2, 1]], seed=seed) for seed in range(3)]
+    reference = Reference(three_ends(), seed=SEED, dtype=torch.float64)
+
+    def work(engine):
+        found = []
+        for batch in batches:
+            engine.forward_backward(share(engine, batch))
+            found.append({name: gradient.clone() for name, gradient in engine.gradients().items()})
+        return found
+
+    found = on_mesh(three_ends, mesh, work)
+    for number, batch in enumerate(batches):
+        reference.forward_backward(batch[0])
+        assert_close(merge([one[number] for one in found], mesh), reference.gradients())
+
+
+def test_the_owners_of_a_tied_weight_alone_have_an_optimizer():
+    """Where nothing else trains: other stages have none, and training goes on."""
+    def make():
+        return frozen(three_ends(), lambda name: name not in ("b0.weight", "b2.weight", "b4.weight"))
+
+    reference = Reference(make(), seed=SEED, dtype=torch.float64, optimizer=OPTIMIZERS["sgd"])
+    batches, mesh = [points([[2, 1]], seed=seed) for seed in range(3)], Mesh(pipe=5)
+    for batch in batches:
+        reference.train_batch(batch[0])
+
+    def work(engine):
+        for batch in batches:
+            engine.train_batch(share(engine, batch))
+        return engine.optimizer is not None, len(engine.parameters()), weights(engine)
+
+    has_one, counts, parameters = zip(*on_mesh(make, mesh, work, optimizer=OPTIMIZERS["sgd"]), strict=True)
+    assert has_one == (False, False, True, False, False) and counts == (0, 0, 1, 0, 0)
+    assert_same_weights(parameters, reference, mesh)
+
+
+def test_many_batches_without_microbatches_on_one_replica():
+    """A rank that has nothing to do may be batches ahead; what it sends ahead must not be lost."""
+    def make():
+        return frozen(three_ends(), lambda name: name not in ("b0.weight", "b2.weight", "b4.weight"))
+
+    mesh, batches = Mesh(data=2, pipe=3), [points([[1] * 6, []], seed=seed) for seed in range(4)]
+    batches.insert(2, [[], []])
+    reference = Reference(make(), seed=SEED, dtype=torch.float64)
+
+    def work(engine):
+        found = []
+        for batch in batches:
+            engine.forward_backward(share(engine, batch))
+            found.append({name: gradient.clone() for name, gradient in engine.gradients().items()})
+        return found
+
+    found = on_mesh(make, mesh, work, throttle=Link(jitter_seconds=2e-3, seed=4))
+    for number, batch in enumerate(batches):
+        reference.forward_backward([one for replica in batch for one in replica])
+        assert_close(merge([one[number] for one in found], mesh), reference.gradients())
+
+
+# ---------------------------------------------------------------------- mistakes
+
+def test_training_without_an_optimizer():
+    with pytest.raises(ConfigError, match=r"Engine\(optimizer=...\): is missing. Give the engine an optimizer"):
+        on_mesh(residuals, Mesh(), lambda engine: engine.train_batch([]))
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    ({"in_flight": 0}, r"pipeline.in-flight: must be at least 1 \(got 0\)"),
+    ({"policy": "random"}, r"pipeline.policy: is not a policy \(got 'random'\)"),
+    ({"boundaries": (0,)}, r"pipeline.boundaries: does not rise, or leaves a stage without blocks \(got \(0,\)\)"),
+    ({"boundaries": (1, 2)}, r"pipeline.boundaries: has 2 numbers for 2 stages \(got \(1, 2\)\)"),
+])
+def test_wrong_settings(options, says):
+    with pytest.raises(ConfigError, match=says):
+        on_mesh(residuals, Mesh(pipe=2), lambda engine: None, **options)
+
+
+def test_more_stages_than_blocks():
+    with pytest.raises(ConfigError, match=r"mesh.pipe: is more than the model's 3 blocks \(got 4\). Set --mesh.pipe 3"):
+        on_mesh(partial(residuals, 3), Mesh(pipe=4), lambda engine: None)
+
+
+def test_a_mesh_of_another_size():
+    with pytest.raises(ConfigError, match=r"mesh: has 4 ranks, but 2 were started"):
+        run_ranks(lambda world: Engine(residuals(), world, mesh=Mesh(pipe=4)), 2)
+
+
+@pytest.mark.parametrize(("model", "loss", "says"), [
+    (lambda: nn.Sequential(nn.Linear(4, 4)), None, "loss: is missing. Pass loss=f"),
+    (residuals, squared, "loss: was given beside a Model, which has its own. Leave the loss out"),
+    (lambda: 3, squared, r"model: is not a list of blocks \(got 'int'\)"),
+    (lambda: [nn.Linear(4, 4), torch.tanh], squared, r"block 1: is not an nn.Module \(got 'builtin_fun"),
+    (lambda: [], squared, "model: has no blocks"),
+    (lambda: Model(blocks={"": nn.Tanh}, loss=squared), None, "model.blocks: a block's name must be a non-empty text"),
+])
+def test_what_is_no_model(model, loss, says):
+    with pytest.raises(ModelError, match=says):
+        run_ranks(lambda world: Engine(model(), world, mesh=Mesh(), loss=loss), 1)
