@@ -148,6 +148,7 @@ class Training:
                                                                                 "nothing was updated"))
         self.outputs.event(event)
         if event.stepped and not math.isfinite(event.loss):
+            self.ranks.barrier()  # a rank that fails ends the others: not before rank 0 has written the step
             raise RanvierError("is not a finite number", where=f"loss of step {event.step}", value=event.loss,
                                remedy=f"Lower --train.learning-rate (it is {self.run.train.learning_rate:g}) or raise "
                                       "--train.warmup-steps; metrics.jsonl shows how it came about.")
