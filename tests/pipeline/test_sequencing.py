@@ -1,0 +1,210 @@
+"""A stage of several ranks acts in one order, whatever arrives when: fake row and column collectives under delays.
+
+Forwards, backwards and postponed products all hold collectives along the row and along the column. Each brings what it
+is for (a kind and a microbatch), so that ranks that are not at the same place find out, and nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from ranvier.comm.protocol import Group
+from ranvier.comm.throttle import Link, throttled
+from ranvier.errors import MessageTimeout, TransportError
+from ranvier.mesh import Mesh
+from ranvier.pipeline import engine as engine_module
+from ranvier.pipeline.engine import Engine
+from ranvier.pipeline.sequencer import Sequencer
+from ranvier.testing.ranks import run_ranks
+from ranvier.testing.reference import Reference
+from tests.pipeline.parity import SEED, assert_close, chain, points, share
+
+WIDTH = 4
+
+
+class Disorder(AssertionError):
+    """Ranks met in a collective for different purposes."""
+
+
+def meet(groups: tuple[Group, ...], kind: int, number: int) -> None:
+    """A blocking collective in each group that finds out whether all members are here for the same purpose."""
+    for group in groups:
+        lowest, highest = torch.tensor([kind, number]), torch.tensor([kind, number])
+        group.all_reduce(lowest, "min").wait()
+        group.all_reduce(highest, "max").wait()
+        if not torch.equal(lowest, highest):
+            raise Disorder(f"{lowest.tolist()} met {highest.tolist()}")
+
+
+class _MeetInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, groups, sample):
+        ctx.groups, ctx.sample = groups, sample
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        meet(ctx.groups, 2, ctx.sample)
+        return gradient, None, None
+
+
+class Sharded(nn.Module):
+    """Stands for a block on a tensor mesh. The first feature of its input is the sample's number."""
+
+    def __init__(self, groups: tuple[Group, ...] = (), seconds: float = 0.0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self._groups, self._seconds = groups, seconds
+
+    def forward(self, x):
+        sample = int(x[0, 0])
+        meet(self._groups, 1, sample)
+        time.sleep(self._seconds)
+        y = torch.tanh(self.linear(x))
+        y = _MeetInBackward.apply(y, self._groups, sample)
+        return torch.cat([x[:, :1], y[:, 1:]], dim=1)
+
+
+def numbered(counts):
+    """Points whose first feature is their sample's number, which is the same for a whole microbatch."""
+    batches = points(counts)
+    for replica in batches:
+        for one in replica:
+            one.inputs[:, 0] = one.samples[0]
+    return batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adversary:
+    """Random delays of every edge, every collective and every call of every rank."""
+
+    seed: int = 0
+    jitter_seconds: float = 2e-3
+    rank_delay_seconds: float = 1e-3
+
+    def slow(self, world):
+        links = Link(jitter_seconds=self.jitter_seconds, seed=self.seed)
+        return replace(world, backend=throttled(world.backend, links, rank_delay_seconds=self.rank_delay_seconds,
+                                                seed=self.seed))
+
+
+def run(mesh, batches, adversary, *, seconds=0.0, wait_seconds=60.0, **options):
+    """Every rank's actions and gradients."""
+    def rank(world):
+        world = adversary.slow(world)
+        groups = tuple(world.backend.group(axis, mesh.groups(axis)) for axis in ("row", "col"))
+        engine = Engine(chain(*[lambda: Sharded(groups, seconds)] * 4), world, mesh=mesh, seed=SEED,
+                        dtype=torch.float64, timeout_seconds=wait_seconds, **options)
+        actions = []
+        execute, weight = engine._execute, engine._stage.weight
+
+        def executing(action, *rest):
+            actions.append((str(action), action.product, action.defer))
+            return execute(action, *rest)
+
+        def weighing(number, product):
+            meet(groups, 3, 100 * number + product)
+            weight(number, product)
+
+        engine._execute, engine._stage.weight = executing, weighing
+        result = engine.forward_backward(share(engine, batches))
+        engine.evaluate(share(engine, batches))
+        gradients = {name: gradient.clone() for name, gradient in engine.gradients().items()}
+        engine.close()
+        return actions, gradients, result.loss
+
+    return run_ranks(rank, mesh.size)
+
+
+def check(mesh, adversary, counts=None, **options):
+    batches = numbered(counts or [[2, 1, 2, 2, 1]] * mesh.data)
+    reference = Reference(chain(*[Sharded] * 4), seed=SEED, dtype=torch.float64)
+    loss = reference.forward_backward([one for replica in batches for one in replica])
+    found = run(mesh, batches, adversary, check_order=True, **options)
+    merged = {}
+    for rank in range(mesh.size):
+        actions, gradients, said = found[rank]
+        leader = mesh.stage_ranks(rank)[0]
+        assert actions == found[leader][0], f"rank {rank} acted in another order than its leader {leader}"
+        assert all(torch.equal(gradient, found[leader][1][name]) for name, gradient in gradients.items())
+        assert said == pytest.approx(loss, rel=1e-12)
+        merged |= gradients
+    assert_close(merged, reference.gradients())
+    return [actions for actions, _, _ in found]
+
+
+@pytest.mark.parametrize("policy", ["message-driven", "1f1b", "gpipe"])
+@pytest.mark.parametrize("mesh", [
+    Mesh(row=2, col=2), Mesh(pipe=2, col=2), Mesh(pipe=3, row=2), Mesh(pipe=2, row=2, col=2),
+    Mesh(data=2, pipe=2, col=2), Mesh(data=2, pipe=3, row=2)], ids=str)
+def test_one_order_on_every_rank_of_a_stage(mesh, policy):
+    check(mesh, Adversary(seed=mesh.size), policy=policy, in_flight=2 * mesh.pipe)
+
+
+def test_postponed_products_and_uneven_replicas():
+    """W actions are decided by the leader too; replicas go their own ways."""
+    orders = check(Mesh(data=2, pipe=2, col=2), Adversary(seed=5), [[2] * 6, [1]], defer_bytes=1 << 20, in_flight=4)
+    assert any(name.startswith("W") for name, _, _ in orders[0])
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.sampled_from([(2, 2), (1, 2), (2, 1)]), st.integers(1, 3), st.integers(1, 2),
+       st.sampled_from(["message-driven", "1f1b", "gpipe"]), st.integers(0, 1 << 20),
+       st.sampled_from([0, 600, "auto", 1 << 30]), st.integers(1, 7))
+def test_any_mesh_any_delays(tensor, pipe, data, policy, seed, defer_bytes, in_flight):
+    mesh = Mesh(data=data, pipe=pipe, row=tensor[0], col=tensor[1])
+    check(mesh, Adversary(seed=seed, jitter_seconds=5e-3), policy=policy, defer_bytes=defer_bytes, in_flight=in_flight)
+
+
+# ---------------------------------------------------------------------- the tests above can fail
+
+class EachForItself(Sequencer):
+    """No leader: every rank decides from its own arrivals."""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.leads = True
+
+    def announce(self, call, action) -> None:
+        self._check(action)
+
+
+class SecondColumnIsLate(Adversary):
+    """What returns to the ranks of column 1 takes long, so that they see less than those of column 0."""
+
+    def slow(self, world):
+        late = Link(latency_seconds=0.05)
+        return replace(world, backend=throttled(
+            world.backend, lambda source, destination: late if source == 3 and destination == 1 else Link()))
+
+
+def test_without_a_leader_the_order_check_finds_ranks_that_differ(monkeypatch):
+    monkeypatch.setattr(engine_module, "Sequencer", EachForItself)
+    with pytest.raises(TransportError, match="stage order: the ranks of a stage run different actions"):
+        run(Mesh(pipe=2, col=2), numbered([[1] * 6]), SecondColumnIsLate(), seconds=4e-3, in_flight=6, check_order=True)
+
+
+def test_without_a_leader_collectives_mix(monkeypatch):
+    monkeypatch.setattr(engine_module, "Sequencer", EachForItself)
+    with pytest.raises(Disorder, match="met"):
+        run(Mesh(pipe=2, col=2), numbered([[1] * 6]), SecondColumnIsLate(), seconds=4e-3, in_flight=6)
+
+
+def test_with_a_leader_the_same_delays_do_no_harm():
+    run(Mesh(pipe=2, col=2), numbered([[1] * 6]), SecondColumnIsLate(), seconds=4e-3, in_flight=6, check_order=True)
+
+
+def test_a_leader_that_says_nothing(monkeypatch):
+    """Its peers tell whom they wait for."""
+    monkeypatch.setattr(Sequencer, "announce", lambda self, call, action: None)
+    with pytest.raises(MessageTimeout) as caught:
+        run(Mesh(col=2), numbered([[1]]), Adversary(), wait_seconds=0.3)
+    assert "col 1 waits" in str(caught.value) and "for the next action from col 0, which is" in str(caught.value)
