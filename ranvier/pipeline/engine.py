@@ -90,7 +90,8 @@ class Engine:
         if self.in_flight < 1:
             raise ConfigError("must be at least 1", where="pipeline.in-flight", value=in_flight,
                               remedy="Use auto, or at least the number of stages.")
-        self._defer_bytes, self._nominal_weight = defer_bytes, nominal_weight
+        self.defer_bytes = 0 if defer_bytes == "auto" else defer_bytes
+        self._auto_defer, self._nominal_weight = defer_bytes == "auto", nominal_weight
         self._call = 0
         self._step = 0
         self._closed = False
@@ -147,8 +148,9 @@ class Engine:
         return {spec.name: spec.parameter.grad for spec in self._gradients.owned()}
 
     def counters(self) -> dict:
-        """Bytes so far on this rank, and the longest time without letting messages move."""
-        return {"bytes_sent": self._transport.bytes_sent,
+        """Bytes so far on this rank, the bound on postponed weight gradients that holds here (for auto: what the first
+        batch has shown), and the longest time without letting messages move."""
+        return {"defer_bytes": self.defer_bytes, "bytes_sent": self._transport.bytes_sent,
                 "bytes_received_by_axis": {"pipe": self._inbox.bytes_received,
                                            "data": self._data_group.bytes_received},
                 "longest_gap_seconds": self._transport.longest_gap_seconds}
@@ -179,12 +181,13 @@ class Engine:
         self._board.doing = "averaging gradients over data"
         self._gradients.wait()
         self._stats_work.wait()
-        self.timeline.add("reduce", "average", self._step, started)
+        started = self.timeline.add("reduce", "average", self._step, started)
         weight = float(self._stats[1])
         self._gradients.scale(self._nominal_weight / weight if weight else 0.0)
         norm = torch.zeros(1, dtype=torch.float64)
         if self.coordinates.data == 0:  # replicas have equal gradients: one of them counts
             norm[0] = self._gradients.squared_norm()
+        self.timeline.add("optimizer", "weigh", self._step, started)
         return BatchResult(self._stats, self._stats_work, norm, self._all.all_reduce(norm), stepped=weight != 0.0)
 
     def step(self, result: BatchResult) -> None:
@@ -282,16 +285,17 @@ class Engine:
         self._stage.begin(training)
         schedule = Schedule(
             stage=self.coordinates.pipe, num_stages=self.mesh.pipe, num_microbatches=len(batch), policy=self._policy,
-            in_flight=self.in_flight, training=training,
-            defer_bytes=0 if self._defer_bytes == "auto" else self._defer_bytes)
+            in_flight=self.in_flight, training=training, defer_bytes=self.defer_bytes)
         try:
-            self._inbox.begin(self._call, len(batch), schedule.on_message if self._sequencer.leads else _unheard)
+            self._inbox.begin(self._call, self._step, len(batch),
+                              schedule.on_message if self._sequencer.leads else _unheard)
             self._stats_work = None if batch else self._reduce_stats()
             while (action := self._next_action(schedule)) is not None:
                 facts = self._execute(action, batch, training, keep_outputs)
                 if self._sequencer.leads:
-                    if self._defer_bytes == "auto":
-                        schedule.defer_bytes = max(schedule.defer_bytes, facts.get("deferrable_bytes", 0))
+                    if self._auto_defer:
+                        self.defer_bytes = max(self.defer_bytes, facts.get("deferrable_bytes", 0))
+                        schedule.defer_bytes = self.defer_bytes
                     schedule.on_done(action, **facts)
                 if action.kind == "F" and action.microbatch == len(batch) - 1:
                     self._stats_work = self._reduce_stats()

@@ -38,15 +38,19 @@ class Inbox:
         self._timeout = timeout_seconds
         self.bytes_received = 0
         """Payload bytes of everything that has arrived here."""
-        self._call = 0
+        self._call = self._step = 0
         self._count = 0
         self._arrived: dict[tuple[Direction, int], Message] = {}
         self._early: list[Message] = []
         self._on_arrival: Callable[[Direction, int], None] = lambda direction, microbatch: None
 
-    def begin(self, call: int, num_microbatches: int, on_arrival: Callable[[Direction, int], None]) -> None:
-        """Batch number `call` begins; `on_arrival` is told of each of its messages as they come, early ones at once."""
-        self._call, self._count, self._on_arrival = call, num_microbatches, on_arrival
+    def begin(self, call: int, step: int, num_microbatches: int,
+              on_arrival: Callable[[Direction, int], None]) -> None:
+        """Batch number `call` begins; `on_arrival` is told of each of its messages as they come, early ones at once.
+
+        step: the training step that waits are booked under.
+        """
+        self._call, self._step, self._count, self._on_arrival = call, step, num_microbatches, on_arrival
         early, self._early = self._early, []
         for message in early:
             self._sort(message)
@@ -91,7 +95,7 @@ class Inbox:
             raise MessageTimeout("a message did not come\n" + self._board.report(what, source, seconds),
                                  where="comm.timeout-seconds", value=self._timeout,
                                  remedy="See which rank is behind, or raise --comm.timeout-seconds.")
-        self._timeline.add("wait", what, self._call, started)
+        self._timeline.add("wait", what, self._step, started)
         self._board.doing = doing
         self._receive(message)
 
