@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ranvier.errors import ModelError
 from ranvier.layout import Layout, Parameter
@@ -56,15 +56,22 @@ class StageTable:
 def global_parameters(model: Model, modules: dict[str, nn.Module]) -> tuple[Parameter, ...]:
     """All parameters of the model by global name, with the owner of tied ones. ModelError for ties that cannot be."""
     found: dict[str, Parameter] = {}
+    objects: dict[str, nn.Parameter] = {}
     for number, (block, module) in enumerate(modules.items()):
         for name, parameter in module.named_parameters():
             full = f"{block}.{name}"
+            objects[full] = parameter
             found[full] = Parameter(full, tuple(parameter.shape), number, full, parameter.requires_grad)
+    grouped: set[str] = set()
     for group in model.tied:
         for name in group:
             if name not in found:
                 raise ModelError("is declared as tied but is no parameter of the model", where="model.tied", value=name,
                                  remedy="Name parameters as 'block.parameter'.")
+            if name in grouped:
+                raise ModelError("is in two groups", where="model.tied", value=name,
+                                 remedy="Put all names of one parameter into one group, each once.")
+            grouped.add(name)
         owner = found[group[0]]
         for name in group[1:]:
             end = found[name]
@@ -76,6 +83,12 @@ def global_parameters(model: Model, modules: dict[str, nn.Module]) -> tuple[Para
                                  where=f"parameter {name}", value=f"requires_grad={end.trainable}",
                                  remedy="Untie them, or freeze both.")
             found[name] = Parameter(name, end.shape, end.block, owner.name, end.trainable)
+    first: dict[nn.Parameter, str] = {}
+    for name, parameter in objects.items():
+        other = first.setdefault(parameter, name)
+        if found[other].owner != found[name].owner:
+            raise ModelError(f"is {other} under another name", where=f"parameter {name}", value=name,
+                             remedy=f"Declare them as tied: Model(tied=(({other!r}, {name!r}),)).")
     return tuple(found.values())
 
 
@@ -140,6 +153,10 @@ def build_stage(model: Model, layout: Layout, stage: int, *, seed: int, dtype: t
     return blocks
 
 
-def _replace_parameter(module: nn.Module, name: str, parameter: Tensor) -> None:
-    path, _, leaf = name.rpartition(".")
-    setattr(module.get_submodule(path), leaf, parameter)
+def _replace_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Put `parameter` in the place of the one called `name`, under all the names that this has in `module`."""
+    replaced = module.get_parameter(name)
+    for other, present in list(module.named_parameters(remove_duplicate=False)):
+        if present is replaced:
+            path, _, leaf = other.rpartition(".")
+            setattr(module.get_submodule(path), leaf, parameter)

@@ -76,7 +76,7 @@ def block_costs(model: Model, inputs: State, targets: object = None,
     state, costs, before = _to_meta(inputs), [], "the inputs"
     for name, module in build_on_meta(model).items():
         tensors = {key: value.to("meta", dtype if value.is_floating_point() else value.dtype) for key, value in
-                   (*module.named_parameters(), *module.named_buffers())}
+                   (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))}
         written = _WrittenBytes()
         try:
             with torch.no_grad(), FlopCounterMode(display=False) as counter, written:
