@@ -49,7 +49,7 @@ class Reference:
                  for name, parameter in module.named_parameters(remove_duplicate=False)}
         seen: dict[int, str] = {}
         for full, (module, name, parameter) in found.items():
-            owner = owner_of.get(full) or seen.setdefault(id(parameter), full)
+            owner = seen[id(parameter)] = owner_of.get(full) or seen.get(id(parameter), full)
             shared = found[owner][2]
             if shared is not parameter:
                 path, _, leaf = name.rpartition(".")

@@ -1,0 +1,195 @@
+"""The queue of postponed products: their order, what they keep alive, and what is left after a failure."""
+
+import pytest
+import torch
+from torch import nn
+
+from ranvier.mesh import Mesh
+from ranvier.pipeline.engine import Engine
+from ranvier.pipeline.schedule import Product
+from ranvier.pipeline.weight_gradients import WeightGradients, postpone_weight_gradients, restore_forward
+from ranvier.testing.ranks import run_ranks
+from tests.pipeline.parity import points, squared
+
+
+class Log:
+    """A queue of one block's products, and what it reports."""
+
+    def __init__(self, block, chunk_of=lambda parameter: 0, others=()):
+        self.names = {parameter: name for name, parameter in block.named_parameters()}
+        self.said = []
+        self.queue = WeightGradients(chunk_of, lambda parameter: self.said.append(("queued", self.names[parameter])),
+                                     lambda parameter: self.said.append(("added", self.names[parameter])))
+        postpone_weight_gradients([block], others, self.queue)
+
+
+def linear_pair():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2, bias=False)).double()
+
+
+def gradients(block):
+    return {name: None if parameter.grad is None else parameter.grad.clone() for name, parameter in
+            block.named_parameters()}
+
+
+def test_postponed_products_are_those_of_autograd():
+    x, plain, block = torch.randn(4, 3, dtype=torch.float64), linear_pair(), linear_pair()
+    log = Log(block)
+    plain(x).square().sum().backward()
+    loss = block(x).square().sum()
+    products = log.queue.backward_pass(7, loss.backward, defer=True)
+    assert gradients(block) == {"0.weight": None, "0.bias": None, "1.weight": None}
+    assert len(log.queue) == 2
+    assert log.said == [("queued", "1.weight"), ("queued", "0.weight"), ("queued", "0.bias")]
+    for number in range(len(products)):
+        log.queue.run(7, number)
+    assert log.said[3:] == [("added", "1.weight"), ("added", "0.weight"), ("added", "0.bias")]
+    assert len(log.queue) == 0
+    for name, expected in gradients(plain).items():
+        torch.testing.assert_close(gradients(block)[name], expected, rtol=1e-14, atol=0)
+
+
+def test_nothing_is_queued_where_nothing_is_postponed():
+    log = Log(block := linear_pair())
+    assert log.queue.backward_pass(0, block(torch.ones(1, 3).double()).sum().backward, defer=False) == []
+    assert log.said == [] and len(log.queue) == 0
+    assert all(gradient is not None for gradient in gradients(block).values())
+
+
+def test_sums_do_not_depend_on_when_products_run():
+    """Two microbatches, products run between or after: the same to the bit."""
+    torch.manual_seed(1)
+    inputs, found = torch.randn(2, 4, 3, dtype=torch.float64), []
+    for order in ["at once", "each", "after"]:
+        log = Log(block := linear_pair())
+        for number, x in enumerate(inputs):
+            products = log.queue.backward_pass(number, block(x).square().sum().backward, defer=order != "at once")
+            if order == "each":
+                for product in range(len(products)):
+                    log.queue.run(number, product)
+        if order == "after":
+            for number, product in [(0, 1), (1, 1), (0, 0), (1, 0)]:
+                log.queue.run(number, product)
+        found.append(gradients(block))
+    assert all(torch.equal(found[0][name], other[name]) for other in found[1:] for name in found[0])
+
+
+def test_what_products_free():
+    """The first layer's input is 4 x 3, its output's gradient and the second's input 4 x 5, the last gradient 4 x 2."""
+    log = Log(block := linear_pair(), chunk_of=lambda parameter: len(log.names[parameter]))
+    x = torch.randn(4, 3, dtype=torch.float64)
+    products = log.queue.backward_pass(0, block(x).square().sum().backward, defer=True)
+    assert products == [Product((4 * 5 + 4 * 2) * 8, len("1.weight")), Product((4 * 3 + 4 * 5) * 8, len("0.bias"))]
+    assert log.queue.forward_bytes == sum(product.alive_bytes for product in products)
+
+
+def test_what_is_shared_is_freed_by_the_last_that_holds_it():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left, self.right = nn.Linear(3, 2), nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.left(x) + self.right(x)  # one input, and one gradient of both outputs
+
+    log = Log(block := Shared().double())
+    x = torch.randn(4, 3, dtype=torch.float64)
+    first, second = log.queue.backward_pass(0, block(x).square().sum().backward, defer=True)
+    assert first.alive_bytes == 0 and second.alive_bytes == (4 * 3 + 4 * 2) * 8
+
+
+def test_a_part_of_something_larger_is_copied():
+    log, large = Log(block := linear_pair()), torch.randn(1000, 3, dtype=torch.float64)
+    log.queue.backward_pass(0, block(large[:4]).square().sum().backward, defer=True)
+    assert all(operands.x.untyped_storage().data_ptr() != large.untyped_storage().data_ptr()
+               for operands in log.queue._waiting.values())
+
+
+def test_a_frozen_bias_or_weight():
+    block = linear_pair()
+    log = Log(block)
+    block[0].bias.requires_grad_(False)
+    block[1].weight.requires_grad_(False)
+    products = log.queue.backward_pass(0, block(torch.ones(1, 3).double()).sum().backward, defer=True)
+    assert [word for word, _ in log.said] == ["queued"] and len(products) == 1
+    log.queue.run(0, 0)
+    assert {name for name, gradient in gradients(block).items() if gradient is not None} == {"0.weight"}
+
+
+class Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, switch):
+        ctx.switch = switch
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.switch:
+            raise ValueError("broken")
+        return gradient, None
+
+
+def test_a_backward_that_breaks_leaves_nothing_behind():
+    log = Log(block := linear_pair())
+    x, switch = torch.ones(1, 3).double(), [True]
+    loss = block[1](Breaks.apply(block[0](x), switch)).sum()
+    with pytest.raises(ValueError, match="broken"):
+        log.queue.backward_pass(0, loss.backward, defer=True)
+    assert not log.queue.in_pass
+    log.queue.clear()
+    assert len(log.queue) == 0
+    switch.clear()
+    products = log.queue.backward_pass(0, block[1](Breaks.apply(block[0](x), switch)).sum().backward, defer=True)
+    assert len(products) == 2 and len(log.queue) == 2
+
+
+def test_an_engine_goes_on_after_a_batch_that_broke():
+    """On one rank; its gradients are those of an engine that never saw the failure."""
+    switch = []
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return Breaks.apply(torch.tanh(self.linear(x)), switch)
+
+    def rank(world):
+        torch.manual_seed(0)
+        engine = Engine([Block(), Block(), Block()], world, mesh=Mesh(), loss=squared, dtype=torch.float64,
+                        defer_bytes=1 << 30)
+        batch, found = points([[2, 2, 2]])[0], []
+        for broken in (False, True, False):
+            switch[:] = [True] * broken
+            try:
+                engine.forward_backward(batch)
+                found.append({name: gradient.clone() for name, gradient in engine.gradients().items()})
+            except ValueError:
+                assert engine._stage.stored == 0
+        return found
+
+    (before, after), = run_ranks(rank, 1)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_which_layers_are_taken():
+    class Own(nn.Linear):
+        def forward(self, x):
+            return super().forward(x)
+
+    patched = nn.Linear(3, 3)
+    patched.forward = lambda x: x
+    tied = nn.Linear(3, 3)
+    outside = nn.Linear(3, 3)
+    outside.weight = tied.weight
+    both = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    both[1].weight = both[0].weight
+    block = nn.ModuleList([nn.Linear(3, 3), Own(3, 3), patched, nn.Bilinear(3, 3, 3), tied, *both])
+    Log(block, others=[outside])
+    taken = [number for number, module in enumerate(block) if type(module.__dict__.get("forward")).__name__ ==
+             "_DeferrableForward"]
+    assert taken == [0, 5, 6]
+    restore_forward(block)
+    assert ["forward" in module.__dict__ for module in block] == [False, False, True, False, False, False, False]
