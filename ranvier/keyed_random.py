@@ -99,9 +99,10 @@ def dropout(x: Tensor, probability: float, training: bool, *, start: Sequence[in
     """Dropout whose mask is keyed by (seed, step, sample, block, call site, place in the sample).
 
     x: [b, ...]; `start` and `full_shape` place x's trailing dims inside the unsharded sample, for a sharded x.
-    RuntimeError outside a `scope` (the engine opens one around every block).
+    RuntimeError outside a `scope` (the engine opens one around every block), except on the meta device, which has
+    shapes only.
     """
-    if not training or probability == 0.0:
+    if not training or probability == 0.0 or x.is_meta:
         return x
     here = _scope.get()
     if here is None:
