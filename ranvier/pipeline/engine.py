@@ -271,9 +271,12 @@ class Engine:
     def _synchronise_start(self, blocks: list[tuple[int, str, nn.Module]]) -> None:
         """Replicas start from replica 0's weights and buffers, ends of a tie from their owner's."""
         if self.mesh.data > 1:
-            for work in [self._data_group.broadcast(tensor.data) for _, _, module in blocks
-                         for tensor in (*module.parameters(), *module.buffers())]:
+            tensors = [tensor.data for _, _, module in blocks for tensor in (*module.parameters(), *module.buffers())]
+            sent = [tensor.contiguous() for tensor in tensors]  # itself, but for transposed ones and the like
+            for work in [self._data_group.broadcast(tensor) for tensor in sent]:
                 work.wait()
+            for tensor, value in zip(tensors, sent, strict=True):
+                tensor.copy_(value)
         self._send_tied_values()
 
     # ------------------------------------------------------------------ one batch

@@ -84,14 +84,14 @@ def block_costs(model: Model, inputs: State, targets: object = None,
         except ModelError:
             raise
         except Exception as error:
-            raise ModelError(f"does not take what {before} returns: {type(error).__name__}: {error}",
+            raise ModelError(f"does not take {before}: {type(error).__name__}: {error}",
                              where=f"block {name}",
                              remedy="Make its forward take and return the carried state.") from error
         outputs = named(state, f"block {name}")
         costs.append(BlockCost(name=name, flops=counter.get_total_flops(), written_bytes=written.count,
                                output_bytes=sum(t.numel() * t.element_size() for t in outputs.values()),
                                num_parameters=sum(p.numel() for p in module.parameters())))
-        before = f"block {name}"
+        before = f"what block {name} returns"
     if targets is not None:
         check_loss(model, state, _to_meta(targets))
     return costs
