@@ -1,0 +1,149 @@
+"""What blocks cost, and the cut whose dearest stage is cheapest."""
+
+from functools import partial
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from ranvier.errors import ConfigError, ModelError
+from ranvier.models.block import Model
+from ranvier.models.gpt import flops_per_sequence, gpt
+from ranvier.pipeline.partition import BlockCost, block_costs, check_boundaries, loss_parts, partition, uniform
+from ranvier.run import GPT
+from tests.pipeline.parity import chain, small_gpt, squared
+
+
+def dearest(costs, boundaries):
+    return max(sum(costs[start:stop]) for start, stop in pairwise((0, *boundaries, len(costs))))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=9), st.data())
+def test_partition_is_exact(costs, data):
+    stages = data.draw(st.integers(1, len(costs)))
+    boundaries = partition(costs, stages)
+    assert check_boundaries(boundaries, len(costs), stages) == boundaries
+    best = min(dearest(costs, cut) for cut in combinations(range(1, len(costs)), stages - 1))
+    assert dearest(costs, boundaries) == best
+
+
+def test_partition_prefers_few_blocks_in_later_stages():
+    assert partition([1, 1, 1, 1, 1], 2) == (3,)
+    assert partition([4, 1, 1, 1, 1], 2) == (1,)
+    assert partition([5.0], 1) == ()
+
+
+@pytest.mark.parametrize(("blocks", "stages", "expected"), [
+    (8, 4, (2, 4, 6)), (30, 4, (8, 16, 23)), (7, 3, (3, 5)), (3, 3, (1, 2)), (5, 1, ())])
+def test_uniform(blocks, stages, expected):
+    assert uniform(blocks, stages) == expected
+
+
+@pytest.mark.parametrize("cut", [partition, lambda costs, stages: uniform(len(costs), stages)])
+def test_more_stages_than_blocks(cut):
+    with pytest.raises(ConfigError, match=r"mesh.pipe: is more than the model's 2 blocks \(got 3\). "
+                                          r"Set --mesh.pipe 2 or less, or use a deeper model."):
+        cut([1.0, 1.0], 3)
+
+
+@pytest.mark.parametrize(("boundaries", "says"), [
+    ((1,), r"has 1 numbers for 3 stages \(got \(1,\)\)"),
+    ((2, 2), r"does not rise, or leaves a stage without blocks \(got \(2, 2\)\)"),
+    ((0, 2), "does not rise"), ((3, 5), "does not rise"), ((4, 2), "does not rise"), ((-1, 2), "does not rise"),
+])
+def test_boundaries_that_do_not_cut(boundaries, says):
+    remedy = "Give 2 rising block numbers between 1 and 4, the first block of each stage after the first."
+    with pytest.raises(ConfigError, match=f"^pipeline.boundaries: {says}.*{remedy}"):
+        check_boundaries(boundaries, 5, 3)
+
+
+# ---------------------------------------------------------------------- costs
+
+def test_costs_of_a_chain_of_linear_layers():
+    """2 x in x out operations a row; the output is what is written and what leaves."""
+    model = chain(partial(nn.Linear, 3, 5), partial(nn.Linear, 5, 2, bias=False))
+    inputs = torch.zeros(7, 3)
+    assert block_costs(model, inputs, torch.zeros(7, 2)) == [
+        BlockCost(name="b0", flops=2 * 7 * 3 * 5, written_bytes=7 * 5 * 4, output_bytes=7 * 5 * 4, num_parameters=20),
+        BlockCost(name="b1", flops=2 * 7 * 5 * 2, written_bytes=7 * 2 * 4, output_bytes=7 * 2 * 4, num_parameters=10)]
+
+
+def test_costs_in_fp64_and_with_dropout():
+    ids = torch.zeros(2, 6, dtype=torch.int64)
+    once = block_costs(small_gpt(), ids, dtype=torch.float32)
+    twice = block_costs(small_gpt(dropout=0.5), ids, dtype=torch.float64)
+    assert [cost.flops for cost in once] == [cost.flops for cost in twice]
+    assert [2 * cost.output_bytes for cost in once] == [cost.output_bytes for cost in twice]
+
+
+@pytest.mark.parametrize("sizes", [dict(num_layers=2, hidden=16, heads=2, vocab=50, sequence=8),
+                                   dict(num_layers=3, hidden=8, heads=4, vocab=300, sequence=5)], ids=str)
+def test_flops_of_a_gpt_are_the_formula(sizes):
+    config = GPT(**sizes)
+    costs = block_costs(gpt(config), torch.zeros(3, config.sequence, dtype=torch.int64))
+    assert 3 * sum(cost.flops for cost in costs) == pytest.approx(3 * flops_per_sequence(config))
+    assert [cost.output_bytes for cost in costs][:-1] == [4 * 3 * config.sequence * config.hidden] * (len(costs) - 1)
+
+
+def test_weights_count_written_bytes():
+    cost = BlockCost(name="a", flops=100, written_bytes=10, output_bytes=0, num_parameters=0)
+    assert cost.weight("cpu") == 140.0 and cost.weight("cuda") == 2600.0 and cost.weight("xpu") == 140.0
+
+
+def test_counting_leaves_ready_made_modules_alone():
+    torch.manual_seed(0)
+    norm, linear = nn.BatchNorm1d(3), nn.Linear(3, 3)
+    shared = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    shared[1].weight = shared[0].weight
+    tensors = (*norm.buffers(), *linear.parameters())
+    before = [tensor.clone() for tensor in tensors]
+    model = Model(blocks={"a": lambda: norm, "b": lambda: linear, "c": lambda: shared}, loss=squared)
+    costs = block_costs(model, torch.zeros(4, 3), torch.zeros(4, 3))
+    assert [cost.num_parameters for cost in costs] == [6, 12, 15]
+    assert all(torch.equal(one, kept) for one, kept in zip(tensors, before, strict=True))
+
+
+class Dict(nn.Module):
+    def forward(self, state):
+        return {"x": state, "mask": torch.ones(state.shape[0], dtype=torch.bool, device=state.device)}
+
+
+def test_costs_of_named_tensors():
+    first, = block_costs(Model(blocks={"a": Dict}, loss=squared), torch.zeros(4, 3))
+    assert first.output_bytes == 4 * 3 * 4 + 4
+
+
+# ---------------------------------------------------------------------- chains that do not fit
+
+@pytest.mark.parametrize(("blocks", "says"), [
+    ([partial(nn.Linear, 4, 4)], r"block b0: does not take the inputs: RuntimeError: "),
+    ([partial(nn.Linear, 3, 5), partial(nn.Linear, 4, 2)],
+     r"block b1: does not take what block b0 returns: RuntimeError: .*Make its forward take and return the carried"),
+    ([Dict, partial(nn.Linear, 3, 3)], "block b1: does not take what block b0 returns: TypeError"),
+    ([lambda: nn.LSTM(3, 3)], r"block b0: must return a tensor or a non-empty dict of named tensors \(got 'tuple'\)"),
+])
+def test_blocks_that_do_not_fit(blocks, says):
+    with pytest.raises(ModelError, match=says):
+        block_costs(chain(*blocks), torch.zeros(4, 3), torch.zeros(4, 3))
+
+
+@pytest.mark.parametrize(("loss", "says"), [
+    (lambda outputs, targets: ((outputs - targets) ** 2).mean(), r"got 'a tensor of shape \(\)'\). Use reduction="),
+    (lambda outputs, targets: (outputs - targets) ** 2, r"got 'a tensor of shape \(4, 3\)'"),
+    (lambda outputs, targets: (outputs.sum(), None), "got 'tuple'"),
+    (lambda outputs, targets: (1.0, 4), "got 'tuple'"),
+    (lambda outputs, targets: outputs.sum().item(), "loss: does not take what the last block returns: RuntimeError"),
+    (lambda outputs: outputs.sum(), "loss: does not take what the last block returns: TypeError"),
+])
+def test_losses_that_do_not_fit(loss, says):
+    with pytest.raises(ModelError, match=says):
+        block_costs(chain(partial(nn.Linear, 3, 3), loss=loss), torch.zeros(4, 3), torch.zeros(4, 3))
+
+
+@pytest.mark.parametrize("result", [(torch.ones(()), 3), (torch.ones(1), 2.5), (torch.ones(()), torch.ones(()))])
+def test_loss_parts(result):
+    assert loss_parts(result) is result
