@@ -121,8 +121,9 @@ def train(recipe: str, **flags: str | None) -> int:
     run = resolved.run
     run = dataclasses.replace(run, run_dir=run.run_dir or resolve.default_folder(name))
     started = detect(os.environ, run.launch.launcher)
-    if started is None or (started.launcher != "local" and started.rank == 0):
+    if started is None:
         _check_folder(run.run_dir)
+    if started is None or (started.launcher != "local" and started.rank == 0):
         for warning in check.warnings(run):
             print(f"ranvier: warning: {warning}", file=sys.stderr)
     world = launch.start(run.mesh, transport=run.comm.transport, launcher=run.launch.launcher,
@@ -137,6 +138,8 @@ def _train_as_rank(run: Run, name: str, world) -> int:
     from ranvier.train.loop import train as train_loop
 
     try:
+        if world.rank == 0:  # not before `start`: the other ranks would wait there for one that has gone
+            _check_folder(run.run_dir)
         train_loop(run, name, world)
         world.backend.close()
     except BaseException as error:

@@ -13,6 +13,7 @@ import difflib
 import importlib
 import inspect
 import json
+import math
 import os
 import re
 import sys
@@ -20,7 +21,7 @@ import textwrap
 import tomllib
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from datetime import datetime
 from functools import cache
 from importlib import resources
@@ -35,7 +36,7 @@ from pydantic import TypeAdapter
 from ranvier.errors import ConfigError
 from ranvier.run import Run
 
-_MAX_INT = 1 << 62  # beyond it no count of anything here, and no torch size, exists
+_MAX_INT = 1 << 62  # no count of anything here, and no size of a tensor, is that large
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,12 +160,14 @@ def _read(setting: Setting, value: object, layer: Layer) -> object:
         else:
             # Strict reading of JSON takes a list for a tuple and a text for a path, but no text for a number.
             read = adapter.validate_json(json.dumps(value, default=os.fspath), strict=True)
-        for part in read if isinstance(read, tuple) else (read,):
-            if isinstance(part, (int, float)) and not abs(part) < _MAX_INT:  # NaN and infinities included
-                raise ValueError("out of any range")
     except (ValueError, TypeError, RecursionError):
         raise ConfigError(f"must be {setting.expected}", where=setting.flag, value=value,
                           remedy=_remedy(setting, layer.origin, value)) from None
+    for part in read if isinstance(read, tuple) else (read,):
+        bound = _MAX_INT if isinstance(part, int) else math.inf
+        if isinstance(part, (int, float)) and not abs(part) < bound:  # NaN is no less than anything
+            raise ConfigError("is larger than anything here can be", where=setting.flag, value=value,
+                              remedy=_remedy(setting, layer.origin, value))
     return read
 
 
@@ -234,6 +237,7 @@ def as_text(value: object) -> str:
 
 
 def _unknown(name: str, value: object, origin: str) -> ConfigError:
+    name = name or '""'
     if isinstance(value, Mapping) and (near := difflib.get_close_matches(name, sections(), n=1)):
         return ConfigError("is not a section", where=name, value=f"in {origin}", remedy=f"Did you mean [{near[0]}]?")
     names = {**{known: known for known in settings()}, **{known.rpartition(".")[2]: known for known in settings()}}
@@ -264,7 +268,7 @@ def load(recipe: str) -> tuple[str, Layer]:
     path = Path(recipe)
     if path.suffix == ".toml":
         try:
-            return path.stem, _parse(path.read_bytes(), f"file {recipe}")
+            return _without_own_folder(path, _parse(path.read_bytes(), f"file {recipe}"))
         except (OSError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
@@ -276,6 +280,15 @@ def load(recipe: str) -> tuple[str, Layer]:
     near = difflib.get_close_matches(recipe, recipe_names(), n=1, cutoff=0.4)
     raise ConfigError("is neither a shipped recipe, a .toml file nor module:function", where="recipe", value=recipe,
                       remedy=f"Did you mean {near[0]}?" if near else f"Shipped are: {', '.join(recipe_names())}.")
+
+
+def _without_own_folder(path: Path, layer: Layer) -> tuple[str, Layer]:
+    """A recipe file's name and layer. A run's own run.toml names the folder that it is in, not one for the next run."""
+    folder = layer.values.get("run_dir")
+    if not isinstance(folder, str) or (Path(folder) / "run.toml").absolute() != path.absolute():
+        return path.stem, layer
+    values = {name: value for name, value in layer.values.items() if name != "run_dir"}
+    return path.absolute().parent.name, replace(layer, values=values)
 
 
 def _parse(text: bytes, origin: str) -> Layer:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
@@ -73,7 +73,7 @@ class Pipeline:
 class Comm:
     transport: Literal["auto", "torch", "mpi"] = "auto"
     """torch.distributed (Gloo, NCCL) or MPI; auto takes MPI on CPU where mpi4py and mpiexec are found."""
-    timeout_seconds: Annotated[float, Gt(0)] = 300.0
+    timeout_seconds: Annotated[float, Gt(0), Le(1e8)] = 300.0
     """Longest wait for one message or collective before the run fails with a report of who waits for what."""
     chunk_bytes: Positive = 4_000_000
     """Gradient bytes that are averaged over `data` in one piece."""

@@ -99,7 +99,8 @@ def test_local_ignores_other_launchers():
     assert detect({**SRUN, **MPICH, "PMI_SIZE": "4"}, "local") is None
 
 
-@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR"])
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT",
+                                     "MASTER_ADDR"])
 def test_incomplete_variables(missing):
     with pytest.raises(ConfigError, match=f"{missing} is missing"):
         detect({name: value for name, value in TORCHRUN.items() if name != missing})

@@ -164,7 +164,8 @@ def test_a_rank_that_raises_under_torchrun(start):
 
 
 @pytest.mark.parametrize(("num_ranks", "transport", "message"), [
-    pytest.param(2, "mpi", "comm.transport: cannot work under torchrun", marks=pytest.mark.slow), (3, "torch", "needs 2 ranks .* but torchrun started 3")])
+    pytest.param(2, "mpi", "comm.transport: cannot work under torchrun", marks=pytest.mark.slow),
+    (3, "torch", "needs 2 ranks .* but torchrun started 3")])
 def test_settings_that_torchrun_cannot_serve_are_told_once(start, num_ranks, transport, message):
     code, _, err = start(*torchrun(num_ranks, SCRIPT, "succeed", transport)).finish()
     assert code != 0
@@ -208,3 +209,13 @@ def test_a_program_on_standard_input(tmp_path):
                           capture_output=True, timeout=DEADLINE_SECONDS, cwd=tmp_path)
     assert done.returncode == 2
     assert re.fullmatch(r"ranvier: error: launch: cannot start ranks from .*\n", done.stderr)
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(mpi_available() is not None, reason="no MPI")
+def test_a_folder_that_holds_a_run_is_refused_under_mpiexec(start, tmp_path):
+    (tmp_path / "run.toml").write_text("")
+    command = [sys.executable, "-m", "ranvier", "train", "gpt-tiny", "--mesh.pipe", "1", "--run-dir", tmp_path]
+    code, _, err = start(find_mpiexec(), "-n", 2, *command).finish()
+    assert code == 2
+    assert err.count("run-dir: holds the results of another run") == 1

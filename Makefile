@@ -1,0 +1,52 @@
+# `make train` and `make test` are all that a fresh machine needs: they make .venv and install into it first.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: help train test test-all lint bench-pipeline bench-transports bench-meshes clean
+
+help:
+	@echo "make train              train the smallest GPT on four local ranks, with a picture of what each did when"
+	@echo "make test               lint and the tests; test-all adds the slow ones"
+	@echo "make bench-pipeline     compare with other pipelines; bench-transports, bench-meshes likewise"
+	@echo "make clean              remove $(VENV)"
+
+train: $(VENV)/train
+	$(BIN)/ranvier train gpt-tiny
+
+test: lint
+	$(BIN)/python -m pytest
+
+test-all: lint
+	$(BIN)/python -m pytest -m "not gpu"
+
+lint: $(VENV)/test
+	$(BIN)/ruff check .
+
+bench-pipeline: $(VENV)/train
+	$(BIN)/python -m benchmarks.pipeline.pipeline
+
+bench-transports: $(VENV)/train
+	$(BIN)/python -m benchmarks.transports.transports
+
+bench-meshes: $(VENV)/train
+	$(BIN)/python -m benchmarks.meshes.losses
+
+clean:
+	rm -rf $(VENV)
+
+# Each stamp is the set of extras it installs. MPI is faster but may have no wheel here; everything works without it.
+$(VENV)/train: EXTRAS :=
+$(VENV)/test: EXTRAS := test
+$(VENV)/train $(VENV)/test: pyproject.toml constraints.txt | $(BIN)/python
+	@$(PIP) -e '.[mpi$(if $(EXTRAS),$(comma)$(EXTRAS))]' || { \
+	  echo "The mpi extra could not be installed: going on without it, over torch.distributed alone."; \
+	  $(PIP) -e '.$(if $(EXTRAS),[$(EXTRAS)])'; }
+	@touch $@
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+comma := ,

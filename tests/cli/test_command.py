@@ -1,0 +1,175 @@
+"""The command itself: what it prints, its exit codes, and what it leaves on disk."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from ranvier import resolve
+from ranvier.cli import run_command
+
+TINY = ["--model.num-layers", "1", "--model.hidden", "16", "--model.heads", "2", "--model.vocab", "260",
+        "--model.sequence", "16", "--batch.global-size", "4", "--batch.microbatch-size", "2", "--train.steps", "2",
+        "--train.warmup-steps", "0", "--train.eval-sequences", "4", "--train.sample-tokens", "2"]
+
+
+def ranvier(*args, cwd=None):
+    return subprocess.run([sys.executable, "-m", "ranvier", *map(str, args)], capture_output=True, text=True, cwd=cwd,
+                          timeout=240, check=False)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number in range(20):
+        (folder / f"{number}.txt").write_text("".join(f"line {number * line} of a small text\n" for line in range(40)))
+    return ["--data.corpus", str(folder), "--data.cache-dir", str(tmp_path / "cache")]
+
+
+def test_help_and_version_do_not_import_torch():
+    program = ("import sys; from ranvier.cli import run_command\n"
+               "codes = [run_command([*args]) for args in (['--help'], ['train', '--help'], ['--version'])]\n"
+               "assert codes == [0, 0, 0], codes\n"
+               "assert 'torch' not in sys.modules and 'rich' not in sys.modules\n")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    for name in resolve.settings():
+        assert f"--{resolve.flag(name)}" in done.stdout
+    assert "Sequences in one step, over all replicas." in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize(("args", "text"), [
+    (["train", "gpt-tiny", "--batch.global-siz", "3"], "No such option '?--batch.global-siz'?.*--batch.global-size"),
+    (["trian"], "No such command 'trian'"), (["train"], "Missing argument 'RECIPE'"),
+    (["check", "gpt-tiny", "--ranks", "0"], "Invalid value for '--ranks'"),
+    (["train", "gpt-tyni"], "recipe: is neither .*Did you mean gpt-tiny"),
+    (["train", "gpt-tiny", "--seed", "x"], "seed: must be a whole number of at least 0"),
+    (["train", "gpt-tiny", "--mesh.row", "2"], "mesh.row: must be 1"),
+    (["check", "gone.toml"], "recipe: cannot be read")])
+def test_mistakes_are_one_line(capsys, monkeypatch, tmp_path, args, text):
+    monkeypatch.chdir(tmp_path)
+    assert run_command(args) == 2
+    out, err = capsys.readouterr()
+    assert re.fullmatch(rf"ranvier: error: .*{text}.*\n", err)
+    assert out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_problem_is_a_line(capsys):
+    assert run_command(["train", "gpt-tiny", "--seed", "x", "--mesh.row", "2", "--model.heads", "3"]) == 2
+    assert [line.split(":")[2].strip() for line in capsys.readouterr().err.splitlines()] == [
+        "seed", "model.heads", "mesh.row"]
+
+
+def test_only_the_first_rank_of_a_machine_tells_them(capsys, monkeypatch):
+    for name, value in {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}.items():
+        monkeypatch.setenv(name, value)
+    assert run_command(["train", "gpt-tiny", "--mesh.row", "2"]) == 2
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("MPI_LOCALRANKID", "0")
+    assert run_command(["train", "gpt-tiny", "--mesh.row", "2"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_folder_that_holds_a_run_is_refused(capsys, tmp_path):
+    (tmp_path / "run.toml").write_text("")
+    assert run_command(["train", "gpt-tiny", "--run-dir", str(tmp_path)]) == 2
+    assert re.fullmatch(r"ranvier: error: run-dir: holds the results of another run .* Choose another folder .*\n",
+                        capsys.readouterr().err)
+
+
+def test_check_as_json(capsys):
+    args = ["check", "gpt-tiny", "--ranks", "4", "--json", "--train.steps", "70", "--pipeline.boundaries", "5"]
+    assert run_command(args) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["problems"] == document["warnings"] == []
+    assert [stage["blocks"][0] for stage in document["stages"]] == ["embedding", "layer2.attention"]
+    assert [(entry["pipe"], entry["ranks"]) for entry in document["memory"]] == [(0, 2), (1, 2)]
+    for entry in document["memory"]:
+        parts = [value for name, value in entry.items() if name.endswith("_bytes") and name != "total_bytes"]
+        assert entry["total_bytes"] == sum(parts) > 0
+    values = {entry["name"]: (entry["value"], entry["origin"]) for entry in document["values"]}
+    assert values["train.steps"] == ("70", "flag")
+    assert values["mesh.pipe"] == ("2", "recipe gpt-tiny")
+    assert values["comm.transport"] == ("auto", "default")
+    assert set(values) == {resolve.flag(name) for name in resolve.settings()}
+
+
+def test_check_finds_everything_at_once(capsys):
+    assert run_command(["check", "gpt-tiny", "--ranks", "6", "--json", "--seed", "x", "--model.heads", "3"]) == 2
+    problems = json.loads(capsys.readouterr().out)["problems"]
+    assert [problem["where"] for problem in problems] == ["seed", "model.heads", "mesh"]
+    for problem in problems:
+        assert set(problem) == {"where", "value", "message", "remedy"}
+        assert problem["message"] and problem["remedy"]
+
+
+def test_check_for_people(capsys):
+    assert run_command(["check", "gpt-tiny", "--ranks", "4", "--train.steps", "7"]) == 0
+    out = capsys.readouterr().out
+    for text in (r"train\.steps +7 +flag", r"mesh\.data +2 +recipe gpt-tiny", r"comm\.transport +auto +default",
+                 "MiB per rank", r"warning: train\.warmup-steps", "no problems found"):
+        assert re.search(text, out), text
+    assert run_command(["check", "gpt-tiny", "--ranks", "5"]) == 2
+    assert "problem: mesh: needs 4 ranks, not 5" in capsys.readouterr().out
+
+
+def test_doctor(capsys):
+    assert run_command(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for text in ("python", "torch", "cores", "cgroup memory limit", "Gloo", "MPI", "transport", "threads", "cache"):
+        assert re.search(rf"\b{text}\b", out), text
+
+
+def test_doctor_finds_fault(capsys, monkeypatch):
+    for name, value in {"PMI_RANK": "0", "PMI_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0",
+                        "OMPI_COMM_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert run_command(["doctor"]) == 2
+    assert "Start the command with one mpiexec" in capsys.readouterr().out
+
+
+def test_training_leaves_its_results_in_its_folder_only(tmp_path, corpus):
+    args = ["train", "gpt-tiny", "--mesh.data", 1, "--mesh.pipe", 2, "--comm.transport", "torch", *TINY, *corpus]
+    done = ranvier(*args, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"corpus", "cache", "runs"}
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert re.fullmatch(r"gpt-tiny-\d{8}-\d{6}", run_dir.name)
+    assert {"run.toml", "metrics.jsonl", "summary.json", "timeline.json"} <= {path.name for path in run_dir.iterdir()}
+    losses = [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert len(losses) == 2
+    found = resolve.resolve([resolve.load(str(run_dir / "run.toml"))[1]])
+    assert found.problems == ()
+    assert (found.run.comm.transport, found.run.pipeline.in_flight) == ("torch", 2)
+    assert isinstance(found.run.launch.threads, int)
+
+    again = ranvier("train", run_dir / "run.toml", "--mesh.pipe", 1, "--pipeline.boundaries", "none", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    (second,) = set((tmp_path / "runs").iterdir()) - {run_dir}
+    assert second.name.startswith(f"{run_dir.name}-")
+    repeated = [json.loads(line)["loss"] for line in (second / "metrics.jsonl").read_text().splitlines()]
+    assert repeated == pytest.approx(losses, rel=1e-5)
+
+
+def test_an_error_of_the_ranks_is_one_line(tmp_path):
+    done = ranvier("train", "gpt-tiny", "--mesh.data", 1, "--comm.transport", "torch", *TINY, "--data.corpus",
+                   tmp_path / "missing", "--data.cache-dir", tmp_path / "cache", "--run-dir", tmp_path / "run")
+    assert done.returncode == 2
+    assert re.fullmatch(r"ranvier: error: .*missing.*\n", done.stderr)
+
+
+def test_interrupting_a_command_in_this_process(monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(resolve, "recipe_names", interrupted)
+    assert run_command(["check", "gpt-tiny"]) == 130
+
+
+def test_the_tests_run_outside_any_launcher():
+    assert not {"PMI_RANK", "OMPI_COMM_WORLD_RANK", "TORCHELASTIC_RUN_ID"} & set(os.environ)
