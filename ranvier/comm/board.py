@@ -19,8 +19,8 @@ class Board:
 
     def __init__(self, store: Store, rank: int, mesh: Mesh, interval_seconds: float = 1.0) -> None:
         self._store, self._rank, self._mesh, self._interval = store, rank, mesh, interval_seconds
-        self.doing = "starting"
-        """What this rank does now; written by the rank at every action."""
+        self.doing = "its start"
+        """What this rank is in now, as a noun; written by the rank at every action."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._publish_changes, name=f"ranvier-board-{rank}", daemon=True)
         self._thread.start()
@@ -60,8 +60,9 @@ class Board:
 
     def waiting(self, what: str, source: int, seconds: float) -> str:
         """`pipe 1 waits 31 s for the forward of microbatch 5 from pipe 0, which is in backward 2`."""
+        said = self.read(source)
         return (f"{self.name(self._rank)} waits {seconds:.0f} s for {what} from {self.name(source)}, "
-                f"which is {self.read(source)}")
+                f"which is {said if said.startswith('not heard of') else f'in {said}'}")
 
     def report(self, what: str, source: int, seconds: float) -> str:
         """The line above for this rank, and one line for every other rank."""

@@ -212,9 +212,10 @@ class CheckedGroup:
 
 def place_in(partition: Sequence[Sequence[int]], rank: int, size: int, purpose: str) -> tuple[tuple[int, ...], int]:
     """The members that `rank` belongs to, and its place there. TransportError unless each rank is in one place."""
-    if sorted(member for members in partition for member in members) != list(range(size)):
-        raise TransportError(f"must hold each of the {size} ranks once", where=f"partition of group {purpose!r}",
-                             value=[list(members) for members in partition],
+    if (sorted(member for members in partition for member in members) != list(range(size))
+            or any(list(members) != sorted(members) for members in partition)):
+        raise TransportError(f"must hold each of the {size} ranks once, in rising order within a group",
+                             where=f"partition of group {purpose!r}", value=[list(members) for members in partition],
                              remedy="Put ranks that take no part into groups of one.")
     members = next(tuple(members) for members in partition if rank in members)
     return members, members.index(rank)

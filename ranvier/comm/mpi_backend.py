@@ -131,7 +131,6 @@ class MPIBackend:
         if self._owns:
             self._mpi.Finalize()
 
-
     def _until(self, condition: Callable[[], bool], timeout_seconds: float) -> bool:
         """Keep messages moving until `condition`, so that a peer's last sends leave it; whether it came in time."""
         for _ in _rounds(timeout_seconds):
@@ -339,7 +338,10 @@ class MPIGroup(CheckedGroup):
         return Then(self._keep(call(*(tensor.numpy() for tensor in staged)), *staged), lambda: output.copy_(staged[0]))
 
     def _keep(self, request: MPI.Request, *tensors: Tensor) -> MPIWork:
-        """The request as work. Its memory stays alive until MPI has done with it, even if the caller forgets both."""
+        """The request as work. Its memory stays alive until MPI has done with it, even if the caller forgets both.
+
+        mpi4py's requests keep the memory of sends and receives, but not that of collectives in place.
+        """
         self._under_way = [(work, kept) for work, kept in self._under_way if not work.done()]
         self._under_way.append((MPIWork(request, self), tensors))
         return self._under_way[-1][0]

@@ -7,8 +7,9 @@
                                                5 the message is delivered when NCCL says that it is complete
 
 A NCCL receive occupies the device until it is matched, so it is posted only when the header says that its sender has
-posted the send. Each directed edge has a communicator and a stream of its own, so no edge waits behind another, and the
-host waits nowhere.
+posted the send. Each directed edge has a communicator and a stream of its own (torch makes one per pair of ranks and
+process group, so one process group carries the edges to higher ranks and another those to lower ones): no edge waits
+behind another, and the host waits nowhere.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _POLL_SECONDS = 50e-6
 
 @dataclass
 class _Edge:
-    """One directed edge: its communicator, its stream, and what is under way on it, oldest first."""
+    """One directed edge: its process group, its stream, and what is under way on it, oldest first."""
 
     channel: dist.ProcessGroup
     stream: torch.cuda.Stream
@@ -47,8 +48,9 @@ class NcclTransport:
 
     longest_gap_seconds = 0.0
 
-    def __init__(self, host: GlooTransport, device: torch.device) -> None:
-        self._host, self._device = host, device
+    def __init__(self, host: GlooTransport, device: torch.device, *, rising: dist.ProcessGroup,
+                 falling: dist.ProcessGroup) -> None:
+        self._host, self._device, self._rising, self._falling = host, device, rising, falling
         self._sources: dict[int, _Edge] = {}
         self._destinations: dict[int, _Edge] = {}
         self._complete: deque[Message] = deque()
@@ -65,7 +67,7 @@ class NcclTransport:
                      | {(rank, destination) for destination in destinations if destination not in self._destinations})
         self._host.connect(sources, destinations, min(capacity_bytes, 1 << 16))
         for source, destination in new:
-            channel = dist.new_group([source, destination], backend="nccl", use_local_synchronization=True)
+            channel = self._rising if source < destination else self._falling
             edge = _Edge(channel, torch.cuda.Stream(self._device))
             first = torch.zeros(1, device=self._device)
             if source == rank:  # NCCL builds a communicator at its first use: here, and not inside a step.

@@ -175,10 +175,11 @@ class _ThrottledGroup:
         ring = zip(inner.ranks, (*inner.ranks[1:], inner.ranks[0]), strict=True) if len(inner.ranks) > 1 else ()
         self._lanes = [_Lane(links, source, destination, purpose) for source, destination in ring]
         self._under_way: deque[_ThrottledWork] = deque()
+        self._stamp_bytes = 0
 
     @property
     def bytes_received(self) -> int:
-        return self._inner.bytes_received
+        return self._inner.bytes_received - self._stamp_bytes
 
     def _slow(self, operation: Operation, whole: Tensor, start: Callable[[], Work]) -> Work:
         self._pause()
@@ -187,6 +188,7 @@ class _ThrottledGroup:
             return start()
         called_ns = torch.tensor([time.monotonic_ns()])
         stamp = self._inner.all_reduce(called_ns, "max")
+        self._stamp_bytes += ring_bytes("all_reduce", members, called_ns.nbytes)
         load = ring_bytes(operation, members, whole.numel() * whole.element_size())
         hops = (members - 1) * (2 if operation == "all_reduce" else 1)
         work = _ThrottledWork(start(), stamp, self._under_way, lambda: max(

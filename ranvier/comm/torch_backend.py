@@ -34,6 +34,7 @@ from ranvier.comm.protocol import Reduction, Transport, Work
 from ranvier.errors import LaunchError, TransportError
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older torch's name
 _FOREVER = timedelta(days=3650)
 _GOODBYE = b"RNV bye."
 _CLOSE_SECONDS = 10.0
@@ -70,15 +71,21 @@ class TorchBackend:
         self._closed = False
 
     def transport(self, purpose: str) -> Transport:
-        channel = dist.new_group(range(self.size), timeout=_FOREVER, backend="gloo") if self.size > 1 else None
+        everyone = range(self.size)
+        channel = dist.new_group(everyone, timeout=_FOREVER, backend="gloo") if self.size > 1 else None
         host = GlooTransport(channel, purpose, self.rank, self.size)
         self._transports.append(host)
-        return NcclTransport(host, self._device) if self._device.type == "cuda" else host
+        if self._device.type != "cuda" or channel is None:
+            return host
+        return NcclTransport(host, self._device, rising=dist.new_group(everyone, backend="nccl"),
+                             falling=dist.new_group(everyone, backend="nccl"))
 
     def group(self, purpose: str, partition: Sequence[Sequence[int]]) -> TorchGroup:
         ranks, index = place_in(partition, self.rank, self.size, purpose)
-        channel = None if len(ranks) == 1 else dist.new_group(
-            list(ranks), timeout=self._timeout, backend=self._kinds, use_local_synchronization=True)
+        # Every rank makes every group: torch names a group by how many its maker has, and the members must agree.
+        made = {tuple(members): dist.new_group(list(members), timeout=self._timeout, backend=self._kinds)
+                for members in partition if len(members) > 1}
+        channel = made.get(ranks)
         self._groups.append(TorchGroup(channel, purpose, ranks, index))
         return self._groups[-1]
 
@@ -290,7 +297,7 @@ class TorchGroup(CheckedGroup):
         return self._start(dist.all_reduce, tensor, _OPS[op])
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        return self._start(dist.all_gather_into_tensor, output, tensor)
+        return self._start(_ALL_GATHER, output, tensor)
 
     def _broadcast(self, tensor: Tensor, root: int) -> Work:
         return self._start(dist.broadcast, tensor, self.ranks[root])

@@ -1,0 +1,470 @@
+"""What every backend must do: cases that take a World and raise when it does not. Run by test_*.py of this folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from ranvier.comm.collectives import ring_bytes
+from ranvier.comm.message import Kind, Message, encoded_bytes
+from ranvier.comm.protocol import Transport
+from ranvier.errors import TransportError
+from ranvier.world import World
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16,
+          torch.int8, torch.uint8, torch.bool)
+
+
+def run_cases(world: World, names: Sequence[str]) -> int:
+    """Run these cases one after another; names the one that fails."""
+    for name in names:
+        try:
+            globals()[name](world)
+        except BaseException as error:
+            error.add_note(f"in conformance case {name}")
+            raise
+    return len(names)
+
+
+def message(number: int, *tensors: Tensor, kind: Kind = Kind.FORWARD, step: int = 0) -> Message:
+    return Message(kind, step, number, {f"t{place}": tensor for place, tensor in enumerate(tensors)})
+
+
+def everyone(world: World, purpose: str, capacity_bytes: int = 4096) -> tuple[Transport, list[int]]:
+    """A transport with edges to and from all others."""
+    others = [rank for rank in range(world.size) if rank != world.rank]
+    transport = world.backend.transport(purpose)
+    transport.connect(others, others, capacity_bytes)
+    return transport, others
+
+
+def receive(transport: Transport) -> Message:
+    arrived = transport.wait(30.0)
+    assert arrived is not None, "nothing came within 30 s"
+    return arrived
+
+
+def same(actual: Tensor, expected: Tensor) -> None:
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+    assert torch.equal(actual, expected), f"{actual} is not {expected}"
+
+
+def random(seed: int, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Small whole numbers, whose sums are exact in every dtype."""
+    return torch.randint(0, 5, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+# Messages.
+
+def edges_are_fifo(world: World) -> None:
+    transport, others = everyone(world, "fifo")
+    for number in range(100):
+        for other in others:
+            transport.send(other, message(number, torch.tensor([world.rank, number])))
+    seen = dict.fromkeys(others, 0)
+    for _ in range(100 * len(others)):
+        arrived = receive(transport)
+        assert arrived.microbatch == seen[arrived.source]
+        same(arrived.tensors["t0"], torch.tensor([arrived.source, arrived.microbatch]))
+        seen[arrived.source] += 1
+    assert transport.poll() == []
+
+
+def whichever_arrives_first(world: World) -> None:
+    """The last rank sends at once, the others only when rank 0 has told them that it has that message."""
+    transport, others = everyone(world, "any source")
+    if world.rank == 0:
+        assert receive(transport).source == world.size - 1
+        for other in others[:-1]:
+            transport.send(other, message(1))
+        assert {receive(transport).source for _ in others[:-1]} == set(others[:-1])
+    else:
+        if world.rank != world.size - 1:
+            assert receive(transport).source == 0
+        transport.send(0, message(0))
+    transport.flush()
+
+
+def all_kinds_of_tensors(world: World) -> None:
+    transport, others = everyone(world, "tensors")
+    tensors = [random(7, dtype, 3, 5) for dtype in DTYPES] + [
+        torch.tensor(1.5), torch.empty(0), torch.empty(2, 0, 3, dtype=torch.bfloat16), torch.tensor(True),
+        torch.arange(24.0).view(4, 6).t(), torch.arange(20.0)[::3], torch.ones((), dtype=torch.bfloat16)]
+    sent = Message(Kind.BACKWARD, 3, 4, {"": torch.ones(1), **{f"t{i}": t for i, t in enumerate(tensors)}},
+                   frozenset({"t2", ""}))
+    for other in others:
+        transport.send(other, sent)
+        transport.send(other, Message(Kind.CREDIT, 2**31 - 1, 2**31 - 1))
+    before = time.monotonic_ns()
+    arrived = {other: [] for other in others}
+    for _ in range(2 * len(others)):
+        one = receive(transport)
+        arrived[one.source].append(one)
+    for one, credit in arrived.values():
+        assert (one.kind, one.step, one.microbatch, one.requires_grad) == (Kind.BACKWARD, 3, 4, sent.requires_grad)
+        assert list(one.tensors) == list(sent.tensors) and one.sent_ns > 0
+        for name, tensor in sent.tensors.items():
+            same(one.tensors[name], tensor)
+        assert (credit.kind, credit.step, credit.microbatch, credit.tensors) == (Kind.CREDIT, 2**31 - 1, 2**31 - 1, {})
+        assert one.sent_ns <= credit.sent_ns <= time.monotonic_ns() and before - one.sent_ns < 60e9
+
+
+def shapes_change_and_outgrow_the_capacity(world: World) -> None:
+    """Both directions at once, in sizes around the capacity of 2000 bytes, up and down, all sent before any is read."""
+    transport, others = everyone(world, "capacity", 2000)
+    sizes = [0, 1, 300, 600, 10, 1_000_000, 5, 400_000, 1_500_000, 1_000_000, 3, 499, 500, 501, 1]
+    for number, size in enumerate(sizes):
+        for other in others:
+            transport.send(other, message(number, torch.arange(size, dtype=torch.int32) + world.rank))
+    for _ in range(len(sizes) * len(others)):
+        arrived = receive(transport)
+        same(arrived.tensors["t0"], torch.arange(sizes[arrived.microbatch], dtype=torch.int32) + arrived.source)
+    transport.flush()
+
+
+def sends_never_block(world: World) -> None:
+    transport, others = everyone(world, "far ahead")
+    count = 2000
+    for number in range(count):
+        for other in others:
+            transport.send(other, message(number, torch.full((300,), float(number))))
+    for number in range(5):
+        for other in others:
+            transport.send(other, message(count + number, torch.full((300_000,), float(count + number))))
+    world.backend.group("all have sent", [range(world.size)]).barrier()
+    for _ in range((count + 5) * len(others)):
+        arrived = receive(transport)
+        assert (arrived.tensors["t0"] == arrived.microbatch).all()
+
+
+def tensors_may_change_after_send(world: World) -> None:
+    transport, others = everyone(world, "reuse")
+    for size in (10, 100_000, 3_000_000):
+        tensor = torch.full((size,), 7.0)
+        for other in others:
+            transport.send(other, message(0, tensor))
+        tensor.fill_(-1.0)
+        kept = [receive(transport) for _ in others]
+        world.backend.group(f"all have {size}", [range(world.size)]).barrier()
+        assert all((one.tensors["t0"] == 7.0).all() for one in kept)
+
+
+def received_tensors_stay(world: World) -> None:
+    """A message's tensors are its own, however many come after it."""
+    transport, others = everyone(world, "kept", 4096)
+    for number in range(50):
+        for other in others:
+            transport.send(other, message(number, torch.full((20 if number % 2 else 800,), float(number))))
+    kept = [receive(transport) for _ in range(50 * len(others))]
+    for one in kept:
+        assert (one.tensors["t0"] == one.microbatch).all()
+        one.tensors["t0"].fill_(-1.0)
+    assert all((one.tensors["t0"] == -1.0).all() for one in kept)
+
+
+def bytes_are_counted(world: World) -> None:
+    transport, others = everyone(world, "bytes")
+    assert transport.bytes_sent == 0 and transport.longest_gap_seconds == 0.0
+    sent = [message(0), message(1, torch.ones(100)), message(2, torch.ones(10_000), torch.ones(3, dtype=torch.bool))]
+    for one in sent:
+        for other in others:
+            transport.send(other, one)
+    assert transport.bytes_sent == len(others) * sum(encoded_bytes(one) for one in sent)
+    assert transport.bytes_sent > len(others) * sum(one.payload_bytes for one in sent)
+    for _ in range(len(sent) * len(others)):
+        receive(transport)
+
+
+def waiting_ends_and_sleeps(world: World) -> None:
+    transport, others = everyone(world, "patience")
+    assert transport.poll() == [] and transport.wait(0.0) is None
+    started, cpu = time.monotonic(), time.thread_time()
+    assert transport.wait(0.3) is None
+    assert time.monotonic() - started >= 0.29
+    assert time.thread_time() - cpu < 0.15, "waiting spins"
+    transport.progress()
+    world.backend.group("patience is over", [range(world.size)]).barrier()
+    for other in others:
+        transport.send(other, message(0))
+    assert len({receive(transport).source for _ in others}) == len(others)
+
+
+def poll_returns_all(world: World) -> None:
+    transport, others = everyone(world, "poll")
+    for number in range(20):
+        for other in others:
+            transport.send(other, message(number, torch.ones(number * 100)))
+    got, deadline = [], time.monotonic() + 30
+    while len(got) < 20 * len(others) and time.monotonic() < deadline:
+        got += transport.poll()
+        time.sleep(0.001)
+    assert len(got) == 20 * len(others)
+    for other in others:
+        assert [one.microbatch for one in got if one.source == other] == list(range(20))
+
+
+def edges_can_be_added(world: World) -> None:
+    """A ring first, then the other direction; a message for an edge that is not open yet waits for it."""
+    transport = world.backend.transport("late edges")
+    after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    transport.connect([before], [after], 1000)
+    transport.send(after, message(1))
+    assert receive(transport).source == before
+    transport.connect([], [before], 1000)
+    transport.send(before, message(2))
+    if world.size > 2:
+        assert transport.wait(0.05) is None
+    transport.connect([after, before], [before, after], 1000)
+    assert (receive(transport).source, transport.poll()) == (after, [])
+    transport.flush()
+
+
+def purposes_do_not_mix(world: World) -> None:
+    first, others = everyone(world, "one")
+    second, _ = everyone(world, "two")
+    for other in others:
+        second.send(other, message(2))
+    for other in others:
+        first.send(other, message(1))
+    assert [receive(first).microbatch for _ in others] == [1] * len(others)
+    assert [receive(second).microbatch for _ in others] == [2] * len(others)
+
+
+def misuse_is_named(world: World) -> None:
+    transport = world.backend.transport("misuse")
+    other = (world.rank + 1) % world.size
+    with pytest.raises(TransportError, match=f"edge {world.rank} -> {other} of 'misuse': is not connected"):
+        transport.send(other, message(0))
+    for wrong in (world.rank, world.size, -1):
+        with pytest.raises(TransportError, match="an edge leads to another rank"):
+            transport.connect([wrong], [], 100)
+    transport.connect([(world.rank - 1) % world.size], [other], 100)
+    with pytest.raises(TransportError, match=r"messages do not carry this dtype .*complex64"):
+        transport.send(other, message(0, torch.ones(1, dtype=torch.complex64)))
+    transport.close()
+    transport.close()
+    for use in (lambda: transport.send(other, message(0)), transport.poll, lambda: transport.wait(1.0),
+                lambda: transport.connect([other], [], 100)):
+        with pytest.raises(TransportError, match=r"transport 'misuse' on rank .* is closed"):
+            use()
+
+
+# Collectives.
+
+def partitions(size: int) -> list[list[list[int]]]:
+    """All ranks, each alone, every other one, and uneven ones in an order of their own."""
+    made = [[list(range(size))], [[rank] for rank in range(size)]]
+    if size > 2:
+        made += [[list(range(0, size, 2)), list(range(1, size, 2))], [list(range(1, size)), [0]]]
+    return made
+
+
+def collectives_agree_with_plain_sums(world: World) -> None:
+    for number, partition in enumerate(partitions(world.size)):
+        group = world.backend.group(f"plain {number}", partition)
+        assert world.rank == group.ranks[group.index] and list(group.ranks) in partition
+        for dtype in DTYPES:
+            for size in (0, 1, 3, 1000):
+                _check_collectives(group, dtype, size)
+        group.close()
+        group.close()
+
+
+def _check_collectives(group, dtype: torch.dtype, size: int) -> None:
+    members = len(group.ranks)
+    brought = [random(rank, dtype, members * size, 2) for rank in group.ranks]
+    stacked = torch.stack(brought)
+    summed = stacked.to(torch.float64).sum(0).to(dtype)
+    for op, expected in (("sum", summed), ("max", _extreme(stacked, "amax")), ("min", _extreme(stacked, "amin"))):
+        mine = brought[group.index].clone()
+        group.all_reduce(mine, op).wait()
+        same(mine, expected)
+    mine, share = brought[group.index].clone(), torch.empty(size, 2, dtype=dtype)
+    group.reduce_scatter(share, mine).wait()
+    same(share, summed.view(members, size, 2)[group.index])
+    same(mine, brought[group.index])
+    whole = torch.empty(members * members * size, 2, dtype=dtype)
+    group.all_gather(whole, mine).wait()
+    same(whole, torch.cat(brought))
+    for root in range(members):
+        copy = brought[group.index].clone()
+        group.broadcast(copy, root).wait()
+        same(copy, brought[root])
+    traded = torch.empty_like(mine)
+    group.all_to_all(traded, mine).wait()
+    same(traded, torch.cat([one.view(members, size, 2)[group.index] for one in brought]))
+
+
+def _extreme(stacked: Tensor, name: str) -> Tensor:
+    return getattr(stacked.to(torch.float64), name)(0).to(stacked.dtype) if stacked.numel() else stacked[0]
+
+
+def zero_dim_tensors_reduce(world: World) -> None:
+    group = world.backend.group("0-dim", [range(world.size)])
+    total, truth = torch.tensor(float(world.rank)), torch.tensor(world.rank == 1)
+    group.all_reduce(total).wait()
+    group.all_reduce(truth).wait()
+    assert total.item() == sum(range(world.size)) and truth.item() is True
+    copy = torch.tensor(float(world.rank))
+    group.broadcast(copy, world.size - 1).wait()
+    assert copy.item() == world.size - 1
+    everything = torch.empty(world.size)
+    group.all_gather(everything, copy + world.rank).wait()
+    assert everything.tolist() == [world.size - 1.0 + rank for rank in range(world.size)]
+
+
+def half_sums_accumulate_in_fp32(world: World) -> None:
+    """256 + 1 + 1 + ... in bfloat16 stays 256 when each partial sum is rounded."""
+    group = world.backend.group("half", [range(world.size)])
+    one = 256.0 if world.rank == 0 else 1.0
+    expected = torch.full((4,), 255.0 + world.size).bfloat16()
+    assert world.size < 4 or expected[0].item() > 256.0
+    mine, share = torch.full((4,), one, dtype=torch.bfloat16), torch.empty(4, dtype=torch.bfloat16)
+    group.reduce_scatter(share, mine.repeat(world.size)).wait()
+    group.all_reduce(mine).wait()
+    same(mine, expected)
+    same(share, expected)
+
+
+def results_are_the_same_to_the_bit(world: World) -> None:
+    group = world.backend.group("bits", [range(world.size)])
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for size in (1, 7, 1000, 70_000):
+            tensor = torch.randn(size, generator=torch.Generator().manual_seed(world.rank)).to(dtype)
+            group.all_reduce(tensor).wait()
+            everyones = torch.empty(world.size * size, dtype=dtype)
+            group.all_gather(everyones, tensor).wait()
+            for one in everyones.view(world.size, size):
+                same(one, tensor)
+
+
+def uneven_all_to_all(world: World) -> None:
+    """Member i sends i + j rows to member j, one of them none."""
+    group = world.backend.group("uneven", [range(world.size)])
+    sent = [(world.rank + other) % world.size for other in range(world.size)]
+    received = [(world.rank + other) % world.size for other in range(world.size)]
+    tensor = torch.cat([torch.full((rows, 3), 10 * world.rank + other, dtype=torch.int16)
+                        for other, rows in enumerate(sent)])
+    output = torch.empty(sum(received), 3, dtype=torch.int16)
+    group.all_to_all(output, tensor, received, sent).wait()
+    same(output, torch.cat([torch.full((rows, 3), 10 * other + world.rank, dtype=torch.int16)
+                            for other, rows in enumerate(received)]))
+
+
+def many_under_way_at_once(world: World) -> None:
+    """Two groups interleaved, twenty collectives each, waited for in another order than they were called."""
+    first = world.backend.group("first", [range(world.size)])
+    second = world.backend.group("second", [list(range(world.size))])
+    work, checks = [], []
+    for number in range(20):
+        size = [1, 1000, 100_000][number % 3]
+        mine = torch.full((size,), float(world.rank + number))
+        half = torch.full((world.size * size,), float(world.rank), dtype=torch.bfloat16)
+        share = torch.empty(size, dtype=torch.bfloat16)
+        everything = torch.empty(world.size, dtype=torch.int64)
+        work.append(first.all_reduce(mine))
+        work.append(second.reduce_scatter(share, half))
+        work.append(first.all_gather(everything, torch.tensor([world.rank * number])))
+        checks.append((number, mine, share, everything))
+    ranks = sum(range(world.size))
+    deadline = time.monotonic() + 30
+    while not work[0].done():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    for one in reversed(work):
+        one.wait()
+        one.wait()
+        assert one.done()
+    for number, mine, share, everything in checks:
+        assert (mine == ranks + number * world.size).all() and (share == ranks).all()
+        assert everything.tolist() == [rank * number for rank in range(world.size)]
+
+
+def collectives_return_at_once(world: World) -> None:
+    """Rank 0 calls while the others have not; its work is not done, and it can go on."""
+    group = world.backend.group("asynchronous", [range(world.size)])
+    transport, others = everyone(world, "go")
+    tensor = torch.ones(10)
+    if world.rank == 0:
+        work = group.all_reduce(tensor)
+        assert not work.done()
+        for other in others:
+            transport.send(other, message(0))
+    else:
+        receive(transport)
+        work = group.all_reduce(tensor)
+    started, cpu = time.monotonic(), time.thread_time()
+    if world.rank == world.size - 1:
+        time.sleep(0.3)
+        another = group.all_reduce(tensor.clone())
+    else:
+        another = group.all_reduce(tensor.clone())
+        another.wait()
+        assert time.thread_time() - cpu < 0.25 or time.monotonic() - started > 5, "waiting spins"
+    another.wait()
+    work.wait()
+    assert (tensor == world.size).all()
+
+
+def volumes_are_counted(world: World) -> None:
+    group, n = world.backend.group("volume", [range(world.size)]), world.size
+    alone = world.backend.group("alone", [[rank] for rank in range(n)])
+    tensor, share = torch.zeros(n * 100), torch.zeros(100)
+    for call, operation in ((lambda g, t, s: g.all_reduce(t), "all_reduce"),
+                            (lambda g, t, s: g.reduce_scatter(s, t), "reduce_scatter"),
+                            (lambda g, t, s: g.all_gather(t, s), "all_gather"),
+                            (lambda g, t, s: g.all_to_all(t.clone(), t), "all_to_all")):
+        before = group.bytes_received
+        call(group, tensor, share).wait()
+        assert group.bytes_received - before == ring_bytes(operation, n, n * 400)
+    before = group.bytes_received
+    group.broadcast(tensor).wait()
+    assert group.bytes_received - before == (0 if world.rank == 0 else n * 400)
+    alone.all_reduce(tensor).wait()
+    assert alone.bytes_received == 0
+    assert ring_bytes("all_reduce", 4, 400) == 600 and ring_bytes("all_gather", 4, 400) == 300
+
+
+def objects_and_barriers(world: World) -> None:
+    group = world.backend.group("objects", [range(world.size)])
+    values = group.gather_objects({"rank": world.rank, "text": "ä" * world.rank, "list": [None, 1.5]})
+    assert [value["rank"] for value in values] == list(range(world.size))
+    assert [len(value["text"]) for value in values] == list(range(world.size))
+    group.barrier()
+    assert group.gather_objects(None) == [None] * world.size
+
+
+def wrong_tensors_are_named(world: World) -> None:
+    group = world.backend.group("wrong", [range(world.size)])
+    n = world.size
+    square = torch.zeros(4 * n, 4)
+    wrong: list[tuple[Callable[[], object], str]] = [
+        (lambda: group.all_reduce(square.t()), "not contiguous"),
+        (lambda: group.all_reduce(torch.zeros(2, dtype=torch.complex64)), "dtype cannot be reduced"),
+        (lambda: group.reduce_scatter(torch.zeros(3), torch.zeros(3 * n + 1)), "times as large"),
+        (lambda: group.all_gather(torch.zeros(3 * n), torch.zeros(3, dtype=torch.float64)), "differ in dtype"),
+        (lambda: group.broadcast(square, n), "root must be"),
+        (lambda: group.all_to_all(square.clone(), square, [4 * n] * n), "splits must be"),
+        (lambda: group.all_to_all(torch.zeros(n + 1), torch.zeros(n + 1)), "splits must be"),
+        (lambda: world.backend.group("bad", [[0]]), "must hold each of the"),
+        (lambda: world.backend.group("bad", [list(reversed(range(n)))]), "in rising order"),
+    ]
+    for call, text in wrong:
+        with pytest.raises(TransportError, match=text):
+            call()
+    group.close()
+    with pytest.raises(TransportError, match="the group is closed"):
+        group.barrier()
+
+
+MESSAGES = ("edges_are_fifo", "whichever_arrives_first", "all_kinds_of_tensors",
+            "shapes_change_and_outgrow_the_capacity", "sends_never_block", "tensors_may_change_after_send",
+            "received_tensors_stay", "bytes_are_counted", "waiting_ends_and_sleeps", "poll_returns_all",
+            "edges_can_be_added", "purposes_do_not_mix", "misuse_is_named")
+COLLECTIVES = ("collectives_agree_with_plain_sums", "zero_dim_tensors_reduce", "half_sums_accumulate_in_fp32",
+               "results_are_the_same_to_the_bit", "uneven_all_to_all", "many_under_way_at_once",
+               "collectives_return_at_once", "volumes_are_counted", "objects_and_barriers", "wrong_tensors_are_named")

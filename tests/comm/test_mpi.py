@@ -1,0 +1,228 @@
+"""MPI through mpi4py, in processes that mpiexec starts; and what can be told without starting it."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ranvier.comm import mpi_launch
+from ranvier.errors import LaunchError
+from ranvier.testing.ranks import RanksFailed, run_processes
+from ranvier.world import World
+from tests.comm import conformance
+
+HERE = "tests.comm.test_mpi"
+UNUSABLE = mpi_launch.mpi_available()
+
+
+def mpi(function):
+    """A test that starts ranks with mpiexec."""
+    return pytest.mark.mpi(pytest.mark.skipif(UNUSABLE is not None, reason=str(UNUSABLE))(function))
+
+
+@mpi
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("cases", [conformance.MESSAGES, conformance.COLLECTIVES], ids=["messages", "collectives"])
+def test_conformance(cases, size):
+    assert run_processes("tests.comm.conformance:run_cases", size, "mpi", args=[cases],
+                         timeout_seconds=150) == [len(cases)] * size
+
+
+def gaps(world: World) -> float:
+    transport, _ = conformance.everyone(world, "pipe", 8_000_000)
+    group = world.backend.group("together", [range(world.size)])
+    group.barrier()
+    time.sleep(0.3)
+    assert transport.poll() == [] and transport.longest_gap_seconds == 0.0, "nothing was under way"
+    if world.rank == 0:
+        transport.send(1, conformance.message(0, conformance.torch.ones(1_000_000)))
+        time.sleep(0.2)
+        transport.flush()
+    else:
+        conformance.receive(transport)
+    return transport.longest_gap_seconds
+
+
+@mpi
+def test_the_longest_gap_counts_while_a_message_is_under_way():
+    sender, _ = run_processes(f"{HERE}:gaps", 2, "mpi")
+    assert 0.19 < sender < 5.0
+
+
+def leave_messages_behind(world: World) -> bool:
+    transport, others = conformance.everyone(world, "pipe", 100)
+    early, _ = conformance.everyone(world, "closed early")
+    for other in others:
+        transport.send(other, conformance.message(0, conformance.torch.ones(300_000)))
+    early.close()
+    world.backend.close()
+    world.backend.close()
+    from mpi4py import MPI
+    return MPI.Is_finalized()
+
+
+@mpi
+@pytest.mark.parametrize("size", [1, 2])
+def test_orderly_shutdown(size):
+    assert run_processes(f"{HERE}:leave_messages_behind", size, "mpi") == [True] * size
+
+
+def raise_on_one(world: World) -> None:
+    transport, _ = conformance.everyone(world, "pipe")
+    if world.rank == 1:
+        raise ZeroDivisionError("mine")
+    transport.wait(100.0)
+
+
+@mpi
+def test_a_failed_rank_ends_all():
+    started = time.monotonic()
+    with pytest.raises(RanksFailed, match="ZeroDivisionError: mine"):
+        run_processes(f"{HERE}:raise_on_one", 3, "mpi")
+    assert time.monotonic() - started < 50
+
+
+def late_collective(world: World) -> str:
+    from ranvier.comm.mpi_backend import MPIGroup
+    from ranvier.errors import MessageTimeout
+
+    group = world.backend.group("data", [range(world.size)])
+    assert isinstance(group, MPIGroup)
+    group.timeout_seconds = 0.2
+    text = ""
+    if world.rank == 0:
+        work = group.all_reduce(conformance.torch.ones(1))
+        with pytest.raises(MessageTimeout, match="a collective did not end") as late:
+            work.wait()
+        text = str(late.value)
+        world.store.set("late", "")
+        group.timeout_seconds = 30.0
+        work.wait()
+    else:
+        world.store.get("late")
+        group.timeout_seconds = 30.0
+        group.all_reduce(conformance.torch.ones(1)).wait()
+    return text
+
+
+@mpi
+def test_a_collective_that_does_not_end_is_named():
+    text, _ = run_processes(f"{HERE}:late_collective", 2, "mpi")
+    assert "group 'data' of ranks [0, 1]" in text
+
+
+SCRIPTS = {
+    "the user's stays": """
+from mpi4py import MPI
+import torch
+from ranvier.comm.mpi_backend import MPIBackend
+backend = MPIBackend(torch.device("cpu"))
+backend.close()
+assert not MPI.Is_finalized()
+print("fine")
+""",
+    "a second one is refused": """
+import torch
+from ranvier.comm.mpi_backend import MPIBackend
+from ranvier.errors import LaunchError
+MPIBackend(torch.device("cpu")).close()
+try:
+    MPIBackend(torch.device("cpu"))
+except LaunchError as error:
+    assert "is finalised, and MPI starts once in a process" in str(error)
+    print("fine")
+""",
+    "nothing here initialises MPI": """
+import sys
+from ranvier.comm.mpi_launch import mpi_available, mpiexec_command
+import ranvier.comm.mpi_backend
+assert mpi_available() is None
+mpiexec_command(2, ["true"])
+assert "mpi4py" not in sys.modules
+print("fine")
+""",
+}
+
+
+@mpi
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_who_initialises_finalises(script):
+    done = subprocess.run([sys.executable, "-c", SCRIPTS[script]], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
+
+
+VERSIONS = {
+    "HYDRA build details:\n    Version:    5.0.2": "mpich", "MPICH Version: 5.0.2": "mpich",
+    "mpiexec (Open MPI) 5.0.11": "open-mpi", "Open MPI v5.0.11, package": "open-mpi",
+    "mpirun (PRRTE) 3": "open-mpi", "Intel(R) MPI Library": "mpich", "other": "unknown",
+}
+
+
+@pytest.mark.parametrize("text", VERSIONS)
+def test_flavours(text):
+    assert mpi_launch.flavour(text) == VERSIONS[text]
+
+
+@pytest.fixture
+def pretend(monkeypatch, tmp_path):
+    """A folder with an interpreter of this name, and an mpiexec whose --version says what is given."""
+    def make(version: str, folder: Path = tmp_path) -> str:
+        path = folder / "mpiexec"
+        path.write_text(f"#!/bin/sh\necho '{version}'\n")
+        path.chmod(0o755)
+        return str(path)
+    monkeypatch.setattr(mpi_launch.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    return make
+
+
+def test_mpich_is_started_plainly(pretend):
+    path = pretend("HYDRA build details:")
+    assert mpi_launch.mpiexec_command(64, ["a", "b"]) == [path, "-n", "64", "a", "b"]
+
+
+def test_open_mpi_is_told_what_it_may(pretend, monkeypatch):
+    path = pretend("mpiexec (Open MPI) 5.0.11")
+    monkeypatch.setattr(mpi_launch.os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(mpi_launch.os, "geteuid", lambda: 1000)
+    assert mpi_launch.mpiexec_command(2, ["a"]) == [path, "-n", "2", "--bind-to", "none", "a"]
+    monkeypatch.setattr(mpi_launch.os, "geteuid", lambda: 0)
+    assert mpi_launch.mpiexec_command(3, ["a"]) == [
+        path, "-n", "3", "--bind-to", "none", "--allow-run-as-root", "--oversubscribe", "a"]
+
+
+def test_the_interpreters_own_mpiexec_comes_first(pretend, monkeypatch, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    other = pretend("HYDRA", elsewhere)
+    monkeypatch.setenv("PATH", str(elsewhere))
+    assert mpi_launch.find_mpiexec() == other
+    assert mpi_launch.find_mpiexec() != pretend("HYDRA") == mpi_launch.find_mpiexec()
+
+
+def test_a_missing_mpiexec_is_named(pretend):
+    with pytest.raises(LaunchError, match="mpiexec: is neither beside the interpreter nor on PATH"):
+        mpi_launch.mpiexec_command(2, ["a"])
+    assert "no mpiexec" in mpi_launch.mpi_available() or "mpi4py is not installed" in mpi_launch.mpi_available()
+
+
+def test_reasons(pretend, monkeypatch):
+    pretend("mpiexec (Open MPI) 5.0.11")
+    monkeypatch.setattr(mpi_launch.importlib.util, "find_spec", lambda name: None)
+    assert mpi_launch.mpi_available().startswith("mpi4py is not installed")
+    monkeypatch.setattr(mpi_launch.importlib.util, "find_spec", lambda name: name)
+    real = mpi_launch._output
+    monkeypatch.setattr(mpi_launch, "_output", lambda *command: "MPICH 5" if "-c" in command else real(*command))
+    assert "is open-mpi's but mpi4py loads mpich's library" in mpi_launch.mpi_available()
+
+    def fail(*command):
+        raise LaunchError("fails", where="python", value="cannot load MPI library", remedy="Reinstall it.")
+    monkeypatch.setattr(mpi_launch, "_output", fail)
+    assert "cannot load MPI library" in mpi_launch.mpi_available()
+    monkeypatch.setattr(mpi_launch, "_output", real)
+    with pytest.raises(LaunchError, match="cannot be run"):
+        real("/no/such/program")
+    with pytest.raises(LaunchError, match="false: fails"):
+        real("false")

@@ -1,0 +1,97 @@
+"""torch.distributed over Gloo, in processes of its own."""
+
+import dataclasses
+import os
+import time
+
+import pytest
+import torch.distributed as dist
+
+from ranvier.errors import LaunchError, TransportError
+from ranvier.testing.ranks import run_processes
+from ranvier.world import World
+from tests.comm import conformance
+
+HERE = "tests.comm.test_torch"
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("cases", [conformance.MESSAGES, conformance.COLLECTIVES], ids=["messages", "collectives"])
+def test_conformance(cases, size):
+    assert run_processes("tests.comm.conformance:run_cases", size, "torch", args=[cases],
+                         timeout_seconds=150) == [len(cases)] * size
+
+
+def lose_a_peer(world: World, how: str) -> list:
+    transport = world.backend.transport("pipe")
+    others = [rank for rank in range(3) if rank != world.rank]
+    transport.connect(others, others, 4096)
+    group = world.backend.group("data", [range(3)])
+    group.barrier()
+    if world.rank == 2:
+        os._exit(7)
+    started = time.monotonic()
+    try:
+        if how == "wait":
+            transport.wait(30.0)
+        elif how == "poll":
+            while time.monotonic() < started + 30:
+                transport.poll()
+                time.sleep(0.01)
+        elif how == "collective":
+            group.barrier()
+        elif how == "send":
+            while time.monotonic() < started + 30:
+                transport.send(2, conformance.message(0))
+                time.sleep(0.01)
+        text = "nothing was raised"
+    except TransportError as error:
+        text = str(error)
+    seconds = time.monotonic() - started
+    if how == "collective":  # The other one may wait for this rank, and learns of the loss when this rank closes.
+        return [text, seconds]
+    world.store.set(f"seen {world.rank}", text)
+    world.store.get(f"seen {1 - world.rank}")
+    return [text, seconds]
+
+
+@pytest.mark.parametrize("how", ["wait", "poll", "send", "collective"])
+def test_a_lost_peer_is_named(how):
+    *results, lost = run_processes(f"{HERE}:lose_a_peer", 3, "torch", args=[how], may_fail=[2])
+    assert lost is None
+    for text, seconds in results:
+        assert ("member is gone" if how == "collective" else "rank 2 on 'pipe': has gone") in text
+        assert seconds < 20
+
+
+def leave_messages_behind(world: World) -> bool:
+    """Large messages that nobody reads, and a transport that was closed before: shutting down works."""
+    transport, others = conformance.everyone(world, "pipe", 100)
+    early, _ = conformance.everyone(world, "closed early")
+    for other in others:
+        transport.send(other, conformance.message(0, conformance.torch.ones(300_000)))
+    early.close()
+    world.backend.close()
+    world.backend.close()
+    return dist.is_initialized()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_orderly_shutdown(size):
+    assert run_processes(f"{HERE}:leave_messages_behind", size, "torch") == [False] * size
+
+
+def use_the_users_own(world: World) -> list:
+    from ranvier.comm.torch_backend import TorchBackend
+
+    second = TorchBackend(world.rank, world.size, world.store, world.device, 30.0)
+    conformance.run_cases(dataclasses.replace(world, backend=second), ["edges_are_fifo", "objects_and_barriers"])
+    second.close()
+    still = dist.is_initialized()
+    with pytest.raises(LaunchError, match="initialised with another rank or size"):
+        TorchBackend(1 - world.rank, world.size, world.store, world.device, 30.0)
+    return [still]
+
+
+def test_a_process_group_that_is_there_is_used_and_left():
+    assert run_processes(f"{HERE}:use_the_users_own", 2, "torch") == [[True], [True]]
