@@ -37,7 +37,7 @@ from ranvier.pipeline.inbox import Inbox
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.policies import auto_in_flight, policy_named
 from ranvier.pipeline.result import BatchResult
-from ranvier.pipeline.schedule import Action, Done, Policy, Schedule, Wait
+from ranvier.pipeline.schedule import Action, Done, Policy, Schedule, Wait, actions_text
 from ranvier.pipeline.sequencer import Sequencer
 from ranvier.pipeline.stage import Stage
 from ranvier.pipeline.ties import TiedGradients, gradient_message, ties_of, value_message
@@ -178,7 +178,7 @@ class Engine:
         self._gradients.all_passed()
         self._add_tied_gradients()
         started = time.monotonic_ns()
-        self._board.doing = "averaging gradients over data"
+        self._board.doing = "the average of gradients over data"
         self._gradients.wait()
         self._stats_work.wait()
         started = self.timeline.add("reduce", "average", self._step, started)
@@ -188,6 +188,7 @@ class Engine:
         if self.coordinates.data == 0:  # replicas have equal gradients: one of them counts
             norm[0] = self._gradients.squared_norm()
         self.timeline.add("optimizer", "weigh", self._step, started)
+        self._board.doing = _OUTSIDE
         return BatchResult(self._stats, self._stats_work, norm, self._all.all_reduce(norm), stepped=weight != 0.0)
 
     def step(self, result: BatchResult) -> None:
@@ -196,11 +197,12 @@ class Engine:
             warnings.warn(f"step {self._step} is skipped: no valid target in the global batch", stacklevel=3)
             return
         started = time.monotonic_ns()
-        self._board.doing = "optimizer"
+        self._board.doing = "the optimizer"
         if self.optimizer is not None:
             self.optimizer.step()
         self._send_tied_values()
         self.timeline.add("optimizer", "update", self._step, started)
+        self._board.doing = _OUTSIDE
 
     def evaluate(self, microbatches: Sequence[Microbatch | tuple]) -> BatchResult:
         """Forward only: loss and weight over the global batch, without dropout."""
@@ -289,12 +291,16 @@ class Engine:
         schedule = Schedule(
             stage=self.coordinates.pipe, num_stages=self.mesh.pipe, num_microbatches=len(batch), policy=self._policy,
             in_flight=self.in_flight, training=training, defer_bytes=self.defer_bytes)
+        ran: list[Action] = []
+        running: Action | None = None
         try:
             self._inbox.begin(self._call, self._step, len(batch),
                               schedule.on_message if self._sequencer.leads else _unheard)
             self._stats_work = None if batch else self._reduce_stats()
             while (action := self._next_action(schedule)) is not None:
+                running = action
                 facts = self._execute(action, batch, training, keep_outputs)
+                running = ran.append(action)
                 if self._sequencer.leads:
                     if self._auto_defer:
                         self.defer_bytes = max(self.defer_bytes, facts.get("deferrable_bytes", 0))
@@ -304,8 +310,11 @@ class Engine:
                     self._stats_work = self._reduce_stats()
         except Exception as error:
             self._stage.clear()
-            error.add_note(f"{self._board.name(self.world.rank)}: actions so far: {schedule.text() or 'none'}")
+            text = f"{actions_text(ran)} >{running}<" if running else actions_text(ran)
+            error.add_note(f"{self._board.name(self.world.rank)}: actions so far: {text.strip() or 'none'}")
             raise
+        if not training:
+            self._board.doing = _OUTSIDE
 
     def _next_action(self, schedule: Schedule) -> Action | None:
         if not self._sequencer.leads:
@@ -432,4 +441,5 @@ def _unheard(direction: str, microbatch: int) -> None:
     """Where the leader decides, arrivals elsewhere are news to nobody."""
 
 
+_OUTSIDE = "code outside the engine"
 _CATEGORIES: dict[str, Category] = {"F": "forward", "B": "backward", "W": "weight"}

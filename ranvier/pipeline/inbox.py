@@ -66,7 +66,10 @@ class Inbox:
         elif message.step > self._call:
             self._early.append(message)
         else:
-            assert message.step == self._call, f"{message} belongs to batch {message.step}, which has ended"
+            if message.step < self._call:
+                raise ModelError(f"the {message} came from {self._board.name(message.source)}, but belongs to a batch "
+                                 "that has ended here", where="train_batch",
+                                 remedy="Give all ranks of a replica the same number of microbatches.")
             if message.microbatch >= self._count:
                 raise ModelError(f"has {self._count} microbatches here, but {self._board.name(message.source)} sends "
                                  f"number {message.microbatch}", where="train_batch",

@@ -152,7 +152,11 @@ class Stage:
             raise ModelError("has no targets on the last stage", where=f"microbatch {number}",
                              remedy="Give the ranks of the last stage the targets of every microbatch.")
         targets = tree_map(lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, microbatch.targets)
-        total, weight = loss_parts(self._loss(state, targets))
+        try:
+            total, weight = loss_parts(self._loss(state, targets))
+        except Exception as error:
+            error.add_note(f"in the loss of microbatch {number}")
+            raise
         self.loss_and_weight[0] += total.detach().double().reshape(())
         self.loss_and_weight[1] += weight.detach().double().reshape(()) if isinstance(weight, Tensor) else weight
         return total.reshape(())
@@ -174,6 +178,9 @@ class Stage:
         try:
             products = self._weights.backward_pass(number, lambda: roots and torch.autograd.backward(
                 roots, tuple(gradients[name] for name in names)), defer)
+        except Exception as error:
+            error.add_note(f"in the backward of microbatch {number}")
+            raise
         finally:
             self._last_backward = False
         return {name: leaf.grad for name, leaf in graph.leaves.items() if leaf.grad is not None}, products
