@@ -110,7 +110,7 @@ def share(engine: Engine, batches: Batches) -> list[Microbatch]:
 
 
 def on_mesh(make: Callable[[], Model], mesh: Mesh, work: Callable[[Engine], object], *, throttle=None,
-            timeout_seconds: float = 60.0, **options) -> list:
+            run_seconds: float = 60.0, **options) -> list:
     """`work(engine)` on every rank; the results in rank order."""
     def rank(world):
         engine = Engine(make(), world, mesh=mesh, seed=SEED, dtype=torch.float64, **options)
@@ -118,7 +118,7 @@ def on_mesh(make: Callable[[], Model], mesh: Mesh, work: Callable[[Engine], obje
         engine.close()
         return result
 
-    return run_ranks(rank, mesh.size, throttle=throttle, timeout_seconds=timeout_seconds)
+    return run_ranks(rank, mesh.size, throttle=throttle, timeout_seconds=run_seconds)
 
 
 def merge(found: list[dict[str, Tensor]], mesh: Mesh) -> dict[str, Tensor]:

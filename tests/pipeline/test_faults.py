@@ -1,0 +1,251 @@
+"""What a user reads when a rank fails or a message never comes, on in-process ranks."""
+
+import re
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from ranvier.comm.board import Board
+from ranvier.comm.message import Kind
+from ranvier.errors import MessageTimeout, ModelError, RanvierError
+from ranvier.mesh import Mesh
+from tests.pipeline.parity import chain, on_mesh, points, share, squared
+from tests.pipeline.test_unusual_blocks import Plain
+
+
+class FailsAt(Plain):
+    """Raises in the forward or the backward of the microbatch whose first number is 99."""
+
+    def __init__(self, where):
+        super().__init__()
+        self._where = where
+
+    def forward(self, x):
+        y = super().forward(x)
+        if (x[0, 0] > 50).item():
+            if self._where == "forward":
+                raise ValueError("no such thing")
+            y = _FailsInBackward.apply(y)
+        return torch.cat([x[:, :1], y[:, 1:]], 1)
+
+
+class _FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("no way back")
+
+
+class Passes(Plain):
+    def forward(self, x):
+        return torch.cat([x[:, :1], super().forward(x)[:, 1:]], 1)
+
+
+def marked(counts, number):
+    """Points of which microbatch `number` of replica 0 makes `FailsAt` fail."""
+    batches = points(counts)
+    for one in (one for replica in batches for one in replica):
+        one.inputs[:, 0] = 0.0
+    batches[0][number].inputs[:, 0] = 99.0
+    return batches
+
+
+def train(make, batches, mesh, **options):
+    on_mesh(make, mesh, lambda engine: engine.forward_backward(share(engine, batches)), **options)
+
+
+def text_of(error):
+    return "\n".join([str(error), *getattr(error, "__notes__", [])])
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=3), Mesh(data=2, pipe=3)], ids=str)
+def test_a_forward_that_raises(mesh):
+    started = time.monotonic()
+    with pytest.raises(ValueError, match="no such thing") as caught:
+        train(partial(chain, Passes, partial(FailsAt, "forward"), Passes), marked([[1] * 4] * mesh.data, 2), mesh,
+              policy="1f1b")
+    assert time.monotonic() - started < 30.0, "the others must not wait for their timeouts"
+    text = text_of(caught.value)
+    assert "in block b1, forward of microbatch 2" in text
+    actions = {1: "F0 B0 F1 B1 >F2<", 3: "F0 F1 B0 >F2<"}[mesh.pipe]
+    assert f"actions so far: {actions}" in text
+    if mesh.pipe > 1:
+        assert f"{'data 0, ' if mesh.data > 1 else ''}pipe 1: actions so far" in text
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=3)], ids=str)
+def test_a_backward_that_raises(mesh):
+    with pytest.raises(ValueError, match="no way back") as caught:
+        train(partial(chain, Passes, partial(FailsAt, "backward"), Passes), marked([[1] * 4], 1), mesh, policy="1f1b")
+    text = text_of(caught.value)
+    assert "in the backward of microbatch 1" in text
+    assert re.search(r"actions so far: F0 (F1 )?(F2 )?B0 (F1|F2|F3) >B1<", text), text
+
+
+def test_a_postponed_product_that_raises(monkeypatch):
+    def broken(self, microbatch, product):
+        raise ValueError("no product")
+
+    monkeypatch.setattr("ranvier.pipeline.weight_gradients.WeightGradients.run", broken)
+    with pytest.raises(ValueError, match="no product") as caught:
+        train(partial(chain, Plain, Plain), points([[1]]), Mesh(), defer_bytes=1 << 30)
+    assert "actions so far: F0 B0 >W0<" in text_of(caught.value)
+
+
+def raises(outputs, targets):
+    if (outputs[0, 0] > 50).item():
+        raise ValueError("no loss")
+    return squared(outputs, targets)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=2)], ids=str)
+def test_a_loss_that_raises(mesh):
+    with pytest.raises(ValueError, match="no loss") as caught:
+        train(partial(chain, Passes, Passes, loss=raises), marked([[1] * 3], 1), mesh, policy="gpipe")
+    text = text_of(caught.value)
+    assert "in the loss of microbatch 1" in text and "actions so far: F0 >F1<" in text
+
+
+def test_a_failure_of_ones_own_kind_keeps_its_words():
+    """A RanvierError is told in its own words, and still with the actions."""
+    def wrong(outputs, targets):
+        raise ModelError("is odd", where="loss", remedy="Even it out.")
+
+    with pytest.raises(ModelError, match=r"^loss: is odd. Even it out.\n") as caught:
+        train(partial(chain, Plain, Plain, loss=wrong), points([[1]]), Mesh(pipe=2))
+    assert "pipe 1: actions so far: >F0<" in text_of(caught.value)
+
+
+# ---------------------------------------------------------------------- messages that never come
+
+def losing(kind, microbatch, then=lambda engine: None):
+    """What makes a rank's transport lose one message."""
+    def prepare(engine):
+        send = engine._transport.send
+
+        def sending(destination, message):
+            if (message.kind, message.microbatch) != (kind, microbatch):
+                send(destination, message)
+        engine._transport.send = sending
+        then(engine)
+    return prepare
+
+
+def timeout(mesh, batches, prepare, seconds=0.5, make=None, **options):
+    def work(engine):
+        prepare(engine)
+        engine.forward_backward(share(engine, batches))
+
+    with pytest.raises(MessageTimeout) as caught:
+        on_mesh(make or partial(chain, *[Plain] * 4), mesh, work, timeout_seconds=seconds, **options)
+    return str(caught.value)
+
+
+@pytest.fixture
+def quick_board(monkeypatch):
+    """A board that is brought up to date ten times as often."""
+    init = Board.__init__
+    monkeypatch.setattr(Board, "__init__", lambda self, store, rank, mesh: init(self, store, rank, mesh, 0.1))
+
+
+def test_a_forward_that_never_comes(quick_board):
+    """`pipe 1 waits 31 s for the forward of microbatch 5 from pipe 0, which is in backward 2`, and all the others."""
+    text = timeout(Mesh(pipe=2), points([[1] * 3]), losing(Kind.FORWARD, 2), in_flight=4, policy="gpipe")
+    assert text.startswith("comm.timeout-seconds: a message did not come\n")
+    assert re.search(r"\npipe 1 waits 1 s for the forward of microbatch 2 from pipe 0, which is in a wait for the "
+                     r"backward of microbatch 0 from pipe 1\n", text) or re.search(
+        r"\npipe 0 waits 1 s for the backward of microbatch 0 from pipe 1, which is in a wait for the forward of "
+        r"microbatch 2 from pipe 0\n", text), text
+    assert text.endswith("(got 0.5). See which rank is behind, or raise --comm.timeout-seconds.")
+
+
+def test_a_gap_between_messages_is_noticed_at_once():
+    with pytest.raises(AssertionError, match=r"stage 1 got the forward of microbatch 2, expected 1 of 3; so far: "):
+        on_mesh(partial(chain, *[Plain] * 4), Mesh(pipe=2), lambda engine: (
+            losing(Kind.FORWARD, 1)(engine), engine.forward_backward(share(engine, points([[1] * 3])))), in_flight=3,
+            policy="gpipe")
+
+
+def test_a_backward_that_never_comes(quick_board):
+    text = timeout(Mesh(pipe=3), points([[1] * 2]), losing(Kind.BACKWARD, 1))
+    assert re.search(r"pipe \d waits 1 s for the backward of microbatch 1 from pipe \d, which is in ", text), text
+    assert len(re.findall(r"^  pipe \d \(rank \d\): ", text, re.M)) == 2
+
+
+def test_a_rank_that_computes_for_long(quick_board):
+    """The report says what it computes."""
+    sleeping = threading.Event()
+
+    class Slow(Plain):
+        def forward(self, x):
+            sleeping.wait(2.0)
+            return super().forward(x)
+
+    try:
+        text = timeout(Mesh(pipe=2), points([[1] * 3]), lambda engine: None, make=partial(chain, Slow, Plain))
+    finally:
+        sleeping.set()
+    assert "pipe 1 waits 1 s for the forward of microbatch 0 from pipe 0, which is in forward 0\n" in text
+
+
+def test_a_tied_gradient_that_never_comes(quick_board):
+    make = partial(chain, *[Plain] * 4, tied=(("b0.linear.weight", "b3.linear.weight"),))
+    text = timeout(Mesh(pipe=2), points([[1] * 3]), losing(Kind.TIED_GRADIENT, 0), make=make)
+    assert "pipe 0 waits 1 s for the gradient of tied parameter b0.linear.weight from pipe 1, which is in " in text
+
+
+def test_a_tied_value_that_never_comes(quick_board):
+    make = partial(chain, *[Plain] * 4, tied=(("b0.linear.weight", "b3.linear.weight"),))
+
+    def work(engine):
+        losing(Kind.TIED_VALUE, 0)(engine)
+        for _ in range(2):
+            engine.train_batch(share(engine, points([[1]])))
+
+    with pytest.raises(MessageTimeout, match=r"pipe 1 waits 1 s for the value of tied parameter b0.linear.weight"):
+        on_mesh(make, Mesh(pipe=2), work, timeout_seconds=0.5, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+
+
+# ---------------------------------------------------------------------- ranks that do not agree
+
+def uneven(first, second, calls=1):
+    """Other numbers of microbatches on the two stages of one replica."""
+    def work(engine):
+        for _ in range(calls):
+            engine.forward_backward(share(engine, points([[1] * (first if engine.is_first_stage else second)])))
+
+    on_mesh(partial(chain, Plain, Plain), Mesh(pipe=2), work, timeout_seconds=0.5, in_flight=5)
+
+
+@pytest.mark.parametrize(("first", "second", "calls"), [(2, 3, 1), (3, 2, 1), (3, 2, 2), (1, 0, 2), (0, 1, 1)])
+def test_other_numbers_of_microbatches_on_two_stages(quick_board, first, second, calls):
+    """One of the two finds out and names the number, or whom it waits for; it never hangs, and is no assertion."""
+    with pytest.raises(RanvierError) as caught:
+        uneven(first, second, calls)
+    text = str(caught.value)
+    assert (f"has {second} microbatches here, but pipe 0 sends number {second}" in text
+            or "waits 1 s for the" in text or "belongs to a batch that has ended here" in text), text
+
+
+def test_names_of_ranks_on_the_board():
+    """Only the axes that the mesh uses."""
+    from torch.distributed import HashStore
+
+    for mesh, rank, expected in [(Mesh(), 0, "rank 0"), (Mesh(pipe=2), 1, "pipe 1"), (Mesh(data=2), 1, "data 1"),
+                                 (Mesh(data=2, pipe=2, col=2), 7, "data 1, pipe 1, col 1")]:
+        board = Board(HashStore(), 0, mesh)
+        assert board.name(rank) == expected and board.read(0) == "not heard of"
+        board.close()
+
+
+def test_no_thread_is_left_when_engines_are_closed():
+    before = {thread for thread in threading.enumerate() if thread.name.startswith("ranvier")}
+    on_mesh(partial(chain, Plain, nn.Tanh), Mesh(pipe=2), lambda engine: None)
+    assert {thread for thread in threading.enumerate() if thread.name.startswith("ranvier")} <= before
