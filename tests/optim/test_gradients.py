@@ -1,0 +1,257 @@
+"""The flat buffer of gradients: when a chunk is complete, in which order chunks are averaged, what is left alone."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from ranvier.comm.throttle import Link
+from ranvier.mesh import Mesh
+from ranvier.optim.gradients import Gradients, GradientSpec
+from ranvier.testing.ranks import run_ranks
+from tests.pipeline.parity import chain, on_mesh, points, share
+from tests.pipeline.test_unusual_blocks import Plain
+
+
+class FakeWork:
+    def __init__(self):
+        self.waited = False
+
+    def done(self):
+        return self.waited
+
+    def wait(self):
+        self.waited = True
+
+
+class FakeGroup:
+    """A group of two that notes what is reduced, and finds out what is written afterwards."""
+
+    def __init__(self, size=2):
+        self.ranks, self.index = tuple(range(size)), 0
+        self.reduced: list[torch.Tensor] = []
+        self.kept: list[torch.Tensor] = []
+
+    def all_reduce(self, tensor, op="sum"):
+        self.reduced.append(tensor)
+        self.kept.append(tensor.clone())
+        return FakeWork()
+
+    def nothing_was_written_since(self):
+        return all(torch.equal(tensor, kept) for tensor, kept in zip(self.reduced, self.kept, strict=True))
+
+
+def spec(name, block, size=4, **options):
+    blocks = block if isinstance(block, tuple) else (block,)
+    return GradientSpec(name=name, parameter=nn.Parameter(torch.zeros(size)), blocks=frozenset(blocks), **options)
+
+
+def make(specs, chunk_bytes=1, size=2):
+    sent, group = [], FakeGroup(size)
+    gradients = Gradients(specs, group, chunk_bytes, lambda complete: sent.append([one.name for one in complete]))
+    gradients.begin()
+    return gradients, group, sent
+
+
+def chunks(gradients):
+    return [[one.name for one in chunk.specs] for chunk in gradients._chunks]
+
+
+def test_the_order_is_that_of_a_backward():
+    """Last block first, and its parameters from the last to the first."""
+    specs = [spec("a0", 0), spec("a1", 0), spec("b0", 1), spec("c0", 2), spec("c1", 2)]
+    gradients, _, _ = make(specs)
+    assert chunks(gradients) == [["c1"], ["c0"], ["b0"], ["a1"], ["a0"]]
+    assert [one.name for one in gradients.owned()] == ["a0", "a1", "b0", "c0", "c1"]
+    assert [gradients.chunk_of(one.parameter) for one in specs] == [4, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize(("chunk_bytes", "expected"), [
+    (1, [1, 1, 1, 1, 1]), (16, [1, 1, 1, 1, 1]), (17, [2, 2, 1]), (32, [2, 2, 1]), (33, [3, 2]), (1000, [5])])
+def test_chunks_hold_whole_parameters_of_at_least_their_size(chunk_bytes, expected):
+    """Five parameters of 16 bytes."""
+    gradients, _, _ = make([spec(str(number), number) for number in range(5)], chunk_bytes)
+    assert [len(chunk) for chunk in chunks(gradients)] == expected
+
+
+def test_tied_parameters_have_chunks_of_their_own():
+    gradients, _, _ = make([spec("a", 0), spec("t", 1, remote_ends=1), spec("b", 1), spec("s", 2, sent_to_owner=True),
+                            spec("c", 2), spec("d", 3)], 1000)
+    assert chunks(gradients) == [["d", "c"], ["s"], ["b"], ["t"], ["a"]]
+
+
+def test_gradients_are_views_of_the_buffer():
+    specs = [spec("a", 0, 3), spec("b", 1, 2)]
+    gradients, _, _ = make(specs)
+    specs[0].parameter.grad += 1.0
+    specs[1].parameter.grad += 2.0
+    assert gradients.flat.tolist() == [2.0, 2.0, 1.0, 1.0, 1.0]
+    gradients.scale(0.5)
+    assert specs[1].parameter.grad.tolist() == [1.0, 1.0] and float(gradients.squared_norm()) == pytest.approx(2.75)
+    specs[0].parameter.grad = None
+    specs[1].parameter.grad = torch.ones(2)
+    gradients.begin()
+    specs[0].parameter.grad += 4.0
+    specs[1].parameter.grad += 5.0
+    assert gradients.flat.tolist() == [5.0, 5.0, 4.0, 4.0, 4.0]
+
+
+def test_no_trainable_parameters():
+    gradients, group, _ = make([])
+    gradients.all_passed()
+    gradients.wait()
+    gradients.scale(2.0)
+    assert gradients.complete and float(gradients.squared_norm()) == 0.0 and group.reduced == []
+
+
+def test_a_chunk_is_reduced_when_its_block_is_passed():
+    gradients, group, _ = make([spec("a", 0), spec("b", 1)])
+    assert group.reduced == []
+    gradients.block_passed(1)
+    assert len(group.reduced) == 1 and not gradients.complete
+    gradients.block_passed(0)
+    assert len(group.reduced) == 2 and gradients.complete
+    gradients.all_passed()
+    assert len(group.reduced) == 2
+    gradients.wait()
+
+
+def test_a_chunk_waits_for_all_blocks_that_use_it():
+    gradients, group, _ = make([spec("a", (0, 2)), spec("b", 1)])
+    gradients.block_passed(2)
+    gradients.block_passed(1)
+    assert group.reduced == [], "the first chunk is that of the parameter that block 0 uses too"
+    gradients.block_passed(0)
+    assert len(group.reduced) == 2
+
+
+def test_a_chunk_waits_for_postponed_products():
+    one, two = spec("a", 0), spec("b", 1)
+    gradients, group, _ = make([one, two])
+    gradients.queued(two.parameter)
+    gradients.queued(two.parameter)
+    gradients.block_passed(1)
+    gradients.block_passed(0)
+    gradients.added(two.parameter)
+    assert group.reduced == []
+    gradients.added(two.parameter)
+    assert len(group.reduced) == 2
+
+
+def test_a_chunk_waits_for_the_other_ends_of_a_tie():
+    tied = spec("a", 0, remote_ends=2)
+    gradients, group, _ = make([tied])
+    gradients.all_passed()
+    gradients.added(tied.parameter)
+    assert group.reduced == [] and not gradients.complete
+    with pytest.raises(AssertionError, match="still incomplete"):
+        gradients.wait()
+    gradients.added(tied.parameter)
+    assert len(group.reduced) == 1
+    gradients.begin()
+    gradients.all_passed()
+    assert len(group.reduced) == 1, "each batch waits anew"
+
+
+def test_what_belongs_to_another_stage_is_sent_and_not_reduced():
+    sent_away, own = spec("s", 1, sent_to_owner=True), spec("a", 0)
+    gradients, group, sent = make([own, sent_away])
+    sent_away.parameter.grad += 3.0
+    gradients.all_passed()
+    assert sent == [["s"]] and len(group.reduced) == 1
+    assert [one.name for one in gradients.owned()] == ["a"] and float(gradients.squared_norm()) == 0.0
+
+
+def test_one_replica_reduces_nothing():
+    gradients, group, _ = make([spec("a", 0)], size=1)
+    gradients.all_passed()
+    gradients.wait()
+    assert group.reduced == []
+
+
+def test_the_order_is_fixed_whatever_is_ready_first():
+    """Two replicas whose chunks are complete in opposite orders reduce in the same one."""
+    orders = []
+    for events in ([3, 2, 1, 0], [0, 1, 2, 3], [2, 0, 3, 1]):
+        specs = [spec(str(number), number) for number in range(4)]
+        gradients, group, _ = make(specs)
+        for block in events:
+            gradients.block_passed(block)
+        orders.append([tensor.data_ptr() - gradients.flat.data_ptr() for tensor in group.reduced])
+    assert orders[0] == orders[1] == orders[2] == [0, 16, 32, 48]
+
+
+def test_adversarial_orders_on_real_groups():
+    """Each replica completes its chunks in an order of its own; the sums are right and nothing waits for ever."""
+    def rank(world):
+        group = world.backend.group("data", [[0, 1, 2]])
+        specs = [spec(str(number), number) for number in range(6)]
+        gradients = Gradients(specs, group, 1, lambda complete: None)
+        for batch in range(3):
+            gradients.begin()
+            for one in specs:
+                one.parameter.grad += 10.0 ** world.rank * (batch + 1)
+            for number in range(6):
+                gradients.block_passed((number * (1, 5, 5)[world.rank] + 2 * world.rank) % 6)
+                gradients.progress()
+            gradients.wait()
+        return gradients.flat.clone()
+
+    for flat in run_ranks(rank, 3, throttle=Link(jitter_seconds=3e-3)):
+        assert (flat == 333.0).all()
+
+
+# ---------------------------------------------------------------------- inside the engine
+
+def watch(events):
+    """Notes when actions end and when chunks are reduced."""
+    def prepare(engine):
+        execute, reduce = engine._execute, engine._data_group.all_reduce
+
+        def executing(action, *rest):
+            facts = execute(action, *rest)
+            events.append(str(action))
+            return facts
+
+        def reducing(tensor, op="sum"):
+            events.append("reduce")
+            return reduce(tensor, op)
+
+        engine._execute, engine._data_group.all_reduce = executing, reducing
+    return prepare
+
+
+@pytest.mark.parametrize("defer_bytes", [0, 1 << 30])
+@pytest.mark.parametrize("pipe", [1, 2])
+def test_chunks_are_reduced_while_others_are_computed(pipe, defer_bytes):
+    """The first before the last backward has ended, or the last postponed product has run."""
+    found = {}
+
+    def work(engine):
+        events = found.setdefault(engine.world.rank, [])
+        watch(events)(engine)
+        engine.forward_backward(share(engine, points([[1, 1], [1, 1]])))
+
+    on_mesh(partial(chain, *[Plain] * 6), Mesh(data=2, pipe=pipe), work, chunk_bytes=1, defer_bytes=defer_bytes)
+    for events in found.values():
+        last = max(place for place, event in enumerate(events) if event in ("B1", "W1"))
+        assert events.index("reduce") < last, events
+        assert events.count("reduce") == 2 * 6 // pipe
+
+
+def test_nothing_is_written_after_it_was_reduced(monkeypatch):
+    """Every chunk is as it was when its reduction began, until the end of the batch: checked on a group of one."""
+    found = []
+
+    def rank_work(engine):
+        group = FakeGroup()
+        engine._gradients._group = group
+        engine.forward_backward(share(engine, points([[1, 2, 1]])))
+        found.append(group)
+
+    for policy, defer_bytes in [("message-driven", 1 << 30), ("message-driven", 300), ("1f1b", 0)]:
+        on_mesh(partial(chain, *[Plain] * 5, tied=(("b0.linear.weight", "b3.linear.weight"),)), Mesh(), rank_work,
+                chunk_bytes=1, policy=policy, defer_bytes=defer_bytes, nominal_weight=16.0)
+    for group in found:
+        assert len(group.reduced) == 9 and group.nothing_was_written_since()
