@@ -154,10 +154,10 @@ def _contenders(case: Case, times: BlockTimes, cores: int) -> list[Contender]:
 
 
 def _grid(case: Case, times: BlockTimes) -> list[Contender]:
-    """Message-driven with several in-flight limits and byte budgets: multiples of what one microbatch keeps alive on an
-    average stage."""
+    """Message-driven with several in-flight limits (f) and byte budgets (d): multiples of what the postponed products of
+    one microbatch keep alive on an average stage."""
     alive = sum(times.alive_bytes[:-1]) // case.ranks
-    return [ours("message-driven", transport, case.ranks, f" f{in_flight} d{round(share * alive / 2**20)}M",
+    return [ours("message-driven", transport, case.ranks, f" f{in_flight} d{share:g}",
                  **{**dict(case.ours_settings), "in_flight": in_flight, "defer_bytes": int(share * alive)})
             for transport in ("mpi", "gloo") for in_flight in (case.ranks, case.ranks + 1, 2 * case.ranks)
             for share in (0.0, 0.5, 1.0, 2.0)]
