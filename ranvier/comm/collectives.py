@@ -168,7 +168,9 @@ class CheckedGroup:
         return [json.loads(row.numpy().tobytes()) for row in texts]
 
     def barrier(self) -> None:
-        self.all_reduce(torch.zeros(1, dtype=torch.int32)).wait()
+        self._check("barrier")
+        if len(self.ranks) > 1:
+            self._all_reduce(torch.zeros(1, dtype=torch.int32), "sum").wait()
 
     def close(self) -> None:
         self.closed = True

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import math
+import os
 import sys
 import time
 from collections import deque
@@ -31,22 +32,27 @@ from ranvier.errors import LaunchError, MessageTimeout, TransportError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_SPINS = 20
+_YIELD_SECONDS = 100e-6
 _SLEEP_SECONDS = 200e-6
 _CLOSE_SECONDS = 10.0
 
 
 def _rounds(timeout_seconds: float) -> Iterator[None]:
-    """Turns of a polling loop until the time is over: a few at once, then with sleeps. At least one."""
-    deadline, spins = time.monotonic() + timeout_seconds, 0
+    """Turns of a polling loop until the time is over; at least one.
+
+    At first the core is offered to other ranks between turns; then each sleep is a quarter of the time waited so far,
+    so that short waits end soon after they could, and long ones cost nothing.
+    """
+    started = time.monotonic()
     while True:
         yield
-        left = deadline - time.monotonic()
-        if left <= 0:
+        waited = time.monotonic() - started
+        if waited >= timeout_seconds:
             return
-        spins += 1
-        if spins > _SPINS:
-            time.sleep(min(left, _SLEEP_SECONDS))
+        if waited < _YIELD_SECONDS:
+            os.sched_yield()
+        else:
+            time.sleep(min(timeout_seconds - waited, waited / 4, _SLEEP_SECONDS))
 
 
 def _load_mpi() -> tuple[Any, bool]:

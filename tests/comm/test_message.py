@@ -1,0 +1,126 @@
+"""The wire form: every message comes back as it was, and bytes that are none are refused."""
+
+import json
+import struct
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ranvier.comm import message as wire
+from ranvier.comm.message import Kind, Message, decode, encode, encode_head, encoded_bytes, pack, total_bytes
+from ranvier.errors import TransportError
+
+DTYPES = list(wire._DTYPES.values())
+
+
+@st.composite
+def tensors(draw):
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(0, 5), max_size=4))
+    tensor = torch.randint(0, 2 if dtype == torch.bool else 100, shape).to(dtype)
+    return tensor.transpose(0, -1) if tensor.dim() > 1 and draw(st.booleans()) else tensor
+
+
+@st.composite
+def messages(draw):
+    named = draw(st.dictionaries(st.text(max_size=8), tensors(), max_size=5))
+    wanted = frozenset(name for name in named if draw(st.booleans()))
+    numbers = st.integers(-2**31, 2**31 - 1)
+    return Message(draw(st.sampled_from(Kind)), draw(numbers), draw(numbers), named, wanted)
+
+
+def check(actual: Message, sent: Message) -> None:
+    assert (actual.kind, actual.step, actual.microbatch, actual.requires_grad) == (
+        sent.kind, sent.step, sent.microbatch, sent.requires_grad)
+    assert list(actual.tensors) == list(sent.tensors)
+    for name, tensor in sent.tensors.items():
+        assert (actual.tensors[name].dtype, actual.tensors[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(actual.tensors[name], tensor)
+
+
+@given(messages())
+def test_round_trip(sent):
+    encoded = encode(sent)
+    assert encoded.numel() == encoded_bytes(sent) == total_bytes(encoded[:wire.PREAMBLE_BYTES])
+    assert encoded.numel() >= sent.payload_bytes + wire.PREAMBLE_BYTES
+    received = decode(encoded, 3)
+    assert received.source == 3 and received.sent_ns > 0
+    check(received, sent)
+    roomy = torch.cat([encoded, torch.zeros(17, dtype=torch.uint8)])
+    check(decode(roomy, 3), sent)
+    for tensor in received.tensors.values():
+        assert tensor.numel() == 0 or (tensor.data_ptr() - encoded.data_ptr()) % 64 == 0
+
+
+@given(messages())
+def test_head_and_tensors_may_travel_apart(sent):
+    head, packed = encode_head(sent), pack(sent, torch.device("cpu"))
+    assert total_bytes(head) == packed.numel() == encoded_bytes(sent)
+    check(decode(head, 1, packed), sent)
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_refused(raw):
+    data = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+    for read in (total_bytes, lambda tensor: decode(tensor, 0)):
+        with pytest.raises(ValueError, match=r"message"):
+            read(data)
+
+
+@settings(max_examples=300)
+@given(messages(), st.data())
+def test_damaged_messages_never_do_worse_than_a_value_error(sent, data):
+    raw = bytearray(encode(sent).numpy().tobytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    raw = raw[:data.draw(st.integers(1, len(raw)))]
+    try:
+        received = decode(torch.frombuffer(raw, dtype=torch.uint8), 0)
+    except ValueError:
+        return
+    for tensor in received.tensors.values():
+        tensor.clone()
+
+
+def forged(description: object, total: int | None = None, kind: int = 1, length: int | None = None) -> torch.Tensor:
+    text = description if isinstance(description, bytes) else json.dumps(description).encode()
+    size = wire.PREAMBLE_BYTES + len(text) + 256
+    head = struct.pack("<4sBiiqqI", b"RNV1", kind, 0, 0, 0, size if total is None else total,
+                       len(text) if length is None else length)
+    return torch.frombuffer(bytearray(head + text + bytes(256)), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("description", [
+    b"\xff\xfe", b"[", b"3", b"null", b"[1]", b'[["a"]]', b"[" * 100_000, [["a", "float99", [1], False]],
+    [["a", "float32", [-1], False]], [["a", "float32", ["1"], False]], [["a", "float32", [True], False]],
+    [["a", "float32", [2], 1]], [["a", ["float32"], [2], False]], [[None, "float32", [2], False]],
+    [["a", "float32", 7, False]], [["a", "float32", [1], False], ["a", "float32", [1], False]],
+    [["a", "float32", [2**62, 2**62], False]], [["a", "float32", [0, 2**80], False]],
+], ids=lambda value: str(value)[:30])
+def test_forged_descriptions_are_refused(description):
+    with pytest.raises(ValueError, match=r"message"):
+        decode(forged(description), 0)
+
+
+def test_a_huge_empty_shape_of_the_right_size_is_refused():
+    fields = (("a", "float32", (0, 2**80), False),)
+    text, _, total = wire._describe(fields)
+    with pytest.raises(ValueError, match="does not fit its bytes"):
+        decode(forged(text, total=total), 0)
+
+
+def test_forged_heads_are_refused():
+    text, _, total = wire._describe(())
+    assert decode(forged(text, total=total), 0).tensors == {}
+    for wrong in (dict(total=total - 1), dict(total=2**40), dict(total=-1), dict(total=total, kind=99),
+                  dict(total=2**62, length=2**32 - 1)):
+        with pytest.raises(ValueError, match=r"message|Kind"):
+            decode(forged(text, **wrong), 0)
+
+
+def test_a_dtype_that_cannot_travel_is_named():
+    with pytest.raises(TransportError, match=r"forward of microbatch 7: messages do not carry this dtype \(got "
+                                             r"torch.complex64\)\. Convert it to one of float64, "):
+        encode(Message(Kind.FORWARD, 0, 7, {"x": torch.ones(1, dtype=torch.complex64)}))

@@ -1,0 +1,107 @@
+"""What run_ranks and run_processes promise to those who test with them."""
+
+import os
+import threading
+import time
+
+import pytest
+
+from ranvier.errors import LaunchError
+from ranvier.testing.ranks import RanksFailed, run_processes, run_ranks
+from ranvier.world import World
+
+HERE = "tests.comm.test_ranks"
+
+
+def test_results_come_in_rank_order_and_the_world_is_complete():
+    def run(world: World):
+        time.sleep(0.01 * (3 - world.rank))
+        world.store.set(f"{world.rank}", "here")
+        assert world.store.get(f"{(world.rank + 1) % 3}") == b"here"
+        return world.rank, world.size, world.launcher, world.local_rank, world.local_size, str(world.device)
+
+    assert run_ranks(run, 3) == [(rank, 3, "in-process", rank, 3, "cpu") for rank in range(3)]
+
+
+def test_ranks_that_do_not_end_are_shown_with_their_stacks():
+    release = threading.Event()
+
+    def run(world: World):
+        if world.rank == 1:
+            a_place_to_find(release)
+
+    with pytest.raises(RanksFailed, match="rank 1 of 3 had not ended after") as failure:
+        run_ranks(run, 3, timeout_seconds=0.3)
+    release.set()
+    assert "a_place_to_find" in str(failure.value) and "rank 0:" not in str(failure.value)
+
+
+def a_place_to_find(release: threading.Event) -> None:
+    release.wait(30.0)
+
+
+def test_the_first_failure_is_raised_even_when_others_are_stuck():
+    release = threading.Event()
+
+    def run(world: World):
+        if world.rank == 1:
+            raise KeyError("first")
+        a_place_to_find(release)
+
+    with pytest.raises(KeyError, match="first") as failure:
+        run_ranks(run, 2, timeout_seconds=0.3)
+    release.set()
+    assert failure.value.__notes__[0] == "on rank 1 of 2" and "a_place_to_find" in failure.value.__notes__[1]
+
+
+def describe(world: World, *args: object) -> list:
+    return [world.rank, world.size, world.backend.name, world.launcher, *args]
+
+
+@pytest.mark.parametrize("transport", ["torch", pytest.param("mpi", marks=pytest.mark.mpi)])
+def test_processes_return_json(transport):
+    if transport == "mpi":
+        pytest.importorskip("mpi4py")
+    args = [1, "two", [3.5, None]]
+    assert run_processes(f"{HERE}:describe", 2, transport, args=args) == [
+        [rank, 2, transport, "run_processes", *args] for rank in range(2)]
+
+
+def fail_on_one(world: World) -> str:
+    print(f"printed by {world.rank}")
+    if world.rank == 1:
+        raise ValueError("as planned")
+    return "fine"
+
+
+def test_a_failing_process_is_shown_with_its_output():
+    with pytest.raises(RanksFailed, match="rank 1 of 2") as failure:
+        run_processes(f"{HERE}:fail_on_one", 2, "torch")
+    text = str(failure.value)
+    assert "ValueError: as planned" in text and "printed by 1" in text and "printed by 0" not in text
+
+
+def write_pids(world: World, path: str) -> None:
+    with open(f"{path}.{world.rank}", "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(300.0)
+
+
+@pytest.mark.parametrize("transport", ["torch", pytest.param("mpi", marks=pytest.mark.mpi)])
+def test_processes_that_do_not_end_are_killed(transport, tmp_path):
+    if transport == "mpi":
+        pytest.importorskip("mpi4py")
+    with pytest.raises(RanksFailed, match=r"rank 0, 1 of 2 .* had not ended after 12 s"):
+        run_processes(f"{HERE}:write_pids", 2, transport, args=[str(tmp_path / "pid")], timeout_seconds=12)
+    for rank in range(2):
+        process = int((tmp_path / f"pid.{rank}").read_text())
+        deadline = time.monotonic() + 10
+        while os.path.exists(f"/proc/{process}") and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not os.path.exists(f"/proc/{process}")
+
+
+def test_mpi_without_mpiexec_is_named(monkeypatch):
+    monkeypatch.setattr("ranvier.comm.mpi_launch.find_mpiexec", lambda: None)
+    with pytest.raises(LaunchError, match="neither beside the interpreter nor on PATH"):
+        run_processes(f"{HERE}:describe", 2, "mpi")
