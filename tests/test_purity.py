@@ -1,0 +1,103 @@
+"""Rooms that must stay pure, and imports that must not be: read from the sources, and by a process without torch."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ranvier
+
+ROOT = Path(ranvier.__file__).parent
+FORBIDDEN = ("torch", "time", "datetime", "socket", "os", "pathlib", "io", "subprocess", "threading", "random",
+             "secrets", "tempfile", "shutil", "asyncio", "multiprocessing", "mpi4py")
+PURE = ("mesh", "layout", "pipeline.schedule", "pipeline.policies", "planner.simulator")
+
+
+def sources(*names):
+    """The files of these modules, and all files of these packages."""
+    found = []
+    for name in names:
+        path = ROOT.joinpath(*name.split("."))
+        found += sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+    assert found and all(path.is_file() for path in found)
+    return found
+
+
+def imported(path):
+    """Every module that a file imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name} imports relatively"
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def within(name, packages):
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_pure_modules_import_neither_clocks_nor_io(module):
+    path, = sources(module)
+    wrong = {name for name in imported(path) if within(name, FORBIDDEN)}
+    assert not wrong
+    calls = {node.func.id for node in ast.walk(ast.parse(path.read_text()))
+             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    assert not calls & {"open", "print", "input", "__import__", "eval", "exec"}
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_pure_modules_import_pure_modules_only(module):
+    """What they need of us is pure too, so that nothing comes in by a side door."""
+    pure = {f"ranvier.{name}" for name in PURE} | {"ranvier.errors"}
+    path, = sources(module)
+    ours = {name for name in imported(path) if name.startswith("ranvier")}
+    assert all(within(name, pure) for name in ours), ours - pure
+
+
+def test_pure_modules_load_without_torch():
+    """A simulation of a hundred thousand ranks starts at once."""
+    program = ("import sys; sys.modules['torch'] = None; sys.modules['socket'] = None\n"
+               + "\n".join(f"import ranvier.{name}" for name in PURE)
+               + "\nfrom ranvier.planner.simulator import StageTimes, simulate\n"
+               "from ranvier.pipeline.policies import MessageDriven\n"
+               "stage = StageTimes(forward=1.0, backward=1.0, weight=1.0)\n"
+               "print(simulate([stage] * 2, 4, MessageDriven(), 2).seconds)")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == 15.0
+
+
+def test_models_know_neither_the_pipeline_nor_communication():
+    for path in sources("models"):
+        wrong = {name for name in imported(path) if within(name, ("ranvier.pipeline", "ranvier.comm", "ranvier.train",
+                                                                  "torch.distributed"))}
+        assert not wrong, f"{path.name}: {wrong}"
+
+
+def test_only_the_command_imports_the_training_loop():
+    """Beside the conformance of trackers, which are told the loop's events."""
+    allowed = {ROOT / "cli.py", ROOT / "testing" / "trackers.py", *sources("train")}
+    for path in sorted(set(ROOT.rglob("*.py")) - allowed):
+        wrong = {name for name in imported(path) if within(name, ("ranvier.train",))}
+        assert not wrong, f"{path.relative_to(ROOT)}: {wrong}"
+
+
+def test_communication_knows_nothing_of_training():
+    for path in sources("comm"):
+        wrong = {name for name in imported(path) if within(name, ("ranvier.pipeline", "ranvier.models", "ranvier.optim",
+                                                                  "ranvier.train"))}
+        assert not wrong, f"{path.name}: {wrong}"
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_file_says_why_it_exists_and_keeps_no_state(path):
+    """A docstring, and no `global` statement."""
+    tree = ast.parse(path.read_text())
+    assert not tree.body or ast.get_docstring(tree), "has no docstring"
+    assert not [node for node in ast.walk(tree) if isinstance(node, ast.Global)], "has a global that changes"
