@@ -40,7 +40,7 @@ from ranvier.pipeline.result import BatchResult
 from ranvier.pipeline.schedule import Action, Done, Policy, Schedule, Wait, actions_text
 from ranvier.pipeline.sequencer import Sequencer
 from ranvier.pipeline.stage import Stage
-from ranvier.pipeline.ties import TiedGradients, gradient_message, ties_of, value_message
+from ranvier.pipeline.ties import Tie, TiedGradients, gradient_message, ties_of, value_message
 from ranvier.pipeline.timeline import Category, Timeline
 from ranvier.pipeline.weight_gradients import WeightGradients, restore_forward
 from ranvier.world import World
@@ -172,6 +172,10 @@ class Engine:
 
     def forward_backward(self, microbatches: Sequence[Microbatch | tuple]) -> BatchResult:
         """The gradients of `train_batch` without its update; see `gradients`."""
+        for name, parameter in self._parameters.items():
+            if parameter.requires_grad and not self.layout[name].trainable:
+                raise ModelError("was frozen when the engine was built, and is trainable now",
+                                 where=f"parameter {name}", remedy="Build a new engine to train more parameters.")
         self._step += 1
         self._gradients.begin()
         self._run(microbatches, training=True)
@@ -198,9 +202,12 @@ class Engine:
             return
         started = time.monotonic_ns()
         self._board.doing = "the optimizer"
+        for parameter in self.parameters():
+            if not parameter.requires_grad:  # frozen since the engine was built: no decay, no momentum
+                parameter.grad = None
         if self.optimizer is not None:
             self.optimizer.step()
-        self._send_tied_values()
+        self._send_tied_values([tie for tie in self._ties if tie.trains])
         self.timeline.add("optimizer", "update", self._step, started)
         self._board.doing = _OUTSIDE
 
@@ -279,7 +286,7 @@ class Engine:
                 work.wait()
             for tensor, value in zip(tensors, sent, strict=True):
                 tensor.copy_(value)
-        self._send_tied_values()
+        self._send_tied_values(self._ties)
 
     # ------------------------------------------------------------------ one batch
 
@@ -412,9 +419,9 @@ class Engine:
         for tie in self._tied_gradients.add():
             self._gradients.added(tie.parameter)
 
-    def _send_tied_values(self) -> None:
+    def _send_tied_values(self, ties: Sequence[Tie]) -> None:
         """Owners send their new values; other ends note that one more is due (it may have come already)."""
-        for tie in self._ties:
+        for tie in ties:
             if tie.owns:
                 for peer in tie.peers:
                     self._transport.send(peer, value_message(self._call, tie))

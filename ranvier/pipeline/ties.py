@@ -21,11 +21,16 @@ from ranvier.mesh import Mesh
 
 @dataclass(frozen=True, kw_only=True)
 class Tie:
-    """A tied parameter that this stage holds an end of. `peers`: ranks of the other stages' ends, in stage order."""
+    """A tied parameter that this stage holds an end of. `peers`: ranks of the other stages' ends, in stage order.
+
+    trains: whether it did when the engine was built. If it is frozen later, its ends go on exchanging zeros, so that
+    they agree without a word.
+    """
 
     name: str
     parameter: nn.Parameter
     owns: bool
+    trains: bool
     peers: tuple[int, ...]
 
 
@@ -41,7 +46,7 @@ def ties_of(layout: Layout, mesh: Mesh, rank: int, parameters: dict[str, nn.Para
             continue
         home = layout.stage_of(layout[owner].block)
         others = sorted(stages - {stage}) if stage == home else [home]
-        ties.append(Tie(name=owner, parameter=parameters[owner], owns=stage == home,
+        ties.append(Tie(name=owner, parameter=parameters[owner], owns=stage == home, trains=layout[owner].trainable,
                         peers=tuple(mesh.rank(mesh.coordinates(rank).replace("pipe", other)) for other in others)))
     return tuple(ties)
 
@@ -53,7 +58,7 @@ class TiedGradients:
     """
 
     def __init__(self, ties: Sequence[Tie]) -> None:
-        self._owned = {tie.name: tie for tie in ties if tie.owns}
+        self._owned = {tie.name: tie for tie in ties if tie.owns and tie.trains}
         self._arrived = {name: {peer: deque[Tensor]() for peer in tie.peers} for name, tie in self._owned.items()}
 
     def receive(self, message: Message) -> None:
@@ -62,15 +67,15 @@ class TiedGradients:
 
     def missing(self) -> tuple[str, int] | None:
         """A (parameter, rank) whose gradient is still awaited, or None."""
-        return next(((name, peer) for name, tie in self._owned.items() if tie.parameter.requires_grad
-                     for peer in tie.peers if not self._arrived[name][peer]), None)
+        return next(((name, peer) for name, tie in self._owned.items() for peer in tie.peers
+                     if not self._arrived[name][peer]), None)
 
     @torch.no_grad()
     def add(self) -> list[Tie]:
         """Add what has arrived, in stage order; call it once everything is here. Returns a tie for each addition."""
         added = []
         for name, tie in self._owned.items():
-            for peer in tie.peers if tie.parameter.requires_grad else ():
+            for peer in tie.peers:
                 tie.parameter.grad.add_(self._arrived[name][peer].popleft().to(tie.parameter.device))
                 added.append(tie)
         return added
