@@ -13,7 +13,7 @@ from ranvier.models.block import Model
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.ties import TiedGradients, gradient_message, ties_of
 from ranvier.testing.ranks import run_ranks
-from tests.pipeline.parity import assert_parity, chain, frozen, on_mesh, points, squared
+from tests.pipeline.parity import assert_parity, chain, frozen, on_mesh, points, share, squared
 from tests.pipeline.test_unusual_blocks import Plain
 
 POLICIES = ("message-driven", "1f1b", "gpipe")
@@ -52,7 +52,12 @@ def test_a_frozen_tie_is_never_sent():
         send = engine._transport.send
         engine._transport.send = lambda to, message: (kinds.append(message.kind), send(to, message))
 
+    def work(engine):
+        watch(engine)
+        engine.train_batch(share(engine, points([[2, 2]])))
+
     assert_parity(make, points([[2, 2]]), Mesh(pipe=3), also=watch)
+    on_mesh(make, Mesh(pipe=3), work, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     assert Kind.FORWARD in kinds and Kind.TIED_GRADIENT not in kinds and Kind.TIED_VALUE not in kinds
 
 

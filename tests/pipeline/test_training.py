@@ -270,6 +270,46 @@ def test_many_batches_without_microbatches_on_one_replica():
         assert_close(merge([one[number] for one in found], mesh), reference.gradients())
 
 
+# ---------------------------------------------------------------------- freezing on the way
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(data=2, pipe=3)], ids=str)
+@pytest.mark.parametrize("names", [("b1.weight", "b1.bias"), ("b0.weight", "b2.weight", "b4.weight", "b0.bias"),
+                                   [f"b{block}.{kind}" for block in range(5) for kind in ("weight", "bias")]], ids=len)
+def test_freezing_between_steps(names, mesh, optimizer):
+    """What is frozen stays as it is, without decay or momentum, ties included."""
+    reference = Reference(three_ends(), seed=SEED, dtype=torch.float64, optimizer=OPTIMIZERS[optimizer])
+    batches = [points([[2, 1]] * mesh.data, seed=seed) for seed in range(4)]
+
+    def freeze(parameters):
+        for name in parameters.keys() & set(names):
+            parameters[name].requires_grad_(False)
+
+    for number, batch in enumerate(batches):
+        if number == 2:
+            freeze(reference.parameters)
+        reference.train_batch([one for replica in batch for one in replica])
+
+    def work(engine):
+        for number, batch in enumerate(batches):
+            if number == 2:
+                freeze(engine.named_parameters())
+            engine.train_batch(share(engine, batch))
+        return weights(engine)
+
+    assert_same_weights(on_mesh(three_ends, mesh, work, optimizer=OPTIMIZERS[optimizer]), reference, mesh)
+
+
+def test_thawing_needs_a_new_engine():
+    def work(engine):
+        engine.named_parameters()["b0.linear.weight"].requires_grad_(True)
+        engine.forward_backward([])
+
+    with pytest.raises(ModelError, match=r"parameter b0.linear.weight: was frozen when the engine was built, and is "
+                                         r"trainable now. Build a new engine to train more parameters."):
+        on_mesh(lambda: frozen(residuals(2), of_blocks(0)), Mesh(), work)
+
+
 # ---------------------------------------------------------------------- mistakes
 
 def test_training_without_an_optimizer():
