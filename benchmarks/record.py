@@ -41,7 +41,8 @@ def commit() -> str:
         return subprocess.run(["git", *words], cwd=RESULTS.parent, capture_output=True, text=True, check=True).stdout
 
     try:
-        return git("rev-parse", "--short", "HEAD").strip() + ("+" if git("status", "--porcelain", "-uno").strip() else "")
+        changed = git("status", "--porcelain", "-uno").strip()
+        return git("rev-parse", "--short", "HEAD").strip() + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

@@ -33,14 +33,16 @@ MESHES = ((1, 1), (2, 2), (1, 4), (4, 1))
 def mesh_losses(recipe: str, steps: int, data: int, pipe: int, folder: Path) -> list[float]:
     """Losses of `ranvier train` on data x pipe, one per step."""
     run_dir = folder / f"data{data}-pipe{pipe}"
-    subprocess.run([sys.executable, "-m", "ranvier", "train", recipe, "--mesh.data", str(data), "--mesh.pipe", str(pipe),
-                    "--train.steps", str(steps), "--train.sample-tokens", "0", "--run-dir", str(run_dir)], check=True)
+    flags = {"--mesh.data": data, "--mesh.pipe": pipe, "--train.steps": steps, "--train.sample-tokens": 0,
+             "--run-dir": run_dir}
+    subprocess.run([sys.executable, "-m", "ranvier", "train", recipe, *(str(word) for pair in flags.items()
+                                                                        for word in pair)], check=True)
     return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def plain_losses(recipe: str, steps: int, folder: Path) -> list[float]:
     """Losses of the plain loop on the very batches that the meshes see."""
-    run = resolve.resolve(recipe, {"train.steps": str(steps)}).run
+    run = resolve.resolve([resolve.load(recipe)[1]]).run
     tokens = prepare(run).train
     loader = Loader(tokens, Sampler(tokens.num_sequences(run.model.sequence), run.seed), sequence=run.model.sequence,
                     global_size=run.batch.global_size, microbatch_size=run.batch.global_size)

@@ -154,8 +154,8 @@ def _contenders(case: Case, times: BlockTimes, cores: int) -> list[Contender]:
 
 
 def _grid(case: Case, times: BlockTimes) -> list[Contender]:
-    """Message-driven with several in-flight limits (f) and byte budgets (d): multiples of what the postponed products of
-    one microbatch keep alive on an average stage."""
+    """Message-driven with several in-flight limits (f) and byte budgets (d): multiples of what the postponed products
+    of one microbatch keep alive on an average stage."""
     alive = sum(times.alive_bytes[:-1]) // case.ranks
     return [ours("message-driven", transport, case.ranks, f" f{in_flight} d{share:g}",
                  **{**dict(case.ours_settings), "in_flight": in_flight, "defer_bytes": int(share * alive)})
