@@ -227,6 +227,9 @@ def moves(old: Layout, new: Layout, *, state: bool = False) -> list[Move]:
     need = _boxes_by_parameter(new, new.owned if state else new.held)
     result = []
     for name, wanted in need.items():
+        if name in old._by_name and old[name].shape != new[name].shape:
+            raise ModelError(f"has the shape {old[name].shape} in the old layout", where=f"parameter {name}",
+                             value=new[name].shape, remedy="Move between layouts of the same model.")
         for destination, box in wanted:
             missing = [box]
             for source, present in sorted(have.get(name, []), key=lambda item: (item[0] != destination, item[0])):

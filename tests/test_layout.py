@@ -246,6 +246,11 @@ def test_moves_of_what_nobody_has():
         moves(plain(one), plain(one, other))
 
 
+def test_moves_of_what_has_another_shape():
+    with pytest.raises(ModelError, match=r"parameter a: has the shape \(6,\) in the old layout \(got \(4,\)\)"):
+        moves(plain(Parameter("a", (6,), 0, "a")), plain(Parameter("a", (4,), 0, "a")))
+
+
 def test_owner_of_a_group_whose_first_member_is_on_another_stage():
     """The tied end on stage 1 owns nothing, whatever the mesh."""
     for mesh, state_shards in product([Mesh(pipe=2), Mesh(data=2, pipe=2)], (1, 2)):
