@@ -114,6 +114,7 @@ def measure(plan: Plan, path: Path) -> dict:
                       allocator=plan.allocator, warmup=plan.warmup)
         for case in plan.cases:
             results["cases"].append(run_case(case, stand, rounds=plan.rounds, steps=plan.steps))
+            path.parent.mkdir(parents=True, exist_ok=True)
             write_results(path, results)
             path.with_suffix(".md").write_text(markdown(results["cases"], _head(plan)))
             draw(results["cases"], path.with_suffix(".png"))
