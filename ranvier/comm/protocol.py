@@ -116,7 +116,7 @@ class Backend(Protocol):
         """A transport of its own for `purpose`. Collective: all ranks make the same calls in the same order."""
 
     def group(self, purpose: str, partition: Sequence[Sequence[int]]) -> Group:
-        """The group of `partition` (disjoint, covering all ranks) that holds this rank. Collective likewise."""
+        """The group of `partition` (disjoint, covering all ranks, each rising) with this rank. Collective likewise."""
 
     def abort(self, code: int) -> None:
         """End all ranks now, as far as the backend can; called when this rank has failed."""

@@ -68,6 +68,7 @@ class TorchBackend:
                               remedy=f"Initialise it as rank {rank} of {size}, or leave that to Ranvier.")
         self._transports: list[GlooTransport] = []
         self._groups: list[TorchGroup] = []
+        self._nccl_channels: list[ProcessGroup] = []
         self._closed = False
 
     def transport(self, purpose: str) -> Transport:
@@ -77,8 +78,9 @@ class TorchBackend:
         self._transports.append(host)
         if self._device.type != "cuda" or channel is None:
             return host
-        return NcclTransport(host, self._device, rising=dist.new_group(everyone, backend="nccl"),
-                             falling=dist.new_group(everyone, backend="nccl"))
+        rising, falling = (dist.new_group(everyone, timeout=self._timeout, backend="nccl") for _ in range(2))
+        self._nccl_channels += [rising, falling]
+        return NcclTransport(host, self._device, rising=rising, falling=falling)
 
     def group(self, purpose: str, partition: Sequence[Sequence[int]]) -> TorchGroup:
         ranks, index = place_in(partition, self.rank, self.size, purpose)
@@ -106,6 +108,8 @@ class TorchBackend:
             transport.join(deadline)
         for part in (*self._groups, *self._transports):
             part.destroy()
+        for channel in self._nccl_channels:
+            dist.destroy_process_group(channel)
         if self._owns and dist.is_initialized():
             dist.destroy_process_group()
 

@@ -185,12 +185,13 @@ def run_one_rank(where: str) -> None:
     """The life of one process of `run_processes`; `where` is its folder, and ":rank" where the launcher gives none."""
     name, _, rank_text = where.partition(":")
     folder, job = Path(name), json.loads((Path(name) / "job.json").read_text())
-    device = torch.device(job["device"])
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", job["port"], is_master=False, timeout=timedelta(seconds=job["timeout_seconds"]))
     if job["transport"] == "mpi":
-        backend = MPIBackend(device, job["timeout_seconds"])
+        backend = MPIBackend(torch.device(job["device"]), job["timeout_seconds"])
+        device = _device(job["device"], backend.rank)
     else:
+        device = _device(job["device"], int(rank_text))
         backend = TorchBackend(int(rank_text), job["size"], store, device, job["timeout_seconds"])
     (folder / f"{backend.rank}.pid").write_text(str(os.getpid()))
     with open(folder / f"{backend.rank}.txt", "wb") as output:
@@ -208,3 +209,11 @@ def run_one_rank(where: str) -> None:
     except BaseException:
         traceback.print_exc()
         backend.abort(1)
+
+
+def _device(kind: str, rank: int) -> torch.device:
+    """The rank's own device; ranks share where there are fewer devices."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())
