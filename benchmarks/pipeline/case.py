@@ -28,7 +28,8 @@ SLOW_FACTOR, JITTER = 1.5, 0.5
 LOSS_TOLERANCE = 1e-4
 """Relative; fp32 sums in different orders differ by less, a wrong gradient by more from the second step on."""
 
-_BYTES_PER_PROCESS = 700 << 20
+_IDLE_BYTES, _ACTIVE_BYTES = 400 << 20, 2 << 30
+"""Memory of a process whose turn it is not, and what the contender whose turn it is takes beyond that."""
 
 
 class LossesDiffer(RuntimeError):
@@ -58,7 +59,8 @@ def run_case(case: Case, stand: Stand, *, rounds: int, steps: int, say: Callable
         times = mean_times(times_team.run(2 * steps).reports)
         chosen = [with_cut(contender, case, times) for contender in _contenders(case, times, stand.cores)
                   if case.wanted(contender)]
-        keep = sum(contender.ranks for contender in chosen) * _BYTES_PER_PROCESS < psutil.virtual_memory().available
+        keep = (sum(contender.ranks for contender in chosen) * _IDLE_BYTES + _ACTIVE_BYTES
+                < psutil.virtual_memory().available)
         say(f"{case.scenario}, {case.ranks} ranks, {workload.microbatches} microbatches: {len(chosen)} contenders, "
             f"processes {'kept from round to round' if keep else 'started for each block'}")
         found = {contender.name: _Found(contender) for contender in chosen}
