@@ -159,9 +159,9 @@ def test_a_forward_that_never_comes(quick_board):
     """`pipe 1 waits 31 s for the forward of microbatch 5 from pipe 0, which is in backward 2`, and all the others."""
     text = timeout(Mesh(pipe=2), points([[1] * 3]), losing(Kind.FORWARD, 2), in_flight=4, policy="gpipe")
     assert text.startswith("comm.timeout-seconds: a message did not come\n")
-    assert re.search(r"\npipe 1 waits 1 s for the forward of microbatch 2 from pipe 0, which is in a wait for the "
+    assert re.search(r"\npipe 1 waits \d s for the forward of microbatch 2 from pipe 0, which is in a wait for the "
                      r"backward of microbatch 0 from pipe 1\n", text) or re.search(
-        r"\npipe 0 waits 1 s for the backward of microbatch 0 from pipe 1, which is in a wait for the forward of "
+        r"\npipe 0 waits \d s for the backward of microbatch 0 from pipe 1, which is in a wait for the forward of "
         r"microbatch 2 from pipe 0\n", text), text
     assert text.endswith("(got 0.5). See which rank is behind, or raise --comm.timeout-seconds.")
 
@@ -175,7 +175,7 @@ def test_a_gap_between_messages_is_noticed_at_once():
 
 def test_a_backward_that_never_comes(quick_board):
     text = timeout(Mesh(pipe=3), points([[1] * 2]), losing(Kind.BACKWARD, 1))
-    assert re.search(r"pipe \d waits 1 s for the backward of microbatch 1 from pipe \d, which is in ", text), text
+    assert re.search(r"pipe \d waits \d s for the backward of microbatch 1 from pipe \d, which is in ", text), text
     assert len(re.findall(r"^  pipe \d \(rank \d\): ", text, re.M)) == 2
 
 
@@ -192,13 +192,13 @@ def test_a_rank_that_computes_for_long(quick_board):
         text = timeout(Mesh(pipe=2), points([[1] * 3]), lambda engine: None, make=partial(chain, Slow, Plain))
     finally:
         sleeping.set()
-    assert "pipe 1 waits 1 s for the forward of microbatch 0 from pipe 0, which is in forward 0\n" in text
+    assert re.search(r"\npipe 1 waits \d s for the forward of microbatch 0 from pipe 0, which is in forward 0\n", text)
 
 
 def test_a_tied_gradient_that_never_comes(quick_board):
     make = partial(chain, *[Plain] * 4, tied=(("b0.linear.weight", "b3.linear.weight"),))
     text = timeout(Mesh(pipe=2), points([[1] * 3]), losing(Kind.TIED_GRADIENT, 0), make=make)
-    assert "pipe 0 waits 1 s for the gradient of tied parameter b0.linear.weight from pipe 1, which is in " in text
+    assert re.search(r"pipe 0 waits \d s for the gradient of tied parameter b0.linear.weight from pipe 1, which is", text)
 
 
 def test_a_tied_value_that_never_comes(quick_board):
@@ -209,7 +209,7 @@ def test_a_tied_value_that_never_comes(quick_board):
         for _ in range(2):
             engine.train_batch(share(engine, points([[1]])))
 
-    with pytest.raises(MessageTimeout, match=r"pipe 1 waits 1 s for the value of tied parameter b0.linear.weight"):
+    with pytest.raises(MessageTimeout, match=r"for the value of tied parameter b0.linear.weight from pipe 0"):
         on_mesh(make, Mesh(pipe=2), work, timeout_seconds=0.5, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
 
 
@@ -231,7 +231,7 @@ def test_other_numbers_of_microbatches_on_two_stages(quick_board, first, second,
         uneven(first, second, calls)
     text = str(caught.value)
     assert (f"has {second} microbatches here, but pipe 0 sends number {second}" in text
-            or "waits 1 s for the" in text or "belongs to a batch that has ended here" in text), text
+            or re.search(r"waits \d s for the", text) or "belongs to a batch that has ended here" in text), text
 
 
 def test_names_of_ranks_on_the_board():

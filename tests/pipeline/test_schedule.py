@@ -276,3 +276,12 @@ def test_unknown_policy():
     with pytest.raises(ConfigError, match=r"pipeline.policy: is not a policy \(got 'gppipe'\). Choose one of message-"
                                           r"driven, 1f1b, gpipe."):
         policy_named("gppipe")
+
+
+def test_auto_defers_only_where_a_stage_before_waits():
+    stages = [StageTimes(forward=1, backward=1, weight=1, products=4, alive_bytes=100, trains=trains)
+              for trains in (False, True, True)]
+    result = simulate(stages, 6, MessageDriven(), 3, defer_bytes="auto")
+    assert [most > 0 for most in result.most_queued_bytes] == [False, False, True]
+    both = simulate(stages[1:], 6, MessageDriven(), 2, defer_bytes="auto")
+    assert both.seconds == simulate(stages[1:], 6, MessageDriven(), 2, defer_bytes=100).seconds
