@@ -26,8 +26,16 @@ def results_file(folder: str, name: str) -> Path:
 def circumstances() -> dict[str, object]:
     """What a figure needs beside it to mean something."""
     return {"date": datetime.now().isoformat(timespec="seconds"), "commit": commit(), "machine": machine(),
-            "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+            "command": command(),
             "versions": {"python": platform.python_version(), "torch": torch.__version__}}
+
+
+def command() -> str:
+    """The command line that runs this program again, in the checkout's own terms."""
+    program = Path(sys.argv[0]).resolve()
+    root = RESULTS.parent.parent
+    module = [".".join(program.relative_to(root).with_suffix("").parts)] if program.is_relative_to(root) else []
+    return shlex.join(["python", *(["-m", *module] if module else [program.name]), *sys.argv[1:]])
 
 
 def write_results(path: Path, results: dict[str, object]) -> None:

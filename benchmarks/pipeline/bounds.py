@@ -99,7 +99,7 @@ def _simulated(contender: Contender, workload: Workload, times: BlockTimes, *, p
     slow = {"jitter": simulated_slowness(slowness(settings["slowness"]))} if "slowness" in settings else {}
     simulated = simulate(
         stages, workload.microbatches, policy_named(policy), in_flight, hop=settings.get("latency_seconds", 0.0),
-        defer_bytes=max(stage.alive_bytes for stage in stages) if defer_bytes == "auto" else defer_bytes, **slow)
+        defer_bytes=defer_bytes, **slow)
     return [actions[-1][2] + times.optimizer_seconds_per_parameter * _num_parameters(
         workload, times, ranges, index, shared=contender.kind == "ours")
         for index, actions in enumerate(simulated.actions)]

@@ -60,8 +60,9 @@ class Engine:
         in_flight: most microbatches of a replica between the first stage's forward and their return.
         boundaries: first block of each stage after the first; None cuts by `partition`, from the costs that `sample`
             gives (or numbers of parameters, without).
-        defer_bytes: most bytes that postponed weight gradients keep alive on this rank; 0 postpones nothing, auto is
-            what one microbatch's would keep alive.
+        defer_bytes: most bytes that postponed weight gradients keep alive on this rank; 0 postpones nothing. auto is
+            what one microbatch's would keep alive, and 0 on the first stage, whose input gradient nobody waits for:
+            there postponing pays only where times vary much, and that rank already keeps the most activations.
         nominal_weight: expected weight of a global batch. The loss is divided by it before the backward, and gradients
             are corrected to the true weight afterwards; in fp32 and fp64 it only moves rounding.
         timeout_seconds: longest wait for one message before MessageTimeout, with a report of who waits for what.
@@ -348,7 +349,9 @@ class Engine:
                 if not self.is_last_stage:
                     self._transport.send(self._after, Message(Kind.FORWARD, self._call, number, outcome.tensors,
                                                               outcome.requires_grad))
-                facts = {"expects_backward": outcome.expects_backward, "deferrable_bytes": outcome.deferrable_bytes}
+                awaited = bool(wants) or not self._auto_defer
+                facts = {"expects_backward": outcome.expects_backward,
+                         "deferrable_bytes": outcome.deferrable_bytes if awaited else 0}
             case "B":
                 arrived = {} if self.is_last_stage else self._inbox.take("return", number, self._after).tensors
                 started = self._start(action)

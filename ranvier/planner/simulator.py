@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from ranvier.pipeline.schedule import Action, Done, Policy, Product, Schedule, Wait
 
@@ -47,16 +48,19 @@ class Simulated:
 
 
 def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy, in_flight: int, *,
-             hop: float | Callable[[int, int], float] = 0.0, defer_bytes: int = 0, training: bool = True,
-             jitter: Callable[[int, Action], float] = lambda stage, action: 1.0) -> Simulated:
+             hop: float | Callable[[int, int], float] = 0.0, defer_bytes: int | Literal["auto"] = 0,
+             training: bool = True, jitter: Callable[[int, Action], float] = lambda stage, action: 1.0) -> Simulated:
     """One batch through the pipeline.
 
     hop: seconds of a message, or a function of (source, destination); jitter: factor on the time of an action.
+    defer_bytes: as the engine's; auto is one microbatch's where the stage before waits for a gradient, else 0.
     """
     depth = len(stages)
-    schedules = [Schedule(stage=index, num_stages=depth, num_microbatches=num_microbatches, policy=policy,
-                          in_flight=in_flight, training=training, defer_bytes=defer_bytes) for index in range(depth)]
     trained_below = [any(stage.trains for stage in stages[:index + 1]) for index in range(depth)]
+    budgets = [defer_bytes] * depth if defer_bytes != "auto" else [
+        stage.alive_bytes if awaited else 0 for stage, awaited in zip(stages, [False, *trained_below], strict=False)]
+    schedules = [Schedule(stage=index, num_stages=depth, num_microbatches=num_microbatches, policy=policy,
+                          in_flight=in_flight, training=training, defer_bytes=budgets[index]) for index in range(depth)]
     hop_of = hop if callable(hop) else (lambda source, destination: hop)
     events: list[tuple[float, int, int, str, int | Action]] = []
     busy: list[Action | None] = [None] * depth

@@ -135,8 +135,10 @@ def test_queued_bytes_never_exceed_the_budget(make, defer_bytes):
 
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=3)], ids=str)
-def test_auto_postpones_one_microbatch(mesh):
-    for watch in watched(residuals, cut_from_one_tensor(), mesh, in_flight=4):
+def test_auto_postpones_one_microbatch_where_a_stage_before_waits(mesh):
+    first, *later = watched(residuals, cut_from_one_tensor(), mesh, in_flight=4)
+    assert first.queued_bytes == 0
+    for watch in later:
         assert 0 < watch.queued_bytes <= watch.largest
 
 
@@ -159,7 +161,8 @@ def test_a_frozen_prefix_keeps_no_graph_and_gets_no_gradients():
     assert [watch.messages.count(Kind.FORWARD) for watch in watches] == [5, 5, 5, 0]
     assert [watch.messages.count(Kind.CREDIT) for watch in watches] == [0, 5, 5, 0]
     assert [watch.messages.count(Kind.BACKWARD) for watch in watches] == [0, 0, 0, 5]
-    assert watches[2].queued_bytes > 0, "the part of stage 2 that trains postpones as ever"
+    assert watches[2].queued_bytes == 0, "nobody waits for the gradient of what enters stage 2"
+    assert watched(make, points([[1] * 5]), Mesh(pipe=4), boundaries=(2, 4, 6), defer_bytes=HUGE)[2].queued_bytes > 0
 
 
 def test_evaluation_keeps_nothing():
