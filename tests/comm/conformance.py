@@ -384,6 +384,20 @@ def many_under_way_at_once(world: World) -> None:
         assert everything.tolist() == [rank * number for rank in range(world.size)]
 
 
+def work_may_be_forgotten(world: World) -> None:
+    """A collective whose work and tensor the caller drops still ends, and writes into no memory that is in use again."""
+    group = world.backend.group("forgotten", [range(world.size)])
+    others = []
+    for _ in range(300):
+        group.all_reduce(torch.full((4,), 3.0))
+        group.all_reduce(torch.full((1,), 5, dtype=torch.int32), "max")
+        others += [torch.full((4,), 7.0), torch.full((1,), 9, dtype=torch.int32)]
+    group.barrier()
+    for floats, number in zip(others[::2], others[1::2], strict=True):
+        same(floats, torch.full((4,), 7.0))
+        same(number, torch.full((1,), 9, dtype=torch.int32))
+
+
 def collectives_return_at_once(world: World) -> None:
     """Rank 0 calls while the others have not; its work is not done, and it can go on."""
     group = world.backend.group("asynchronous", [range(world.size)])
@@ -467,4 +481,4 @@ MESSAGES = ("edges_are_fifo", "whichever_arrives_first", "all_kinds_of_tensors",
             "edges_can_be_added", "purposes_do_not_mix", "misuse_is_named")
 COLLECTIVES = ("collectives_agree_with_plain_sums", "zero_dim_tensors_reduce", "half_sums_accumulate_in_fp32",
                "results_are_the_same_to_the_bit", "uneven_all_to_all", "many_under_way_at_once",
-               "collectives_return_at_once", "volumes_are_counted", "objects_and_barriers", "wrong_tensors_are_named")
+               "collectives_return_at_once", "work_may_be_forgotten", "volumes_are_counted", "objects_and_barriers", "wrong_tensors_are_named")
