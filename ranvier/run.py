@@ -66,8 +66,8 @@ class Pipeline:
     partition: Literal["cost", "uniform"] = "cost"
     """How blocks are cut into stages: least cost of the dearest stage, or equal numbers of blocks."""
     defer_bytes: Bytes | Literal["auto"] = "auto"
-    """Bytes that postponed weight gradients may keep alive on a rank; 0 computes them at once. auto: those of one
-    microbatch, and none on the first stage, whose input gradient nobody waits for."""
+    """Bytes that postponed weight gradients may keep alive on a rank; 0 computes them at once. auto: none on
+    the first stage, whose input gradient nobody waits for, and more on later ones, which store fewer activations."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_config)

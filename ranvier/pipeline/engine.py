@@ -35,7 +35,7 @@ from ranvier.optim.gradients import Gradients, GradientSpec
 from ranvier.pipeline.build import build_stage, cut
 from ranvier.pipeline.inbox import Inbox
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.pipeline.policies import auto_in_flight, policy_named
+from ranvier.pipeline.policies import auto_defer_microbatches, auto_in_flight, policy_named
 from ranvier.pipeline.result import BatchResult
 from ranvier.pipeline.schedule import Action, Done, Policy, Schedule, Wait, actions_text
 from ranvier.pipeline.sequencer import Sequencer
@@ -61,8 +61,8 @@ class Engine:
         boundaries: first block of each stage after the first; None cuts by `partition`, from the costs that `sample`
             gives (or numbers of parameters, without).
         defer_bytes: most bytes that postponed weight gradients keep alive on this rank; 0 postpones nothing. auto is
-            what one microbatch's would keep alive, and 0 on the first stage, whose input gradient nobody waits for:
-            there postponing pays only where times vary much, and that rank already keeps the most activations.
+            what those of `auto_defer_microbatches` keep alive: 0 on the first stage, whose input gradient nobody waits
+            for. There postponing pays only where times vary much, and that rank already keeps the most activations.
         nominal_weight: expected weight of a global batch. The loss is divided by it before the backward, and gradients
             are corrected to the true weight afterwards; in fp32 and fp64 it only moves rounding.
         timeout_seconds: longest wait for one message before MessageTimeout, with a report of who waits for what.
@@ -311,7 +311,8 @@ class Engine:
                 running = ran.append(action)
                 if self._sequencer.leads:
                     if self._auto_defer:
-                        self.defer_bytes = max(self.defer_bytes, facts.get("deferrable_bytes", 0))
+                        auto = auto_defer_microbatches(self.coordinates.pipe, self.mesh.pipe)
+                        self.defer_bytes = max(self.defer_bytes, auto * facts.get("deferrable_bytes", 0))
                         schedule.defer_bytes = self.defer_bytes
                     schedule.on_done(action, **facts)
                 if action.kind == "F" and action.microbatch == len(batch) - 1:

@@ -83,3 +83,13 @@ def auto_in_flight(num_stages: int) -> int:
     (0.67, 0.77 and 0.82 without deferral).
     """
     return num_stages
+
+
+def auto_defer_microbatches(stage: int, num_stages: int) -> int:
+    """How many microbatches' products `defer_bytes="auto"` lets wait on a stage.
+
+    Stage i of p stores p - i graphs in its steady state, so with the products of i microbatches every stage keeps as
+    much alive as the first one; the last, whose head postpones nothing, has room for one more. They fill the gap
+    between the last backward of a batch and the first forward of the next.
+    """
+    return stage + (0 < stage == num_stages - 1)

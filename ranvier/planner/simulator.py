@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ranvier.pipeline.policies import auto_defer_microbatches
 from ranvier.pipeline.schedule import Action, Done, Policy, Product, Schedule, Wait
 
 
@@ -53,12 +54,13 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
     """One batch through the pipeline.
 
     hop: seconds of a message, or a function of (source, destination); jitter: factor on the time of an action.
-    defer_bytes: as the engine's; auto is one microbatch's where the stage before waits for a gradient, else 0.
+    defer_bytes: as the engine's; auto is that of `auto_defer_microbatches` where the stage before waits for a gradient.
     """
     depth = len(stages)
     trained_below = [any(stage.trains for stage in stages[:index + 1]) for index in range(depth)]
     budgets = [defer_bytes] * depth if defer_bytes != "auto" else [
-        stage.alive_bytes if awaited else 0 for stage, awaited in zip(stages, [False, *trained_below], strict=False)]
+        stage.alive_bytes * auto_defer_microbatches(index, depth) if index and trained_below[index - 1] else 0
+        for index, stage in enumerate(stages)]
     schedules = [Schedule(stage=index, num_stages=depth, num_microbatches=num_microbatches, policy=policy,
                           in_flight=in_flight, training=training, defer_bytes=budgets[index]) for index in range(depth)]
     hop_of = hop if callable(hop) else (lambda source, destination: hop)

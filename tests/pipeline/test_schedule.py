@@ -284,4 +284,4 @@ def test_auto_defers_only_where_a_stage_before_waits():
     result = simulate(stages, 6, MessageDriven(), 3, defer_bytes="auto")
     assert [most > 0 for most in result.most_queued_bytes] == [False, False, True]
     both = simulate(stages[1:], 6, MessageDriven(), 2, defer_bytes="auto")
-    assert both.seconds == simulate(stages[1:], 6, MessageDriven(), 2, defer_bytes=100).seconds
+    assert both.most_queued_bytes[0] == 0 and 100 < both.most_queued_bytes[1] <= 200
