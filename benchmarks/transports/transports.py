@@ -1,6 +1,6 @@
 """Latency and bandwidth of messages and all-reduces between two ranks, 1 KB to 64 MB (AxoNN, Figures 3 and 4).
 
-    python benchmarks/transports/transports.py [--quick] [--out benchmarks/results]
+    python -m benchmarks.transports.transports [--quick]
 
 Measured for Gloo and MPI, each raw (the library's own calls on one buffer) and through our Transport and Group, in
 turns within one run. The raw calls are the bound: what lies between is the price of messages that carry their own
@@ -10,14 +10,8 @@ shapes, of any-source arrival, and of ranks that sleep instead of spinning. Time
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -25,6 +19,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from benchmarks.record import results_file, write_results
 from ranvier.comm.message import Kind, Message
 from ranvier.comm.mpi_launch import mpi_available
 from ranvier.comm.protocol import Group, Transport
@@ -150,37 +145,22 @@ def picture(found: dict[str, dict], path: Path) -> None:
     plt.close(figure)
 
 
-def _first(pattern: str, text: str) -> str:
-    return next((line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith(pattern)), "unknown")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="three sizes and short times")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results", help="for JSON and PNG")
     options = parser.parse_args()
     sizes, budget = (QUICK_SIZES, 0.1) if options.quick else (SIZES, 1.0)
     transports = ["torch"] + (["mpi"] if (reason := mpi_available()) is None else [])
     if reason:
         print(f"MPI left out: {reason}")
-    sys.path.insert(0, str(Path(__file__).parent))
-    found = {transport: run_processes("transports:measure", 2, transport, args=[sizes, budget], timeout_seconds=900)[0]
+    here = "benchmarks.transports.transports:measure"
+    found = {transport: run_processes(here, 2, transport, args=[sizes, budget], timeout_seconds=900)[0]
              for transport in transports}
     print(table(found))
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent,
-                            check=False).stdout.strip()
-    cpu = Path("/proc/cpuinfo")
-    record = {
-        "date": datetime.now().isoformat(timespec="seconds"), "commit": commit, "command": " ".join(sys.argv),
-        "machine": {"cpu": _first("model name", cpu.read_text()) if cpu.exists() else platform.processor(),
-                    "cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
-        "seconds": found,
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    name = "transports-quick" if options.quick else "transports"
-    (options.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
-    picture(found, options.out / f"{name}.png")
-    print(f"wrote {options.out / name}.json and .png")
+    path = results_file("transports", "quick" if options.quick else "transports")
+    write_results(path, {"seconds": found})
+    picture(found, path.with_suffix(".png"))
+    print(f"wrote {path} and .png")
 
 
 if __name__ == "__main__":
