@@ -1,0 +1,57 @@
+"""Raw gradients in fp64 equal plain PyTorch's, over real Gloo and MPI processes."""
+
+import pytest
+import torch
+
+from ranvier.comm import mpi_launch
+from ranvier.mesh import Mesh
+from ranvier.models.gpt import gpt
+from ranvier.pipeline.engine import Engine
+from ranvier.pipeline.microbatch import Microbatch
+from ranvier.run import GPT
+from ranvier.testing.ranks import run_processes
+from ranvier.testing.reference import Reference, relative_error
+from ranvier.world import World
+
+UNUSABLE = mpi_launch.mpi_available()
+CONFIG = GPT(num_layers=2, hidden=16, heads=2, vocab=32, sequence=8)
+
+
+def batch_of(replica: int) -> list[Microbatch]:
+    """Microbatches of unequal sizes, lengths and valid targets, other ones on each replica."""
+    generator = torch.Generator().manual_seed(replica)
+    batch = []
+    for number, (samples, length) in enumerate([(2, 8), (1, 5), (2, 8), (1, 3)][:4 - replica]):
+        tokens = torch.randint(0, CONFIG.vocab, (samples, length + 1), generator=generator)
+        targets = tokens[:, 1:].clone()
+        targets[0, :number + replica] = -100
+        batch.append(Microbatch(tokens[:, :-1], targets))
+    return batch
+
+
+def errors(world: World, data: int, pipe: int, policy: str) -> list[float]:
+    """Largest relative error of a gradient owned here, of the loss, and of the loss evaluated before."""
+    reference = Reference(gpt(CONFIG), dtype=torch.float64)
+    expected = reference.forward_backward([microbatch for replica in range(data) for microbatch in batch_of(replica)])
+    gradients = reference.gradients()
+    engine = Engine(gpt(CONFIG), world, mesh=Mesh(data=data, pipe=pipe), policy=policy, dtype=torch.float64,
+                    chunk_bytes=1000, sample=batch_of(0)[0])
+    mine = batch_of(engine.coordinates.data)
+    evaluated = engine.evaluate(mine).loss
+    trained = engine.forward_backward(mine).loss
+    owned = engine.gradients()
+    assert owned
+    worst = max(relative_error(gradient, gradients[name]) for name, gradient in owned.items())
+    engine.close()
+    world.backend.close()
+    return [float(worst), abs(trained - expected) / expected, abs(evaluated - expected) / expected]
+
+
+@pytest.mark.parametrize("policy", ["message-driven", pytest.param("1f1b", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("data, pipe", [(1, 2), (2, 2), (1, 4)])
+@pytest.mark.parametrize("transport", ["torch", pytest.param("mpi", marks=[
+    pytest.mark.mpi, pytest.mark.skipif(UNUSABLE is not None, reason=str(UNUSABLE))])])
+def test_gradients_equal_plain_pytorch(transport, data, pipe, policy):
+    ranks = run_processes("tests.pipeline.test_real_processes:errors", data * pipe, transport,
+                          args=[data, pipe, policy], timeout_seconds=120)
+    assert max(max(found) for found in ranks) < 1e-10
