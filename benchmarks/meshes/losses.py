@@ -67,10 +67,10 @@ def draw(curves: dict[str, list[float]], path: Path) -> None:
     reference = np.array(curves["plain PyTorch"])
     for number, (name, losses) in enumerate(curves.items()):
         steps = np.arange(1, len(losses) + 1)
-        above.plot(steps, losses, label=name, linewidth=5 - number * 0.9, alpha=0.8)
+        above.plot(steps, losses, label=name, color=f"C{number}", linewidth=5 - number * 0.9, alpha=0.8)
         if name != "plain PyTorch":
             below.semilogy(steps, np.maximum(np.abs(np.array(losses) - reference) / reference, 1e-9), label=name,
-                           linewidth=1)
+                           color=f"C{number}", linewidth=1)
     above.set_ylabel("training loss")
     above.set_title("One run on several meshes, and a plain PyTorch loop")
     above.legend(frameon=False)
