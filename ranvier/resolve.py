@@ -101,8 +101,13 @@ def sections() -> frozenset[str]:
 
 
 def default_folder(recipe: str) -> Path:
-    """runs/RECIPE-DATE-TIME, for a recipe's short name."""
-    return Path("runs") / f"{re.sub('[^A-Za-z0-9_.-]+', '-', recipe)}-{datetime.now():%Y%m%d-%H%M%S}"
+    """runs/RECIPE-DATE-TIME for a recipe's name, file or function; a free one."""
+    name = re.sub("[^A-Za-z0-9_.-]+", "-", Path(recipe).stem if recipe.endswith(".toml") else recipe).strip("-")
+    folder = first = Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    number = 2
+    while folder.exists():
+        folder, number = first.with_name(f"{first.name}-{number}"), number + 1
+    return folder
 
 
 def _docstrings(cls: type) -> dict[str, str]:

@@ -9,12 +9,10 @@ that was started last: its numbers are read while the next one is under way.
 from __future__ import annotations
 
 import math
-import re
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
@@ -173,7 +171,7 @@ class Training:
 
     def _agree(self, run: Run) -> Run:
         """The run with its folder, as rank 0 names it. DataError when the ranks have different text."""
-        folder = run.run_dir or default_folder(self.recipe)
+        folder = run.run_dir or resolve.default_folder(self.recipe)
         everyone = self.ranks.gather_objects({"folder": str(folder), "text": self.data.fingerprint})
         for rank, other in enumerate(everyone):
             if other["text"] != everyone[0]["text"]:
@@ -252,16 +250,6 @@ def resolved(run: Run, engine: Engine, world: World) -> Run:
                                          in_flight=engine.in_flight),
                    comm=replace(run.comm, **transport),
                    launch=replace(run.launch, threads=torch.get_num_threads(), device=world.device.type))
-
-
-def default_folder(recipe: str) -> Path:
-    """runs/RECIPE-DATE for a recipe's name, file or function; a free one."""
-    name = re.sub(r"[^\w.-]+", "-", Path(recipe).stem if recipe.endswith(".toml") else recipe).strip("-")
-    folder = first = Path("runs") / f"{name}-{datetime.now():%Y-%m-%d-%H%M%S}"
-    number = 2
-    while folder.exists():
-        folder, number = first.with_name(f"{first.name}-{number}"), number + 1
-    return folder
 
 
 def held_out_line(data: Prepared) -> list[int]:

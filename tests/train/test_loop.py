@@ -8,25 +8,17 @@ import tomllib
 from dataclasses import replace
 
 import pytest
-import torch
 
+from ranvier import resolve
 from ranvier.errors import DataError, RanvierError
 from ranvier.mesh import Mesh
 from ranvier.run import GPT, Batch, Data, Pipeline, Run, Train
 from ranvier.testing.ranks import run_ranks
 from ranvier.train import loop
 from ranvier.train.events import EndEvent, StartEvent, StepEvent
-from ranvier.train.loop import default_folder, learning_rate, train
+from ranvier.train.loop import learning_rate, train
 
 STEPS = 6
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -213,8 +205,8 @@ def test_the_learning_rate_rises_and_stays():
 
 def test_default_folders_are_free_and_named_after_the_recipe(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    first = default_folder("some/where/mine.toml")
+    first = resolve.default_folder("some/where/mine.toml")
     assert first.parent.name == "runs" and first.name.startswith("mine-")
     first.mkdir(parents=True)
-    assert default_folder("some/where/mine.toml") != first
-    assert default_folder("my.module:function").name.startswith("my.module-function-")
+    assert resolve.default_folder("some/where/mine.toml") != first
+    assert resolve.default_folder("my.module:function").name.startswith("my.module-function-")
