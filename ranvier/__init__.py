@@ -16,6 +16,7 @@ _HOMES = {
     "Engine": "ranvier.pipeline.engine",
     "BatchResult": "ranvier.pipeline.result",
     "Microbatch": "ranvier.pipeline.microbatch",
+    "Optim": "ranvier.run",
     "microbatches": "ranvier.pipeline.microbatch",
     "Mesh": "ranvier.mesh",
     "World": "ranvier.world",

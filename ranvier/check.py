@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,32 +18,14 @@ from ranvier.models import gpt
 from ranvier.pipeline.build import StageTable, cut
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.partition import check_boundaries
-from ranvier.pipeline.policies import auto_in_flight, policy_named
-from ranvier.run import Run
+from ranvier.planner.memory import RankMemory, predict
+from ranvier.run import Optim, Run
 
-_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
-_ADAMW_STATES = 2
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 _MOST_LAYERS = 10_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageMemory:
-    """Predicted peak bytes on each of the `ranks` ranks that hold stage `pipe`.
-
-    `activations_bytes` counts all that the blocks' operations write, for every microbatch that may wait for its
-    backward: an upper bound.
-    """
-
-    pipe: int
-    ranks: int
-    parameters_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    activations_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes + self.activations_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +35,7 @@ class Report:
     problems: tuple[RanvierError, ...]
     warnings: tuple[ConfigError, ...]
     stages: StageTable | None
-    memory: tuple[StageMemory, ...]
+    memory: tuple[RankMemory, ...]
 
     def document(self) -> dict[str, object]:
         """As JSON can hold it."""
@@ -60,7 +43,9 @@ class Report:
         return {"problems": [as_dict(problem) for problem in self.problems],
                 "warnings": [as_dict(warning) for warning in self.warnings],
                 "stages": [asdict(row) for row in rows],
-                "memory": [{**asdict(entry), "total_bytes": entry.total_bytes} for entry in self.memory]}
+                "memory": [{"pipe": entry.pipe, "ranks": entry.ranks, "device": dict(entry.device),
+                            "host": dict(entry.host), "device_bytes": entry.device_bytes,
+                            "host_bytes": entry.host_bytes} for entry in self.memory]}
 
 
 def as_dict(problem: RanvierError) -> dict[str, object]:
@@ -71,17 +56,16 @@ def as_dict(problem: RanvierError) -> dict[str, object]:
 def check(run: Run, num_ranks: int | None = None) -> Report:
     """Look at `run` as a whole. Never raises for what a user can set."""
     found = problems(run, num_ranks)
-    stages = None
+    stages, memory = None, ()
     if not any(problem.where.startswith(("model.", "mesh.pipe", "pipeline.boundaries")) for problem in found):
         try:
-            stages = stages_of(run)
+            stages, memory = laid_out(run)
         except RanvierError as problem:
             found.append(problem)
         except (RuntimeError, OverflowError, MemoryError, ValueError, TypeError) as error:
             found.append(ConfigError(f"cannot be laid out: {str(error).partition(chr(10))[0]}", where="model",
                                      remedy="Choose smaller sizes: a tensor of the model is larger than any can be."))
-    return Report(problems=tuple(found), warnings=tuple(warnings(run)), stages=stages,
-                  memory=memory_of(run, stages) if stages else ())
+    return Report(problems=tuple(found), warnings=tuple(warnings(run)), stages=stages, memory=memory)
 
 
 def problems(run: Run, num_ranks: int | None = None) -> list[RanvierError]:
@@ -89,37 +73,17 @@ def problems(run: Run, num_ranks: int | None = None) -> list[RanvierError]:
     return [*gpt.problems(run.model), *_mesh_problems(run, num_ranks), *_batch_problems(run), *_vocab_problems(run)]
 
 
-def stages_of(run: Run) -> StageTable:
-    """The cut of the run's model. ConfigError when the model or the boundaries do not allow one."""
+def laid_out(run: Run) -> tuple[StageTable, tuple[RankMemory, ...]]:
+    """The cut of the run's model, and what each stage's ranks need. ConfigError when the settings allow no cut."""
     with torch.device("meta"):
         tokens = torch.zeros(run.batch.microbatch_size, run.model.sequence, dtype=torch.int64)
     sample = Microbatch(inputs=tokens, targets=tokens, samples=torch.arange(1))
     # Replicas, rows and columns do not change the cut, and there may be very many of them.
-    return cut(gpt.gpt(run.model, dtype=_DTYPES[run.precision]), replace(run.mesh, data=1, row=1, col=1),
-               boundaries=run.pipeline.boundaries, how=run.pipeline.partition, sample=sample,
-               dtype=_DTYPES[run.precision], device="cuda" if run.launch.device == "cuda" else "cpu")[0]
-
-
-def memory_of(run: Run, stages: StageTable) -> tuple[StageMemory, ...]:
-    """One prediction for each stage."""
-    size, mesh = _DTYPES[run.precision].itemsize, run.mesh
-    written = {cost.name: cost.written_bytes for cost in stages.costs or ()}
-    share = -(-run.batch.global_size // mesh.data)
-    num_microbatches = -(-share // run.batch.microbatch_size)
-    limit = auto_in_flight(mesh.pipe) if run.pipeline.in_flight == "auto" else run.pipeline.in_flight
-    limit = min(policy_named(run.pipeline.policy).in_flight(limit, num_microbatches), num_microbatches)
-    found = []
-    for row in stages.rows:
-        kept = limit
-        if run.pipeline.policy == "1f1b":
-            kept = min(limit, mesh.pipe - row.stage)
-        elif run.pipeline.policy == "message-driven" and row.stage == mesh.pipe - 1:
-            kept = 1  # a forward of the last stage is followed by its backward
-        found.append(StageMemory(
-            pipe=row.stage, ranks=mesh.data * mesh.stage_size, parameters_bytes=row.num_parameters * size,
-            gradients_bytes=row.num_trainable * size, optimizer_bytes=row.num_trainable * size * _ADAMW_STATES,
-            activations_bytes=kept * sum(written.get(block, 0) for block in row.blocks)))
-    return tuple(found)
+    model = gpt.gpt(run.model, dtype=_DTYPES[run.precision])
+    stages, layout = cut(model, replace(run.mesh, data=1, row=1, col=1), boundaries=run.pipeline.boundaries,
+                         how=run.pipeline.partition, sample=sample, dtype=_DTYPES[run.precision],
+                         device="cuda" if run.launch.device == "cuda" else "cpu")
+    return stages, predict(run, model, stages, layout)
 
 
 def _mesh_problems(run: Run, num_ranks: int | None) -> Iterator[RanvierError]:
@@ -184,10 +148,53 @@ def warnings(run: Run) -> Iterator[ConfigError]:
     if pipeline.boundaries is not None and pipeline.partition == "uniform":
         yield ConfigError("has no effect beside pipeline.boundaries", where="pipeline.partition",
                           value=pipeline.partition, remedy="Leave out one of the two.")
+    yield from _optim_warnings(run)
     if train.warmup_steps >= train.steps:
         yield ConfigError(f"ends the run of {train.steps} steps before the full learning rate is reached",
                           where="train.warmup-steps", value=train.warmup_steps,
                           remedy="Lower --train.warmup-steps, or raise --train.steps.")
+
+
+def _optim_warnings(run: Run) -> Iterator[ConfigError]:
+    optim, half = run.optim, run.precision in ("bf16", "fp16")
+    unused = []
+    if optim.algorithm == "sgd":
+        unused += [("betas", Optim.betas, "sgd has none"), ("epsilon", Optim.epsilon, "sgd has none")]
+    else:
+        unused.append(("momentum", Optim.momentum, "adamw has its betas"))
+    if not half:
+        unused += [("accumulate", "fp32", f"gradients of {run.precision} parameters add up in {run.precision}"),
+                   ("reduce_dtype", "auto", f"gradients of {run.precision} parameters travel in {run.precision}")]
+    if run.precision != "fp16":
+        unused += [(name, getattr(Optim, name), "only fp16 scales the loss")
+                   for name in ("initial_loss_scale", "loss_scale_window")]
+    if optim.offload not in ("stream", "host"):
+        unused.append(("buckets_in_flight", Optim.buckets_in_flight, f"offload is {optim.offload}"))
+    if run.mesh.data == 1:
+        unused += [("shard", False, "mesh.data is 1"), ("reduce_dtype", "auto", "mesh.data is 1")]
+    for name, default, why in unused:
+        if getattr(optim, name) != default:
+            yield ConfigError(f"has no effect: {why}", where=f"optim.{name.replace('_', '-')}",
+                              value=getattr(optim, name), remedy="Leave it out.")
+    if run.train.schedule == "constant" and run.train.final_learning_rate:
+        yield ConfigError("has no effect: the schedule is constant", where="train.final-learning-rate",
+                          value=run.train.final_learning_rate, remedy="Set --train.schedule linear or cosine.")
+
+
+def memory_table(memory: Sequence[RankMemory]) -> Table:
+    """MiB per rank by stage and category; what is nowhere needed is left out."""
+    from rich.table import Table
+
+    names = [(place, name) for place in ("device", "host") for name in dict.fromkeys(
+        name for entry in memory for name, size in getattr(entry, place).items() if size)]
+    table = Table("stage", "ranks", *(name if place == "device" else f"host {name}" for place, name in names),
+                  "MiB per rank", *(["and of the host"] if any(entry.host_bytes for entry in memory) else []), box=None,
+                  header_style="bold")
+    for entry in memory:
+        sizes = [getattr(entry, place).get(name, 0) for place, name in names] + [entry.device_bytes]
+        sizes += [entry.host_bytes] if len(table.columns) > len(names) + 3 else []
+        table.add_row(str(entry.pipe), str(entry.ranks), *(f"{size / 2**20:,.1f}" for size in sizes))
+    return table
 
 
 def print_report(report: Report, values: Sequence[tuple[str, str, str]]) -> None:
@@ -204,12 +211,7 @@ def print_report(report: Report, values: Sequence[tuple[str, str, str]]) -> None
     if report.stages:
         console.print()
         console.print(str(report.stages))
-        memory = Table("stage", "ranks", "parameters", "gradients", "optimizer", "activations", "MiB per rank",
-                       box=None, header_style="bold")
-        for entry in report.memory:
-            parts = (entry.parameters_bytes, entry.gradients_bytes, entry.optimizer_bytes, entry.activations_bytes,
-                     entry.total_bytes)
-            memory.add_row(str(entry.pipe), str(entry.ranks), *(f"{part / 2**20:,.1f}" for part in parts))
+        memory = memory_table(report.memory)
         console.print()
         console.print(memory)
     console.print()

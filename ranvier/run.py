@@ -36,15 +36,13 @@ class Train:
     steps: Positive = 100
     """Optimizer steps."""
     learning_rate: Annotated[float, Gt(0)] = 1e-3
-    """Step size of AdamW, constant after the warm-up."""
+    """Highest step size of the optimizer."""
     warmup_steps: Annotated[int, Ge(0)] = 0
     """Steps over which the learning rate rises linearly from 0."""
-    betas: tuple[Annotated[float, Ge(0), Lt(1)], Annotated[float, Ge(0), Lt(1)]] = (0.9, 0.999)
-    """Decay of AdamW's first and second moments."""
-    weight_decay: Annotated[float, Ge(0)] = 0.01
-    """Decoupled weight decay."""
-    epsilon: Annotated[float, Gt(0)] = 1e-8
-    """AdamW's denominator offset."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What the learning rate does after the warm-up, until the last step."""
+    final_learning_rate: Annotated[float, Ge(0)] = 0.0
+    """Where linear and cosine end."""
     eval_every: Annotated[int, Ge(0)] = 0
     """Steps between evaluations on held-out text; 0 evaluates at the end only."""
     eval_sequences: Positive = 64
@@ -76,8 +74,52 @@ class Comm:
     """torch.distributed (Gloo, NCCL) or MPI; auto takes MPI on CPU where mpi4py and mpiexec are found."""
     timeout_seconds: Annotated[float, Gt(0), Le(1e8)] = 300.0
     """Longest wait for one message or collective before the run fails with a report of who waits for what."""
-    chunk_bytes: Positive = 4_000_000
-    """Gradient bytes that are averaged over `data` in one piece."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_config)
+class Optim:
+    algorithm: Literal["adamw", "sgd"] = "adamw"
+    """AdamW (Loshchilov and Hutter, 2019), or SGD with momentum."""
+    betas: tuple[Annotated[float, Ge(0), Lt(1)], Annotated[float, Ge(0), Lt(1)]] = (0.9, 0.999)
+    """Decay of AdamW's first and second moments."""
+    epsilon: Annotated[float, Gt(0)] = 1e-8
+    """AdamW's denominator offset."""
+    momentum: Annotated[float, Ge(0), Lt(1)] = 0.9
+    """SGD's momentum."""
+    weight_decay: Annotated[float, Ge(0)] = 0.01
+    """Weight decay: decoupled in AdamW, added to the gradient in SGD."""
+    decay: Literal["all", "matrices"] = "all"
+    """Which parameters decay: all, or only those of two and more dims (no biases and norms)."""
+    clip_norm: Annotated[float, Ge(0)] = 0.0
+    """Longest global gradient, by L2 norm; longer ones are shortened to it. 0 does not clip."""
+    accumulate: Literal["fp32", "half"] = "fp32"
+    """Number format in which half-precision gradients of several microbatches add up."""
+    reduce_dtype: Literal["auto", "fp32", "half"] = "auto"
+    """Number format in which gradients travel between replicas; auto is that of the parameters."""
+    offload: Literal["none", "stream", "host", "auto"] = "auto"
+    """Where optimizer states live and parameters are updated: all on the device; states in host memory, streamed through
+    the device in buckets; both on the host. auto: none where the device has room, else stream."""
+    bucket_size: Positive | Literal["auto"] = "auto"
+    """Parameters that are updated in one piece; auto is 4,194,304 on CUDA and 262,144 on CPU."""
+    chunk_buckets: Positive = 4
+    """Buckets whose gradients are averaged over `data` in one piece."""
+    buckets_in_flight: Positive = 3
+    """Buckets that offload=stream has on the device at once: one comes in, one is updated, one goes out."""
+    shard: bool = False
+    """Each replica keeps and updates its share of the optimizer states, and gathers the parameters of the others."""
+    initial_loss_scale: Annotated[float, Gt(0)] = 65536.0
+    """fp16 only: factor on the loss at the start; halved when a gradient overflows."""
+    loss_scale_window: Positive = 2000
+    """fp16 only: steps without overflow after which the loss scale doubles."""
+    update_in_backward: bool = False
+    """Update each block right after its backward and use its gradient's memory again; with one microbatch only."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_config)
+class Memory:
+    checkpoint: Literal["none", "auto", "paper"] | Positive = "none"
+    """Layers between stored activations, the others being computed again in the backward; auto is what needs the least
+    memory on each stage, paper is AxoNN's rule."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_config)
@@ -124,13 +166,17 @@ class Run:
     batch: Batch = Batch()
     train: Train = Train()
     pipeline: Pipeline = Pipeline()
+    optim: Optim = Optim()
+    memory: Memory = Memory()
     comm: Comm = Comm()
     launch: Launch = Launch()
     model: GPT = GPT()
     data: Data = Data()
     seed: Annotated[int, Ge(0)] = 0
     """Decides initial weights, sample order and dropout, whatever the mesh."""
-    precision: Literal["fp32", "fp64"] = "fp32"
-    """Number format of parameters, activations and gradients."""
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    """Number format of parameters and activations. bf16 and fp16 keep fp32 master copies; fp16 scales the loss."""
+    memory_report: bool = False
+    """Print predicted and measured memory by category, side by side, at the end of the run."""
     run_dir: Path | None = None
     """Folder for everything the run writes; by default runs/RECIPE-DATE."""

@@ -32,7 +32,11 @@ from ranvier.errors import ConfigError, ModelError
 from ranvier.mesh import Mesh
 from ranvier.models.block import Loss, Model, State, as_model, named
 from ranvier.optim.gradients import Gradients, GradientSpec
+from ranvier.optim.loss_scale import LossScale
+from ranvier.optim.optimizer import FlatOptimizer, bytes_by_category, resolve_bucket_size, resolve_offload
+from ranvier.optim.step import StepEnd, Verdict
 from ranvier.pipeline.build import build_stage, cut
+from ranvier.pipeline.checkpointing import Checkpoint, stage_segments
 from ranvier.pipeline.inbox import Inbox
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.policies import auto_defer_microbatches, auto_in_flight, policy_named
@@ -43,6 +47,7 @@ from ranvier.pipeline.stage import Stage
 from ranvier.pipeline.ties import Tie, TiedGradients, gradient_message, ties_of, value_message
 from ranvier.pipeline.timeline import Category, Timeline
 from ranvier.pipeline.weight_gradients import WeightGradients, restore_forward
+from ranvier.run import Optim
 from ranvier.world import World
 
 
@@ -55,8 +60,11 @@ class Engine:
         world: this rank, from `ranvier.start`.
         mesh: how the ranks are arranged; by default as `ranvier.start` was told, else all along `data`.
         loss: (output, targets) -> (sum of losses, weight), for models that do not bring theirs.
-        optimizer: from this rank's parameters to a torch optimizer; None for gradients only. Not called on a rank that
-            owns no trainable parameter.
+        optim: train with Ranvier's own AdamW or SGD, as these settings say: in buckets, offloaded, sharded, with
+            fp32 master copies for half-precision parameters. Also how gradients add up, travel and are clipped.
+        learning_rate: of the optimizer that `optim` describes; `engine.learning_rate` may be set before any step.
+        optimizer: from this rank's parameters to a torch optimizer, used instead; None with no `optim` for gradients
+            only. Not called on a rank that owns no trainable parameter.
         in_flight: most microbatches of a replica between the first stage's forward and their return.
         boundaries: first block of each stage after the first; None cuts by `partition`, from the costs that `sample`
             gives (or numbers of parameters, without).
@@ -66,7 +74,9 @@ class Engine:
         nominal_weight: expected weight of a global batch. The loss is divided by it before the backward, and gradients
             are corrected to the true weight afterwards; in fp32 and fp64 it only moves rounding.
         timeout_seconds: longest wait for one message before MessageTimeout, with a report of who waits for what.
-        chunk_bytes: gradients that are averaged over `data` in one piece.
+        checkpoint: layers between stored activations, the others being computed again in the backward; auto needs
+            `sample` and chooses what takes the least memory on each stage, "paper" is AxoNN's rule.
+        dtype: of parameters and activations. float16 scales the loss, and skips steps whose gradients overflow.
         sample: a microbatch of the usual shape.
         check_order: compare the order of actions among the ranks of a stage before each action (slow; for debugging).
 
@@ -79,8 +89,8 @@ class Engine:
                  policy: str | Policy = "message-driven", in_flight: int | Literal["auto"] = "auto",
                  boundaries: Sequence[int] | None = None, partition: Literal["cost", "uniform"] = "cost",
                  defer_bytes: int | Literal["auto"] = "auto", seed: int = 0, dtype: torch.dtype = torch.float32,
-                 nominal_weight: float = 1.0, timeout_seconds: float = 300.0, chunk_bytes: int = 4_000_000,
-                 sample: Microbatch | None = None, check_order: bool = False) -> None:
+                 nominal_weight: float = 1.0, timeout_seconds: float = 300.0, optim: Optim | None = None,
+                 learning_rate: float = 1e-3, checkpoint: Checkpoint = "none", sample: Microbatch | None = None, check_order: bool = False) -> None:
         mesh = mesh or world.mesh or Mesh(data=world.size)
         if mesh.size != world.size:
             raise ConfigError(f"has {mesh.size} ranks, but {world.size} were started", where="mesh", value=str(mesh),
@@ -106,17 +116,34 @@ class Engine:
         self._ties = ties_of(self.layout, mesh, world.rank, self._parameters)
 
         self._open_communication(timeout_seconds, check_order)
-        self._gradients = Gradients(self._gradient_specs(), self._data_group, chunk_bytes, self._send_tied_gradients)
+        settings = optim or Optim()
+        half = dtype in (torch.bfloat16, torch.float16)
+        bucket_size = resolve_bucket_size(settings, world.device.type)
+        self._gradients = Gradients(
+            self._gradient_specs(), self._data_group, bucket_size * settings.chunk_buckets, self._send_tied_gradients,
+            dtype=torch.float32 if half and settings.accumulate == "fp32" and optimizer is None else dtype,
+            reduce_dtype=torch.float32 if half and settings.reduce_dtype == "fp32" else dtype)
         weights = WeightGradients(self._gradients.chunk_of, self._gradients.queued, self._gradients.added)
         self._stage = Stage(blocks, loss=model.loss if self.is_last_stage else None, seed=seed, device=world.device,
-                            loss_scale=1.0 / nominal_weight, progress=self._progress,
-                            block_passed=self._gradients.block_passed, weight_gradients=weights)
+                            progress=self._progress,
+                            block_passed=self._gradients.block_passed, weight_gradients=weights,
+                            segments=self._segments(checkpoint, model))
         self._tied_gradients = TiedGradients(self._ties)
         self._tied_values = dict.fromkeys((tie.name for tie in self._ties), 0)
         self._synchronise_start(blocks)
         owned = [spec.parameter for spec in self._gradients.owned()]
+        self.learning_rate = learning_rate
         self.optimizer = optimizer(owned) if optimizer is not None and owned else None
-        self._has_optimizer = optimizer is not None
+        self._has_optimizer = optimizer is not None or optim is not None
+        self.flat_optimizer: FlatOptimizer | None = None
+        if optim is not None and optimizer is None:
+            self.flat_optimizer = FlatOptimizer(settings, self._gradients, self._data_group, bucket_size=bucket_size,
+                                                offload=resolve_offload(settings, self._gradients, world.device))
+        self.loss_scale = LossScale(scale=settings.initial_loss_scale, window=settings.loss_scale_window) \
+            if dtype is torch.float16 else None
+        self._end = StepEnd(self._gradients, self.flat_optimizer, self._all, counts=self.coordinates.data == 0,
+                            clip_norm=settings.clip_norm, loss_scale=self.loss_scale, nominal_weight=nominal_weight,
+                            timeline=self.timeline, progress=self._progress)
 
     # ------------------------------------------------------------------ what a rank is
 
@@ -141,7 +168,7 @@ class Engine:
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """All parameters of this rank's blocks by global name, up to date; a tied one by its owner's name."""
-        self._receive_tied_values()
+        self._finish_update()
         return dict(self._parameters)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -156,6 +183,11 @@ class Engine:
                                            "data": self._data_group.bytes_received},
                 "longest_gap_seconds": self._transport.longest_gap_seconds}
 
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Bytes that live from step to step on this rank: {"device": {category: bytes}, "host": {...}}."""
+        buffers = [buffer for _, _, module in self._stage.blocks for buffer in module.buffers()]
+        return bytes_by_category([*self._parameters.values(), *buffers], self._gradients, self.flat_optimizer)
+
     # ------------------------------------------------------------------ batches
 
     def train_batch(self, microbatches: Sequence[Microbatch | tuple]) -> BatchResult:
@@ -167,55 +199,79 @@ class Engine:
         if not self._has_optimizer:
             raise ConfigError("is missing", where="Engine(optimizer=...)",
                               remedy="Give the engine an optimizer, or call forward_backward and update by hand.")
-        result = self.forward_backward(microbatches)
-        self.step(result)
-        return result
+        flat = self.flat_optimizer
+        weight = self._accumulate(microbatches, scatter=flat is not None and flat.sharded)
+        if flat is None or self._end.waits_for_verdict:
+            verdict = self._end.judge(weight, self._step)
+            self._update(verdict, verdict.factor)
+        else:
+            verdict = self._end.update_as_reduced(weight, self.learning_rate, self._step)
+            self._stepped(verdict)
+        return self._result(verdict)
 
     def forward_backward(self, microbatches: Sequence[Microbatch | tuple]) -> BatchResult:
         """The gradients of `train_batch` without its update; see `gradients`."""
+        verdict = self._end.judge(self._accumulate(microbatches, scatter=False), self._step)
+        self._gradients.scale(verdict.factor)
+        self._board.doing = _OUTSIDE
+        return self._result(verdict)
+
+    def step(self, result: BatchResult) -> None:
+        """Update this rank's parameters from the gradients of `forward_backward`, and send tied ones to their ends."""
+        self._update(result.verdict, 1.0)
+
+    def _accumulate(self, microbatches: Sequence[Microbatch | tuple], *, scatter: bool) -> float:
+        """Run forwards and backwards, and start every reduction; returns the weight of the global batch."""
         for name, parameter in self._parameters.items():
             if parameter.requires_grad and not self.layout[name].trainable:
                 raise ModelError("was frozen when the engine was built, and is trainable now",
                                  where=f"parameter {name}", remedy="Build a new engine to train more parameters.")
         self._step += 1
-        self._gradients.begin()
+        scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
+        self._stage.loss_factor = scale / self._nominal_weight
+        self._gradients.begin(scatter=scatter)
         self._run(microbatches, training=True)
         self._gradients.all_passed()
         self._add_tied_gradients()
-        started = time.monotonic_ns()
         self._board.doing = "the average of gradients over data"
-        self._gradients.wait()
         self._stats_work.wait()
-        started = self.timeline.add("reduce", "average", self._step, started)
-        weight = float(self._stats[1])
-        self._gradients.scale(self._nominal_weight / weight if weight else 0.0)
-        norm = torch.zeros(1, dtype=torch.float64)
-        if self.coordinates.data == 0:  # replicas have equal gradients: one of them counts
-            norm[0] = self._gradients.squared_norm()
-        self.timeline.add("optimizer", "weigh", self._step, started)
-        self._board.doing = _OUTSIDE
-        return BatchResult(self._stats, self._stats_work, norm, self._all.all_reduce(norm), stepped=weight != 0.0)
+        return float(self._stats[1])
 
-    def step(self, result: BatchResult) -> None:
-        """Update this rank's parameters from their gradients, and send tied ones to their other ends."""
-        if not result.stepped:
-            warnings.warn(f"step {self._step} is skipped: no valid target in the global batch", stacklevel=3)
-            return
-        started = time.monotonic_ns()
+    def _update(self, verdict: Verdict, factor: float) -> None:
+        """Update parameters from their reduced gradients times `factor`, unless the verdict is to skip the step."""
         self._board.doing = "the optimizer"
-        for parameter in self.parameters():
-            if not parameter.requires_grad:  # frozen since the engine was built: no decay, no momentum
-                parameter.grad = None
-        if self.optimizer is not None:
-            self.optimizer.step()
-        self._send_tied_values([tie for tie in self._ties if tie.trains])
-        self.timeline.add("optimizer", "update", self._step, started)
+        factor *= self._end.clip_factor(verdict)
+        if verdict.steps and self.flat_optimizer is not None:
+            self._end.update(factor, self.learning_rate, self._step)
+        elif verdict.steps:
+            started = time.monotonic_ns()
+            self._gradients.scale(factor)
+            for parameter in self.parameters():
+                if not parameter.requires_grad:  # frozen since the engine was built: no decay, no momentum
+                    parameter.grad = None
+            if self.optimizer is not None:
+                self.optimizer.step()
+            self.timeline.add("optimizer", "update", self._step, started)
+        self._stepped(verdict)
+
+    def _stepped(self, verdict: Verdict) -> None:
+        """New values go to the other ends of ties; a step without a valid target is told of."""
+        if verdict.steps:
+            ties = [tie for tie in self._ties if tie.trains]
+            if self.flat_optimizer is not None and any(tie.owns for tie in ties):
+                self.flat_optimizer.finish()
+            self._send_tied_values(ties)
+        elif not verdict.overflow:
+            warnings.warn(f"step {self._step} is skipped: no valid target in the global batch", stacklevel=4)
         self._board.doing = _OUTSIDE
+
+    def _result(self, verdict: Verdict) -> BatchResult:
+        return BatchResult(self._stats, self._stats_work, verdict)
 
     def evaluate(self, microbatches: Sequence[Microbatch | tuple]) -> BatchResult:
         """Forward only: loss and weight over the global batch, without dropout."""
         self._run(microbatches, training=False)
-        return BatchResult(self._stats, self._stats_work, None, None, stepped=False)
+        return BatchResult(self._stats, self._stats_work, None)
 
     def predict(self, microbatches: Sequence[Microbatch | tuple]) -> list[State] | None:
         """Forward only, without the loss: what the last block returns, on the last stage's ranks; None elsewhere."""
@@ -226,7 +282,7 @@ class Engine:
         """Give the communicators back; the modules are plain modules again. Idempotent; all ranks call it."""
         if not self._closed:
             self._closed = True
-            self._receive_tied_values()
+            self._finish_update()
             for _, _, module in self._stage.blocks:
                 restore_forward(module)
             self._transport.flush()
@@ -258,6 +314,19 @@ class Engine:
                                           remote_ends=len(tie.peers) if tie and tie.owns else 0,
                                           sent_to_owner=bool(tie) and not tie.owns))
         return specs
+
+    def _segments(self, checkpoint: Checkpoint, model: Model) -> list[range]:
+        """The runs of this stage's blocks that are computed again in their backward."""
+        if checkpoint == "auto" and self.stages.costs is None:
+            raise ConfigError("needs a sample to count activations with", where="memory.checkpoint", value=checkpoint,
+                              remedy="Give the engine sample=, a microbatch of the usual shape, or set an interval.")
+        own = self.layout.blocks(self.coordinates.pipe)
+        names = list(model.blocks)[own.start:own.stop]
+        costs = self.stages.costs[own.start:own.stop] if self.stages.costs else ()
+        stored = self._policy.stored(self._policy.in_flight(self.in_flight, _MANY), self.coordinates.pipe,
+                                     self.mesh.pipe)
+        return stage_segments(checkpoint, names, model.layers, [cost.kept_bytes for cost in costs],
+                              [cost.input_bytes for cost in costs], stored)
 
     def _open_communication(self, timeout_seconds: float, check_order: bool) -> None:
         backend, mesh, rank = self.world.backend, self.mesh, self.world.rank
@@ -294,7 +363,7 @@ class Engine:
     def _run(self, microbatches: Sequence[Microbatch | tuple], *, training: bool, keep_outputs: bool = False) -> None:
         self._call += 1
         batch = [entry if isinstance(entry, Microbatch) else Microbatch(*entry) for entry in microbatches]
-        self._receive_tied_values()
+        self._finish_update()
         self._stage.begin(training)
         schedule = Schedule(
             stage=self.coordinates.pipe, num_stages=self.mesh.pipe, num_microbatches=len(batch), policy=self._policy,
@@ -400,6 +469,8 @@ class Engine:
         """Let messages and reductions move; called at every block boundary and between products."""
         self._transport.progress()
         self._gradients.progress()
+        if self.flat_optimizer is not None:
+            self.flat_optimizer.progress()
 
     def _reduce_stats(self) -> Work:
         """Start summing loss and weight over all ranks; only the first position of each last stage has any."""
@@ -410,10 +481,10 @@ class Engine:
 
     # ------------------------------------------------------------------ tied parameters
 
-    def _send_tied_gradients(self, specs: Sequence[GradientSpec]) -> None:
-        """The complete gradients of ends whose owner is elsewhere."""
+    def _send_tied_gradients(self, spec: GradientSpec) -> None:
+        """The complete gradient of an end whose owner is elsewhere."""
         for tie in self._ties:
-            if tie.name in {spec.name for spec in specs}:
+            if tie.name == spec.name:
                 self._transport.send(tie.peers[0], gradient_message(self._call, tie))
 
     def _add_tied_gradients(self) -> None:
@@ -441,8 +512,10 @@ class Engine:
             self._parameters[name].copy_(value)
         self._tied_values[name] -= 1
 
-    def _receive_tied_values(self) -> None:
-        """Wait until no value of an end held here is due."""
+    def _finish_update(self) -> None:
+        """Wait until the parameters are those of the last step: what other replicas have updated, other ends of ties."""
+        if self.flat_optimizer is not None:
+            self.flat_optimizer.finish()
         for tie in self._ties:
             while self._tied_values[tie.name] > 0:
                 self._inbox.wait(f"the value of tied parameter {tie.name}", tie.peers[0])
@@ -452,5 +525,7 @@ def _unheard(direction: str, microbatch: int) -> None:
     """Where the leader decides, arrivals elsewhere are news to nobody."""
 
 
+_MANY = 64
+"""Microbatches of a batch, where their number decides something before the first batch has come."""
 _OUTSIDE = "code outside the engine"
 _CATEGORIES: dict[str, Category] = {"F": "forward", "B": "backward", "W": "weight"}

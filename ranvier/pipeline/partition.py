@@ -6,7 +6,7 @@ the forward pass, plus the bytes that its operations write, weighed by the machi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -31,7 +31,11 @@ class BlockCost:
     name: str
     flops: int
     written_bytes: int
-    """Bytes that the block's operations write: an upper bound on the activations that it keeps."""
+    """Bytes that the block's operations write."""
+    kept_bytes: int
+    """Bytes of activations that autograd keeps for the backward, parameters aside."""
+    input_bytes: int
+    """Bytes of the carried state that enters the block."""
     output_bytes: int
     """Bytes of the carried state that leaves the block."""
     num_parameters: int
@@ -56,6 +60,22 @@ class _WrittenBytes(TorchDispatchMode):
         return result
 
 
+class _KeptBytes(torch.autograd.graph.saved_tensors_hooks):
+    """Counts the bytes that autograd saves, each storage once, without those of `parameters`."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self.count = 0
+        self._seen = {parameter.untyped_storage()._cdata: parameter.untyped_storage() for parameter in parameters}
+        super().__init__(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._seen:
+            self._seen[storage._cdata] = storage
+            self.count += storage.nbytes()
+        return tensor
+
+
 def build_on_meta(model: Model) -> dict[str, nn.Module]:
     """All blocks; lazily built ones have no storage, ready-made modules are what they are."""
     with torch.device("meta"):
@@ -75,11 +95,13 @@ def block_costs(model: Model, inputs: State, targets: object = None,
     """
     state, costs, before = _to_meta(inputs), [], "the inputs"
     for name, module in build_on_meta(model).items():
-        tensors = {key: value.to("meta", dtype if value.is_floating_point() else value.dtype) for key, value in
+        tensors = {key: value.detach().to("meta", dtype if value.is_floating_point() else value.dtype)
+                   .requires_grad_(value.requires_grad) for key, value in
                    (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))}
-        written = _WrittenBytes()
+        written, kept, entered = _WrittenBytes(), _KeptBytes(tensors.values()), _state_bytes(state)
+        state = _as_leaves(state, costs)
         try:
-            with torch.no_grad(), FlopCounterMode(display=False) as counter, written:
+            with torch.enable_grad(), FlopCounterMode(display=False) as counter, kept, written:
                 state = functional_call(module, tensors, (state,), tie_weights=False)
         except ModelError:
             raise
@@ -89,12 +111,22 @@ def block_costs(model: Model, inputs: State, targets: object = None,
                              remedy="Make its forward take and return the carried state.") from error
         outputs = named(state, f"block {name}")
         costs.append(BlockCost(name=name, flops=counter.get_total_flops(), written_bytes=written.count,
-                               output_bytes=sum(t.numel() * t.element_size() for t in outputs.values()),
+                               kept_bytes=kept.count, input_bytes=entered, output_bytes=_state_bytes(outputs),
                                num_parameters=sum(p.numel() for p in module.parameters())))
         before = f"what block {name} returns"
     if targets is not None:
         check_loss(model, state, _to_meta(targets))
     return costs
+
+
+def _state_bytes(state: State) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tree_leaves(state) if isinstance(tensor, Tensor))
+
+
+def _as_leaves(state: State, before: Sequence[BlockCost]) -> State:
+    """The carried state as it enters a stage: leaves that want gradients, unless they are the model's inputs."""
+    return tree_map(lambda leaf: leaf.detach().requires_grad_(bool(before) and leaf.is_floating_point())
+                    if isinstance(leaf, Tensor) else leaf, state)
 
 
 def check_loss(model: Model, state: State, targets: object) -> None:

@@ -28,6 +28,9 @@ class MessageDriven:
     def in_flight(self, in_flight: int, num_microbatches: int) -> int:
         return in_flight
 
+    def stored(self, in_flight: int, stage: int, num_stages: int) -> int:
+        return 1 if stage == num_stages - 1 else in_flight  # the last stage's forward is followed by its backward
+
 
 @dataclass(frozen=True)
 class OneForwardOneBackward:
@@ -46,6 +49,9 @@ class OneForwardOneBackward:
     def in_flight(self, in_flight: int, num_microbatches: int) -> int:
         return in_flight
 
+    def stored(self, in_flight: int, stage: int, num_stages: int) -> int:
+        return min(in_flight, num_stages - stage)
+
 
 @dataclass(frozen=True)
 class GPipe:
@@ -59,6 +65,9 @@ class GPipe:
 
     def in_flight(self, in_flight: int, num_microbatches: int) -> int:
         return max(1, num_microbatches)
+
+    def stored(self, in_flight: int, stage: int, num_stages: int) -> int:
+        return in_flight
 
 
 POLICIES: tuple[Policy, ...] = (MessageDriven(), OneForwardOneBackward(), GPipe())

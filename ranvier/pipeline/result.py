@@ -5,21 +5,29 @@ from __future__ import annotations
 from torch import Tensor
 
 from ranvier.comm.protocol import Work
+from ranvier.optim.step import Verdict
 
 
 class BatchResult:
     """Loss, weight and gradient norm of one batch over the whole mesh.
 
     stats: [2] fp64, (sum of losses, weight), being summed over all ranks by `stats_work`.
-    squared_norm: [1] fp64, being summed by `norm_work`; None after an evaluation.
+    verdict: what is known of the gradients; None after an evaluation.
     """
 
-    def __init__(self, stats: Tensor, stats_work: Work, squared_norm: Tensor | None, norm_work: Work | None, *,
-                 stepped: bool) -> None:
+    def __init__(self, stats: Tensor, stats_work: Work, verdict: Verdict | None) -> None:
         self._stats, self._stats_work = stats, stats_work
-        self._squared_norm, self._norm_work = squared_norm, norm_work
-        self.stepped = stepped
-        """Whether the batch had a valid target, so that its gradients could be used."""
+        self.verdict = verdict
+
+    @property
+    def stepped(self) -> bool:
+        """Whether the gradients could be used: the batch had a valid target, and nothing overflowed in fp16."""
+        return self.verdict is not None and self.verdict.steps
+
+    @property
+    def overflow(self) -> bool:
+        """Whether a gradient was no finite number in fp16, so that the step is skipped and the loss scale halved."""
+        return self.verdict is not None and self.verdict.overflow
 
     @property
     def weight(self) -> float:
@@ -34,11 +42,9 @@ class BatchResult:
 
     @property
     def grad_norm(self) -> float | None:
-        """L2 norm of the gradients of the mean loss, each parameter counted once; None after an evaluation."""
-        if self._norm_work is None:
-            return None
-        self._norm_work.wait()
-        return float(self._squared_norm.sqrt())
+        """L2 norm of the gradients of the mean loss before clipping, each parameter counted once; None after an
+        evaluation."""
+        return None if self.verdict is None else self.verdict.norm
 
     def __repr__(self) -> str:
         return f"BatchResult(loss={self.loss:.6g}, weight={self.weight:g})"

@@ -90,6 +90,9 @@ class Policy(Protocol):
     def in_flight(self, in_flight: int, num_microbatches: int) -> int:
         """The limit that holds for a run with this setting."""
 
+    def stored(self, in_flight: int, stage: int, num_stages: int) -> int:
+        """Most microbatches whose activations `stage` keeps at once, under that limit."""
+
 
 class Schedule:
     """The actions of one stage for one batch.

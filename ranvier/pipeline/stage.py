@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
 
 from ranvier import keyed_random
 from ranvier.errors import ModelError, RanvierError
@@ -55,16 +57,20 @@ class Stage:
         loss: the model's loss on the last stage, None elsewhere.
         progress: called at every block boundary, forward and backward, so that messages move meanwhile.
         block_passed: called with a block's number when the last backward of the batch has passed it.
-        loss_scale: factor on the loss before the backward: one over the nominal weight.
+        segments: runs of blocks (places in `blocks`) that keep only what enters them, and are computed again in their
+            backward. Their weight gradients are never postponed: their operands have only just been recomputed.
         defers_last_block: whether the last block's products may be postponed; the head of a model never does, because
             the gradient of its output is the largest tensor there is.
     """
 
     def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], *, loss: Loss | None, seed: int,
-                 device: torch.device, loss_scale: float, progress: Callable[[], None],
-                 block_passed: Callable[[int], None], weight_gradients: WeightGradients) -> None:
+                 device: torch.device, progress: Callable[[], None],
+                 block_passed: Callable[[int], None], weight_gradients: WeightGradients,
+                 segments: Sequence[range] = ()) -> None:
         self.blocks, self._loss, self._seed, self._device = blocks, loss, seed, device
-        self._loss_scale, self._progress, self._block_passed = loss_scale, progress, block_passed
+        self._progress, self._block_passed = progress, block_passed
+        self.loss_factor = 1.0
+        """What the loss is multiplied by before the backward."""
         self._weights = weight_gradients
         self._graphs: dict[int, _Graph] = {}
         self._last_backward = False
@@ -73,8 +79,10 @@ class Stage:
         self.outputs: list[State] = []
         """What the last block returned, microbatch by microbatch, where `keep_outputs` was set."""
         modules = [module for _, _, module in blocks]
-        postponing = len(modules) if loss is None else len(modules) - 1
-        postpone_weight_gradients(modules[:postponing], modules[postponing:], weight_gradients)
+        self._runs = _runs(len(blocks), segments)
+        at_once = {place for segment in segments for place in segment} | ({len(modules) - 1} if loss is not None else set())
+        postpone_weight_gradients([module for place, module in enumerate(modules) if place not in at_once],
+                                  [modules[place] for place in sorted(at_once)], weight_gradients)
 
     def begin(self, training: bool) -> None:
         """A new batch."""
@@ -118,7 +126,20 @@ class Stage:
 
     def _run_blocks(self, state: State, step: int, microbatch: Microbatch, number: int) -> State:
         samples = microbatch.samples if microbatch.samples is not None else torch.zeros(0, dtype=torch.int64)
-        for block, name, module in self.blocks:
+        for run, checkpointed in self._runs:
+            part = partial(self._run_some, run, step, samples, number)
+            if checkpointed and torch.is_grad_enabled():
+                state = checkpoint(part, state, use_reentrant=False)
+            else:
+                state = part(state)
+            block, name, _ = self.blocks[run[-1]]
+            if run[-1] != len(self.blocks) - 1:
+                self._watch_boundary(named(state, f"block {name}"), block + 1)
+        return state
+
+    def _run_some(self, run: range, step: int, samples: Tensor, number: int, state: State) -> State:
+        """Blocks `run`, one after the other; under checkpointing again in the backward, with the same randomness."""
+        for _, name, module in self.blocks[run.start:run.stop]:
             with keyed_random.scope(self._seed, step, samples, name):
                 try:
                     state = module(state)
@@ -127,8 +148,6 @@ class Stage:
                 except Exception as error:
                     error.add_note(f"in block {name}, forward of microbatch {number}")
                     raise
-            if block != self.blocks[-1][0]:
-                self._watch_boundary(named(state, f"block {name}"), block + 1)
             self._progress()
         return state
 
@@ -159,7 +178,8 @@ class Stage:
             raise
         self.loss_and_weight[0] += total.detach().double().reshape(())
         self.loss_and_weight[1] += weight.detach().double().reshape(()) if isinstance(weight, Tensor) else weight
-        return total.reshape(())
+        wide = torch.promote_types(total.dtype, torch.float32)  # a scaled fp16 loss would overflow
+        return total.reshape(()).to(wide)
 
     # ------------------------------------------------------------------ backward
 
@@ -171,7 +191,7 @@ class Stage:
         """
         graph = self._graphs.pop(number)
         if self._loss is not None:
-            gradients = {"": torch.full((), self._loss_scale, dtype=graph.loss_dtype, device=self._device)}
+            gradients = {"": torch.full((), self.loss_factor, dtype=graph.loss_dtype, device=self._device)}
         names = [name for name in graph.roots if name in gradients]
         roots = tuple(graph.roots[name] for name in names)
         self._last_backward = last
@@ -193,3 +213,16 @@ class Stage:
         """Forget all microbatches: the batch has failed."""
         self._graphs.clear()
         self._weights.clear()
+
+
+def _runs(num_blocks: int, segments: Sequence[range]) -> list[tuple[range, bool]]:
+    """Blocks in order, as checkpointed segments and single blocks between them; True where checkpointed."""
+    inside = {place: segment for segment in segments for place in segment}
+    runs: list[tuple[range, bool]] = []
+    for place in range(num_blocks):
+        segment = inside.get(place)
+        if segment is None:
+            runs.append((range(place, place + 1), False))
+        elif place == segment.start:
+            runs.append((segment, True))
+    return runs

@@ -45,8 +45,10 @@ def _add_gradients(weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor, d
     x = x.reshape(-1, x.shape[-1])
     if weight.grad is None:
         weight.grad = dy.t().mm(x)
-    else:
+    elif weight.grad.dtype is x.dtype:
         weight.grad.addmm_(dy.t(), x)
+    else:  # fp32 sums of half-precision products
+        weight.grad.add_(dy.t().mm(x))
     if bias is not None and bias.requires_grad:
         if bias.grad is None:
             bias.grad = dy.sum(0)

@@ -4,6 +4,7 @@
         name, defers = "lifo", False
         def choose(self, ready): return ready.backward or ready.forward
         def in_flight(self, in_flight, num_microbatches): return in_flight
+        def stored(self, in_flight, stage, num_stages): return in_flight
 
     check_policy(BackwardOnly())
 """
@@ -22,7 +23,7 @@ class _Watched:
 
     def __init__(self, policy: Policy) -> None:
         self._policy, self.name, self.defers = policy, policy.name, policy.defers
-        self.in_flight = policy.in_flight
+        self.in_flight, self.stored = policy.in_flight, policy.stored
 
     def choose(self, ready: Ready) -> Action | None:
         chosen = self._policy.choose(ready)
@@ -79,7 +80,8 @@ def check_run(run: Simulated, stages: list[StageTimes], num_microbatches: int, p
             order = [microbatch for microbatch, which in ran if which == product]
             assert order == sorted(order), f"products of one weight ran out of microbatch order; {text}"
         assert policy.defers or not queued, f"postponed although the policy does not; {text}"
-        assert run.most_stored[stage] <= limit, f"{run.most_stored[stage]} stored, at most {limit} allowed; {text}"
+        allowed = policy.stored(limit, stage, len(stages))
+        assert run.most_stored[stage] <= allowed, f"{run.most_stored[stage]} stored, at most {allowed} allowed; {text}"
         assert run.most_queued_bytes[stage] <= defer_bytes, \
             f"{run.most_queued_bytes[stage]} bytes queued, at most {defer_bytes} allowed; {text}"
         assert all(first[2] <= second[1] for first, second in pairwise(spans)), \

@@ -24,9 +24,10 @@ from ranvier.data.prepare import Prepared, prepare
 from ranvier.data.sampler import Sampler
 from ranvier.errors import DataError, RanvierError
 from ranvier.models.gpt import flops_per_sequence, gpt
+from ranvier.optim.learning_rate import learning_rate
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.run import Run, Train
+from ranvier.run import Run
 from ranvier.train.console import console
 from ranvier.train.events import EndEvent, EvalEvent, NoteEvent, StartEvent, Tracker, Trackers
 from ranvier.train.files import EventsFile, MetricsFile, open_folder, writing
@@ -38,7 +39,7 @@ from ranvier.train.tensorboard import TensorBoard
 from ranvier.train.timeline import gather_timelines
 from ranvier.world import World
 
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 PROMPT_TOKENS = 24
 """Tokens of held-out text that the sample continues, at most, where the run has no prompt."""
 
@@ -64,11 +65,6 @@ def train(run: Run, recipe: str, world: World, *, trackers: Sequence[Tracker] = 
         training.outputs.close()
     training.engine.close()
     return summary
-
-
-def learning_rate(config: Train, step: int) -> float:
-    """The learning rate of `step` (from 1): a linear rise over the warm-up, then constant."""
-    return config.learning_rate * min(1.0, step / config.warmup_steps if config.warmup_steps else 1.0)
 
 
 class Training:
@@ -105,9 +101,7 @@ class Training:
         """One optimizer step; publishes the numbers of the step before."""
         config = self.run.train
         rate = learning_rate(config, step)
-        if self.engine.optimizer is not None:
-            for group in self.engine.optimizer.param_groups:
-                group["lr"] = rate
+        self.engine.learning_rate = rate
         result = self.engine.train_batch(self.train_data.microbatches(step - 1))
         self._publish()
         self.pending = self.meter.step(step, result, rate)
@@ -221,20 +215,16 @@ def _prepare(run: Run, world: World, stream: TextIO) -> Prepared:
 
 
 def _build(run: Run, world: World) -> Engine:
-    config = run.train
     shape = (run.batch.microbatch_size, run.model.sequence)
     sample = Microbatch(inputs=torch.zeros(shape, dtype=torch.int64), targets=torch.zeros(shape, dtype=torch.int64),
                         samples=torch.arange(shape[0]))
 
-    def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=config.learning_rate, betas=config.betas, eps=config.epsilon,
-                                 weight_decay=config.weight_decay)
-
-    return Engine(gpt(run.model), world, mesh=run.mesh, optimizer=adamw, policy=run.pipeline.policy,
+    return Engine(gpt(run.model), world, mesh=run.mesh, optim=run.optim, checkpoint=run.memory.checkpoint,
+                  policy=run.pipeline.policy,
                   in_flight=run.pipeline.in_flight, boundaries=run.pipeline.boundaries,
                   partition=run.pipeline.partition, defer_bytes=run.pipeline.defer_bytes, seed=run.seed,
                   dtype=DTYPES[run.precision], nominal_weight=float(run.batch.global_size * run.model.sequence),
-                  timeout_seconds=run.comm.timeout_seconds, chunk_bytes=run.comm.chunk_bytes, sample=sample)
+                  timeout_seconds=run.comm.timeout_seconds, sample=sample)
 
 
 def _outputs(run_dir: Path, history: History, trackers: Sequence[Tracker], stream: TextIO) -> Trackers:

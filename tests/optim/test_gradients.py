@@ -10,7 +10,7 @@ from ranvier.comm.throttle import Link
 from ranvier.mesh import Mesh
 from ranvier.optim.gradients import Gradients, GradientSpec
 from ranvier.testing.ranks import run_ranks
-from tests.pipeline.parity import chain, on_mesh, points, share
+from tests.pipeline.parity import chain, chunks_of, on_mesh, points, share
 from tests.pipeline.test_unusual_blocks import Plain
 
 
@@ -47,15 +47,19 @@ def spec(name, block, size=4, **options):
     return GradientSpec(name=name, parameter=nn.Parameter(torch.zeros(size)), blocks=frozenset(blocks), **options)
 
 
-def make(specs, chunk_bytes=1, size=2):
+def make(specs, chunk_size=4, size=2):
     sent, group = [], FakeGroup(size)
-    gradients = Gradients(specs, group, chunk_bytes, lambda complete: sent.append([one.name for one in complete]))
+    gradients = Gradients(specs, group, chunk_size, lambda complete: sent.append(complete.name))
     gradients.begin()
     return gradients, group, sent
 
 
+def squared_norm(gradients):
+    return sum(float(gradients.squared_norm(chunk)) for chunk in gradients.reduced())
+
+
 def chunks(gradients):
-    return [[one.name for one in chunk.specs] for chunk in gradients._chunks]
+    return [[one.name for one in chunk.specs] for chunk in gradients.chunks]
 
 
 def test_the_order_is_that_of_a_backward():
@@ -67,28 +71,45 @@ def test_the_order_is_that_of_a_backward():
     assert [gradients.chunk_of(one.parameter) for one in specs] == [4, 3, 2, 1, 0]
 
 
-@pytest.mark.parametrize(("chunk_bytes", "expected"), [
-    (1, [1, 1, 1, 1, 1]), (16, [1, 1, 1, 1, 1]), (17, [2, 2, 1]), (32, [2, 2, 1]), (33, [3, 2]), (1000, [5])])
-def test_chunks_hold_whole_parameters_of_at_least_their_size(chunk_bytes, expected):
-    """Five parameters of 16 bytes."""
-    gradients, _, _ = make([spec(str(number), number) for number in range(5)], chunk_bytes)
-    assert [len(chunk) for chunk in chunks(gradients)] == expected
+@pytest.mark.parametrize(("chunk_size", "members", "expected"), [
+    (1, 1, 20), (4, 1, 5), (5, 1, 4), (8, 1, 3), (1000, 1, 1), (1, 2, 10), (4, 3, 4), (7, 3, 3), (1000, 3, 1)])
+def test_chunks_are_of_equal_size_and_cut_through_parameters(chunk_size, members, expected):
+    """Five parameters of four elements; sizes are rounded up to what all members can share."""
+    gradients, _, _ = make([spec(str(number), number) for number in range(5)], chunk_size, members)
+    sizes = [chunk.stop - chunk.start for chunk in gradients.chunks]
+    assert len(sizes) == expected and len(set(sizes[:-1])) <= 1
+    assert all(size % members == 0 for size in sizes) and sum(sizes) == len(gradients.flat) == -(-20 // members) * members
+    assert [chunk.share[1] - chunk.share[0] for chunk in gradients.chunks] == [size // members for size in sizes]
+
+
+def test_a_parameter_in_two_chunks_holds_back_both():
+    one, two = spec("a", 0, 6), spec("b", 1, 6)
+    gradients, group, _ = make([one, two], 4)
+    assert chunks(gradients) == [["b"], ["b", "a"], ["a"]] and gradients.chunk_of(one.parameter) == 1
+    gradients.queued(two.parameter)
+    gradients.all_passed()
+    assert group.reduced == []
+    gradients.added(two.parameter)
+    assert [len(tensor) for tensor in group.reduced] == [4, 4, 4]
 
 
 def test_tied_parameters_have_chunks_of_their_own():
     gradients, _, _ = make([spec("a", 0), spec("t", 1, remote_ends=1), spec("b", 1), spec("s", 2, sent_to_owner=True),
                             spec("c", 2), spec("d", 3)], 1000)
     assert chunks(gradients) == [["d", "c"], ["s"], ["b"], ["t"], ["a"]]
+    gradients, _, _ = make([spec("t", 1, remote_ends=1), spec("s", 2, sent_to_owner=True)], 2)
+    assert chunks(gradients) == [["s"], ["t"], ["t"]], "what is sent away goes in one message"
 
 
 def test_gradients_are_views_of_the_buffer():
     specs = [spec("a", 0, 3), spec("b", 1, 2)]
-    gradients, _, _ = make(specs)
+    gradients, _, _ = make(specs, size=1)
     specs[0].parameter.grad += 1.0
     specs[1].parameter.grad += 2.0
     assert gradients.flat.tolist() == [2.0, 2.0, 1.0, 1.0, 1.0]
     gradients.scale(0.5)
-    assert specs[1].parameter.grad.tolist() == [1.0, 1.0] and float(gradients.squared_norm()) == pytest.approx(2.75)
+    gradients.all_passed()
+    assert specs[1].parameter.grad.tolist() == [1.0, 1.0] and squared_norm(gradients) == pytest.approx(2.75)
     specs[0].parameter.grad = None
     specs[1].parameter.grad = torch.ones(2)
     gradients.begin()
@@ -102,7 +123,7 @@ def test_no_trainable_parameters():
     gradients.all_passed()
     gradients.wait()
     gradients.scale(2.0)
-    assert gradients.complete and float(gradients.squared_norm()) == 0.0 and group.reduced == []
+    assert gradients.complete and squared_norm(gradients) == 0.0 and group.reduced == []
 
 
 def test_a_chunk_is_reduced_when_its_block_is_passed():
@@ -159,8 +180,8 @@ def test_what_belongs_to_another_stage_is_sent_and_not_reduced():
     gradients, group, sent = make([own, sent_away])
     sent_away.parameter.grad += 3.0
     gradients.all_passed()
-    assert sent == [["s"]] and len(group.reduced) == 1
-    assert [one.name for one in gradients.owned()] == ["a"] and float(gradients.squared_norm()) == 0.0
+    assert sent == ["s"] and len(group.reduced) == 1
+    assert [one.name for one in gradients.owned()] == ["a"] and squared_norm(gradients) == 0.0
 
 
 def test_one_replica_reduces_nothing():
@@ -187,7 +208,7 @@ def test_adversarial_orders_on_real_groups():
     def rank(world):
         group = world.backend.group("data", [[0, 1, 2]])
         specs = [spec(str(number), number) for number in range(6)]
-        gradients = Gradients(specs, group, 1, lambda complete: None)
+        gradients = Gradients(specs, group, 4, lambda complete: None)
         for batch in range(3):
             gradients.begin()
             for one in specs:
@@ -233,11 +254,11 @@ def test_chunks_are_reduced_while_others_are_computed(pipe, defer_bytes):
         watch(events)(engine)
         engine.forward_backward(share(engine, points([[1, 1], [1, 1]])))
 
-    on_mesh(partial(chain, *[Plain] * 6), Mesh(data=2, pipe=pipe), work, chunk_bytes=1, defer_bytes=defer_bytes)
+    on_mesh(partial(chain, *[Plain] * 6), Mesh(data=2, pipe=pipe), work, optim=chunks_of(20), defer_bytes=defer_bytes)
     for events in found.values():
         last = max(place for place, event in enumerate(events) if event in ("B1", "W1"))
         assert events.index("reduce") < last, events
-        assert events.count("reduce") == 2 * 6 // pipe
+        assert events.count("reduce") == 6 // pipe, "a block has 20 parameters"
 
 
 def test_nothing_is_written_after_it_was_reduced(monkeypatch):
@@ -252,6 +273,6 @@ def test_nothing_is_written_after_it_was_reduced(monkeypatch):
 
     for policy, defer_bytes in [("message-driven", 1 << 30), ("message-driven", 300), ("1f1b", 0)]:
         on_mesh(partial(chain, *[Plain] * 5, tied=(("b0.linear.weight", "b3.linear.weight"),)), Mesh(), rank_work,
-                chunk_bytes=1, policy=policy, defer_bytes=defer_bytes, nominal_weight=16.0)
+                optim=chunks_of(20), policy=policy, defer_bytes=defer_bytes, nominal_weight=16.0)
     for group in found:
-        assert len(group.reduced) == 9 and group.nothing_was_written_since()
+        assert len(group.reduced) == 5 and group.nothing_was_written_since()

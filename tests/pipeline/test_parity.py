@@ -15,6 +15,7 @@ from tests.pipeline.parity import (
     assert_close,
     assert_parity,
     chain,
+    chunks_of,
     frozen,
     gradients_on,
     points,
@@ -58,7 +59,7 @@ def test_gpt_on_every_mesh(mesh):
     batches = tokens([[2, 2, 1]] * mesh.data, ignored=0.4)
     reference = Reference(small_gpt(), seed=SEED, dtype=torch.float64)
     loss = reference.forward_backward(whole(batches))
-    outcome = gradients_on(small_gpt, batches, mesh, policy=POLICIES[(mesh.data + mesh.pipe) % 3], chunk_bytes=1000)
+    outcome = gradients_on(small_gpt, batches, mesh, policy=POLICIES[(mesh.data + mesh.pipe) % 3], optim=chunks_of(125))
     assert_close(outcome.gradients, reference.gradients())
     assert set(outcome.losses) == {outcome.losses[0]} and abs(outcome.losses[0] - loss) < 1e-12 * loss
 
@@ -66,16 +67,16 @@ def test_gpt_on_every_mesh(mesh):
 @pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
 def test_own_blocks_on_every_mesh(mesh):
     batches = points([[3, 1, 2, 2]] * mesh.data)
-    assert_parity(residuals, batches, mesh, policy=POLICIES[(mesh.data + mesh.pipe + 1) % 3], chunk_bytes=1)
+    assert_parity(residuals, batches, mesh, policy=POLICIES[(mesh.data + mesh.pipe + 1) % 3], optim=chunks_of(5))
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 300, 10_000])
+@pytest.mark.parametrize("chunk_size", [3, 40, 2000])
 @pytest.mark.parametrize("mesh", [Mesh(data=3), Mesh(data=2, pipe=2)], ids=mesh_id)
 @pytest.mark.parametrize("make", [small_gpt, residuals])
-def test_chunks_of_every_size(make, mesh, chunk_bytes):
+def test_chunks_of_every_size(make, mesh, chunk_size):
     """A weight and its bias may lie in different chunks, of which one is complete before the other."""
     batches = tokens([[2, 2, 1]] * mesh.data) if make is small_gpt else points([[2, 2, 1]] * mesh.data)
-    assert_parity(make, batches, mesh, chunk_bytes=chunk_bytes, defer_bytes=1 << 40)
+    assert_parity(make, batches, mesh, optim=chunks_of(chunk_size), defer_bytes=1 << 40)
 
 
 # ---------------------------------------------------------------------- cuts
@@ -156,7 +157,7 @@ def of_blocks(*numbers):
 def test_any_subset_frozen(policy, is_frozen):
     """Two blocks on each of four stages."""
     assert_parity(lambda: frozen(residuals(), is_frozen), points([[2, 1, 2], [2, 2, 2]]), Mesh(data=2, pipe=4),
-                  boundaries=(2, 4, 6), policy=policy, chunk_bytes=1)
+                  boundaries=(2, 4, 6), policy=policy, optim=chunks_of(5))
 
 
 def test_everything_frozen():

@@ -11,7 +11,7 @@ from ranvier.comm.throttle import Link
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import microbatches
-from tests.pipeline.parity import assert_close, chain, frozen, gradients_on, points, share, small_gpt, tokens
+from tests.pipeline.parity import assert_close, chain, chunks_of, frozen, gradients_on, points, share, small_gpt, tokens
 from tests.pipeline.test_parity import Residual, of_blocks, residuals
 
 HUGE = 1 << 40
@@ -45,7 +45,7 @@ class Pair(nn.Module):
 
 
 @pytest.mark.parametrize(("make", "batches", "mesh", "options"), [
-    pytest.param(small_gpt, tokens([[2] * 5, [1] * 3], ignored=0.3), Mesh(data=2, pipe=2), {"chunk_bytes": 1},
+    pytest.param(small_gpt, tokens([[2] * 5, [1] * 3], ignored=0.3), Mesh(data=2, pipe=2), {"optim": chunks_of(50)},
                  id="gpt 2x2"),
     pytest.param(small_gpt, tokens([[2] * 7]), Mesh(pipe=3), {"boundaries": (2, 3)}, id="gpt 1x3"),
     pytest.param(small_gpt, tokens([[2] * 4]), Mesh(), {}, id="gpt 1x1"),

@@ -8,7 +8,7 @@ from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.run import GPT
+from ranvier.run import GPT, Optim
 from ranvier.testing.ranks import run_processes
 from ranvier.testing.reference import Reference, relative_error
 from ranvier.world import World
@@ -35,7 +35,7 @@ def errors(world: World, data: int, pipe: int, policy: str) -> list[float]:
     expected = reference.forward_backward([microbatch for replica in range(data) for microbatch in batch_of(replica)])
     gradients = reference.gradients()
     engine = Engine(gpt(CONFIG), world, mesh=Mesh(data=data, pipe=pipe), policy=policy, dtype=torch.float64,
-                    chunk_bytes=1000, sample=batch_of(0)[0])
+                    optim=Optim(bucket_size=125, chunk_buckets=1), sample=batch_of(0)[0])
     mine = batch_of(engine.coordinates.data)
     evaluated = engine.evaluate(mine).loss
     trained = engine.forward_backward(mine).loss

@@ -232,6 +232,9 @@ class ForwardFirst:
     def choose(self, ready):
         return ready.forward or ready.backward or ready.weight
 
+    def stored(self, in_flight, stage, num_stages):
+        return in_flight
+
     def in_flight(self, in_flight, num_microbatches):
         return in_flight
 

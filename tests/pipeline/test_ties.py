@@ -13,7 +13,7 @@ from ranvier.models.block import Model
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.ties import TiedGradients, gradient_message, ties_of
 from ranvier.testing.ranks import run_ranks
-from tests.pipeline.parity import assert_parity, chain, frozen, on_mesh, points, share, squared
+from tests.pipeline.parity import assert_parity, chain, chunks_of, frozen, on_mesh, points, share, squared
 from tests.pipeline.test_unusual_blocks import Plain
 
 POLICIES = ("message-driven", "1f1b", "gpipe")
@@ -35,7 +35,7 @@ def blocks(*groups, count=6):
 @pytest.mark.parametrize("mesh", [Mesh(pipe=3), Mesh(data=2, pipe=3)], ids=str)
 def test_one_sum_of_all_ends(groups, mesh, policy):
     assert_parity(partial(blocks, *groups), points([[2, 1], [2, 2, 2]][:mesh.data]), mesh, policy=policy,
-                  boundaries=(2, 4), chunk_bytes=1)
+                  boundaries=(2, 4), optim=chunks_of(5))
 
 
 @pytest.mark.parametrize("groups", [[(0, 3)], [(3, 0)], [(0, 1)], [(0, 3), (1, 2)]], ids=str)

@@ -12,7 +12,7 @@ from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference, relative_error
-from tests.pipeline.parity import assert_parity, chain, on_mesh, points, share, squared
+from tests.pipeline.parity import assert_parity, chain, chunks_of, on_mesh, points, share, squared
 
 
 class Plain(nn.Module):
@@ -225,7 +225,7 @@ BLOCKS = [
 def test_block(block, mesh, policy):
     """In the middle of a chain, where its products are postponed."""
     assert_parity(partial(chain, Plain, block, Plain, Plain), points([[3, 2, 3]] * mesh.data), mesh, policy=policy,
-                  chunk_bytes=1)
+                  optim=chunks_of(5))
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")

@@ -1,0 +1,159 @@
+"""The optimizer of a rank: flat parameters beside flat gradients, updated bucket by bucket as chunks are reduced.
+
+    optimizer = FlatOptimizer(Optim(offload="stream"), gradients, group, device)
+    optimizer.begin(learning_rate)             # states of the first buckets come in
+    for chunk in gradients.reduced():          # while later chunks are still being reduced
+        for _ in optimizer.update(chunk, factor): ...
+    optimizer.finish()                         # with `shard`: parameters of the other replicas are here
+
+Parameters become views of one flat buffer, laid out as their gradients are, so that a bucket is one piece of memory
+whatever shapes it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ranvier.comm.protocol import Group, Work
+from ranvier.optim.buckets import Bucket, Segment, buckets_of
+from ranvier.optim.gradients import Chunk, Gradients
+from ranvier.optim.placement import OnHost, Placement, Resident, Streamed, Update
+from ranvier.optim.rules import rule_of
+from ranvier.run import Optim
+
+Offload = Literal["none", "stream", "host"]
+
+
+class FlatOptimizer:
+    """AdamW or SGD over the parameters that a rank owns.
+
+    Args:
+        optim: the settings; `offload` is resolved (not auto).
+        gradients: their buffer. Parameters are moved into a flat buffer of the same order.
+        group: the ranks that hold the same parameters; with `optim.shard` each updates its share.
+        bucket_size: parameters that are updated in one piece.
+    """
+
+    def __init__(self, optim: Optim, gradients: Gradients, group: Group, *, offload: Offload,
+                 bucket_size: int) -> None:
+        self._optim, self._gradients, self._group = optim, gradients, group
+        self.offload, self.sharded = offload, optim.shard and len(group.ranks) > 1
+        self.weights = _flatten(gradients)
+        """[elements of gradients.flat]: all trainable parameters of this rank, in the same places."""
+        self._chunks = [chunk for chunk in gradients.chunks if not chunk.sent_to_owner]
+        shares = [chunk.share if self.sharded else (chunk.start, chunk.stop) for chunk in self._chunks]
+        self._buckets = dict(zip(map(id, self._chunks), buckets_of(shares, bucket_size), strict=True))
+        self.placement = self._place()
+        self.steps = 0
+        """Updates so far; skipped steps do not count."""
+        self._update = Update(step=0, learning_rate=0.0, factor=1.0, segments=())
+        self._gathers: list[Work] = []
+
+    def _place(self) -> Placement:
+        rule, buckets = rule_of(self._optim), self.buckets
+        match self.offload:
+            case "none":
+                return Resident(rule, self.weights, self._gradients.flat, buckets)
+            case "stream":
+                return Streamed(rule, self.weights, self._gradients.flat, buckets, self._optim.buckets_in_flight)
+            case "host":
+                return OnHost(rule, self.weights, self._gradients.flat, buckets, self._optim.buckets_in_flight)
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """All buckets of this rank, in the order in which they are updated."""
+        return [bucket for chunk in self._chunks for bucket in self._buckets[id(chunk)]]
+
+    # ------------------------------------------------------------------ one step
+
+    def prefetch(self) -> None:
+        """The next updates are those of a whole step: states of the first buckets may come in already."""
+        self.placement.prefetch(self.buckets)
+
+    def begin(self, learning_rate: float) -> None:
+        """A step that is not skipped; after `prefetch`."""
+        self.steps += 1
+        self._update = Update(step=self.steps, learning_rate=learning_rate, factor=1.0, segments=self._segments())
+
+    def update(self, chunk: Chunk, factor: float) -> Iterator[Bucket]:
+        """Update the parameters of a reduced chunk from its gradients times `factor`, a bucket for each turn."""
+        self._update.factor = factor
+        yield from self.placement.update(self._buckets[id(chunk)], self._update)
+        if self.sharded:
+            start, stop = chunk.share
+            self._gathers.append(self._group.all_gather(self.weights[chunk.start:chunk.stop],
+                                                        self.weights[start:stop].clone()))
+
+    def progress(self) -> None:
+        """Let parameters of other replicas come in."""
+        while self._gathers and self._gathers[0].done():
+            self._gathers.pop(0)
+
+    def finish(self) -> None:
+        """Wait for the parameters that other replicas have updated."""
+        for work in self._gathers:
+            work.wait()
+        self._gathers = []
+
+    def _segments(self) -> list[Segment]:
+        """What is updated now: parameters that have not been frozen since."""
+        places = sorted((self._gradients.places[spec.parameter], spec.parameter.dim())
+                        for spec in self._gradients.owned() if spec.parameter.requires_grad)
+        return [Segment(start, stop, self._optim.decay == "all" or dims > 1) for (start, stop), dims in places]
+
+
+def resolve_bucket_size(optim: Optim, device: str) -> int:
+    """`optim.bucket_size` with auto replaced: what keeps a GPU's link busy, or stays in a CPU's cache."""
+    if optim.bucket_size != "auto":
+        return optim.bucket_size
+    return 4_194_304 if device == "cuda" else 262_144
+
+
+def resolve_offload(optim: Optim, gradients: Gradients, device: torch.device) -> Offload:
+    """`optim.offload` with auto replaced: none on a CPU, and where a GPU has room for the states and as much again."""
+    if optim.offload != "auto":
+        return optim.offload
+    if device.type != "cuda":
+        return "none"
+    states = 12 * len(gradients.flat)
+    return "none" if 2 * states <= torch.cuda.mem_get_info(device)[0] else "stream"
+
+
+def _flatten(gradients: Gradients) -> Tensor:
+    """All trainable parameters as views of one new buffer."""
+    first = next(iter(gradients.places), None)
+    if first is None:
+        return torch.empty(0)
+    weights = torch.zeros(len(gradients.flat), dtype=first.dtype, device=first.device)
+    for parameter, (start, stop) in gradients.places.items():
+        place = weights[start:stop].view(parameter.shape)
+        place.copy_(parameter.detach())
+        parameter.data = place
+    return weights
+
+
+def bytes_by_category(parameters: Sequence[nn.Parameter], gradients: Gradients,
+                      optimizer: FlatOptimizer | None) -> dict[str, dict[str, int]]:
+    """What lives from step to step: {"device": {category: bytes}, "host": {...}}.
+
+    Frozen parameters and those outside the flat buffer count as parameters too. On a CPU as the device, offloaded
+    states count as the host's.
+    """
+    def total(tensors: Sequence[Tensor]) -> int:
+        return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+                    for tensor in tensors}.values())
+
+    device = {"parameters": total(list(parameters) + ([optimizer.weights] if optimizer else [])),
+              "gradients": total([gradients.flat])}
+    host: dict[str, int] = {}
+    if optimizer is not None:
+        home = device if optimizer.offload == "none" else host
+        states = optimizer.placement.states
+        home["master"] = total([state for name, state in states.items() if name == "master"])
+        home["moments"] = total([state for name, state in states.items() if name != "master"])
+        device["buckets"] = total(list(optimizer.placement.workspace.values()))
+    return {"device": device, "host": host}

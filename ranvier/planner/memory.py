@@ -1,0 +1,153 @@
+"""Bytes on each rank, by category, before anything is built: one model for `check`, the start of a run and the report.
+
+    device   parameters   2 or 4 (8) bytes each        host   master    where states are offloaded
+             gradients    in the format they add up in        moments
+             master       fp32 copies of half-precision parameters
+             moments      two of AdamW, one of SGD
+             buckets      what streams through (optim.offload), and room for scaled gradients
+             activations  of the microbatches that a stage stores, postponed weight gradients with them
+             workspace    what the widest block writes on the way
+             messages     receives that are posted, and what arrives before its turn
+
+Parameters, gradients, states and buckets are exact; the others are bounds from the operations of one microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ranvier.errors import ConfigError, RanvierError
+from ranvier.layout import Layout
+from ranvier.models.block import Model
+from ranvier.optim.optimizer import resolve_bucket_size
+from ranvier.optim.rules import rule_of
+from ranvier.pipeline.build import StageTable
+from ranvier.pipeline.checkpointing import stage_segments
+from ranvier.pipeline.partition import BlockCost
+from ranvier.pipeline.policies import auto_defer_microbatches, auto_in_flight, policy_named
+from ranvier.run import Run
+
+ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Predicted peak bytes on each of the `ranks` ranks of stage `pipe`: category -> bytes."""
+
+    pipe: int
+    ranks: int
+    device: Mapping[str, int]
+    host: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(self.device.values())
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host.values())
+
+
+def predict(run: Run, model: Model, stages: StageTable, layout: Layout) -> tuple[RankMemory, ...]:
+    """One prediction for each stage. `layout` may be that of one replica: replicas differ in nothing."""
+    found = []
+    for row in stages.rows:
+        memory, blocks = _states(run, layout, row.stage, row.num_parameters), layout.blocks(row.stage)
+        if stages.costs:
+            memory["device"] |= _activations(run, model, stages.costs[blocks.start:blocks.stop], row.stage)
+        found.append(RankMemory(pipe=row.stage, ranks=run.mesh.data * run.mesh.stage_size, **memory))
+    return tuple(found)
+
+
+def _states(run: Run, layout: Layout, stage: int, num_parameters: int) -> dict[str, dict[str, int]]:
+    """What lives from step to step. Of ends of a tie, the one that owns it has the states."""
+    optim, size = run.optim, ITEM_BYTES[run.precision]
+    half, wide = size == 2, max(size, 4)
+    here = {p.owner: p for p in layout.parameters if p.block in layout.blocks(stage) and p.trainable}
+    trainable = sum(parameter.numel for parameter in here.values())
+    updated = sum(parameter.numel for owner, parameter in here.items()
+                  if layout.stage_of(layout[owner].block) == stage)
+    share = -(-updated // run.mesh.data) if optim.shard else updated
+    gradient_size = wide if half and optim.accumulate == "fp32" else size
+    states = len(rule_of(optim).states)
+    offload = "none" if optim.offload == "auto" else optim.offload
+    device = {"parameters": num_parameters * size, "gradients": trainable * gradient_size}
+    host: dict[str, int] = {}
+    home = device if offload == "none" else host
+    home["master"] = share * wide if half or offload == "host" else 0
+    home["moments"] = share * wide * states
+    bucket = resolve_bucket_size(optim, run.launch.device)
+    chunk = bucket * optim.chunk_buckets
+    bucket = min(bucket, share, -(-chunk // run.mesh.data) if optim.shard else chunk)
+    slots = min(optim.buckets_in_flight, -(-share // bucket)) if bucket else 0
+    device["buckets"] = bucket * wide * (slots * (states + half) if offload == "stream" else 0)
+    if gradient_size < wide and offload != "host":
+        device["buckets"] += bucket * wide
+    if offload == "host":
+        host["staging"] = bucket * (slots * (gradient_size + size) + (wide if gradient_size < wide else 0))
+    return {"device": device, "host": host}
+
+
+def _activations(run: Run, model: Model, costs: Sequence[BlockCost], stage: int) -> dict[str, int]:
+    """What the microbatches on their way keep alive on a stage of these blocks."""
+    mesh, policy = run.mesh, policy_named(run.pipeline.policy)
+    share = -(-run.batch.global_size // mesh.data)
+    count = -(-share // run.batch.microbatch_size)
+    limit = auto_in_flight(mesh.pipe) if run.pipeline.in_flight == "auto" else run.pipeline.in_flight
+    stored = min(policy.stored(policy.in_flight(limit, count), stage, mesh.pipe), count)
+    kept = [cost.kept_bytes for cost in costs]
+    segments = stage_segments(run.memory.checkpoint, [cost.name for cost in costs], model.layers, kept,
+                              [cost.input_bytes for cost in costs],
+                              policy.stored(policy.in_flight(limit, 64), stage, mesh.pipe))
+    inside = {place for segment in segments for place in segment}
+    outside = sum(kept[place] for place in range(len(kept)) if place not in inside)
+    recomputed = max((sum(kept[place] for place in segment) for segment in segments), default=0)
+    waiting = 0
+    if policy.defers:
+        waiting = (auto_defer_microbatches(stage, mesh.pipe) * outside if run.pipeline.defer_bytes == "auto"
+                   else run.pipeline.defer_bytes)
+    entering = costs[0].input_bytes if stage else 0
+    leaving = costs[-1].output_bytes if stage < mesh.pipe - 1 else 0
+    return {"activations": stored * (outside + sum(costs[segment.start].input_bytes for segment in segments))
+            + recomputed + waiting,
+            "workspace": max(cost.written_bytes for cost in costs),
+            "messages": (limit + 1) * entering + 2 * leaving}
+
+
+def too_large(memory: Sequence[RankMemory], *, available_bytes: int, shared: bool, run: Run) -> RanvierError | None:
+    """The stage that needs most, if that is more than a rank has: with what would help, the cheapest first.
+
+    available_bytes: for one rank. shared: whether device and host are the same memory (a CPU as the device).
+    """
+    def needed(entry: RankMemory) -> int:
+        return entry.device_bytes + (entry.host_bytes if shared else 0)
+
+    worst = max(memory, key=needed)
+    if needed(worst) <= available_bytes:
+        return None
+    return ConfigError(f"needs {needed(worst) / 2**20:,.0f} MiB on a rank of stage {worst.pipe}, which has "
+                       f"{available_bytes / 2**20:,.0f} MiB", where="memory", value=_table_line(worst),
+                       remedy="In this order: " + "; ".join(_remedies(run, shared)) + ".")
+
+
+def _table_line(entry: RankMemory) -> str:
+    parts = {**entry.device, **{f"host {name}": size for name, size in entry.host.items()}}
+    return ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in parts.items() if size)
+
+
+def _remedies(run: Run, shared: bool) -> list[str]:
+    """What would need less memory, the least costly first."""
+    found = []
+    if run.batch.microbatch_size > 1:
+        found.append(f"lower --batch.microbatch-size (it is {run.batch.microbatch_size})")
+    if run.memory.checkpoint == "none":
+        found.append("set --memory.checkpoint auto")
+    if run.mesh.data > 1 and not run.optim.shard:
+        found.append("set --optim.shard true")
+    if run.precision in ("fp32", "fp64"):
+        found.append("set --precision bf16")
+    if not shared and run.optim.offload in ("none", "auto"):
+        found.append("set --optim.offload stream")
+    found.append("raise --mesh.pipe, with more ranks")
+    return found

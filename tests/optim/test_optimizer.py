@@ -1,0 +1,233 @@
+"""Our optimizer against torch's: every placement, cut, sharding and number format; what it keeps where."""
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from ranvier.optim.buckets import Bucket, Segment, buckets_of, within
+from ranvier.optim.gradients import Gradients, GradientSpec
+from ranvier.optim.optimizer import FlatOptimizer, bytes_by_category
+from ranvier.run import Optim
+from ranvier.testing.ranks import run_ranks
+
+OFFLOADS = ("none", "stream", "host")
+SHAPES = ((3, 5), (7,), (), (2, 2, 2), (1,), (40, 3))
+
+
+class Alone:
+    """A group of one."""
+
+    ranks, index = (0,), 0
+
+
+def parameters_of(shapes, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def make(parameters, group=None, *, chunk=None, accumulate=None, offload="none", bucket_size=7, **options):
+    group = group or Alone()
+    specs = [GradientSpec(name=str(number), parameter=parameter, blocks=frozenset([number]))
+             for number, parameter in enumerate(parameters)]
+    gradients = Gradients(specs, group, chunk or 2 * bucket_size, lambda spec: None, dtype=accumulate)
+    optimizer = FlatOptimizer(Optim(**options), gradients, group, offload=offload, bucket_size=bucket_size)
+    return gradients, optimizer
+
+
+def step(gradients, optimizer, values, *, factor=1.0, learning_rate=1e-2):
+    """One update from these gradients, one tensor for each parameter."""
+    gradients.begin(scatter=optimizer.sharded)
+    for spec, value in zip(gradients.owned(), values, strict=True):
+        spec.parameter.grad.add_(value)
+    gradients.all_passed()
+    optimizer.prefetch()
+    optimizer.begin(learning_rate)
+    for chunk in gradients.reduced():
+        for _ in optimizer.update(chunk, factor):
+            pass
+    optimizer.finish()
+
+
+def gradients_like(parameters, number, rank=0):
+    generator = torch.Generator().manual_seed(1000 * number + rank)
+    return [torch.randn(parameter.shape, generator=generator) for parameter in parameters]
+
+
+TORCH = {"adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, fused=True),
+         "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, weight_decay=0.1, momentum=0.9, fused=True)}
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("algorithm", TORCH)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equals_torch(algorithm, offload, dtype):
+    """To the last bit but one: torch's kernel takes other elements as its vector's tail than ours, cut elsewhere."""
+    ours, theirs = parameters_of(SHAPES, dtype), parameters_of(SHAPES, dtype)
+    gradients, optimizer = make(ours, offload=offload, algorithm=algorithm, weight_decay=0.1)
+    reference = TORCH[algorithm](theirs)
+    for number in range(5):
+        values = gradients_like(ours, number)
+        step(gradients, optimizer, [value.to(dtype) for value in values])
+        for parameter, value in zip(theirs, values, strict=True):
+            parameter.grad = value.to(dtype)
+        reference.step()
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6 if dtype is torch.float32 else 1e-14, atol=0.0)
+
+
+@pytest.mark.parametrize("algorithm", TORCH)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_placements_and_cuts_agree_to_the_bit_where_the_kernel_does(algorithm, dtype):
+    """Where states live changes nothing; buckets of multiples of 16 elements cut no vector."""
+    outcomes = []
+    for offload, bucket_size, in_flight in [("none", 16, 1), ("stream", 16, 1), ("stream", 16, 3), ("stream", 16, 100),
+                                            ("host", 16, 1), ("host", 16, 4), ("none", 32, 1), ("stream", 1600, 2)]:
+        parameters = parameters_of(SHAPES, dtype)
+        gradients, optimizer = make(parameters, offload=offload, bucket_size=bucket_size, chunk=1 << 20,
+                                    buckets_in_flight=in_flight, algorithm=algorithm,
+                                    accumulate=torch.float32 if dtype is torch.bfloat16 else None)
+        for number in range(4):
+            step(gradients, optimizer, gradients_like(parameters, number), factor=0.5)
+        outcomes.append([parameter.detach().clone() for parameter in parameters])
+    for other in outcomes[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(outcomes[0], other, strict=True))
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_half_precision_parameters_follow_fp32_master_copies(offload):
+    """Steps far below a half-precision parameter's resolution add up in its master copy."""
+    parameter = nn.Parameter(torch.full((5,), 256.0, dtype=torch.bfloat16))
+    gradients, optimizer = make([parameter], offload=offload, algorithm="sgd", momentum=0.0, weight_decay=0.0,
+                                accumulate=torch.float32)
+    for _ in range(100):
+        step(gradients, optimizer, [torch.ones(5)], learning_rate=0.1)
+    assert optimizer.placement.states["master"].dtype is torch.float32
+    torch.testing.assert_close(optimizer.placement.states["master"], torch.full((5,), 246.0), rtol=1e-5, atol=0.0)
+    assert parameter.tolist() == [246.0] * 5
+
+
+def test_fp32_sums_of_half_precision_gradients_lose_no_bits():
+    for accumulate, expected in [(torch.float32, 1000.0), (None, 256.0)]:
+        parameter = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+        gradients, _ = make([parameter], accumulate=accumulate)
+        gradients.begin()
+        for _ in range(1000):
+            (parameter * torch.ones(3, dtype=torch.bfloat16)).sum().backward()
+        assert gradients.flat.tolist() == [expected] * 3, "bf16 stops at 256 + 1"
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_matrices_alone_decay(offload):
+    shapes = ((4, 4), (6,), (3, 3), ())
+    parameters = parameters_of(shapes)
+    before = [parameter.detach().clone() for parameter in parameters]
+    gradients, optimizer = make(parameters, offload=offload, decay="matrices", weight_decay=0.5)
+    step(gradients, optimizer, [torch.zeros(shape) for shape in shapes], learning_rate=0.1)
+    for parameter, old in zip(parameters, before, strict=True):
+        torch.testing.assert_close(parameter.detach(), old * (0.95 if old.dim() > 1 else 1.0))
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_frozen_later_stays_as_it_is(offload, dtype):
+    parameters = parameters_of(SHAPES, dtype)
+    gradients, optimizer = make(parameters, offload=offload, weight_decay=0.5)
+    step(gradients, optimizer, gradients_like(parameters, 0))
+    parameters[1].requires_grad_(False)
+    kept = parameters[1].detach().clone()
+    for number in (1, 2):
+        step(gradients, optimizer, gradients_like(parameters, number))
+    assert torch.equal(parameters[1], kept) and not torch.equal(parameters[0], parameters_of(SHAPES, dtype)[0])
+
+
+@given(st.lists(st.sampled_from([(), (1,), (2,), (3, 5), (4, 0), (33,), (2, 3, 4)]), max_size=6), st.integers(1, 40),
+       st.integers(1, 60), st.sampled_from(OFFLOADS), st.integers(1, 4),
+       st.sampled_from([torch.float32, torch.bfloat16]))
+@settings(max_examples=60)
+def test_any_shapes_and_sizes(shapes, bucket_size, chunk, offload, in_flight, dtype):
+    """The flat buffer holds any set of shapes, and every element is updated once."""
+    parameters = parameters_of(shapes, dtype)
+    before = [parameter.detach().clone() for parameter in parameters]
+    gradients, optimizer = make(parameters, offload=offload, bucket_size=bucket_size, chunk=chunk, algorithm="sgd",
+                                momentum=0.0, weight_decay=0.0, buckets_in_flight=in_flight)
+    assert all(torch.equal(one, two) for one, two in zip(parameters, before, strict=True))
+    step(gradients, optimizer, [torch.ones(shape) for shape in shapes], learning_rate=1.0)
+    for parameter, old in zip(parameters, before, strict=True):
+        torch.testing.assert_close(parameter.detach(), (old.float() - 1.0).to(dtype))
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 20)), max_size=5), st.integers(1, 12))
+def test_buckets_cover_shares_once(lengths, size):
+    starts = list(itertools.accumulate((gap + length for gap, length in lengths), initial=0))
+    shares = [(start + gap, start + gap + length) for start, (gap, length) in zip(starts, lengths, strict=False)]
+    groups = buckets_of(shares, size)
+    flat = [bucket for group in groups for bucket in group]
+    assert [bucket.number for bucket in flat] == list(range(len(flat)))
+    assert [bucket.state for bucket in flat] == [0, *itertools.accumulate(map(len, flat))][:len(flat)]
+    for (start, stop), group in zip(shares, groups, strict=True):
+        assert [place for bucket in group for place in range(bucket.start, bucket.stop)] == list(range(start, stop))
+        assert all(0 < len(bucket) <= size for bucket in group)
+
+
+def test_neighbours_that_are_alike_are_one_segment():
+    segments = [Segment(0, 3, True), Segment(3, 8, True), Segment(8, 9, False), Segment(12, 14, False)]
+    assert within(segments, 1, 20) == [Segment(1, 8, True), Segment(8, 9, False), Segment(12, 14, False)]
+    assert within(segments, 9, 12) == [] and len(Bucket(0, 4, 9, 0)) == 5
+
+
+# ---------------------------------------------------------------------- several replicas
+
+def replica(world, *, shapes, offload, shard, dtype, steps=3, chunk=None, options=None):
+    group = world.backend.group("data", [list(range(world.size))])
+    parameters = parameters_of(shapes, dtype)
+    gradients, optimizer = make(parameters, group, offload=offload, shard=shard, bucket_size=16, chunk=chunk or 48,
+                                accumulate=torch.promote_types(dtype, torch.float32), **(options or {}))
+    for number in range(steps):
+        step(gradients, optimizer, gradients_like(parameters, number, world.rank), factor=1 / world.size)
+    states = sum(state.numel() for state in optimizer.placement.states.values())
+    return [parameter.detach().clone() for parameter in parameters], states
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_sharded_equals_unsharded(offload, size, dtype):
+    """Each replica has gradients of its own; all end with the same parameters, and a share of the states each."""
+    plain, = {states for _, states in run_ranks(partial(replica, shapes=SHAPES, offload=offload, shard=False,
+                                                        dtype=dtype), size)}
+    expected = run_ranks(partial(replica, shapes=SHAPES, offload=offload, shard=False, dtype=dtype), size)[0][0]
+    for parameters, states in run_ranks(partial(replica, shapes=SHAPES, offload=offload, shard=True, dtype=dtype), size):
+        for one, other in zip(parameters, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6 if dtype is torch.float32 else 0.01, atol=1e-7)
+        assert states * size == plain
+
+
+@pytest.mark.parametrize("shapes", [((1,),), ((),), ((2,), (1,)), ()])
+def test_fewer_parameters_than_replicas(shapes):
+    outcomes = run_ranks(partial(replica, shapes=shapes, offload="stream", shard=True, dtype=torch.float32), 4)
+    expected = run_ranks(partial(replica, shapes=shapes, offload="none", shard=False, dtype=torch.float32), 4)
+    for (one, _), (other, _) in zip(outcomes, expected, strict=True):
+        for mine, theirs in zip(one, other, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=0.0)
+
+
+# ---------------------------------------------------------------------- where the bytes are
+
+@pytest.mark.parametrize(("accumulate", "offload", "in_flight", "per_parameter", "per_bucket"), [
+    ("half", "stream", 1, 4, 16), ("half", "stream", 3, 4, 40), ("fp32", "stream", 1, 6, 12), ("fp32", "stream", 3, 6, 36),
+    ("fp32", "none", 3, 18, 0), ("half", "none", 3, 16, 4), ("half", "host", 3, 4, 0), ("fp32", "host", 3, 6, 0)])
+def test_device_bytes_are_those_of_the_formulas(accumulate, offload, in_flight, per_parameter, per_bucket):
+    """4 phi + (12 d + 4) bsize with half-precision sums, 6 phi + 12 d bsize with fp32 sums (AxoNN, section V-B)."""
+    phi, bsize = 10_000, 700
+    parameter = nn.Parameter(torch.zeros(phi, dtype=torch.bfloat16))
+    gradients, optimizer = make([parameter], offload=offload, bucket_size=bsize, buckets_in_flight=in_flight,
+                                accumulate=torch.float32 if accumulate == "fp32" else None)
+    step(gradients, optimizer, [torch.ones(phi)])
+    found = bytes_by_category([parameter], gradients, optimizer)
+    assert sum(found["device"].values()) == per_parameter * phi + per_bucket * bsize
+    assert sum(found["host"].values()) == (0 if offload == "none" else 12 * phi)
