@@ -163,7 +163,9 @@ class Engine:
         return self.stages.boundaries
 
     def parameters(self) -> list[nn.Parameter]:
-        """The trainable parameters that this rank owns and an optimizer of it would update."""
+        """The trainable parameters that this rank owns and an optimizer of it updates, up to date."""
+        if self.flat_optimizer is not None:
+            self.flat_optimizer.finish()
         return [spec.parameter for spec in self._gradients.owned()]
 
     def named_parameters(self) -> dict[str, nn.Parameter]:

@@ -18,7 +18,6 @@ import contextlib
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -29,15 +28,8 @@ from torch.utils._pytree import tree_leaves
 from ranvier.errors import ConfigError
 
 Place = Literal["device", "host"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Counted:
-    """What a storage is counted as, and with how many bytes."""
-
-    place: Place
-    category: str
-    nbytes: int
+Kind = tuple[Place, str]
+"""Where a storage is, and its category."""
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -54,10 +46,10 @@ class MemoryTracker(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._counted: dict[weakref.ref[torch.UntypedStorage], _Counted] = {}
-        self._live: Counter[tuple[Place, str]] = Counter()
+        self._counted: dict[weakref.ref[torch.UntypedStorage], tuple[Kind, int]] = {}
+        self._live: Counter[Kind] = Counter()
         self._peaks: dict[Place, dict[str, int]] = {}
-        self._new: tuple[Place, str] = ("device", "activations")
+        self._new: Kind = ("device", "activations")
         # A storage dies in any thread and between any two instructions: its callback does one atomic append, and the
         # tracker's own thread subtracts. Every count does so first, hence no peak holds the bytes of the dead.
         self._dead: deque[weakref.ref[torch.UntypedStorage]] = deque()
@@ -74,7 +66,7 @@ class MemoryTracker(TorchDispatchMode):
                 raise ConfigError("is not a tensor", where="MemoryTracker.tag(tensors=...)", value=tensor,
                                   remedy="Give tensors, as in model.parameters() or state.values().")
             for storage in _storages(tensor):
-                self._count(storage, place, category)
+                self._count(storage, (place, category))
 
     @contextlib.contextmanager
     def category(self, category: str, *, place: Place = "device") -> Iterator[None]:
@@ -87,7 +79,7 @@ class MemoryTracker(TorchDispatchMode):
             self._new = before
 
     @property
-    def live(self) -> dict[tuple[Place, str], int]:
+    def live(self) -> dict[Kind, int]:
         """Bytes now, by (place, category); without categories that have none."""
         self._subtract_dead()
         return {key: nbytes for key, nbytes in self._live.items() if nbytes}
@@ -110,37 +102,31 @@ class MemoryTracker(TorchDispatchMode):
         # lift_fresh is how constructors such as torch.tensor hand over a storage that no operation made.
         given = [] if func is torch.ops.aten.lift_fresh.default else list(_storages((args, kwargs)))
         result = func(*args, **kwargs)
-        for storage in given:
-            self._recount(storage)
-        for storage in _storages(result):
+        for storage in (*given, *_storages(result)):
+            kind, _ = self._counted.get(weakref.ref(storage), (None, 0))
             # A storage that came in untagged is not new because a view of it comes out.
-            if not self._recount(storage) and not any(storage is other for other in given):
-                self._count(storage, *self._new)
+            if kind is None and not any(storage is other for other in given):
+                kind = self._new
+            if kind is not None:
+                self._count(storage, kind)
         return result
 
-    def _recount(self, storage: torch.UntypedStorage) -> bool:
-        """Whether `storage` is counted; if its size has changed, with the size that it has now."""
-        counted = self._counted.get(weakref.ref(storage))
-        if counted is not None and counted.nbytes != storage.nbytes():
-            self._count(storage, counted.place, counted.category)
-        return counted is not None
-
-    def _count(self, storage: torch.UntypedStorage, place: Place, category: str) -> None:
+    def _count(self, storage: torch.UntypedStorage, kind: Kind) -> None:
         self._subtract_dead()
-        # The same callback each time, yet a new reference: one with a callback is never shared, so the old one must go.
-        known = self._counted.pop(weakref.ref(storage), None)
-        if known is not None:
-            self._live[known.place, known.category] -= known.nbytes
-        self._counted[weakref.ref(storage, self._dead.append)] = _Counted(place=place, category=category,
-                                                                         nbytes=storage.nbytes())
-        self._live[place, category] += storage.nbytes()
+        known, known_bytes = self._counted.get(weakref.ref(storage), (kind, 0))
+        nbytes = storage.nbytes()
+        self._live[known] -= known_bytes
+        self._live[kind] += nbytes
+        # A dict keeps the key that it has: of a storage's equal references, only the first one's callback will run.
+        self._counted[weakref.ref(storage, self._dead.append)] = (kind, nbytes)
+        place, _ = kind
         if sum((now := self._now(place)).values()) > sum(self._peaks[place].values()):
             self._peaks[place] = now
 
     def _subtract_dead(self) -> None:
         while self._dead:
-            counted = self._counted.pop(self._dead.popleft())
-            self._live[counted.place, counted.category] -= counted.nbytes
+            kind, nbytes = self._counted.pop(self._dead.popleft())
+            self._live[kind] -= nbytes
 
     def _now(self, place: Place) -> dict[str, int]:
         return {category: nbytes for (at, category), nbytes in self.live.items() if at == place}

@@ -1,0 +1,203 @@
+"""Training with our own optimizer on every mesh: equal to torch's, whatever is offloaded, sharded, clipped or skipped."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from ranvier.mesh import Mesh
+from ranvier.optim.loss_scale import LossScale
+from ranvier.pipeline.engine import Engine
+from ranvier.pipeline.microbatch import Microbatch
+from ranvier.run import Optim
+from ranvier.testing.ranks import run_ranks
+from ranvier.testing.reference import Reference
+from tests.pipeline.parity import SEED, chain, frozen, on_mesh, points, share, small_gpt, squared, tokens
+from tests.pipeline.test_parity import of_blocks, residuals
+from tests.pipeline.test_training import assert_same_weights, batch_of, three_ends, weights
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+MESHES = [Mesh(), Mesh(pipe=3), Mesh(data=3), Mesh(data=2, pipe=2)]
+
+
+def optim(**options):
+    return Optim(**{"weight_decay": 0.1, "bucket_size": 30, "chunk_buckets": 2, **options})
+
+
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("offload", ["none", "stream", "host"])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("make", [small_gpt, three_ends, lambda: frozen(residuals(), of_blocks(0, 1, 4, 7))],
+                         ids=["gpt", "three ends", "partly frozen"])
+def test_steps_equal_those_of_torch(make, mesh, offload, shard):
+    reference = Reference(make(), seed=SEED, dtype=torch.float64, optimizer=ADAMW)
+    batches = [batch_of(make, mesh, seed) for seed in range(3)]
+    expected = [reference.train_batch([one for replica in batch for one in replica]) for batch in batches]
+
+    def work(engine):
+        results = [engine.train_batch(share(engine, batch)) for batch in batches]
+        return [result.loss for result in results], [result.grad_norm for result in results], weights(engine)
+
+    losses, norms, parameters = zip(*on_mesh(make, mesh, work, optim=optim(offload=offload, shard=shard),
+                                             learning_rate=1e-2), strict=True)
+    assert all(loss == pytest.approx(expected, rel=1e-12) for loss in losses)
+    assert all(norm == pytest.approx(norms[0], rel=1e-14) for norm in norms)
+    assert_same_weights(parameters, reference, mesh)
+
+
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("clip_norm", [0.01, 1e6])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_clipping_by_the_global_norm_is_torchs(mesh, clip_norm, shard):
+    """The norm of all stages together, each parameter once: the tied one too."""
+    reference = Reference(small_gpt(), seed=SEED, dtype=torch.float64)
+    optimizer = ADAMW(reference.parameters.values())
+    batches = [batch_of(small_gpt, mesh, seed) for seed in range(3)]
+    norms = []
+    for batch in batches:
+        reference.forward_backward([one for replica in batch for one in replica])
+        norms.append(float(nn.utils.clip_grad_norm_(list(reference.parameters.values()), clip_norm)))
+        optimizer.step()
+
+    def work(engine):
+        found = [engine.train_batch(share(engine, batch)).grad_norm for batch in batches]
+        return found, weights(engine)
+
+    found, parameters = zip(*on_mesh(small_gpt, mesh, work, optim=optim(clip_norm=clip_norm, shard=shard),
+                                     learning_rate=1e-2), strict=True)
+    assert all(norm == pytest.approx(norms, rel=1e-12) for norm in found), "before clipping"
+    assert_same_weights(parameters, reference, mesh)
+
+
+@pytest.mark.parametrize("options", [{"optim": optim(clip_norm=0.01)}, {"optim": optim()},
+                                     {"optim": optim(shard=True, offload="stream")},
+                                     {"optim": optim(clip_norm=0.01), "optimizer": ADAMW}])
+def test_gradients_and_their_step_apart(options):
+    """forward_backward gives whole, unclipped gradients; step is the rest of train_batch."""
+    mesh, batch = Mesh(data=2, pipe=2), batch_of(small_gpt, Mesh(data=2), 0)
+    reference = Reference(small_gpt(), seed=SEED, dtype=torch.float64)
+    reference.forward_backward([one for replica in batch for one in replica])
+    expected = reference.gradients()
+
+    def work(engine, apart):
+        if not apart:
+            engine.train_batch(share(engine, batch))
+            return weights(engine)
+        result = engine.forward_backward(share(engine, batch))
+        for name, gradient in engine.gradients().items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-10, atol=1e-14)
+        engine.step(result)
+        return weights(engine)
+
+    one, two = (on_mesh(small_gpt, mesh, partial(work, apart=apart), learning_rate=1e-2, **options)
+                for apart in (False, True))
+    for mine, theirs in zip(one, two, strict=True):
+        for name in mine:
+            torch.testing.assert_close(mine[name], theirs[name], rtol=1e-13, atol=1e-15)
+
+
+def test_a_batch_without_a_valid_target_updates_nothing():
+    def work(engine):
+        before = weights(engine)
+        result = engine.train_batch(share(engine, tokens([[2], [1]], ignored=1.0)))
+        assert not result.stepped and not result.overflow and engine.flat_optimizer.steps == 0
+        assert all(torch.equal(value, before[name]) for name, value in weights(engine).items())
+
+    with pytest.warns(UserWarning, match="step 1 is skipped: no valid target in the global batch"):
+        on_mesh(small_gpt, Mesh(data=2), work, optim=optim())
+
+
+def test_a_stage_without_trainable_parameters():
+    model = partial(lambda: frozen(residuals(), of_blocks(0, 1, 2, 3)))
+    on_mesh(model, Mesh(data=2, pipe=2), lambda engine: engine.train_batch(share(engine, points([[1, 2], [2]]))).loss,
+            optim=optim(offload="stream", shard=True), boundaries=(4,))
+
+
+# ---------------------------------------------------------------------- half precision
+
+class Grow(nn.Module):
+    """y = x w, so that the gradient of w is the sum of the inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return x * self.w
+
+
+def grows(world, values, mesh, **options):
+    """Train two blocks on inputs of these sizes in fp16; what was skipped, the scale, and the weights."""
+    engine = Engine(chain(Grow, Grow, loss=lambda output, targets: (output.sum(), 4.0)), world, mesh=mesh,
+                    dtype=torch.float16, learning_rate=0.1, nominal_weight=4.0,
+                    optim=Optim(algorithm="sgd", momentum=0.0, weight_decay=0.0, bucket_size=3, **options))
+    with torch.no_grad():
+        for parameter in engine.parameters():
+            parameter.fill_(1.0)
+    engine.flat_optimizer.placement.take_parameters()
+    seen = []
+    for value in values:
+        own = value if engine.coordinates.data == 0 else 1.0
+        result = engine.train_batch([Microbatch(torch.full((1, 4), own, dtype=torch.float16), torch.zeros(1))])
+        seen.append((result.overflow, engine.loss_scale.scale, float(engine.parameters()[0][0].detach())))
+    scale = engine.loss_scale
+    engine.close()
+    return seen, scale.skipped_steps
+
+
+@pytest.mark.parametrize("options", [{}, {"shard": True}, {"offload": "stream", "accumulate": "half"},
+                                     {"reduce_dtype": "fp32"}, {"clip_norm": 1e6}])
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(data=2), Mesh(pipe=2), Mesh(data=2, pipe=2)], ids=str)
+def test_an_overflow_on_one_rank_skips_the_step_everywhere(mesh, options):
+    """The second batch overflows on replica 0 alone."""
+    options = {"initial_loss_scale": 8.0, "loss_scale_window": 2, **options}
+    outcomes = run_ranks(partial(grows, values=[1.0, 60000.0, 1.0, 1.0], mesh=mesh, **options), mesh.size)
+    for seen, skipped in outcomes:
+        assert [overflow for overflow, _, _ in seen] == [False, True, False, False] and skipped == 1
+        assert [scale for _, scale, _ in seen] == [8.0, 4.0, 4.0, 8.0], "halved, and doubled after two good steps"
+        values = [value for _, _, value in seen]
+        assert values[0] == values[1] != values[2] != values[3]
+
+
+def test_loss_scale():
+    scale = LossScale(scale=4.0, window=3)
+    for overflow in (False, False, True, False, False, False, False):
+        scale.update(overflow)
+    assert (scale.scale, scale.good_steps, scale.skipped_steps) == (4.0, 1, 1)
+    for _ in range(100):
+        scale.update(True)
+    assert scale.scale == 2.0**-14 and scale.skipped_steps == 101
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{}, {"accumulate": "half"}, {"offload": "stream", "shard": True},
+                                     {"offload": "host", "reduce_dtype": "fp32"}])
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(data=2, pipe=2)], ids=str)
+def test_half_precision_follows_fp32(mesh, options, dtype):
+    """Losses over 15 steps stay near those of fp32."""
+    batches = [tokens([[2, 2]] * mesh.data, seed=seed) for seed in range(15)]
+
+    def rank(world, dtype):
+        engine = Engine(small_gpt(), world, mesh=mesh, seed=SEED, dtype=dtype, learning_rate=1e-2,
+                        nominal_weight=24.0 * mesh.data, optim=optim(**options))
+        losses = [engine.train_batch(share(engine, batch)).loss for batch in batches]
+        engine.close()
+        return losses
+
+    expected = run_ranks(partial(rank, dtype=torch.float32), mesh.size)[0]
+    for losses in run_ranks(partial(rank, dtype=dtype), mesh.size):
+        assert losses == pytest.approx(expected, rel=0.02)
+
+
+def test_a_users_torch_optimizer_updates_half_precision_parameters():
+    def rank(world):
+        engine = Engine(chain(Grow, loss=squared), world, mesh=Mesh(), dtype=torch.bfloat16,
+                        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        before = engine.parameters()[0].detach().clone()
+        engine.train_batch([(torch.ones(2, 4, dtype=torch.bfloat16), torch.zeros(2, 4))])
+        assert engine.gradients()["b0.w"].dtype is torch.bfloat16
+        assert not torch.equal(before, engine.parameters()[0])
+        engine.close()
+
+    run_ranks(rank, 1)
