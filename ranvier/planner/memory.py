@@ -5,7 +5,8 @@
              master       fp32 copies of half-precision parameters
              moments      two of AdamW, one of SGD
              buckets      what streams through (optim.offload), and room for scaled gradients
-             activations  of the microbatches that a stage stores, postponed weight gradients with them
+             activations  of the microbatches that a stage stores
+             postponed    operands of weight gradients that wait
              workspace    what the widest block writes on the way
              messages     receives that are posted, and what arrives before its turn
 
@@ -110,7 +111,8 @@ def _activations(run: Run, model: Model, costs: Sequence[BlockCost], stage: int)
     entering = costs[0].input_bytes if stage else 0
     leaving = costs[-1].output_bytes if stage < mesh.pipe - 1 else 0
     return {"activations": stored * (outside + sum(costs[segment.start].input_bytes for segment in segments))
-            + recomputed + waiting,
+            + recomputed,
+            "postponed": waiting,
             "workspace": max(cost.written_bytes for cost in costs),
             "messages": (limit + 1) * entering + 2 * leaving}
 

@@ -51,7 +51,7 @@ class MemoryTracker(TorchDispatchMode):
         self._peaks: dict[Place, dict[str, int]] = {}
         self._new: Kind = ("device", "activations")
         # A storage dies in any thread and between any two instructions: its callback does one atomic append, and the
-        # tracker's own thread subtracts. Every count does so first, hence no peak holds the bytes of the dead.
+        # tracker's own thread subtracts. Every sum does so first, hence no peak holds the bytes of the dead.
         self._dead: deque[weakref.ref[torch.UntypedStorage]] = deque()
         self.reset_peak()
 
@@ -81,8 +81,10 @@ class MemoryTracker(TorchDispatchMode):
     @property
     def live(self) -> dict[Kind, int]:
         """Bytes now, by (place, category); without categories that have none."""
-        self._subtract_dead()
-        return {key: nbytes for key, nbytes in self._live.items() if nbytes}
+        while self._dead:
+            kind, nbytes = self._counted.pop(self._dead.popleft())
+            self._live[kind] -= nbytes
+        return {kind: nbytes for kind, nbytes in self._live.items() if nbytes}
 
     def peak_bytes(self, place: Place = "device") -> int:
         """The most bytes at any moment since the start, or since `reset_peak`. ConfigError for an unknown place."""
@@ -112,7 +114,6 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def _count(self, storage: torch.UntypedStorage, kind: Kind) -> None:
-        self._subtract_dead()
         known, known_bytes = self._counted.get(weakref.ref(storage), (kind, 0))
         nbytes = storage.nbytes()
         self._live[known] -= known_bytes
@@ -122,11 +123,6 @@ class MemoryTracker(TorchDispatchMode):
         place, _ = kind
         if sum((now := self._now(place)).values()) > sum(self._peaks[place].values()):
             self._peaks[place] = now
-
-    def _subtract_dead(self) -> None:
-        while self._dead:
-            kind, nbytes = self._counted.pop(self._dead.popleft())
-            self._live[kind] -= nbytes
 
     def _now(self, place: Place) -> dict[str, int]:
         return {category: nbytes for (at, category), nbytes in self.live.items() if at == place}

@@ -71,16 +71,18 @@ def test_stages_and_memory():
     assert (report.problems, report.warnings) == ((), ())
     assert [block for row in report.stages.rows for block in row.blocks] == [
         "embedding", *(f"layer{i}.{part}" for i in range(4) for part in ("attention", "mlp")), "head"]
+    tied = run.model.vocab * run.model.hidden
     for row, entry in zip(report.stages.rows, report.memory, strict=True):
+        owned = row.num_parameters - (tied if row.stage == 1 else 0)
         assert (entry.pipe, entry.ranks) == (row.stage, 2)
-        assert entry.parameters_bytes == entry.gradients_bytes == 8 * row.num_parameters
-        assert entry.optimizer_bytes == 16 * row.num_parameters
-        assert entry.total_bytes > 32 * row.num_parameters
+        assert entry.device["parameters"] == entry.device["gradients"] == 8 * row.num_parameters
+        assert (entry.device["moments"], entry.device["master"]) == (16 * owned, 0), "the first stage owns the tied one"
+        assert entry.device_bytes > 16 * row.num_parameters + 16 * owned
 
 
 def test_memory_follows_the_microbatches_in_flight():
     def activations(**flags):
-        return [entry.activations_bytes for entry in check.check(run_with(mesh__pipe="4", **flags)).memory]
+        return [entry.device["activations"] for entry in check.check(run_with(mesh__pipe="4", **flags)).memory]
 
     one = activations(pipeline__in_flight="1")
     assert activations(pipeline__policy="gpipe") == [8 * size for size in one]

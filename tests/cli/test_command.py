@@ -90,8 +90,8 @@ def test_check_as_json(capsys):
     assert [stage["blocks"][0] for stage in document["stages"]] == ["embedding", "layer2.attention"]
     assert [(entry["pipe"], entry["ranks"]) for entry in document["memory"]] == [(0, 2), (1, 2)]
     for entry in document["memory"]:
-        parts = [value for name, value in entry.items() if name.endswith("_bytes") and name != "total_bytes"]
-        assert entry["total_bytes"] == sum(parts) > 0
+        assert entry["device_bytes"] == sum(entry["device"].values()) > 0
+        assert entry["host_bytes"] == sum(entry["host"].values()) == 0
     values = {entry["name"]: (entry["value"], entry["origin"]) for entry in document["values"]}
     assert values["train.steps"] == ("70", "flag")
     assert values["mesh.pipe"] == ("2", "recipe gpt-tiny")

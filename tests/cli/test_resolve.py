@@ -32,7 +32,7 @@ def test_every_setting_has_help_and_a_default_that_fits():
 
 
 @pytest.mark.parametrize(("name", "text", "value"), [
-    ("train.betas", "0.8,0.95", (0.8, 0.95)), ("pipeline.boundaries", "3, 6", (3, 6)),
+    ("optim.betas", "0.8,0.95", (0.8, 0.95)), ("pipeline.boundaries", "3, 6", (3, 6)),
     ("pipeline.boundaries", "none", None), ("pipeline.in_flight", "auto", "auto"), ("pipeline.in_flight", "6", 6),
     ("train.learning_rate", "3e-4", 3e-4), ("train.prompt", "", ""), ("precision", "fp64", "fp64")])
 def test_flags_are_text(name, text, value):
@@ -51,12 +51,12 @@ def test_flags_are_text(name, text, value):
     ({"train": {"learning_rate": float("nan")}}, "train.learning-rate", "must be a number above 0"),
     ({"train": {"learning_rate": float("inf")}}, "train.learning-rate", "is larger than anything here can be"),
     ({"comm": {"timeout_seconds": 1e9}}, "comm.timeout-seconds", "must be a number above 0 and of at most 1e+08"),
-    ({"train": {"betas": [0.9]}}, "train.betas", "must be 2 values, each a number of at least 0 and below 1"),
-    ({"train": {"betas": [0.9, 1.0]}}, "train.betas", "must be 2 values, each a number of at least 0 and below 1"),
+    ({"optim": {"betas": [0.9]}}, "optim.betas", "must be 2 values, each a number of at least 0 and below 1"),
+    ({"optim": {"betas": [0.9, 1.0]}}, "optim.betas", "must be 2 values, each a number of at least 0 and below 1"),
     ({"pipeline": {"in_flight": "many"}}, "pipeline.in-flight", "must be a whole number of at least 1, or auto"),
     ({"pipeline": {"boundaries": 3}}, "pipeline.boundaries",
      "must be a list, each a whole number of at least 1, or none"),
-    ({"precision": "fp8"}, "precision", "must be fp32 or fp64"),
+    ({"precision": "fp8"}, "precision", "must be fp32, bf16, fp16 or fp64"),
     ({"data": {"corpus": tomllib.loads("x = 2024-01-01")["x"]}}, "data.corpus", "must be text"),
     ({"batch": 3}, "batch", "is a section, not a setting"),
     ({"batch": {"globl_size": 3}}, "batch.globl_size", "is not a setting, in file x.toml"),
@@ -69,7 +69,7 @@ def test_each_wrong_value_is_one_problem(tree, where, message):
 
 
 @pytest.mark.parametrize(("name", "text"), [
-    ("batch.global_size", "many"), ("batch.global_size", "1e3"), ("train.learning_rate", "inf"), ("train.betas", "0.9"),
+    ("batch.global_size", "many"), ("batch.global_size", "1e3"), ("train.learning_rate", "inf"), ("optim.betas", "0.9"),
     ("pipeline.boundaries", "1,,2"), ("pipeline.policy", "1f2b"), ("mesh.data", "-1"), ("seed", "")])
 def test_each_wrong_flag_is_one_problem(name, text):
     found = resolved(flags={name: text})
@@ -129,11 +129,11 @@ def test_functions(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "my_recipes.py").write_text(
         "from ranvier.run import Run, Train\nfrom ranvier.errors import ConfigError\n"
-        "def tree(): return {'train': {'steps': 5, 'betas': (0.5, 0.6)}}\n"
+        "def tree(): return {'train': {'steps': 5, 'warmup_steps': 2}}\n"
         "def run(): return Run(train=Train(steps=6))\n"
         "def refuses(): raise ConfigError('is no recipe', where='refuses', remedy='Call another.')\n")
     name, layer = resolve.load("my_recipes:tree")
-    assert (name, resolve.resolve([layer]).run.train) == ("tree", Train(steps=5, betas=(0.5, 0.6)))
+    assert (name, resolve.resolve([layer]).run.train) == ("tree", Train(steps=5, warmup_steps=2))
     found = resolve.resolve([resolve.load("my_recipes:run")[1]])
     assert (found.run, found.origins["train.steps"], found.origins["seed"]) == (
         Run(train=Train(steps=6)), "function my_recipes:run", "default")
@@ -142,7 +142,7 @@ def test_functions(tmp_path, monkeypatch):
 
 
 def test_a_written_run_is_a_recipe(tmp_path):
-    flags = {"train.betas": "0.5,0.6", "pipeline.boundaries": "2,5", "run_dir": "runs/x", "train.prompt": 'a "b"\n',
+    flags = {"optim.betas": "0.5,0.6", "pipeline.boundaries": "2,5", "run_dir": "runs/x", "train.prompt": 'a "b"\n',
              "data.cache_dir": "~/cache", "comm.timeout_seconds": "1e-3"}
     run = resolved(flags=flags).run
     for each in (run, Run()):

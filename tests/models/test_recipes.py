@@ -62,7 +62,9 @@ def test_the_papers_settings(name):
     assert (run.model.num_layers, run.model.hidden, run.model.heads) == (layers, hidden, heads)
     assert (run.model.sequence, run.model.vocab, run.batch.global_size) == (512, 51200, 16384)
     assert (run.batch.microbatch_size, run.train.steps, run.data.corpus) == (microbatch, 11, "wikitext-103")
-    assert (run.train.learning_rate, run.train.betas, run.train.weight_decay) == (0.001, (0.9, 0.999), 0.01)
+    assert (run.train.learning_rate, run.optim.betas, run.optim.weight_decay) == (0.001, (0.9, 0.999), 0.01)
+    assert (run.precision, run.optim.offload, run.optim.bucket_size, run.optim.chunk_buckets,
+            run.memory.checkpoint) == ("fp16", "stream", 4_000_000, 4, "paper")
     assert math.isclose(num_parameters(run), billions * 1e9, rel_tol=0.04)
 
 

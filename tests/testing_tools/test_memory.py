@@ -175,7 +175,7 @@ def test_the_forward_of_an_mlp_keeps_what_its_backward_needs():
         tracker.reset_peak()
         with torch.no_grad():
             outputs = model(inputs)
-        assert activations(tracker) == result
+        assert activations(tracker) == result == outputs.untyped_storage().nbytes()
         assert tracker.at_peak()["activations"] == 2 * hidden
 
 
@@ -269,10 +269,10 @@ def test_resized_storages_count_with_their_new_size():
         assert activations(tracker) == 400
         torch.add(torch.zeros(200), 1, out=tensor.resize_(0))
         assert activations(tracker) == 800
-        tensor.untyped_storage().resize_(0)
+        tensor.untyped_storage().resize_(1600)
         assert activations(tracker) == 800, "no operation has met it yet"
-        tensor.detach()
-        assert activations(tracker) == 0
+        tensor.sum()
+        assert activations(tracker) == 1600
     tensor.untyped_storage().resize_(40)
     tracker.tag([tensor], "again")
     assert tracker.live == {("device", "again"): 40}
@@ -372,3 +372,33 @@ def test_tensors_without_a_storage_are_an_error():
     with MemoryTracker() as after:
         kept = torch.zeros(1)
     assert activations(after) == 4 and kept.numel() == 1
+
+
+class Wrapper(torch.Tensor):
+    """Holds another tensor, and nothing itself."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(tensors, context, size, stride):
+        return Wrapper(tensors["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError
+
+
+def test_tensors_that_wrap_others_are_an_error():
+    wrapper, tracker = Wrapper(torch.zeros(3)), MemoryTracker()
+    with pytest.raises(ConfigError, match=r"no storage of its own to count \(got 'Wrapper"):
+        tracker.tag([wrapper], "parameters")
+    tracker.tag([wrapper.inner], "parameters")
+    assert tracker.live == {("device", "parameters"): 12}
