@@ -29,6 +29,7 @@ _HOMES = {
     "LaunchError": "ranvier.errors",
     "MessageTimeout": "ranvier.errors",
     "ModelError": "ranvier.errors",
+    "OutOfMemory": "ranvier.errors",
     "TransportError": "ranvier.errors",
 }
 __all__ = sorted(_HOMES)

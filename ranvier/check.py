@@ -19,12 +19,12 @@ from ranvier.pipeline.build import StageTable, cut
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.partition import check_boundaries
 from ranvier.planner.memory import RankMemory, predict
+from ranvier.precision import DTYPES
 from ranvier.run import Optim, Run
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 _MOST_LAYERS = 10_000
 
 
@@ -79,9 +79,9 @@ def laid_out(run: Run) -> tuple[StageTable, tuple[RankMemory, ...]]:
         tokens = torch.zeros(run.batch.microbatch_size, run.model.sequence, dtype=torch.int64)
     sample = Microbatch(inputs=tokens, targets=tokens, samples=torch.arange(1))
     # Replicas, rows and columns do not change the cut, and there may be very many of them.
-    model = gpt.gpt(run.model, dtype=_DTYPES[run.precision])
+    model = gpt.gpt(run.model, dtype=DTYPES[run.precision])
     stages, layout = cut(model, replace(run.mesh, data=1, row=1, col=1), boundaries=run.pipeline.boundaries,
-                         how=run.pipeline.partition, sample=sample, dtype=_DTYPES[run.precision],
+                         how=run.pipeline.partition, sample=sample, dtype=DTYPES[run.precision],
                          device="cuda" if run.launch.device == "cuda" else "cpu")
     return stages, predict(run, model, stages, layout)
 

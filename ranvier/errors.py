@@ -50,5 +50,9 @@ class TransportError(RanvierError):
     """A message or collective that could not be carried: a lost peer, a wrong shape, a closed edge."""
 
 
+class OutOfMemory(RanvierError):
+    """An allocator that gave up; the text has the predicted table and what needs less memory."""
+
+
 class MessageTimeout(TransportError):
     """A message that did not come in time; the text names who waits for what from whom."""

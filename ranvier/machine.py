@@ -9,6 +9,8 @@ import os
 from math import ceil
 from pathlib import Path
 
+import psutil
+
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -36,6 +38,12 @@ def memory_limit_bytes(cgroup: Path = _CGROUP) -> int | None:
         if fields and fields[0].isdigit() and int(fields[0]) < 1 << 60:  # v1 writes a huge number for "no limit"
             return int(fields[0])
     return None
+
+
+def available_memory_bytes(cgroup: Path = _CGROUP) -> int:
+    """Host memory that could be allocated now: what is free or can be freed, within the cgroup's limit."""
+    free, limit = psutil.virtual_memory().available, memory_limit_bytes(cgroup)
+    return free if limit is None else min(free, limit)
 
 
 def threads_per_rank(local_ranks: int) -> int:

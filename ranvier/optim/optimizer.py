@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ranvier.comm.protocol import Group, Work
 from ranvier.optim.buckets import Bucket, Segment, buckets_of
@@ -136,24 +136,24 @@ def _flatten(gradients: Gradients) -> Tensor:
     return weights
 
 
-def bytes_by_category(parameters: Sequence[nn.Parameter], gradients: Gradients,
-                      optimizer: FlatOptimizer | None) -> dict[str, dict[str, int]]:
-    """What lives from step to step: {"device": {category: bytes}, "host": {...}}.
+def tensors_by_category(parameters: Sequence[Tensor], gradients: Gradients,
+                        optimizer: FlatOptimizer | None) -> dict[str, dict[str, list[Tensor]]]:
+    """What lives from step to step: {"device": {category: tensors}, "host": {...}}.
 
     Frozen parameters and those outside the flat buffer count as parameters too. On a CPU as the device, offloaded
     states count as the host's.
     """
-    def total(tensors: Sequence[Tensor]) -> int:
-        return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-                    for tensor in tensors}.values())
-
-    device = {"parameters": total(list(parameters) + ([optimizer.weights] if optimizer else [])),
-              "gradients": total([gradients.flat])}
-    host: dict[str, int] = {}
+    device = {"parameters": [*parameters, *([optimizer.weights] if optimizer else [])], "gradients": [gradients.flat]}
+    host: dict[str, list[Tensor]] = {}
     if optimizer is not None:
-        home = device if optimizer.offload == "none" else host
-        states = optimizer.placement.states
-        home["master"] = total([state for name, state in states.items() if name == "master"])
-        home["moments"] = total([state for name, state in states.items() if name != "master"])
-        device["buckets"] = total(list(optimizer.placement.workspace.values()))
+        placement, home = optimizer.placement, device if optimizer.offload == "none" else host
+        home["master"] = [state for name, state in placement.states.items() if name == "master"]
+        home["moments"] = [state for name, state in placement.states.items() if name != "master"]
+        device["buckets"] = list(placement.workspace.values())
+        host["staging"] = list(placement.staging)
     return {"device": device, "host": host}
+
+
+def storage_bytes(tensors: Sequence[Tensor]) -> int:
+    """Bytes behind `tensors`, each storage once."""
+    return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from ranvier.optim.buckets import Bucket, Segment, within
 from ranvier.optim.rules import Rule
+from ranvier.precision import is_half, wide
 
-_HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(kw_only=True)
@@ -47,6 +47,8 @@ class Placement(Protocol):
     """Name -> [elements of all buckets], "master" among them where parameters have a copy of their own."""
     workspace: dict[str, Tensor]
     """Device memory beside parameters, gradients and resident states."""
+    staging: Sequence[Tensor]
+    """Host memory beside the states."""
 
     def take_parameters(self) -> None:
         """Master copies become what the parameters are now."""
@@ -71,10 +73,6 @@ def _apply(rule: Rule, bucket: Bucket, update: Update, parameters: Tensor, gradi
                     step=update.step, learning_rate=update.learning_rate, decays=segment.decays)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in _HALF else dtype
-
-
 class _Flat:
     """Flat parameters and gradients of a rank, and its states in one place.
 
@@ -84,13 +82,14 @@ class _Flat:
     def __init__(self, rule: Rule, weights: Tensor, gradients: Tensor, buckets: Sequence[Bucket], names: Sequence[str],
                  *, on_host: bool) -> None:
         self._rule, self._weights, self._gradients = rule, weights, gradients
-        self._names, self._dtype = tuple(names), _wide(weights.dtype)
+        self._names, self._dtype = tuple(names), wide(weights.dtype)
         self._largest = max((len(bucket) for bucket in buckets), default=0)
         self._buckets, size = tuple(buckets), sum(len(bucket) for bucket in buckets)
         device = torch.device("cpu") if on_host else weights.device
         self.states = {name: torch.zeros(size, dtype=self._dtype, device=device,
                                          pin_memory=on_host and weights.is_cuda) for name in names}
         self.workspace: dict[str, Tensor] = {}
+        self.staging: Sequence[Tensor] = ()
         self.take_parameters()
 
     def take_parameters(self) -> None:
@@ -139,7 +138,7 @@ class Resident(_Flat):
     """States on the device."""
 
     def __init__(self, rule: Rule, weights: Tensor, gradients: Tensor, buckets: Sequence[Bucket]) -> None:
-        names = (("master",) if weights.dtype in _HALF else ()) + rule.states
+        names = (("master",) if is_half(weights.dtype) else ()) + rule.states
         super().__init__(rule, weights, gradients, buckets, names, on_host=False)
 
     def update(self, buckets: Sequence[Bucket], update: Update) -> Iterator[Bucket]:
@@ -163,7 +162,7 @@ class Streamed(_Flat):
 
     def __init__(self, rule: Rule, weights: Tensor, gradients: Tensor, buckets: Sequence[Bucket],
                  in_flight: int) -> None:
-        names = (("master",) if weights.dtype in _HALF else ()) + rule.states
+        names = (("master",) if is_half(weights.dtype) else ()) + rule.states
         super().__init__(rule, weights, gradients, buckets, names, on_host=True)
         in_flight = max(1, min(in_flight, len(buckets)))
         room = {name: torch.empty(in_flight * self._largest, dtype=self._dtype, device=weights.device)
@@ -247,6 +246,8 @@ class OnHost(_Flat):
         self._stagings = [_Staging(host(gradients.dtype), host(weights.dtype))
                           for _ in range(max(1, min(in_flight, len(buckets))))]
         self._scaled = host(self._dtype) if gradients.dtype is not self._dtype else None
+        self.staging = [tensor for one in self._stagings for tensor in (one.gradients, one.weights)]
+        self.staging += [] if self._scaled is None else [self._scaled]
         self._out = torch.cuda.Stream(weights.device) if weights.is_cuda else None
 
     def update(self, buckets: Sequence[Bucket], update: Update) -> Iterator[Bucket]:

@@ -33,7 +33,7 @@ from ranvier.mesh import Mesh
 from ranvier.models.block import Loss, Model, State, as_model, named
 from ranvier.optim.gradients import Gradients, GradientSpec
 from ranvier.optim.loss_scale import LossScale
-from ranvier.optim.optimizer import FlatOptimizer, bytes_by_category, resolve_bucket_size, resolve_offload
+from ranvier.optim.optimizer import FlatOptimizer, resolve_bucket_size, resolve_offload, storage_bytes, tensors_by_category
 from ranvier.optim.step import StepEnd, Verdict
 from ranvier.pipeline.build import build_stage, cut
 from ranvier.pipeline.checkpointing import Checkpoint, stage_segments
@@ -47,6 +47,7 @@ from ranvier.pipeline.stage import Stage
 from ranvier.pipeline.ties import Tie, TiedGradients, gradient_message, ties_of, value_message
 from ranvier.pipeline.timeline import Category, Timeline
 from ranvier.pipeline.weight_gradients import WeightGradients, restore_forward
+from ranvier.precision import is_half
 from ranvier.run import Optim
 from ranvier.world import World
 
@@ -117,7 +118,7 @@ class Engine:
 
         self._open_communication(timeout_seconds, check_order)
         settings = optim or Optim()
-        half = dtype in (torch.bfloat16, torch.float16)
+        half = is_half(dtype)
         bucket_size = resolve_bucket_size(settings, world.device.type)
         self._gradients = Gradients(
             self._gradient_specs(), self._data_group, bucket_size * settings.chunk_buckets, self._send_tied_gradients,
@@ -185,10 +186,19 @@ class Engine:
                                            "data": self._data_group.bytes_received},
                 "longest_gap_seconds": self._transport.longest_gap_seconds}
 
-    def memory(self) -> dict[str, dict[str, int]]:
-        """Bytes that live from step to step on this rank: {"device": {category: bytes}, "host": {...}}."""
+    def tensors(self) -> dict[str, dict[str, list[Tensor]]]:
+        """What lives from step to step on this rank: {"device": {category: tensors}, "host": {...}}."""
         buffers = [buffer for _, _, module in self._stage.blocks for buffer in module.buffers()]
-        return bytes_by_category([*self._parameters.values(), *buffers], self._gradients, self.flat_optimizer)
+        found = tensors_by_category([*self._parameters.values(), *buffers], self._gradients, self.flat_optimizer)
+        if self.optimizer is not None:
+            found["device"]["moments"] = [tensor for state in self.optimizer.state.values()
+                                          for tensor in state.values() if isinstance(tensor, Tensor)]
+        return found
+
+    def memory(self) -> dict[str, dict[str, int]]:
+        """The bytes of `tensors`, each storage once."""
+        return {place: {category: storage_bytes(tensors) for category, tensors in categories.items()}
+                for place, categories in self.tensors().items()}
 
     # ------------------------------------------------------------------ batches
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
@@ -60,6 +63,28 @@ class _WrittenBytes(TorchDispatchMode):
         return result
 
 
+_FUSED_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Has attention counted as the fused kernel that devices run: on the meta device torch would take it apart, and
+    write and keep matrices of sequence x sequence that no real run has."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention and len(args) == 3 and args[0].dim() == 4 \
+                and not kwargs.get("dropout_p") and not kwargs.get("enable_gqa"):
+            options = {name: value for name, value in kwargs.items() if name in ("attn_mask", "scale")}
+            return _FUSED_ATTENTION(*args, 0.0, kwargs.get("is_causal", False), **options)[0]
+        return func(*args, **kwargs)
+
+
+def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *rest, **options) -> int:
+    """Two products; a causal one is counted in full."""
+    *batch, length, width = query
+    return 2 * prod(batch) * length * key[-2] * (width + value[-1])
+
+
 class _KeptBytes(torch.autograd.graph.saved_tensors_hooks):
     """Counts the bytes that autograd saves, each storage once, without those of `parameters`."""
 
@@ -94,6 +119,7 @@ def block_costs(model: Model, inputs: State, targets: object = None,
     first block that does not take what the block before it returns, or the loss.
     """
     state, costs, before = _to_meta(inputs), [], "the inputs"
+    fused = {_FUSED_ATTENTION: _attention_flops}
     for name, module in build_on_meta(model).items():
         tensors = {key: value.detach().to("meta", dtype if value.is_floating_point() else value.dtype)
                    .requires_grad_(value.requires_grad) for key, value in
@@ -101,7 +127,8 @@ def block_costs(model: Model, inputs: State, targets: object = None,
         written, kept, entered = _WrittenBytes(), _KeptBytes(tensors.values()), _state_bytes(state)
         state = _as_leaves(state, costs)
         try:
-            with torch.enable_grad(), FlopCounterMode(display=False) as counter, kept, written:
+            with torch.enable_grad(), FlopCounterMode(display=False, custom_mapping=fused) as counter, kept, \
+                    written, _FusedAttention():
                 state = functional_call(module, tensors, (state,), tie_weights=False)
         except ModelError:
             raise

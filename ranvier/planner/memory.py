@@ -17,8 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
-from ranvier.errors import ConfigError, RanvierError
+from ranvier import precision
+from ranvier.errors import ConfigError
 from ranvier.layout import Layout
 from ranvier.models.block import Model
 from ranvier.optim.optimizer import resolve_bucket_size
@@ -27,9 +29,8 @@ from ranvier.pipeline.build import StageTable
 from ranvier.pipeline.checkpointing import stage_segments
 from ranvier.pipeline.partition import BlockCost
 from ranvier.pipeline.policies import auto_defer_microbatches, auto_in_flight, policy_named
+from ranvier.precision import DTYPES
 from ranvier.run import Run
-
-ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +64,8 @@ def predict(run: Run, model: Model, stages: StageTable, layout: Layout) -> tuple
 
 def _states(run: Run, layout: Layout, stage: int, num_parameters: int) -> dict[str, dict[str, int]]:
     """What lives from step to step. Of ends of a tie, the one that owns it has the states."""
-    optim, size = run.optim, ITEM_BYTES[run.precision]
-    half, wide = size == 2, max(size, 4)
+    optim, dtype = run.optim, DTYPES[run.precision]
+    size, half, wide = dtype.itemsize, precision.is_half(dtype), precision.wide(dtype).itemsize
     here = {p.owner: p for p in layout.parameters if p.block in layout.blocks(stage) and p.trainable}
     trainable = sum(parameter.numel for parameter in here.values())
     updated = sum(parameter.numel for owner, parameter in here.items()
@@ -117,20 +118,28 @@ def _activations(run: Run, model: Model, costs: Sequence[BlockCost], stage: int)
             "messages": (limit + 1) * entering + 2 * leaving}
 
 
-def too_large(memory: Sequence[RankMemory], *, available_bytes: int, shared: bool, run: Run) -> RanvierError | None:
-    """The stage that needs most, if that is more than a rank has: with what would help, the cheapest first.
+def too_large(memory: Sequence[RankMemory], *, place: Literal["device", "host", "both"], processes: int,
+              available_bytes: int, run: Run, process_bytes: int = 0) -> ConfigError | None:
+    """What is wrong where these ranks need more than there is, and what would help, the least costly first.
 
-    available_bytes: for one rank. shared: whether device and host are the same memory (a CPU as the device).
+    Args:
+        memory: one entry for each rank that shares a machine.
+        place: what is compared: the dearest rank's device, the host for all ranks, or (a CPU as the device) both.
+        processes: ranks that share `available_bytes`. process_bytes: what each takes beside its tensors.
     """
     def needed(entry: RankMemory) -> int:
-        return entry.device_bytes + (entry.host_bytes if shared else 0)
+        return (process_bytes + (entry.device_bytes if place != "host" else 0)
+                + (entry.host_bytes if place != "device" else 0))
 
     worst = max(memory, key=needed)
-    if needed(worst) <= available_bytes:
+    total = sum(map(needed, memory)) if processes > 1 else needed(worst)
+    if total <= available_bytes:
         return None
-    return ConfigError(f"needs {needed(worst) / 2**20:,.0f} MiB on a rank of stage {worst.pipe}, which has "
-                       f"{available_bytes / 2**20:,.0f} MiB", where="memory", value=_table_line(worst),
-                       remedy="In this order: " + "; ".join(_remedies(run, shared)) + ".")
+    who = f"{processes} ranks here need" if processes > 1 else f"a rank of stage {worst.pipe} needs"
+    return ConfigError(f"does not suffice: {who} {total / 2**20:,.0f} MiB, and there are "
+                       f"{available_bytes / 2**20:,.0f}; of stage {worst.pipe}: {_table_line(worst)}",
+                       where=f"memory of the {'device' if place == 'device' else 'machine'}",
+                       remedy="In this order: " + "; ".join(remedies(run, shared=place == "both")) + ".")
 
 
 def _table_line(entry: RankMemory) -> str:
@@ -138,8 +147,8 @@ def _table_line(entry: RankMemory) -> str:
     return ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in parts.items() if size)
 
 
-def _remedies(run: Run, shared: bool) -> list[str]:
-    """What would need less memory, the least costly first."""
+def remedies(run: Run, *, shared: bool) -> list[str]:
+    """What would need less memory, the least costly first. shared: device and host are the same memory."""
     found = []
     if run.batch.microbatch_size > 1:
         found.append(f"lower --batch.microbatch-size (it is {run.batch.microbatch_size})")

@@ -57,6 +57,8 @@ def end_text(event: EndEvent) -> str:
              f" bubble {summary['bubble_fraction']:.1%}"]
     if event.sample:
         lines += ["", event.sample, ""]
+    if event.report:
+        lines += [event.report, ""]
     return "\n".join(lines + [f"wrote {picture}" for picture in event.pictures])
 
 

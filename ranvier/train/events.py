@@ -54,7 +54,11 @@ class StepEvent:
     model_flops_utilisation: float
     """flops_per_second over what the same ranks reach together in bare matrix products, measured at start."""
     stepped: bool = True
-    """False when the global batch had no valid target, so that nothing was updated."""
+    """False when the global batch had no valid target, or a gradient overflowed in fp16: nothing was updated."""
+    loss_scale: float | None = None
+    """fp16 only: the factor on the loss for the next step."""
+    skipped_steps: int | None = None
+    """fp16 only: steps skipped for an overflow so far."""
     eval_loss: float | None = None
     """Held-out loss after this step, where it was evaluated."""
 
@@ -89,12 +93,14 @@ class EndEvent:
     """The run is done and its files are written.
 
     summary: the contents of summary.json. sample: text from the model, or None. pictures: files worth opening.
+    report: predicted and measured memory as a table, where the run asks for it.
     """
 
     step: int
     summary: Mapping[str, object]
     sample: str | None = None
     pictures: Sequence[Path] = ()
+    report: str | None = None
 
 
 Event = StartEvent | StepEvent | EvalEvent | NoteEvent | EndEvent

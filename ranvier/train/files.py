@@ -77,8 +77,9 @@ def step_fields(event: StepEvent) -> dict[str, object]:
         "bubble_fraction": event.bubble_fraction, "wait_seconds": event.wait_seconds, "grad_norm": event.grad_norm,
         "learning_rate": event.learning_rate, "flops_per_second": event.flops_per_second,
         "model_flops_utilisation": event.model_flops_utilisation}
-    if event.eval_loss is not None:
-        fields["eval_loss"] = event.eval_loss
+    for name in ("eval_loss", "loss_scale", "skipped_steps"):
+        if getattr(event, name) is not None:
+            fields[name] = getattr(event, name)
     return fields
 
 

@@ -27,10 +27,12 @@ from ranvier.models.gpt import flops_per_sequence, gpt
 from ranvier.optim.learning_rate import learning_rate
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
+from ranvier.precision import DTYPES
 from ranvier.run import Run
 from ranvier.train.console import console
 from ranvier.train.events import EndEvent, EvalEvent, NoteEvent, StartEvent, Tracker, Trackers
 from ranvier.train.files import EventsFile, MetricsFile, open_folder, writing
+from ranvier.train.memory import Measured, check_fits, explained, report_text
 from ranvier.train.metrics import Meter, PendingStep
 from ranvier.train.peak import matrix_product_rate
 from ranvier.train.report import History, rank_facts, summarise, write_report
@@ -39,7 +41,6 @@ from ranvier.train.tensorboard import TensorBoard
 from ranvier.train.timeline import gather_timelines
 from ranvier.world import World
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 PROMPT_TOKENS = 24
 """Tokens of held-out text that the sample continues, at most, where the run has no prompt."""
 
@@ -55,16 +56,22 @@ def train(run: Run, recipe: str, world: World, *, trackers: Sequence[Tracker] = 
 
     Raises RanvierError where text, settings or folder do not allow the run, and when the loss stops being a number.
     """
-    training = Training(run, recipe, world, trackers, stream or sys.stdout)
     try:
-        training.start()
-        for step in range(1, run.train.steps + 1):
-            training.step(step)
-        summary = training.finish()
-    finally:
-        training.outputs.close()
-    training.engine.close()
-    return summary
+        training = Training(run, recipe, world, trackers, stream or sys.stdout)
+        try:
+            training.start()
+            for step in range(1, run.train.steps + 1):
+                training.step(step)
+            summary = training.finish()
+        finally:
+            training.outputs.close()
+        training.engine.close()
+        return summary
+    except Exception as error:
+        told = explained(error, run, where=f"rank {world.rank}")
+        if told is None:
+            raise
+        raise told from error
 
 
 class Training:
@@ -77,7 +84,9 @@ class Training:
         self.ranks = world.backend.group("train", [tuple(range(world.size))])
         self.data = _prepare(run, world, stream)
         self.run = self._agree(run)
+        self.predicted = check_fits(self.run, world)
         self.engine = _build(self.run, world)
+        self.measured = Measured(self.engine, world.device, wanted=run.memory_report)
         self.train_data, self.eval_data = self._loaders()
         self.history = History()
         if world.rank == 0:
@@ -102,9 +111,11 @@ class Training:
         config = self.run.train
         rate = learning_rate(config, step)
         self.engine.learning_rate = rate
-        result = self.engine.train_batch(self.train_data.microbatches(step - 1))
+        with self.measured.step():
+            result = self.engine.train_batch(self.train_data.microbatches(step - 1))
         self._publish()
         self.pending = self.meter.step(step, result, rate)
+        self.pending.loss_scale = self.engine.loss_scale and replace(self.engine.loss_scale)
         if step == config.steps or (config.eval_every and step % config.eval_every == 0):
             self.pending.eval_loss = self._evaluate(step)
             self._publish()
@@ -115,7 +126,8 @@ class Training:
         run, world = self.run, self.world
         timelines = gather_timelines(self.ranks, self.meter.kept)
         text = self._sample() if run.train.sample_tokens else None
-        facts = self.ranks.gather_objects(rank_facts(self.engine, world.device))
+        facts = self.ranks.gather_objects(rank_facts(self.engine, world.device) | (
+            {"memory": self.measured.facts()} if run.memory_report else {}))
         summary: dict[str, object] = {}
         if world.rank == 0:
             summary = summarise(recipe=self.recipe, mesh=run.mesh, history=self.history, ranks=facts,
@@ -123,7 +135,10 @@ class Training:
                                 transport=world.backend.name, device=world.device,
                                 seconds=time.monotonic() - self.began)
             pictures = write_report(run.run_dir, summary, self.history, timelines, run.mesh, run.pipeline.policy)
-            self.outputs.event(EndEvent(step=run.train.steps, summary=summary, sample=text, pictures=pictures))
+            report = report_text(self.predicted, summary["memory"],
+                                 lambda rank: run.mesh.coordinates(rank).pipe) if run.memory_report else None
+            self.outputs.event(EndEvent(step=run.train.steps, summary=summary, sample=text, pictures=pictures,
+                                        report=report))
         return self.ranks.gather_objects(summary)[0]
 
     # ------------------------------------------------------------------ parts of a step
@@ -136,8 +151,9 @@ class Training:
         event = self.pending.event(flops_per_token, self.peak_flops_per_second)
         self.pending = None
         if not event.stepped:
-            self.outputs.event(NoteEvent(step=event.step, event="skipped", text="no valid target in the global batch: "
-                                                                                "nothing was updated"))
+            text = (f"a gradient overflowed: nothing was updated, and the loss scale is now {event.loss_scale:g}"
+                    if event.tokens else "no valid target in the global batch: nothing was updated")
+            self.outputs.event(NoteEvent(step=event.step, event="skipped", text=text))
         self.outputs.event(event)
         if event.stepped and not math.isfinite(event.loss):
             self.ranks.barrier()  # a rank that fails ends the others: not before rank 0 has written the step

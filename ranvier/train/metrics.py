@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 
 from ranvier.comm.protocol import Group, Work
+from ranvier.optim.loss_scale import LossScale
 from ranvier.pipeline.timeline import Span, Timeline
 from ranvier.train.events import StepEvent
 
@@ -65,6 +66,8 @@ class PendingStep:
     work: Work
     num_ranks: int
     eval_loss: float | None = None
+    loss_scale: LossScale | None = None
+    """As it is after this step, with fp16."""
 
     def event(self, flops_per_token: float, peak_flops_per_second: float) -> StepEvent:
         """Wait for the numbers; they are the same on every rank."""
@@ -75,7 +78,9 @@ class PendingStep:
                          wait_seconds=waited, bubble_fraction=bubble, grad_norm=self.result.grad_norm,
                          learning_rate=self.learning_rate, flops_per_second=flops_per_second,
                          model_flops_utilisation=flops_per_second / peak_flops_per_second,
-                         stepped=self.result.stepped, eval_loss=self.eval_loss)
+                         stepped=self.result.stepped, eval_loss=self.eval_loss,
+                         loss_scale=self.loss_scale.scale if self.loss_scale else None,
+                         skipped_steps=self.loss_scale.skipped_steps if self.loss_scale else None)
 
 
 class Meter:

@@ -102,6 +102,7 @@ def summarise(*, recipe: str, mesh: Mesh, history: History, ranks: Sequence[Mapp
         "bytes_received_by_axis": {axis: sum(row["bytes_received_by_axis"].get(axis, 0) for row in ranks)
                                    for axis in AXES},
         "longest_gap_seconds": [row["longest_gap_seconds"] for row in ranks],
+        **({"memory": [row["memory"] for row in ranks]} if "memory" in ranks[0] else {}),
         "launcher": launcher,
         "transport": transport,
         "device": device_name(device),

@@ -41,5 +41,9 @@ class TensorBoard:
                      "model_flops_utilisation"):
             self._writer.add_scalar(f"speed/{name}", fields[name], event.step)
 
+        for name in ("loss_scale", "skipped_steps"):
+            if name in fields:
+                self._writer.add_scalar(f"train/{name}", fields[name], event.step)
+
     def close(self) -> None:
         self._writer.close()

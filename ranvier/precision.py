@@ -1,0 +1,17 @@
+"""Number formats by their names in a run, and the wider ones in which half precision adds up."""
+
+from __future__ import annotations
+
+import torch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+def is_half(dtype: torch.dtype) -> bool:
+    """Whether parameters of `dtype` have fp32 master copies."""
+    return dtype in (torch.bfloat16, torch.float16)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The format of master copies and moments for parameters of `dtype`."""
+    return torch.float32 if is_half(dtype) else dtype
