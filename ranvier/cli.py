@@ -129,8 +129,15 @@ def train(recipe: str, **flags: str | None) -> int:
     world = launch.start(run.mesh, transport=run.comm.transport, launcher=run.launch.launcher,
                          threads=run.launch.threads, device=run.launch.device,
                          timeout_seconds=run.comm.timeout_seconds,
-                         rerun=[*launch.rerun_command(), "--run-dir", str(run.run_dir)] if started is None else None)
+                         rerun=[*launch.rerun_command(), "--run-dir", str(run.run_dir)] if started is None else None,
+                         explain_kill=lambda: _memory_text(run))
     return _train_as_rank(run, name, world)
+
+
+def _memory_text(run: Run) -> str:
+    from ranvier.train.memory import prediction_text
+
+    return prediction_text(run)
 
 
 def _train_as_rank(run: Run, name: str, world) -> int:

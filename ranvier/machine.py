@@ -43,7 +43,17 @@ def memory_limit_bytes(cgroup: Path = _CGROUP) -> int | None:
 def available_memory_bytes(cgroup: Path = _CGROUP) -> int:
     """Host memory that could be allocated now: what is free or can be freed, within the cgroup's limit."""
     free, limit = psutil.virtual_memory().available, memory_limit_bytes(cgroup)
-    return free if limit is None else min(free, limit)
+    if limit is None:
+        return free
+    return max(0, min(free, limit - _used_bytes(cgroup)))
+
+
+def _used_bytes(cgroup: Path) -> int:
+    """What the cgroup's processes hold, without file pages that the kernel can drop."""
+    used = _words(cgroup / "memory.current") or _words(cgroup / "memory/memory.usage_in_bytes") or ["0"]
+    statistics = _words(cgroup / "memory.stat") or _words(cgroup / "memory/memory.stat")
+    named = dict(zip(statistics[::2], statistics[1::2], strict=False))
+    return max(0, int(used[0]) - int(named.get("total_inactive_file", named.get("inactive_file", "0"))))
 
 
 def threads_per_rank(local_ranks: int) -> int:

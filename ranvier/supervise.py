@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,10 +67,12 @@ class _End:
         return f"ranvier: {who} was killed by {signal.Signals(-self.code).name}{hint}{others}"
 
 
-def supervise(mesh: Mesh, transport: str, reason: str, command: Sequence[str], variables: Mapping[str, str]) -> int:
+def supervise(mesh: Mesh, transport: str, reason: str, command: Sequence[str], variables: Mapping[str, str],
+              explain_kill: Callable[[], str] | None = None) -> int:
     """Run `command` as each rank of `mesh` on this machine; returns the exit code for this process.
 
-    `reason` is why `transport` was chosen, for rank 0 to tell; `variables` are added to the ranks' environment.
+    `reason` is why `transport` was chosen, for rank 0 to tell; `variables` are added to the ranks' environment;
+    `explain_kill` says what may have made the kernel kill a rank.
 
     0 when all ranks ended well, 2 when the first to fail did so by a RanvierError, 130 or 143 when this process was
     told to stop, otherwise 1. All ranks and their children are gone when it returns.
@@ -100,6 +102,8 @@ def supervise(mesh: Mesh, transport: str, reason: str, command: Sequence[str], v
     if record is not None and record["told"] and end.code == record["code"]:
         return end.code  # the rank has printed its one line
     print(end.tell(mesh), file=sys.stderr)
+    if end.code == -signal.SIGKILL and explain_kill is not None:
+        print(explain_kill(), file=sys.stderr)
     return 1
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ranvier.comm.collectives import Finished, Then
 from ranvier.comm.protocol import Group, Work
+from ranvier.precision import is_half
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,8 @@ class Chunk:
     blocks: set[int] = field(default_factory=set)
     outstanding: int = 0
     work: Work = field(default_factory=Finished)
+    gather: Callable[[], Work] | None = None
+    """Starts the second half of a sum that travels in half precision: members collect the shares of the others."""
 
     @property
     def sent_to_owner(self) -> bool:
@@ -130,7 +133,7 @@ class Gradients:
         self._scatter = scatter
         self._attach()
         for chunk in self.chunks:
-            chunk.work = Finished()
+            chunk.work, chunk.gather = Finished(), None
             chunk.blocks = set().union(*(spec.blocks for spec in chunk.specs))
             chunk.outstanding = sum(spec.remote_ends for spec in chunk.specs)
 
@@ -170,17 +173,27 @@ class Gradients:
             if chunk.sent_to_owner:
                 self._send_to_owner(chunk.specs[0])
             elif len(self._group.ranks) > 1:
-                chunk.work = self._reduce(chunk)
+                self._reduce(chunk)
 
-    def _reduce(self, chunk: Chunk) -> Work:
-        """Start the sum of one chunk over the replicas, in the format in which it travels."""
+    def _reduce(self, chunk: Chunk) -> None:
+        """Start the sum of one chunk over the replicas, in the format in which it travels.
+
+        In half precision, shares travel as they are and are summed in fp32 by their member; a library's all-reduce
+        would send fp32, or round at each hop.
+        """
         whole = self.flat[chunk.start:chunk.stop]
         sent = whole.to(self._reduce_dtype)
+        if not self._scatter and not is_half(sent.dtype):
+            work = self._group.all_reduce(sent)
+            chunk.work = work if sent is whole else Then(work, lambda: whole.copy_(sent))
+            return
+        share = sent.new_empty(len(sent) // len(self._group.ranks))
+        work = self._group.reduce_scatter(share, sent)
         if self._scatter:
-            share = sent.new_empty(len(sent) // len(self._group.ranks))
-            return Then(self._group.reduce_scatter(share, sent), lambda: self.flat[slice(*chunk.share)].copy_(share))
-        work = self._group.all_reduce(sent)
-        return work if sent is whole else Then(work, lambda: whole.copy_(sent))
+            chunk.work = Then(work, lambda: self.flat[slice(*chunk.share)].copy_(share))
+        else:
+            chunk.work = work
+            chunk.gather = lambda: Then(self._group.all_gather(sent, share), lambda: whole.copy_(sent))
 
     @property
     def complete(self) -> bool:
@@ -197,10 +210,20 @@ class Gradients:
     def reduced(self) -> Iterator[Chunk]:
         """The chunks that are summed here, in order, each as soon as its sum is there; see `share_of`."""
         assert self.complete, "a chunk of gradients is still incomplete"
+        gathering: Chunk | None = None
         for chunk in self.chunks:
             chunk.work.wait()
+            if chunk.gather is not None:  # in the order of chunks, the same on every replica
+                chunk.work, chunk.gather = chunk.gather(), None
+                gathering, chunk = chunk, gathering
+                if chunk is None:
+                    continue
+                chunk.work.wait()
             if not chunk.sent_to_owner:
                 yield chunk
+        if gathering is not None:
+            gathering.work.wait()
+            yield gathering
 
     def wait(self) -> None:
         """Return when all chunks are reduced."""

@@ -1,0 +1,190 @@
+"""Memory of a run: what is predicted is what is measured, what cannot fit is refused, what runs out is explained."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import psutil
+import pytest
+import torch
+
+from ranvier import machine
+from ranvier.check import laid_out
+from ranvier.errors import ConfigError, OutOfMemory
+from ranvier.machine import available_memory_bytes
+from ranvier.mesh import Mesh
+from ranvier.planner.memory import remedies, too_large
+from ranvier.run import GPT, Batch, Memory, Optim, Run, Train
+from ranvier.train import memory
+from ranvier.train.loop import Training
+from tests.train.test_loop import corpus, lines, run_all, tiny
+
+__all__ = ["corpus"]
+
+
+def larger(corpus, run_dir, **changed):
+    """Layers wide enough to outweigh what is not counted, such as the loss's scratch."""
+    model = GPT(num_layers=4, hidden=64, heads=2, vocab=300, sequence=64)
+    settings = {"batch": Batch(global_size=8, microbatch_size=2), "train": Train(steps=3, sample_tokens=0),
+                "precision": "fp32", "memory_report": True} | changed
+    return tiny(corpus, run_dir, model=model, **settings)
+
+
+@pytest.mark.parametrize(("name", "changed"), [
+    ("fp32", {}), ("bf16", {"precision": "bf16"}),
+    ("offloaded", {"precision": "bf16", "optim": Optim(offload="stream", bucket_size=10_000, accumulate="half")}),
+    ("on the host", {"precision": "bf16", "optim": Optim(offload="host", bucket_size=10_000)}),
+    ("checkpointed", {"memory": Memory(checkpoint=1), "mesh": Mesh(pipe=2)}),
+    ("sgd on one rank", {"optim": Optim(algorithm="sgd"), "mesh": Mesh()})])
+def test_what_is_predicted_is_what_is_measured(corpus, tmp_path, name, changed):
+    """What lives from step to step to the byte; the rest, which is a bound, within a third."""
+    run = larger(corpus, tmp_path / "run", **changed)
+    summaries, text = run_all(run)
+    predicted = laid_out(run)[1]
+    for rank, measured in enumerate(summaries[0]["memory"]):
+        entry = predicted[run.mesh.coordinates(rank).pipe]
+        for place in ("device", "host"):
+            for category, size in measured[place].items():
+                if category == "working":
+                    expected = sum(entry.device[part] for part in memory._WORKING)
+                    assert 0.6 * expected < size < 1.2 * expected, f"{category} of rank {rank}"
+                else:
+                    assert size == getattr(entry, place).get(category, 0), f"{category} of rank {rank}"
+    assert "memory in MiB" in text and "device in all" in text
+    assert json.loads((run.run_dir / "summary.json").read_text())["memory"] == summaries[0]["memory"]
+
+
+def test_no_report_unless_it_is_asked_for(corpus, tmp_path):
+    summaries, text = run_all(larger(corpus, tmp_path / "run", memory_report=False))
+    assert "memory" not in summaries[0] and "memory in MiB" not in text
+
+
+def test_checkpointing_takes_less(corpus, tmp_path):
+    def working(checkpoint):
+        run = larger(corpus, tmp_path / str(checkpoint), memory=Memory(checkpoint=checkpoint), mesh=Mesh(pipe=2))
+        return [facts["device"]["working"] for facts in run_all(run)[0][0]["memory"]]
+
+    plain, every, auto = working("none"), working(1), working("auto")
+    assert max(every) < 0.7 * max(plain) and max(auto) <= 1.02 * max(every)
+
+
+# ---------------------------------------------------------------------- what cannot fit
+
+def test_a_run_that_cannot_fit_is_refused_before_it_is_built(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 1_000 << 20)
+    monkeypatch.setattr(Training, "_loaders", lambda self: pytest.fail("built"))
+    with pytest.raises(ConfigError, match=r"memory of the machine: does not suffice: 4 ranks here need 1,3\d\d MiB, and "
+                                          r"there are 1,000; of stage \d: parameters .* In this order: lower "
+                                          r"--batch.microbatch-size \(it is 2\); set --memory.checkpoint auto; "):
+        run_all(larger(corpus, tmp_path / "run"))
+
+
+def test_devices_and_hosts_are_judged_apart():
+    run = Run(mesh=Mesh(pipe=2), precision="bf16", optim=Optim(offload="stream"))
+    entries = laid_out(run)[1]
+    device, host = max(entry.device_bytes for entry in entries), sum(entry.host_bytes for entry in entries)
+    settings = {"run": run, "processes": 1}
+    assert too_large(entries, place="device", available_bytes=device, **settings) is None
+    assert "memory of the device: does not suffice: a rank of stage" in str(
+        too_large(entries, place="device", available_bytes=device - 1, **settings))
+    settings = {"run": run, "processes": 2}
+    assert too_large(entries, place="host", available_bytes=host, **settings) is None
+    assert "memory of the machine: does not suffice: 2 ranks here need" in str(
+        too_large(entries, place="host", available_bytes=host - 1, **settings))
+    assert too_large(entries, place="host", available_bytes=host, process_bytes=1, **settings) is not None
+
+
+def test_remedies_are_those_that_are_left():
+    run = Run(mesh=Mesh(data=2))
+    assert remedies(run, shared=False) == [
+        "lower --batch.microbatch-size (it is 4)", "set --memory.checkpoint auto", "set --optim.shard true",
+        "set --precision bf16", "set --optim.offload stream", "raise --mesh.pipe, with more ranks"]
+    frugal = replace(run, batch=Batch(microbatch_size=1), memory=Memory(checkpoint="auto"), precision="bf16",
+                     optim=Optim(shard=True, offload="stream"))
+    assert remedies(frugal, shared=True) == remedies(frugal, shared=False) == ["raise --mesh.pipe, with more ranks"]
+
+
+def test_a_containers_limit_counts(tmp_path):
+    assert available_memory_bytes(tmp_path) == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("400000\n")
+    assert available_memory_bytes(tmp_path) == 600_000
+    (tmp_path / "memory.stat").write_text("anon 300000\ninactive_file 100000\nactive_file 5\n")
+    assert available_memory_bytes(tmp_path) == 700_000, "what the kernel can drop is free"
+    (tmp_path / "memory.current").write_text("2000000\n")
+    assert available_memory_bytes(tmp_path) == 0
+    assert machine.memory_limit_bytes(tmp_path) == 1_000_000
+
+
+# ---------------------------------------------------------------------- what runs out
+
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), MemoryError("no room"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried to")])
+def test_an_allocator_that_gives_up_is_explained(corpus, tmp_path, monkeypatch, error):
+    def fail(self, step):
+        raise error
+
+    monkeypatch.setattr(Training, "step", fail)
+    with pytest.raises(OutOfMemory, match=r"(?s)rank \d: ran out of memory\npredicted memory, MiB:\n stage .*In this "
+                                          r"order: lower --batch.microbatch-size") as caught:
+        run_all(larger(corpus, tmp_path / "run"))
+    assert caught.value.__cause__ is error
+
+
+def test_other_errors_stay_what_they_are(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(Training, "step", lambda self, step: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run_all(larger(corpus, tmp_path / "run"))
+
+
+_LIMITED = """
+import resource, sys, torch
+from ranvier.cli import main
+import ranvier.train.loop, matplotlib.figure, tokenizers
+import psutil
+now = psutil.Process().memory_info().vms
+resource.setrlimit(resource.RLIMIT_AS, (now + (400 << 20),) * 2)
+sys.exit(main())
+"""
+
+
+def test_a_real_allocator(corpus, tmp_path):
+    """A process that may have 400 MiB more, and a model that keeps more: exit code 2, and the table."""
+    command = ["train", "gpt-tiny", "--mesh.data", "1", "--mesh.pipe", "1", "--data.corpus", str(corpus / "texts"),
+               "--data.cache-dir", str(corpus / "cache"), "--model.vocab", "300", "--batch.microbatch-size", "32",
+               "--batch.global-size", "32", "--model.hidden", "512", "--run-dir", str(tmp_path / "run")]
+    done = subprocess.run([sys.executable, "-c", _LIMITED, *command], capture_output=True, text=True, timeout=120,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 2, done.stderr
+    assert "ran out of memory" in done.stderr and "predicted memory, MiB:" in done.stderr
+    assert "In this order: lower --batch.microbatch-size (it is 32)" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_rank_that_the_kernel_kills(corpus, tmp_path):
+    """The parent's last words are the table."""
+    run_dir = tmp_path / "run"
+    command = [sys.executable, "-m", "ranvier", "train", "gpt-tiny", "--mesh.data", "1", "--mesh.pipe", "2",
+               "--data.corpus", str(corpus / "texts"), "--data.cache-dir", str(corpus / "cache"), "--model.vocab", "300",
+               "--comm.transport", "torch", "--train.steps", "100000", "--run-dir", str(run_dir)]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 100
+        while not (run_dir / "metrics.jsonl").exists() or not lines(run_dir / "metrics.jsonl"):
+            assert time.monotonic() < deadline and parent.poll() is None, "the run has not begun"
+            time.sleep(0.2)
+        rank = next(child for child in psutil.Process(parent.pid).children(recursive=True)
+                    if "train" in child.cmdline() and not child.children())
+        rank.send_signal(signal.SIGKILL)
+        _, err = parent.communicate(timeout=60)
+    finally:
+        parent.kill()
+        parent.communicate()
+    assert parent.returncode == 1
+    told, _, table = err.partition("was killed by SIGKILL (by the kernel, if memory ran out)")
+    assert table and "predicted memory, MiB:" in table and "activations" in table, err
