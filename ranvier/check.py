@@ -70,7 +70,8 @@ def check(run: Run, num_ranks: int | None = None) -> Report:
 
 def problems(run: Run, num_ranks: int | None = None) -> list[RanvierError]:
     """What cannot work, as far as that follows from the settings alone."""
-    return [*gpt.problems(run.model), *_mesh_problems(run, num_ranks), *_batch_problems(run), *_vocab_problems(run)]
+    return [*gpt.problems(run.model), *_mesh_problems(run, num_ranks), *_batch_problems(run), *_update_problems(run),
+            *_vocab_problems(run)]
 
 
 def laid_out(run: Run) -> tuple[StageTable, tuple[RankMemory, ...]]:
@@ -122,6 +123,22 @@ def _batch_problems(run: Run) -> Iterator[ConfigError]:
         yield ConfigError(f"is more than a replica's share of the batch, {share} of {batch.global_size} sequences",
                           where="batch.microbatch-size", value=batch.microbatch_size,
                           remedy=f"Set --batch.microbatch-size {share} or less, or raise --batch.global-size.")
+
+
+def _update_problems(run: Run) -> Iterator[ConfigError]:
+    share, optim = -(-run.batch.global_size // run.mesh.data), run.optim
+    count = -(-share // run.batch.microbatch_size)
+    if not optim.update_in_backward:
+        return
+    for wrong, what, remedy in (
+            (count > 1, f"needs batches of one microbatch, not {count}",
+             f"Set --batch.microbatch-size {share}, or leave it out."),
+            (bool(optim.clip_norm), "cannot clip by a norm that is known only at the end",
+             "Set --optim.clip-norm 0, or leave it out."),
+            (run.precision == "fp16", "cannot skip a step whose gradients overflow",
+             "Set --precision bf16, or leave it out.")):
+        if wrong:
+            yield ConfigError(what, where="optim.update-in-backward", value=True, remedy=remedy)
 
 
 def _vocab_problems(run: Run) -> Iterator[ConfigError]:

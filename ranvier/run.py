@@ -97,8 +97,8 @@ class Optim:
     reduce_dtype: Literal["auto", "fp32", "half"] = "auto"
     """Number format in which gradients travel between replicas; auto is that of the parameters."""
     offload: Literal["none", "stream", "host", "auto"] = "auto"
-    """Where optimizer states live and parameters are updated: all on the device; states in host memory, streamed through
-    the device in buckets; both on the host. auto: none where the device has room, else stream."""
+    """Where optimizer states live and parameters are updated: all on the device; states in host memory, streamed
+    through the device in buckets; both on the host. auto: none where the device has room, else stream."""
     bucket_size: Positive | Literal["auto"] = "auto"
     """Parameters that are updated in one piece; auto is 4,194,304 on CUDA and 262,144 on CPU."""
     chunk_buckets: Positive = 4

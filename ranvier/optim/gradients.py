@@ -7,6 +7,11 @@ A chunk counts what is still to come: blocks that the last backward has not pass
 the other ends of tied parameters. At zero it is complete, and read-only until it is reduced. Chunks are reduced in one
 fixed order on every replica, never by readiness, so that replicas agree on the order of collectives.
 
+With `reuse` (Optimus, section 3.2.3) no such buffer exists: each run of blocks has the same piece of memory in turn,
+and its one chunk is handed on, and forgotten, before the backward enters the run before:
+
+    buffer   | head |  then  | layer 7 |  then  | layer 6 |  then ...
+
 A half-precision parameter may have fp32 gradients here (`Tensor.grad_dtype`): many microbatches then add up without
 losing bits.
 """
@@ -42,13 +47,17 @@ class GradientSpec:
 
 @dataclass(eq=False)
 class Chunk:
-    """A piece [start, stop) of the flat buffer. `share`: the part of it that is summed here; all of it unless the
-    reduction scatters."""
+    """A piece [start, stop) of all gradients. `share`: the part of it that is summed here; all of it unless the
+    reduction scatters. `offset`: what is added to a place to find it in the buffer. `reused`: its memory is others'
+    too, and its own from `entered` on."""
 
     start: int
     stop: int
     specs: list[GradientSpec]
     share: tuple[int, int]
+    offset: int = 0
+    reused: bool = False
+    entered: bool = False
     blocks: set[int] = field(default_factory=set)
     outstanding: int = 0
     work: Work = field(default_factory=Finished)
@@ -70,26 +79,34 @@ class Gradients:
         send_to_owner: called with the spec of a complete gradient that goes to its owner.
         dtype: of the buffer; by default that of the parameters.
         reduce_dtype: in which chunks travel; by default that of the buffer.
+        reuse: runs of blocks (their numbers) whose gradients have the same memory in turn; `chunk_size` is not used
+            then. What is tied, or used in several runs, keeps its own.
     """
 
     def __init__(self, specs: Sequence[GradientSpec], group: Group, chunk_size: int,
                  send_to_owner: Callable[[GradientSpec], None], *, dtype: torch.dtype | None = None,
-                 reduce_dtype: torch.dtype | None = None) -> None:
+                 reduce_dtype: torch.dtype | None = None, reuse: Sequence[range] = ()) -> None:
         self._group, self._send_to_owner = group, send_to_owner
-        order = sorted(enumerate(specs), key=lambda item: (-max(item[1].blocks), -item[0]))
+        self._run = {spec.parameter: _run_of(spec, reuse) for spec in specs}
+        order = sorted(enumerate(specs), key=lambda item: (bool(reuse) and self._run[item[1].parameter] is None,
+                                                           -max(item[1].blocks), -item[0]))
         self._specs = [spec for _, spec in order]
         self.places: dict[nn.Parameter, tuple[int, int]] = {}
         """Where each parameter's gradient begins and ends in the buffer."""
         self.chunks: list[Chunk] = []
         self._chunks_of: dict[nn.Parameter, range] = {}
-        total = self._lay_out(chunk_size)
+        self._reuse = reuse
+        self.size = self._lay_out(chunk_size)
+        """Elements of all gradients, padding included."""
+        self.on_complete: Callable[[Chunk], None] | None = None
+        """With `reuse`: takes each chunk when it is complete; its memory is another's when this returns."""
         first = self._specs[0].parameter if self._specs else torch.empty(0)
-        self.flat = torch.zeros(total, dtype=dtype or first.dtype, device=first.device)
-        """All gradients, in reduction order."""
+        self.flat = torch.zeros(self._place_chunks(), dtype=dtype or first.dtype, device=first.device)
+        """All gradients, in reduction order; with `reuse` room for those of one run, and what keeps its own."""
         self._reduce_dtype = reduce_dtype or self.flat.dtype
         self._next = self._moving = 0
         self._scatter = False
-        self._attach()
+        self._attach(reused=False)
 
     def _lay_out(self, chunk_size: int) -> int:
         """Places and chunks; returns the buffer's size. What is sent away, what is awaited from elsewhere, and the rest
@@ -97,14 +114,15 @@ class Gradients:
         members = len(self._group.ranks)
         chunk_size = -(-chunk_size // members) * members
         offset = 0
-        for run in _runs(self._specs):
+        for run in _runs(self._specs, lambda spec: self._run[spec.parameter]):
             start = offset
             for spec in run:
                 self.places[spec.parameter] = offset, offset + spec.parameter.numel()
                 offset += spec.parameter.numel()
             offset = -(-offset // members) * members
-            step = max(1, offset - start) if run[0].sent_to_owner else chunk_size
-            for begin in range(start, offset, step):
+            whole = run[0].sent_to_owner or self._run[run[0].parameter] is not None
+            step = max(1, offset - start) if whole else chunk_size
+            for begin in range(start, max(offset, start + 1), step):
                 end = min(begin + step, offset)
                 inside = [spec for spec in run
                           if self.places[spec.parameter][0] < end and self.places[spec.parameter][1] > begin]
@@ -113,16 +131,40 @@ class Gradients:
                     self._chunks_of[spec.parameter] = range(known.start, len(self.chunks) + 1)
                 width = (end - begin) // members
                 share = begin + self._group.index * width
-                self.chunks.append(Chunk(begin, end, inside or run[-1:], (share, share + width)))
+                self.chunks.append(Chunk(begin, end, inside, (share, share + width),
+                                         reused=self._run[run[0].parameter] is not None))
+            for spec in run:
+                if spec.parameter not in self._chunks_of:  # it has no elements
+                    self._chunks_of[spec.parameter] = range(len(self.chunks) - 1, len(self.chunks))
+                    self.chunks[-1].specs.append(spec)
         return offset
 
-    def _attach(self) -> None:
-        """Whoever set a gradient to None, or to something else, gets its place in the buffer back."""
-        for parameter, (start, stop) in self.places.items():
-            place = self.flat[start:stop]
-            if parameter.grad is None or parameter.grad.data_ptr() != place.data_ptr():
-                parameter.grad_dtype = self.flat.dtype
-                parameter.grad = place.view(parameter.shape)
+    def _place_chunks(self) -> int:
+        """Give chunks their places in the buffer; returns its size. Without `reuse` they are as in `places`."""
+        if not self._reuse:
+            return self.size
+        taken = max((chunk.stop - chunk.start for chunk in self.chunks if chunk.reused), default=0)
+        for chunk in self.chunks:
+            chunk.offset = (0 if chunk.reused else taken) - chunk.start
+            taken += 0 if chunk.reused else chunk.stop - chunk.start
+        return taken
+
+    def of(self, chunk: Chunk, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of all gradients, which lie in `chunk`."""
+        return self.flat[start + chunk.offset:stop + chunk.offset]
+
+    def _attach(self, *, reused: bool, run: range | None = None) -> None:
+        """Whoever set a gradient to None, or to something else, gets its place in the buffer back; with `reused` those
+        of `run` alone."""
+        for spec in self._specs:
+            first = self.chunks[self._chunks_of[spec.parameter].start]
+            if first.reused != reused or (reused and self._run[spec.parameter] != run):
+                continue
+            start, stop = self.places[spec.parameter]
+            place = self.flat[start + first.offset:stop + first.offset]
+            if spec.parameter.grad is None or spec.parameter.grad.data_ptr() != place.data_ptr():
+                spec.parameter.grad_dtype = self.flat.dtype
+                spec.parameter.grad = place.view(spec.parameter.shape)
 
     # ------------------------------------------------------------------ counting
 
@@ -131,9 +173,9 @@ class Gradients:
         self.flat.zero_()
         self._next = self._moving = 0
         self._scatter = scatter
-        self._attach()
+        self._attach(reused=False)
         for chunk in self.chunks:
-            chunk.work, chunk.gather = Finished(), None
+            chunk.work, chunk.gather, chunk.entered = Finished(), None, False
             chunk.blocks = set().union(*(spec.blocks for spec in chunk.specs))
             chunk.outstanding = sum(spec.remote_ends for spec in chunk.specs)
 
@@ -153,10 +195,21 @@ class Gradients:
         self._reduce_complete()
 
     def block_passed(self, block: int) -> None:
-        """The last backward of the batch is through with `block`."""
+        """The last backward of the batch is through with `block` and all behind it, and enters the one before."""
         for chunk in self.chunks:
-            chunk.blocks.discard(block)
+            chunk.blocks = {other for other in chunk.blocks if other < block}
         self._reduce_complete()
+        for run in self._reuse:
+            if block - 1 in run:
+                self._enter(run)
+
+    def _enter(self, run: range) -> None:
+        """The memory that runs have in turn is that of `run` now."""
+        for chunk in self.chunks:
+            if chunk.reused and self._run[chunk.specs[0].parameter] == run:
+                self.of(chunk, chunk.start, chunk.stop).zero_()
+                chunk.entered = True
+        self._attach(reused=True, run=run)
 
     def all_passed(self) -> None:
         """Every backward of the batch has run, whatever blocks took part."""
@@ -170,10 +223,24 @@ class Gradients:
             if chunk.blocks or chunk.outstanding:
                 return
             self._next += 1
+            if chunk.reused and not chunk.entered:  # no backward came by: no gradient
+                self.of(chunk, chunk.start, chunk.stop).zero_()
             if chunk.sent_to_owner:
                 self._send_to_owner(chunk.specs[0])
             elif len(self._group.ranks) > 1:
                 self._reduce(chunk)
+            if chunk.reused:
+                self._wait(chunk)
+                self.on_complete(chunk)
+                for spec in chunk.specs:
+                    spec.parameter.grad = None
+
+    def _wait(self, chunk: Chunk) -> None:
+        """Return when `chunk` is reduced."""
+        chunk.work.wait()
+        if chunk.gather is not None:
+            chunk.work, chunk.gather = chunk.gather(), None
+            chunk.work.wait()
 
     def _reduce(self, chunk: Chunk) -> None:
         """Start the sum of one chunk over the replicas, in the format in which it travels.
@@ -181,7 +248,7 @@ class Gradients:
         In half precision, shares travel as they are and are summed in fp32 by their member; a library's all-reduce
         would send fp32, or round at each hop.
         """
-        whole = self.flat[chunk.start:chunk.stop]
+        whole = self.of(chunk, chunk.start, chunk.stop)
         sent = whole.to(self._reduce_dtype)
         if not self._scatter and not is_half(sent.dtype):
             work = self._group.all_reduce(sent)
@@ -190,7 +257,7 @@ class Gradients:
         share = sent.new_empty(len(sent) // len(self._group.ranks))
         work = self._group.reduce_scatter(share, sent)
         if self._scatter:
-            chunk.work = Then(work, lambda: self.flat[slice(*chunk.share)].copy_(share))
+            chunk.work = Then(work, lambda: self.of(chunk, *chunk.share).copy_(share))
         else:
             chunk.work = work
             chunk.gather = lambda: Then(self._group.all_gather(sent, share), lambda: whole.copy_(sent))
@@ -208,10 +275,11 @@ class Gradients:
     # ------------------------------------------------------------------ the end of the batch
 
     def reduced(self) -> Iterator[Chunk]:
-        """The chunks that are summed here, in order, each as soon as its sum is there; see `share_of`."""
+        """The chunks that are summed here, in order, each as soon as its sum is there; see `share_of`. Those that
+        `on_complete` has had are left out."""
         assert self.complete, "a chunk of gradients is still incomplete"
         gathering: Chunk | None = None
-        for chunk in self.chunks:
+        for chunk in (chunk for chunk in self.chunks if not chunk.reused):
             chunk.work.wait()
             if chunk.gather is not None:  # in the order of chunks, the same on every replica
                 chunk.work, chunk.gather = chunk.gather(), None
@@ -247,7 +315,7 @@ class Gradients:
     def squared_norm(self, chunk: Chunk) -> Tensor:
         """Sum of squares of what this rank has the sums of in `chunk`, fp64, zero-dimensional."""
         start, stop = self.share_of(chunk)
-        return torch.linalg.vector_norm(self.flat[start:stop], dtype=torch.promote_types(
+        return torch.linalg.vector_norm(self.of(chunk, start, stop), dtype=torch.promote_types(
             torch.float32, self.flat.dtype)).double() ** 2
 
     def owned(self) -> list[GradientSpec]:
@@ -255,12 +323,20 @@ class Gradients:
         return [spec for spec in reversed(self._specs) if not spec.sent_to_owner]
 
 
-def _runs(specs: Sequence[GradientSpec]) -> Iterator[list[GradientSpec]]:
-    """Consecutive specs that may share a chunk; tied parameters are alone."""
+def _run_of(spec: GradientSpec, reuse: Sequence[range]) -> range | None:
+    """The run whose memory the gradient of `spec` has in its turn; None where it keeps its own."""
+    if spec.sent_to_owner or spec.remote_ends:
+        return None
+    return next((run for run in reuse if all(block in run for block in spec.blocks)), None)
+
+
+def _runs(specs: Sequence[GradientSpec], run_of: Callable[[GradientSpec], range | None]
+          ) -> Iterator[list[GradientSpec]]:
+    """Consecutive specs that may share a chunk; tied parameters are alone, and so are runs of blocks."""
     run: list[GradientSpec] = []
     for spec in specs:
         alone = spec.sent_to_owner or spec.remote_ends > 0
-        if run and (alone or run[0].sent_to_owner or run[0].remote_ends > 0):
+        if run and (alone or run[0].sent_to_owner or run[0].remote_ends > 0 or run_of(run[0]) != run_of(spec)):
             yield run
             run = []
         run.append(spec)

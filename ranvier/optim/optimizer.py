@@ -43,10 +43,11 @@ class FlatOptimizer:
         self._optim, self._gradients, self._group = optim, gradients, group
         self.offload, self.sharded = offload, optim.shard and len(group.ranks) > 1
         self.weights = _flatten(gradients)
-        """[elements of gradients.flat]: all trainable parameters of this rank, in the same places."""
+        """[gradients.size]: all trainable parameters of this rank, in the same places."""
         self._chunks = [chunk for chunk in gradients.chunks if not chunk.sent_to_owner]
         shares = [chunk.share if self.sharded else (chunk.start, chunk.stop) for chunk in self._chunks]
         self._buckets = dict(zip(map(id, self._chunks), buckets_of(shares, bucket_size), strict=True))
+        self._chunk_of = {bucket.number: chunk for chunk in self._chunks for bucket in self._buckets[id(chunk)]}
         self.placement = self._place()
         self.steps = 0
         """Updates so far; skipped steps do not count."""
@@ -57,11 +58,16 @@ class FlatOptimizer:
         rule, buckets = rule_of(self._optim), self.buckets
         match self.offload:
             case "none":
-                return Resident(rule, self.weights, self._gradients.flat, buckets)
+                return Resident(rule, self.weights, self._of_bucket, buckets)
             case "stream":
-                return Streamed(rule, self.weights, self._gradients.flat, buckets, self._optim.buckets_in_flight)
+                return Streamed(rule, self.weights, self._of_bucket, buckets, self._optim.buckets_in_flight)
             case "host":
-                return OnHost(rule, self.weights, self._gradients.flat, buckets, self._optim.buckets_in_flight)
+                return OnHost(rule, self.weights, self._of_bucket, buckets, self._optim.buckets_in_flight,
+                              gradient_dtype=self._gradients.flat.dtype)
+
+    def _of_bucket(self, bucket: Bucket) -> Tensor:
+        """The gradients of a bucket."""
+        return self._gradients.of(self._chunk_of[bucket.number], bucket.start, bucket.stop)
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -119,7 +125,7 @@ def resolve_offload(optim: Optim, gradients: Gradients, device: torch.device) ->
         return optim.offload
     if device.type != "cuda":
         return "none"
-    states = 12 * len(gradients.flat)
+    states = 12 * gradients.size
     return "none" if 2 * states <= torch.cuda.mem_get_info(device)[0] else "stream"
 
 
@@ -128,7 +134,7 @@ def _flatten(gradients: Gradients) -> Tensor:
     first = next(iter(gradients.places), None)
     if first is None:
         return torch.empty(0)
-    weights = torch.zeros(len(gradients.flat), dtype=first.dtype, device=first.device)
+    weights = torch.zeros(gradients.size, dtype=first.dtype, device=first.device)
     for parameter, (start, stop) in gradients.places.items():
         place = weights[start:stop].view(parameter.shape)
         place.copy_(parameter.detach())

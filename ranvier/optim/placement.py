@@ -15,7 +15,7 @@ rule sees the same values. With a CPU as the device the copies are real copies, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -28,7 +28,6 @@ from ranvier.optim.rules import Rule
 from ranvier.precision import is_half, wide
 
 
-
 @dataclass(kw_only=True)
 class Update:
     """What all buckets of one step have in common."""
@@ -38,6 +37,9 @@ class Update:
     factor: float
     """What every gradient is multiplied by first."""
     segments: Sequence[Segment]
+
+
+GradientsOf = Callable[[Bucket], Tensor]
 
 
 class Placement(Protocol):
@@ -76,11 +78,11 @@ def _apply(rule: Rule, bucket: Bucket, update: Update, parameters: Tensor, gradi
 class _Flat:
     """Flat parameters and gradients of a rank, and its states in one place.
 
-    weights, gradients: [all elements], on the device. sizes: largest bucket, and elements of all buckets together.
+    weights: [all elements], on the device. gradients: gives those of a bucket, on the device too.
     """
 
-    def __init__(self, rule: Rule, weights: Tensor, gradients: Tensor, buckets: Sequence[Bucket], names: Sequence[str],
-                 *, on_host: bool) -> None:
+    def __init__(self, rule: Rule, weights: Tensor, gradients: GradientsOf, buckets: Sequence[Bucket],
+                 names: Sequence[str], *, on_host: bool) -> None:
         self._rule, self._weights, self._gradients = rule, weights, gradients
         self._names, self._dtype = tuple(names), wide(weights.dtype)
         self._largest = max((len(bucket) for bucket in buckets), default=0)
@@ -103,7 +105,7 @@ class _Flat:
 
     def _scaled_gradients(self, bucket: Bucket, factor: float) -> Tensor:
         """The bucket's gradients times `factor` in the states' format: in place where they have it already."""
-        gradients = self._gradients[bucket.start:bucket.stop]
+        gradients = self._gradients(bucket)
         if gradients.dtype is not self._dtype:
             if "gradients" not in self.workspace:
                 self.workspace["gradients"] = gradients.new_empty(self._largest, dtype=self._dtype)
@@ -137,7 +139,7 @@ def _copy_updated(weights: Tensor, master: Tensor, bucket: Bucket, update: Updat
 class Resident(_Flat):
     """States on the device."""
 
-    def __init__(self, rule: Rule, weights: Tensor, gradients: Tensor, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, rule: Rule, weights: Tensor, gradients: GradientsOf, buckets: Sequence[Bucket]) -> None:
         names = (("master",) if is_half(weights.dtype) else ()) + rule.states
         super().__init__(rule, weights, gradients, buckets, names, on_host=False)
 
@@ -160,7 +162,7 @@ class _Slot:
 class Streamed(_Flat):
     """States in host memory, with `in_flight` buckets of them on the device at once."""
 
-    def __init__(self, rule: Rule, weights: Tensor, gradients: Tensor, buckets: Sequence[Bucket],
+    def __init__(self, rule: Rule, weights: Tensor, gradients: GradientsOf, buckets: Sequence[Bucket],
                  in_flight: int) -> None:
         names = (("master",) if is_half(weights.dtype) else ()) + rule.states
         super().__init__(rule, weights, gradients, buckets, names, on_host=True)
@@ -235,17 +237,17 @@ class _Staging:
 class OnHost(_Flat):
     """States and master copies in host memory, updated by the host's cores."""
 
-    def __init__(self, rule: Rule, weights: Tensor, gradients: Tensor, buckets: Sequence[Bucket],
-                 in_flight: int) -> None:
+    def __init__(self, rule: Rule, weights: Tensor, gradients: GradientsOf, buckets: Sequence[Bucket],
+                 in_flight: int, *, gradient_dtype: torch.dtype) -> None:
         super().__init__(rule, weights, gradients, buckets, ("master", *rule.states), on_host=True)
         pinned = weights.is_cuda
 
         def host(dtype: torch.dtype) -> Tensor:
             return torch.empty(self._largest, dtype=dtype, device="cpu", pin_memory=pinned)
 
-        self._stagings = [_Staging(host(gradients.dtype), host(weights.dtype))
+        self._stagings = [_Staging(host(gradient_dtype), host(weights.dtype))
                           for _ in range(max(1, min(in_flight, len(buckets))))]
-        self._scaled = host(self._dtype) if gradients.dtype is not self._dtype else None
+        self._scaled = host(self._dtype) if gradient_dtype is not self._dtype else None
         self.staging = [tensor for one in self._stagings for tensor in (one.gradients, one.weights)]
         self.staging += [] if self._scaled is None else [self._scaled]
         self._out = torch.cuda.Stream(weights.device) if weights.is_cuda else None
@@ -264,7 +266,7 @@ class OnHost(_Flat):
         if self._out is not None:
             self._out.wait_stream(torch.cuda.current_stream(self._weights.device))
         with _on(self._out):
-            staging.gradients[:len(bucket)].copy_(self._gradients[bucket.start:bucket.stop], non_blocking=True)
+            staging.gradients[:len(bucket)].copy_(self._gradients(bucket), non_blocking=True)
             staging.arrived = _event(self._out)
 
     def _update_one(self, bucket: Bucket, update: Update) -> None:

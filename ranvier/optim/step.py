@@ -1,4 +1,4 @@
-"""The end of a batch: from reduced gradients to new parameters, or to a step that everyone skips.
+"""From the gradients of a batch to new parameters, or to a step that everyone skips.
 
 Where nothing may skip or shorten the step, a chunk is updated as soon as it is reduced, while the next one is still
 under way:
@@ -11,23 +11,31 @@ reduced first, (norm, overflow) becomes one verdict over all ranks, and then the
 
     reduce   | 0 | 1 | 2 | 3 |         | verdict |
     update   states of the first buckets come in | 0 | 1 | 2 | 3 |
+
+With one microbatch blocks may be updated while the backward still runs, and share one piece of memory for gradients:
+
+    backward | head | layer 7 |          | layer 6 |          |
+    reduce, update            | head     |         | layer 7  | ...
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ranvier.comm.protocol import Group, Work
-from ranvier.optim.gradients import Gradients
+from ranvier.errors import ConfigError
+from ranvier.optim.gradients import Chunk, Gradients, GradientSpec
 from ranvier.optim.loss_scale import LossScale
-from ranvier.optim.optimizer import FlatOptimizer
+from ranvier.optim.optimizer import FlatOptimizer, resolve_bucket_size, resolve_offload, tensors_by_category
 from ranvier.pipeline.timeline import Timeline
+from ranvier.precision import is_half
+from ranvier.run import Optim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,86 +59,203 @@ class Verdict:
         return float(self.squared_norm.sqrt())
 
 
-class StepEnd:
-    """Averages, judges and updates.
+class Updater:
+    """The gradients of a rank, and all ways from them to new parameters.
 
     Args:
-        optimizer: ours; None where the user's own does the update, or nobody.
+        specs: trainable parameters, in model order. replicas: the ranks that hold the same ones.
         ranks: a group of all ranks. counts: whether this rank's unscattered gradients enter the norm (replicas have
             equal ones, and one of them counts).
-        clip_norm: 0 does not clip.
+        optim: how gradients add up, travel and are clipped, and what updates parameters where `own`.
+        optimizer: the user's torch optimizer for these parameters, where `own` is False; None for gradients only.
+        runs: blocks (their numbers) that a backward passes together.
+        weight: waits for the weight of the global batch, which is known some time after a rank's last forward.
         progress: called between buckets, so that messages move.
+
+    Raises ConfigError for what cannot work together.
     """
 
-    def __init__(self, gradients: Gradients, optimizer: FlatOptimizer | None, ranks: Group, *, counts: bool,
-                 clip_norm: float, loss_scale: LossScale | None, nominal_weight: float, timeline: Timeline,
+    def __init__(self, specs: Sequence[GradientSpec], replicas: Group, ranks: Group, *, optim: Optim, own: bool,
+                 optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None, dtype: torch.dtype,
+                 device: torch.device, counts: bool, nominal_weight: float, runs: Sequence[range],
+                 send_to_owner: Callable[[GradientSpec], None], weight: Callable[[], float], timeline: Timeline,
                  progress: Callable[[], None]) -> None:
-        self._gradients, self._optimizer, self._ranks, self._counts = gradients, optimizer, ranks, counts
-        self._clip_norm, self._loss_scale, self._nominal_weight = clip_norm, loss_scale, nominal_weight
-        self._timeline, self._progress = timeline, progress
+        if optim.update_in_backward:
+            _check_update_in_backward(optim, dtype, own)
+        self._optim, self._ranks, self._counts, self._nominal_weight = optim, ranks, counts, nominal_weight
+        self._weight, self._timeline, self._progress = weight, timeline, progress
+        bucket_size, half = resolve_bucket_size(optim, device.type), is_half(dtype)
+        self.gradients = Gradients(
+            specs, replicas, bucket_size * optim.chunk_buckets, send_to_owner,
+            dtype=torch.float32 if half and optim.accumulate == "fp32" and optimizer is None else dtype,
+            reduce_dtype=torch.float32 if half and optim.reduce_dtype == "fp32" else dtype,
+            reuse=runs if optim.update_in_backward else ())
+        owned = [spec.parameter for spec in self.gradients.owned()]
+        self.updates = own or optimizer is not None
+        """Whether anything updates parameters, on this rank or another."""
+        self.flat = FlatOptimizer(optim, self.gradients, replicas, bucket_size=bucket_size,
+                                  offload=resolve_offload(optim, self.gradients, device)) if own else None
+        self.users = optimizer(owned) if optimizer is not None and owned else None
+        self.loss_scale = LossScale(scale=optim.initial_loss_scale, window=optim.loss_scale_window) \
+            if dtype is torch.float16 else None
+        self.learning_rate = 0.0
+        self._step = 0
+        self._squared, self._began = torch.zeros(()), False
 
     @property
-    def waits_for_verdict(self) -> bool:
-        """Whether a step may be skipped or shortened by what the gradients turn out to be."""
-        return bool(self._clip_norm) or self._loss_scale is not None
+    def in_backward(self) -> bool:
+        """Whether blocks are updated while the backward runs."""
+        return self._optim.update_in_backward
+
+    @property
+    def loss_factor(self) -> float:
+        """What a loss is multiplied by before its backward."""
+        return (self.loss_scale.scale if self.loss_scale is not None else 1.0) / self._nominal_weight
+
+    # ------------------------------------------------------------------ one batch
+
+    def begin(self, step: int, *, updates: bool) -> None:
+        """A new batch, as step `step` (from 1). updates: whether `finish` follows, rather than `average`."""
+        self._step, self._squared, self._began = step, torch.zeros(()), False
+        self.gradients.begin(scatter=updates and self.flat is not None and self.flat.sharded)
+        if self.in_backward:
+            self.flat.prefetch()
+            self.gradients.on_complete = self._update_run
+
+    def finish(self) -> Verdict:
+        """All backwards have run: average, judge and update, unless the verdict is to skip the step."""
+        if self.flat is not None and not self.in_backward:
+            self.flat.prefetch()
+        if self.flat is not None and not self._optim.clip_norm and self.loss_scale is None:
+            return self._update_as_reduced(self._weight())
+        verdict = self._judge(self._weight())
+        self._apply(verdict, verdict.factor)
+        return verdict
+
+    def average(self) -> Verdict:
+        """All backwards have run: the gradients become those of the mean loss; nothing is updated."""
+        verdict = self._judge(self._weight())
+        self.gradients.scale(verdict.factor)
+        return verdict
+
+    def apply(self, verdict: Verdict) -> None:
+        """Update from the gradients that `average` has left."""
+        if self.flat is not None:
+            self.flat.prefetch()
+        self._apply(verdict, 1.0)
+
+    def wait(self) -> None:
+        """Return when the parameters that other replicas update are here."""
+        if self.flat is not None:
+            self.flat.finish()
+
+    def progress(self) -> None:
+        """Let reductions and gathers move."""
+        self.gradients.progress()
+        if self.flat is not None:
+            self.flat.progress()
+
+    # ------------------------------------------------------------------ after a verdict
 
     def _factor(self, weight: float) -> float:
-        scale = self._loss_scale.scale if self._loss_scale is not None else 1.0
+        """What turns the buffer's gradients into those of the mean loss."""
+        scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
         return self._nominal_weight / (weight * scale) if weight else 0.0
 
-    def judge(self, weight: float, step: int) -> Verdict:
+    def _judge(self, weight: float) -> Verdict:
         """Wait for the reduction of all chunks, and start (where the step depends on it: finish) the verdict."""
-        if self._optimizer is not None:
-            self._optimizer.prefetch()
         started = time.monotonic_ns()
-        self._gradients.wait()
-        started = self._timeline.add("reduce", "average", step, started)
-        factor = self._factor(weight)
-        squared = sum((self._gradients.squared_norm(chunk) for chunk in self._gradients.reduced()
-                       if self._counts or self._gradients.scattered), torch.zeros(()))
-        norm = torch.zeros(1, dtype=torch.float64)
-        norm[0] = squared * factor**2
-        work = self._ranks.all_reduce(norm)
-        overflow = False
-        if self._loss_scale is not None:
-            work.wait()
-            overflow = weight != 0.0 and not math.isfinite(float(norm))
-            if weight:
-                self._loss_scale.update(overflow)
-        self._timeline.add("optimizer", "weigh", step, started)
-        return Verdict(squared_norm=norm, work=work, factor=factor, steps=weight != 0.0 and not overflow,
-                       overflow=overflow)
+        self.gradients.wait()
+        started = self._timeline.add("reduce", "average", self._step, started)
+        for chunk in self.gradients.reduced():
+            self._count(chunk)
+        verdict = self._verdict(weight)
+        if self.loss_scale is not None and weight:
+            overflow = not math.isfinite(verdict.norm)
+            self.loss_scale.update(overflow)
+            verdict = replace(verdict, steps=not overflow, overflow=overflow)
+        self._timeline.add("optimizer", "weigh", self._step, started)
+        return verdict
 
-    def clip_factor(self, verdict: Verdict) -> float:
-        """What clipping multiplies the gradients of the mean loss by; as torch.nn.utils.clip_grad_norm_."""
-        return min(1.0, self._clip_norm / (verdict.norm + 1e-6)) if self._clip_norm else 1.0
-
-    def update(self, factor: float, learning_rate: float, step: int) -> None:
-        """Update all parameters from their reduced gradients times `factor`; after `judge`."""
+    def _apply(self, verdict: Verdict, factor: float) -> None:
+        """Update all parameters from their reduced gradients times `factor`, clipped, if the verdict allows it."""
+        if not verdict.steps:
+            return
+        if self._optim.clip_norm:  # as torch.nn.utils.clip_grad_norm_
+            factor *= min(1.0, self._optim.clip_norm / (verdict.norm + 1e-6))
         started = time.monotonic_ns()
-        self._optimizer.begin(learning_rate)
-        for chunk in self._gradients.reduced():
-            for _ in self._optimizer.update(chunk, factor):
-                self._progress()
-        self._timeline.add("optimizer", "update", step, started)
+        if self.flat is not None:
+            self.flat.begin(self.learning_rate)
+            for chunk in self.gradients.reduced():
+                self._update_chunk(chunk, factor)
+        elif self.users is not None:
+            self.gradients.scale(factor)
+            for spec in self.gradients.owned():
+                if not spec.parameter.requires_grad:  # frozen since the start: no decay, no momentum
+                    spec.parameter.grad = None
+            self.users.step()
+        self._timeline.add("optimizer", "update", self._step, started)
 
-    def update_as_reduced(self, weight: float, learning_rate: float, step: int) -> Verdict:
+    # ------------------------------------------------------------------ as chunks are reduced
+
+    def _update_as_reduced(self, weight: float) -> Verdict:
         """Update each chunk as soon as it is reduced; the norm is summed on the side."""
-        assert not self.waits_for_verdict
-        factor = self._factor(weight)
-        squared = torch.zeros(())
-        self._optimizer.prefetch()
-        if weight:
-            self._optimizer.begin(learning_rate)
-        started = time.monotonic_ns()
-        for number, chunk in enumerate(self._gradients.reduced()):
-            started = self._timeline.add("reduce", f"average {number}", step, started)
-            if self._counts or self._gradients.scattered:
-                squared = squared + self._gradients.squared_norm(chunk)
+        factor, started = self._factor(weight), time.monotonic_ns()
+        self._begin_once(weight)
+        for number, chunk in enumerate(self.gradients.reduced()):
+            started = self._timeline.add("reduce", f"average {number}", self._step, started)
+            self._count(chunk)
             if weight:
-                for _ in self._optimizer.update(chunk, factor):
-                    self._progress()
-            started = self._timeline.add("optimizer", f"update {number}", step, started)
-        norm = torch.zeros(1, dtype=torch.float64)
-        norm[0] = squared * factor**2
+                self._update_chunk(chunk, factor)
+            started = self._timeline.add("optimizer", f"update {number}", self._step, started)
+        return self._verdict(weight)
+
+    def _update_run(self, chunk: Chunk) -> None:
+        """The backward has left the blocks of `chunk`: update them now."""
+        started, weight = time.monotonic_ns(), self._weight()
+        self._begin_once(weight)
+        self._count(chunk)
+        if weight:
+            self._update_chunk(chunk, self._factor(weight))
+        self._timeline.add("optimizer", f"update from block {min(chunk.specs[-1].blocks)}", self._step, started)
+
+    def _begin_once(self, weight: float) -> None:
+        if weight and not self._began:
+            self._began = True
+            self.flat.begin(self.learning_rate)
+
+    def _count(self, chunk: Chunk) -> None:
+        """Add what this rank knows of a chunk to the norm."""
+        if self._counts or self.gradients.scattered:
+            self._squared = self._squared + self.gradients.squared_norm(chunk)
+
+    def _update_chunk(self, chunk: Chunk, factor: float) -> None:
+        for _ in self.flat.update(chunk, factor):
+            self._progress()
+
+    def _verdict(self, weight: float) -> Verdict:
+        factor, norm = self._factor(weight), torch.zeros(1, dtype=torch.float64)
+        norm[0] = self._squared * factor**2
         return Verdict(squared_norm=norm, work=self._ranks.all_reduce(norm), factor=factor, steps=weight != 0.0)
+
+    # ------------------------------------------------------------------ where the bytes are
+
+    def tensors(self, parameters: Sequence[Tensor]) -> dict[str, dict[str, list[Tensor]]]:
+        """What lives from step to step: {"device": {category: tensors}, "host": {...}}."""
+        found = tensors_by_category(parameters, self.gradients, self.flat)
+        if self.users is not None:
+            found["device"]["moments"] = [tensor for state in self.users.state.values() for tensor in state.values()
+                                          if isinstance(tensor, Tensor)]
+        return found
+
+
+def _check_update_in_backward(optim: Optim, dtype: torch.dtype, own: bool) -> None:
+    """ConfigError where a step may be skipped or shortened by what is known only after it."""
+    for wrong, what, remedy in (
+            (not own, "needs Ranvier's own optimizer", "Give the engine optim=, and no optimizer=."),
+            (bool(optim.clip_norm), "cannot clip by a norm that is known only at the end",
+             "Set --optim.clip-norm 0, or leave it out."),
+            (dtype is torch.float16, "cannot skip a step whose gradients overflow",
+             "Set --precision bf16, or leave it out.")):
+        if wrong:
+            raise ConfigError(what, where="optim.update-in-backward", value=True, remedy=remedy)

@@ -160,3 +160,9 @@ def _replace_parameter(module: nn.Module, name: str, parameter: nn.Parameter) ->
         if present is replaced:
             path, _, leaf = other.rpartition(".")
             setattr(module.get_submodule(path), leaf, parameter)
+
+
+def stage_parameters(layout: Layout, blocks: Sequence[tuple[int, str, nn.Module]]) -> dict[str, nn.Parameter]:
+    """Owner's name -> parameter of a stage's blocks, in model order."""
+    return {layout[f"{block}.{name}"].owner: parameter for _, block, module in reversed(blocks)
+            for name, parameter in module.named_parameters()}

@@ -20,7 +20,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,26 +31,26 @@ from ranvier.comm.protocol import Group, Transport, Work
 from ranvier.errors import ConfigError, ModelError
 from ranvier.mesh import Mesh
 from ranvier.models.block import Loss, Model, State, as_model, named
-from ranvier.optim.gradients import Gradients, GradientSpec
-from ranvier.optim.loss_scale import LossScale
-from ranvier.optim.optimizer import FlatOptimizer, resolve_bucket_size, resolve_offload, storage_bytes, tensors_by_category
-from ranvier.optim.step import StepEnd, Verdict
-from ranvier.pipeline.build import build_stage, cut
+from ranvier.optim.optimizer import storage_bytes
+from ranvier.optim.step import Updater, Verdict
+from ranvier.pipeline.build import build_stage, cut, stage_parameters
 from ranvier.pipeline.checkpointing import Checkpoint, stage_segments
 from ranvier.pipeline.inbox import Inbox
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.pipeline.policies import auto_defer_microbatches, auto_in_flight, policy_named
+from ranvier.pipeline.policies import MANY, auto_defer_microbatches, auto_in_flight, policy_named
 from ranvier.pipeline.result import BatchResult
 from ranvier.pipeline.schedule import Action, Done, Policy, Schedule, Wait, actions_text
 from ranvier.pipeline.sequencer import Sequencer
-from ranvier.pipeline.stage import Stage
-from ranvier.pipeline.ties import Tie, TiedGradients, gradient_message, ties_of, value_message
+from ranvier.pipeline.stage import Stage, runs_of
+from ranvier.pipeline.ties import TiedParameters, gradient_specs, ties_of
 from ranvier.pipeline.timeline import Category, Timeline
 from ranvier.pipeline.weight_gradients import WeightGradients, restore_forward
-from ranvier.precision import is_half
 from ranvier.run import Optim
 from ranvier.world import World
 
+if TYPE_CHECKING:
+    from ranvier.optim.loss_scale import LossScale
+    from ranvier.optim.optimizer import FlatOptimizer
 
 class Engine:
     """A model on a mesh, close to a module and its optimizer on one device.
@@ -91,7 +91,8 @@ class Engine:
                  boundaries: Sequence[int] | None = None, partition: Literal["cost", "uniform"] = "cost",
                  defer_bytes: int | Literal["auto"] = "auto", seed: int = 0, dtype: torch.dtype = torch.float32,
                  nominal_weight: float = 1.0, timeout_seconds: float = 300.0, optim: Optim | None = None,
-                 learning_rate: float = 1e-3, checkpoint: Checkpoint = "none", sample: Microbatch | None = None, check_order: bool = False) -> None:
+                 learning_rate: float = 1e-3, checkpoint: Checkpoint = "none", sample: Microbatch | None = None,
+                 check_order: bool = False) -> None:
         mesh = mesh or world.mesh or Mesh(data=world.size)
         if mesh.size != world.size:
             raise ConfigError(f"has {mesh.size} ranks, but {world.size} were started", where="mesh", value=str(mesh),
@@ -103,7 +104,7 @@ class Engine:
             raise ConfigError("must be at least 1", where="pipeline.in-flight", value=in_flight,
                               remedy="Use auto, or at least the number of stages.")
         self.defer_bytes = 0 if defer_bytes == "auto" else defer_bytes
-        self._auto_defer, self._nominal_weight = defer_bytes == "auto", nominal_weight
+        self._auto_defer = defer_bytes == "auto"
         self._call = 0
         self._step = 0
         self._closed = False
@@ -113,38 +114,28 @@ class Engine:
         self.stages, self.layout = cut(model, mesh, boundaries=boundaries, how=partition, sample=sample, dtype=dtype,
                                        device=world.device.type)
         blocks = build_stage(model, self.layout, self.coordinates.pipe, seed=seed, dtype=dtype, device=world.device)
-        self._parameters = self._stage_parameters(blocks)
-        self._ties = ties_of(self.layout, mesh, world.rank, self._parameters)
-
+        self._parameters = stage_parameters(self.layout, blocks)
+        ties = ties_of(self.layout, mesh, world.rank, self._parameters)
+        self._ties = TiedParameters(ties, self._send, self._wait_for)
         self._open_communication(timeout_seconds, check_order)
-        settings = optim or Optim()
-        half = is_half(dtype)
-        bucket_size = resolve_bucket_size(settings, world.device.type)
-        self._gradients = Gradients(
-            self._gradient_specs(), self._data_group, bucket_size * settings.chunk_buckets, self._send_tied_gradients,
-            dtype=torch.float32 if half and settings.accumulate == "fp32" and optimizer is None else dtype,
-            reduce_dtype=torch.float32 if half and settings.reduce_dtype == "fp32" else dtype)
-        weights = WeightGradients(self._gradients.chunk_of, self._gradients.queued, self._gradients.added)
-        self._stage = Stage(blocks, loss=model.loss if self.is_last_stage else None, seed=seed, device=world.device,
-                            progress=self._progress,
-                            block_passed=self._gradients.block_passed, weight_gradients=weights,
-                            segments=self._segments(checkpoint, model))
-        self._tied_gradients = TiedGradients(self._ties)
-        self._tied_values = dict.fromkeys((tie.name for tie in self._ties), 0)
         self._synchronise_start(blocks)
-        owned = [spec.parameter for spec in self._gradients.owned()]
+
+        segments = self._segments(checkpoint, model)
         self.learning_rate = learning_rate
-        self.optimizer = optimizer(owned) if optimizer is not None and owned else None
-        self._has_optimizer = optimizer is not None or optim is not None
-        self.flat_optimizer: FlatOptimizer | None = None
-        if optim is not None and optimizer is None:
-            self.flat_optimizer = FlatOptimizer(settings, self._gradients, self._data_group, bucket_size=bucket_size,
-                                                offload=resolve_offload(settings, self._gradients, world.device))
-        self.loss_scale = LossScale(scale=settings.initial_loss_scale, window=settings.loss_scale_window) \
-            if dtype is torch.float16 else None
-        self._end = StepEnd(self._gradients, self.flat_optimizer, self._all, counts=self.coordinates.data == 0,
-                            clip_norm=settings.clip_norm, loss_scale=self.loss_scale, nominal_weight=nominal_weight,
-                            timeline=self.timeline, progress=self._progress)
+        self._updater = Updater(
+            gradient_specs(self.layout, self.coordinates.pipe, self._parameters, ties), self._data_group, self._all,
+            optim=optim or Optim(), own=optim is not None and optimizer is None, optimizer=optimizer, dtype=dtype,
+            device=world.device, counts=self.coordinates.data == 0, nominal_weight=nominal_weight,
+            runs=[range(blocks[run.start][0], blocks[run.start][0] + len(run))
+                  for run, _ in runs_of(len(blocks), segments)],
+            send_to_owner=lambda spec: self._ties.send_gradient(spec.name, self._call), weight=self._weight,
+            timeline=self.timeline, progress=self._progress)
+        if self._updater.in_backward:  # a product that waits would hold its block's gradients
+            self.defer_bytes, self._auto_defer = 0, False
+        gradients = self._updater.gradients
+        self._stage = Stage(blocks, loss=model.loss if self.is_last_stage else None, seed=seed, device=world.device,
+                            progress=self._progress, block_passed=gradients.block_passed, segments=segments,
+                            weight_gradients=WeightGradients(gradients.chunk_of, gradients.queued, gradients.added))
 
     # ------------------------------------------------------------------ what a rank is
 
@@ -163,11 +154,25 @@ class Engine:
         """First block of each stage after the first."""
         return self.stages.boundaries
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The user's own, where one was given and this rank owns something trainable."""
+        return self._updater.users
+
+    @property
+    def flat_optimizer(self) -> FlatOptimizer | None:
+        """Ranvier's, where `optim` was given and `optimizer` was not."""
+        return self._updater.flat
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """The factor on the loss and its history, in fp16."""
+        return self._updater.loss_scale
+
     def parameters(self) -> list[nn.Parameter]:
         """The trainable parameters that this rank owns and an optimizer of it updates, up to date."""
-        if self.flat_optimizer is not None:
-            self.flat_optimizer.finish()
-        return [spec.parameter for spec in self._gradients.owned()]
+        self._updater.wait()
+        return [spec.parameter for spec in self._updater.gradients.owned()]
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """All parameters of this rank's blocks by global name, up to date; a tied one by its owner's name."""
@@ -176,7 +181,7 @@ class Engine:
 
     def gradients(self) -> dict[str, Tensor]:
         """After `forward_backward`: the gradients that this rank owns, of the mean loss over the global batch."""
-        return {spec.name: spec.parameter.grad for spec in self._gradients.owned()}
+        return {spec.name: spec.parameter.grad for spec in self._updater.gradients.owned()}
 
     def counters(self) -> dict:
         """Bytes so far on this rank, the bound on postponed weight gradients that holds here (for auto: what the first
@@ -187,13 +192,10 @@ class Engine:
                 "longest_gap_seconds": self._transport.longest_gap_seconds}
 
     def tensors(self) -> dict[str, dict[str, list[Tensor]]]:
-        """What lives from step to step on this rank: {"device": {category: tensors}, "host": {...}}."""
+        """What lives from step to step on this rank: {"device": {category: tensors}, "host": {...}}. On a CPU as the
+        device, offloaded states count as the host's."""
         buffers = [buffer for _, _, module in self._stage.blocks for buffer in module.buffers()]
-        found = tensors_by_category([*self._parameters.values(), *buffers], self._gradients, self.flat_optimizer)
-        if self.optimizer is not None:
-            found["device"]["moments"] = [tensor for state in self.optimizer.state.values()
-                                          for tensor in state.values() if isinstance(tensor, Tensor)]
-        return found
+        return self._updater.tensors([*self._parameters.values(), *buffers])
 
     def memory(self) -> dict[str, dict[str, int]]:
         """The bytes of `tensors`, each storage once."""
@@ -208,76 +210,64 @@ class Engine:
         microbatches: this replica's share, as Microbatch objects or (inputs, targets) pairs; all ranks of a replica
         give the same number of them. A batch whose weight is zero everywhere updates nothing and warns.
         """
-        if not self._has_optimizer:
+        if not self._updater.updates:
             raise ConfigError("is missing", where="Engine(optimizer=...)",
                               remedy="Give the engine an optimizer, or call forward_backward and update by hand.")
-        flat = self.flat_optimizer
-        weight = self._accumulate(microbatches, scatter=flat is not None and flat.sharded)
-        if flat is None or self._end.waits_for_verdict:
-            verdict = self._end.judge(weight, self._step)
-            self._update(verdict, verdict.factor)
-        else:
-            verdict = self._end.update_as_reduced(weight, self.learning_rate, self._step)
-            self._stepped(verdict)
-        return self._result(verdict)
+        if self._updater.in_backward and len(microbatches) != 1:
+            raise ConfigError(f"needs batches of one microbatch, not {len(microbatches)}",
+                              where="optim.update-in-backward", value=True,
+                              remedy="Set --batch.microbatch-size to a replica's share of the batch, or leave it out.")
+        self._updater.learning_rate = self.learning_rate
+        self._accumulate(microbatches, updates=True)
+        return self._stepped(self._updater.finish())
 
     def forward_backward(self, microbatches: Sequence[Microbatch | tuple]) -> BatchResult:
         """The gradients of `train_batch` without its update; see `gradients`."""
-        verdict = self._end.judge(self._accumulate(microbatches, scatter=False), self._step)
-        self._gradients.scale(verdict.factor)
+        if self._updater.in_backward:
+            raise ConfigError("keeps no gradients", where="optim.update-in-backward", value=True,
+                              remedy="Call train_batch, or leave the setting out.")
+        self._accumulate(microbatches, updates=False)
+        verdict = self._updater.average()
         self._board.doing = _OUTSIDE
-        return self._result(verdict)
+        return BatchResult(self._stats, self._stats_work, verdict)
 
     def step(self, result: BatchResult) -> None:
         """Update this rank's parameters from the gradients of `forward_backward`, and send tied ones to their ends."""
-        self._update(result.verdict, 1.0)
+        self._board.doing = "the optimizer"
+        self._updater.learning_rate = self.learning_rate
+        self._updater.apply(result.verdict)
+        self._stepped(result.verdict)
 
-    def _accumulate(self, microbatches: Sequence[Microbatch | tuple], *, scatter: bool) -> float:
-        """Run forwards and backwards, and start every reduction; returns the weight of the global batch."""
+    def _accumulate(self, microbatches: Sequence[Microbatch | tuple], *, updates: bool) -> None:
+        """Run forwards and backwards, and start every reduction. updates: whether a step follows."""
         for name, parameter in self._parameters.items():
             if parameter.requires_grad and not self.layout[name].trainable:
                 raise ModelError("was frozen when the engine was built, and is trainable now",
                                  where=f"parameter {name}", remedy="Build a new engine to train more parameters.")
         self._step += 1
-        scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
-        self._stage.loss_factor = scale / self._nominal_weight
-        self._gradients.begin(scatter=scatter)
+        self._stage.loss_factor = self._updater.loss_factor
+        self._finish_update()
+        self._updater.begin(self._step, updates=updates)
         self._run(microbatches, training=True)
-        self._gradients.all_passed()
-        self._add_tied_gradients()
-        self._board.doing = "the average of gradients over data"
+        self._updater.gradients.all_passed()
+        for tie in self._ties.add_gradients():
+            self._updater.gradients.added(tie.parameter)
+        self._board.doing = "the average of gradients over data, and the optimizer"
+
+    def _weight(self) -> float:
+        """The weight of the global batch, which is being summed since this rank's last forward."""
         self._stats_work.wait()
         return float(self._stats[1])
 
-    def _update(self, verdict: Verdict, factor: float) -> None:
-        """Update parameters from their reduced gradients times `factor`, unless the verdict is to skip the step."""
-        self._board.doing = "the optimizer"
-        factor *= self._end.clip_factor(verdict)
-        if verdict.steps and self.flat_optimizer is not None:
-            self._end.update(factor, self.learning_rate, self._step)
-        elif verdict.steps:
-            started = time.monotonic_ns()
-            self._gradients.scale(factor)
-            for parameter in self.parameters():
-                if not parameter.requires_grad:  # frozen since the engine was built: no decay, no momentum
-                    parameter.grad = None
-            if self.optimizer is not None:
-                self.optimizer.step()
-            self.timeline.add("optimizer", "update", self._step, started)
-        self._stepped(verdict)
-
-    def _stepped(self, verdict: Verdict) -> None:
+    def _stepped(self, verdict: Verdict) -> BatchResult:
         """New values go to the other ends of ties; a step without a valid target is told of."""
         if verdict.steps:
-            ties = [tie for tie in self._ties if tie.trains]
-            if self.flat_optimizer is not None and any(tie.owns for tie in ties):
-                self.flat_optimizer.finish()
-            self._send_tied_values(ties)
+            if self._ties.owns:
+                self._updater.wait()
+            self._ties.send_values(self._call, trained=True)
         elif not verdict.overflow:
             warnings.warn(f"step {self._step} is skipped: no valid target in the global batch", stacklevel=4)
         self._board.doing = _OUTSIDE
-
-    def _result(self, verdict: Verdict) -> BatchResult:
         return BatchResult(self._stats, self._stats_work, verdict)
 
     def evaluate(self, microbatches: Sequence[Microbatch | tuple]) -> BatchResult:
@@ -307,26 +297,6 @@ class Engine:
 
     # ------------------------------------------------------------------ start
 
-    def _stage_parameters(self, blocks) -> dict[str, nn.Parameter]:
-        """Owner's name -> parameter, in model order."""
-        return {self.layout[f"{block}.{name}"].owner: parameter for _, block, module in reversed(blocks)
-                for name, parameter in module.named_parameters()}
-
-    def _gradient_specs(self) -> list[GradientSpec]:
-        blocks: dict[str, set[int]] = {}
-        for parameter in self.layout.parameters:
-            if parameter.block in self.layout.blocks(self.coordinates.pipe):
-                blocks.setdefault(parameter.owner, set()).add(parameter.block)
-        ties = {tie.name: tie for tie in self._ties}
-        specs = []
-        for name in sorted(blocks, key=lambda name: [p.owner for p in self.layout.parameters].index(name)):
-            parameter, tie = self._parameters[name], ties.get(name)
-            if parameter.requires_grad:
-                specs.append(GradientSpec(name=name, parameter=parameter, blocks=frozenset(blocks[name]),
-                                          remote_ends=len(tie.peers) if tie and tie.owns else 0,
-                                          sent_to_owner=bool(tie) and not tie.owns))
-        return specs
-
     def _segments(self, checkpoint: Checkpoint, model: Model) -> list[range]:
         """The runs of this stage's blocks that are computed again in their backward."""
         if checkpoint == "auto" and self.stages.costs is None:
@@ -335,7 +305,7 @@ class Engine:
         own = self.layout.blocks(self.coordinates.pipe)
         names = list(model.blocks)[own.start:own.stop]
         costs = self.stages.costs[own.start:own.stop] if self.stages.costs else ()
-        stored = self._policy.stored(self._policy.in_flight(self.in_flight, _MANY), self.coordinates.pipe,
+        stored = self._policy.stored(self._policy.in_flight(self.in_flight, MANY), self.coordinates.pipe,
                                      self.mesh.pipe)
         return stage_segments(checkpoint, names, model.layers, [cost.kept_bytes for cost in costs],
                               [cost.input_bytes for cost in costs], stored)
@@ -348,10 +318,10 @@ class Engine:
         self._sequencer = Sequencer(mesh, rank, backend, self._board, timeout_seconds, check_order)
         self._transport: Transport = backend.transport("pipeline")
         self._before, self._after = mesh.neighbour(rank, -1), mesh.neighbour(rank, +1)
-        tied = [peer for tie in self._ties for peer in tie.peers]
+        tied = [peer for tie in self._ties.ties for peer in tie.peers]
         peers = sorted({peer for peer in (self._before, self._after, *tied) if peer is not None})
         self._transport.connect(peers, peers, self._edge_capacity())
-        self._inbox = Inbox(self._transport, self._board, self.timeline, timeout_seconds, self._receive_tied)
+        self._inbox = Inbox(self._transport, self._board, self.timeline, timeout_seconds, self._ties.receive)
 
     def _edge_capacity(self) -> int:
         """Room for the largest carried state that crosses a boundary, and its description; 1 MiB when unknown."""
@@ -368,7 +338,7 @@ class Engine:
                 work.wait()
             for tensor, value in zip(tensors, sent, strict=True):
                 tensor.copy_(value)
-        self._send_tied_values(self._ties)
+        self._ties.send_values(self._call, trained=False)
 
     # ------------------------------------------------------------------ one batch
 
@@ -480,9 +450,7 @@ class Engine:
     def _progress(self) -> None:
         """Let messages and reductions move; called at every block boundary and between products."""
         self._transport.progress()
-        self._gradients.progress()
-        if self.flat_optimizer is not None:
-            self.flat_optimizer.progress()
+        self._updater.progress()
 
     def _reduce_stats(self) -> Work:
         """Start summing loss and weight over all ranks; only the first position of each last stage has any."""
@@ -491,53 +459,21 @@ class Engine:
         self._stats = mine.to("cpu", copy=True) if counts else torch.zeros(2, dtype=torch.float64)
         return self._all.all_reduce(self._stats)
 
-    # ------------------------------------------------------------------ tied parameters
-
-    def _send_tied_gradients(self, spec: GradientSpec) -> None:
-        """The complete gradient of an end whose owner is elsewhere."""
-        for tie in self._ties:
-            if tie.name == spec.name:
-                self._transport.send(tie.peers[0], gradient_message(self._call, tie))
-
-    def _add_tied_gradients(self) -> None:
-        """Wait for the gradients of all other ends, and add them to the owner's."""
-        while (missing := self._tied_gradients.missing()) is not None:
-            self._inbox.wait(f"the gradient of tied parameter {missing[0]}", missing[1])
-        for tie in self._tied_gradients.add():
-            self._gradients.added(tie.parameter)
-
-    def _send_tied_values(self, ties: Sequence[Tie]) -> None:
-        """Owners send their new values; other ends note that one more is due (it may have come already)."""
-        for tie in ties:
-            if tie.owns:
-                for peer in tie.peers:
-                    self._transport.send(peer, value_message(self._call, tie))
-            else:
-                self._tied_values[tie.name] += 1
-
-    def _receive_tied(self, message: Message) -> None:
-        if message.kind is Kind.TIED_GRADIENT:
-            self._tied_gradients.receive(message)
-            return
-        (name, value), = message.tensors.items()
-        with torch.no_grad():
-            self._parameters[name].copy_(value)
-        self._tied_values[name] -= 1
-
     def _finish_update(self) -> None:
-        """Wait until the parameters are those of the last step: what other replicas have updated, other ends of ties."""
-        if self.flat_optimizer is not None:
-            self.flat_optimizer.finish()
-        for tie in self._ties:
-            while self._tied_values[tie.name] > 0:
-                self._inbox.wait(f"the value of tied parameter {tie.name}", tie.peers[0])
+        """Wait until parameters are those of the last step, updated by other replicas or other ends of ties too."""
+        self._updater.wait()
+        self._ties.receive_values()
+
+    def _send(self, destination: int, message: Message) -> None:
+        self._transport.send(destination, message)
+
+    def _wait_for(self, what: str, source: int) -> None:
+        self._inbox.wait(what, source)
 
 
 def _unheard(direction: str, microbatch: int) -> None:
     """Where the leader decides, arrivals elsewhere are news to nobody."""
 
 
-_MANY = 64
-"""Microbatches of a batch, where their number decides something before the first batch has come."""
 _OUTSIDE = "code outside the engine"
 _CATEGORIES: dict[str, Category] = {"F": "forward", "B": "backward", "W": "weight"}

@@ -56,7 +56,8 @@ class Stage:
         blocks: (number in the model, name, module) of each block.
         loss: the model's loss on the last stage, None elsewhere.
         progress: called at every block boundary, forward and backward, so that messages move meanwhile.
-        block_passed: called with a block's number when the last backward of the batch has passed it.
+        block_passed: called with a block's number when the last backward of the batch has passed it and all behind it;
+            with the number after the last block's when that backward begins.
         segments: runs of blocks (places in `blocks`) that keep only what enters them, and are computed again in their
             backward. Their weight gradients are never postponed: their operands have only just been recomputed.
         defers_last_block: whether the last block's products may be postponed; the head of a model never does, because
@@ -79,8 +80,9 @@ class Stage:
         self.outputs: list[State] = []
         """What the last block returned, microbatch by microbatch, where `keep_outputs` was set."""
         modules = [module for _, _, module in blocks]
-        self._runs = _runs(len(blocks), segments)
-        at_once = {place for segment in segments for place in segment} | ({len(modules) - 1} if loss is not None else set())
+        self._runs = runs_of(len(blocks), segments)
+        at_once = {place for segment in segments for place in segment}
+        at_once |= {len(modules) - 1} if loss is not None else set()
         postpone_weight_gradients([module for place, module in enumerate(modules) if place not in at_once],
                                   [modules[place] for place in sorted(at_once)], weight_gradients)
 
@@ -195,6 +197,8 @@ class Stage:
         names = [name for name in graph.roots if name in gradients]
         roots = tuple(graph.roots[name] for name in names)
         self._last_backward = last
+        if last:
+            self._block_passed(self.blocks[-1][0] + 1)
         try:
             products = self._weights.backward_pass(number, lambda: roots and torch.autograd.backward(
                 roots, tuple(gradients[name] for name in names)), defer)
@@ -215,7 +219,7 @@ class Stage:
         self._weights.clear()
 
 
-def _runs(num_blocks: int, segments: Sequence[range]) -> list[tuple[range, bool]]:
+def runs_of(num_blocks: int, segments: Sequence[range]) -> list[tuple[range, bool]]:
     """Blocks in order, as checkpointed segments and single blocks between them; True where checkpointed."""
     inside = {place: segment for segment in segments for place in segment}
     runs: list[tuple[range, bool]] = []

@@ -28,7 +28,8 @@ from ranvier.optim.rules import rule_of
 from ranvier.pipeline.build import StageTable
 from ranvier.pipeline.checkpointing import stage_segments
 from ranvier.pipeline.partition import BlockCost
-from ranvier.pipeline.policies import auto_defer_microbatches, auto_in_flight, policy_named
+from ranvier.pipeline.policies import MANY, auto_defer_microbatches, auto_in_flight, policy_named
+from ranvier.pipeline.stage import runs_of
 from ranvier.precision import DTYPES
 from ranvier.run import Run
 
@@ -55,9 +56,14 @@ def predict(run: Run, model: Model, stages: StageTable, layout: Layout) -> tuple
     """One prediction for each stage. `layout` may be that of one replica: replicas differ in nothing."""
     found = []
     for row in stages.rows:
-        memory, blocks = _states(run, layout, row.stage, row.num_parameters), layout.blocks(row.stage)
-        if stages.costs:
-            memory["device"] |= _activations(run, model, stages.costs[blocks.start:blocks.stop], row.stage)
+        blocks = layout.blocks(row.stage)
+        costs = stages.costs[blocks.start:blocks.stop] if stages.costs else ()
+        segments = _segments(run, model, row.blocks, costs, row.stage)
+        memory = _states(run, layout, row.stage, row.num_parameters)
+        if run.optim.update_in_backward:
+            memory["device"]["gradients"] = _reused_gradients(run, layout, row.stage, segments)
+        if costs:
+            memory["device"] |= _activations(run, costs, row.stage, segments)
         found.append(RankMemory(pipe=row.stage, ranks=run.mesh.data * run.mesh.stage_size, **memory))
     return tuple(found)
 
@@ -71,7 +77,7 @@ def _states(run: Run, layout: Layout, stage: int, num_parameters: int) -> dict[s
     updated = sum(parameter.numel for owner, parameter in here.items()
                   if layout.stage_of(layout[owner].block) == stage)
     share = -(-updated // run.mesh.data) if optim.shard else updated
-    gradient_size = wide if half and optim.accumulate == "fp32" else size
+    gradient_size = _gradient_bytes(run)
     states = len(rule_of(optim).states)
     offload = "none" if optim.offload == "auto" else optim.offload
     device = {"parameters": num_parameters * size, "gradients": trainable * gradient_size}
@@ -91,7 +97,35 @@ def _states(run: Run, layout: Layout, stage: int, num_parameters: int) -> dict[s
     return {"device": device, "host": host}
 
 
-def _activations(run: Run, model: Model, costs: Sequence[BlockCost], stage: int) -> dict[str, int]:
+def _gradient_bytes(run: Run) -> int:
+    """Bytes of one parameter's gradient."""
+    dtype = DTYPES[run.precision]
+    return precision.wide(dtype).itemsize if run.optim.accumulate == "fp32" else dtype.itemsize
+
+
+def _reused_gradients(run: Run, layout: Layout, stage: int, segments: Sequence[range]) -> int:
+    """Gradients where each run of blocks has the same memory in turn, and what is tied keeps its own."""
+    blocks, tied = layout.blocks(stage), {p.owner for p in layout.parameters if p.owner != p.name}
+    largest = own = 0
+    for places, _ in runs_of(len(blocks), segments):
+        here = [p for p in layout.parameters if p.block - blocks.start in places and p.trainable]
+        largest = max(largest, sum(p.numel for p in here if p.owner not in tied))
+        own += sum(p.numel for p in here if p.owner in tied)
+    return (largest + own) * _gradient_bytes(run)
+
+
+def _segments(run: Run, model: Model, blocks: Sequence[str], costs: Sequence[BlockCost], stage: int) -> list[range]:
+    """The runs of a stage's blocks that are computed again, as places in `blocks`."""
+    policy = policy_named(run.pipeline.policy)
+    limit = auto_in_flight(run.mesh.pipe) if run.pipeline.in_flight == "auto" else run.pipeline.in_flight
+    if run.memory.checkpoint == "auto" and not costs:
+        return []
+    return stage_segments(run.memory.checkpoint, blocks, model.layers, [cost.kept_bytes for cost in costs],
+                          [cost.input_bytes for cost in costs],
+                          policy.stored(policy.in_flight(limit, MANY), stage, run.mesh.pipe))
+
+
+def _activations(run: Run, costs: Sequence[BlockCost], stage: int, segments: Sequence[range]) -> dict[str, int]:
     """What the microbatches on their way keep alive on a stage of these blocks."""
     mesh, policy = run.mesh, policy_named(run.pipeline.policy)
     share = -(-run.batch.global_size // mesh.data)
@@ -99,15 +133,12 @@ def _activations(run: Run, model: Model, costs: Sequence[BlockCost], stage: int)
     limit = auto_in_flight(mesh.pipe) if run.pipeline.in_flight == "auto" else run.pipeline.in_flight
     stored = min(policy.stored(policy.in_flight(limit, count), stage, mesh.pipe), count)
     kept = [cost.kept_bytes for cost in costs]
-    segments = stage_segments(run.memory.checkpoint, [cost.name for cost in costs], model.layers, kept,
-                              [cost.input_bytes for cost in costs],
-                              policy.stored(policy.in_flight(limit, 64), stage, mesh.pipe))
     inside = {place for segment in segments for place in segment}
     outside = sum(kept[place] for place in range(len(kept)) if place not in inside)
     recomputed = max((sum(kept[place] for place in segment) for segment in segments), default=0)
     waiting = 0
-    if policy.defers:
-        waiting = (auto_defer_microbatches(stage, mesh.pipe) * outside if run.pipeline.defer_bytes == "auto"
+    if policy.defers and not run.optim.update_in_backward:
+        waiting = (min(count, auto_defer_microbatches(stage, mesh.pipe)) * outside if run.pipeline.defer_bytes == "auto"
                    else run.pipeline.defer_bytes)
     entering = costs[0].input_bytes if stage else 0
     leaving = costs[-1].output_bytes if stage < mesh.pipe - 1 else 0

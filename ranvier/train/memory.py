@@ -30,7 +30,8 @@ def check_fits(run: Run, world: World) -> tuple[RankMemory, ...]:
     """The prediction for each stage. ConfigError when a rank of this machine needs more than there is."""
     memory = laid_out(run)[1]
     first = world.rank - world.local_rank
-    local = [memory[run.mesh.coordinates(rank).pipe] for rank in range(first, min(first + world.local_size, world.size))]
+    ranks = range(first, min(first + world.local_size, world.size))
+    local = [memory[run.mesh.coordinates(rank).pipe] for rank in ranks]
     problem = None
     if world.device.type == "cuda":
         problem = too_large(local, run=run, place="device", processes=1,

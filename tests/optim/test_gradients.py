@@ -78,7 +78,8 @@ def test_chunks_are_of_equal_size_and_cut_through_parameters(chunk_size, members
     gradients, _, _ = make([spec(str(number), number) for number in range(5)], chunk_size, members)
     sizes = [chunk.stop - chunk.start for chunk in gradients.chunks]
     assert len(sizes) == expected and len(set(sizes[:-1])) <= 1
-    assert all(size % members == 0 for size in sizes) and sum(sizes) == len(gradients.flat) == -(-20 // members) * members
+    assert all(size % members == 0 for size in sizes)
+    assert sum(sizes) == len(gradients.flat) == gradients.size == -(-20 // members) * members
     assert [chunk.share[1] - chunk.share[0] for chunk in gradients.chunks] == [size // members for size in sizes]
 
 
@@ -267,7 +268,7 @@ def test_nothing_is_written_after_it_was_reduced(monkeypatch):
 
     def rank_work(engine):
         group = FakeGroup()
-        engine._gradients._group = group
+        engine._updater.gradients._group = group
         engine.forward_backward(share(engine, points([[1, 2, 1]])))
         found.append(group)
 

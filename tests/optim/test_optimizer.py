@@ -198,10 +198,9 @@ def replica(world, *, shapes, offload, shard, dtype, steps=3, chunk=None, option
 @pytest.mark.parametrize("size", [2, 3])
 def test_sharded_equals_unsharded(offload, size, dtype):
     """Each replica has gradients of its own; all end with the same parameters, and a share of the states each."""
-    plain, = {states for _, states in run_ranks(partial(replica, shapes=SHAPES, offload=offload, shard=False,
-                                                        dtype=dtype), size)}
-    expected = run_ranks(partial(replica, shapes=SHAPES, offload=offload, shard=False, dtype=dtype), size)[0][0]
-    for parameters, states in run_ranks(partial(replica, shapes=SHAPES, offload=offload, shard=True, dtype=dtype), size):
+    work = partial(replica, shapes=SHAPES, offload=offload, dtype=dtype)
+    expected, plain = run_ranks(partial(work, shard=False), size)[0]
+    for parameters, states in run_ranks(partial(work, shard=True), size):
         for one, other in zip(parameters, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6 if dtype is torch.float32 else 0.01, atol=1e-7)
         assert states * size == plain
@@ -219,7 +218,8 @@ def test_fewer_parameters_than_replicas(shapes):
 # ---------------------------------------------------------------------- where the bytes are
 
 @pytest.mark.parametrize(("accumulate", "offload", "in_flight", "per_parameter", "per_bucket"), [
-    ("half", "stream", 1, 4, 16), ("half", "stream", 3, 4, 40), ("fp32", "stream", 1, 6, 12), ("fp32", "stream", 3, 6, 36),
+    ("half", "stream", 1, 4, 16), ("half", "stream", 3, 4, 40), ("fp32", "stream", 1, 6, 12),
+    ("fp32", "stream", 3, 6, 36),
     ("fp32", "none", 3, 18, 0), ("half", "none", 3, 16, 4), ("half", "host", 3, 4, 0), ("fp32", "host", 3, 6, 0)])
 def test_device_bytes_are_those_of_the_formulas(accumulate, offload, in_flight, per_parameter, per_bucket):
     """4 phi + (12 d + 4) bsize with half-precision sums, 6 phi + 12 d bsize with fp32 sums (AxoNN, section V-B)."""

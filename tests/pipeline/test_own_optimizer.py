@@ -1,4 +1,4 @@
-"""Training with our own optimizer on every mesh: equal to torch's, whatever is offloaded, sharded, clipped or skipped."""
+"""Our own optimizer on every mesh: equal to torch's, whatever is offloaded, sharded, clipped or skipped."""
 
 from functools import partial
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.optim.loss_scale import LossScale
 from ranvier.pipeline.engine import Engine
@@ -201,3 +202,61 @@ def test_a_users_torch_optimizer_updates_half_precision_parameters():
         engine.close()
 
     run_ranks(rank, 1)
+
+
+# ---------------------------------------------------------------------- update in backward
+
+@pytest.mark.parametrize("options", [{}, {"offload": "stream", "shard": True}, {"offload": "host"}])
+@pytest.mark.parametrize("checkpoint", ["none", 2])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("make", [small_gpt, three_ends, lambda: frozen(residuals(), of_blocks(0, 1, 4, 7))],
+                         ids=["gpt", "three ends", "partly frozen"])
+def test_updates_in_the_backward_equal_those_after_it(make, mesh, checkpoint, options):
+    reference = Reference(make(), seed=SEED, dtype=torch.float64, optimizer=ADAMW)
+    batches = [(tokens if make is small_gpt else points)([[2]] * mesh.data, seed=seed) for seed in range(3)]
+    norms = []
+    for batch in batches:
+        reference.train_batch([one for replica in batch for one in replica])
+        norms.append(sum(float((gradient ** 2).sum()) for gradient in reference.gradients().values()) ** 0.5)
+
+    def work(engine):
+        found = [engine.train_batch(share(engine, batch)).grad_norm for batch in batches]
+        return found, weights(engine)
+
+    found, parameters = zip(*on_mesh(make, mesh, work, optim=optim(update_in_backward=True, **options),
+                                     learning_rate=1e-2, checkpoint=checkpoint), strict=True)
+    assert all(norm == pytest.approx(norms, rel=1e-10) for norm in found)
+    assert_same_weights(parameters, reference, mesh)
+
+
+def test_one_block_of_gradients_at_a_time():
+    """The buffer is as large as the largest block; what is tied keeps its own."""
+    def work(engine):
+        engine.train_batch(share(engine, tokens([[2]])))
+        assert all(parameter.grad is None for name, parameter in engine.named_parameters().items() if "layer" in name)
+        return len(engine._updater.gradients.flat), engine._updater.gradients.size
+
+    (small, whole), = on_mesh(small_gpt, Mesh(), work, optim=optim(update_in_backward=True))
+    mlp, tied, all_of_them = 2 * 8 * 32 + 32 + 8 + 16, 13 * 8, 3 * (2 * 8 * 32 + 56 + 4 * 64 + 48) + 13 * 8 + 6 * 8 + 16
+    assert (small, whole) == (mlp + tied, all_of_them)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"optim": optim(update_in_backward=True, clip_norm=1.0)}, "cannot clip by a norm"),
+    ({"optim": optim(update_in_backward=True), "optimizer": ADAMW}, "needs Ranvier's own optimizer")])
+def test_what_update_in_backward_cannot_do(options, message):
+    with pytest.raises(ConfigError, match=f"optim.update-in-backward: {message}"):
+        on_mesh(small_gpt, Mesh(), lambda engine: None, **options)
+
+
+def test_update_in_backward_is_for_one_microbatch_of_ones_own_format():
+    def work(engine):
+        with pytest.raises(ConfigError, match=r"optim\.update-in-backward: needs batches of one microbatch, not 2"):
+            engine.train_batch(share(engine, tokens([[1, 1]])))
+        with pytest.raises(ConfigError, match=r"optim\.update-in-backward: keeps no gradients"):
+            engine.forward_backward(share(engine, tokens([[1]])))
+
+    on_mesh(small_gpt, Mesh(), work, optim=optim(update_in_backward=True))
+    with pytest.raises(ConfigError, match="cannot skip a step whose gradients overflow"):
+        run_ranks(lambda world: Engine(small_gpt(), world, dtype=torch.float16,
+                                       optim=optim(update_in_backward=True)), 1)

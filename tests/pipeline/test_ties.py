@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from ranvier.comm.message import Kind
+from ranvier.comm.message import Kind, Message
 from ranvier.errors import ModelError
 from ranvier.mesh import Mesh
 from ranvier.models.block import Model
 from ranvier.pipeline.engine import Engine
-from ranvier.pipeline.ties import TiedGradients, gradient_message, ties_of
+from ranvier.pipeline.ties import TiedGradients, TiedParameters, ties_of
 from ranvier.testing.ranks import run_ranks
 from tests.pipeline.parity import assert_parity, chain, chunks_of, frozen, on_mesh, points, share, squared
 from tests.pipeline.test_unusual_blocks import Plain
@@ -105,7 +105,7 @@ def test_who_sends_to_whom():
 
     def rank(world):
         return [(tie.name, tie.owns, tie.peers) for tie in
-                Engine(blocks((2, 5, 0)), world, mesh=mesh, boundaries=(2, 4))._ties]
+                Engine(blocks((2, 5, 0)), world, mesh=mesh, boundaries=(2, 4))._ties.ties]
 
     ties = run_ranks(rank, mesh.size)
     assert ties[3:] == [[("b2.linear.weight", False, (4,))], [("b2.linear.weight", True, (3, 5))],
@@ -124,8 +124,12 @@ def test_gradients_are_added_in_stage_order_and_wait_their_turn():
 
     def arrive(source, factor):
         ties[source][0].parameter.grad = torch.full_like(owned.parameter, factor * values[source])
-        message = gradient_message(1, ties[source][0])
-        arrivals.receive(type(message)(message.kind, message.step, 0, message.tensors, source=source))
+        sent = []
+        ends = TiedParameters(ties[source], lambda peer, message: sent.append((peer, message)), None)
+        ends.send_gradient(owned.name, 1)
+        (peer, message), = sent
+        assert peer == 1
+        arrivals.receive(Message(message.kind, message.step, 0, message.tensors, source=source))
 
     assert arrivals.missing() == (owned.name, 0)
     arrive(2, 1.0)

@@ -39,6 +39,8 @@ def larger(corpus, run_dir, **changed):
     ("offloaded", {"precision": "bf16", "optim": Optim(offload="stream", bucket_size=10_000, accumulate="half")}),
     ("on the host", {"precision": "bf16", "optim": Optim(offload="host", bucket_size=10_000)}),
     ("checkpointed", {"memory": Memory(checkpoint=1), "mesh": Mesh(pipe=2)}),
+    ("updated in the backward", {"optim": Optim(update_in_backward=True),
+                                 "batch": Batch(global_size=4, microbatch_size=2)}),
     ("sgd on one rank", {"optim": Optim(algorithm="sgd"), "mesh": Mesh()})])
 def test_what_is_predicted_is_what_is_measured(corpus, tmp_path, name, changed):
     """What lives from step to step to the byte; the rest, which is a bound, within a third."""
@@ -77,8 +79,8 @@ def test_checkpointing_takes_less(corpus, tmp_path):
 def test_a_run_that_cannot_fit_is_refused_before_it_is_built(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "available_memory_bytes", lambda: 1_000 << 20)
     monkeypatch.setattr(Training, "_loaders", lambda self: pytest.fail("built"))
-    with pytest.raises(ConfigError, match=r"memory of the machine: does not suffice: 4 ranks here need 1,3\d\d MiB, and "
-                                          r"there are 1,000; of stage \d: parameters .* In this order: lower "
+    with pytest.raises(ConfigError, match=r"memory of the machine: does not suffice: 4 ranks here need 1,3\d\d MiB, "
+                                          r"and there are 1,000; of stage \d: parameters .* In this order: lower "
                                           r"--batch.microbatch-size \(it is 2\); set --memory.checkpoint auto; "):
         run_all(larger(corpus, tmp_path / "run"))
 
@@ -170,8 +172,9 @@ def test_a_rank_that_the_kernel_kills(corpus, tmp_path):
     """The parent's last words are the table."""
     run_dir = tmp_path / "run"
     command = [sys.executable, "-m", "ranvier", "train", "gpt-tiny", "--mesh.data", "1", "--mesh.pipe", "2",
-               "--data.corpus", str(corpus / "texts"), "--data.cache-dir", str(corpus / "cache"), "--model.vocab", "300",
-               "--comm.transport", "torch", "--train.steps", "100000", "--run-dir", str(run_dir)]
+               "--data.corpus", str(corpus / "texts"), "--data.cache-dir", str(corpus / "cache"),
+               "--model.vocab", "300", "--comm.transport", "torch", "--train.steps", "100000", "--run-dir",
+               str(run_dir)]
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 100
@@ -186,5 +189,5 @@ def test_a_rank_that_the_kernel_kills(corpus, tmp_path):
         parent.kill()
         parent.communicate()
     assert parent.returncode == 1
-    told, _, table = err.partition("was killed by SIGKILL (by the kernel, if memory ran out)")
+    _, _, table = err.partition("was killed by SIGKILL (by the kernel, if memory ran out)")
     assert table and "predicted memory, MiB:" in table and "activations" in table, err
