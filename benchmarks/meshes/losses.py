@@ -24,24 +24,25 @@ from ranvier import resolve
 from ranvier.data.loader import Loader
 from ranvier.data.prepare import prepare
 from ranvier.data.sampler import Sampler
-from ranvier.train.loop import learning_rate
+from ranvier.optim.learning_rate import learning_rate
 
 HERE = Path(__file__).parent
 MESHES = ((1, 1), (2, 2), (1, 4), (4, 1))
 
 
-def mesh_losses(recipe: str, steps: int, data: int, pipe: int, folder: Path) -> list[float]:
-    """Losses of `ranvier train` on data x pipe, one per step."""
-    run_dir = folder / f"data{data}-pipe{pipe}"
+def mesh_losses(recipe: str, steps: int, data: int, pipe: int, folder: Path, **more: str) -> list[float]:
+    """Losses of `ranvier train` on data x pipe, one per step. more: flags by name, "_" for "-" and "__" for "."."""
+    run_dir = folder / "-".join([f"data{data}-pipe{pipe}", *more.values()])
     flags = {"--mesh.data": data, "--mesh.pipe": pipe, "--train.steps": steps, "--train.sample-tokens": 0,
-             "--run-dir": run_dir}
+             "--run-dir": run_dir} | {f"--{name.replace('__', '.').replace('_', '-')}": value
+                                      for name, value in more.items()}
     subprocess.run([sys.executable, "-m", "ranvier", "train", recipe, *(str(word) for pair in flags.items()
                                                                         for word in pair)], check=True)
     return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def plain_losses(recipe: str, steps: int, folder: Path) -> list[float]:
-    """Losses of the plain loop on the very batches that the meshes see."""
+def plain_losses(recipe: str, steps: int, folder: Path, autocast: str | None = None) -> list[float]:
+    """Losses of the plain loop on the very batches that the meshes see. autocast: bf16 or fp16, torch's own."""
     run = resolve.resolve([resolve.load(recipe)[1]]).run
     tokens = prepare(run).train
     loader = Loader(tokens, Sampler(tokens.num_sequences(run.model.sequence), run.seed), sequence=run.model.sequence,
@@ -51,30 +52,32 @@ def plain_losses(recipe: str, steps: int, folder: Path) -> list[float]:
         (whole,) = loader.microbatches(step)
         batches.append(np.concatenate([whole.inputs.numpy(), whole.targets.numpy()[:, -1:]], axis=1))
     np.save(folder / "batches.npy", np.stack(batches))
-    train = run.train
+    train, optim = run.train, run.optim
     (folder / "config.json").write_text(json.dumps({
-        "model": asdict(run.model), "seed": run.seed,
+        "model": asdict(run.model), "seed": run.seed, "autocast": autocast,
         "learning_rates": [learning_rate(train, step) for step in range(1, steps + 1)],
-        "adamw": {"betas": train.betas, "eps": train.epsilon, "weight_decay": train.weight_decay}}))
+        "adamw": {"betas": optim.betas, "eps": optim.epsilon, "weight_decay": optim.weight_decay}}))
     subprocess.run([sys.executable, str(HERE / "plain_loop.py"), str(folder / "batches.npy"),
                     str(folder / "config.json"), str(folder / "losses.json")], check=True)
     return json.loads((folder / "losses.json").read_text())
 
 
-def draw(curves: dict[str, list[float]], path: Path) -> None:
+def draw(curves: dict[str, list[float]], path: Path, title: str) -> None:
+    """Curves above, differences from the first below."""
     figure = Figure(figsize=(8, 7))
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    reference = np.array(curves["plain PyTorch"])
+    first = next(iter(curves))
+    reference = np.array(curves[first])
     for number, (name, losses) in enumerate(curves.items()):
         steps = np.arange(1, len(losses) + 1)
-        above.plot(steps, losses, label=name, color=f"C{number}", linewidth=5 - number * 0.9, alpha=0.8)
-        if name != "plain PyTorch":
+        above.plot(steps, losses, label=name, color=f"C{number}", linewidth=max(1, 5 - number * 0.9), alpha=0.8)
+        if name != first:
             below.semilogy(steps, np.maximum(np.abs(np.array(losses) - reference) / reference, 1e-9), label=name,
                            color=f"C{number}", linewidth=1)
     above.set_ylabel("training loss")
-    above.set_title("One run on several meshes, and a plain PyTorch loop")
+    above.set_title(title)
     above.legend(frameon=False)
-    below.set_ylabel("relative difference\nfrom plain PyTorch")
+    below.set_ylabel(f"relative difference\nfrom {first}")
     below.set_xlabel("step")
     for axes in (above, below):
         axes.grid(alpha=0.3)
@@ -100,7 +103,7 @@ def main() -> None:
     path = results_file("meshes", "losses")
     write_results(path, {"steps": options.steps, "recipe": options.recipe, "largest_relative_difference": worst,
                          "curves": curves})
-    draw(curves, path.with_suffix(".png"))
+    draw(curves, path.with_suffix(".png"), "One run on several meshes, and a plain PyTorch loop")
     print(f"wrote {path} and {path.with_suffix('.png')}")
 
 

@@ -3,7 +3,8 @@
     python plain_loop.py batches.npy config.json losses.json
 
 batches.npy: [steps, sequences, tokens + 1] int64, the global batches. config.json: the model's sizes, seed, learning
-rates of all steps and AdamW's settings.
+rates of all steps, AdamW's settings, and `autocast`: null, or the half precision of torch.autocast (with a gradient
+scaler for fp16), parameters staying in fp32.
 """
 
 import json
@@ -29,15 +30,19 @@ def main(batches_file: str, config_file: str, losses_file: str) -> None:
     blocks["head"].projection.weight = blocks["embedding"].token.weight
     network = nn.Sequential(*blocks.values())
     optimizer = torch.optim.AdamW(network.parameters(), fused=True, **config["adamw"])
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16, None: torch.float32}[config["autocast"]]
+    scaler = torch.amp.GradScaler("cpu", enabled=half is torch.float16)
     losses = []
     for batch, rate in zip(np.load(batches_file, mmap_mode="r"), config["learning_rates"], strict=True):
         tokens = torch.from_numpy(batch.copy())
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.zero_grad()
-        total, weight = model.loss(network(tokens[:, :-1]), tokens[:, 1:])
-        (total / weight).backward()
-        optimizer.step()
+        with torch.autocast("cpu", dtype=half, enabled=half is not torch.float32):
+            total, weight = model.loss(network(tokens[:, :-1]), tokens[:, 1:])
+        scaler.scale(total / weight).backward()
+        scaler.step(optimizer)
+        scaler.update()
         losses.append((total / weight).item())
     with open(losses_file, "w") as file:
         json.dump(losses, file)
