@@ -17,6 +17,7 @@ the spans of one step (.png), and step end over k (-curve.png).
 from __future__ import annotations
 
 import argparse
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -41,6 +42,7 @@ FULL = Workload(num_layers=6, hidden=256, vocab=8192, sequence=32, sequences=2, 
 QUICK = Workload(num_layers=2, hidden=128, heads=2, vocab=1024, sequence=16, sequences=2, microbatches=2, tied=False)
 RANKS = 2
 _COMPUTE = ("forward", "backward", "weight")
+_TIMEOUT_SECONDS = 900.0
 
 
 @dataclass
@@ -114,9 +116,11 @@ class Variant:
     spans: Spans
 
 
-def one_step(workload: Workload, variant: Variant, number: int) -> dict[str, object]:
-    """Clocks of the last backward's end and of the step's, and spans of reductions and updates."""
+def one_step(workload: Workload, variant: Variant, number: int, together: threading.Barrier) -> dict[str, object]:
+    """Clocks of the last backward's end and of the step's, and spans of reductions and updates. Ranks start together,
+    so that none computes the next batch on a core that another needs to end this one."""
     engine = variant.engine
+    together.wait(60.0)
     result = engine.train_batch(replica_batch(workload, engine, number))
     engine.parameters()  # waits for those of the other replica
     stop_ns = time.monotonic_ns()
@@ -145,7 +149,7 @@ def optim_of(k: int, shard: bool, options: argparse.Namespace, phi: int) -> Opti
 
 
 def measure_rank(world: World, workload: Workload, options: argparse.Namespace, variants: list[tuple[int, bool]],
-                 phi: int) -> list[dict]:
+                 phi: int, together: threading.Barrier) -> list[dict]:
     """{"k", "shard", "rounds": [[step, ...], ...]} for every variant, on one rank."""
     opened = []
     for k, shard in variants:
@@ -157,7 +161,8 @@ def measure_rank(world: World, workload: Workload, options: argparse.Namespace, 
     number = 0
     for turn in range(options.rounds + 1):
         for variant in opened if turn % 2 == 0 else reversed(opened):
-            steps = [one_step(workload, variant, number + offset) for offset in range(options.steps + 1)]
+            steps = [one_step(workload, variant, number + offset, together)
+                     for offset in range(options.steps + 1)]
             if turn:  # the first round and the first step of each block are not counted
                 rounds[variant.k, variant.shard].append(steps[1:])
         number += options.steps + 1
@@ -179,8 +184,9 @@ def measure(options: argparse.Namespace) -> dict:
     variants = [(k, shard) for shard in (False, True) for k in (*options.k, 0)]
 
     def run(link: Link | None, which: list[tuple[int, bool]]) -> list[list[dict]]:
-        return run_ranks(lambda world: measure_rank(world, workload, options, which, phi), RANKS, throttle=link,
-                         timeout_seconds=600.0)
+        together = threading.Barrier(RANKS)
+        return run_ranks(lambda world: measure_rank(world, workload, options, which, phi, together), RANKS,
+                         throttle=link, timeout_seconds=_TIMEOUT_SECONDS)
 
     unthrottled = run(None, [(0, False)])[0][0]["rounds"]
     update_seconds = median(1e-9 * sum(end - begin for _, begin, end in step["optimizer"])
