@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.memory.common import table
+from benchmarks.memory.program import table
 from benchmarks.record import results_file, write_results
 from ranvier.comm.torch_backend import TorchBackend
 from ranvier.machine import available_memory_bytes

@@ -25,7 +25,7 @@ from dataclasses import asdict
 
 import torch
 
-from benchmarks.memory.common import build_engine, mib, parser, replica_batch, table, write
+from benchmarks.memory.program import build_engine, mib, parser, replica_batch, table, write
 from benchmarks.pipeline.workload import Workload
 from ranvier.mesh import Mesh
 from ranvier.run import Optim

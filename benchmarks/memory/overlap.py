@@ -27,7 +27,7 @@ from statistics import median
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from benchmarks.memory.common import build_engine, parser, ratios, replica_batch, table, write
+from benchmarks.memory.program import build_engine, parser, ratios, replica_batch, table, write
 from benchmarks.pipeline.workload import Workload
 from ranvier.comm.collectives import ring_bytes
 from ranvier.comm.protocol import Backend, Group, Reduction, Work

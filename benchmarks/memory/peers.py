@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.memory.common import MIB, build_engine, parser, ratios, replica_batch, state_bytes, table, write
+from benchmarks.memory.program import MIB, build_engine, parser, ratios, replica_batch, state_bytes, table, write
 from benchmarks.pipeline.workload import Workload, whole_network
 from ranvier.comm.torch_backend import TorchBackend
 from ranvier.mesh import Mesh
@@ -204,7 +204,7 @@ def measure(options: argparse.Namespace) -> list[dict]:
     workload = QUICK if options.quick else FULL
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.memory.common", "torch.distributed.optim"])
+    context.set_forkserver_preload(["benchmarks.memory.program", "torch.distributed.optim"])
     teams = [Team(context, workload, contender, store.port, options.warmup)
              for contender in contenders(options.bucket_size)]
     rows = {team.contender.name: {**asdict(team.contender), "losses": team.losses(), "rounds": []} for team in teams}

@@ -28,7 +28,7 @@ from statistics import mean, median
 
 from matplotlib.figure import Figure
 
-from benchmarks.memory.common import MIB, build_engine, parser, ratios, replica_batch, table, write
+from benchmarks.memory.program import MIB, build_engine, parser, ratios, replica_batch, table, write
 from benchmarks.pipeline.workload import Workload
 from ranvier.comm.mpi_launch import mpi_available
 from ranvier.mesh import Mesh

@@ -81,15 +81,17 @@ class Gradients:
         reduce_dtype: in which chunks travel; by default that of the buffer.
         reuse: runs of blocks (their numbers) whose gradients have the same memory in turn; `chunk_size` is not used
             then. What is tied, or used in several runs, keeps its own.
+        allocate: whether the buffer is there at once; otherwise `allocate` makes it, after parameters have moved.
     """
 
     def __init__(self, specs: Sequence[GradientSpec], group: Group, chunk_size: int,
                  send_to_owner: Callable[[GradientSpec], None], *, dtype: torch.dtype | None = None,
-                 reduce_dtype: torch.dtype | None = None, reuse: Sequence[range] = ()) -> None:
+                 reduce_dtype: torch.dtype | None = None, reuse: Sequence[range] = (),
+                 allocate: bool = True) -> None:
         self._group, self._send_to_owner = group, send_to_owner
         self._run = {spec.parameter: _run_of(spec, reuse) for spec in specs}
         order = sorted(enumerate(specs), key=lambda item: (bool(reuse) and self._run[item[1].parameter] is None,
-                                                           -max(item[1].blocks), -item[0]))
+                                                           -min(item[1].blocks), -item[0]))
         self._specs = [spec for _, spec in order]
         self.places: dict[nn.Parameter, tuple[int, int]] = {}
         """Where each parameter's gradient begins and ends in the buffer."""
@@ -101,11 +103,17 @@ class Gradients:
         self.on_complete: Callable[[Chunk], None] | None = None
         """With `reuse`: takes each chunk when it is complete; its memory is another's when this returns."""
         first = self._specs[0].parameter if self._specs else torch.empty(0)
-        self.flat = torch.zeros(self._place_chunks(), dtype=dtype or first.dtype, device=first.device)
-        """All gradients, in reduction order; with `reuse` room for those of one run, and what keeps its own."""
-        self._reduce_dtype = reduce_dtype or self.flat.dtype
+        self.dtype, self._device, self._length = dtype or first.dtype, first.device, self._place_chunks()
+        self._reduce_dtype = reduce_dtype or self.dtype
         self._next = self._moving = 0
         self._scatter = False
+        if allocate:
+            self.allocate()
+
+    def allocate(self) -> None:
+        """Make the buffer, and the parameters' `.grad` views of it."""
+        self.flat = torch.zeros(self._length, dtype=self.dtype, device=self._device)
+        """All gradients, in reduction order; with `reuse` room for those of one run, and what keeps its own."""
         self._attach(reused=False)
 
     def _lay_out(self, chunk_size: int) -> int:

@@ -12,7 +12,8 @@ whatever shapes it holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -28,12 +29,22 @@ from ranvier.run import Optim
 Offload = Literal["none", "stream", "host"]
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StateSlice:
+    """The states of elements [start, stop) of a flattened parameter: name -> [stop - start], views of what lives."""
+
+    parameter: str
+    start: int
+    stop: int
+    states: Mapping[str, Tensor]
+
+
 class FlatOptimizer:
     """AdamW or SGD over the parameters that a rank owns.
 
     Args:
         optim: the settings; `offload` is resolved (not auto).
-        gradients: their buffer. Parameters are moved into a flat buffer of the same order.
+        gradients: their buffer, which need not be allocated yet. Parameters are moved into a flat one of its order.
         group: the ranks that hold the same parameters; with `optim.shard` each updates its share.
         bucket_size: parameters that are updated in one piece.
     """
@@ -63,7 +74,7 @@ class FlatOptimizer:
                 return Streamed(rule, self.weights, self._of_bucket, buckets, self._optim.buckets_in_flight)
             case "host":
                 return OnHost(rule, self.weights, self._of_bucket, buckets, self._optim.buckets_in_flight,
-                              gradient_dtype=self._gradients.flat.dtype)
+                              gradient_dtype=self._gradients.dtype)
 
     def _of_bucket(self, bucket: Bucket) -> Tensor:
         """The gradients of a bucket."""
@@ -104,6 +115,37 @@ class FlatOptimizer:
         for work in self._gathers:
             work.wait()
         self._gathers = []
+
+    # ------------------------------------------------------------------ what a checkpoint keeps
+
+    def slices(self) -> Iterator[StateSlice]:
+        """The states that this rank keeps, by parameter; "master" among them where parameters have a copy of their own.
+
+        They may be read and written between steps; after writing, call `loaded`.
+        """
+        self.placement.synchronize()
+        states = self.placement.states
+        for chunk in self._chunks:
+            for spec in chunk.specs:
+                first, last = self._gradients.places[spec.parameter]
+                for bucket in self._buckets[id(chunk)]:
+                    start, stop = max(first, bucket.start), min(last, bucket.stop)
+                    if start < stop:
+                        at = bucket.state + start - bucket.start
+                        yield StateSlice(parameter=spec.name, start=start - first, stop=stop - first,
+                                         states={name: state[at:at + stop - start] for name, state in states.items()})
+
+    def loaded(self, steps: int) -> None:
+        """`slices` have been written, after `steps` updates: parameters become what their master copies are."""
+        self.steps = steps
+        self.placement.give_parameters()
+        if self.sharded:
+            self.finish()
+            for chunk in self._chunks:
+                start, stop = chunk.share
+                self._gathers.append(self._group.all_gather(self.weights[chunk.start:chunk.stop],
+                                                            self.weights[start:stop].clone()))
+            self.finish()
 
     def _segments(self) -> list[Segment]:
         """What is updated now: parameters that have not been frozen since."""

@@ -55,6 +55,9 @@ class Placement(Protocol):
     def take_parameters(self) -> None:
         """Master copies become what the parameters are now."""
 
+    def give_parameters(self) -> None:
+        """Parameters become what their master copies are."""
+
     def prefetch(self, buckets: Sequence[Bucket]) -> None:
         """These buckets, in this order, are the next that will be updated. What was told before is forgotten."""
 
@@ -99,6 +102,12 @@ class _Flat:
         if "master" in self.states:
             for bucket in self._buckets:
                 self._of(bucket, "master").copy_(self._weights[bucket.start:bucket.stop])
+
+    def give_parameters(self) -> None:
+        """Parameters become what their master copies are."""
+        if "master" in self.states:
+            for bucket in self._buckets:
+                self._weights[bucket.start:bucket.stop].copy_(self._of(bucket, "master"))
 
     def _of(self, bucket: Bucket, name: str) -> Tensor:
         return self.states[name][bucket.state:bucket.state + len(bucket)]

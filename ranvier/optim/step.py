@@ -89,12 +89,13 @@ class Updater:
             specs, replicas, bucket_size * optim.chunk_buckets, send_to_owner,
             dtype=torch.float32 if half and optim.accumulate == "fp32" and optimizer is None else dtype,
             reduce_dtype=torch.float32 if half and optim.reduce_dtype == "fp32" else dtype,
-            reuse=runs if optim.update_in_backward else ())
+            reuse=runs if optim.update_in_backward else (), allocate=False)
         owned = [spec.parameter for spec in self.gradients.owned()]
         self.updates = own or optimizer is not None
         """Whether anything updates parameters, on this rank or another."""
         self.flat = FlatOptimizer(optim, self.gradients, replicas, bucket_size=bucket_size,
                                   offload=resolve_offload(optim, self.gradients, device)) if own else None
+        self.gradients.allocate()  # not before parameters have moved: they are there twice on the way
         self.users = optimizer(owned) if optimizer is not None and owned else None
         self.loss_scale = LossScale(scale=optim.initial_loss_scale, window=optim.loss_scale_window) \
             if dtype is torch.float16 else None

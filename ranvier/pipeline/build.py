@@ -136,10 +136,13 @@ def build_stage(model: Model, layout: Layout, stage: int, *, seed: int, dtype: t
     Weights of a model that declares `initial` depend on (seed, name, place) alone; others are what the builder made.
     """
     names = list(model.blocks)
-    blocks = [(number, names[number], model.blocks[names[number]]()) for number in layout.blocks(stage)]
+    blocks: list[tuple[int, str, nn.Module]] = []
     here: dict[str, nn.Parameter] = {}
-    for _, block, module in blocks:
-        module.to(device=device, dtype=dtype)
+    for number in layout.blocks(stage):
+        block = names[number]
+        with device:
+            module = model.blocks[block]().to(device=device, dtype=dtype)
+        blocks.append((number, block, module))
         for name, parameter in list(module.named_parameters()):
             full = f"{block}.{name}"
             owner = layout[full].owner

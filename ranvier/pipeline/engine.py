@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -190,6 +191,39 @@ class Engine:
                 "bytes_received_by_axis": {"pipe": self._inbox.bytes_received,
                                            "data": self._data_group.bytes_received},
                 "longest_gap_seconds": self._transport.longest_gap_seconds}
+
+    def optimizer_state(self) -> dict[str, object]:
+        """What this rank's optimizer of `optim` needs to go on: {"steps", "loss_scale", "slices"}, copies on the CPU.
+
+        slices: [(parameter, start, stop, {state: tensor})], by the places of elements in the flattened parameter.
+        """
+        flat, scale = self.flat_optimizer, self.loss_scale
+        if flat is None:
+            raise ConfigError("has no state of its own", where="Engine(optim=...)",
+                              remedy="Build the engine with optim=; a torch optimizer has state_dict().")
+        return {"steps": flat.steps, "loss_scale": None if scale is None else asdict(scale),
+                "slices": [(slice.parameter, slice.start, slice.stop,
+                            {name: state.detach().to("cpu", copy=True) for name, state in slice.states.items()})
+                           for slice in flat.slices()]}
+
+    def load_optimizer_state(self, state: Mapping) -> None:
+        """Go on from an `optimizer_state` of the same rank of the same mesh and settings; all ranks call it. Parameters
+        with master copies become what those are; others are the caller's to load. ConfigError where it does not fit."""
+        saved = {tuple(entry[:3]): entry[3] for entry in state["slices"]}
+        slices = list(self.flat_optimizer.slices()) if self.flat_optimizer is not None else []
+        if ({(slice.parameter, slice.start, slice.stop) for slice in slices} != set(saved)
+                or any(set(slice.states) != set(saved[slice.parameter, slice.start, slice.stop]) for slice in slices)):
+            raise ConfigError("does not fit this rank's optimizer", where="optimizer state",
+                              value=f"{len(saved)} slices, {len(slices)} expected",
+                              remedy="Build the engine with the model, mesh and optim settings that it was saved with.")
+        for slice in slices:
+            for name, tensor in slice.states.items():
+                tensor.copy_(saved[slice.parameter, slice.start, slice.stop][name])
+        if self.flat_optimizer is not None:
+            self.flat_optimizer.loaded(state["steps"])
+        if self.loss_scale is not None and state["loss_scale"] is not None:
+            for name, value in state["loss_scale"].items():
+                setattr(self.loss_scale, name, value)
 
     def tensors(self) -> dict[str, dict[str, list[Tensor]]]:
         """What lives from step to step on this rank: {"device": {category: tensors}, "host": {...}}. On a CPU as the

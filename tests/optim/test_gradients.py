@@ -141,9 +141,11 @@ def test_a_chunk_is_reduced_when_its_block_is_passed():
 
 def test_a_chunk_waits_for_all_blocks_that_use_it():
     gradients, group, _ = make([spec("a", (0, 2)), spec("b", 1)])
+    assert chunks(gradients) == [["b"], ["a"]], "what block 0 uses too comes last, and holds back no other"
     gradients.block_passed(2)
+    assert group.reduced == []
     gradients.block_passed(1)
-    assert group.reduced == [], "the first chunk is that of the parameter that block 0 uses too"
+    assert len(group.reduced) == 1
     gradients.block_passed(0)
     assert len(group.reduced) == 2
 

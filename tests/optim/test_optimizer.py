@@ -13,6 +13,7 @@ from ranvier.optim.buckets import Bucket, Segment, buckets_of, within
 from ranvier.optim.gradients import Gradients, GradientSpec
 from ranvier.optim.optimizer import FlatOptimizer, storage_bytes, tensors_by_category
 from ranvier.run import Optim
+from ranvier.testing.memory import MemoryTracker
 from ranvier.testing.ranks import run_ranks
 
 OFFLOADS = ("none", "stream", "host")
@@ -216,6 +217,20 @@ def test_fewer_parameters_than_replicas(shapes):
 
 
 # ---------------------------------------------------------------------- where the bytes are
+
+def test_building_needs_no_more_than_training():
+    """Parameters are there twice while they move, which is before gradients are there at all."""
+    parameters = parameters_of([(100, 10)] * 10, torch.bfloat16)
+    specs = [GradientSpec(name=str(number), parameter=parameter, blocks=frozenset([number]))
+             for number, parameter in enumerate(parameters)]
+    with MemoryTracker() as tracker:
+        tracker.tag(parameters, "parameters")
+        gradients = Gradients(specs, Alone(), 700, lambda spec: None, allocate=False)
+        FlatOptimizer(Optim(), gradients, Alone(), offload="none", bucket_size=700)
+        gradients.allocate()
+    phi = 10_000
+    assert tracker.peak_bytes() == (2 + 2 + 12) * phi
+
 
 @pytest.mark.parametrize(("accumulate", "offload", "in_flight", "per_parameter", "per_bucket"), [
     ("half", "stream", 1, 4, 16), ("half", "stream", 3, 4, 40), ("fp32", "stream", 1, 6, 12),

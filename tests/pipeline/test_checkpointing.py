@@ -19,7 +19,7 @@ from ranvier.pipeline.checkpointing import (
     segments_of,
     stage_segments,
 )
-from tests.pipeline.parity import assert_parity, chain, frozen, points, small_gpt, tokens
+from tests.pipeline.parity import assert_parity, chain, chunks_of, frozen, on_mesh, points, share, small_gpt, tokens
 from tests.pipeline.test_parity import of_blocks, residuals
 from tests.pipeline.test_unusual_blocks import Plain
 
@@ -130,3 +130,28 @@ def test_what_is_computed_again(checkpoint, expected):
     assert_parity(partial(chain, *[Counted] * 4), batches, Mesh(), checkpoint=checkpoint,
                   also=lambda engine: engine.evaluate(batches[0]).loss)
     assert Counted.forwards == expected + 8 + 8, "the reference's and the evaluation's beside it"
+
+
+def test_reductions_start_while_the_backward_runs():
+    """A segment's gradients are complete when the backward leaves it."""
+    def work(engine):
+        events, gradients = [], engine._updater.gradients
+        reduce, backward = engine._data_group.all_reduce, engine._stage.backward
+
+        def reducing(tensor, op="sum"):
+            events.append("reduce")
+            return reduce(tensor, op)
+
+        def running(*args, **options):
+            result = backward(*args, **options)
+            events.append("backward")
+            return result
+
+        engine._data_group.all_reduce, engine._stage.backward = reducing, running
+        engine.forward_backward(share(engine, points([[1, 1], [1, 1]])))
+        assert len(gradients.chunks) == 6
+        last = max(place for place, event in enumerate(events) if event == "backward")
+        return events[:last].count("reduce")
+
+    found = on_mesh(partial(chain, *[Plain] * 6), Mesh(data=2), work, optim=chunks_of(20), checkpoint=2)
+    assert found == [4, 4], "the loss's sum, and the chunks of two segments of three; the first segment's come after"

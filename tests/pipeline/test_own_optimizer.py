@@ -260,3 +260,54 @@ def test_update_in_backward_is_for_one_microbatch_of_ones_own_format():
     with pytest.raises(ConfigError, match="cannot skip a step whose gradients overflow"):
         run_ranks(lambda world: Engine(small_gpt(), world, dtype=torch.float16,
                                        optim=optim(update_in_backward=True)), 1)
+
+
+# ---------------------------------------------------------------------- what a checkpoint keeps
+
+@pytest.mark.parametrize("options", [{}, {"offload": "stream", "shard": True}, {"offload": "host"},
+                                     {"algorithm": "sgd", "shard": True}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(data=2, pipe=2)], ids=str)
+def test_a_new_engine_goes_on_where_another_stopped(mesh, dtype, options):
+    """Moments, master copies, step counts, and the loss scale on its way up: to the bit."""
+    batches = [tokens([[2, 1]] * mesh.data, seed=seed) for seed in range(6)]
+    settings = optim(initial_loss_scale=4.0, loss_scale_window=4, **options)
+
+    def rank(world):
+        def engine():
+            return Engine(small_gpt(), world, mesh=mesh, seed=SEED, dtype=dtype, learning_rate=1e-2,
+                          nominal_weight=18.0, optim=settings)
+
+        whole = engine()
+        for batch in batches[:3]:
+            whole.train_batch(share(whole, batch))
+        state, kept = whole.optimizer_state(), weights(whole)
+        other = engine()
+        with torch.no_grad():
+            for name, parameter in other.named_parameters().items():
+                parameter.copy_(kept[name])
+        other.load_optimizer_state(state)
+        for batch in batches[3:]:
+            for one in (whole, other):
+                one.train_batch(share(one, batch))
+        assert other.flat_optimizer.steps == 6 and all(
+            torch.equal(value, weights(other)[name]) for name, value in weights(whole).items())
+        scales = [one.loss_scale and (one.loss_scale.scale, one.loss_scale.good_steps) for one in (whole, other)]
+        for one in (whole, other):
+            one.close()
+        return scales
+
+    for scales in run_ranks(rank, mesh.size):
+        assert scales == ([(8.0, 2)] * 2 if dtype is torch.float16 else [None] * 2)
+
+
+def test_state_that_does_not_fit():
+    def work(engine):
+        state = engine.optimizer_state()
+        with pytest.raises(ConfigError, match="optimizer state: does not fit this rank's optimizer"):
+            engine.load_optimizer_state(state | {"slices": state["slices"][1:]})
+        engine.load_optimizer_state(state)
+
+    on_mesh(small_gpt, Mesh(), work, optim=optim())
+    with pytest.raises(ConfigError, match="has no state of its own"):
+        on_mesh(small_gpt, Mesh(), lambda engine: engine.optimizer_state(), optimizer=ADAMW)

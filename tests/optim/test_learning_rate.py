@@ -1,0 +1,42 @@
+"""The learning rate of each step."""
+
+import math
+
+import pytest
+import torch
+
+from ranvier.optim.learning_rate import learning_rate
+from ranvier.run import Train
+
+
+def rates(**options):
+    train = Train(**{"steps": 10, "learning_rate": 2.0, **options})
+    return [learning_rate(train, step) for step in range(1, train.steps + 1)]
+
+
+def test_constant():
+    assert rates() == [2.0] * 10
+    assert rates(warmup_steps=4) == [0.5, 1.0, 1.5] + [2.0] * 7
+    assert rates(warmup_steps=20) == pytest.approx([0.1 * step for step in range(1, 11)])
+
+
+def test_linear_ends_where_it_is_told_to():
+    assert rates(schedule="linear") == pytest.approx([1.8, 1.6, 1.4, 1.2, 1.0, 0.8, 0.6, 0.4, 0.2, 0.0])
+    found = rates(schedule="linear", warmup_steps=5, final_learning_rate=1.0)
+    assert found == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0, 1.8, 1.6, 1.4, 1.2, 1.0])
+
+
+def test_cosine_is_torchs():
+    """torch's schedule gives the rate before its step; ours that of the step, so that the last one has the last."""
+    parameter = torch.nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([parameter], lr=2.0)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10, eta_min=0.5)
+    expected = []
+    for _ in range(10):
+        optimizer.step()
+        schedule.step()
+        expected.append(optimizer.param_groups[0]["lr"])
+    assert rates(schedule="cosine", final_learning_rate=0.5) == pytest.approx(expected)
+    warm = rates(schedule="cosine", warmup_steps=2)
+    assert warm[:2] == [1.0, 2.0] and warm[-1] == pytest.approx(0.0)
+    assert warm[2] == pytest.approx(1.0 + math.cos(math.pi / 8))
