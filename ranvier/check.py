@@ -14,11 +14,13 @@ import torch
 
 from ranvier.data.tokenizer import GPT2_VOCAB, SMALLEST_VOCAB
 from ranvier.errors import ConfigError, RanvierError
+from ranvier.machine import available_memory_bytes
 from ranvier.models import gpt
+from ranvier.optim import groups
 from ranvier.pipeline.build import StageTable, cut
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.partition import check_boundaries
-from ranvier.planner.memory import RankMemory, predict
+from ranvier.planner.memory import PROCESS_BYTES, RankMemory, predict
 from ranvier.precision import DTYPES
 from ranvier.run import Optim, Run
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _MOST_LAYERS = 10_000
+_MOST_LOCAL_RANKS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +39,8 @@ class Report:
     warnings: tuple[ConfigError, ...]
     stages: StageTable | None
     memory: tuple[RankMemory, ...]
+    machine: MachineMemory | None
+    """What all ranks would need together here, and what there is; None for more ranks than a machine has."""
 
     def document(self) -> dict[str, object]:
         """As JSON can hold it."""
@@ -45,7 +50,29 @@ class Report:
                 "stages": [asdict(row) for row in rows],
                 "memory": [{"pipe": entry.pipe, "ranks": entry.ranks, "device": dict(entry.device),
                             "host": dict(entry.host), "device_bytes": entry.device_bytes,
-                            "host_bytes": entry.host_bytes} for entry in self.memory]}
+                            "host_bytes": entry.host_bytes} for entry in self.memory],
+                "machine": None if self.machine is None else asdict(self.machine)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineMemory:
+    """Host memory, if all ranks ran on this machine. needed_bytes: tensors (on CPU those of the device too) and
+    processes. available_bytes: what could be allocated now."""
+
+    needed_bytes: int
+    available_bytes: int
+
+    def __str__(self) -> str:
+        enough = "enough" if self.needed_bytes <= self.available_bytes else "not enough"
+        return (f"all ranks on this machine need {self.needed_bytes / 2**20:,.0f} MiB of its memory; "
+                f"{self.available_bytes / 2**20:,.0f} MiB are free: {enough}")
+
+
+def this_machine(run: Run, memory: Sequence[RankMemory]) -> MachineMemory:
+    """What all ranks of the run would need together on this machine."""
+    on_cpu = run.launch.device != "cuda"
+    return MachineMemory(available_bytes=available_memory_bytes(), needed_bytes=sum(
+        entry.ranks * (PROCESS_BYTES + entry.host_bytes + (entry.device_bytes if on_cpu else 0)) for entry in memory))
 
 
 def as_dict(problem: RanvierError) -> dict[str, object]:
@@ -56,8 +83,8 @@ def as_dict(problem: RanvierError) -> dict[str, object]:
 def check(run: Run, num_ranks: int | None = None) -> Report:
     """Look at `run` as a whole. Never raises for what a user can set."""
     found = problems(run, num_ranks)
-    stages, memory = None, ()
-    if not any(problem.where.startswith(("model.", "mesh.pipe", "pipeline.boundaries")) for problem in found):
+    stages, memory, unclear = None, (), ("model.", "mesh.pipe", "pipeline.boundaries", "optim.groups")
+    if not any(problem.where.startswith(unclear) for problem in found):
         try:
             stages, memory = laid_out(run)
         except RanvierError as problem:
@@ -65,13 +92,14 @@ def check(run: Run, num_ranks: int | None = None) -> Report:
         except (RuntimeError, OverflowError, MemoryError, ValueError, TypeError) as error:
             found.append(ConfigError(f"cannot be laid out: {str(error).partition(chr(10))[0]}", where="model",
                                      remedy="Choose smaller sizes: a tensor of the model is larger than any can be."))
-    return Report(problems=tuple(found), warnings=tuple(warnings(run)), stages=stages, memory=memory)
+    return Report(problems=tuple(found), warnings=tuple(warnings(run)), stages=stages, memory=memory,
+                  machine=this_machine(run, memory) if memory and run.mesh.size <= _MOST_LOCAL_RANKS else None)
 
 
 def problems(run: Run, num_ranks: int | None = None) -> list[RanvierError]:
     """What cannot work, as far as that follows from the settings alone."""
     return [*gpt.problems(run.model), *_mesh_problems(run, num_ranks), *_batch_problems(run), *_update_problems(run),
-            *_vocab_problems(run)]
+            *groups.problems(run.optim), *_vocab_problems(run)]
 
 
 def laid_out(run: Run) -> tuple[StageTable, tuple[RankMemory, ...]]:
@@ -84,6 +112,8 @@ def laid_out(run: Run) -> tuple[StageTable, tuple[RankMemory, ...]]:
     stages, layout = cut(model, replace(run.mesh, data=1, row=1, col=1), boundaries=run.pipeline.boundaries,
                          how=run.pipeline.partition, sample=sample, dtype=DTYPES[run.precision],
                          device="cuda" if run.launch.device == "cuda" else "cpu")
+    for problem in groups.problems(run.optim, [parameter.name for parameter in layout.parameters]):
+        raise problem
     return stages, predict(run, model, stages, layout)
 
 
@@ -231,6 +261,8 @@ def print_report(report: Report, values: Sequence[tuple[str, str, str]]) -> None
         memory = memory_table(report.memory)
         console.print()
         console.print(memory)
+        if report.machine:
+            console.print(str(report.machine))
     console.print()
     for warning in report.warnings:
         console.print(f"warning: {warning}", style="yellow")

@@ -90,6 +90,9 @@ class Optim:
     """Weight decay: decoupled in AdamW, added to the gradient in SGD."""
     decay: Literal["all", "matrices"] = "all"
     """Which parameters decay: all, or only those of two and more dims (no biases and norms)."""
+    groups: tuple[str, ...] = ()
+    """Parameters with settings of their own, as PATTERN:FACTOR:DECAY with a pattern of names, a factor on the learning
+    rate and a weight decay, for example *.bias:1:0; the first that fits counts."""
     clip_norm: Annotated[float, Ge(0)] = 0.0
     """Longest global gradient, by L2 norm; longer ones are shortened to it. 0 does not clip."""
     accumulate: Literal["fp32", "half"] = "fp32"

@@ -10,16 +10,21 @@ Pure: no tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements [start, stop) of the flat buffer; whether weight decay applies to them."""
+    """Elements [start, stop) of the flat buffer, with their group's factor on the learning rate and weight decay."""
 
     start: int
     stop: int
-    decays: bool
+    learning_rate_factor: float
+    weight_decay: float
+
+    def like(self, other: Segment) -> bool:
+        """Whether both are updated alike."""
+        return (self.learning_rate_factor, self.weight_decay) == (other.learning_rate_factor, other.weight_decay)
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ def within(segments: Sequence[Segment], start: int, stop: int) -> list[Segment]:
         first, last = max(segment.start, start), min(segment.stop, stop)
         if first >= last:
             continue
-        if found and found[-1].stop == first and found[-1].decays == segment.decays:
+        if found and found[-1].stop == first and found[-1].like(segment):
             first = found.pop().start
-        found.append(Segment(first, last, segment.decays))
+        found.append(replace(segment, start=first, stop=last))
     return found

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ranvier.comm.protocol import Group, Work
 from ranvier.optim.buckets import Bucket, Segment, buckets_of
-from ranvier.optim.gradients import Chunk, Gradients
+from ranvier.optim.gradients import Chunk, Gradients, GradientSpec
+from ranvier.optim.groups import group_of
 from ranvier.optim.placement import OnHost, Placement, Resident, Streamed, Update
 from ranvier.optim.rules import rule_of
 from ranvier.run import Optim
@@ -59,6 +60,8 @@ class FlatOptimizer:
         shares = [chunk.share if self.sharded else (chunk.start, chunk.stop) for chunk in self._chunks]
         self._buckets = dict(zip(map(id, self._chunks), buckets_of(shares, bucket_size), strict=True))
         self._chunk_of = {bucket.number: chunk for chunk in self._chunks for bucket in self._buckets[id(chunk)]}
+        self._groups = sorted(((spec.parameter, self._segment(spec)) for spec in gradients.owned()),
+                              key=lambda item: (item[1].start, item[1].stop))
         self.placement = self._place()
         self.steps = 0
         """Updates so far; skipped steps do not count."""
@@ -147,11 +150,15 @@ class FlatOptimizer:
                                                             self.weights[start:stop].clone()))
             self.finish()
 
+    def _segment(self, spec: GradientSpec) -> Segment:
+        """Where a parameter is and how it is updated."""
+        start, stop = self._gradients.places[spec.parameter]
+        group = group_of(self._optim, spec.name, spec.parameter.dim())
+        return Segment(start, stop, group.learning_rate_factor, group.weight_decay)
+
     def _segments(self) -> list[Segment]:
         """What is updated now: parameters that have not been frozen since."""
-        places = sorted((self._gradients.places[spec.parameter], spec.parameter.dim())
-                        for spec in self._gradients.owned() if spec.parameter.requires_grad)
-        return [Segment(start, stop, self._optim.decay == "all" or dims > 1) for (start, stop), dims in places]
+        return [segment for parameter, segment in self._groups if parameter.requires_grad]
 
 
 def resolve_bucket_size(optim: Optim, device: str) -> int:

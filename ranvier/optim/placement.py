@@ -75,7 +75,8 @@ def _apply(rule: Rule, bucket: Bucket, update: Update, parameters: Tensor, gradi
     for segment in within(update.segments, bucket.start, bucket.stop):
         here = slice(segment.start - bucket.start, segment.stop - bucket.start)
         rule.update(parameters[here], gradients[here], {name: state[here] for name, state in states.items()},
-                    step=update.step, learning_rate=update.learning_rate, decays=segment.decays)
+                    step=update.step, learning_rate=update.learning_rate * segment.learning_rate_factor,
+                    weight_decay=segment.weight_decay)
 
 
 class _Flat:

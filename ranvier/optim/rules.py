@@ -24,8 +24,8 @@ class Rule(Protocol):
     """Names of the states beside the parameters, by torch.optim's names. All start at zero."""
 
     def update(self, parameters: Tensor, gradients: Tensor, states: dict[str, Tensor], *, step: int,
-               learning_rate: float, decays: bool) -> None:
-        """Update number `step` (from 1). All tensors: [n], one device. `decays`: whether weight decay applies."""
+               learning_rate: float, weight_decay: float) -> None:
+        """Update number `step` (from 1). All tensors: [n], one device."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class AdamW:
     states = ("exp_avg", "exp_avg_sq")
 
     def update(self, parameters: Tensor, gradients: Tensor, states: dict[str, Tensor], *, step: int,
-               learning_rate: float, decays: bool) -> None:
+               learning_rate: float, weight_decay: float) -> None:
         counted = torch.full((), step - 1, dtype=torch.float32, device=parameters.device)
         adamw([parameters], [gradients], [states["exp_avg"]], [states["exp_avg_sq"]], [], [counted], fused=True,
               amsgrad=False, beta1=self.optim.betas[0], beta2=self.optim.betas[1], lr=learning_rate,
-              weight_decay=self.optim.weight_decay if decays else 0.0, eps=self.optim.epsilon, maximize=False)
+              weight_decay=weight_decay, eps=self.optim.epsilon, maximize=False)
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class SGD:
         return ("momentum_buffer",) if self.optim.momentum else ()
 
     def update(self, parameters: Tensor, gradients: Tensor, states: dict[str, Tensor], *, step: int,
-               learning_rate: float, decays: bool) -> None:
+               learning_rate: float, weight_decay: float) -> None:
         sgd([parameters], [gradients], [states.get("momentum_buffer")], fused=True, lr=learning_rate,
-            weight_decay=self.optim.weight_decay if decays else 0.0, momentum=self.optim.momentum, dampening=0.0,
+            weight_decay=weight_decay, momentum=self.optim.momentum, dampening=0.0,
             nesterov=False, maximize=False)
 
 

@@ -16,13 +16,11 @@ from ranvier.check import laid_out, memory_table
 from ranvier.errors import OutOfMemory
 from ranvier.machine import available_memory_bytes
 from ranvier.pipeline.engine import Engine
-from ranvier.planner.memory import RankMemory, remedies, too_large
+from ranvier.planner.memory import PROCESS_BYTES, RankMemory, remedies, too_large
 from ranvier.run import Run
 from ranvier.testing.memory import MemoryTracker
 from ranvier.world import World
 
-PROCESS_BYTES = 330 << 20
-"""Host memory of a rank before it holds anything: interpreter, torch, this package (measured on Linux, CPU build)."""
 _WORKING = ("activations", "postponed", "workspace", "messages")
 
 

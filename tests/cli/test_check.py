@@ -104,3 +104,52 @@ def test_any_number_of_ranks_on_a_laptop():
 def test_the_default_run_is_fine():
     assert check.problems(Run()) == []
     assert list(check.warnings(Run())) == []
+
+
+# ---------------------------------------------------------------------- the optimizer and memory
+
+@pytest.mark.parametrize(("flags", "where"), [
+    ({"optim__algorithm": "sgd", "optim__betas": "0.8,0.9"}, "optim.betas"),
+    ({"optim__algorithm": "sgd", "optim__epsilon": "1e-6"}, "optim.epsilon"),
+    ({"optim__momentum": "0.5"}, "optim.momentum"), ({"optim__accumulate": "half"}, "optim.accumulate"),
+    ({"optim__reduce_dtype": "fp32"}, "optim.reduce-dtype"),
+    ({"precision": "bf16", "mesh__data": "1", "optim__reduce_dtype": "fp32"}, "optim.reduce-dtype"),
+    ({"precision": "bf16", "optim__initial_loss_scale": "8"}, "optim.initial-loss-scale"),
+    ({"optim__loss_scale_window": "8"}, "optim.loss-scale-window"),
+    ({"optim__buckets_in_flight": "1"}, "optim.buckets-in-flight"),
+    ({"mesh__data": "1", "optim__shard": "true"}, "optim.shard"),
+    ({"train__final_learning_rate": "1e-5"}, "train.final-learning-rate")])
+def test_settings_of_the_optimizer_that_do_nothing(flags, where):
+    run = run_with(**{"mesh__data": "2"} | flags)
+    (warning,) = check.warnings(run)
+    assert warning.where == where and "has no effect" in str(warning)
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    ({}, "needs batches of one microbatch, not 8"),
+    ({"batch__microbatch_size": "32", "optim__clip_norm": "1"}, "cannot clip by a norm that is known only at the end"),
+    ({"batch__microbatch_size": "32", "precision": "fp16"}, "cannot skip a step whose gradients overflow")])
+def test_what_update_in_backward_cannot_do(flags, message):
+    (problem,) = check.problems(run_with(optim__update_in_backward="true", **flags))
+    assert (problem.where, problem.what) == ("optim.update-in-backward", message)
+
+
+def test_groups_are_checked_against_the_models_names():
+    assert check.check(run_with(optim__groups="*.bias:1:0, embedding.*:0.5:0.1")).problems == ()
+    assert [str(problem) for problem in check.check(run_with(optim__groups="*.bias:1:0,heads.*:1:0,x")).problems] == [
+        "optim.groups: is not PATTERN:FACTOR:DECAY with two numbers of at least 0 (got 'x'). Write for example "
+        "'*.bias:1:0': factor on the learning rate, then weight decay."]
+    (problem,) = check.check(run_with(optim__groups="*.bias:1:0,heads.*:1:0")).problems
+    assert problem.what == "fits no parameter of the model" and problem.value == "heads.*:1:0"
+
+
+def test_what_all_ranks_would_need_here():
+    report = check.check(run_with(mesh__data="2", mesh__pipe="2"))
+    needed = sum(2 * entry.device_bytes for entry in report.memory) + 4 * check.PROCESS_BYTES
+    assert report.machine.needed_bytes == needed and report.machine.available_bytes > 0
+    assert dataclasses.replace(report.machine, available_bytes=needed).__str__().endswith(": enough")
+    assert dataclasses.replace(report.machine, available_bytes=needed - 1).__str__().endswith(": not enough")
+    assert check.check(run_with(mesh__data="65")).machine is None
+    run = run_with(mesh__pipe="2", precision="bf16", optim__offload="stream", launch__device="cuda")
+    report = check.check(run)
+    assert report.machine.needed_bytes == sum(entry.host_bytes for entry in report.memory) + 2 * check.PROCESS_BYTES

@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from ranvier.errors import ConfigError
 from ranvier.optim.buckets import Bucket, Segment, buckets_of, within
 from ranvier.optim.gradients import Gradients, GradientSpec
+from ranvier.optim.groups import parse, problems
 from ranvier.optim.optimizer import FlatOptimizer, storage_bytes, tensors_by_category
 from ranvier.run import Optim
 from ranvier.testing.memory import MemoryTracker
@@ -133,6 +135,40 @@ def test_matrices_alone_decay(offload):
         torch.testing.assert_close(parameter.detach(), old * (0.95 if old.dim() > 1 else 1.0))
 
 
+@pytest.mark.parametrize("algorithm", TORCH)
+def test_groups_are_torchs_parameter_groups(algorithm):
+    """Names are numbers here: 0 and 1 have a group each, 2 falls to the second of its patterns, the rest to none."""
+    ours, theirs = parameters_of(SHAPES), parameters_of(SHAPES)
+    gradients, optimizer = make(ours, algorithm=algorithm, weight_decay=0.1,
+                                groups=("0:0.5:0.3", " 1:2:0", "[23]:0:1"))
+    kinds = {"adamw": torch.optim.AdamW, "sgd": partial(torch.optim.SGD, momentum=0.9)}
+    reference = kinds[algorithm]([{"params": [theirs[0]], "lr": 0.005, "weight_decay": 0.3},
+                                  {"params": [theirs[1]], "lr": 0.02, "weight_decay": 0.0},
+                                  {"params": theirs[2:4], "lr": 0.0, "weight_decay": 1.0},
+                                  {"params": theirs[4:], "lr": 0.01, "weight_decay": 0.1}], fused=True)
+    for number in range(3):
+        values = gradients_like(ours, number)
+        step(gradients, optimizer, values)
+        for parameter, value in zip(theirs, values, strict=True):
+            parameter.grad = value
+        reference.step()
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("text", ["*.bias", "*.bias:1", ":1:0", "a:x:0", "a:1:-1", "a:inf:0", "", "a:1:nan"])
+def test_groups_that_cannot_be_read(text):
+    with pytest.raises(ConfigError, match=r"optim\.groups: is not PATTERN:FACTOR:DECAY"):
+        parse(text)
+    assert [problem.value for problem in problems(Optim(groups=(text, "b:1:0")))] == [text]
+
+
+def test_a_group_that_fits_nothing():
+    (problem,) = problems(Optim(groups=("head.*:1:0", "x:y:1:0")), ["head.weight", "body.weight"])
+    assert str(problem) == ("optim.groups: fits no parameter of the model (got 'x:y:1:0'). Parameters are called "
+                            "head.weight, body.weight and so on.")
+
+
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_frozen_later_stays_as_it_is(offload, dtype):
@@ -176,8 +212,10 @@ def test_buckets_cover_shares_once(lengths, size):
 
 
 def test_neighbours_that_are_alike_are_one_segment():
-    segments = [Segment(0, 3, True), Segment(3, 8, True), Segment(8, 9, False), Segment(12, 14, False)]
-    assert within(segments, 1, 20) == [Segment(1, 8, True), Segment(8, 9, False), Segment(12, 14, False)]
+    segments = [Segment(0, 3, 1, 0.1), Segment(3, 8, 1, 0.1), Segment(8, 9, 1, 0), Segment(12, 14, 1, 0),
+                Segment(14, 15, 2, 0)]
+    assert within(segments, 1, 20) == [Segment(1, 8, 1, 0.1), Segment(8, 9, 1, 0), Segment(12, 14, 1, 0),
+                                       Segment(14, 15, 2, 0)]
     assert within(segments, 9, 12) == [] and len(Bucket(0, 4, 9, 0)) == 5
 
 
