@@ -25,9 +25,10 @@ from ranvier.data.sampler import Sampler
 from ranvier.errors import DataError, RanvierError
 from ranvier.models.gpt import flops_per_sequence, gpt
 from ranvier.optim.learning_rate import learning_rate
+from ranvier.optim.optimizer import resolve_bucket_size
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.precision import DTYPES
+from ranvier.precision import DTYPES, is_half
 from ranvier.run import Run
 from ranvier.train.console import console
 from ranvier.train.events import EndEvent, EvalEvent, NoteEvent, StartEvent, Tracker, Trackers
@@ -219,7 +220,9 @@ class Training:
                      f"{run.precision}",
             "text": f"{run.data.corpus}: {len(self.data.train):,} tokens, {len(self.data.eval):,} held out",
             "batch": f"{run.batch.global_size} sequences in microbatches of {run.batch.microbatch_size}",
-            "pipeline": f"{run.pipeline.policy}, at most {self.engine.in_flight} microbatches in flight",
+            "pipeline": f"{run.pipeline.policy}, at most {self.engine.in_flight} microbatches in flight"
+                        + ("" if run.memory.checkpoint == "none" else f", checkpoints: {run.memory.checkpoint}"),
+            "optimizer": optimizer_text(run),
             "ranks": f"{world.size} over {world.backend.name} on {world.device.type}, threads for each: "
                      f"{torch.get_num_threads()}",
             "folder": str(run.run_dir)}
@@ -252,10 +255,23 @@ def _outputs(run_dir: Path, history: History, trackers: Sequence[Tracker], strea
 def resolved(run: Run, engine: Engine, world: World) -> Run:
     """`run` with every `auto` replaced by what it has come to on these ranks."""
     transport = {} if world.backend.name == "in-process" else {"transport": world.backend.name}
+    optim = replace(run.optim, offload=engine.flat_optimizer.offload,
+                    bucket_size=resolve_bucket_size(run.optim, world.device.type))
+    if is_half(DTYPES[run.precision]) and run.mesh.data > 1:
+        optim = replace(optim, reduce_dtype="half" if optim.reduce_dtype == "auto" else optim.reduce_dtype)
     return replace(run, pipeline=replace(run.pipeline, boundaries=engine.boundaries or None,
-                                         in_flight=engine.in_flight),
+                                         in_flight=engine.in_flight), optim=optim,
                    comm=replace(run.comm, **transport),
                    launch=replace(run.launch, threads=torch.get_num_threads(), device=world.device.type))
+
+
+def optimizer_text(run: Run) -> str:
+    """The optimizer in words, its settings resolved."""
+    optim = run.optim
+    where = {"none": "states on the device", "host": "states and updates on the host",
+             "stream": f"states streamed from the host, {optim.buckets_in_flight} buckets at once"}[optim.offload]
+    shared = f", sharded over {run.mesh.data} replicas" if optim.shard and run.mesh.data > 1 else ""
+    return f"{optim.algorithm} in buckets of {optim.bucket_size:,}, {where}{shared}"
 
 
 def held_out_line(data: Prepared) -> list[int]:

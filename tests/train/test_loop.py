@@ -12,7 +12,7 @@ import pytest
 from ranvier import resolve
 from ranvier.errors import DataError, RanvierError
 from ranvier.mesh import Mesh
-from ranvier.run import GPT, Batch, Data, Pipeline, Run, Train
+from ranvier.run import GPT, Batch, Data, Optim, Pipeline, Run, Train
 from ranvier.testing.ranks import run_ranks
 from ranvier.train import loop
 from ranvier.train.events import EndEvent, StartEvent, StepEvent
@@ -120,6 +120,7 @@ def test_events_tell_the_story(finished):
 def test_run_toml_has_everything_resolved(finished, corpus):
     run_dir, *_ = finished
     written = tomllib.loads((run_dir / "run.toml").read_text())
+    assert (written["optim"]["offload"], written["optim"]["bucket_size"]) == ("none", 262_144)
     assert written["mesh"] == {"data": 2, "pipe": 2, "row": 1, "col": 1} and written["train"]["steps"] == STEPS
     assert isinstance(written["pipeline"]["in_flight"], int) and len(written["pipeline"]["boundaries"]) == 1
     assert written["launch"]["device"] == "cpu" and written["launch"]["threads"] == 1
@@ -210,3 +211,31 @@ def test_default_folders_are_free_and_named_after_the_recipe(tmp_path, monkeypat
     first.mkdir(parents=True)
     assert resolve.default_folder("some/where/mine.toml") != first
     assert resolve.default_folder("my.module:function").name.startswith("my.module-function-")
+
+
+@pytest.mark.parametrize(("changed", "text"), [
+    ({}, "adamw in buckets of 262,144, states on the device"),
+    ({"offload": "stream", "shard": True, "bucket_size": 1000, "buckets_in_flight": 2},
+     "adamw in buckets of 1,000, states streamed from the host, 2 buckets at once, sharded over 2 replicas"),
+    ({"algorithm": "sgd", "offload": "host"}, "sgd in buckets of 262,144, states and updates on the host")])
+def test_the_optimizer_in_words(corpus, tmp_path, changed, text):
+    run = tiny(corpus, tmp_path / "run", optim=Optim(**changed), precision="bf16",
+               train=Train(steps=1, sample_tokens=0))
+    _, printed = run_all(run)
+    assert text in printed
+    written = tomllib.loads((tmp_path / "run" / "run.toml").read_text())
+    assert written["optim"]["reduce_dtype"] == "half" and written["precision"] == "bf16"
+
+
+def test_loss_scale_and_skipped_steps_are_metrics(corpus, tmp_path):
+    """The first scale overflows until it has been halved often enough; a skipped step updates nothing."""
+    run = tiny(corpus, tmp_path / "run", precision="fp16", train=Train(steps=4, sample_tokens=0),
+               optim=Optim(initial_loss_scale=2.0**31, loss_scale_window=100))
+    _, printed = run_all(run)
+    steps = lines(tmp_path / "run" / "metrics.jsonl")
+    skipped = [step["skipped_steps"] for step in steps]
+    assert skipped[0] == 1 and skipped == sorted(skipped)
+    assert [step["loss_scale"] for step in steps] == [2.0**31 / 2**count for count in skipped]
+    assert "a gradient overflowed: nothing was updated, and the loss scale is now 1.07374e+09" in printed
+    notes = [event for event in lines(tmp_path / "run" / "events.jsonl") if event["event"] == "skipped"]
+    assert len(notes) == skipped[-1]
