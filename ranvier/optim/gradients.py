@@ -18,6 +18,7 @@ losing bits.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -103,16 +104,19 @@ class Gradients:
         self.on_complete: Callable[[Chunk], None] | None = None
         """With `reuse`: takes each chunk when it is complete; its memory is another's when this returns."""
         first = self._specs[0].parameter if self._specs else torch.empty(0)
-        self.dtype, self._device, self._length = dtype or first.dtype, first.device, self._place_chunks()
+        self.dtype, self._device = dtype or first.dtype, first.device
+        self.length = self._place_chunks()
+        """Elements of the buffer."""
         self._reduce_dtype = reduce_dtype or self.dtype
         self._next = self._moving = 0
+        self._passed = sys.maxsize
         self._scatter = False
         if allocate:
             self.allocate()
 
     def allocate(self) -> None:
         """Make the buffer, and the parameters' `.grad` views of it."""
-        self.flat = torch.zeros(self._length, dtype=self.dtype, device=self._device)
+        self.flat = torch.zeros(self.length, dtype=self.dtype, device=self._device)
         """All gradients, in reduction order; with `reuse` room for those of one run, and what keeps its own."""
         self._attach(reused=False)
 
@@ -171,6 +175,9 @@ class Gradients:
             start, stop = self.places[spec.parameter]
             place = self.flat[start + first.offset:stop + first.offset]
             if spec.parameter.grad is None or spec.parameter.grad.data_ptr() != place.data_ptr():
+                if reused and spec.parameter.grad is not None:
+                    place.copy_(spec.parameter.grad.reshape(-1))
+                    spec.parameter.grad = None
                 spec.parameter.grad_dtype = self.flat.dtype
                 spec.parameter.grad = place.view(spec.parameter.shape)
 
@@ -180,6 +187,7 @@ class Gradients:
         """A new batch: gradients are zero, everything is outstanding. scatter: each member needs its share only."""
         self.flat.zero_()
         self._next = self._moving = 0
+        self._passed = sys.maxsize
         self._scatter = scatter
         self._attach(reused=False)
         for chunk in self.chunks:
@@ -203,7 +211,14 @@ class Gradients:
         self._reduce_complete()
 
     def block_passed(self, block: int) -> None:
-        """The last backward of the batch is through with `block` and all behind it, and enters the one before."""
+        """The last backward of the batch is through with `block` and all behind it, and enters the one before.
+
+        A state of several tensors may tell of boundaries late, or out of order: what is behind one that has been passed
+        is no news.
+        """
+        if block >= self._passed:
+            return
+        self._passed = block
         for chunk in self.chunks:
             chunk.blocks = {other for other in chunk.blocks if other < block}
         self._reduce_complete()
@@ -212,12 +227,13 @@ class Gradients:
                 self._enter(run)
 
     def _enter(self, run: range) -> None:
-        """The memory that runs have in turn is that of `run` now."""
+        """The memory that runs have in turn is that of `run` now. Where a state has several tensors, autograd may have
+        entered it before: what it has made is copied."""
         for chunk in self.chunks:
-            if chunk.reused and self._run[chunk.specs[0].parameter] == run:
+            if chunk.reused and not chunk.entered and self._run[chunk.specs[0].parameter] == run:
                 self.of(chunk, chunk.start, chunk.stop).zero_()
                 chunk.entered = True
-        self._attach(reused=True, run=run)
+                self._attach(reused=True, run=run)
 
     def all_passed(self) -> None:
         """Every backward of the batch has run, whatever blocks took part."""
@@ -231,8 +247,8 @@ class Gradients:
             if chunk.blocks or chunk.outstanding:
                 return
             self._next += 1
-            if chunk.reused and not chunk.entered:  # no backward came by: no gradient
-                self.of(chunk, chunk.start, chunk.stop).zero_()
+            if chunk.reused:  # where no backward came by, gradients are zero
+                self._enter(self._run[chunk.specs[0].parameter])
             if chunk.sent_to_owner:
                 self._send_to_owner(chunk.specs[0])
             elif len(self._group.ranks) > 1:
@@ -269,6 +285,12 @@ class Gradients:
         else:
             chunk.work = work
             chunk.gather = lambda: Then(self._group.all_gather(sent, share), lambda: whole.copy_(sent))
+
+    def detach(self) -> None:
+        """Parameters have no gradients any more, and take ones of their own format again."""
+        for spec in self._specs:
+            spec.parameter.grad = None
+            spec.parameter.grad_dtype = spec.parameter.dtype
 
     @property
     def complete(self) -> bool:

@@ -1,7 +1,8 @@
 """The optimizer of a rank: flat parameters beside flat gradients, updated bucket by bucket as chunks are reduced.
 
-    optimizer = FlatOptimizer(Optim(offload="stream"), gradients, group, device)
-    optimizer.begin(learning_rate)             # states of the first buckets come in
+    optimizer = FlatOptimizer(optim, gradients, group, offload="stream", bucket_size=4_194_304)
+    optimizer.prefetch()                       # states of the first buckets come in
+    optimizer.begin(learning_rate)
     for chunk in gradients.reduced():          # while later chunks are still being reduced
         for _ in optimizer.update(chunk, factor): ...
     optimizer.finish()                         # with `shard`: parameters of the other replicas are here
@@ -63,6 +64,7 @@ class FlatOptimizer:
         self._groups = sorted(((spec.parameter, self._segment(spec)) for spec in gradients.owned()),
                               key=lambda item: (item[1].start, item[1].stop))
         self.placement = self._place()
+        self._versions = {parameter: parameter._version for parameter, _ in self._groups}
         self.steps = 0
         """Updates so far; skipped steps do not count."""
         self._update = Update(step=0, learning_rate=0.0, factor=1.0, segments=())
@@ -91,7 +93,12 @@ class FlatOptimizer:
     # ------------------------------------------------------------------ one step
 
     def prefetch(self) -> None:
-        """The next updates are those of a whole step: states of the first buckets may come in already."""
+        """The next updates are those of a whole step: states of the first buckets may come in already. Parameters that
+        someone has written since the last step (in place, as load_state_dict does) have their master copies follow."""
+        for parameter, segment in self._groups:
+            if parameter._version != self._versions[parameter]:
+                self._versions[parameter] = parameter._version
+                self.placement.take_parameters(segment.start, segment.stop)
         self.placement.prefetch(self.buckets)
 
     def begin(self, learning_rate: float) -> None:
@@ -142,6 +149,7 @@ class FlatOptimizer:
         """`slices` have been written, after `steps` updates: parameters become what their master copies are."""
         self.steps = steps
         self.placement.give_parameters()
+        self._versions = {parameter: parameter._version for parameter, _ in self._groups}
         if self.sharded:
             self.finish()
             for chunk in self._chunks:

@@ -52,8 +52,8 @@ class Placement(Protocol):
     staging: Sequence[Tensor]
     """Host memory beside the states."""
 
-    def take_parameters(self) -> None:
-        """Master copies become what the parameters are now."""
+    def take_parameters(self, start: int, stop: int) -> None:
+        """Master copies of elements [start, stop) become what the parameters are now."""
 
     def give_parameters(self) -> None:
         """Parameters become what their master copies are."""
@@ -96,13 +96,15 @@ class _Flat:
                                          pin_memory=on_host and weights.is_cuda) for name in names}
         self.workspace: dict[str, Tensor] = {}
         self.staging: Sequence[Tensor] = ()
-        self.take_parameters()
+        self.take_parameters(0, len(weights))
 
-    def take_parameters(self) -> None:
-        """Master copies become what the parameters are now."""
-        if "master" in self.states:
-            for bucket in self._buckets:
-                self._of(bucket, "master").copy_(self._weights[bucket.start:bucket.stop])
+    def take_parameters(self, start: int, stop: int) -> None:
+        """Master copies of elements [start, stop) become what the parameters are now."""
+        for bucket in self._buckets if "master" in self.states else ():
+            first, last = max(start, bucket.start), min(stop, bucket.stop)
+            if first < last:
+                at = bucket.state + first - bucket.start
+                self.states["master"][at:at + last - first].copy_(self._weights[first:last])
 
     def give_parameters(self) -> None:
         """Parameters become what their master copies are."""
@@ -190,6 +192,7 @@ class Streamed(_Flat):
         """Copies in as many as there is room for; the rest follow as slots become free."""
         if self._in is not None:
             self._in.wait_stream(self._out)  # what the last step has written is read again
+            self._in.wait_stream(torch.cuda.current_stream(self._weights.device))
         for slot in self._slots:
             slot.bucket = None
         self._queue = list(buckets)

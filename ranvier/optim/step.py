@@ -82,6 +82,10 @@ class Updater:
                  progress: Callable[[], None]) -> None:
         if optim.update_in_backward:
             _check_update_in_backward(optim, dtype, own)
+        if optimizer is not None and dtype is torch.float16:
+            raise ConfigError("would get scaled fp16 gradients, of which small ones are lost when they are unscaled",
+                              where="Engine(optimizer=...)", value="float16",
+                              remedy="Give the engine optim= instead, or use bfloat16.")
         self._optim, self._ranks, self._counts, self._nominal_weight = optim, ranks, counts, nominal_weight
         self._weight, self._timeline, self._progress = weight, timeline, progress
         bucket_size, half = resolve_bucket_size(optim, device.type), is_half(dtype)
@@ -135,6 +139,9 @@ class Updater:
 
     def average(self) -> Verdict:
         """All backwards have run: the gradients become those of the mean loss; nothing is updated."""
+        if self.gradients.dtype is torch.float16:
+            raise ConfigError("loses small gradients when they are unscaled in fp16", where="optim.accumulate",
+                              value="half", remedy="Call train_batch, or set --optim.accumulate fp32.")
         verdict = self._judge(self._weight())
         self.gradients.scale(verdict.factor)
         return verdict

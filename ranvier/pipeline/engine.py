@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from ranvier.optim.loss_scale import LossScale
     from ranvier.optim.optimizer import FlatOptimizer
 
+
 class Engine:
     """A model on a mesh, close to a module and its optimizer on one device.
 
@@ -67,6 +68,8 @@ class Engine:
         learning_rate: of the optimizer that `optim` describes; `engine.learning_rate` may be set before any step.
         optimizer: from this rank's parameters to a torch optimizer, used instead; None with no `optim` for gradients
             only. Not called on a rank that owns no trainable parameter.
+        policy: a name or a `Policy` of your own: which ready action a stage runs next.
+        partition: cut by cost, or into equal numbers of blocks. seed: of initial weights and dropout.
         in_flight: most microbatches of a replica between the first stage's forward and their return.
         boundaries: first block of each stage after the first; None cuts by `partition`, from the costs that `sample`
             gives (or numbers of parameters, without).
@@ -315,12 +318,14 @@ class Engine:
         return self._stage.outputs if self.is_last_stage else None
 
     def close(self) -> None:
-        """Give the communicators back; the modules are plain modules again. Idempotent; all ranks call it."""
+        """Give the communicators back; the modules are plain modules again, without gradients (parameters remain views
+        of one buffer where `optim` was given). Idempotent; all ranks call it."""
         if not self._closed:
             self._closed = True
             self._finish_update()
             for _, _, module in self._stage.blocks:
                 restore_forward(module)
+            self._updater.gradients.detach()
             self._transport.flush()
             self._all.barrier()
             self._transport.close()

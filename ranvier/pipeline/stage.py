@@ -60,8 +60,8 @@ class Stage:
             with the number after the last block's when that backward begins.
         segments: runs of blocks (places in `blocks`) that keep only what enters them, and are computed again in their
             backward. Their weight gradients are never postponed: their operands have only just been recomputed.
-        defers_last_block: whether the last block's products may be postponed; the head of a model never does, because
-            the gradient of its output is the largest tensor there is.
+
+    The last block of the model never postpones products: the gradient of its output is the largest tensor there is.
     """
 
     def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], *, loss: Loss | None, seed: int,

@@ -44,14 +44,14 @@ def _add_gradients(weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor, d
     dy = dy.reshape(-1, dy.shape[-1])
     x = x.reshape(-1, x.shape[-1])
     if weight.grad is None:
-        weight.grad = dy.t().mm(x)
+        weight.grad = dy.t().mm(x).to(weight.grad_dtype)
     elif weight.grad.dtype is x.dtype:
         weight.grad.addmm_(dy.t(), x)
     else:  # fp32 sums of half-precision products
         weight.grad.add_(dy.t().mm(x))
     if bias is not None and bias.requires_grad:
         if bias.grad is None:
-            bias.grad = dy.sum(0)
+            bias.grad = dy.sum(0).to(bias.grad_dtype)
         else:
             bias.grad.add_(dy.sum(0))
 

@@ -9,20 +9,27 @@
              postponed    operands of weight gradients that wait
              workspace    what the widest block writes on the way
              messages     receives that are posted, and what arrives before its turn
+             reduction    half-precision copies that travel between replicas
 
-Parameters, gradients, states and buckets are exact; the others are bounds from the operations of one microbatch.
+Parameters, gradients, states and buckets are laid out as the run lays them out; the others are bounds, from the
+operations of one microbatch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
+
+import torch
+from torch import nn
 
 from ranvier import precision
 from ranvier.errors import ConfigError
 from ranvier.layout import Layout
 from ranvier.models.block import Model
+from ranvier.optim.buckets import buckets_of
+from ranvier.optim.gradients import Gradients
 from ranvier.optim.optimizer import resolve_bucket_size
 from ranvier.optim.rules import rule_of
 from ranvier.pipeline.build import StageTable
@@ -30,6 +37,7 @@ from ranvier.pipeline.checkpointing import stage_segments
 from ranvier.pipeline.partition import BlockCost
 from ranvier.pipeline.policies import MANY, auto_defer_microbatches, auto_in_flight, policy_named
 from ranvier.pipeline.stage import runs_of
+from ranvier.pipeline.ties import gradient_specs, ties_of
 from ranvier.precision import DTYPES
 from ranvier.run import Run
 
@@ -62,59 +70,57 @@ def predict(run: Run, model: Model, stages: StageTable, layout: Layout) -> tuple
         blocks = layout.blocks(row.stage)
         costs = stages.costs[blocks.start:blocks.stop] if stages.costs else ()
         segments = _segments(run, model, row.blocks, costs, row.stage)
-        memory = _states(run, layout, row.stage, row.num_parameters)
-        if run.optim.update_in_backward:
-            memory["device"]["gradients"] = _reused_gradients(run, layout, row.stage, segments)
+        memory = _states(run, layout, row.stage, [range(blocks.start + places.start, blocks.start + places.stop)
+                                                  for places, _ in runs_of(len(blocks), segments)])
         if costs:
             memory["device"] |= _activations(run, costs, row.stage, segments)
         found.append(RankMemory(pipe=row.stage, ranks=run.mesh.data * run.mesh.stage_size, **memory))
     return tuple(found)
 
 
-def _states(run: Run, layout: Layout, stage: int, num_parameters: int) -> dict[str, dict[str, int]]:
-    """What lives from step to step. Of ends of a tie, the one that owns it has the states."""
+class _Members:
+    """As many replicas as a mesh has, seen by the first; nothing is ever sent."""
+
+    def __init__(self, count: int) -> None:
+        self.ranks, self.index = tuple(range(count)), 0
+
+
+def _states(run: Run, layout: Layout, stage: int, runs: Sequence[range]) -> dict[str, dict[str, int]]:
+    """What lives from step to step, laid out as the run would: to the byte. Of ends of a tie, one has the states."""
     optim, dtype = run.optim, DTYPES[run.precision]
-    size, half, wide = dtype.itemsize, precision.is_half(dtype), precision.wide(dtype).itemsize
-    here = {p.owner: p for p in layout.parameters if p.block in layout.blocks(stage) and p.trainable}
-    trainable = sum(parameter.numel for parameter in here.values())
-    updated = sum(parameter.numel for owner, parameter in here.items()
-                  if layout.stage_of(layout[owner].block) == stage)
-    share = -(-updated // run.mesh.data) if optim.shard else updated
-    gradient_size = _gradient_bytes(run)
+    half, wide = precision.is_half(dtype), precision.wide(dtype)
+    owners = {p.owner: p for p in layout.parameters if p.block in layout.blocks(stage)}
+    parameters = {owner: nn.Parameter(torch.empty(p.shape, dtype=dtype, device="meta"), requires_grad=p.trainable)
+                  for owner, p in owners.items()}
+    alone = replace(run.mesh, data=1, row=1, col=1)
+    bucket_size = resolve_bucket_size(optim, run.launch.device)
+    gradients = Gradients(
+        gradient_specs(layout, stage, parameters, ties_of(layout, alone, stage, parameters)),
+        _Members(run.mesh.data), bucket_size * optim.chunk_buckets, lambda spec: None, allocate=False,
+        dtype=wide if optim.accumulate == "fp32" else dtype, reuse=runs if optim.update_in_backward else ())
+    owned = [chunk for chunk in gradients.chunks if not chunk.sent_to_owner]
+    buckets = [bucket for group in buckets_of([chunk.share if optim.shard else (chunk.start, chunk.stop)
+                                               for chunk in owned], bucket_size) for bucket in group]
+    largest, updated = max(map(len, buckets), default=0), sum(map(len, buckets))
+    in_flight = min(optim.buckets_in_flight, len(buckets))
     states = len(rule_of(optim).states)
     offload = "none" if optim.offload == "auto" else optim.offload
-    device = {"parameters": num_parameters * size, "gradients": trainable * gradient_size}
+    frozen = sum(p.numel for p in owners.values() if not p.trainable)
+    device = {"parameters": (gradients.size + frozen) * dtype.itemsize,
+              "gradients": gradients.length * gradients.dtype.itemsize}
     host: dict[str, int] = {}
     home = device if offload == "none" else host
-    home["master"] = share * wide if half or offload == "host" else 0
-    home["moments"] = share * wide * states
-    bucket = resolve_bucket_size(optim, run.launch.device)
-    chunk = bucket * optim.chunk_buckets
-    bucket = min(bucket, share, -(-chunk // run.mesh.data) if optim.shard else chunk)
-    slots = min(optim.buckets_in_flight, -(-share // bucket)) if bucket else 0
-    device["buckets"] = bucket * wide * (slots * (states + half) if offload == "stream" else 0)
-    if gradient_size < wide and offload != "host":
-        device["buckets"] += bucket * wide
+    home["master"] = updated * wide.itemsize if half or offload == "host" else 0
+    home["moments"] = updated * wide.itemsize * states
+    widened = largest * wide.itemsize if gradients.dtype is not wide else 0
+    device["buckets"] = largest * wide.itemsize * (in_flight * (states + half) if offload == "stream" else 0)
     if offload == "host":
-        host["staging"] = bucket * (slots * (gradient_size + size) + (wide if gradient_size < wide else 0))
+        host["staging"] = largest * in_flight * (gradients.dtype.itemsize + dtype.itemsize) + widened
+    else:
+        device["buckets"] += widened
+    travels = half and optim.reduce_dtype != "fp32" and run.mesh.data > 1
+    device["reduction"] = gradients.size * dtype.itemsize if travels else 0
     return {"device": device, "host": host}
-
-
-def _gradient_bytes(run: Run) -> int:
-    """Bytes of one parameter's gradient."""
-    dtype = DTYPES[run.precision]
-    return precision.wide(dtype).itemsize if run.optim.accumulate == "fp32" else dtype.itemsize
-
-
-def _reused_gradients(run: Run, layout: Layout, stage: int, segments: Sequence[range]) -> int:
-    """Gradients where each run of blocks has the same memory in turn, and what is tied keeps its own."""
-    blocks, tied = layout.blocks(stage), {p.owner for p in layout.parameters if p.owner != p.name}
-    largest = own = 0
-    for places, _ in runs_of(len(blocks), segments):
-        here = [p for p in layout.parameters if p.block - blocks.start in places and p.trainable]
-        largest = max(largest, sum(p.numel for p in here if p.owner not in tied))
-        own += sum(p.numel for p in here if p.owner in tied)
-    return (largest + own) * _gradient_bytes(run)
 
 
 def _segments(run: Run, model: Model, blocks: Sequence[str], costs: Sequence[BlockCost], stage: int) -> list[range]:

@@ -85,7 +85,8 @@ class Training:
         self.ranks = world.backend.group("train", [tuple(range(world.size))])
         self.data = _prepare(run, world, stream)
         self.run = self._agree(run)
-        self.predicted = check_fits(self.run, world)
+        self.run, self.predicted = check_fits(self.run, world)
+        self.ranks.barrier()  # not before every rank has looked at what is free
         self.engine = _build(self.run, world)
         self.measured = Measured(self.engine, world.device, wanted=run.memory_report)
         self.train_data, self.eval_data = self._loaders()

@@ -9,37 +9,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 
 from ranvier.check import laid_out, memory_table
-from ranvier.errors import OutOfMemory
+from ranvier.errors import ConfigError, OutOfMemory
 from ranvier.machine import available_memory_bytes
 from ranvier.pipeline.engine import Engine
-from ranvier.planner.memory import PROCESS_BYTES, RankMemory, remedies, too_large
+from ranvier.planner.memory import RankMemory, remedies, too_large
 from ranvier.run import Run
 from ranvier.testing.memory import MemoryTracker
 from ranvier.world import World
 
-_WORKING = ("activations", "postponed", "workspace", "messages")
+_WORKING = ("activations", "postponed", "workspace", "messages", "reduction")
 
 
-def check_fits(run: Run, world: World) -> tuple[RankMemory, ...]:
-    """The prediction for each stage. ConfigError when a rank of this machine needs more than there is."""
-    memory = laid_out(run)[1]
+def check_fits(run: Run, world: World) -> tuple[Run, tuple[RankMemory, ...]]:
+    """The run with `optim.offload` resolved for this device, and the prediction for each stage. ConfigError when a rank
+    of this machine needs more than there is: memory that is free now, since the ranks themselves are there already."""
+    run = replace(run, launch=replace(run.launch, device=world.device.type))
     first = world.rank - world.local_rank
     ranks = range(first, min(first + world.local_size, world.size))
-    local = [memory[run.mesh.coordinates(rank).pipe] for rank in ranks]
-    problem = None
-    if world.device.type == "cuda":
-        problem = too_large(local, run=run, place="device", processes=1,
-                            available_bytes=torch.cuda.get_device_properties(world.device).total_memory)
-    problem = problem or too_large(local, run=run, place="host" if world.device.type == "cuda" else "both",
-                                   processes=len(local), available_bytes=available_memory_bytes(),
-                                   process_bytes=PROCESS_BYTES)
-    if problem is not None:
-        raise problem
-    return memory
+
+    def judged(run: Run) -> tuple[Run, tuple[RankMemory, ...], ConfigError | None]:
+        memory = laid_out(run)[1]
+        local = [memory[run.mesh.coordinates(rank).pipe] for rank in ranks]
+        on_cuda, problem = world.device.type == "cuda", None
+        if on_cuda:
+            problem = too_large(local, run=run, place="device", processes=1,
+                                available_bytes=torch.cuda.mem_get_info(world.device)[0])
+        return run, memory, problem or too_large(local, run=run, place="host" if on_cuda else "both",
+                                                 processes=len(local), available_bytes=available_memory_bytes())
+
+    offload = run.optim.offload
+    found = judged(replace(run, optim=replace(run.optim, offload="none" if offload == "auto" else offload)))
+    if offload == "auto" and world.device.type == "cuda" and found[2] is not None:
+        found = judged(replace(run, optim=replace(run.optim, offload="stream")))
+    if found[2] is not None:
+        raise found[2]
+    return found[:2]
 
 
 def explained(error: BaseException, run: Run, where: str) -> OutOfMemory | None:
@@ -85,7 +94,7 @@ class Measured:
 
     def facts(self) -> dict[str, dict[str, int]]:
         """{"device": {category: bytes}, "host": {...}} at the peak. What is neither parameters, gradients, states nor
-        buckets is "working": activations, postponed operands, workspace and messages."""
+        buckets is "working": activations, postponed operands, workspace, messages, copies for reductions."""
         found = self._engine.memory()
         lasting = sum(found["device"].values())
         peak = torch.cuda.max_memory_allocated(self._device) if self._tracker is None else self._tracker.peak_bytes()

@@ -136,7 +136,6 @@ def grows(world, values, mesh, **options):
     with torch.no_grad():
         for parameter in engine.parameters():
             parameter.fill_(1.0)
-    engine.flat_optimizer.placement.take_parameters()
     seen = []
     for value in values:
         own = value if engine.coordinates.data == 0 else 1.0
@@ -227,6 +226,111 @@ def test_updates_in_the_backward_equal_those_after_it(make, mesh, checkpoint, op
                                      learning_rate=1e-2, checkpoint=checkpoint), strict=True)
     assert all(norm == pytest.approx(norms, rel=1e-10) for norm in found)
     assert_same_weights(parameters, reference, mesh)
+
+
+class Split(nn.Module):
+    """A state of two tensors from one."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return {"x": self.a(x), "t": self.b(x)}
+
+
+class Carry(nn.Module):
+    """Passes one tensor on untouched, and uses it or not."""
+
+    def __init__(self, uses):
+        super().__init__()
+        self.a, self.uses = nn.Linear(4, 4), uses
+
+    def forward(self, state):
+        return {"x": torch.tanh(self.a(state["x"])) + (state["t"] if self.uses else 0.0), "t": state["t"]}
+
+
+class Join(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, state):
+        return self.a(state["x"])
+
+
+@pytest.mark.parametrize("options", [{}, {"update_in_backward": True}, {"update_in_backward": True, "shard": True}])
+@pytest.mark.parametrize("checkpoint", ["none", 1, 2])
+@pytest.mark.parametrize("uses", [True, False])
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(data=2), Mesh(pipe=2)], ids=str)
+def test_states_of_several_tensors(mesh, uses, checkpoint, options):
+    """Boundaries whose tensors have their gradients at different times, late, or never."""
+    make = partial(chain, Split, *[partial(Carry, uses)] * 3, Join)
+    reference = Reference(make(), seed=SEED, dtype=torch.float64, optimizer=ADAMW)
+    batches = [points([[2]] * mesh.data, seed=seed) for seed in range(2)]
+    norms = []
+    for batch in batches:
+        reference.train_batch([one for replica in batch for one in replica])
+        norms.append(sum(float((gradient ** 2).sum()) for gradient in reference.gradients().values()) ** 0.5)
+
+    def work(engine):
+        return [engine.train_batch(share(engine, batch)).grad_norm for batch in batches], weights(engine)
+
+    found, parameters = zip(*on_mesh(make, mesh, work, optim=optim(**options), learning_rate=1e-2,
+                                     checkpoint=checkpoint), strict=True)
+    assert all(norm == pytest.approx(norms, rel=1e-10) for norm in found)
+    assert_same_weights(parameters, reference, mesh)
+
+
+@pytest.mark.parametrize("accumulate", ["fp32", "half"])
+def test_gradients_that_autograd_makes_early_are_widened(accumulate):
+    """The same in bf16, where a fresh gradient has another format than its place."""
+    def rank(world, **options):
+        engine = Engine(chain(Split, *[partial(Carry, True)] * 3, Join), world, seed=SEED, dtype=torch.bfloat16,
+                        learning_rate=1e-2, optim=optim(accumulate=accumulate, **options))
+        engine.train_batch([Microbatch(inputs=torch.ones(2, 4, dtype=torch.bfloat16), targets=torch.zeros(2, 4))])
+        return weights(engine)
+
+    one, two = (run_ranks(partial(rank, update_in_backward=early), 1)[0] for early in (False, True))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": "stream"}, {"offload": "host", "shard": True}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_loaded_later_stay(dtype, options):
+    """Master copies follow what is written into parameters; the others keep their bits below the parameter's."""
+    def rank(world):
+        engine = Engine(chain(Grow, Grow, loss=squared), world, dtype=dtype, learning_rate=1e-3, optim=optim(
+            algorithm="sgd", momentum=0.0, weight_decay=0.0, **options))
+        batch = [(torch.ones(2, 4, dtype=dtype), torch.ones(2, 4))]
+        for _ in range(3):
+            engine.train_batch(batch)
+        kept = [{name: state.clone() for name, state in one.states.items()} for one in engine.flat_optimizer.slices()
+                if one.parameter == "b0.w"]
+        with torch.no_grad():
+            engine.named_parameters()["b1.w"].fill_(5.0)
+        engine.learning_rate = 0.0
+        engine.train_batch(batch)
+        assert torch.equal(engine.named_parameters()["b1.w"], torch.full((4,), 5.0, dtype=dtype))
+        now = [one.states for one in engine.flat_optimizer.slices() if one.parameter == "b0.w"]
+        assert all(torch.equal(new["master"], old["master"]) for new, old in zip(now, kept, strict=True)
+                   if "master" in new)
+        engine.close()
+        assert engine.named_parameters()["b0.w"].grad is None and engine.parameters()[0].grad_dtype is dtype
+
+    run_ranks(rank, 2)
+
+
+def test_fp16_gradients_are_not_unscaled_in_fp16():
+    def rank(world, **options):
+        engine = Engine(chain(Grow, loss=squared), world, dtype=torch.float16, **options)
+        engine.forward_backward([(torch.ones(2, 4, dtype=torch.float16), torch.zeros(2, 4))])
+
+    with pytest.raises(ConfigError, match=r"optim\.accumulate: loses small gradients"):
+        run_ranks(partial(rank, optim=optim(accumulate="half")), 1)
+    with pytest.raises(ConfigError, match="would get scaled fp16 gradients"):
+        run_ranks(partial(rank, optimizer=ADAMW), 1)
+    run_ranks(partial(rank, optim=optim()), 1)
 
 
 def test_one_block_of_gradients_at_a_time():
