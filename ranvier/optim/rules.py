@@ -30,8 +30,11 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class AdamW:
-    """Decoupled weight decay (Loshchilov and Hutter, 2019). One step count serves all parameters: moments of one that was
-    frozen from the start and is trained later are corrected as if they were as old as the run."""
+    """Decoupled weight decay (Loshchilov and Hutter, 2019).
+
+    One step count serves all parameters: the moments of one that is frozen for the first steps are corrected as if they
+    were as old as the run.
+    """
 
     optim: Optim
     states = ("exp_avg", "exp_avg_sq")
