@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -246,7 +246,35 @@ class Updater:
         norm[0] = self._squared * factor**2
         return Verdict(squared_norm=norm, work=self._ranks.all_reduce(norm), factor=factor, steps=weight != 0.0)
 
-    # ------------------------------------------------------------------ where the bytes are
+    # ------------------------------------------------------------------ what lives from step to step
+
+    def state(self) -> dict[str, object]:
+        """See `Engine.optimizer_state`."""
+        if self.flat is None:
+            raise ConfigError("has no state of its own", where="Engine(optim=...)",
+                              remedy="Build the engine with optim=; a torch optimizer has state_dict().")
+        return {"steps": self.flat.steps, "loss_scale": None if self.loss_scale is None else asdict(self.loss_scale),
+                "slices": [(part.parameter, part.start, part.stop,
+                            {name: state.detach().to("cpu", copy=True) for name, state in part.states.items()})
+                           for part in self.flat.slices()]}
+
+    def load_state(self, state: Mapping) -> None:
+        """See `Engine.load_optimizer_state`."""
+        saved = {tuple(entry[:3]): entry[3] for entry in state["slices"]}
+        parts = {(part.parameter, part.start, part.stop): part.states
+                 for part in (self.flat.slices() if self.flat is not None else ())}
+        if {place: set(states) for place, states in saved.items()} != {
+                place: set(states) for place, states in parts.items()}:
+            raise ConfigError("does not fit this rank's optimizer", where="optimizer state",
+                              value=f"{len(saved)} slices, {len(parts)} expected",
+                              remedy="Build the engine with the model, mesh and optim settings that it was saved with.")
+        for place, states in parts.items():
+            for name, tensor in states.items():
+                tensor.copy_(saved[place][name])
+        if self.flat is not None:
+            self.flat.loaded(state["steps"])
+        if self.loss_scale is not None and state["loss_scale"] is not None:
+            self.loss_scale = LossScale(**state["loss_scale"])
 
     def tensors(self, parameters: Sequence[Tensor]) -> dict[str, dict[str, list[Tensor]]]:
         """What lives from step to step: {"device": {category: tensors}, "host": {...}}."""

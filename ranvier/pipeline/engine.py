@@ -20,7 +20,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -32,6 +31,7 @@ from ranvier.comm.protocol import Group, Transport, Work
 from ranvier.errors import ConfigError, ModelError
 from ranvier.mesh import Mesh
 from ranvier.models.block import Loss, Model, State, as_model, named
+from ranvier.optim.groups import problems as group_problems
 from ranvier.optim.optimizer import storage_bytes
 from ranvier.optim.step import Updater, Verdict
 from ranvier.pipeline.build import build_stage, cut, stage_parameters
@@ -67,7 +67,7 @@ class Engine:
             fp32 master copies for half-precision parameters. Also how gradients add up, travel and are clipped.
         learning_rate: of the optimizer that `optim` describes; `engine.learning_rate` may be set before any step.
         optimizer: from this rank's parameters to a torch optimizer, used instead; None with no `optim` for gradients
-            only. Not called on a rank that owns no trainable parameter.
+            only. Not called on a rank that owns no trainable parameter. Gradients add up in the parameters' format.
         policy: a name or a `Policy` of your own: which ready action a stage runs next.
         partition: cut by cost, or into equal numbers of blocks. seed: of initial weights and dropout.
         in_flight: most microbatches of a replica between the first stage's forward and their return.
@@ -125,6 +125,8 @@ class Engine:
         self._synchronise_start(blocks)
 
         segments = self._segments(checkpoint, model)
+        for problem in group_problems(optim or Optim(), [parameter.name for parameter in self.layout.parameters]):
+            raise problem
         self.learning_rate = learning_rate
         self._updater = Updater(
             gradient_specs(self.layout, self.coordinates.pipe, self._parameters, ties), self._data_group, self._all,
@@ -200,33 +202,12 @@ class Engine:
 
         slices: [(parameter, start, stop, {state: tensor})], by the places of elements in the flattened parameter.
         """
-        flat, scale = self.flat_optimizer, self.loss_scale
-        if flat is None:
-            raise ConfigError("has no state of its own", where="Engine(optim=...)",
-                              remedy="Build the engine with optim=; a torch optimizer has state_dict().")
-        return {"steps": flat.steps, "loss_scale": None if scale is None else asdict(scale),
-                "slices": [(slice.parameter, slice.start, slice.stop,
-                            {name: state.detach().to("cpu", copy=True) for name, state in slice.states.items()})
-                           for slice in flat.slices()]}
+        return self._updater.state()
 
     def load_optimizer_state(self, state: Mapping) -> None:
         """Go on from an `optimizer_state` of the same rank of the same mesh and settings; all ranks call it. Parameters
         with master copies become what those are; others are the caller's to load. ConfigError where it does not fit."""
-        saved = {tuple(entry[:3]): entry[3] for entry in state["slices"]}
-        slices = list(self.flat_optimizer.slices()) if self.flat_optimizer is not None else []
-        if ({(slice.parameter, slice.start, slice.stop) for slice in slices} != set(saved)
-                or any(set(slice.states) != set(saved[slice.parameter, slice.start, slice.stop]) for slice in slices)):
-            raise ConfigError("does not fit this rank's optimizer", where="optimizer state",
-                              value=f"{len(saved)} slices, {len(slices)} expected",
-                              remedy="Build the engine with the model, mesh and optim settings that it was saved with.")
-        for slice in slices:
-            for name, tensor in slice.states.items():
-                tensor.copy_(saved[slice.parameter, slice.start, slice.stop][name])
-        if self.flat_optimizer is not None:
-            self.flat_optimizer.loaded(state["steps"])
-        if self.loss_scale is not None and state["loss_scale"] is not None:
-            for name, value in state["loss_scale"].items():
-                setattr(self.loss_scale, name, value)
+        self._updater.load_state(state)
 
     def tensors(self) -> dict[str, dict[str, list[Tensor]]]:
         """What lives from step to step on this rank: {"device": {category: tensors}, "host": {...}}. On a CPU as the
@@ -338,6 +319,9 @@ class Engine:
 
     def _segments(self, checkpoint: Checkpoint, model: Model) -> list[range]:
         """The runs of this stage's blocks that are computed again in their backward."""
+        if checkpoint not in ("none", "auto", "paper") and not (type(checkpoint) is int and checkpoint > 0):
+            raise ConfigError("must be none, auto, paper, or a number of layers", where="memory.checkpoint",
+                              value=checkpoint, remedy="Set a whole number of at least 1, or one of the three words.")
         if checkpoint == "auto" and self.stages.costs is None:
             raise ConfigError("needs a sample to count activations with", where="memory.checkpoint", value=checkpoint,
                               remedy="Give the engine sample=, a microbatch of the usual shape, or set an interval.")

@@ -108,6 +108,12 @@ def test_auto_chooses_by_bytes_and_needs_a_sample():
         assert_parity(small_gpt, batches, Mesh(), checkpoint="auto")
 
 
+@pytest.mark.parametrize("checkpoint", [0, -1, "foo", 1.5, True, None])
+def test_what_is_no_interval(checkpoint):
+    with pytest.raises(ConfigError, match=r"memory\.checkpoint: must be none, auto, paper, or a number of layers"):
+        assert_parity(small_gpt, tokens([[2, 1]]), Mesh(), checkpoint=checkpoint)
+
+
 class Counted(nn.Module):
     """Counts its forwards, and those of its last product."""
 

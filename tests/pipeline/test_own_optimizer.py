@@ -109,6 +109,11 @@ def test_a_batch_without_a_valid_target_updates_nothing():
         on_mesh(small_gpt, Mesh(data=2), work, optim=optim())
 
 
+def test_groups_that_fit_nothing_are_refused():
+    with pytest.raises(ConfigError, match=r"optim\.groups: fits no parameter of the model \(got 'typo:1:0'\)"):
+        on_mesh(small_gpt, Mesh(), lambda engine: None, optim=optim(groups=("*.bias:1:0", "typo:1:0")))
+
+
 def test_a_stage_without_trainable_parameters():
     model = partial(lambda: frozen(residuals(), of_blocks(0, 1, 2, 3)))
     on_mesh(model, Mesh(data=2, pipe=2), lambda engine: engine.train_batch(share(engine, points([[1, 2], [2]]))).loss,
