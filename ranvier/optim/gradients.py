@@ -185,6 +185,8 @@ class Gradients:
 
     def begin(self, *, scatter: bool = False) -> None:
         """A new batch: gradients are zero, everything is outstanding. scatter: each member needs its share only."""
+        for chunk in self.chunks[:self._next]:
+            chunk.work.wait()  # a batch that failed may have left some under way
         self.flat.zero_()
         self._next = self._moving = 0
         self._passed = sys.maxsize

@@ -87,7 +87,7 @@ class Updater:
                               where="Engine(optimizer=...)", value="float16",
                               remedy="Give the engine optim= instead, or use bfloat16.")
         self._optim, self._ranks, self._counts, self._nominal_weight = optim, ranks, counts, nominal_weight
-        self._weight, self._timeline, self._progress = weight, timeline, progress
+        self._weight, self._timeline, self._progress, self._device = weight, timeline, progress, device
         bucket_size, half = resolve_bucket_size(optim, device.type), is_half(dtype)
         self.gradients = Gradients(
             specs, replicas, bucket_size * optim.chunk_buckets, send_to_owner,
@@ -242,8 +242,9 @@ class Updater:
             self._progress()
 
     def _verdict(self, weight: float) -> Verdict:
-        factor, norm = self._factor(weight), torch.zeros(1, dtype=torch.float64)
-        norm[0] = self._squared * factor**2
+        factor = self._factor(weight)
+        norm = torch.zeros(1, dtype=torch.float64, device=self._device)  # on the device: nobody waits for it here
+        norm += self._squared * factor**2
         return Verdict(squared_norm=norm, work=self._ranks.all_reduce(norm), factor=factor, steps=weight != 0.0)
 
     # ------------------------------------------------------------------ what lives from step to step

@@ -178,6 +178,15 @@ def test_a_chunk_waits_for_the_other_ends_of_a_tie():
     assert len(group.reduced) == 1, "each batch waits anew"
 
 
+def test_a_batch_that_failed_leaves_nothing_under_way():
+    gradients, group, _ = make([spec("a", 0), spec("b", 1)])
+    gradients.block_passed(1)
+    work = gradients.chunks[0].work
+    assert len(group.reduced) == 1 and not work.waited
+    gradients.begin()
+    assert work.waited
+
+
 def test_what_belongs_to_another_stage_is_sent_and_not_reduced():
     sent_away, own = spec("s", 1, sent_to_owner=True), spec("a", 0)
     gradients, group, sent = make([own, sent_away])
