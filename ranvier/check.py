@@ -20,7 +20,7 @@ from ranvier.optim import groups
 from ranvier.pipeline.build import StageTable, cut
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.partition import check_boundaries
-from ranvier.planner.memory import PROCESS_BYTES, RankMemory, predict
+from ranvier.planner.memory import PROCESS_BYTES, RankMemory, predict, remedies
 from ranvier.precision import DTYPES
 from ranvier.run import Optim, Run
 
@@ -75,6 +75,15 @@ def this_machine(run: Run, memory: Sequence[RankMemory]) -> MachineMemory:
         entry.ranks * (PROCESS_BYTES + entry.host_bytes + (entry.device_bytes if on_cpu else 0)) for entry in memory))
 
 
+def _machine_warnings(run: Run, machine: MachineMemory | None) -> Iterator[ConfigError]:
+    """Ranks may run elsewhere, so this is no problem of the configuration."""
+    if machine is not None and machine.needed_bytes > machine.available_bytes:
+        needed, free = machine.needed_bytes / 2**20, machine.available_bytes / 2**20
+        yield ConfigError(f"would not suffice for all {run.mesh.size} ranks: they need {needed:,.0f} MiB, and "
+                          f"{free:,.0f} are free", where="memory of this machine", remedy="In this order: " + "; ".join(
+                              remedies(run, shared=run.launch.device != "cuda")) + ".")
+
+
 def as_dict(problem: RanvierError) -> dict[str, object]:
     value = problem.value if isinstance(problem.value, (str, int, float, bool, type(None))) else str(problem.value)
     return {"where": problem.where, "value": value, "message": problem.what, "remedy": problem.remedy}
@@ -92,8 +101,9 @@ def check(run: Run, num_ranks: int | None = None) -> Report:
         except (RuntimeError, OverflowError, MemoryError, ValueError, TypeError) as error:
             found.append(ConfigError(f"cannot be laid out: {str(error).partition(chr(10))[0]}", where="model",
                                      remedy="Choose smaller sizes: a tensor of the model is larger than any can be."))
-    return Report(problems=tuple(found), warnings=tuple(warnings(run)), stages=stages, memory=memory,
-                  machine=this_machine(run, memory) if memory and run.mesh.size <= _MOST_LOCAL_RANKS else None)
+    machine = this_machine(run, memory) if memory and run.mesh.size <= _MOST_LOCAL_RANKS else None
+    return Report(problems=tuple(found), warnings=(*warnings(run), *_machine_warnings(run, machine)), stages=stages,
+                  memory=memory, machine=machine)
 
 
 def problems(run: Run, num_ranks: int | None = None) -> list[RanvierError]:

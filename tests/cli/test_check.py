@@ -153,3 +153,14 @@ def test_what_all_ranks_would_need_here():
     run = run_with(mesh__pipe="2", precision="bf16", optim__offload="stream", launch__device="cuda")
     report = check.check(run)
     assert report.machine.needed_bytes == sum(entry.host_bytes for entry in report.memory) + 2 * check.PROCESS_BYTES
+
+
+def test_a_machine_that_is_too_small_is_a_warning(monkeypatch):
+    monkeypatch.setattr(check, "available_memory_bytes", lambda: 1000 << 20)
+    report = check.check(run_with(mesh__data="2", mesh__pipe="2"))
+    assert report.problems == ()
+    (warning,) = report.warnings
+    assert str(warning).startswith("memory of this machine: would not suffice for all 4 ranks: they need 1,4")
+    assert "In this order: lower --batch.microbatch-size (it is 4); set --memory.checkpoint auto;" in str(warning)
+    monkeypatch.setattr(check, "available_memory_bytes", lambda: 2000 << 20)
+    assert check.check(run_with(mesh__data="2", mesh__pipe="2")).warnings == ()
