@@ -285,8 +285,15 @@ class Gradients:
         if self._scatter:
             chunk.work = Then(work, lambda: self.of(chunk, *chunk.share).copy_(share))
         else:
-            chunk.work = work
-            chunk.gather = lambda: Then(self._group.all_gather(sent, share), lambda: whole.copy_(sent))
+            chunk.work = work  # `sent` is let go with it: only the share waits for its turn
+            chunk.gather = lambda: self._gather(whole, share)
+
+    def _gather(self, whole: Tensor, share: Tensor) -> Work:
+        """Start collecting all shares of a chunk into its place."""
+        if whole.dtype is share.dtype:
+            return self._group.all_gather(whole, share)
+        received = share.new_empty(len(whole))
+        return Then(self._group.all_gather(received, share), lambda: whole.copy_(received))
 
     def detach(self) -> None:
         """Parameters have no gradients any more, and take ones of their own format again."""

@@ -9,7 +9,7 @@
              postponed    operands of weight gradients that wait
              workspace    what the widest block writes on the way
              messages     receives that are posted, and what arrives before its turn
-             reduction    half-precision copies that travel between replicas
+             reduction    half-precision copies that travel between replicas: of all gradients, where one is late
 
 Parameters, gradients, states and buckets are laid out as the run lays them out; the others are bounds, from the
 operations of one microbatch.
