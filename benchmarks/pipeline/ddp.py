@@ -39,4 +39,5 @@ def open_ddp(workload: Workload, contender: Contender, place: Place) -> Iterator
         return lambda: sum(sums).item() / workload.tokens_per_step
 
     yield Stepper(run=step)
+    dist.barrier()  # a rank that closes its connections early can leave the other's destructors waiting
     dist.destroy_process_group()

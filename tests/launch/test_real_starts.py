@@ -26,8 +26,10 @@ class Started:
 
     def __init__(self, *command):
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COVERAGE"))}
+        # Who starts the tests in the background may have had Ctrl-C ignored, which children inherit.
         self.process = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                        env=environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"})
+                                        env=environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"},
+                                        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
         self.stdout = ""
 
     def wait_for_ranks(self, count=2):

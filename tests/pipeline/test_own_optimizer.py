@@ -26,8 +26,7 @@ def optim(**options):
     return Optim(**{"weight_decay": 0.1, "bucket_size": 30, "chunk_buckets": 2, **options})
 
 
-@pytest.mark.parametrize("shard", [False, True])
-@pytest.mark.parametrize("offload", ["none", "stream", "host"])
+@pytest.mark.parametrize(("offload", "shard"), [("none", False), ("none", True), ("stream", True), ("host", False)])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("make", [small_gpt, three_ends, lambda: frozen(residuals(), of_blocks(0, 1, 4, 7))],
                          ids=["gpt", "three ends", "partly frozen"])
@@ -210,8 +209,8 @@ def test_a_users_torch_optimizer_updates_half_precision_parameters():
 
 # ---------------------------------------------------------------------- update in backward
 
-@pytest.mark.parametrize("options", [{}, {"offload": "stream", "shard": True}, {"offload": "host"}])
-@pytest.mark.parametrize("checkpoint", ["none", 2])
+@pytest.mark.parametrize(("checkpoint", "options"), [("none", {}), (2, {"offload": "stream", "shard": True}),
+                                                    ("none", {"offload": "host"})])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("make", [small_gpt, three_ends, lambda: frozen(residuals(), of_blocks(0, 1, 4, 7))],
                          ids=["gpt", "three ends", "partly frozen"])

@@ -35,9 +35,10 @@ def larger(corpus, run_dir, **changed):
 
 
 @pytest.mark.parametrize(("name", "changed"), [
-    ("fp32", {}), ("bf16", {"precision": "bf16"}),
+    ("fp32", {}), pytest.param("bf16", {"precision": "bf16"}, marks=pytest.mark.slow),
     ("offloaded", {"precision": "bf16", "optim": Optim(offload="stream", bucket_size=10_000, accumulate="half")}),
-    ("on the host", {"precision": "bf16", "optim": Optim(offload="host", bucket_size=10_000)}),
+    pytest.param("on the host", {"precision": "bf16", "optim": Optim(offload="host", bucket_size=10_000)},
+                 marks=pytest.mark.slow),
     ("checkpointed", {"memory": Memory(checkpoint=1), "mesh": Mesh(pipe=2)}),
     ("shared out", {"precision": "bf16", "mesh": Mesh(data=3), "batch": Batch(global_size=9, microbatch_size=1),
                     "optim": Optim(offload="stream", bucket_size=5000, chunk_buckets=3, shard=True)}),
@@ -46,8 +47,8 @@ def larger(corpus, run_dir, **changed):
     ("updated in the backward, shared out", {
         "optim": Optim(update_in_backward=True, shard=True, offload="stream", bucket_size=5000, chunk_buckets=1),
         "batch": Batch(global_size=4, microbatch_size=2), "mesh": Mesh(data=2)}),
-    ("updated in the backward", {"optim": Optim(update_in_backward=True),
-                                 "batch": Batch(global_size=4, microbatch_size=2)}),
+    pytest.param("updated in the backward", {"optim": Optim(update_in_backward=True),
+                                             "batch": Batch(global_size=4, microbatch_size=2)}, marks=pytest.mark.slow),
     ("sgd on one rank", {"optim": Optim(algorithm="sgd"), "mesh": Mesh()})])
 def test_what_is_predicted_is_what_is_measured(corpus, tmp_path, name, changed):
     """What lives from step to step to the byte; the rest, which is a bound, within a third."""
