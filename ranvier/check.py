@@ -17,6 +17,7 @@ from ranvier.errors import ConfigError, RanvierError
 from ranvier.machine import available_memory_bytes
 from ranvier.models import gpt
 from ranvier.optim import groups
+from ranvier.optim.step import in_backward_problems
 from ranvier.pipeline.build import StageTable, cut
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.partition import check_boundaries
@@ -166,19 +167,12 @@ def _batch_problems(run: Run) -> Iterator[ConfigError]:
 
 
 def _update_problems(run: Run) -> Iterator[ConfigError]:
-    share, optim = -(-run.batch.global_size // run.mesh.data), run.optim
+    share = -(-run.batch.global_size // run.mesh.data)
     count = -(-share // run.batch.microbatch_size)
-    if not optim.update_in_backward:
-        return
-    for wrong, what, remedy in (
-            (count > 1, f"needs batches of one microbatch, not {count}",
-             f"Set --batch.microbatch-size {share}, or leave it out."),
-            (bool(optim.clip_norm), "cannot clip by a norm that is known only at the end",
-             "Set --optim.clip-norm 0, or leave it out."),
-            (run.precision == "fp16", "cannot skip a step whose gradients overflow",
-             "Set --precision bf16, or leave it out.")):
-        if wrong:
-            yield ConfigError(what, where="optim.update-in-backward", value=True, remedy=remedy)
+    if run.optim.update_in_backward and count > 1:
+        yield ConfigError(f"needs batches of one microbatch, not {count}", where="optim.update-in-backward", value=True,
+                          remedy=f"Set --batch.microbatch-size {share}, or leave it out.")
+    yield from in_backward_problems(run.optim, DTYPES[run.precision])
 
 
 def _vocab_problems(run: Run) -> Iterator[ConfigError]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -80,8 +80,8 @@ class Updater:
                  device: torch.device, counts: bool, nominal_weight: float, runs: Sequence[range],
                  send_to_owner: Callable[[GradientSpec], None], weight: Callable[[], float], timeline: Timeline,
                  progress: Callable[[], None]) -> None:
-        if optim.update_in_backward:
-            _check_update_in_backward(optim, dtype, own)
+        for problem in in_backward_problems(optim, dtype, own=own):
+            raise problem
         if optimizer is not None and dtype is torch.float16:
             raise ConfigError("would get scaled fp16 gradients, of which small ones are lost when they are unscaled",
                               where="Engine(optimizer=...)", value="float16",
@@ -286,13 +286,13 @@ class Updater:
         return found
 
 
-def _check_update_in_backward(optim: Optim, dtype: torch.dtype, own: bool) -> None:
-    """ConfigError where a step may be skipped or shortened by what is known only after it."""
+def in_backward_problems(optim: Optim, dtype: torch.dtype, *, own: bool = True) -> Iterator[ConfigError]:
+    """Where a step may be skipped or shortened by what is known only after it, blocks cannot be updated before."""
     for wrong, what, remedy in (
             (not own, "needs Ranvier's own optimizer", "Give the engine optim=, and no optimizer=."),
             (bool(optim.clip_norm), "cannot clip by a norm that is known only at the end",
              "Set --optim.clip-norm 0, or leave it out."),
             (dtype is torch.float16, "cannot skip a step whose gradients overflow",
              "Set --precision bf16, or leave it out.")):
-        if wrong:
-            raise ConfigError(what, where="optim.update-in-backward", value=True, remedy=remedy)
+        if wrong and optim.update_in_backward:
+            yield ConfigError(what, where="optim.update-in-backward", value=True, remedy=remedy)
