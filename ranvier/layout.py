@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from math import prod
+from typing import Literal
 
 from ranvier.errors import ConfigError, ModelError
 from ranvier.mesh import Mesh
@@ -89,15 +90,56 @@ def _interval_boxes(box: Box, start: int, stop: int) -> Iterator[Box]:
             yield ((low + last, low + last + 1), *inner)
 
 
+def part(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Piece `index` of `size` elements cut into `parts`, as equal as can be: the first ones have one more."""
+    least, more = divmod(size, parts)
+    return index * least + min(index, more), (index + 1) * least + min(index + 1, more)
+
+
+TensorAxis = Literal["row", "col"]
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a parameter lies on the row x col mesh.
+
+    dims: for each dim the axes that cut it, the outer first; () leaves it whole.
+    summed: axes along which ranks hold the same elements, and each only a part of their gradient, such as that of its
+        sequences. Along axes that are in neither, ranks hold the same elements with the same gradient.
+    """
+
+    dims: tuple[tuple[TensorAxis, ...], ...]
+    summed: tuple[TensorAxis, ...] = ()
+
+    def box(self, shape: Sequence[int], mesh: Mesh, row: int, col: int) -> Box:
+        """What position (row, col) holds of a parameter of `shape`."""
+        places, found = {"row": (mesh.row, row), "col": (mesh.col, col)}, []
+        for size, axes in zip(shape, self.dims, strict=True):
+            start, stop = 0, size
+            for axis in axes:
+                first, last = part(stop - start, *places[axis])
+                start, stop = start + first, start + last
+            found.append((start, stop))
+        return tuple(found)
+
+    def boxes(self, shape: Sequence[int], mesh: Mesh) -> dict[tuple[int, int], Box]:
+        """(row, col) -> what that position holds."""
+        return {(row, col): self.box(shape, mesh, row, col) for row in range(mesh.row) for col in range(mesh.col)}
+
+
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of the whole model. `owner` is its own name, or for a tied one that of the group's first."""
+    """One parameter of the whole model. `owner` is its own name, or for a tied one that of the group's first.
+
+    summed: as in `Split`.
+    """
 
     name: str
     shape: tuple[int, ...]
     block: int
     owner: str
     trainable: bool = True
+    summed: tuple[TensorAxis, ...] = ()
 
     @property
     def is_owner(self) -> bool:

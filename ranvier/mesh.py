@@ -95,9 +95,15 @@ class Mesh:
         at = self.coordinates(rank)
         return tuple(self.rank(at.replace(axis, index)) for index in range(getattr(self, axis)))
 
-    def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
-        """All groups along `axis`: a partition of the ranks."""
-        return tuple(sorted({self.group(rank, axis) for rank in range(self.size)}))
+    def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
+        """All sets of ranks that differ along `axes` only, each rising: a partition of the ranks."""
+        found: dict[Coordinates, list[int]] = {}
+        for rank in range(self.size):
+            first = self.coordinates(rank)
+            for axis in axes:
+                first = first.replace(axis, 0)
+            found.setdefault(first, []).append(rank)
+        return tuple(sorted(map(tuple, found.values())))
 
     def stage_ranks(self, rank: int) -> tuple[int, ...]:
         """The row x col ranks of the stage that `rank` belongs to; the first is the stage's leader."""

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranvier.errors import ConfigError, ModelError
-from ranvier.layout import Layout, Move, Parameter, Slice, box_size, intersection, moves, whole
+from ranvier.layout import Layout, Move, Parameter, Slice, Split, box_size, intersection, moves, part, whole
 from ranvier.mesh import Mesh
 
 
@@ -257,3 +257,19 @@ def test_owner_of_a_group_whose_first_member_is_on_another_stage():
         if state_shards in (1, mesh.data):
             one = layout(mesh, (3,), sharded=False, state_shards=state_shards)
             assert not any(piece.parameter == "b4.head" for rank in range(mesh.size) for piece in one.owned(rank))
+
+
+@pytest.mark.parametrize("dims", [((), ()), (("row",), ("col",)), (("col",), ("row",)), ((), ("col", "row"))])
+def test_a_split_covers_its_parameter_exactly(dims):
+    mesh, shape = Mesh(row=2, col=3), (7, 18)
+    boxes = Split(dims).boxes(shape, mesh)
+    distinct = set(boxes.values())
+    assert sum(map(box_size, distinct)) == 7 * 18
+    assert all(intersection(a, b) is None for a in distinct for b in distinct if a != b)
+    layout = Layout(mesh=mesh, num_blocks=1, boundaries=(), parameters=(Parameter("a.w", shape, 0, "a.w"),),
+                    shards={"a.w": boxes})
+    layout.check()
+
+
+def test_pieces_differ_by_one_element_at_most():
+    assert [part(7, 3, index) for index in range(3)] == [(0, 3), (3, 5), (5, 7)]

@@ -60,3 +60,9 @@ def test_places_that_are_not_on_the_mesh():
         Mesh(pipe=4).coordinates(4)
     with pytest.raises(IndexError, match="pipe 4 is not on a mesh of data 1 x pipe 4"):
         Mesh(pipe=4).rank(Coordinates(pipe=4))
+
+
+def test_groups_over_several_axes_are_a_partition():
+    mesh = Mesh(data=2, pipe=1, row=2, col=2)
+    assert mesh.groups("data", "row") == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert mesh.groups("row", "col") == ((0, 1, 2, 3), (4, 5, 6, 7))
