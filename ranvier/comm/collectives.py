@@ -1,6 +1,6 @@
 """What every group does the same way: checks, volumes, sums in a wider type, and the blocking conveniences.
 
-A backend's group derives from `CheckedGroup` and implements the five underscored calls on flat tensors, for two or more
+A backend's group derives from `CheckedGroup` and implements the six underscored calls on flat tensors, for two or more
 members: reductions in one of NATIVE's types, everything else in bytes (uint8).
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from ranvier.comm.protocol import Reduction, Work
 from ranvier.errors import TransportError
 
-Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"]
+Operation = Literal["all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"]
 
 NATIVE = (torch.float64, torch.float32, torch.int64, torch.int32, torch.int8, torch.uint8)
 _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32,
@@ -26,11 +26,12 @@ _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32,
 def ring_bytes(operation: Operation, members: int, payload_bytes: int) -> int:
     """Bytes one member receives when a ring carries `operation`; `payload_bytes` is the whole (unscattered) tensor.
 
-    A broadcast is counted for a member that is not its root.
+    A broadcast is counted for a member that is not its root; a reduction, which passes along the ring and ends at its
+    root, for one that it does not begin with.
     """
     if members == 1:
         return 0
-    if operation == "broadcast":
+    if operation in ("broadcast", "reduce"):
         return payload_bytes
     rounds = 2 if operation == "all_reduce" else 1
     return rounds * (members - 1) * payload_bytes // members
@@ -92,6 +93,7 @@ class CheckedGroup:
 
     # What a backend implements. Tensors are flat; splits are in bytes.
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work: raise NotImplementedError
+    def _reduce(self, tensor: Tensor, root: int) -> Work: raise NotImplementedError
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work: raise NotImplementedError
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Work: raise NotImplementedError
     def _broadcast(self, tensor: Tensor, root: int) -> Work: raise NotImplementedError
@@ -109,6 +111,20 @@ class CheckedGroup:
             return self._all_reduce(flat, op)
         staged = flat.to(wide)
         return Then(self._all_reduce(staged, op), lambda: flat.copy_(staged))
+
+    def reduce(self, tensor: Tensor, root: int = 0) -> Work:
+        self._check("reduce", tensor)
+        self._check_root("reduce", root)
+        if self.index != (root + 1) % len(self.ranks):
+            self._count("reduce", tensor)
+        wide = self._reducible("reduce", tensor)
+        if len(self.ranks) == 1 or tensor.numel() == 0:
+            return Finished()
+        flat = tensor.detach().view(-1)
+        if wide is None:
+            return self._reduce(flat, root)
+        staged = flat.to(wide)
+        return Then(self._reduce(staged, root), lambda: flat.copy_(staged))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
         self._check("reduce_scatter", output, tensor)
@@ -137,8 +153,7 @@ class CheckedGroup:
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
         self._check("broadcast", tensor)
-        if not 0 <= root < len(self.ranks):
-            raise self._error("broadcast", f"root must be an index into the {len(self.ranks)} members", root)
+        self._check_root("broadcast", root)
         if self.index != root:
             self._count("broadcast", tensor)
         if len(self.ranks) == 1 or tensor.numel() == 0:
@@ -187,6 +202,10 @@ class CheckedGroup:
         for tensor in tensors:
             if not tensor.is_contiguous():
                 raise self._error(call, "a tensor is not contiguous", f"strides {tensor.stride()}")
+
+    def _check_root(self, call: str, root: int) -> None:
+        if not 0 <= root < len(self.ranks):
+            raise self._error(call, f"root must be an index into the {len(self.ranks)} members", root)
 
     def _fits(self, call: str, whole: Tensor, share: Tensor) -> None:
         if whole.numel() != share.numel() * len(self.ranks):

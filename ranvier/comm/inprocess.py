@@ -273,6 +273,14 @@ class InProcessGroup(CheckedGroup):
                 one.copy_(total)
         return self._meet(("all_reduce", op, tensor.dtype, tensor.numel()), (tensor,), work)
 
+    def _reduce(self, tensor: Tensor, root: int) -> Work:
+        def work(brought: list[tuple[Tensor]]) -> None:
+            total = brought[root][0]
+            for index, (one,) in enumerate(brought):
+                if index != root:
+                    total.add_(one)
+        return self._meet(("reduce", root, tensor.dtype, tensor.numel()), (tensor,), work)
+
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
         def work(brought: list[tuple[Tensor, Tensor]]) -> None:
             total = brought[0][1].clone()

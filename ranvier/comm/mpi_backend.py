@@ -355,6 +355,11 @@ class MPIGroup(CheckedGroup):
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
         return self._start(lambda out: self.comm.Iallreduce(self.mpi.IN_PLACE, out, self._ops[op]), tensor)
 
+    def _reduce(self, tensor: Tensor, root: int) -> Work:
+        if self.index == root:
+            return self._start(lambda out: self.comm.Ireduce(self.mpi.IN_PLACE, out, self.mpi.SUM, root), tensor)
+        return self._start(lambda out: self.comm.Ireduce(out, None, self.mpi.SUM, root), tensor)
+
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
         return self._start(lambda out, whole: self.comm.Ireduce_scatter_block(whole, out), output, tensor)
 

@@ -82,6 +82,9 @@ class Group(Protocol):
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Work:
         """In place."""
 
+    def reduce(self, tensor: Tensor, root: int = 0) -> Work:
+        """`tensor` of member `root` (an index within the group) becomes the sum; those of the others become anything."""
+
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
         """`output` [n] becomes share `index` of the sum of all members' `tensor` [size * n]."""
 

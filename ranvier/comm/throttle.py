@@ -199,6 +199,9 @@ class _ThrottledGroup:
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Work:
         return self._slow("all_reduce", tensor, lambda: self._inner.all_reduce(tensor, op))
 
+    def reduce(self, tensor: Tensor, root: int = 0) -> Work:
+        return self._slow("reduce", tensor, lambda: self._inner.reduce(tensor, root))
+
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
         return self._slow("reduce_scatter", tensor, lambda: self._inner.reduce_scatter(output, tensor))
 

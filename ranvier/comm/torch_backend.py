@@ -300,6 +300,9 @@ class TorchGroup(CheckedGroup):
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
         return self._start(dist.all_reduce, tensor, _OPS[op])
 
+    def _reduce(self, tensor: Tensor, root: int) -> Work:
+        return self._start(dist.reduce, tensor, self.ranks[root])
+
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         return self._start(_ALL_GATHER, output, tensor)
 

@@ -294,6 +294,10 @@ def _check_collectives(group, dtype: torch.dtype, size: int) -> None:
         copy = brought[group.index].clone()
         group.broadcast(copy, root).wait()
         same(copy, brought[root])
+        total = brought[group.index].clone()
+        group.reduce(total, root).wait()
+        if group.index == root:
+            same(total, summed)
     traded = torch.empty_like(mine)
     group.all_to_all(traded, mine).wait()
     same(traded, torch.cat([one.view(members, size, 2)[group.index] for one in brought]))
@@ -438,6 +442,10 @@ def volumes_are_counted(world: World) -> None:
     before = group.bytes_received
     group.broadcast(tensor).wait()
     assert group.bytes_received - before == (0 if world.rank == 0 else n * 400)
+    before = group.bytes_received
+    for root in range(n):
+        group.reduce(tensor, root).wait()
+    assert group.bytes_received - before == ring_bytes("reduce_scatter", n, n * n * 400)
     alone.all_reduce(tensor).wait()
     assert alone.bytes_received == 0
     assert ring_bytes("all_reduce", 4, 400) == 600 and ring_bytes("all_gather", 4, 400) == 300
@@ -462,6 +470,7 @@ def wrong_tensors_are_named(world: World) -> None:
         (lambda: group.reduce_scatter(torch.zeros(3), torch.zeros(3 * n + 1)), "times as large"),
         (lambda: group.all_gather(torch.zeros(3 * n), torch.zeros(3, dtype=torch.float64)), "differ in dtype"),
         (lambda: group.broadcast(square, n), "root must be"),
+        (lambda: group.reduce(square, -1), "root must be"),
         (lambda: group.all_to_all(square.clone(), square, [4 * n] * n), "splits must be"),
         (lambda: group.all_to_all(torch.zeros(n + 1), torch.zeros(n + 1)), "splits must be"),
         (lambda: world.backend.group("bad", [[0]]), "must hold each of the"),

@@ -1,0 +1,36 @@
+"""A group whose members exist in name only: what one of them would send and receive, for tensors without storage.
+
+Blocks that contain collectives run on the meta device with it, so that their cost is counted by the code that runs.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ranvier.comm.collectives import CheckedGroup, Finished
+from ranvier.comm.protocol import Reduction, Work
+
+
+class MetaGroup(CheckedGroup):
+    """A `protocol.Group` of `size` members, seen by member `index`. Nothing moves; `bytes_received` counts."""
+
+    def __init__(self, purpose: str, size: int, index: int = 0) -> None:
+        super().__init__(purpose, range(size), index)
+
+    def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
+        return Finished()
+
+    def _reduce(self, tensor: Tensor, root: int) -> Work:
+        return Finished()
+
+    def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
+        return Finished()
+
+    def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        return Finished()
+
+    def _broadcast(self, tensor: Tensor, root: int) -> Work:
+        return Finished()
+
+    def _all_to_all(self, output: Tensor, tensor: Tensor, received: list[int], sent: list[int]) -> Work:
+        return Finished()
