@@ -69,6 +69,17 @@ class Pipeline:
 
 
 @dataclass(frozen=True, kw_only=True, config=_config)
+class Tensor:
+    scheme: Literal["stationary", "summa", "megatron"] = "stationary"
+    """How blocks are computed on row x col ranks: with one operand of each product staying where it is; by Optimus'
+    broadcasts and reductions; or as Megatron, on columns only."""
+    sequence_sharding: bool = False
+    """megatron only: columns share the sequence between products, instead of each keeping all activations."""
+    keep_weights: bool = False
+    """stationary only: weights that a column has gathered stay for all microbatches of a step, where rows are many."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_config)
 class Comm:
     transport: Literal["auto", "torch", "mpi"] = "auto"
     """torch.distributed (Gloo, NCCL) or MPI; auto takes MPI on CPU where mpi4py and mpiexec are found."""
@@ -169,6 +180,7 @@ class Run:
     batch: Batch = Batch()
     train: Train = Train()
     pipeline: Pipeline = Pipeline()
+    tensor: Tensor = Tensor()
     optim: Optim = Optim()
     memory: Memory = Memory()
     comm: Comm = Comm()

@@ -11,39 +11,34 @@ projection is tied to the token embedding: two parameters in two blocks, declare
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ranvier import keyed_random
 from ranvier.errors import ConfigError, ModelError
 from ranvier.models.block import Initial, Model
 from ranvier.run import GPT
-
-IGNORED = -100
-"""Target of a position that does not count in the loss."""
-
+from ranvier.tensor import layers as tensor
+from ranvier.tensor.loss import NextTokenLoss
 
 class Embedding(nn.Module):
     """Token plus position embedding."""
 
     def __init__(self, config: GPT, dtype: torch.dtype) -> None:
         super().__init__()
-        self.dropout = config.dropout
-        self.token = nn.Embedding(config.vocab, config.hidden, dtype=dtype)
-        self.position = nn.Embedding(config.sequence, config.hidden, dtype=dtype)
+        self.longest = config.sequence
+        self.token = tensor.Embedding(config.vocab, config.hidden, dtype=dtype)
+        self.position = tensor.PositionEmbedding(config.sequence, config.hidden, dtype=dtype)
+        self.dropout = tensor.Dropout(config.dropout)
 
     def forward(self, ids_BS: Tensor) -> Tensor:
-        length, longest = ids_BS.shape[1], self.position.num_embeddings
-        if length > longest:
+        length = ids_BS.shape[1]
+        if length > self.longest:
             raise ModelError("is longer than the model has positions for", where="sequence of the inputs", value=length,
-                             remedy=f"Feed at most {longest} tokens, or set --model.sequence {length}.")
-        x_BSH = self.token(ids_BS) + self.position.weight[:length]
-        return keyed_random.dropout(x_BSH, self.dropout, self.training)
+                             remedy=f"Feed at most {self.longest} tokens, or set --model.sequence {length}.")
+        return self.dropout(self.token(ids_BS) + self.position(length))
 
 
 class Attention(nn.Module):
@@ -54,17 +49,18 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPT, dtype: torch.dtype) -> None:
         super().__init__()
-        self.heads, self.dropout = config.heads, config.dropout
-        self.norm = nn.LayerNorm(config.hidden, dtype=dtype)
-        self.qkv = nn.Linear(config.hidden, 3 * config.hidden, dtype=dtype)
-        self.projection = nn.Linear(config.hidden, config.hidden, dtype=dtype)
+        self.head_width = config.hidden // config.heads
+        self.norm = tensor.LayerNorm(config.hidden, dtype=dtype)
+        self.qkv = tensor.Linear(config.hidden, 3 * config.hidden, stationary="output", units=config.heads, dtype=dtype)
+        self.projection = tensor.Linear(config.hidden, config.hidden, stationary="input", units=config.heads,
+                                        dtype=dtype)
+        self.dropout = tensor.Dropout(config.dropout)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        qkv_BSN3D = self.qkv(self.norm(x_BSH)).unflatten(-1, (self.heads, 3, -1))
+        qkv_BSN3D = self.qkv(self.norm(x_BSH)).unflatten(-1, (-1, 3, self.head_width))
         q_BNSD, k_BNSD, v_BNSD = (part.transpose(1, 2) for part in qkv_BSN3D.unbind(3))
         y_BNSD = functional.scaled_dot_product_attention(q_BNSD, k_BNSD, v_BNSD, is_causal=True)
-        y_BSH = self.projection(y_BNSD.transpose(1, 2).flatten(2))
-        return x_BSH + keyed_random.dropout(y_BSH, self.dropout, self.training)
+        return x_BSH + self.dropout(self.projection(y_BNSD.transpose(1, 2).flatten(2)))
 
 
 class MLP(nn.Module):
@@ -72,14 +68,14 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPT, dtype: torch.dtype) -> None:
         super().__init__()
-        self.dropout = config.dropout
-        self.norm = nn.LayerNorm(config.hidden, dtype=dtype)
-        self.fc1 = nn.Linear(config.hidden, 4 * config.hidden, dtype=dtype)
-        self.fc2 = nn.Linear(4 * config.hidden, config.hidden, dtype=dtype)
+        self.norm = tensor.LayerNorm(config.hidden, dtype=dtype)
+        self.fc1 = tensor.Linear(config.hidden, 4 * config.hidden, stationary="output", dtype=dtype)
+        self.fc2 = tensor.Linear(4 * config.hidden, config.hidden, stationary="input", dtype=dtype)
+        self.dropout = tensor.Dropout(config.dropout)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         y_BSF = functional.gelu(self.fc1(self.norm(x_BSH)), approximate="tanh")
-        return x_BSH + keyed_random.dropout(self.fc2(y_BSF), self.dropout, self.training)
+        return x_BSH + self.dropout(self.fc2(y_BSF))
 
 
 class Head(nn.Module):
@@ -87,8 +83,8 @@ class Head(nn.Module):
 
     def __init__(self, config: GPT, dtype: torch.dtype) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(config.hidden, dtype=dtype)
-        self.projection = nn.Linear(config.hidden, config.vocab, bias=False, dtype=dtype)
+        self.norm = tensor.LayerNorm(config.hidden, dtype=dtype)
+        self.projection = tensor.VocabularyLinear(config.hidden, config.vocab, dtype=dtype)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         return self.projection(self.norm(x_BSH))
@@ -104,7 +100,7 @@ def gpt(config: GPT, *, dtype: torch.dtype = torch.float32) -> Model:
         blocks[attention] = partial(Attention, config, dtype)
         blocks[mlp] = partial(MLP, config, dtype)
     blocks["head"] = partial(Head, config, dtype)
-    return Model(blocks=blocks, loss=next_token_loss, layers=layers, initial=partial(initial, config),
+    return Model(blocks=blocks, loss=NextTokenLoss(config.vocab), layers=layers, initial=partial(initial, config),
                  tied=(("embedding.token.weight", "head.projection.weight"),))
 
 
@@ -137,71 +133,3 @@ def flops_per_sequence(config: GPT, *, recomputed: bool = False) -> float:
     s, layers, h, vocab = config.sequence, config.num_layers, config.hidden, config.vocab
     factor = 96 if recomputed else 72
     return factor * s * layers * h * h * (1 + s / (6 * h) + vocab / (factor / 6 * layers * h))
-
-
-def next_token_loss(logits_BSV: Tensor, targets: object) -> tuple[Tensor, Tensor]:
-    """Sum of the cross-entropies of the targets that count, and their number.
-
-    targets: [B, S] int64, `IGNORED` where none. The sum is fp32 for half-precision logits, else in their dtype.
-    The backward overwrites the logits with their gradient, so it runs once; whatever else needs the logits after the
-    backward takes a copy (autograd raises a RuntimeError where it would see changed values). Evaluation, where nothing
-    requires a gradient, leaves them as they are.
-    ModelError when the shapes do not fit.
-    """
-    if not isinstance(targets, Tensor) or targets.shape != logits_BSV.shape[:-1]:
-        shape = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
-        raise ModelError(f"do not fit logits of shape {tuple(logits_BSV.shape)}", where="targets", value=shape,
-                         remedy="Give int64 targets of shape [batch, sequence].")
-    return _NextTokenLoss.apply(logits_BSV, targets), (targets != IGNORED).sum()
-
-
-class _NextTokenLoss(torch.autograd.Function):
-    """Cross-entropy that keeps nothing but the logits and hands their own memory back as the gradient.
-
-    Row blocks go through one scratch block, so no second tensor of the logits' size ever exists.
-    """
-
-    @staticmethod
-    def forward(ctx, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-        logits_RV, targets_R = logits_BSV.flatten(0, -2), targets_BS.flatten()
-        counted_R = targets_R != IGNORED
-        index_R1 = targets_R.where(counted_R, 0).unsqueeze(1)
-        scratch = _scratch(logits_RV)
-        loss_R1 = scratch.new_empty(index_R1.shape)
-        for rows, block in _row_blocks(logits_RV, scratch):
-            torch.log_softmax(logits_RV[rows], dim=1, dtype=scratch.dtype, out=block)
-            loss_R1[rows] = -block.gather(1, index_R1[rows])
-        if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(logits_BSV, targets_BS)
-        return loss_R1.squeeze(1).where(counted_R, 0).sum()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        logits_BSV, targets_BS = ctx.saved_tensors
-        logits_RV, targets_R = logits_BSV.flatten(0, -2), targets_BS.flatten()
-        counted_R = targets_R != IGNORED
-        index_R1 = targets_R.where(counted_R, 0).unsqueeze(1)
-        scratch = _scratch(logits_RV)
-        scale_R1 = grad.to(scratch.dtype).where(counted_R, 0).unsqueeze(1)
-        for rows, block in _row_blocks(logits_RV, scratch):
-            torch.softmax(logits_RV[rows], dim=1, dtype=scratch.dtype, out=block)
-            block.scatter_add_(1, index_R1[rows], block.new_full((len(block), 1), -1.0))
-            torch.mul(block, scale_R1[rows], out=logits_RV[rows])
-        return logits_RV.view_as(logits_BSV), None
-
-
-def _scratch(logits_RV: Tensor) -> Tensor:
-    """An empty block of rows: of a size that stays in a CPU's cache, or that makes few launches on a GPU."""
-    elements = 1 << 18 if logits_RV.device.type == "cpu" else 1 << 24
-    rows, vocab = logits_RV.shape
-    wide = torch.promote_types(logits_RV.dtype, torch.float32)
-    return logits_RV.new_empty((min(rows, max(1, elements // vocab)), vocab), dtype=wide)
-
-
-def _row_blocks(logits_RV: Tensor, scratch: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Consecutive blocks of rows, each with as many rows of `scratch`."""
-    total, size = len(logits_RV), max(1, len(scratch))
-    for start in range(0, total, size):
-        stop = min(start + size, total)
-        yield slice(start, stop), scratch[:stop - start]

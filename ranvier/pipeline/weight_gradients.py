@@ -13,30 +13,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ranvier.pipeline.schedule import Product
+from ranvier.tensor.split import SplitLinear
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Operands:
     """One postponed product: everything that must stay alive for it."""
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-    x: Tensor
-    dy: Tensor
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """Those whose gradients this product adds to; they may belong to different chunks."""
-        return [self.weight] if self.bias is None or not self.bias.requires_grad else [self.weight, self.bias]
-
-    def add_gradients(self) -> None:
-        _add_gradients(self.weight, self.bias, self.x, self.dy)
+    parameters: Sequence[nn.Parameter]
+    """Those whose gradients this product adds to; they may belong to different chunks."""
+    tensors: Sequence[Tensor]
+    add_gradients: Callable[..., None]
+    """Takes the tensors."""
 
 
 def _add_gradients(weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor, dy: Tensor) -> None:
@@ -91,19 +86,26 @@ class WeightGradients:
         """Whether the stage's own backward runs; a block may call autograd for purposes of its own."""
         return self._in_pass
 
-    def add(self, weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor, dy: Tensor) -> None:
-        """Called by a layer's backward: postpone this product, or compute it now."""
+    @property
+    def postpones(self) -> bool:
+        """Whether products of this pass wait."""
+        return self._fresh is not None
+
+    def add(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor],
+            add_gradients: Callable[..., None]) -> None:
+        """Called by a layer's backward: postpone `add_gradients(*tensors)`, which adds to the gradients of
+        `parameters`, or call it now."""
         if self._fresh is None:
-            _add_gradients(weight, bias, x, dy)
+            add_gradients(*tensors)
         else:
-            self._fresh.append(_Operands(weight, bias, _alone(x), _alone(dy)))
-            for parameter in self._fresh[-1].parameters:
+            self._fresh.append(_Operands(parameters, [_alone(tensor) for tensor in tensors], add_gradients))
+            for parameter in parameters:
                 self._on_queued(parameter)
 
     def run(self, microbatch: int, product: int) -> None:
         """Compute one postponed product and let go of its operands."""
         operands = self._waiting.pop((microbatch, product))
-        operands.add_gradients()
+        operands.add_gradients(*operands.tensors)
         for parameter in operands.parameters:
             self._on_added(parameter)
 
@@ -126,7 +128,7 @@ def _freed_bytes(products: list[_Operands]) -> list[int]:
     """Bytes that each product frees when they run in order: a shared storage counts for the last that holds it."""
     last_user: dict[int, tuple[int, int]] = {}
     for number, operands in enumerate(products):
-        for tensor in (operands.x, operands.dy):
+        for tensor in operands.tensors:
             storage = tensor.untyped_storage()
             last_user[storage.data_ptr()] = number, storage.nbytes()
     freed = [0] * len(products)
@@ -153,7 +155,8 @@ class _DeferrableLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dx = dy.matmul(weight) if ctx.needs_input_grad[0] else None
         if ctx.gradients.in_pass:
-            ctx.gradients.add(ctx.weight, ctx.bias, x, dy)
+            grown = [ctx.weight] if ctx.bias is None or not ctx.bias.requires_grad else [ctx.weight, ctx.bias]
+            ctx.gradients.add(grown, (x, dy), partial(_add_gradients, ctx.weight, ctx.bias))
             return dx, None, None, None
         rows = dy.reshape(-1, dy.shape[-1])
         db = rows.sum(0) if ctx.needs_input_grad[2] else None
@@ -203,11 +206,19 @@ def postpone_weight_gradients(blocks: Sequence[nn.Module], others: Sequence[nn.M
     """
     modules = list(dict.fromkeys(module for block in blocks for module in block.modules()))
     elsewhere = {parameter for module in (*(m for block in others for m in block.modules()),
-                                          *(module for module in modules if not _takes(module)))
+                                          *(module for module in modules
+                                            if not (_takes(module) or isinstance(module, SplitLinear))))
                  for parameter in module.parameters(recurse=False)}
     for module in modules:
-        if _takes(module) and elsewhere.isdisjoint(module.parameters(recurse=False)):
+        free = elsewhere.isdisjoint(module.parameters(recurse=False))
+        if isinstance(module, SplitLinear):
+            module.may_wait = free
+        elif _takes(module) and free:
             module.forward = _DeferrableForward(module, gradients)
+    for block in (*blocks, *others):
+        for module in block.modules():
+            if isinstance(module, SplitLinear):
+                module.weight_gradients = gradients
 
 
 def restore_forward(block: nn.Module) -> None:
@@ -215,3 +226,5 @@ def restore_forward(block: nn.Module) -> None:
     for module in block.modules():
         if isinstance(module.__dict__.get("forward"), _DeferrableForward):
             del module.forward
+        if isinstance(module, SplitLinear):
+            module.weight_gradients = None

@@ -12,8 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from ranvier.errors import ConfigError, ModelError
 from ranvier.models import hf
 from ranvier.models.block import Initial, initialise
-from ranvier.models.gpt import flops_per_sequence, gpt, next_token_loss, problems
+from ranvier.models.gpt import flops_per_sequence, gpt, problems
 from ranvier.run import GPT
+from ranvier.tensor.loss import next_token_loss
 
 SIZES = [
     GPT(num_layers=1, hidden=8, heads=1, vocab=11, sequence=5),

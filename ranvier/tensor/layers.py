@@ -1,0 +1,209 @@
+"""The layers that a model is written with, and what each becomes on a row x col mesh.
+
+On one rank they are torch's own: `Linear` is an nn.Linear with a word on how it may be split. `split_layers` replaces
+those of a block by split ones, which hold their part of the parameters; the model's code does not change, and does not
+know the scheme. It follows three rules:
+
+    the residual stream is what `Linear(stationary="input")`, embeddings and norms return; it may be cut in any dim
+    what lies between an output- and an input-stationary Linear has all tokens of a row, and a part of the features
+    sizes are read from tensors, or left to unflatten(-1, ...): never written down
+
+    class MLP(nn.Module):
+        def __init__(self, hidden):
+            self.norm = tensor.LayerNorm(hidden)
+            self.fc1 = tensor.Linear(hidden, 4 * hidden, stationary="output")
+            self.fc2 = tensor.Linear(4 * hidden, hidden, stationary="input")
+
+        def forward(self, x):
+            return x + self.fc2(gelu(self.fc1(self.norm(x))))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ranvier import keyed_random
+from ranvier.errors import ModelError
+from ranvier.layout import Split
+from ranvier.tensor.activations import layout_of
+
+if TYPE_CHECKING:
+    from ranvier.run import Tensor as Settings
+    from ranvier.tensor.mesh import TensorMesh
+
+
+class Linear(nn.Linear):
+    """y = x W^T + b.
+
+    stationary: which of the two activations stays on its rank, where the scheme lets one stay: "output" for the first
+        of a pair of products (queries, keys and values; h to 4h), "input" for the second.
+    units: pieces of the output (input-stationary: of the input) that are never cut, such as heads.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, *,
+                 stationary: Literal["output", "input"], units: int | None = None,
+                 dtype: torch.dtype | None = None) -> None:
+        super().__init__(in_features, out_features, bias, dtype=dtype)
+        self.stationary, self.units = stationary, units
+
+    def splits(self, settings: Settings) -> dict[str, Split]:
+        """Parameter's name -> how it lies on the mesh."""
+        layout = layout_of(settings.scheme, settings.sequence_sharding)
+        if self.stationary == "output" or settings.scheme == "summa":
+            found = {"weight": Split((("col",), ("row",))), "bias": Split((("col",),), summed=("row",))}
+        else:
+            found = {"weight": Split((("row",), ("col",))), "bias": _feature_split(layout)}
+        return found if self.bias is not None else {"weight": found["weight"]}
+
+    def cannot(self, mesh: TensorMesh) -> Iterator[tuple[str, int, str, int]]:
+        """What does not divide: (what, its size, axis, that axis' size)."""
+        layout, summa = mesh.activations.name, mesh.settings.scheme == "summa"
+        inner = self.out_features if self.stationary == "output" else self.in_features
+        outer = self.in_features if self.stationary == "output" else self.out_features
+        yield "units" if self.units else "features", self.units or inner, "col", mesh.num_cols
+        if layout == "hidden":
+            yield "features of the residual stream", outer, "col", mesh.num_cols
+        if not summa:
+            yield "features of the residual stream", outer, "row", mesh.num_rows
+
+
+class VocabularyLinear(nn.Linear):
+    """The projection onto the vocabulary, without bias. Columns have logits of their part of it (see `own_part`)."""
+
+    def __init__(self, hidden: int, vocab: int, dtype: torch.dtype | None = None) -> None:
+        super().__init__(hidden, vocab, bias=False, dtype=dtype)
+
+    def splits(self, settings: Settings) -> dict[str, Split]:
+        """As for `Linear`; for summa as the paper has it, where the table of embeddings is used again."""
+        return {"weight": Split((("row",), ("col",)) if settings.scheme == "summa" else (("col",), ("row",)))}
+
+    def cannot(self, mesh: TensorMesh) -> Iterator[tuple[str, int, str, int]]:
+        if mesh.activations.name == "hidden":
+            yield "features of the residual stream", self.in_features, "col", mesh.num_cols
+        if mesh.settings.scheme != "summa":
+            yield "features of the residual stream", self.in_features, "row", mesh.num_rows
+        yield from _vocabulary(self.out_features, mesh)
+
+
+class Embedding(nn.Embedding):
+    """Token embedding: ids [B, S] int64 to the residual stream."""
+
+    def splits(self, settings: Settings) -> dict[str, Split]:
+        dims = {"stationary": ((), ("col", "row")), "summa": (("row",), ("col",)), "megatron": (("col",), ())}
+        return {"weight": Split(dims[settings.scheme])}
+
+    def cannot(self, mesh: TensorMesh) -> Iterator[tuple[str, int, str, int]]:
+        if mesh.activations.name == "hidden":
+            yield "features", self.embedding_dim, "col", mesh.num_cols
+        if mesh.settings.scheme == "stationary":
+            yield f"features of one of {mesh.num_cols} columns", self.embedding_dim // mesh.num_cols, "row", \
+                mesh.num_rows
+        else:
+            yield from _vocabulary(self.num_embeddings, mesh)
+
+
+class PositionEmbedding(nn.Embedding):
+    """Learned positions: the embedding of the first `length` positions, as the residual stream has them."""
+
+    def splits(self, settings: Settings) -> dict[str, Split]:
+        features = _feature_split(layout_of(settings.scheme, settings.sequence_sharding))
+        return {"weight": Split(((), *features.dims), features.summed)}
+
+    def cannot(self, mesh: TensorMesh) -> Iterator[tuple[str, int, str, int]]:
+        if mesh.activations.name == "hidden":
+            yield "features", self.embedding_dim, "col", mesh.num_cols
+
+    def forward(self, length: int) -> Tensor:
+        return self.weight[:length]
+
+
+class LayerNorm(nn.LayerNorm):
+    """Layer norm over the last dim of the residual stream."""
+
+    def splits(self, settings: Settings) -> dict[str, Split]:
+        return dict.fromkeys(("weight", "bias"),
+                             _feature_split(layout_of(settings.scheme, settings.sequence_sharding)))
+
+    def cannot(self, mesh: TensorMesh) -> Iterator[tuple[str, int, str, int]]:
+        if mesh.activations.name == "hidden":
+            yield "features", self.normalized_shape[-1], "col", mesh.num_cols
+
+
+class Dropout(nn.Module):
+    """Dropout of the residual stream, or of what is added to it; masks are keyed by place, the same on any mesh."""
+
+    def __init__(self, probability: float) -> None:
+        super().__init__()
+        self.probability = probability
+
+    def splits(self, settings: Settings) -> dict[str, Split]:
+        return {}
+
+    def cannot(self, mesh: TensorMesh) -> Iterator[tuple[str, int, str, int]]:
+        yield from ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return keyed_random.dropout(x, self.probability, self.training)
+
+
+class TokenLinear(nn.Linear):
+    """A classification head on one token: [B, S, H] to [B, classes], whole on every rank of a row.
+
+    token: its place in the sequence.
+    """
+
+    def __init__(self, hidden: int, classes: int, bias: bool = True, *, token: int = 0,
+                 dtype: torch.dtype | None = None) -> None:
+        super().__init__(hidden, classes, bias, dtype=dtype)
+        self.token = token
+
+    def splits(self, settings: Settings) -> dict[str, Split]:
+        features = _feature_split(layout_of(settings.scheme, settings.sequence_sharding))
+        # every column sees the whole sum, so the bias' gradient is that of a row on each of them
+        summed = tuple(axis for axis in features.summed if axis == "row")
+        found = {"weight": Split(((), *features.dims), summed)}
+        return found | ({"bias": Split(((),), summed)} if self.bias is not None else {})
+
+    def cannot(self, mesh: TensorMesh) -> Iterator[tuple[str, int, str, int]]:
+        if mesh.activations.name == "hidden":
+            yield "features", self.in_features, "col", mesh.num_cols
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x[:, self.token], self.weight, self.bias)
+
+
+Layer = Linear | VocabularyLinear | Embedding | PositionEmbedding | LayerNorm | Dropout | TokenLinear
+LAYERS = (Linear, VocabularyLinear, Embedding, PositionEmbedding, LayerNorm, Dropout, TokenLinear)
+
+
+def _feature_split(layout: str) -> Split:
+    """How a parameter of one value for each feature of the residual stream lies on the mesh."""
+    return {"hidden": Split((("col",),), summed=("row",)), "sequence": Split(((),), summed=("col",)),
+            "whole": Split(((),))}[layout]
+
+
+def _vocabulary(size: int, mesh: TensorMesh) -> Iterator[tuple[str, int, str, int]]:
+    """A vocabulary may be cut unevenly, but everyone needs a part."""
+    for axis, count in (("col", mesh.num_cols), ("row", mesh.num_rows)):
+        if size < count:
+            yield "vocabulary", size, axis, count
+
+
+def block_splits(block: str, module: nn.Module, settings: Settings) -> dict[str, Split]:
+    """Parameter's name within the block -> how it lies on a mesh. ModelError for parameters that no layer splits."""
+    found: dict[str, Split] = {}
+    for path, layer in module.named_modules():
+        if isinstance(layer, LAYERS):
+            for name, split in layer.splits(settings).items():
+                found[f"{path}.{name}" if path else name] = split
+    for name, _ in module.named_parameters():
+        if name not in found:
+            raise ModelError("belongs to a layer that cannot be split over rows and columns",
+                             where=f"parameter {block}.{name}", value=type(module).__name__,
+                             remedy="Use the layers of ranvier.tensor in its place, or set --mesh.row 1 --mesh.col 1.")
+    return found

@@ -1,0 +1,167 @@
+"""Next-token cross-entropy, whole or with the vocabulary split over columns.
+
+With x the logits of one position, L its loss is log(sum exp(x - m)) + m - x[target], m the largest logit. Columns find
+their part's m and sum; two small reductions make them the row's: the largest m, then the sums, rescaled to it. Every
+column gets the same loss to the bit, and the gradient of its own logits without any further exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ranvier.errors import ModelError
+from ranvier.layout import part
+
+if TYPE_CHECKING:
+    from ranvier.tensor.mesh import TensorMesh
+
+IGNORED = -100
+"""Target of a position that does not count in the loss."""
+
+
+class NextTokenLoss(nn.Module):
+    """`next_token_loss` over a vocabulary of known size, so that it can be split."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__()
+        self.vocab = vocab
+
+    def forward(self, logits_BSV: Tensor, targets: object) -> tuple[Tensor, Tensor]:
+        return next_token_loss(logits_BSV, targets)
+
+
+class SplitNextTokenLoss(nn.Module):
+    """The same of logits whose vocabulary is split over columns: [B, S, V_j]; every column gets the row's sum."""
+
+    def __init__(self, loss: NextTokenLoss, mesh: TensorMesh) -> None:
+        super().__init__()
+        self._mesh, self._start = mesh, part(loss.vocab, mesh.num_cols, mesh.col)[0]
+
+    def forward(self, logits_BSV: Tensor, targets: object) -> tuple[Tensor, Tensor]:
+        _check_targets(logits_BSV, targets)
+        return _SplitLoss.apply(logits_BSV, targets, self._start, self._mesh), (targets != IGNORED).sum()
+
+
+def next_token_loss(logits_BSV: Tensor, targets: object) -> tuple[Tensor, Tensor]:
+    """Sum of the cross-entropies of the targets that count, and their number.
+
+    targets: [B, S] int64, `IGNORED` where none. The sum is fp32 for half-precision logits, else in their dtype.
+    The backward overwrites the logits with their gradient, so it runs once; whatever else needs the logits after the
+    backward takes a copy (autograd raises a RuntimeError where it would see changed values). Evaluation, where nothing
+    requires a gradient, leaves them as they are.
+    ModelError when the shapes do not fit.
+    """
+    _check_targets(logits_BSV, targets)
+    return _NextTokenLoss.apply(logits_BSV, targets), (targets != IGNORED).sum()
+
+
+def _check_targets(logits_BSV: Tensor, targets: object) -> None:
+    if not isinstance(targets, Tensor) or targets.shape != logits_BSV.shape[:-1]:
+        shape = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
+        raise ModelError(f"do not fit logits of shape {tuple(logits_BSV.shape)}", where="targets", value=shape,
+                         remedy="Give int64 targets of shape [batch, sequence].")
+
+
+class _NextTokenLoss(torch.autograd.Function):
+    """Cross-entropy that keeps nothing but the logits and hands their own memory back as the gradient.
+
+    Row blocks go through one scratch block, so no second tensor of the logits' size ever exists.
+    """
+
+    @staticmethod
+    def forward(ctx, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+        logits_RV, targets_R = logits_BSV.flatten(0, -2), targets_BS.flatten()
+        counted_R = targets_R != IGNORED
+        index_R1 = targets_R.where(counted_R, 0).unsqueeze(1)
+        scratch = _scratch(logits_RV)
+        loss_R1 = scratch.new_empty(index_R1.shape)
+        for rows, block in _row_blocks(logits_RV, scratch):
+            torch.log_softmax(logits_RV[rows], dim=1, dtype=scratch.dtype, out=block)
+            loss_R1[rows] = -block.gather(1, index_R1[rows])
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(logits_BSV, targets_BS)
+        return loss_R1.squeeze(1).where(counted_R, 0).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        logits_BSV, targets_BS = ctx.saved_tensors
+        logits_RV, targets_R = logits_BSV.flatten(0, -2), targets_BS.flatten()
+        counted_R = targets_R != IGNORED
+        index_R1 = targets_R.where(counted_R, 0).unsqueeze(1)
+        scratch = _scratch(logits_RV)
+        scale_R1 = grad.to(scratch.dtype).where(counted_R, 0).unsqueeze(1)
+        for rows, block in _row_blocks(logits_RV, scratch):
+            torch.softmax(logits_RV[rows], dim=1, dtype=scratch.dtype, out=block)
+            block.scatter_add_(1, index_R1[rows], block.new_full((len(block), 1), -1.0))
+            torch.mul(block, scale_R1[rows], out=logits_RV[rows])
+        return logits_RV.view_as(logits_BSV), None
+
+
+class _SplitLoss(torch.autograd.Function):
+    """As `_NextTokenLoss`, with the logits of this column alone."""
+
+    @staticmethod
+    def forward(ctx, logits_BSV: Tensor, targets_BS: Tensor, start: int, mesh: TensorMesh) -> Tensor:
+        logits_RV, targets_R = logits_BSV.flatten(0, -2), targets_BS.flatten()
+        here_R, index_R1 = _place_in_column(targets_R, start, logits_RV.shape[1])
+        scratch = _scratch(logits_RV)
+        own_max_R1 = scratch.new_empty(len(logits_RV), 1)
+        sums_2R1 = scratch.new_empty(2, len(logits_RV), 1)  # of exponentials, and the target's logit where it is here
+        for rows, block in _row_blocks(logits_RV, scratch):
+            block.copy_(logits_RV[rows])
+            torch.amax(block, 1, keepdim=True, out=own_max_R1[rows])
+            sums_2R1[1, rows] = block.gather(1, index_R1[rows])
+            torch.sum(block.sub_(own_max_R1[rows]).exp_(), 1, keepdim=True, out=sums_2R1[0, rows])
+        max_R1 = own_max_R1.clone()
+        mesh.over_cols.all_reduce(max_R1, "max").wait()
+        sums_2R1[0].mul_((own_max_R1 - max_R1).exp_())
+        sums_2R1[1].mul_(here_R.unsqueeze(1))
+        mesh.over_cols.all_reduce(sums_2R1).wait()
+        log_sum_R1 = sums_2R1[0].log_().add_(max_R1)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(logits_BSV, targets_BS, log_sum_R1)
+            ctx.start = start
+        return (log_sum_R1 - sums_2R1[1]).squeeze(1).where(targets_R != IGNORED, 0).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        logits_BSV, targets_BS, log_sum_R1 = ctx.saved_tensors
+        logits_RV, targets_R = logits_BSV.flatten(0, -2), targets_BS.flatten()
+        here_R, index_R1 = _place_in_column(targets_R, ctx.start, logits_RV.shape[1])
+        scratch = _scratch(logits_RV)
+        scale_R1 = grad.to(scratch.dtype).where(targets_R != IGNORED, 0).unsqueeze(1)
+        minus_one_R1 = -here_R.to(scratch.dtype).unsqueeze(1)
+        for rows, block in _row_blocks(logits_RV, scratch):
+            torch.sub(logits_RV[rows], log_sum_R1[rows], out=block).exp_()
+            block.scatter_add_(1, index_R1[rows], minus_one_R1[rows])
+            torch.mul(block, scale_R1[rows], out=logits_RV[rows])
+        return logits_RV.view_as(logits_BSV), None, None, None
+
+
+def _place_in_column(targets_R: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
+    """Which targets are among a column's `size` logits from `start` on, and their places there (0 for others)."""
+    here_R = (targets_R >= start) & (targets_R < start + size)
+    return here_R, (targets_R - start).where(here_R, 0).unsqueeze(1)
+
+
+def _scratch(logits_RV: Tensor) -> Tensor:
+    """An empty block of rows: of a size that stays in a CPU's cache, or that makes few launches on a GPU."""
+    elements = 1 << 18 if logits_RV.device.type == "cpu" else 1 << 24
+    rows, vocab = logits_RV.shape
+    wide = torch.promote_types(logits_RV.dtype, torch.float32)
+    return logits_RV.new_empty((min(rows, max(1, elements // vocab)), vocab), dtype=wide)
+
+
+def _row_blocks(logits_RV: Tensor, scratch: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Consecutive blocks of rows, each with as many rows of `scratch`."""
+    total, size = len(logits_RV), max(1, len(scratch))
+    for start in range(0, total, size):
+        stop = min(start + size, total)
+        yield slice(start, stop), scratch[:stop - start]

@@ -1,0 +1,553 @@
+"""The layers of `ranvier.tensor.layers` on a row x col mesh: each rank has its part of parameters and activations.
+
+A product's backward does not go through autograd's graph of small steps, but through one function that knows what has
+to travel. The function comes in two halves, so that activation checkpointing, which stops a recomputation when the last
+operand has been saved, never repeats the product that follows it:
+
+    operands -> [save] -> [multiply] -> y        forward: saved, then multiplied
+    dx, dW   <- [save] <- [multiply] <- dy       backward: dy passes through to where the operands are
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from ranvier import keyed_random
+from ranvier.errors import ModelError
+from ranvier.layout import Split, part
+from ranvier.tensor.layers import (
+    LAYERS,
+    Dropout,
+    Embedding,
+    Layer,
+    LayerNorm,
+    Linear,
+    PositionEmbedding,
+    TokenLinear,
+    VocabularyLinear,
+)
+from ranvier.tensor.loss import NextTokenLoss, SplitNextTokenLoss
+from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.products import InputStationary, OutputStationary, Product, SummaProduct, SummaVocabulary
+from ranvier.tensor.stationary import gather_weight, gather_whole, scatter
+
+if TYPE_CHECKING:
+    from ranvier.pipeline.weight_gradients import WeightGradients
+
+
+def split_layers(module: nn.Module, mesh: TensorMesh, where: str) -> nn.Module:
+    """`module` with every layer of `ranvier.tensor` replaced by one for this rank's place on the mesh.
+
+    Parameters on the meta device become empty ones on the default device; others are cut. where: the module's name in
+    messages. Raises ModelError, by name, for sizes that cannot be divided and for layers that cannot be split.
+    """
+    if isinstance(module, LAYERS):
+        _check_sizes(module, mesh, where)
+        return _split_layer(module, mesh)
+    if isinstance(module, NextTokenLoss):
+        return SplitNextTokenLoss(module, mesh)
+    if isinstance(module, nn.Dropout):
+        raise ModelError("drops other elements on each rank", where=f"{where} (nn.Dropout)", value=module.p,
+                         remedy="Use ranvier.tensor.Dropout, whose masks are keyed by place.")
+    for name, parameter in module.named_parameters(recurse=False):
+        raise ModelError("belongs to a layer that cannot be split over rows and columns",
+                         where=f"parameter {where}.{name}", value=type(module).__name__,
+                         remedy="Use the layers of ranvier.tensor in its place, or set --mesh.row 1 --mesh.col 1.")
+    for name, child in module.named_children():
+        setattr(module, name, split_layers(child, mesh, f"{where}.{name}"))
+    return module
+
+
+def _check_sizes(layer: Layer, mesh: TensorMesh, where: str) -> None:
+    for what, size, axis, count in layer.cannot(mesh):
+        if size % count if what != "vocabulary" else size < count:
+            problem = "is smaller than" if what == "vocabulary" else "cannot be divided by"
+            raise ModelError(f"{what} {problem} mesh.{axis} {count}", where=where, value=size,
+                             remedy=f"Set --mesh.{axis} to a divisor, or change the model's size.")
+
+
+def _split_layer(layer: Layer, mesh: TensorMesh) -> nn.Module:
+    match layer:
+        case Linear():
+            kinds = {"output": OutputStationary, "input": InputStationary}
+            kind = SummaProduct if mesh.settings.scheme == "summa" else kinds[layer.stationary]
+            return SplitLinear(layer, mesh, kind(mesh))
+        case VocabularyLinear():
+            return SplitVocabularyLinear(layer, mesh)
+        case Embedding():
+            kinds = {"stationary": HiddenEmbedding, "summa": SummaEmbedding, "megatron": VocabularyEmbedding}
+            return kinds[mesh.settings.scheme](layer, mesh)
+        case PositionEmbedding():
+            return SplitPositionEmbedding(layer, mesh)
+        case LayerNorm():
+            return SplitLayerNorm(layer, mesh) if mesh.activations.name == "hidden" else _Own(layer, mesh).native()
+        case Dropout():
+            return SplitDropout(layer, mesh)
+        case TokenLinear():
+            return SplitTokenLinear(layer, mesh)
+
+
+def _own_part(parameter: nn.Parameter, split: Split, mesh: TensorMesh) -> nn.Parameter:
+    """This rank's part of a whole parameter."""
+    box = split.box(parameter.shape, mesh, mesh.row, mesh.col)
+    if parameter.is_meta:
+        values = torch.empty([stop - start for start, stop in box], dtype=parameter.dtype)
+    else:
+        values = parameter.detach()[tuple(slice(start, stop) for start, stop in box)].clone()
+    return nn.Parameter(values, requires_grad=parameter.requires_grad)
+
+
+class SplitLayer(nn.Module):
+    """A layer's own part of its parameters, and its place."""
+
+    def __init__(self, layer: Layer, mesh: TensorMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        splits = layer.splits(mesh.settings)
+        for name, parameter in layer.named_parameters(recurse=False):
+            setattr(self, name, _own_part(parameter, splits[name], mesh))
+
+
+class _Own(SplitLayer):
+    """A norm whose features are all here."""
+
+    def __init__(self, layer: LayerNorm, mesh: TensorMesh) -> None:
+        super().__init__(layer, mesh)
+        self._layer = layer
+
+    def native(self) -> nn.LayerNorm:
+        layer = self._layer
+        layer.weight, layer.bias = self.weight, self.bias
+        return layer
+
+
+# ---------------------------------------------------------------------- products
+
+
+class SplitLinear(SplitLayer):
+    """A `Linear` on the mesh. `product`: what it sends, and when."""
+
+    def __init__(self, layer: Linear | VocabularyLinear, mesh: TensorMesh, product: Product) -> None:
+        super().__init__(layer, mesh)
+        if layer.bias is None:
+            self.bias = None
+        self._product = product
+        self.weight_gradients: WeightGradients | None = None
+        """Takes what the backward of a stage finds for the weight; None leaves it to autograd."""
+        self.may_wait = False
+        """Whether weight gradients may be computed after the backward."""
+        self.recomputed = False
+        """Whether this layer's forward runs again before its backward: what it gathers is kept then."""
+        self._gathered: Tensor | None = None
+
+    def forget(self) -> None:
+        """Weights are about to change: those that were gathered are old."""
+        self._gathered = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept: list[Tensor | None] = [None, self._kept_weight()]
+        compute = partial(self._compute, x.detach(), kept)
+        if not (torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad or (
+                self.bias is not None and self.bias.requires_grad))):
+            return compute()
+        y = _Multiply.apply(_Save.apply(x, self.weight, self.bias, self, kept), compute)
+        gradients = self.weight_gradients
+        if gradients is not None and self.may_wait and self.weight.requires_grad:
+            travelling = self.mesh.num_cols if isinstance(self._product, InputStationary) else 1
+            gradients.forward_bytes += x.numel() * x.element_size() + travelling * y.numel() * y.element_size()
+        return y
+
+    def _kept_weight(self) -> Tensor | None:
+        """The whole column's weight, where it stays for a step."""
+        if not (self.mesh.settings.keep_weights and self._product.keeps and self.mesh.num_rows > 1):
+            return None
+        if self._gathered is None:
+            self._gathered = self._gather_weight()
+        return self._gathered
+
+    def _gather_weight(self) -> Tensor:
+        slabs, work = gather_weight(self.mesh, self.weight.detach(), keep=True)
+        if work is not None:
+            work.wait()
+        return slabs
+
+    def _compute(self, x: Tensor, kept: list[Tensor | None]) -> Tensor:
+        bias = None if self.bias is None else self.bias.detach()
+        y = self._product.forward(x, self.weight.detach(), bias, *kept)
+        kept.clear()
+        return y
+
+    def save(self, x: Tensor, kept: list[Tensor | None]) -> tuple[int, ...]:
+        """Gather what a recomputation shares with its backward, into `kept`; returns y's shape."""
+        if self.recomputed and self._product.keeps:
+            kept[:] = [self._product.gather_x(x), self._gather_weight() if kept[1] is None else kept[1]]
+        return self._product.out_shape(x, self.weight)
+
+    def backward(self, dy: Tensor, like: Tensor, x: Tensor | None, x_slabs: Tensor | None,
+                 weight_slabs: Tensor | None, *, wants_input: bool, wants_weight: bool
+                 ) -> tuple[Tensor | None, Tensor | None]:
+        """(dx, dW); dW is None where it is added to the parameter's gradient here, or later."""
+        product, weight = self._product, self.weight.detach()
+        gradients = self.weight_gradients if self.weight_gradients is not None and self.weight_gradients.in_pass \
+            else None
+        weight_slabs = self._kept_weight() if weight_slabs is None else weight_slabs
+        if wants_weight and gradients is not None and gradients.postpones and self.may_wait:
+            dy_slabs = product.gather_dy(dy)
+            gradients.add([self.weight], (dy if dy_slabs is None else dy_slabs, x),
+                          partial(self._postponed, dy_slabs is not None))
+            return product.input_gradient(dy, like, weight, weight_slabs=weight_slabs, dy_slabs=dy_slabs
+                                          ) if wants_input else None, None
+        into = None
+        if gradients is not None and self.mesh.num_rows == 1 and self.weight.grad is not None \
+                and self.weight.grad.dtype is dy.dtype:
+            into = self.weight.grad
+        if wants_input and wants_weight and x_slabs is None:
+            dx, dw = product.gradients(dy, x, weight, weight_slabs=weight_slabs, into=into)
+        else:
+            dx = product.input_gradient(dy, like, weight, weight_slabs=weight_slabs) if wants_input else None
+            dw = product.weight_gradient(dy, x, weight, x_slabs=x_slabs, into=into) if wants_weight else None
+        if dw is not None and gradients is not None:
+            _add_gradient(self.weight, dw)
+            dw = None
+        return dx, None if dw is None else dw.clone()
+
+    def _postponed(self, gathered: bool, dy: Tensor, x: Tensor) -> None:
+        """The weight gradient that has waited, added to the parameter's."""
+        into = self.weight.grad if self.mesh.num_rows == 1 and self.weight.grad is not None \
+            and self.weight.grad.dtype is x.dtype else None
+        dw = self._product.weight_gradient(dy, x, self.weight.detach(), dy_slabs=dy if gathered else None, into=into)
+        if dw is not None:
+            _add_gradient(self.weight, dw)
+
+
+def _add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = gradient.to(parameter.grad_dtype, copy=True)
+    else:
+        parameter.grad.add_(gradient)
+
+
+class _Save(torch.autograd.Function):
+    """The first half: saves operands, and in the backward has everything that is needed. Its result has y's shape and
+    no values."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, layer: SplitLinear,
+                kept: list[Tensor | None]) -> Tensor:
+        shape = layer.save(x, kept)
+        wants_input, wants_weight = ctx.needs_input_grad[:2]
+        x_slabs, weight_slabs = kept if layer.recomputed else (None, None)
+        ctx.save_for_backward(x if wants_weight and x_slabs is None else None, x_slabs if wants_weight else None,
+                              weight_slabs if wants_input else None)
+        ctx.layer, ctx.like = layer, x.new_empty(()).expand(x.shape)
+        return x.new_empty(()).expand(shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor):
+        wants_input, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        db = dy.reshape(-1, dy.shape[-1]).sum(0) if wants_bias else None
+        dx, dw = ctx.layer.backward(dy, ctx.like, *ctx.saved_tensors, wants_input=wants_input,
+                                    wants_weight=wants_weight)
+        return dx, dw, db, None, None
+
+
+class _Multiply(torch.autograd.Function):
+    """The second half: y; its gradient passes through."""
+
+    @staticmethod
+    def forward(ctx, saved: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        return compute()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor):
+        return dy, None
+
+
+class SplitVocabularyLinear(SplitLinear):
+    """A `VocabularyLinear` on the mesh: logits of this column's part of the vocabulary, `part(vocab, columns, column)`;
+    all of them where the mesh says `whole_outputs`."""
+
+    def __init__(self, layer: VocabularyLinear, mesh: TensorMesh) -> None:
+        self._vocab = layer.out_features
+        start, stop = part(self._vocab, mesh.num_cols, mesh.col)
+        super().__init__(layer, mesh, SummaVocabulary(mesh, self._vocab, stop - start)
+                         if mesh.settings.scheme == "summa" else OutputStationary(mesh))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = super().forward(x)
+        return self._whole(logits) if self.mesh.whole_outputs else logits
+
+    def _whole(self, logits: Tensor) -> Tensor:
+        """All columns' logits: [..., vocab]. Parts differ by one at most, and are padded to travel."""
+        columns = self.mesh.num_cols
+        sizes = [stop - start for start, stop in (part(self._vocab, columns, index) for index in range(columns))]
+        padded = functional.pad(logits, (0, max(sizes) - logits.shape[-1])).contiguous()
+        whole = padded.new_empty(columns, *padded.shape)
+        self.mesh.over_cols.all_gather(whole, padded).wait()
+        return torch.cat([one[..., :size] for one, size in zip(whole, sizes, strict=True)], dim=-1)
+
+
+# ---------------------------------------------------------------------- embeddings
+
+
+class HiddenEmbedding(SplitLayer):
+    """Each rank has a part of every token's features; the tokens of a column's rows travel once, in one all-to-all.
+
+    The table is cut as [V, (col, row)]: what a column's ranks have of one token is that column's part of it.
+    """
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return _AllToAllEmbedding.apply(self.weight, ids, self.mesh)
+
+
+class _AllToAllEmbedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, table: Tensor, ids: Tensor, mesh: TensorMesh) -> Tensor:
+        rows = mesh.num_rows
+        everyones = ids.reshape(1, -1)
+        if rows > 1:
+            everyones = ids.new_empty(rows, ids.numel())
+            mesh.over_rows.all_gather(everyones, ids.reshape(-1)).wait()
+        ctx.save_for_backward(everyones)
+        ctx.mesh, ctx.shape = mesh, table.shape
+        found = functional.embedding(everyones, table)  # [rows, tokens, part of a row's share]
+        if rows > 1:
+            received = torch.empty_like(found)
+            mesh.over_rows.all_to_all(received, found).wait()
+            found = received
+        return found.movedim(0, 1).reshape(*ids.shape, -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dx: Tensor):
+        everyones, = ctx.saved_tensors
+        rows, width = ctx.mesh.num_rows, ctx.shape[1]
+        parts = dx.reshape(-1, rows, width).movedim(1, 0).contiguous()
+        if rows > 1:
+            received = torch.empty_like(parts)
+            ctx.mesh.over_rows.all_to_all(received, parts).wait()
+            parts = received
+        return torch.ops.aten.embedding_dense_backward(parts, everyones, ctx.shape[0], -1, False), None, None
+
+
+class SummaEmbedding(SplitLayer):
+    """Optimus' embedding: the blocks [V_i, H_j] of a column's table are broadcast down it, one after the other."""
+
+    def __init__(self, layer: Embedding, mesh: TensorMesh) -> None:
+        super().__init__(layer, mesh)
+        self._vocab = layer.num_embeddings
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return _BroadcastEmbedding.apply(self.weight, ids, self.mesh, self._vocab)
+
+
+class _BroadcastEmbedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, table: Tensor, ids: Tensor, mesh: TensorMesh, vocab: int) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.mesh, ctx.vocab, ctx.shape = mesh, vocab, table.shape
+        x = table.new_zeros(*ids.shape, table.shape[1])
+        for row in range(mesh.num_rows):
+            start, stop = part(vocab, mesh.num_rows, row)
+            block = table if row == mesh.row else mesh.workspace.take("table", (stop - start, table.shape[1]), table)
+            if mesh.num_rows > 1:
+                mesh.over_rows.broadcast(block, row).wait()
+            x += _rows_of(block, ids, start)
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dx: Tensor):
+        ids, = ctx.saved_tensors
+        mesh, own = ctx.mesh, None
+        for row in range(mesh.num_rows):
+            start, stop = part(ctx.vocab, mesh.num_rows, row)
+            gradient = _table_gradient(dx, ids, start, stop)
+            if mesh.num_rows > 1:
+                mesh.over_rows.reduce(gradient, row).wait()
+            if row == mesh.row:
+                own = gradient
+        return own, None, None, None
+
+
+def _rows_of(block: Tensor, ids: Tensor, start: int) -> Tensor:
+    """Embeddings of those ids that are in `block`, whose first is `start`; zero for others."""
+    inside = (ids >= start) & (ids < start + len(block))
+    return functional.embedding((ids - start).where(inside, 0), block) * inside.unsqueeze(-1)
+
+
+def _table_gradient(dx: Tensor, ids: Tensor, start: int, stop: int) -> Tensor:
+    """Gradient of the rows start..stop of a table."""
+    inside = (ids >= start) & (ids < stop)
+    gradient = dx.new_zeros(stop - start, dx.shape[-1])
+    return gradient.index_add_(0, (ids - start).where(inside, 0).flatten(),
+                               (dx * inside.unsqueeze(-1)).reshape(-1, dx.shape[-1]))
+
+
+class VocabularyEmbedding(SplitLayer):
+    """Megatron's embedding: columns have parts of the vocabulary, and their sum is what a column's activations are."""
+
+    def __init__(self, layer: Embedding, mesh: TensorMesh) -> None:
+        super().__init__(layer, mesh)
+        self._start, self._stop = part(layer.num_embeddings, mesh.num_cols, mesh.col)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return _SumEmbedding.apply(self.weight, ids, self.mesh, self._start, self._stop)
+
+
+class _SumEmbedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, table: Tensor, ids: Tensor, mesh: TensorMesh, start: int, stop: int) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.mesh, ctx.places = mesh, (start, stop)
+        out = table.new_empty(*mesh.activations.own_dims(ids.shape), table.shape[1])
+        rows = _rows_of(table, ids.flatten(), start)
+        return scatter(mesh, out, lambda where, slabs: slabs.copy_(rows[where]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dx: Tensor):
+        ids, = ctx.saved_tensors
+        whole = gather_whole(ctx.mesh, dx.contiguous()).flatten(0, 1)
+        return _table_gradient(whole, ids.flatten(), *ctx.places), None, None, None, None
+
+
+class SplitPositionEmbedding(SplitLayer):
+    """Positions of this rank's part of the residual stream."""
+
+    def forward(self, length: int) -> Tensor:
+        if self.mesh.activations.name != "sequence":
+            return self.weight[:length]
+        own = self.mesh.activations.own_dims((1, length))[1]
+        return self.weight[self.mesh.col * own:(self.mesh.col + 1) * own]
+
+
+# ---------------------------------------------------------------------- the rest
+
+
+class SplitLayerNorm(SplitLayer):
+    """Layer norm over features that the columns share: one small collective forward, one backward."""
+
+    def __init__(self, layer: LayerNorm, mesh: TensorMesh) -> None:
+        super().__init__(layer, mesh)
+        self._epsilon = layer.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _LayerNorm.apply(x, self.weight, self.bias, self._epsilon, self.mesh)
+
+
+class _LayerNorm(torch.autograd.Function):
+    """Columns' means and centred sums of squares are merged (Chan, Golub and LeVeque, 1979), in fp32 at least: the
+    difference of E[x^2] and E[x]^2 would cancel."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, mesh: TensorMesh) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        variance, mean = torch.var_mean(wide, -1, correction=0, keepdim=True)
+        mine = torch.stack([mean, variance])
+        all_of_row = mine.new_empty(mesh.num_cols, *mine.shape)
+        mesh.over_cols.all_gather(all_of_row, mine).wait()
+        means, variances = all_of_row.unbind(1)
+        mean = means.mean(0)
+        variance = variances.mean(0) + (means - mean).square_().mean(0)  # columns have equally many features
+        rstd = variance.add_(epsilon).rsqrt_()
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.mesh = mesh
+        return torch.addcmul(bias, (wide - mean).mul_(rstd).to(x.dtype), weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor):
+        x, weight, mean, rstd = ctx.saved_tensors
+        normal = (x.to(mean.dtype) - mean).mul_(rstd)
+        wide = dy.to(mean.dtype)
+        dw = (wide * normal).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        db = wide.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
+        if not ctx.needs_input_grad[0]:
+            return None, dw, db, None, None
+        gradient = wide * weight
+        sums = torch.stack([gradient.sum(-1, keepdim=True), (gradient * normal).sum(-1, keepdim=True)])
+        ctx.mesh.over_cols.all_reduce(sums).wait()
+        sums /= x.shape[-1] * ctx.mesh.num_cols
+        dx = gradient.sub_(sums[0]).sub_(normal.mul_(sums[1])).mul_(rstd)
+        return dx.to(x.dtype), dw, db, None, None
+
+
+class SplitDropout(SplitLayer):
+    """Drops what the unsplit layer drops: masks are keyed by a sample and a place in it."""
+
+    def __init__(self, layer: Dropout, mesh: TensorMesh) -> None:
+        super().__init__(layer, mesh)
+        self._probability = layer.probability
+
+    def forward(self, x: Tensor) -> Tensor:
+        sizes = list(x.shape[1:])
+        start, full = [0] * len(sizes), list(sizes)
+        for dim in self.mesh.activations.cut_dims:
+            place = dim - 2  # of (S, H)
+            start[place], full[place] = self.mesh.col * sizes[place], self.mesh.num_cols * sizes[place]
+        return keyed_random.dropout(x, self._probability, self.training, start=start, full_shape=full)
+
+
+class SplitTokenLinear(SplitLayer):
+    """A classification head; every column has the whole scores."""
+
+    def __init__(self, layer: TokenLinear, mesh: TensorMesh) -> None:
+        super().__init__(layer, mesh)
+        if layer.bias is None:
+            self.bias = None
+        self._token = layer.token
+
+    def forward(self, x: Tensor) -> Tensor:
+        match self.mesh.activations.name:
+            case "whole":
+                return functional.linear(x[:, self._token], self.weight, self.bias)
+            case "sequence":
+                return functional.linear(_TokenOfColumn.apply(x, self._token, self.mesh), self.weight, self.bias)
+        scores = _SumOverColumns.apply(functional.linear(x[:, self._token], self.weight), self.mesh)
+        return scores if self.bias is None else scores + self.bias
+
+
+class _SumOverColumns(torch.autograd.Function):
+    """Forward a sum; every column uses all of it, so that the gradient is each one's own."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, mesh: TensorMesh) -> Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        mesh.over_cols.all_reduce(total).wait()
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor):
+        return dy, None
+
+
+class _TokenOfColumn(torch.autograd.Function):
+    """One token of every sequence, from the column that has it: [B, S/c, H] to [B, H]."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, token: int, mesh: TensorMesh) -> Tensor:
+        token %= mesh.num_cols * x.shape[1]
+        column, ctx.place = divmod(token, x.shape[1])
+        ctx.here, ctx.shape = column == mesh.col, x.shape
+        found = x[:, ctx.place].contiguous() if ctx.here else x.new_empty(x.shape[0], x.shape[2])
+        mesh.over_cols.broadcast(found, column).wait()
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor):
+        dx = dy.new_zeros(ctx.shape)
+        if ctx.here:
+            dx[:, ctx.place] = dy
+        return dx, None, None

@@ -1,0 +1,237 @@
+"""Products y = x W^T on the row x col mesh in which one operand stays where it is, and their gradients.
+
+    output-stationary  Y[i,j] = X[i,:] W[j,:]^T        x is gathered along the row, W along the column, y stays
+        dX = scatter along the row of dY W             dW = scatter along the column of dY^T X
+    input-stationary   Y[i,:] = sum_j X[i,j] W[:,j]^T  W is gathered along the column, y is scattered along the row
+        dX = dY W, dW = scatter along the column of dY^T X, with one gather of dY for both
+
+"scatter" is a reduce-scatter. Row i has its sequences, column j its part of W's rows (output) or columns (input); down
+a column the rows share that part. One of the two follows the other in a transformer's sublayer, so that of each pair of
+products one activation travels forward and not two as in SUMMA (Xu et al., 2021, send both operands or the output).
+Without rows these are Megatron's column- and row-parallel products (Shoeybi et al., 2019; Korthikanti et al., 2022).
+
+What travels goes in panels, the next on its way while one is multiplied, so that buffers stay bounded. Weights are sent
+from the parameter's own memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ranvier.layout import part
+from ranvier.tensor.activations import panels
+
+if TYPE_CHECKING:
+    from ranvier.comm.protocol import Work
+    from ranvier.tensor.mesh import TensorMesh
+
+
+# ---------------------------------------------------------------------- what travels
+
+
+def gather_weight(mesh: TensorMesh, weight: Tensor, *, keep: bool = False) -> tuple[Tensor, Work | None]:
+    """Start collecting a column's weight: [rows, *weight.shape], there when the work (None: now) is done.
+
+    keep: in memory of its own rather than the workspace.
+    """
+    if mesh.num_rows == 1:
+        return weight.unsqueeze(0), None
+    shape = (mesh.num_rows, *weight.shape)
+    slabs = weight.new_empty(shape) if keep else mesh.workspace.take("weight", shape, weight)
+    return slabs, mesh.over_rows.all_gather(slabs, weight)
+
+
+def gather_whole(mesh: TensorMesh, x: Tensor) -> Tensor:
+    """All panels of `x` in memory of their own: slabs [k, tokens, width / k]."""
+    slabs, work = mesh.activations.gather(mesh.activations.units(x), x.new_empty)
+    work.wait()
+    return slabs()
+
+
+def stream(mesh: TensorMesh, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """(its tokens, its slabs) of each panel of x, with the next one on its way."""
+    activations, units = mesh.activations, mesh.activations.units(x)
+    per_unit, unit_bytes = activations.tokens(x), _bytes_of_unit(mesh, units)
+    runs = list(panels(len(units), unit_bytes, mesh.panel_bytes))
+
+    def start(number: int) -> tuple[Callable[[], Tensor], Work]:
+        return activations.gather(units[runs[number]],
+                                  lambda shape: mesh.workspace.take(f"gathered {number % 2}", shape, x))
+
+    coming = start(0)
+    for number, run in enumerate(runs):
+        slabs, work = coming
+        if number + 1 < len(runs):
+            coming = start(number + 1)
+        work.wait()
+        yield slice(run.start * per_unit, run.stop * per_unit), slabs()
+
+
+def scatter(mesh: TensorMesh, out: Tensor, fill: Callable[[slice, Tensor], None]) -> Tensor:
+    """`out` becomes this rank's part of the sum over columns of what `fill` writes into slabs, for given tokens: the
+    sum of one panel is on its way while the next one is computed."""
+    activations, units = mesh.activations, mesh.activations.units(out)
+    per_unit = activations.tokens(out)
+    under_way: deque[Work] = deque()
+    for number, run in enumerate(panels(len(units), _bytes_of_unit(mesh, units), mesh.panel_bytes)):
+        if len(under_way) == 2:
+            under_way.popleft().wait()
+        part_of_out = units[run]
+        slabs = activations.partial(part_of_out, per_unit * len(part_of_out),
+                                    lambda shape, n=number: mesh.workspace.take(f"partial {n % 2}", shape, out))
+        fill(slice(run.start * per_unit, run.stop * per_unit), slabs)
+        under_way.append(activations.scatter(
+            slabs, part_of_out, lambda shape, n=number: mesh.workspace.take(f"parts {n % 2}", shape, out)))
+    while under_way:
+        under_way.popleft().wait()
+    return out
+
+
+def _bytes_of_unit(mesh: TensorMesh, units: Tensor) -> int:
+    """Of one unit, from all columns together."""
+    return mesh.num_cols * units[0].numel() * units.element_size() if len(units) else 1
+
+
+def scatter_weight(mesh: TensorMesh, slabs: Tensor) -> Tensor:
+    """This row's part of the sum over a column of `slabs` [rows, ...], in the workspace where there is more than one
+    row."""
+    if mesh.num_rows == 1:
+        return slabs[0]
+    out = mesh.workspace.take("weight gradient", slabs.shape[1:], slabs)
+    mesh.over_rows.reduce_scatter(out, slabs).wait()
+    return out
+
+
+# ---------------------------------------------------------------------- what is multiplied
+
+
+def pieces(width: int, first: int, second: int) -> Iterator[tuple[int, slice, int, slice]]:
+    """Where `width`, cut into `first` and into `second` slabs, is in one slab of each: (slab, places), twice."""
+    edges = sorted({part(width, count, index)[0] for count in (first, second) for index in range(count)} | {width})
+    for start, stop in pairwise(edges):
+        found = []
+        for count in (first, second):
+            slab = next(index for index in range(count) if start < part(width, count, index)[1])
+            begin = part(width, count, slab)[0]
+            found += [slab, slice(start - begin, stop - begin)]
+        yield tuple(found)
+
+
+def _multiply(out: Tensor, a: Tensor, b: Tensor, begin: bool) -> None:
+    """out = a b, or += where it has begun."""
+    if begin:
+        torch.mm(a, b, out=out)
+    else:
+        out.addmm_(a, b)
+
+
+# ---------------------------------------------------------------------- output-stationary
+
+
+def output_forward(mesh: TensorMesh, x: Tensor, weight: Tensor, bias: Tensor | None, tokens: int,
+                   x_slabs: Tensor | None = None, weight_slabs: Tensor | None = None) -> Tensor:
+    """y [tokens, out_j] of x [.., in] and weight [out_j, in_i], as they lie on the mesh.
+
+    x_slabs, weight_slabs: what has been gathered before.
+    """
+    slabs, work = (weight_slabs, None) if weight_slabs is not None else gather_weight(mesh, weight)
+    y = x.new_empty(tokens, weight.shape[0])
+    gathered = [(slice(0, tokens), x_slabs)] if x_slabs is not None else stream(mesh, x)
+    for where, panel in gathered:
+        if work is not None:
+            work.wait()
+            work = None
+        begin, y_part = True, y[where]
+        for i, a, j, b in pieces(_width(panel), len(panel), len(slabs)):
+            if begin and bias is not None:
+                torch.addmm(bias, panel[i][:, a], slabs[j][:, b].t(), out=y_part)
+            else:
+                _multiply(y_part, panel[i][:, a], slabs[j][:, b].t(), begin)
+            begin = False
+    return y
+
+
+def output_input_gradient(mesh: TensorMesh, dy: Tensor, weight: Tensor, like: Tensor,
+                          kept: Tensor | None = None) -> Tensor:
+    """dx, as `like` lies on the mesh, of dy [tokens, out_j] and weight [out_j, in_i]."""
+    slabs, work = (kept, None) if kept is not None else gather_weight(mesh, weight)
+
+    def fill(where: slice, dx_slabs: Tensor) -> None:
+        for i, a, j, b in pieces(_width(dx_slabs), len(dx_slabs), len(slabs)):
+            torch.mm(dy[where], slabs[j][:, b], out=dx_slabs[i][:, a])
+
+    if work is not None:
+        work.wait()
+    return scatter(mesh, dy.new_empty(like.shape), fill)
+
+
+def output_weight_gradient(mesh: TensorMesh, dy: Tensor, x: Tensor, weight: Tensor, x_slabs: Tensor | None = None,
+                           into: Tensor | None = None) -> Tensor | None:
+    """dW [out_j, in_i] in the workspace; or None, and it has been added to `into`: on one row only."""
+    slabs, begin = _room_for(mesh, weight, into)
+    for where, panel in ([(slice(0, len(dy)), x_slabs)] if x_slabs is not None else stream(mesh, x)):
+        for i, a, j, b in pieces(_width(panel), len(panel), len(slabs)):
+            _multiply(slabs[j][:, b], dy[where].t(), panel[i][:, a], begin)
+        begin = False
+    return scatter_weight(mesh, slabs) if into is None else None
+
+
+def _room_for(mesh: TensorMesh, weight: Tensor, into: Tensor | None) -> tuple[Tensor, bool]:
+    """Where a weight's gradients of all rows are computed, and whether they begin there."""
+    if into is not None:
+        return into.unsqueeze(0), False
+    return mesh.workspace.take("weight gradients", (mesh.num_rows, *weight.shape), weight), True
+
+
+def _width(slabs: Tensor) -> int:
+    return len(slabs) * slabs.shape[-1]
+
+
+# ---------------------------------------------------------------------- input-stationary
+
+
+def input_forward(mesh: TensorMesh, x: Tensor, weight: Tensor, out: Tensor, kept: Tensor | None = None) -> Tensor:
+    """`out`, as outputs lie on the mesh, becomes y of x [tokens, in_j] and weight [out_i, in_j]."""
+    slabs, work = (kept, None) if kept is not None else gather_weight(mesh, weight)
+    whole = slabs.flatten(0, 1)  # [out, in_j]
+
+    def fill(where: slice, y_slabs: Tensor) -> None:
+        for y_slab, rows in zip(y_slabs, whole.split(y_slabs.shape[-1]), strict=True):
+            torch.mm(x[where], rows.t(), out=y_slab)
+
+    if work is not None:
+        work.wait()
+    return scatter(mesh, out, fill)
+
+
+def input_gradients(mesh: TensorMesh, dy: Tensor, x: Tensor, weight: Tensor, *, wants_input: bool, wants_weight: bool,
+                    kept: Tensor | None = None, gathered: Tensor | None = None,
+                    into: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+    """dx [tokens, in_j] and dW [out_i, in_j] (in the workspace) of dy as outputs lie on the mesh.
+
+    kept: the gathered weight. gathered: slabs of dy that are there already. into: as in `output_weight_gradient`.
+    """
+    slabs, work = (kept, None) if kept is not None or not wants_input else gather_weight(mesh, weight)
+    if wants_input:
+        whole = slabs.flatten(0, 1)
+    dx = dy.new_empty(x.shape) if wants_input else None
+    dw, first = _room_for(mesh, weight, into) if wants_weight else (None, True)
+    for where, dy_slabs in ([(slice(0, len(x)), gathered)] if gathered is not None else stream(mesh, dy)):
+        if work is not None:
+            work.wait()
+            work = None
+        width = dy_slabs.shape[-1]
+        for number, dy_slab in enumerate(dy_slabs):
+            rows = slice(number * width, (number + 1) * width)
+            if wants_input:
+                _multiply(dx[where], dy_slab, whole[rows], number == 0)
+            if wants_weight:
+                _multiply(dw.flatten(0, 1)[rows], dy_slab.t(), x[where], first)
+        first = False
+    return dx, None if dw is None or into is not None else scatter_weight(mesh, dw)
