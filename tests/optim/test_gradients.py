@@ -279,7 +279,8 @@ def test_nothing_is_written_after_it_was_reduced(monkeypatch):
 
     def rank_work(engine):
         group = FakeGroup()
-        engine._updater.gradients._group = group
+        for chunk in engine._updater.gradients.chunks:
+            chunk.group = group
         engine.forward_backward(share(engine, points([[1, 2, 1]])))
         found.append(group)
 
