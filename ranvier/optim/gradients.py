@@ -110,6 +110,7 @@ class Gradients:
             return (late, late > 0 and not spec.counts, bool(reuse) and self._run[spec.parameter] is None,
                     -min(spec.blocks), -number)
 
+        self._in_model_order = tuple(specs)
         self._specs = [spec for _, spec in sorted(enumerate(specs), key=turn)]
         self.places: dict[nn.Parameter, tuple[int, int]] = {}
         """Where each parameter's gradient begins and ends in the buffer."""
@@ -380,7 +381,7 @@ class Gradients:
 
     def owned(self) -> list[GradientSpec]:
         """The parameters that are updated here, in model order."""
-        return [spec for spec in reversed(self._specs) if not spec.sent_to_owner]
+        return [spec for spec in self._in_model_order if not spec.sent_to_owner]
 
 
 def _gather(group: Group, whole: Tensor, share: Tensor) -> Work:
