@@ -14,6 +14,10 @@ and its one chunk is handed on, and forgotten, before the backward enters the ru
 
 A half-precision parameter may have fp32 gradients here (`Tensor.grad_dtype`): many microbatches then add up without
 losing bits.
+
+On a tensor mesh, copies of a parameter may each have a part of its gradient: it is summed over a group of its own, in
+chunks that come last. The members of every group start its collectives in one order if all ranks of a stage have their
+specs in the same order, with groups along the same axes.
 """
 
 from __future__ import annotations
@@ -37,6 +41,9 @@ class GradientSpec:
     blocks: numbers of all the blocks of this stage that use it.
     remote_ends: other stages that hold an end of it and send their gradients here (this rank owns it).
     sent_to_owner: its gradient goes to the stage that owns it, and is not reduced here.
+    group: the ranks over which this gradient is summed; None: those given to `Gradients`.
+    counts: whether this rank's copy is the one that enters the norm, where ranks of the stage hold copies with the same
+        gradient; the same on all members of the group.
     """
 
     name: str
@@ -44,18 +51,22 @@ class GradientSpec:
     blocks: frozenset[int]
     remote_ends: int = 0
     sent_to_owner: bool = False
+    group: Group | None = None
+    counts: bool = True
 
 
 @dataclass(eq=False)
 class Chunk:
-    """A piece [start, stop) of all gradients. `share`: the part of it that is summed here; all of it unless the
-    reduction scatters. `offset`: what is added to a place to find it in the buffer. `reused`: its memory is others'
-    too, and its own from `entered` on."""
+    """A piece [start, stop) of all gradients, summed over `group`. `share`: the part of it that is summed here; all of
+    it unless the reduction scatters. `counts`: as in its specs. `offset`: what is added to a place to find it in the
+    buffer. `reused`: its memory is others' too, and its own from `entered` on."""
 
     start: int
     stop: int
     specs: list[GradientSpec]
     share: tuple[int, int]
+    group: Group
+    counts: bool
     offset: int = 0
     reused: bool = False
     entered: bool = False
@@ -71,17 +82,17 @@ class Chunk:
 
 
 class Gradients:
-    """Flat gradients of one rank, their completion, and their reduction over `data`.
+    """Flat gradients of one rank, their completion, and their reduction.
 
     Args:
         specs: trainable parameters, in model order. Their `.grad` become views of the flat buffer.
-        group: the ranks that hold the same stage in all replicas.
+        group: the ranks over which gradients without a group of their own are summed.
         chunk_size: elements that are reduced in one piece; rounded up to a multiple of the group's size.
         send_to_owner: called with the spec of a complete gradient that goes to its owner.
         dtype: of the buffer; by default that of the parameters.
         reduce_dtype: in which chunks travel; by default that of the buffer.
         reuse: runs of blocks (their numbers) whose gradients have the same memory in turn; `chunk_size` is not used
-            then. What is tied, or used in several runs, keeps its own.
+            then. What is tied, used in several runs, or summed over a group of its own keeps its own.
         allocate: whether the buffer is there at once; otherwise `allocate` makes it, after parameters have moved.
     """
 
@@ -91,9 +102,16 @@ class Gradients:
                  allocate: bool = True) -> None:
         self._group, self._send_to_owner = group, send_to_owner
         self._run = {spec.parameter: _run_of(spec, reuse) for spec in specs}
-        order = sorted(enumerate(specs), key=lambda item: (bool(reuse) and self._run[item[1].parameter] is None,
-                                                           -min(item[1].blocks), -item[0]))
-        self._specs = [spec for _, spec in order]
+        groups = [group, *(spec.group for spec in specs if spec.group is not None)]
+
+        def turn(item: tuple[int, GradientSpec]) -> tuple[int, ...]:
+            number, spec = item
+            late = groups.index(spec.group or group)
+            return (late, late > 0 and not spec.counts, bool(reuse) and self._run[spec.parameter] is None,
+                    -min(spec.blocks), -number)
+
+        self._in_model_order = tuple(specs)
+        self._specs = [spec for _, spec in sorted(enumerate(specs), key=turn)]
         self.places: dict[nn.Parameter, tuple[int, int]] = {}
         """Where each parameter's gradient begins and ends in the buffer."""
         self.chunks: list[Chunk] = []
@@ -120,20 +138,23 @@ class Gradients:
         """All gradients, in reduction order; with `reuse` room for those of one run, and what keeps its own."""
         self._attach(reused=False)
 
+    def _kind(self, spec: GradientSpec) -> tuple[range | None, Group, bool]:
+        """What specs in one chunk have in common: the run whose memory they have, their group, whether they count."""
+        return self._run[spec.parameter], spec.group or self._group, spec.counts
+
     def _lay_out(self, chunk_size: int) -> int:
         """Places and chunks; returns the buffer's size. What is sent away, what is awaited from elsewhere, and the rest
-        never share a chunk; where a chunk ends for that, it is padded to a multiple of the group's size."""
-        members = len(self._group.ranks)
-        chunk_size = -(-chunk_size // members) * members
+        never share a chunk; where a chunk ends for that, it is padded to a multiple of its group's size."""
         offset = 0
-        for run in _runs(self._specs, lambda spec: self._run[spec.parameter]):
-            start = offset
+        for run in _runs(self._specs, self._kind):
+            reused, group, counts = self._kind(run[0])
+            members, start = len(group.ranks), offset
             for spec in run:
                 self.places[spec.parameter] = offset, offset + spec.parameter.numel()
                 offset += spec.parameter.numel()
-            offset = -(-offset // members) * members
-            whole = run[0].sent_to_owner or self._run[run[0].parameter] is not None
-            step = max(1, offset - start) if whole else chunk_size
+            offset += -(offset - start) % members
+            whole = run[0].sent_to_owner or reused is not None
+            step = max(1, offset - start) if whole else -(-chunk_size // members) * members
             for begin in range(start, max(offset, start + 1), step):
                 end = min(begin + step, offset)
                 inside = [spec for spec in run
@@ -142,9 +163,9 @@ class Gradients:
                     known = self._chunks_of.get(spec.parameter, range(len(self.chunks), 0))
                     self._chunks_of[spec.parameter] = range(known.start, len(self.chunks) + 1)
                 width = (end - begin) // members
-                share = begin + self._group.index * width
-                self.chunks.append(Chunk(begin, end, inside, (share, share + width),
-                                         reused=self._run[run[0].parameter] is not None))
+                share = begin + group.index * width
+                self.chunks.append(Chunk(begin, end, inside, (share, share + width), group, counts,
+                                         reused=reused is not None))
             for spec in run:
                 if spec.parameter not in self._chunks_of:  # it has no elements
                     self._chunks_of[spec.parameter] = range(len(self.chunks) - 1, len(self.chunks))
@@ -155,10 +176,16 @@ class Gradients:
         """Give chunks their places in the buffer; returns its size. Without `reuse` they are as in `places`."""
         if not self._reuse:
             return self.size
-        taken = max((chunk.stop - chunk.start for chunk in self.chunks if chunk.reused), default=0)
+        first: dict[range, int] = {}
+        taken = 0
         for chunk in self.chunks:
-            chunk.offset = (0 if chunk.reused else taken) - chunk.start
-            taken += 0 if chunk.reused else chunk.stop - chunk.start
+            if chunk.reused:
+                chunk.offset = -first.setdefault(self._run[chunk.specs[0].parameter], chunk.start)
+                taken = max(taken, chunk.stop + chunk.offset)
+        for chunk in self.chunks:
+            if not chunk.reused:
+                chunk.offset = taken - chunk.start
+                taken += chunk.stop - chunk.start
         return taken
 
     def of(self, chunk: Chunk, start: int, stop: int) -> Tensor:
@@ -231,11 +258,13 @@ class Gradients:
     def _enter(self, run: range) -> None:
         """The memory that runs have in turn is that of `run` now. Where a state has several tensors, autograd may have
         entered it before: what it has made is copied."""
-        for chunk in self.chunks:
-            if chunk.reused and not chunk.entered and self._run[chunk.specs[0].parameter] == run:
-                self.of(chunk, chunk.start, chunk.stop).zero_()
-                chunk.entered = True
-                self._attach(reused=True, run=run)
+        chunks = [chunk for chunk in self.chunks
+                  if chunk.reused and not chunk.entered and self._run[chunk.specs[0].parameter] == run]
+        for chunk in chunks:
+            self.of(chunk, chunk.start, chunk.stop).zero_()
+            chunk.entered = True
+        if chunks:
+            self._attach(reused=True, run=run)
 
     def all_passed(self) -> None:
         """Every backward of the batch has run, whatever blocks took part."""
@@ -253,7 +282,7 @@ class Gradients:
                 self._enter(self._run[chunk.specs[0].parameter])
             if chunk.sent_to_owner:
                 self._send_to_owner(chunk.specs[0])
-            elif len(self._group.ranks) > 1:
+            elif len(chunk.group.ranks) > 1:
                 self._reduce(chunk)
             if chunk.reused:
                 self._wait(chunk)
@@ -269,7 +298,7 @@ class Gradients:
             chunk.work.wait()
 
     def _reduce(self, chunk: Chunk) -> None:
-        """Start the sum of one chunk over the replicas, in the format in which it travels.
+        """Start the sum of one chunk over its group, in the format in which it travels.
 
         In half precision, shares travel as they are and are summed in fp32 by their member; a library's all-reduce
         would send fp32, or round at each hop.
@@ -277,23 +306,16 @@ class Gradients:
         whole = self.of(chunk, chunk.start, chunk.stop)
         sent = whole.to(self._reduce_dtype)
         if not self._scatter and not is_half(sent.dtype):
-            work = self._group.all_reduce(sent)
+            work = chunk.group.all_reduce(sent)
             chunk.work = work if sent is whole else Then(work, lambda: whole.copy_(sent))
             return
-        share = sent.new_empty(len(sent) // len(self._group.ranks))
-        work = self._group.reduce_scatter(share, sent)
+        share = sent.new_empty(len(sent) // len(chunk.group.ranks))
+        work = chunk.group.reduce_scatter(share, sent)
         if self._scatter:
             chunk.work = Then(work, lambda: self.of(chunk, *chunk.share).copy_(share))
         else:
             chunk.work = work  # `sent` is let go with it: only the share waits for its turn
-            chunk.gather = lambda: self._gather(whole, share)
-
-    def _gather(self, whole: Tensor, share: Tensor) -> Work:
-        """Start collecting all shares of a chunk into its place."""
-        if whole.dtype is share.dtype:
-            return self._group.all_gather(whole, share)
-        received = share.new_empty(len(whole))
-        return Then(self._group.all_gather(received, share), lambda: whole.copy_(received))
+            chunk.gather = lambda: _gather(chunk.group, whole, share)
 
     def detach(self) -> None:
         """Parameters have no gradients any more, and take ones of their own format again."""
@@ -359,23 +381,30 @@ class Gradients:
 
     def owned(self) -> list[GradientSpec]:
         """The parameters that are updated here, in model order."""
-        return [spec for spec in reversed(self._specs) if not spec.sent_to_owner]
+        return [spec for spec in self._in_model_order if not spec.sent_to_owner]
+
+
+def _gather(group: Group, whole: Tensor, share: Tensor) -> Work:
+    """Start collecting all shares of a chunk into its place."""
+    if whole.dtype is share.dtype:
+        return group.all_gather(whole, share)
+    received = share.new_empty(len(whole))
+    return Then(group.all_gather(received, share), lambda: whole.copy_(received))
 
 
 def _run_of(spec: GradientSpec, reuse: Sequence[range]) -> range | None:
     """The run whose memory the gradient of `spec` has in its turn; None where it keeps its own."""
-    if spec.sent_to_owner or spec.remote_ends:
+    if spec.sent_to_owner or spec.remote_ends or spec.group is not None:
         return None
     return next((run for run in reuse if all(block in run for block in spec.blocks)), None)
 
 
-def _runs(specs: Sequence[GradientSpec], run_of: Callable[[GradientSpec], range | None]
-          ) -> Iterator[list[GradientSpec]]:
-    """Consecutive specs that may share a chunk; tied parameters are alone, and so are runs of blocks."""
+def _runs(specs: Sequence[GradientSpec], kind: Callable[[GradientSpec], object]) -> Iterator[list[GradientSpec]]:
+    """Consecutive specs that may share a chunk: those of one kind; tied parameters are alone."""
     run: list[GradientSpec] = []
     for spec in specs:
         alone = spec.sent_to_owner or spec.remote_ends > 0
-        if run and (alone or run[0].sent_to_owner or run[0].remote_ends > 0 or run_of(run[0]) != run_of(spec)):
+        if run and (alone or run[0].sent_to_owner or run[0].remote_ends > 0 or kind(run[0]) != kind(spec)):
             yield run
             run = []
         run.append(spec)

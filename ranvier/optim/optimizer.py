@@ -1,11 +1,11 @@
 """The optimizer of a rank: flat parameters beside flat gradients, updated bucket by bucket as chunks are reduced.
 
-    optimizer = FlatOptimizer(optim, gradients, group, offload="stream", bucket_size=4_194_304)
+    optimizer = FlatOptimizer(optim, gradients, offload="stream", bucket_size=4_194_304)
     optimizer.prefetch()                       # states of the first buckets come in
     optimizer.begin(learning_rate)
     for chunk in gradients.reduced():          # while later chunks are still being reduced
         for _ in optimizer.update(chunk, factor): ...
-    optimizer.finish()                         # with `shard`: parameters of the other replicas are here
+    optimizer.finish()                         # with `shard`: the parameters that others update are here
 
 Parameters become views of one flat buffer, laid out as their gradients are, so that a bucket is one piece of memory
 whatever shapes it holds.
@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ranvier.comm.protocol import Group, Work
+from ranvier.comm.protocol import Work
 from ranvier.optim.buckets import Bucket, Segment, buckets_of
 from ranvier.optim.gradients import Chunk, Gradients, GradientSpec
 from ranvier.optim.groups import group_of
@@ -47,17 +47,17 @@ class FlatOptimizer:
     Args:
         optim: the settings; `offload` is resolved (not auto).
         gradients: their buffer, which need not be allocated yet. Parameters are moved into a flat one of its order.
-        group: the ranks that hold the same parameters; with `optim.shard` each updates its share.
+            With `optim.shard` each member of a chunk's group updates its share.
         bucket_size: parameters that are updated in one piece.
     """
 
-    def __init__(self, optim: Optim, gradients: Gradients, group: Group, *, offload: Offload,
-                 bucket_size: int) -> None:
-        self._optim, self._gradients, self._group = optim, gradients, group
-        self.offload, self.sharded = offload, optim.shard and len(group.ranks) > 1
+    def __init__(self, optim: Optim, gradients: Gradients, *, offload: Offload, bucket_size: int) -> None:
+        self._optim, self._gradients = optim, gradients
         self.weights = _flatten(gradients)
         """[gradients.size]: all trainable parameters of this rank, in the same places."""
         self._chunks = [chunk for chunk in gradients.chunks if not chunk.sent_to_owner]
+        self.offload = offload
+        self.sharded = optim.shard and any(len(chunk.group.ranks) > 1 for chunk in self._chunks)
         shares = [chunk.share if self.sharded else (chunk.start, chunk.stop) for chunk in self._chunks]
         self._buckets = dict(zip(map(id, self._chunks), buckets_of(shares, bucket_size), strict=True))
         self._chunk_of = {bucket.number: chunk for chunk in self._chunks for bucket in self._buckets[id(chunk)]}
@@ -110,18 +110,22 @@ class FlatOptimizer:
         """Update the parameters of a reduced chunk from its gradients times `factor`, a bucket for each turn."""
         self._update.factor = factor
         yield from self.placement.update(self._buckets[id(chunk)], self._update)
-        if self.sharded:
+        self._gather(chunk)
+
+    def _gather(self, chunk: Chunk) -> None:
+        """Start collecting the parameters of a chunk from those that update them."""
+        if self.sharded and len(chunk.group.ranks) > 1:
             start, stop = chunk.share
-            self._gathers.append(self._group.all_gather(self.weights[chunk.start:chunk.stop],
+            self._gathers.append(chunk.group.all_gather(self.weights[chunk.start:chunk.stop],
                                                         self.weights[start:stop].clone()))
 
     def progress(self) -> None:
-        """Let parameters of other replicas come in."""
+        """Let parameters that others update come in."""
         while self._gathers and self._gathers[0].done():
             self._gathers.pop(0)
 
     def finish(self) -> None:
-        """Wait for the parameters that other replicas have updated."""
+        """Wait for the parameters that others have updated."""
         for work in self._gathers:
             work.wait()
         self._gathers = []
@@ -150,13 +154,10 @@ class FlatOptimizer:
         self.steps = steps
         self.placement.give_parameters()
         self._versions = {parameter: parameter._version for parameter, _ in self._groups}
-        if self.sharded:
-            self.finish()
-            for chunk in self._chunks:
-                start, stop = chunk.share
-                self._gathers.append(self._group.all_gather(self.weights[chunk.start:chunk.stop],
-                                                            self.weights[start:stop].clone()))
-            self.finish()
+        self.finish()
+        for chunk in self._chunks:
+            self._gather(chunk)
+        self.finish()
 
     def _segment(self, spec: GradientSpec) -> Segment:
         """Where a parameter is and how it is updated."""

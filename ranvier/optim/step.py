@@ -63,9 +63,8 @@ class Updater:
     """The gradients of a rank, and all ways from them to new parameters.
 
     Args:
-        specs: trainable parameters, in model order. replicas: the ranks that hold the same ones.
-        ranks: a group of all ranks. counts: whether this rank's unscattered gradients enter the norm (replicas have
-            equal ones, and one of them counts).
+        specs: trainable parameters, in model order.
+        replicas: the ranks over which gradients without a group of their own are summed. ranks: a group of all ranks.
         optim: how gradients add up, travel and are clipped, and what updates parameters where `own`.
         optimizer: the user's torch optimizer for these parameters, where `own` is False; None for gradients only.
         runs: blocks (their numbers) that a backward passes together.
@@ -77,7 +76,7 @@ class Updater:
 
     def __init__(self, specs: Sequence[GradientSpec], replicas: Group, ranks: Group, *, optim: Optim, own: bool,
                  optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None, dtype: torch.dtype,
-                 device: torch.device, counts: bool, nominal_weight: float, runs: Sequence[range],
+                 device: torch.device, nominal_weight: float, runs: Sequence[range],
                  send_to_owner: Callable[[GradientSpec], None], weight: Callable[[], float], timeline: Timeline,
                  progress: Callable[[], None]) -> None:
         for problem in in_backward_problems(optim, dtype, own=own):
@@ -86,7 +85,7 @@ class Updater:
             raise ConfigError("would get scaled fp16 gradients, of which small ones are lost when they are unscaled",
                               where="Engine(optimizer=...)", value="float16",
                               remedy="Give the engine optim= instead, or use bfloat16.")
-        self._optim, self._ranks, self._counts, self._nominal_weight = optim, ranks, counts, nominal_weight
+        self._optim, self._ranks, self._nominal_weight = optim, ranks, nominal_weight
         self._weight, self._timeline, self._progress, self._device = weight, timeline, progress, device
         bucket_size, half = resolve_bucket_size(optim, device.type), is_half(dtype)
         self.gradients = Gradients(
@@ -97,7 +96,7 @@ class Updater:
         owned = [spec.parameter for spec in self.gradients.owned()]
         self.updates = own or optimizer is not None
         """Whether anything updates parameters, on this rank or another."""
-        self.flat = FlatOptimizer(optim, self.gradients, replicas, bucket_size=bucket_size,
+        self.flat = FlatOptimizer(optim, self.gradients, bucket_size=bucket_size,
                                   offload=resolve_offload(optim, self.gradients, device)) if own else None
         self.gradients.allocate()  # not before parameters have moved: they are there twice on the way
         self.users = optimizer(owned) if optimizer is not None and owned else None
@@ -233,8 +232,8 @@ class Updater:
             self.flat.begin(self.learning_rate)
 
     def _count(self, chunk: Chunk) -> None:
-        """Add what this rank knows of a chunk to the norm."""
-        if self._counts or self.gradients.scattered:
+        """Add what this rank knows of a chunk to the norm; of members that know the same, the first adds it."""
+        if chunk.counts and (self.gradients.scattered or chunk.group.index == 0):
             self._squared = self._squared + self.gradients.squared_norm(chunk)
 
     def _update_chunk(self, chunk: Chunk, factor: float) -> None:

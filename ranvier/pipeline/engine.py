@@ -131,7 +131,7 @@ class Engine:
         self._updater = Updater(
             gradient_specs(self.layout, self.coordinates.pipe, self._parameters, ties), self._data_group, self._all,
             optim=optim or Optim(), own=optim is not None and optimizer is None, optimizer=optimizer, dtype=dtype,
-            device=world.device, counts=self.coordinates.data == 0, nominal_weight=nominal_weight,
+            device=world.device, nominal_weight=nominal_weight,
             runs=[range(blocks[run.start][0], blocks[run.start][0] + len(run))
                   for run, _ in runs_of(len(blocks), segments)],
             send_to_owner=lambda spec: self._ties.send_gradient(spec.name, self._call), weight=self._weight,

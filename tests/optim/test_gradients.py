@@ -102,6 +102,45 @@ def test_tied_parameters_have_chunks_of_their_own():
     assert chunks(gradients) == [["s"], ["t"], ["t"]], "what is sent away goes in one message"
 
 
+def test_gradients_with_a_group_of_their_own_come_last():
+    """In as few chunks as groups and counts allow, whose sizes their groups can share."""
+    row, col = FakeGroup(3), FakeGroup(5)
+    specs = [one for block in range(3) for one in (
+        spec(f"w{block}", block), spec(f"r{block}", block, 2, group=row), spec(f"c{block}", block, 1, group=col),
+        spec(f"n{block}", block, 1, group=row, counts=False))]
+    gradients, group, _ = make(specs, 1000)
+    assert chunks(gradients) == [["w2", "w1", "w0"], ["r2", "r1", "r0"], ["n2", "n1", "n0"], ["c2", "c1", "c0"]]
+    assert [(chunk.group, chunk.counts) for chunk in gradients.chunks] == [
+        (group, True), (row, True), (row, False), (col, True)]
+    gradients.all_passed()
+    assert [[len(tensor) for tensor in one.reduced] for one in (group, row, col)] == [[12], [6, 3], [5]]
+    gradients, _, _ = make(specs, 2)
+    assert all((chunk.stop - chunk.start) % len(chunk.group.ranks) == 0 for chunk in gradients.chunks)
+    assert gradients.owned() == specs, "in model order"
+
+
+def test_copies_that_do_not_count_have_chunks_of_their_own():
+    gradients, _, _ = make([spec("a", 0), spec("b", 1), spec("c", 2, counts=False), spec("d", 3)], 1000)
+    assert chunks(gradients) == [["d"], ["c"], ["b", "a"]]
+    assert [chunk.counts for chunk in gradients.chunks] == [True, False, True]
+
+
+def test_copies_that_do_not_count_share_the_memory_of_their_run():
+    """What autograd has made before the run is entered stays."""
+    specs = [spec("a", 0, 3), spec("b", 0, 2, counts=False), spec("c", 1, 4), spec("d", 1, 2, group=FakeGroup())]
+    done = []
+    gradients = Gradients(specs, FakeGroup(1), 1, lambda complete: None, reuse=[range(1), range(1, 2)])
+    gradients.on_complete = lambda chunk: done.append(gradients.of(chunk, chunk.start, chunk.stop).tolist())
+    assert (gradients.size, gradients.length) == (11, 7), "the longer run, and what has a group of its own"
+    gradients.begin()
+    gradients.block_passed(2)
+    specs[2].parameter.grad += 3.0
+    specs[0].parameter.grad, specs[1].parameter.grad = torch.ones(3), torch.full((2,), 2.0)
+    gradients.block_passed(1)
+    gradients.block_passed(0)
+    assert done == [[3.0] * 4, [2.0] * 2, [1.0] * 3]
+
+
 def test_gradients_are_views_of_the_buffer():
     specs = [spec("a", 0, 3), spec("b", 1, 2)]
     gradients, _, _ = make(specs, size=1)
@@ -279,7 +318,8 @@ def test_nothing_is_written_after_it_was_reduced(monkeypatch):
 
     def rank_work(engine):
         group = FakeGroup()
-        engine._updater.gradients._group = group
+        for chunk in engine._updater.gradients.chunks:
+            chunk.group = group
         engine.forward_backward(share(engine, points([[1, 2, 1]])))
         found.append(group)
 

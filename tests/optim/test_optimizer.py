@@ -38,7 +38,7 @@ def make(parameters, group=None, *, chunk=None, accumulate=None, offload="none",
     specs = [GradientSpec(name=str(number), parameter=parameter, blocks=frozenset([number]))
              for number, parameter in enumerate(parameters)]
     gradients = Gradients(specs, group, chunk or 2 * bucket_size, lambda spec: None, dtype=accumulate)
-    optimizer = FlatOptimizer(Optim(**options), gradients, group, offload=offload, bucket_size=bucket_size)
+    optimizer = FlatOptimizer(Optim(**options), gradients, offload=offload, bucket_size=bucket_size)
     return gradients, optimizer
 
 
@@ -264,7 +264,7 @@ def test_building_needs_no_more_than_training():
     with MemoryTracker() as tracker:
         tracker.tag(parameters, "parameters")
         gradients = Gradients(specs, Alone(), 700, lambda spec: None, allocate=False)
-        FlatOptimizer(Optim(), gradients, Alone(), offload="none", bucket_size=700)
+        FlatOptimizer(Optim(), gradients, offload="none", bucket_size=700)
         gradients.allocate()
     phi = 10_000
     assert tracker.peak_bytes() == (2 + 2 + 12) * phi
