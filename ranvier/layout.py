@@ -16,7 +16,7 @@ from math import prod
 from typing import Literal
 
 from ranvier.errors import ConfigError, ModelError
-from ranvier.mesh import Mesh
+from ranvier.mesh import Coordinates, Mesh
 
 Box = tuple[tuple[int, int], ...]
 """(start, stop) of each dim; a scalar parameter's box is ()."""
@@ -111,9 +111,9 @@ class Split:
     dims: tuple[tuple[TensorAxis, ...], ...]
     summed: tuple[TensorAxis, ...] = ()
 
-    def box(self, shape: Sequence[int], mesh: Mesh, row: int, col: int) -> Box:
-        """What position (row, col) holds of a parameter of `shape`."""
-        places, found = {"row": (mesh.row, row), "col": (mesh.col, col)}, []
+    def box(self, shape: Sequence[int], sizes: tuple[int, int], at: tuple[int, int]) -> Box:
+        """What position `at` (row, col) of a mesh of `sizes` (rows, columns) holds of a parameter of `shape`."""
+        places, found = dict(zip(("row", "col"), zip(sizes, at, strict=True), strict=True)), []
         for size, axes in zip(shape, self.dims, strict=True):
             start, stop = 0, size
             for axis in axes:
@@ -124,7 +124,8 @@ class Split:
 
     def boxes(self, shape: Sequence[int], mesh: Mesh) -> dict[tuple[int, int], Box]:
         """(row, col) -> what that position holds."""
-        return {(row, col): self.box(shape, mesh, row, col) for row in range(mesh.row) for col in range(mesh.col)}
+        return {(row, col): self.box(shape, (mesh.row, mesh.col), (row, col))
+                for row in range(mesh.row) for col in range(mesh.col)}
 
 
 @dataclass(frozen=True)
@@ -208,15 +209,28 @@ class Layout:
         """The stage that holds `block`."""
         return next(stage for stage in range(self.mesh.pipe) if block in self.blocks(stage))
 
-    def _box(self, parameter: Parameter, row: int, col: int) -> Box:
+    def box(self, parameter: Parameter, row: int, col: int) -> Box:
+        """What position (row, col) holds of `parameter`."""
         shards = (self.shards or {}).get(parameter.name)
         return whole(parameter.shape) if shards is None else shards[row, col]
+
+    def copy_axes(self, name: str) -> tuple[TensorAxis, ...]:
+        """Axes of the tensor mesh along which ranks hold the same elements, with the same gradient."""
+        parameter, mesh = self[name], self.mesh
+        first = self.box(parameter, 0, 0)
+        same = {"row": mesh.row > 1 and self.box(parameter, mesh.row - 1, 0) == first,
+                "col": mesh.col > 1 and self.box(parameter, 0, mesh.col - 1) == first}
+        return tuple(axis for axis, is_same in same.items() if is_same and axis not in parameter.summed)
+
+    def is_first_copy(self, name: str, at: Coordinates) -> bool:
+        """Whether `at` is the first of the positions that hold the same elements with the same gradient."""
+        return all(getattr(at, axis) == 0 for axis in self.copy_axes(name))
 
     def held(self, rank: int) -> list[Slice]:
         """The slices of parameters (for compute) on `rank`, in model order."""
         at = self.mesh.coordinates(rank)
         blocks = self.blocks(at.pipe)
-        return [Slice(parameter.name, self._box(parameter, at.row, at.col)) for parameter in self.parameters
+        return [Slice(parameter.name, self.box(parameter, at.row, at.col)) for parameter in self.parameters
                 if parameter.block in blocks]
 
     def owned(self, rank: int) -> list[Slice]:
@@ -230,7 +244,7 @@ class Layout:
         for piece in self.held(rank):
             parameter = self[piece.parameter]
             position = next((row, col) for row in range(self.mesh.row) for col in range(self.mesh.col)
-                            if self._box(parameter, row, col) == piece.box)
+                            if self.box(parameter, row, col) == piece.box)
             if not parameter.is_owner or position != (at.row, at.col):
                 continue
             if self.state_shards == 1:

@@ -23,6 +23,7 @@ from ranvier.run import GPT
 from ranvier.tensor import layers as tensor
 from ranvier.tensor.loss import NextTokenLoss
 
+
 class Embedding(nn.Module):
     """Token plus position embedding."""
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import nn
 
+from ranvier.comm.meta import MetaGroup
 from ranvier.errors import ModelError
-from ranvier.layout import Layout, Parameter
-from ranvier.mesh import Mesh
+from ranvier.layout import Box, Layout, Parameter
+from ranvier.mesh import Coordinates, Mesh
 from ranvier.models.block import Model, initialise
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.partition import (
@@ -22,6 +25,10 @@ from ranvier.pipeline.partition import (
     partition,
     uniform,
 )
+from ranvier.run import Tensor
+from ranvier.tensor.layers import block_splits
+from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.split import split_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,14 +100,20 @@ def global_parameters(model: Model, modules: dict[str, nn.Module]) -> tuple[Para
 
 
 def cut(model: Model, mesh: Mesh, *, boundaries: Sequence[int] | None, how: Literal["cost", "uniform"],
-        sample: Microbatch | None, dtype: torch.dtype, device: str) -> tuple[StageTable, Layout]:
+        sample: Microbatch | None, dtype: torch.dtype, device: str, tensor: Tensor = Tensor()
+        ) -> tuple[StageTable, Layout]:
     """Decide the stages, and who holds and owns each parameter; the same on every rank.
 
-    With `sample` (any microbatch of the usual shape; its values do not matter) costs are counted and the chain of
-    blocks is checked; without it a block costs its number of parameters.
+    With `sample` (any microbatch of the usual shape, on the tensor mesh a row's share of it; its values do not matter)
+    the costs of one rank are counted and the chain of blocks is checked; without it a block costs its number of
+    parameters.
     """
     modules = build_on_meta(model)
     parameters = global_parameters(model, modules)
+    shards = None
+    if mesh.stage_size > 1:
+        parameters, shards = _split(parameters, modules, mesh, tensor)
+        model = split_model(model, meta_mesh(mesh, tensor))
     costs = None
     if sample is not None and sample.inputs is not None:
         costs = tuple(block_costs(model, sample.inputs, sample.targets, dtype))
@@ -110,9 +123,38 @@ def cut(model: Model, mesh: Mesh, *, boundaries: Sequence[int] | None, how: Lite
         boundaries = check_boundaries(boundaries, len(modules), mesh.pipe)
     else:
         boundaries = uniform(len(modules), mesh.pipe) if how == "uniform" else partition(weights, mesh.pipe)
-    layout = Layout(mesh=mesh, num_blocks=len(modules), boundaries=boundaries, parameters=parameters)
+    layout = Layout(mesh=mesh, num_blocks=len(modules), boundaries=boundaries, parameters=parameters, shards=shards)
     layout.check()
     return _table(layout, tuple(modules), weights, costs), layout
+
+
+def _split(parameters: Sequence[Parameter], modules: Mapping[str, nn.Module], mesh: Mesh, tensor: Tensor
+           ) -> tuple[tuple[Parameter, ...], dict[str, dict[tuple[int, int], Box]]]:
+    """The parameters with the axes along which their gradients are summed, and who holds what of each."""
+    splits = {f"{block}.{name}": split for block, module in modules.items()
+              for name, split in block_splits(block, module, tensor).items()}
+    return (tuple(replace(parameter, summed=splits[parameter.name].summed) for parameter in parameters),
+            {parameter.name: splits[parameter.name].boxes(parameter.shape, mesh) for parameter in parameters})
+
+
+def meta_mesh(mesh: Mesh, tensor: Tensor) -> TensorMesh:
+    """The tensor mesh of a stage as its first rank sees it, for blocks on the meta device: nothing moves."""
+    return TensorMesh(MetaGroup("row", mesh.row), MetaGroup("col", mesh.col), tensor)
+
+
+def split_model(model: Model, mesh: TensorMesh) -> Model:
+    """The same model, whose builders make this rank's part of each block. Ready-made modules are copied."""
+    def build(name: str, whole: Callable[[], nn.Module]) -> nn.Module:
+        if model.initial is None:
+            return split_layers(copy.deepcopy(whole()), mesh, f"block {name}")
+        with torch.device("meta"):
+            module = whole()
+        if next(module.buffers(), None) is not None:  # their values are the builder's
+            module = whole()
+        return split_layers(module, mesh, f"block {name}")
+
+    loss = split_layers(copy.deepcopy(model.loss), mesh, "loss") if isinstance(model.loss, nn.Module) else model.loss
+    return replace(model, loss=loss, blocks={name: partial(build, name, whole) for name, whole in model.blocks.items()})
 
 
 def _table(layout: Layout, names: tuple[str, ...], weights: Sequence[float],
@@ -129,7 +171,7 @@ def _table(layout: Layout, names: tuple[str, ...], weights: Sequence[float],
     return StageTable(rows=tuple(rows), boundaries=layout.boundaries, costs=costs)
 
 
-def build_stage(model: Model, layout: Layout, stage: int, *, seed: int, dtype: torch.dtype,
+def build_stage(model: Model, layout: Layout, at: Coordinates, *, seed: int, dtype: torch.dtype,
                 device: torch.device) -> list[tuple[int, str, nn.Module]]:
     """This stage's blocks with their initial weights. Ends of a tie on the same stage become one parameter.
 
@@ -138,7 +180,7 @@ def build_stage(model: Model, layout: Layout, stage: int, *, seed: int, dtype: t
     names = list(model.blocks)
     blocks: list[tuple[int, str, nn.Module]] = []
     here: dict[str, nn.Parameter] = {}
-    for number in layout.blocks(stage):
+    for number in layout.blocks(at.pipe):
         block = names[number]
         with device:
             module = model.blocks[block]().to(device=device, dtype=dtype)
@@ -152,7 +194,9 @@ def build_stage(model: Model, layout: Layout, stage: int, *, seed: int, dtype: t
                 continue
             here[owner] = parameter
             if model.initial is not None:
-                initialise(parameter.data, owner, model.initial(owner), seed)
+                whole = layout[full]
+                initialise(parameter.data, owner, model.initial(owner), seed, whole.shape,
+                           layout.box(whole, at.row, at.col))
     return blocks
 
 

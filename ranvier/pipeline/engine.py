@@ -20,10 +20,11 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ranvier.comm.board import Board
 from ranvier.comm.message import Kind, Message
@@ -31,10 +32,11 @@ from ranvier.comm.protocol import Group, Transport, Work
 from ranvier.errors import ConfigError, ModelError
 from ranvier.mesh import Mesh
 from ranvier.models.block import Loss, Model, State, as_model, named
+from ranvier.optim.gradients import GradientSpec
 from ranvier.optim.groups import problems as group_problems
 from ranvier.optim.optimizer import storage_bytes
 from ranvier.optim.step import Updater, Verdict
-from ranvier.pipeline.build import build_stage, cut, stage_parameters
+from ranvier.pipeline.build import build_stage, cut, split_model, stage_parameters
 from ranvier.pipeline.checkpointing import Checkpoint, stage_segments
 from ranvier.pipeline.inbox import Inbox
 from ranvier.pipeline.microbatch import Microbatch
@@ -43,10 +45,11 @@ from ranvier.pipeline.result import BatchResult
 from ranvier.pipeline.schedule import Action, Done, Policy, Schedule, Wait, actions_text
 from ranvier.pipeline.sequencer import Sequencer
 from ranvier.pipeline.stage import Stage, runs_of
-from ranvier.pipeline.ties import TiedParameters, gradient_specs, ties_of
+from ranvier.pipeline.ties import Tie, TiedParameters, gradient_specs, ties_of
 from ranvier.pipeline.timeline import Category, Timeline
 from ranvier.pipeline.weight_gradients import WeightGradients, restore_forward
-from ranvier.run import Optim
+from ranvier.run import Optim, Tensor
+from ranvier.tensor.mesh import TensorMesh, tensor_problems
 from ranvier.world import World
 
 if TYPE_CHECKING:
@@ -81,8 +84,10 @@ class Engine:
         timeout_seconds: longest wait for one message before MessageTimeout, with a report of who waits for what.
         checkpoint: layers between stored activations, the others being computed again in the backward; auto needs
             `sample` and chooses what takes the least memory on each stage, "paper" is AxoNN's rule.
+        tensor: how blocks are split over the row x col ranks of a stage, which must be written with the layers of
+            `ranvier.tensor`.
         dtype: of parameters and activations. float16 scales the loss, and skips steps whose gradients overflow.
-        sample: a microbatch of the usual shape.
+        sample: a microbatch of the usual shape; on several rows a row's share of one.
         check_order: compare the order of actions among the ranks of a stage before each action (slow; for debugging).
 
     Raises ModelError or ConfigError for what does not fit, on every rank alike.
@@ -96,7 +101,7 @@ class Engine:
                  defer_bytes: int | Literal["auto"] = "auto", seed: int = 0, dtype: torch.dtype = torch.float32,
                  nominal_weight: float = 1.0, timeout_seconds: float = 300.0, optim: Optim | None = None,
                  learning_rate: float = 1e-3, checkpoint: Checkpoint = "none", sample: Microbatch | None = None,
-                 check_order: bool = False) -> None:
+                 tensor: Tensor = Tensor(), check_order: bool = False) -> None:
         mesh = mesh or world.mesh or Mesh(data=world.size)
         if mesh.size != world.size:
             raise ConfigError(f"has {mesh.size} ranks, but {world.size} were started", where="mesh", value=str(mesh),
@@ -115,9 +120,14 @@ class Engine:
         self.timeline = Timeline()
 
         model = as_model(model, loss)
+        for problem in tensor_problems(mesh, tensor):
+            raise problem
         self.stages, self.layout = cut(model, mesh, boundaries=boundaries, how=partition, sample=sample, dtype=dtype,
-                                       device=world.device.type)
-        blocks = build_stage(model, self.layout, self.coordinates.pipe, seed=seed, dtype=dtype, device=world.device)
+                                       device=world.device.type, tensor=tensor)
+        self._tensor_mesh = self._open_tensor_mesh(tensor)
+        if self._tensor_mesh is not None:
+            model = split_model(model, self._tensor_mesh)
+        blocks = build_stage(model, self.layout, self.coordinates, seed=seed, dtype=dtype, device=world.device)
         self._parameters = stage_parameters(self.layout, blocks)
         ties = ties_of(self.layout, mesh, world.rank, self._parameters)
         self._ties = TiedParameters(ties, self._send, self._wait_for)
@@ -129,7 +139,7 @@ class Engine:
             raise problem
         self.learning_rate = learning_rate
         self._updater = Updater(
-            gradient_specs(self.layout, self.coordinates.pipe, self._parameters, ties), self._data_group, self._all,
+            self._gradient_specs(ties), self._data_group, self._all,
             optim=optim or Optim(), own=optim is not None and optimizer is None, optimizer=optimizer, dtype=dtype,
             device=world.device, nominal_weight=nominal_weight,
             runs=[range(blocks[run.start][0], blocks[run.start][0] + len(run))
@@ -185,7 +195,7 @@ class Engine:
         self._finish_update()
         return dict(self._parameters)
 
-    def gradients(self) -> dict[str, Tensor]:
+    def gradients(self) -> dict[str, torch.Tensor]:
         """After `forward_backward`: the gradients that this rank owns, of the mean loss over the global batch."""
         return {spec.name: spec.parameter.grad for spec in self._updater.gradients.owned()}
 
@@ -194,7 +204,10 @@ class Engine:
         batch has shown), and the longest time without letting messages move."""
         return {"defer_bytes": self.defer_bytes, "bytes_sent": self._transport.bytes_sent,
                 "bytes_received_by_axis": {"pipe": self._inbox.bytes_received,
-                                           "data": self._data_group.bytes_received},
+                                           "data": sum(group.bytes_received for group in (
+                               self._data_group, *self._sum_groups.values()))}
+                | ({} if self._tensor_mesh is None else {"row": self._tensor_mesh.over_rows.bytes_received,
+                                                         "col": self._tensor_mesh.over_cols.bytes_received}),
                 "longest_gap_seconds": self._transport.longest_gap_seconds}
 
     def optimizer_state(self) -> dict[str, object]:
@@ -209,7 +222,7 @@ class Engine:
         with master copies become what those are; others are the caller's to load. ConfigError where it does not fit."""
         self._updater.load_state(state)
 
-    def tensors(self) -> dict[str, dict[str, list[Tensor]]]:
+    def tensors(self) -> dict[str, dict[str, list[torch.Tensor]]]:
         """What lives from step to step on this rank: {"device": {category: tensors}, "host": {...}}. On a CPU as the
         device, offloaded states count as the host's."""
         buffers = [buffer for _, _, module in self._stage.blocks for buffer in module.buffers()]
@@ -311,11 +324,34 @@ class Engine:
             self._all.barrier()
             self._transport.close()
             self._sequencer.close()
+            for group in self._groups:
+                group.close()
             self._data_group.close()
             self._all.close()
             self._board.close()
 
     # ------------------------------------------------------------------ start
+
+    def _open_tensor_mesh(self, tensor: Tensor) -> TensorMesh | None:
+        """The groups of this rank's row and column, and those over which parameters with several holders sum their
+        gradients; None where a stage is one rank."""
+        backend, mesh = self.world.backend, self.mesh
+        self._groups: list[Group] = []
+        self._sum_groups: dict[tuple[str, ...], Group] = {}
+        if mesh.stage_size == 1:
+            return None
+        over_rows, over_cols = (backend.group(axis, mesh.groups(axis)) for axis in ("row", "col"))
+        self._groups += [over_rows, over_cols]
+        for axes in sorted({parameter.summed for parameter in self.layout.parameters} - {()}):
+            self._sum_groups[axes] = backend.group(f"data and {' and '.join(axes)}", mesh.groups("data", *axes))
+        self._groups += self._sum_groups.values()
+        return TensorMesh(over_rows, over_cols, tensor, device=self.world.device.type)
+
+    def _gradient_specs(self, ties: Sequence[Tie]) -> list[GradientSpec]:
+        """Where each gradient goes, over whom it is summed, and whether this rank's counts in the norm."""
+        return [replace(spec, group=self._sum_groups.get(self.layout[spec.name].summed),
+                        counts=self.layout.is_first_copy(spec.name, self.coordinates))
+                for spec in gradient_specs(self.layout, self.coordinates.pipe, self._parameters, ties)]
 
     def _segments(self, checkpoint: Checkpoint, model: Model) -> list[range]:
         """The runs of this stage's blocks that are computed again in their backward."""
@@ -353,14 +389,20 @@ class Engine:
         return 4096 + max((self.stages.costs[cut - 1].output_bytes for cut in self.boundaries), default=0)
 
     def _synchronise_start(self, blocks: list[tuple[int, str, nn.Module]]) -> None:
-        """Replicas start from replica 0's weights and buffers, ends of a tie from their owner's."""
-        if self.mesh.data > 1:
-            tensors = [tensor.data for _, _, module in blocks for tensor in (*module.parameters(), *module.buffers())]
-            sent = [tensor.contiguous() for tensor in tensors]  # itself, but for transposed ones and the like
-            for work in [self._data_group.broadcast(tensor) for tensor in sent]:
-                work.wait()
-            for tensor, value in zip(tensors, sent, strict=True):
-                tensor.copy_(value)
+        """Replicas start from replica 0's weights and buffers, ends of a tie from their owner's, and positions of the
+        tensor mesh that hold the same from the first of them."""
+        tensors = {tensor: self._data_group for _, _, module in blocks
+                   for tensor in (*module.parameters(), *module.buffers())}
+        tensors |= {parameter: self._sum_groups[self.layout[name].summed]
+                    for name, parameter in self._parameters.items() if self.layout[name].summed}
+        sent = {tensor: tensor.data.contiguous() for tensor in tensors}  # itself, but for transposed ones and the like
+        for work in [group.broadcast(sent[tensor]) for tensor, group in tensors.items() if len(group.ranks) > 1]:
+            work.wait()
+        for tensor, value in sent.items():
+            tensor.data.copy_(value)
+        copies = [parameter for name, parameter in self._parameters.items() if "col" in self.layout.copy_axes(name)]
+        for work in [self._tensor_mesh.over_cols.broadcast(parameter.data) for parameter in copies]:
+            work.wait()
         self._ties.send_values(self._call, trained=False)
 
     # ------------------------------------------------------------------ one batch
@@ -370,6 +412,8 @@ class Engine:
         batch = [entry if isinstance(entry, Microbatch) else Microbatch(*entry) for entry in microbatches]
         self._finish_update()
         self._stage.begin(training)
+        if self._tensor_mesh is not None:
+            self._tensor_mesh.whole_outputs = keep_outputs
         schedule = Schedule(
             stage=self.coordinates.pipe, num_stages=self.mesh.pipe, num_microbatches=len(batch), policy=self._policy,
             in_flight=self.in_flight, training=training, defer_bytes=self.defer_bytes)
@@ -451,7 +495,7 @@ class Engine:
         self._board.doing = f"{_CATEGORIES[action.kind]} {action.microbatch}"
         return time.monotonic_ns()
 
-    def _inputs(self, number: int, batch: list[Microbatch]) -> tuple[dict[str, Tensor], frozenset[str]]:
+    def _inputs(self, number: int, batch: list[Microbatch]) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
         """The carried state that enters this stage, and which of it wants a gradient."""
         if not self.is_first_stage:
             message = self._inbox.take("forward", number, self._before)
@@ -461,10 +505,10 @@ class Engine:
                              remedy="Give the ranks of the first stage the inputs of every microbatch.")
         return self._to_device(named(batch[number].inputs, f"inputs of microbatch {number}")), frozenset()
 
-    def _to_device(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _to_device(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: tensor.to(self.world.device, non_blocking=True) for name, tensor in tensors.items()}
 
-    def _send_return(self, number: int, gradients: dict[str, Tensor]) -> None:
+    def _send_return(self, number: int, gradients: dict[str, torch.Tensor]) -> None:
         """What goes back over the edge before this stage: gradients where there are some, else a bare credit."""
         if not self.is_first_stage:
             kind = Kind.BACKWARD if gradients else Kind.CREDIT
@@ -476,8 +520,8 @@ class Engine:
         self._updater.progress()
 
     def _reduce_stats(self) -> Work:
-        """Start summing loss and weight over all ranks; only the first position of each last stage has any."""
-        counts = self.is_last_stage and self.coordinates.row == 0 and self.coordinates.col == 0
+        """Start summing loss and weight over all ranks; of a row of the last stage, all columns know the same."""
+        counts = self.is_last_stage and self.coordinates.col == 0
         mine = self._stage.loss_and_weight
         self._stats = mine.to("cpu", copy=True) if counts else torch.zeros(2, dtype=torch.float64)
         return self._all.all_reduce(self._stats)

@@ -9,13 +9,15 @@ collectives need no other agreement.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ranvier.errors import ConfigError
+from ranvier.mesh import Mesh
 from ranvier.tensor.activations import Activations, activations_of
 
 if TYPE_CHECKING:
@@ -24,6 +26,14 @@ if TYPE_CHECKING:
 
 PANEL_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 """Largest gathered panel of activations: what stays in a CPU's cache, or fills a GPU with one product."""
+
+
+def tensor_problems(mesh: Mesh, settings: Settings) -> Iterator[ConfigError]:
+    """What a scheme cannot do on `mesh`."""
+    if settings.scheme == "megatron" and mesh.row > 1:
+        yield ConfigError(f"splits blocks over columns only, and mesh.row is {mesh.row}", where="tensor.scheme",
+                          value="megatron", remedy=f"Set --mesh.row 1 --mesh.col {mesh.stage_size}, or "
+                                                   "--tensor.scheme stationary.")
 
 
 class Workspace:

@@ -56,7 +56,7 @@ def split_layers(module: nn.Module, mesh: TensorMesh, where: str) -> nn.Module:
     if isinstance(module, nn.Dropout):
         raise ModelError("drops other elements on each rank", where=f"{where} (nn.Dropout)", value=module.p,
                          remedy="Use ranvier.tensor.Dropout, whose masks are keyed by place.")
-    for name, parameter in module.named_parameters(recurse=False):
+    for name, _ in module.named_parameters(recurse=False):
         raise ModelError("belongs to a layer that cannot be split over rows and columns",
                          where=f"parameter {where}.{name}", value=type(module).__name__,
                          remedy="Use the layers of ranvier.tensor in its place, or set --mesh.row 1 --mesh.col 1.")
@@ -96,7 +96,7 @@ def _split_layer(layer: Layer, mesh: TensorMesh) -> nn.Module:
 
 def _own_part(parameter: nn.Parameter, split: Split, mesh: TensorMesh) -> nn.Parameter:
     """This rank's part of a whole parameter."""
-    box = split.box(parameter.shape, mesh, mesh.row, mesh.col)
+    box = split.box(parameter.shape, (mesh.num_rows, mesh.num_cols), (mesh.row, mesh.col))
     if parameter.is_meta:
         values = torch.empty([stop - start for start, stop in box], dtype=parameter.dtype)
     else:

@@ -102,8 +102,8 @@ def test_what_is_shared_is_freed_by_the_last_that_holds_it():
 def test_a_part_of_something_larger_is_copied():
     log, large = Log(block := linear_pair()), torch.randn(1000, 3, dtype=torch.float64)
     log.queue.backward_pass(0, block(large[:4]).square().sum().backward, defer=True)
-    assert all(operands.x.untyped_storage().data_ptr() != large.untyped_storage().data_ptr()
-               for operands in log.queue._waiting.values())
+    assert all(tensor.untyped_storage().data_ptr() != large.untyped_storage().data_ptr()
+               for operands in log.queue._waiting.values() for tensor in operands.tensors)
 
 
 def test_a_frozen_bias_or_weight():
