@@ -23,7 +23,8 @@ from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.partition import check_boundaries
 from ranvier.planner.memory import PROCESS_BYTES, RankMemory, predict, remedies
 from ranvier.precision import DTYPES
-from ranvier.run import Optim, Run
+from ranvier.run import Optim, Run, Tensor
+from ranvier.tensor.mesh import tensor_problems
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -93,7 +94,8 @@ def as_dict(problem: RanvierError) -> dict[str, object]:
 def check(run: Run, num_ranks: int | None = None) -> Report:
     """Look at `run` as a whole. Never raises for what a user can set."""
     found = problems(run, num_ranks)
-    stages, memory, unclear = None, (), ("model.", "mesh.pipe", "pipeline.boundaries", "optim.groups")
+    stages, memory = None, ()
+    unclear = ("model.", "mesh.", "tensor.", "pipeline.boundaries", "optim.groups")
     if not any(problem.where.startswith(unclear) for problem in found):
         try:
             stages, memory = laid_out(run)
@@ -116,13 +118,13 @@ def problems(run: Run, num_ranks: int | None = None) -> list[RanvierError]:
 def laid_out(run: Run) -> tuple[StageTable, tuple[RankMemory, ...]]:
     """The cut of the run's model, and what each stage's ranks need. ConfigError when the settings allow no cut."""
     with torch.device("meta"):
-        tokens = torch.zeros(run.batch.microbatch_size, run.model.sequence, dtype=torch.int64)
+        tokens = torch.zeros(run.batch.microbatch_size // run.mesh.row, run.model.sequence, dtype=torch.int64)
     sample = Microbatch(inputs=tokens, targets=tokens, samples=torch.arange(1))
-    # Replicas, rows and columns do not change the cut, and there may be very many of them.
+    # Replicas do not change the cut, and there may be very many of them.
     model = gpt.gpt(run.model, dtype=DTYPES[run.precision])
-    stages, layout = cut(model, replace(run.mesh, data=1, row=1, col=1), boundaries=run.pipeline.boundaries,
+    stages, layout = cut(model, replace(run.mesh, data=1), boundaries=run.pipeline.boundaries,
                          how=run.pipeline.partition, sample=sample, dtype=DTYPES[run.precision],
-                         device="cuda" if run.launch.device == "cuda" else "cpu")
+                         device="cuda" if run.launch.device == "cuda" else "cpu", tensor=run.tensor)
     for problem in groups.problems(run.optim, [parameter.name for parameter in layout.parameters]):
         raise problem
     return stages, predict(run, model, stages, layout)
@@ -134,11 +136,8 @@ def _mesh_problems(run: Run, num_ranks: int | None) -> Iterator[RanvierError]:
         yield ConfigError(f"needs {mesh.size} ranks, not {num_ranks}", where="mesh", value=str(mesh),
                           remedy=f"Change --mesh.data and --mesh.pipe so that their product is {num_ranks}, or start "
                                  f"{mesh.size} ranks.")
-    for axis in ("row", "col"):
-        if getattr(mesh, axis) != 1:
-            yield ConfigError("must be 1: this version does not split blocks over a tensor mesh", where=f"mesh.{axis}",
-                              value=getattr(mesh, axis),
-                              remedy=f"Set --mesh.{axis} 1, and use --mesh.data or --mesh.pipe instead.")
+    yield from tensor_problems(mesh, run.tensor)
+    yield from _share_problems(run)
     if num_layers > _MOST_LAYERS:
         yield ConfigError(f"is more than {_MOST_LAYERS}, the most that can be cut into stages",
                           where="model.num-layers", value=num_layers, remedy="Use fewer and wider layers.")
@@ -151,6 +150,27 @@ def _mesh_problems(run: Run, num_ranks: int | None) -> Iterator[RanvierError]:
             check_boundaries(run.pipeline.boundaries, num_blocks, mesh.pipe)
         except ConfigError as problem:
             yield problem
+
+
+def _share_problems(run: Run) -> Iterator[ConfigError]:
+    """What rows and columns cannot share."""
+    mesh, model, tensor = run.mesh, run.model, run.tensor
+    shares = [("mesh.row", mesh.row, "batch.microbatch-size", run.batch.microbatch_size),
+              ("mesh.col", mesh.col, "model.heads", model.heads)]
+    if tensor.scheme == "stationary":
+        shares.append(("mesh.row", mesh.row, f"the {model.hidden // mesh.col} features of a column (model.hidden / "
+                                             "mesh.col)", model.hidden // mesh.col))
+    if tensor.scheme == "megatron" and tensor.sequence_sharding:
+        shares.append(("mesh.col", mesh.col, "model.sequence", model.sequence))
+    for where, count, what, size in shares:
+        if size % count:
+            largest = next(part for part in range(count, 0, -1) if size % part == 0)
+            yield ConfigError(f"does not divide {what}{f' {size}' if '.' in what.partition(' ')[0] else ''}",
+                              where=where, value=count, remedy=f"Set --{where} {largest}, or change {what}.")
+    if model.vocab < max(mesh.row, mesh.col):
+        yield ConfigError(f"is smaller than the tensor mesh: every rank needs a part of it, on {mesh.row} rows and "
+                          f"{mesh.col} columns", where="model.vocab", value=model.vocab,
+                          remedy=f"Set --model.vocab {max(mesh.row, mesh.col)} or more.")
 
 
 def _batch_problems(run: Run) -> Iterator[ConfigError]:
@@ -199,11 +219,29 @@ def warnings(run: Run) -> Iterator[ConfigError]:
     if pipeline.boundaries is not None and pipeline.partition == "uniform":
         yield ConfigError("has no effect beside pipeline.boundaries", where="pipeline.partition",
                           value=pipeline.partition, remedy="Leave out one of the two.")
+    yield from _tensor_warnings(run)
     yield from _optim_warnings(run)
     if train.warmup_steps >= train.steps:
         yield ConfigError(f"ends the run of {train.steps} steps before the full learning rate is reached",
                           where="train.warmup-steps", value=train.warmup_steps,
                           remedy="Lower --train.warmup-steps, or raise --train.steps.")
+
+
+def _tensor_warnings(run: Run) -> Iterator[ConfigError]:
+    tensor, mesh = run.tensor, run.mesh
+    unused = []
+    if mesh.stage_size == 1:
+        unused = [(name, "blocks are not split: mesh.row and mesh.col are 1") for name in (
+            "scheme", "sequence_sharding", "keep_weights")]
+    else:
+        if tensor.scheme != "megatron":
+            unused.append(("sequence_sharding", f"activations are always split in scheme {tensor.scheme}"))
+        if tensor.scheme != "stationary" or mesh.row == 1:
+            unused.append(("keep_weights", "weights are gathered in scheme stationary on several rows only"))
+    for name, why in unused:
+        if getattr(tensor, name) != getattr(Tensor, name):
+            yield ConfigError(f"has no effect: {why}", where=f"tensor.{name.replace('_', '-')}",
+                              value=getattr(tensor, name), remedy="Leave it out.")
 
 
 def _optim_warnings(run: Run) -> Iterator[ConfigError]:

@@ -83,7 +83,7 @@ class Group(Protocol):
         """In place."""
 
     def reduce(self, tensor: Tensor, root: int = 0) -> Work:
-        """`tensor` of member `root` (an index within the group) becomes the sum; those of the others become anything."""
+        """`tensor` of member `root` (an index within the group) becomes the sum; the others' become anything."""
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
         """`output` [n] becomes share `index` of the sum of all members' `tensor` [size * n]."""

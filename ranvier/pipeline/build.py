@@ -100,7 +100,7 @@ def global_parameters(model: Model, modules: dict[str, nn.Module]) -> tuple[Para
 
 
 def cut(model: Model, mesh: Mesh, *, boundaries: Sequence[int] | None, how: Literal["cost", "uniform"],
-        sample: Microbatch | None, dtype: torch.dtype, device: str, tensor: Tensor = Tensor()
+        sample: Microbatch | None, dtype: torch.dtype, device: str, tensor: Tensor | None = None
         ) -> tuple[StageTable, Layout]:
     """Decide the stages, and who holds and owns each parameter; the same on every rank.
 
@@ -112,8 +112,8 @@ def cut(model: Model, mesh: Mesh, *, boundaries: Sequence[int] | None, how: Lite
     parameters = global_parameters(model, modules)
     shards = None
     if mesh.stage_size > 1:
-        parameters, shards = _split(parameters, modules, mesh, tensor)
-        model = split_model(model, meta_mesh(mesh, tensor))
+        parameters, shards = _split(parameters, modules, mesh, tensor or Tensor())
+        model = split_model(model, meta_mesh(mesh, tensor or Tensor()))
     costs = None
     if sample is not None and sample.inputs is not None:
         costs = tuple(block_costs(model, sample.inputs, sample.targets, dtype))

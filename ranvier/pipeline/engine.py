@@ -101,7 +101,7 @@ class Engine:
                  defer_bytes: int | Literal["auto"] = "auto", seed: int = 0, dtype: torch.dtype = torch.float32,
                  nominal_weight: float = 1.0, timeout_seconds: float = 300.0, optim: Optim | None = None,
                  learning_rate: float = 1e-3, checkpoint: Checkpoint = "none", sample: Microbatch | None = None,
-                 tensor: Tensor = Tensor(), check_order: bool = False) -> None:
+                 tensor: Tensor | None = None, check_order: bool = False) -> None:
         mesh = mesh or world.mesh or Mesh(data=world.size)
         if mesh.size != world.size:
             raise ConfigError(f"has {mesh.size} ranks, but {world.size} were started", where="mesh", value=str(mesh),
@@ -119,7 +119,7 @@ class Engine:
         self._closed = False
         self.timeline = Timeline()
 
-        model = as_model(model, loss)
+        model, tensor = as_model(model, loss), tensor or Tensor()
         for problem in tensor_problems(mesh, tensor):
             raise problem
         self.stages, self.layout = cut(model, mesh, boundaries=boundaries, how=partition, sample=sample, dtype=dtype,

@@ -176,7 +176,8 @@ class Training:
         run, tokenizer = self.run, self.data.tokenizer
         prompt = tokenizer.encode(run.train.prompt) if run.train.prompt else held_out_line(self.data)
         tokens = continue_tokens(self.engine, self.ranks, run.mesh, self.world.device, prompt, seed=run.seed,
-                                 count=run.train.sample_tokens, longest=run.model.sequence, vocab=tokenizer.vocab)
+                                 count=run.train.sample_tokens, longest=run.model.sequence, vocab=tokenizer.vocab,
+                                 multiple=run.mesh.col if run.tensor.sequence_sharding else 1)
         return tokenizer.decode(tokens)
 
     # ------------------------------------------------------------------ parts of the start
@@ -198,7 +199,8 @@ class Training:
         num_train = self.data.train.num_sequences(run.model.sequence)
         num_eval = self.data.eval.num_sequences(run.model.sequence)
         share = {"sequence": run.model.sequence, "microbatch_size": run.batch.microbatch_size,
-                 "replica": engine.coordinates.data, "num_replicas": run.mesh.data, "device": self.world.device,
+                 "replica": engine.coordinates.data, "num_replicas": run.mesh.data, "row": engine.coordinates.row,
+                 "num_rows": run.mesh.row, "device": self.world.device,
                  "needs_inputs": engine.is_first_stage, "needs_targets": engine.is_last_stage}
         return (Loader(self.data.train, Sampler(num_train, run.seed), global_size=run.batch.global_size, **share),
                 Loader(self.data.eval, Sampler(num_eval, None), global_size=min(run.train.eval_sequences, num_eval),
@@ -223,6 +225,7 @@ class Training:
             "batch": f"{run.batch.global_size} sequences in microbatches of {run.batch.microbatch_size}",
             "pipeline": f"{run.pipeline.policy}, at most {self.engine.in_flight} microbatches in flight"
                         + ("" if run.memory.checkpoint == "none" else f", checkpoints: {run.memory.checkpoint}"),
+            **({"tensor mesh": tensor_text(run)} if run.mesh.stage_size > 1 else {}),
             "optimizer": optimizer_text(run),
             "ranks": f"{world.size} over {world.backend.name} on {world.device.type}, threads for each: "
                      f"{torch.get_num_threads()}",
@@ -235,7 +238,7 @@ def _prepare(run: Run, world: World, stream: TextIO) -> Prepared:
 
 
 def _build(run: Run, world: World) -> Engine:
-    shape = (run.batch.microbatch_size, run.model.sequence)
+    shape = (run.batch.microbatch_size // run.mesh.row, run.model.sequence)
     sample = Microbatch(inputs=torch.zeros(shape, dtype=torch.int64), targets=torch.zeros(shape, dtype=torch.int64),
                         samples=torch.arange(shape[0]))
 
@@ -244,7 +247,7 @@ def _build(run: Run, world: World) -> Engine:
                   in_flight=run.pipeline.in_flight, boundaries=run.pipeline.boundaries,
                   partition=run.pipeline.partition, defer_bytes=run.pipeline.defer_bytes, seed=run.seed,
                   dtype=DTYPES[run.precision], nominal_weight=float(run.batch.global_size * run.model.sequence),
-                  timeout_seconds=run.comm.timeout_seconds, sample=sample)
+                  timeout_seconds=run.comm.timeout_seconds, sample=sample, tensor=run.tensor)
 
 
 def _outputs(run_dir: Path, history: History, trackers: Sequence[Tracker], stream: TextIO) -> Trackers:
@@ -264,6 +267,14 @@ def resolved(run: Run, engine: Engine, world: World) -> Run:
                                          in_flight=engine.in_flight), optim=optim,
                    comm=replace(run.comm, **transport),
                    launch=replace(run.launch, threads=torch.get_num_threads(), device=world.device.type))
+
+
+def tensor_text(run: Run) -> str:
+    """The split of blocks in words."""
+    tensor = run.tensor
+    more = [text for said, text in ((tensor.sequence_sharding, "sequence sharded"),
+                                    (tensor.keep_weights, "gathered weights kept")) if said]
+    return ", ".join([f"{run.mesh.row} x {run.mesh.col}", tensor.scheme, *more])
 
 
 def optimizer_text(run: Run) -> str:

@@ -26,11 +26,12 @@ class Predictor(Protocol):
 
 
 def continue_tokens(engine: Predictor, ranks: Group, mesh: Mesh, device: torch.device, prompt: Sequence[int], *,
-                    count: int, longest: int, vocab: int, seed: int) -> list[int]:
+                    count: int, longest: int, vocab: int, seed: int, multiple: int = 1) -> list[int]:
     """`prompt` followed by `count` tokens of the model's. Collective: every rank calls it and gets the same.
 
     prompt: at least one token. longest: tokens that the model can see at once; the text slides past it.
-    vocab: tokens that the tokenizer knows; the model may have more.
+    vocab: tokens that the tokenizer knows; the model may have more. multiple: of what the model's sequences must be;
+    tokens that come later in a causal model do not matter, so the text is filled up with some.
 
     The last stage of replica 0 draws each token and tells the others; all replicas work on the same text.
     """
@@ -38,11 +39,13 @@ def continue_tokens(engine: Predictor, ranks: Group, mesh: Mesh, device: torch.d
     root = mesh.rank(Coordinates(pipe=mesh.pipe - 1))
     chosen = torch.zeros(1, dtype=torch.int64)
     for _ in range(count):
-        seen = torch.tensor([tokens[-longest:]], dtype=torch.int64, device=device)
+        last = tokens[-longest:]
+        filled = last + last[-1:] * (-len(last) % multiple)
+        seen = torch.tensor([filled], dtype=torch.int64, device=device)
         outputs = engine.predict([Microbatch(inputs=seen if engine.is_first_stage else None,
                                              samples=torch.zeros(1, dtype=torch.int64))])
         if ranks.ranks[ranks.index] == root:
-            logits_V = outputs[0][0, -1, :vocab]
+            logits_V = outputs[0][0, len(last) - 1, :vocab]
             chosen[0] = next_token(logits_V, seed=seed, position=len(tokens), temperature=_TEMPERATURE, top_k=_TOP_K)
         ranks.broadcast(chosen, root=ranks.ranks.index(root)).wait()
         tokens.append(int(chosen))
