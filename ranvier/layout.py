@@ -208,7 +208,25 @@ class Layout:
         """The stage that holds `block`."""
         return next(stage for stage in range(self.mesh.pipe) if block in self.blocks(stage))
 
-    def _box(self, parameter: Parameter, row: int, col: int) -> Box:
+    def key(self, parameter: Parameter) -> str:
+        """The name under which its stage keeps it: the owner's, unless another end there has that and is cut otherwise;
+        then that of the first end there that is cut alike. Ends of one key are one parameter."""
+        return self._keys[parameter.name]
+
+    @cached_property
+    def _keys(self) -> dict[str, str]:
+        """Parameter -> its key."""
+        stages: dict[tuple[str, int], dict[object, str]] = {}
+        found = {}
+        for parameter in sorted(self.parameters, key=lambda parameter: not parameter.is_owner):
+            cuts = stages.setdefault((parameter.owner, self.stage_of(parameter.block)), {})
+            cut = (tuple(self.box(parameter, row, col) for row in range(self.mesh.row) for col in range(self.mesh.col)),
+                   frozenset(axis for axis in parameter.summed if getattr(self.mesh, axis) > 1))
+            found[parameter.name] = cuts.setdefault(cut, parameter.name if cuts else parameter.owner)
+        return found
+
+    def box(self, parameter: Parameter, row: int, col: int) -> Box:
+        """What position (row, col) holds of `parameter`."""
         shards = (self.shards or {}).get(parameter.name)
         return whole(parameter.shape) if shards is None else shards[row, col]
 
@@ -216,7 +234,7 @@ class Layout:
         """The slices of parameters (for compute) on `rank`, in model order."""
         at = self.mesh.coordinates(rank)
         blocks = self.blocks(at.pipe)
-        return [Slice(parameter.name, self._box(parameter, at.row, at.col)) for parameter in self.parameters
+        return [Slice(parameter.name, self.box(parameter, at.row, at.col)) for parameter in self.parameters
                 if parameter.block in blocks]
 
     def owned(self, rank: int) -> list[Slice]:
@@ -230,7 +248,7 @@ class Layout:
         for piece in self.held(rank):
             parameter = self[piece.parameter]
             position = next((row, col) for row in range(self.mesh.row) for col in range(self.mesh.col)
-                            if self._box(parameter, row, col) == piece.box)
+                            if self.box(parameter, row, col) == piece.box)
             if not parameter.is_owner or position != (at.row, at.col):
                 continue
             if self.state_shards == 1:
