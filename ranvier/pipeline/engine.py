@@ -119,7 +119,7 @@ class Engine:
                                        device=world.device.type)
         blocks = build_stage(model, self.layout, self.coordinates.pipe, seed=seed, dtype=dtype, device=world.device)
         self._parameters = stage_parameters(self.layout, blocks)
-        ties = ties_of(self.layout, mesh, world.rank, self._parameters)
+        ties = ties_of(self.layout, world.rank, self._parameters)
         self._ties = TiedParameters(ties, self._send, self._wait_for)
         self._open_communication(timeout_seconds, check_order)
         self._synchronise_start(blocks)
@@ -129,7 +129,7 @@ class Engine:
             raise problem
         self.learning_rate = learning_rate
         self._updater = Updater(
-            gradient_specs(self.layout, self.coordinates.pipe, self._parameters, ties), self._data_group, self._all,
+            gradient_specs(self.layout, self.coordinates.pipe, self._parameters), self._data_group, self._all,
             optim=optim or Optim(), own=optim is not None and optimizer is None, optimizer=optimizer, dtype=dtype,
             device=world.device, counts=self.coordinates.data == 0, nominal_weight=nominal_weight,
             runs=[range(blocks[run.start][0], blocks[run.start][0] + len(run))
@@ -183,7 +183,7 @@ class Engine:
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """All parameters of this rank's blocks by global name, up to date; a tied one by its owner's name."""
         self._finish_update()
-        return dict(self._parameters)
+        return {name: parameter for name, parameter in self._parameters.items() if self.layout[name].is_owner}
 
     def gradients(self) -> dict[str, Tensor]:
         """After `forward_backward`: the gradients that this rank owns, of the mean loss over the global batch."""
@@ -259,6 +259,8 @@ class Engine:
     def _accumulate(self, microbatches: Sequence[Microbatch | tuple], *, updates: bool) -> None:
         """Run forwards and backwards, and start every reduction. updates: whether a step follows."""
         for name, parameter in self._parameters.items():
+            # an end that `named_parameters` leaves out trains as the one that it shows
+            parameter.requires_grad_(self._parameters[self.layout[name].owner].requires_grad)
             if parameter.requires_grad and not self.layout[name].trainable:
                 raise ModelError("was frozen when the engine was built, and is trainable now",
                                  where=f"parameter {name}", remedy="Build a new engine to train more parameters.")
@@ -268,7 +270,7 @@ class Engine:
         self._updater.begin(self._step, updates=updates)
         self._run(microbatches, training=True)
         self._updater.gradients.all_passed()
-        for tie in self._ties.add_gradients():
+        for tie in self._ties.add_gradients(self._call):
             self._updater.gradients.added(tie.parameter)
         self._board.doing = "the average of gradients over data, and the optimizer"
 
