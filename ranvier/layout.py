@@ -209,6 +209,23 @@ class Layout:
         """The stage that holds `block`."""
         return next(stage for stage in range(self.mesh.pipe) if block in self.blocks(stage))
 
+    def key(self, parameter: Parameter) -> str:
+        """The name under which its stage keeps it: the owner's, unless another end there has that and is cut otherwise;
+        then that of the first end there that is cut alike. Ends of one key are one parameter."""
+        return self._keys[parameter.name]
+
+    @cached_property
+    def _keys(self) -> dict[str, str]:
+        """Parameter -> its key."""
+        stages: dict[tuple[str, int], dict[object, str]] = {}
+        found = {}
+        for parameter in sorted(self.parameters, key=lambda parameter: not parameter.is_owner):
+            cuts = stages.setdefault((parameter.owner, self.stage_of(parameter.block)), {})
+            cut = (tuple(self.box(parameter, row, col) for row in range(self.mesh.row) for col in range(self.mesh.col)),
+                   frozenset(axis for axis in parameter.summed if getattr(self.mesh, axis) > 1))
+            found[parameter.name] = cuts.setdefault(cut, parameter.name if cuts else parameter.owner)
+        return found
+
     def box(self, parameter: Parameter, row: int, col: int) -> Box:
         """What position (row, col) holds of `parameter`."""
         shards = (self.shards or {}).get(parameter.name)

@@ -271,5 +271,21 @@ def test_a_split_covers_its_parameter_exactly(dims):
     layout.check()
 
 
+def test_ends_that_are_cut_alike_have_one_key():
+    """The owner's; other cuts on a stage have names of their own. Axes of one rank cut nothing."""
+    rows, cols, inner = Split((("row",), ())), Split(((), ("row",))), Split(((), ("row", "col")), ("col",))
+    mesh = Mesh(pipe=2, row=2)
+    cuts = {"a": (0, rows), "b": (0, cols), "c": (0, inner), "d": (1, cols), "e": (1, rows), "f": (1, cols),
+            "g": (1, Split(((), ()), ("row",))), "h": (1, Split(((), ())))}
+    for owner, keys in [("a", "abbaeagh"), ("b", "abbbebgh"), ("e", "ebbdedgh")]:
+        one = Layout(mesh=mesh, num_blocks=2, boundaries=(1,),
+                     parameters=tuple(Parameter(name, (4, 4), block, owner, summed=split.summed)
+                                      for name, (block, split) in cuts.items()),
+                     shards={name: split.boxes((4, 4), mesh) for name, (_, split) in cuts.items()})
+        assert "".join(map(one.key, one.parameters)) == keys, owner
+    whole_ones = plain(Parameter("a", (1,), 0, "b"), Parameter("b", (1,), 0, "b"), Parameter("c", (1,), 0, "c"))
+    assert [whole_ones.key(parameter) for parameter in whole_ones.parameters] == ["b", "b", "c"]
+
+
 def test_pieces_differ_by_one_element_at_most():
     assert [part(7, 3, index) for index in range(3)] == [(0, 3), (3, 5), (5, 7)]

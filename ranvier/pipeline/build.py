@@ -173,7 +173,7 @@ def _table(layout: Layout, names: tuple[str, ...], weights: Sequence[float],
 
 def build_stage(model: Model, layout: Layout, at: Coordinates, *, seed: int, dtype: torch.dtype,
                 device: torch.device) -> list[tuple[int, str, nn.Module]]:
-    """This stage's blocks with their initial weights. Ends of a tie on the same stage become one parameter.
+    """This stage's blocks with their initial weights. Ends of a tie that have one key become one parameter.
 
     Weights of a model that declares `initial` depend on (seed, name, place) alone; others are what the builder made.
     """
@@ -187,12 +187,12 @@ def build_stage(model: Model, layout: Layout, at: Coordinates, *, seed: int, dty
         blocks.append((number, block, module))
         for name, parameter in list(module.named_parameters()):
             full = f"{block}.{name}"
-            owner = layout[full].owner
-            if owner in here:
-                if here[owner] is not parameter:
-                    _replace_parameter(module, name, here[owner])
+            owner, key = layout[full].owner, layout.key(layout[full])
+            if key in here:
+                if here[key] is not parameter:
+                    _replace_parameter(module, name, here[key])
                 continue
-            here[owner] = parameter
+            here[key] = parameter
             if model.initial is not None:
                 whole = layout[full]
                 initialise(parameter.data, owner, model.initial(owner), seed, whole.shape,
@@ -210,6 +210,6 @@ def _replace_parameter(module: nn.Module, name: str, parameter: nn.Parameter) ->
 
 
 def stage_parameters(layout: Layout, blocks: Sequence[tuple[int, str, nn.Module]]) -> dict[str, nn.Parameter]:
-    """Owner's name -> parameter of a stage's blocks, in model order."""
-    return {layout[f"{block}.{name}"].owner: parameter for _, block, module in reversed(blocks)
+    """Key (see `Layout.key`) -> parameter of a stage's blocks, in model order."""
+    return {layout.key(layout[f"{block}.{name}"]): parameter for _, block, module in reversed(blocks)
             for name, parameter in module.named_parameters()}

@@ -45,7 +45,7 @@ from ranvier.pipeline.result import BatchResult
 from ranvier.pipeline.schedule import Action, Done, Policy, Schedule, Wait, actions_text
 from ranvier.pipeline.sequencer import Sequencer
 from ranvier.pipeline.stage import Stage, runs_of
-from ranvier.pipeline.ties import Tie, TiedParameters, gradient_specs, ties_of
+from ranvier.pipeline.ties import TiedParameters, gradient_specs, ties_of
 from ranvier.pipeline.timeline import Category, Timeline
 from ranvier.pipeline.weight_gradients import WeightGradients, restore_forward
 from ranvier.run import Optim, Tensor
@@ -129,7 +129,7 @@ class Engine:
             model = split_model(model, self._tensor_mesh)
         blocks = build_stage(model, self.layout, self.coordinates, seed=seed, dtype=dtype, device=world.device)
         self._parameters = stage_parameters(self.layout, blocks)
-        ties = ties_of(self.layout, mesh, world.rank, self._parameters)
+        ties = ties_of(self.layout, world.rank, self._parameters)
         self._ties = TiedParameters(ties, self._send, self._wait_for)
         self._open_communication(timeout_seconds, check_order)
         self._synchronise_start(blocks)
@@ -139,7 +139,7 @@ class Engine:
             raise problem
         self.learning_rate = learning_rate
         self._updater = Updater(
-            self._gradient_specs(ties), self._data_group, self._all,
+            self._gradient_specs(), self._data_group, self._all,
             optim=optim or Optim(), own=optim is not None and optimizer is None, optimizer=optimizer, dtype=dtype,
             device=world.device, nominal_weight=nominal_weight,
             runs=[range(blocks[run.start][0], blocks[run.start][0] + len(run))
@@ -193,7 +193,7 @@ class Engine:
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """All parameters of this rank's blocks by global name, up to date; a tied one by its owner's name."""
         self._finish_update()
-        return dict(self._parameters)
+        return {name: parameter for name, parameter in self._parameters.items() if self.layout[name].is_owner}
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """After `forward_backward`: the gradients that this rank owns, of the mean loss over the global batch."""
@@ -272,6 +272,8 @@ class Engine:
     def _accumulate(self, microbatches: Sequence[Microbatch | tuple], *, updates: bool) -> None:
         """Run forwards and backwards, and start every reduction. updates: whether a step follows."""
         for name, parameter in self._parameters.items():
+            # an end that `named_parameters` leaves out trains as the one that it shows
+            parameter.requires_grad_(self._parameters[self.layout[name].owner].requires_grad)
             if parameter.requires_grad and not self.layout[name].trainable:
                 raise ModelError("was frozen when the engine was built, and is trainable now",
                                  where=f"parameter {name}", remedy="Build a new engine to train more parameters.")
@@ -281,7 +283,7 @@ class Engine:
         self._updater.begin(self._step, updates=updates)
         self._run(microbatches, training=True)
         self._updater.gradients.all_passed()
-        for tie in self._ties.add_gradients():
+        for tie in self._ties.add_gradients(self._call):
             self._updater.gradients.added(tie.parameter)
         self._board.doing = "the average of gradients over data, and the optimizer"
 
@@ -347,11 +349,12 @@ class Engine:
         self._groups += self._sum_groups.values()
         return TensorMesh(over_rows, over_cols, tensor, device=self.world.device.type)
 
-    def _gradient_specs(self, ties: Sequence[Tie]) -> list[GradientSpec]:
+    def _gradient_specs(self) -> list[GradientSpec]:
         """Where each gradient goes, over whom it is summed, and whether this rank's counts in the norm."""
-        return [replace(spec, group=self._sum_groups.get(self.layout[spec.name].summed),
+        return [spec if spec.sent_to_owner else
+                replace(spec, group=self._sum_groups.get(self.layout[spec.name].summed),
                         counts=self.layout.is_first_copy(spec.name, self.coordinates))
-                for spec in gradient_specs(self.layout, self.coordinates.pipe, self._parameters, ties)]
+                for spec in gradient_specs(self.layout, self.coordinates.pipe, self._parameters)]
 
     def _segments(self, checkpoint: Checkpoint, model: Model) -> list[range]:
         """The runs of this stage's blocks that are computed again in their backward."""

@@ -1,13 +1,19 @@
-"""Tied parameters whose ends sit on different stages.
+"""Tied parameters whose ends sit on different stages, or are cut differently over row x col.
 
 One end owns the parameter: its master copy, its optimizer state, its place in the norm. The others send it their
-gradient once it is complete, in one message a batch, and get the new value back before their next forward. The sums of
-the two ends stay apart until that one addition, so every policy adds in the same order.
+gradient once it is complete, once a batch, and get the new value back before their next forward. The sums of the ends
+stay apart until that one addition, so every policy adds in the same order.
+
+Ends that are cut differently are re-laid on the way. Each rank sends what its box has in common with those of the other
+end's ranks; here an embedding cut by columns, and a head cut by rows:
+
+    embedding   0 0 1 1         head   2 2 2 2         rank 0 sends to 2 and 3 the halves of its own half;
+                0 0 1 1                3 3 3 3         ends cut alike need one message, to the counterpart
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,89 +21,120 @@ import torch
 from torch import Tensor, nn
 
 from ranvier.comm.message import Kind, Message
-from ranvier.layout import Layout
-from ranvier.mesh import Mesh
+from ranvier.layout import Box, Layout, Move, Parameter, intersection
+from ranvier.mesh import Coordinates
 from ranvier.optim.gradients import GradientSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tie:
-    """A tied parameter that this stage holds an end of. `peers`: ranks of the other stages' ends, in stage order.
+    """An end of a tied parameter on a rank, under the key `name`.
 
+    box: what the rank holds of it.
     trains: whether it did when the engine was built. If it is frozen later, its ends go on exchanging zeros, so that
-    they agree without a word.
+        they agree without a word.
+    ends: of an owner, how many ends send it gradients; else 0.
+    gradients: what comes in where this end owns, in the order in which it is added; else what goes out.
+    values: what goes out where this end owns; else what comes in.
+
+    Moves are named after the end that does not own: its key. Their boxes are those of the whole parameter.
     """
 
+    rank: int
     name: str
     parameter: nn.Parameter
+    box: Box
     owns: bool
     trains: bool
-    peers: tuple[int, ...]
+    ends: int
+    gradients: tuple[Move, ...]
+    values: tuple[Move, ...]
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The other ranks that it exchanges with."""
+        return tuple(sorted({rank for move in (*self.gradients, *self.values)
+                             for rank in (move.source, move.destination)} - {self.rank}))
+
+    def part(self, tensor: Tensor, move: Move) -> Tensor:
+        """What moves, as a view of this end or of its gradient."""
+        return tensor[tuple(slice(start - first, stop - first)
+                            for (start, stop), (first, _) in zip(move.box, self.box, strict=True))]
 
 
-def ties_of(layout: Layout, mesh: Mesh, rank: int, parameters: dict[str, nn.Parameter]) -> tuple[Tie, ...]:
-    """The ties of `rank` to other stages. parameters: owner's name -> this stage's parameter."""
-    stage = mesh.coordinates(rank).pipe
-    ends: dict[str, set[int]] = {}
+def _ends(layout: Layout) -> dict[str, dict[tuple[int, str], Parameter]]:
+    """Owner -> (stage, key) -> one of the parameters of that end, in model order."""
+    found: dict[str, dict[tuple[int, str], Parameter]] = {}
     for parameter in layout.parameters:
-        ends.setdefault(parameter.owner, set()).add(layout.stage_of(parameter.block))
-    ties = []
-    for owner, stages in ends.items():
-        if stage not in stages or len(stages) == 1:
-            continue
-        home = layout.stage_of(layout[owner].block)
-        others = sorted(stages - {stage}) if stage == home else [home]
-        ties.append(Tie(name=owner, parameter=parameters[owner], owns=stage == home, trains=layout[owner].trainable,
-                        peers=tuple(mesh.rank(mesh.coordinates(rank).replace("pipe", other)) for other in others)))
+        place = layout.stage_of(parameter.block), layout.key(parameter)
+        found.setdefault(parameter.owner, {}).setdefault(place, parameter)
+    return found
+
+
+def ties_of(layout: Layout, rank: int, parameters: dict[str, nn.Parameter]) -> tuple[Tie, ...]:
+    """The ties of `rank`, from what every rank knows alike. parameters: those of its stage, by key."""
+    at, ties = layout.mesh.coordinates(rank), []
+    for owner, ends in _ends(layout).items():
+        home = layout.stage_of(layout[owner].block), owner
+        for place, parameter in ends.items():
+            if place[0] != at.pipe or len(ends) == 1:
+                continue
+            owns = place == home
+            others = [other for other in ends if other != home] if owns else [place]
+            gradients, values = [], []
+            for other in others:
+                gradients += [move for move in _moves(layout, at.data, other[1], ends[other], ends[home], sums=True)
+                              if rank == (move.destination if owns else move.source)]
+                values += [move for move in _moves(layout, at.data, other[1], ends[home], ends[other], sums=False)
+                           if rank == (move.source if owns else move.destination)]
+            ties.append(Tie(rank=rank, name=place[1], parameter=parameters[place[1]], owns=owns,
+                            box=layout.box(parameter, at.row, at.col), trains=parameter.trainable,
+                            ends=len(others) if owns else 0, gradients=tuple(gradients), values=tuple(values)))
     return tuple(ties)
 
 
-def gradient_specs(layout: Layout, stage: int, parameters: dict[str, nn.Parameter],
-                   ties: Sequence[Tie]) -> list[GradientSpec]:
-    """What a stage's gradients are and where they go. parameters: owner's name -> this stage's parameter."""
+def _moves(layout: Layout, data: int, name: str, source: Parameter, destination: Parameter, *,
+           sums: bool) -> list[Move]:
+    """How elements get from one end to the other in replica `data`, by rising source.
+
+    Of positions with the same elements the destination's own sends, else the first. sums: they are gradients. Those of
+    positions along `source.summed` differ and all move; along `destination.summed` each moves to one position.
+    """
+    mesh = layout.mesh
+    positions = [{"row": row, "col": col} for row in range(mesh.row) for col in range(mesh.col)]
+
+    def rank(parameter: Parameter, position: dict[str, int]) -> int:
+        return mesh.rank(Coordinates(data=data, pipe=layout.stage_of(parameter.block), **position))
+
+    copies: dict[object, list[dict[str, int]]] = {}
+    for position in positions:
+        summand = tuple(position[axis] for axis in source.summed if sums)
+        copies.setdefault((layout.box(source, **position), summand), []).append(position)
+    moves = []
+    for there in positions:
+        for (box, _), holders in copies.items():
+            box = intersection(box, layout.box(destination, **there))
+            if box is None or (sums and any(there[axis] != holders[0][axis] for axis in destination.summed)):
+                continue
+            holder = there if there in holders else holders[0]
+            moves.append(Move(name, box, rank(source, holder), rank(destination, there)))
+    return sorted(moves, key=lambda move: (move.source, move.destination))
+
+
+def gradient_specs(layout: Layout, stage: int, parameters: dict[str, nn.Parameter]) -> list[GradientSpec]:
+    """What a stage's gradients are and where they go. parameters: those of the stage, by key."""
     blocks: dict[str, set[int]] = {}
     for parameter in layout.parameters:
         if parameter.block in layout.blocks(stage):
-            blocks.setdefault(parameter.owner, set()).add(parameter.block)
-    tied, order = {tie.name: tie for tie in ties}, [parameter.owner for parameter in layout.parameters]
+            blocks.setdefault(layout.key(parameter), set()).add(parameter.block)
+    ends, order = _ends(layout), [parameter.owner for parameter in layout.parameters]
     specs = []
-    for name in sorted(blocks, key=order.index):
-        parameter, tie = parameters[name], tied.get(name)
-        if parameter.requires_grad:
-            specs.append(GradientSpec(name=name, parameter=parameter, blocks=frozenset(blocks[name]),
-                                      remote_ends=len(tie.peers) if tie and tie.owns else 0,
-                                      sent_to_owner=bool(tie) and not tie.owns))
+    for name in sorted(blocks, key=lambda key: order.index(layout[key].owner)):
+        owns = layout[name].is_owner and layout.stage_of(layout[name].block) == stage
+        if parameters[name].requires_grad:
+            specs.append(GradientSpec(name=name, parameter=parameters[name], blocks=frozenset(blocks[name]),
+                                      remote_ends=len(ends[name]) - 1 if owns else 0, sent_to_owner=not owns))
     return specs
-
-
-class TiedGradients:
-    """The gradients that have arrived from other ends, added in stage order once all of one tie are here.
-
-    Each end sends one a batch, and a replica that has nothing to compute may be batches ahead: they queue up in order.
-    """
-
-    def __init__(self, ties: Sequence[Tie]) -> None:
-        self._owned = {tie.name: tie for tie in ties if tie.owns and tie.trains}
-        self._arrived = {name: {peer: deque[Tensor]() for peer in tie.peers} for name, tie in self._owned.items()}
-
-    def receive(self, message: Message) -> None:
-        (name, gradient), = message.tensors.items()
-        self._arrived[name][message.source].append(gradient)
-
-    def missing(self) -> tuple[str, int] | None:
-        """A (parameter, rank) whose gradient is still awaited, or None."""
-        return next(((name, peer) for name, tie in self._owned.items() for peer in tie.peers
-                     if not self._arrived[name][peer]), None)
-
-    @torch.no_grad()
-    def add(self) -> list[Tie]:
-        """Add what has arrived, in stage order; call it once everything is here. Returns a tie for each addition."""
-        added = []
-        for name, tie in self._owned.items():
-            for peer in tie.peers:
-                tie.parameter.grad.add_(self._arrived[name][peer].popleft().to(tie.parameter.device))
-                added.append(tie)
-        return added
 
 
 class TiedParameters:
@@ -107,13 +144,15 @@ class TiedParameters:
         end     wait for the value, forwards, backwards, send the gradient ...
 
     send: (destination, message), without blocking. wait: (what for, from whom), returns when a message has come.
+    What has come queues up until it is asked for: a replica that has nothing to compute may be batches ahead.
     """
 
     def __init__(self, ties: Sequence[Tie], send: Callable[[int, Message], None],
                  wait: Callable[[str, int], None]) -> None:
         self.ties, self._send, self._wait = tuple(ties), send, wait
-        self._gradients = TiedGradients(ties)
+        self._arrived: dict[tuple[Kind, int, str], deque[Tensor]] = defaultdict(deque)
         self._due = dict.fromkeys((tie.name for tie in ties), 0)
+        self._sent: dict[str, int] = {}
 
     @property
     def owns(self) -> bool:
@@ -122,25 +161,47 @@ class TiedParameters:
 
     def receive(self, message: Message) -> None:
         """A gradient or a value has come, maybe before anyone has asked for it."""
-        if message.kind is Kind.TIED_GRADIENT:
-            self._gradients.receive(message)
-            return
-        (name, value), = message.tensors.items()
-        with torch.no_grad():
-            next(tie for tie in self.ties if tie.name == name).parameter.copy_(value)
-        self._due[name] -= 1
+        (end, tensor), = message.tensors.items()
+        self._arrived[message.kind, message.source, end].append(tensor)
+
+    def _pass(self, kind: Kind, batch: int, move: Move, tensor: Tensor) -> None:
+        """Send `tensor`, or hand it over where its destination is this rank."""
+        if move.source == move.destination:
+            self.receive(Message(kind, batch, 0, {move.parameter: tensor}, source=move.source))
+        else:
+            self._send(move.destination, Message(kind, batch, 0, {move.parameter: tensor.contiguous()}))
+
+    def _take(self, kind: Kind, what: str, move: Move) -> Tensor:
+        """What has come by this move, waiting for it where it has not yet."""
+        arrived = self._arrived[kind, move.source, move.parameter]
+        while not arrived:
+            self._wait(what, move.source)
+        return arrived.popleft()
 
     def send_gradient(self, name: str, batch: int) -> None:
-        """The complete gradient of an end whose owner is elsewhere."""
+        """The complete gradient of an end that does not own, once a batch."""
         for tie in self.ties:
-            if tie.name == name:
-                self._send(tie.peers[0], Message(Kind.TIED_GRADIENT, batch, 0, {name: tie.parameter.grad}))
+            if tie.name == name and self._sent.get(name) != batch:
+                self._sent[name] = batch
+                for move in tie.gradients:
+                    self._pass(Kind.TIED_GRADIENT, batch, move, tie.part(tie.parameter.grad, move))
 
-    def add_gradients(self) -> list[Tie]:
-        """Wait for the gradients of all other ends and add them to the owner's; a tie for each addition."""
-        while (missing := self._gradients.missing()) is not None:
-            self._wait(f"the gradient of tied parameter {missing[0]}", missing[1])
-        return self._gradients.add()
+    @torch.no_grad()
+    def add_gradients(self, batch: int) -> list[Tie]:
+        """Every backward has run: wait for the gradients of all other ends and add them to the owner's; a tie for each
+        end that is added. Ends here that have not sent theirs do so first: their turn in the order of reductions may
+        come after that of an owner, which waits."""
+        for tie in self.ties:
+            if tie.trains and not tie.owns:
+                self.send_gradient(tie.name, batch)
+        added = []
+        for tie in self.ties:
+            if tie.trains and tie.owns:
+                for move in tie.gradients:
+                    gradient = self._take(Kind.TIED_GRADIENT, f"the gradient of tied parameter {tie.name}", move)
+                    tie.part(tie.parameter.grad, move).add_(gradient.to(tie.parameter.device))
+                added += [tie] * tie.ends
+        return added
 
     def send_values(self, batch: int, *, trained: bool) -> None:
         """Owners send their new values; other ends note that one more is due (it may have come already).
@@ -151,11 +212,15 @@ class TiedParameters:
             if not tie.owns:
                 self._due[tie.name] += 1
                 continue
-            for peer in tie.peers:
-                self._send(peer, Message(Kind.TIED_VALUE, batch, 0, {tie.name: tie.parameter.detach()}))
+            for move in tie.values:
+                self._pass(Kind.TIED_VALUE, batch, move, tie.part(tie.parameter.detach(), move))
 
+    @torch.no_grad()
     def receive_values(self) -> None:
         """Wait until no value of an end held here is due."""
         for tie in self.ties:
-            while self._due[tie.name] > 0:
-                self._wait(f"the value of tied parameter {tie.name}", tie.peers[0])
+            for _ in range(self._due[tie.name]):
+                for move in tie.values:
+                    value = self._take(Kind.TIED_VALUE, f"the value of tied parameter {tie.name}", move)
+                    tie.part(tie.parameter, move).copy_(value)
+            self._due[tie.name] = 0

@@ -18,7 +18,7 @@ operations of one microbatch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -37,7 +37,7 @@ from ranvier.pipeline.checkpointing import stage_segments
 from ranvier.pipeline.partition import BlockCost
 from ranvier.pipeline.policies import MANY, auto_defer_microbatches, auto_in_flight, policy_named
 from ranvier.pipeline.stage import runs_of
-from ranvier.pipeline.ties import gradient_specs, ties_of
+from ranvier.pipeline.ties import gradient_specs
 from ranvier.precision import DTYPES
 from ranvier.run import Run
 
@@ -89,15 +89,14 @@ def _states(run: Run, layout: Layout, stage: int, runs: Sequence[range]) -> dict
     """What lives from step to step, laid out as the run would: to the byte. Of ends of a tie, one has the states."""
     optim, dtype = run.optim, DTYPES[run.precision]
     half, wide = precision.is_half(dtype), precision.wide(dtype)
-    owners = {p.owner: p for p in layout.parameters if p.block in layout.blocks(stage)}
-    parameters = {owner: nn.Parameter(torch.empty(p.shape, dtype=dtype, device="meta"), requires_grad=p.trainable)
-                  for owner, p in owners.items()}
-    alone = replace(run.mesh, data=1, row=1, col=1)
+    held = {layout.key(p): p for p in layout.parameters if p.block in layout.blocks(stage)}
+    parameters = {key: nn.Parameter(torch.empty(p.shape, dtype=dtype, device="meta"), requires_grad=p.trainable)
+                  for key, p in held.items()}
     bucket_size = resolve_bucket_size(optim, run.launch.device)
     gradients = Gradients(
-        gradient_specs(layout, stage, parameters, ties_of(layout, alone, stage, parameters)),
-        _Members(run.mesh.data), bucket_size * optim.chunk_buckets, lambda spec: None, allocate=False,
-        dtype=wide if optim.accumulate == "fp32" else dtype, reuse=runs if optim.update_in_backward else ())
+        gradient_specs(layout, stage, parameters), _Members(run.mesh.data), bucket_size * optim.chunk_buckets,
+        lambda spec: None, allocate=False, dtype=wide if optim.accumulate == "fp32" else dtype,
+        reuse=runs if optim.update_in_backward else ())
     owned = [chunk for chunk in gradients.chunks if not chunk.sent_to_owner]
     buckets = [bucket for group in buckets_of([chunk.share if optim.shard else (chunk.start, chunk.stop)
                                                for chunk in owned], bucket_size) for bucket in group]
@@ -105,7 +104,7 @@ def _states(run: Run, layout: Layout, stage: int, runs: Sequence[range]) -> dict
     in_flight = min(optim.buckets_in_flight, len(buckets))
     states = len(rule_of(optim).states)
     offload = "none" if optim.offload == "auto" else optim.offload
-    frozen = sum(p.numel for p in owners.values() if not p.trainable)
+    frozen = sum(p.numel for p in held.values() if not p.trainable)
     device = {"parameters": (gradients.size + frozen) * dtype.itemsize,
               "gradients": gradients.length * gradients.dtype.itemsize}
     host: dict[str, int] = {}

@@ -1,19 +1,38 @@
 """Tied parameters: who owns, who sends to whom, and that ends on any stages make one sum and one value."""
 
+import random
+from collections import deque
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
-from ranvier.comm.message import Kind, Message
+from ranvier.comm.message import Kind, decode, encode
 from ranvier.errors import ModelError
+from ranvier.layout import Layout, Parameter, Split
 from ranvier.mesh import Mesh
 from ranvier.models.block import Model
 from ranvier.pipeline.engine import Engine
-from ranvier.pipeline.ties import TiedGradients, TiedParameters, ties_of
+from ranvier.pipeline.ties import TiedParameters, gradient_specs, ties_of
 from ranvier.testing.ranks import run_ranks
-from tests.pipeline.parity import assert_parity, chain, chunks_of, frozen, on_mesh, points, share, squared
+from ranvier.testing.reference import Reference
+from tests.pipeline.parity import (
+    SEED,
+    assert_close,
+    assert_parity,
+    chain,
+    chunks_of,
+    frozen,
+    generator,
+    on_mesh,
+    points,
+    share,
+    squared,
+)
 from tests.pipeline.test_unusual_blocks import Plain
 
 POLICIES = ("message-driven", "1f1b", "gpipe")
@@ -31,6 +50,7 @@ def blocks(*groups, count=6):
     pytest.param([(0, 2, 5)], id="three ends"), pytest.param([(2, 5, 0)], id="three ends, owned by the second"),
     pytest.param([(0, 1)], id="on one stage"), pytest.param([(0, 1, 4)], id="two on one stage, one elsewhere"),
     pytest.param([(4, 0, 1, 5)], id="two on each"), pytest.param([(0, 5), (1, 4), (2, 3)], id="three ties"),
+    pytest.param([(1, 4), (5, 0)], id="each stage owns what it finishes first"),
 ])
 @pytest.mark.parametrize("mesh", [Mesh(pipe=3), Mesh(data=2, pipe=3)], ids=str)
 def test_one_sum_of_all_ends(groups, mesh, policy):
@@ -113,32 +133,295 @@ def test_who_sends_to_whom():
 
 
 def test_gradients_are_added_in_stage_order_and_wait_their_turn():
-    def rank(world):
-        engine = Engine(blocks((2, 5, 0)), world, mesh=Mesh(pipe=3), boundaries=(2, 4))
-        return ties_of(engine.layout, engine.mesh, world.rank, engine._parameters)
+    mesh = Mesh(pipe=3)
+    layout = Layout(mesh=mesh, num_blocks=3, boundaries=(1, 2),
+                    parameters=tuple(Parameter(f"b{number}.w", (2,), number, "b1.w") for number in range(3)))
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    (first,), (owned,), (last,) = (ties_of(layout, rank, {"b1.w": parameters[rank]}) for rank in range(3))
+    waits, coming = [], deque()
 
-    ties = run_ranks(rank, 3)
-    arrivals, (owned,) = TiedGradients(ties[1]), ties[1]
-    owned.parameter.grad = torch.zeros_like(owned.parameter)
-    values = {0: 1.0, 2: 10.0}
+    def wait(what, source):
+        waits.append((what, source))
+        owner.receive(coming.popleft())
 
-    def arrive(source, factor):
-        ties[source][0].parameter.grad = torch.full_like(owned.parameter, factor * values[source])
-        sent = []
-        ends = TiedParameters(ties[source], lambda peer, message: sent.append((peer, message)), None)
-        ends.send_gradient(owned.name, 1)
-        (peer, message), = sent
-        assert peer == 1
-        arrivals.receive(Message(message.kind, message.step, 0, message.tensors, source=source))
+    def arrive(tie, value, batch):
+        tie.parameter.grad = torch.full((2,), value)
+        ends = TiedParameters([tie], lambda peer, message: coming.append(replace(message, source=tie.rank)), None)
+        ends.send_gradient("b1.w", batch)
+        ends.send_gradient("b1.w", batch)
 
-    assert arrivals.missing() == (owned.name, 0)
-    arrive(2, 1.0)
-    arrive(2, 3.0)  # of the next batch
-    assert arrivals.missing() == (owned.name, 0)
-    arrive(0, 1.0)
-    assert arrivals.missing() is None
-    assert arrivals.add() == [owned, owned]
-    assert owned.parameter.grad[0, 0] == 11.0 and arrivals.missing() == (owned.name, 0)
+    owner = TiedParameters([owned], None, wait)
+    for tie, value, batch in [(last, 1.0, 1), (last, 7.0, 2), (first, 1e8, 1), (first, 3.0, 2)]:
+        arrive(tie, value, batch)
+    owned.parameter.grad = torch.full((2,), -1e8)
+    assert owner.add_gradients(1) == [owned, owned]
+    assert owned.parameter.grad.tolist() == [1.0, 1.0], "(-1e8 + 1e8) + 1 in fp32; in the order of arrival it is 0"
+    assert waits == [("the gradient of tied parameter b1.w", 0)] * 3 and len(coming) == 1
+    owned.parameter.grad = torch.zeros(2)
+    owner.add_gradients(2)
+    assert owned.parameter.grad.tolist() == [10.0, 10.0]
+
+
+def test_a_value_that_comes_early_is_not_used_before_the_next_batch():
+    """A rank of the owner that this one sends no gradient to may be through with a step in which this one computes."""
+    ranks = Ranks(tied_layout(Mesh(pipe=2, row=2), [0, 2], [Split((("row",), ())), Split(((), ()))], 0))
+    for parameters in ranks.parameters[:2]:
+        parameters["b0.w"].data.fill_(5.0)
+    tie, = ranks.ends[3].ties
+    assert {move.destination for move in tie.gradients} == {1} and {move.source for move in tie.values} == {0, 1}
+    for end in ranks.ends[:2]:
+        end.send_values(1, trained=True)
+    ranks.wait(3, "", 0)
+    assert ranks.parameters[3]["b0.w"].isnan().all()
+    ranks.ends[3].send_values(1, trained=True)
+    ranks.ends[3].receive_values()
+    assert (ranks.parameters[3]["b0.w"] == 5.0).all()
+
+
+# ---------------------------------------------------------------------- ends that are cut differently
+
+SHAPE = (7, 5)
+SPLITS = [Split(dims, summed) for dims, summed in [
+    (((), ()), ()), (((), ()), ("row",)), (((), ()), ("row", "col")), ((("row",), ()), ()), (((), ("row",)), ()),
+    ((("col",), ()), ()), (((), ("col",)), ("row",)), ((("row",), ("col",)), ()), ((("col",), ("row",)), ()),
+    ((("row", "col"), ()), ()), ((("col", "row"), ()), ()), (((), ("col", "row")), ())]]
+"""Whole, cut by one axis or by both; on one dim, nested, or on two."""
+
+
+def tied_layout(mesh, blocks, splits, owner):
+    """Parameters b0.w, b1.w, ... of one group, in these blocks of two per stage, each cut in its own way."""
+    parameters = tuple(Parameter(f"b{number}.w", SHAPE, block, f"b{owner}.w", summed=split.summed)
+                       for number, (block, split) in enumerate(zip(blocks, splits, strict=True)))
+    return Layout(mesh=mesh, num_blocks=2 * mesh.pipe, boundaries=tuple(range(2, 2 * mesh.pipe, 2)),
+                  parameters=parameters, shards={parameter.name: split.boxes(SHAPE, mesh)
+                                                 for parameter, split in zip(parameters, splits, strict=True)})
+
+
+@st.composite
+def tied_layouts(draw, splits):
+    mesh = Mesh(data=draw(st.integers(1, 2)), pipe=draw(st.integers(1, 3)), row=draw(st.integers(1, 2)),
+                col=draw(st.integers(1, 3)))
+    count = draw(st.integers(1, 3))
+    blocks = sorted(draw(st.lists(st.integers(0, 2 * mesh.pipe - 1), min_size=count, max_size=count)))
+    return tied_layout(mesh, blocks, draw(st.lists(st.sampled_from(splits), min_size=count, max_size=count)),
+                       draw(st.integers(0, count - 1)))
+
+
+class Ranks:
+    """All ranks of a layout, whose messages arrive in any order that keeps those of one source in theirs."""
+
+    def __init__(self, layout, seed=0, trainable=True):
+        self.layout, self.mesh, self.choice = layout, layout.mesh, random.Random(seed)
+        self.edges = [{source: deque() for source in range(self.mesh.size)} for _ in range(self.mesh.size)]
+        self.kinds, self.parameters, self.ends = [], [], []
+        for rank in range(self.mesh.size):
+            at = self.mesh.coordinates(rank)
+            self.parameters.append({layout.key(one): nn.Parameter(torch.full(
+                [stop - start for start, stop in layout.box(one, at.row, at.col)], torch.nan, dtype=torch.float64),
+                requires_grad=trainable) for one in layout.parameters if one.block in layout.blocks(at.pipe)})
+            self.ends.append(TiedParameters(ties_of(layout, rank, self.parameters[-1]), partial(self.send, rank),
+                                            partial(self.wait, rank)))
+
+    def send(self, source, destination, message):
+        peers = {peer for tie in self.ends[source].ties for peer in tie.peers}
+        assert destination != source and destination in peers
+        assert source in {peer for tie in self.ends[destination].ties for peer in tie.peers}
+        assert all(tensor.is_contiguous() and tensor.numel() for tensor in message.tensors.values())
+        self.kinds.append(message.kind)
+        self.edges[destination][source].append(decode(encode(message), source))
+
+    def wait(self, rank, what, source):
+        waiting = [queue for queue in self.edges[rank].values() if queue]
+        self.ends[rank].receive(self.choice.choice(waiting).popleft())
+
+    def each(self, key):
+        """(rank, at, its parameter, its box) on the ranks of a (stage, key)."""
+        for rank in range(self.mesh.size):
+            at = self.mesh.coordinates(rank)
+            if at.pipe == key[0]:
+                one = next(one for one in self.layout.parameters
+                           if one.block in self.layout.blocks(at.pipe) and self.layout.key(one) == key[1])
+                box = self.layout.box(one, at.row, at.col)
+                yield one, at, self.parameters[rank][key[1]], tuple(slice(*part) for part in box)
+
+    def exchange_gradients(self, batch):
+        """Some ends send as soon as theirs is complete, the others last."""
+        for ends in self.ends:
+            for tie in ends.ties:
+                if not tie.owns and self.choice.random() < 0.5:
+                    ends.send_gradient(tie.name, batch)
+        for ends in self.ends:  # in a run, all ranks do this at the same time
+            for tie in ends.ties:
+                if not tie.owns:
+                    ends.send_gradient(tie.name, batch)
+        return [ends.add_gradients(batch) for ends in self.ends]
+
+    def exchange_values(self, batch):
+        for ends in self.ends:
+            ends.send_values(batch, trained=True)
+        for ends in self.ends:
+            ends.receive_values()
+
+
+def ends_of(layout):
+    """(stage, key) of every end in model order, and that of the owner."""
+    places = list(dict.fromkeys((layout.stage_of(one.block), layout.key(one)) for one in layout.parameters))
+    owner = layout[layout.parameters[0].owner]
+    return places, (layout.stage_of(owner.block), owner.name)
+
+
+@settings(max_examples=150, deadline=None)
+@given(tied_layouts([split for split in SPLITS if not split.summed]), st.integers(0, 99))
+def test_ends_cut_in_any_way_make_one_sum_and_one_value(layout, seed):
+    """To the bit: each element is the owner's, plus the ends' one after another. Copies count once."""
+    ranks, (places, home) = Ranks(layout, seed), ends_of(layout)
+    for batch in (1, 2):
+        whole = {(place, data): torch.randn(SHAPE, generator=generator(number, data, batch), dtype=torch.float64)
+                 for number, place in enumerate(places) for data in range(layout.mesh.data)}
+        for place in places:
+            for _, at, parameter, index in ranks.each(place):
+                parameter.grad = whole[place, at.data][index].clone()
+        added = ranks.exchange_gradients(batch)
+        for _, at, parameter, index in ranks.each(home):
+            expected = whole[home, at.data].clone()
+            for place in places:
+                if place != home:
+                    expected += whole[place, at.data]
+            assert torch.equal(parameter.grad, expected[index])
+        for rank, found in enumerate(added):
+            owns = layout.mesh.coordinates(rank).pipe == home[0]
+            assert len(found) == (len(places) - 1 if owns else 0)
+            assert [spec.remote_ends for spec in gradient_specs(layout, layout.mesh.coordinates(rank).pipe,
+                                                               ranks.parameters[rank]) if not spec.sent_to_owner] == (
+                [len(found)] if owns else [])
+
+        value = torch.randn(SHAPE, generator=generator(batch), dtype=torch.float64)
+        for _, _, parameter, index in ranks.each(home):
+            parameter.data.copy_(value[index])
+        ranks.exchange_values(batch)
+        for place in places:
+            for _, _, parameter, index in ranks.each(place):
+                assert torch.equal(parameter, value[index])
+    assert not any(queue for edges in ranks.edges for queue in edges.values())
+
+
+@settings(max_examples=150, deadline=None)
+@given(tied_layouts(SPLITS), st.integers(0, 99))
+def test_parts_of_gradients_are_added_once(layout, seed):
+    """Where positions have parts of a gradient each, those of the owner sum up to all of them; whole numbers are
+    exact."""
+    ranks, (places, home) = Ranks(layout, seed), ends_of(layout)
+
+    def part(number, one, at):
+        """The part of a gradient that a position has: another one for each place along the axes that sum."""
+        return torch.randint(-99, 99, SHAPE, generator=generator(number, *along(one, at))).double()
+
+    def along(one, at):
+        return at.data, *(getattr(at, axis) for axis in one.summed)
+
+    expected = [torch.zeros(SHAPE, dtype=torch.float64) for _ in range(layout.mesh.data)]
+    for number, place in enumerate(places):
+        counted = set()
+        for one, at, parameter, index in ranks.each(place):
+            parameter.grad = part(number, one, at)[index].clone()
+            if along(one, at) not in counted:
+                counted.add(along(one, at))
+                expected[at.data] += part(number, one, at)
+    for tie in (tie for ends in ranks.ends for tie in ends.ties if tie.owns):
+        added = [(places.index((layout.mesh.coordinates(move.source).pipe, move.parameter)), move.source)
+                 for move in tie.gradients]
+        assert added == sorted(added), "by end in model order, then by source"
+    ranks.exchange_gradients(1)
+    sums = {}
+    for one, at, parameter, index in ranks.each(home):
+        for axis in one.summed:
+            at = at.replace(axis, 0)
+        sums.setdefault(at, [torch.zeros(SHAPE, dtype=torch.float64), index])[0][index] += parameter.grad
+    for at, (found, index) in sums.items():
+        assert torch.equal(found[index], expected[at.data][index])
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_ends_cut_alike_need_one_message_to_the_counterpart(split):
+    layout = tied_layout(Mesh(data=2, pipe=2, row=2, col=2), [0, 2], [split, split], 1)
+    for rank, ends in enumerate(Ranks(layout).ends):
+        tie, = ends.ties
+        assert tie.peers == (rank + 4 if layout.mesh.coordinates(rank).pipe == 0 else rank - 4,)
+        for move, in (tie.gradients, tie.values):
+            sent = tie.part(tie.parameter.data, move)
+            assert sent.is_contiguous() and sent.shape == tie.parameter.shape
+            assert sent.data_ptr() == tie.parameter.data_ptr(), "not copied before it is sent"
+
+
+def test_an_embedding_and_a_head_on_one_stage():
+    """Nothing travels from a rank to itself."""
+    layout = tied_layout(Mesh(row=2, col=2), [0, 1], [Split(((), ("col", "row"))), Split((("col",), ("row",)))], 0)
+    ranks = Ranks(layout)
+    for parameters in ranks.parameters:
+        assert list(parameters) == ["b0.w", "b1.w"]
+        for parameter in parameters.values():
+            parameter.grad = torch.ones_like(parameter)
+    ranks.exchange_gradients(1)
+    assert all((parameters["b0.w"].grad == 2.0).all() for parameters in ranks.parameters)
+    local = [move for ends in ranks.ends for tie in ends.ties if tie.owns for move in tie.gradients
+             if move.source == move.destination]
+    assert local and len(ranks.kinds) == sum(len(tie.gradients) for ends in ranks.ends for tie in ends.ties
+                                             if tie.owns) - len(local)
+
+
+def test_a_frozen_tie_that_is_cut_differently_moves_at_the_start_alone():
+    layout = tied_layout(Mesh(pipe=2, row=2), [0, 1, 2], [Split((("row",), ())), *[Split(((), ("row",)))] * 2], 0)
+    layout = replace(layout, parameters=tuple(replace(one, trainable=False) for one in layout.parameters))
+    ranks = Ranks(layout, trainable=False)
+    assert not any(ends.owns for ends in ranks.ends)
+    for ends in ranks.ends:
+        ends.send_values(0, trained=False)
+    count = len(ranks.kinds)
+    assert set(ranks.kinds) == {Kind.TIED_VALUE}
+    for ends in ranks.ends:
+        ends.receive_values()
+        assert ends.add_gradients(1) == []
+    ranks.exchange_values(1)
+    assert len(ranks.kinds) == count
+
+
+def apart(layout, parameter):
+    """The key of `parameter`, as if no two ends on a stage were cut alike."""
+    stage = layout.blocks(layout.stage_of(parameter.block))
+    ends = [one for one in layout.parameters if one.owner == parameter.owner and one.block in stage]
+    return parameter.owner if parameter is min(ends, key=lambda one: not one.is_owner) else parameter.name
+
+
+@pytest.mark.parametrize("group", [(0, 1), (1, 0), (2, 0, 1, 3)], ids=str)
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(data=2), Mesh(pipe=2), Mesh(data=2, pipe=2)], ids=str)
+def test_an_engine_with_separate_ends_on_a_stage(group, mesh, monkeypatch):
+    """One sum, shown under one name, and one value; what is frozen on the way stays as it is at all ends."""
+    monkeypatch.setattr(Layout, "key", apart)
+    make, owner = partial(blocks, group, count=4), f"b{group[0]}.linear.weight"
+    batches = [points([[2, 1]] * mesh.data, seed=seed) for seed in range(4)]
+    assert_parity(make, batches[0], mesh, optim=chunks_of(5))
+
+    optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
+    reference = Reference(make(), seed=SEED, dtype=torch.float64, optimizer=optimizer)
+    norms = []
+    for number, batch in enumerate(batches):
+        reference.parameters[owner].requires_grad_(number < 2)
+        reference.train_batch([one for replica in batch for one in replica])
+        norms.append(sum(float((gradient ** 2).sum()) for gradient in reference.gradients().values()) ** 0.5)
+
+    def work(engine):
+        for number, batch in enumerate(batches):
+            for name, parameter in engine.named_parameters().items():
+                parameter.requires_grad_(number < 2 or name != owner)
+            assert engine.train_batch(share(engine, batch)).grad_norm == pytest.approx(norms[number], rel=1e-9)
+        shown = engine.named_parameters()
+        assert all(engine.layout[name].is_owner for name in shown)
+        return {f"{name}.linear.{kind}": getattr(module.linear, kind).detach().clone()
+                for _, name, module in engine._stage.blocks for kind in ("weight", "bias")}
+
+    for found in on_mesh(make, mesh, work, optimizer=optimizer):
+        assert_close(found, {name: reference.parameters[owner if name in {f"b{end}.linear.weight" for end in group}
+                                                        else name] for name in found})
 
 
 # ---------------------------------------------------------------------- ties that cannot be
