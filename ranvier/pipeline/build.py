@@ -163,7 +163,7 @@ def _table(layout: Layout, names: tuple[str, ...], weights: Sequence[float],
     for stage in range(layout.mesh.pipe):
         blocks = layout.blocks(stage)
         held = [parameter for parameter in layout.parameters if parameter.block in blocks]
-        counts = {parameter.owner: (parameter.numel, parameter.trainable) for parameter in held}
+        counts = {layout.key(parameter): (parameter.numel, parameter.trainable) for parameter in held}
         rows.append(StageRow(stage=stage, blocks=names[blocks.start:blocks.stop],
                              num_parameters=sum(numel for numel, _ in counts.values()),
                              num_trainable=sum(numel for numel, trainable in counts.values() if trainable),

@@ -226,7 +226,10 @@ class Engine:
         """What lives from step to step on this rank: {"device": {category: tensors}, "host": {...}}. On a CPU as the
         device, offloaded states count as the host's."""
         buffers = [buffer for _, _, module in self._stage.blocks for buffer in module.buffers()]
-        return self._updater.tensors([*self._parameters.values(), *buffers])
+        found = self._updater.tensors([*self._parameters.values(), *buffers])
+        if self._tensor_mesh is not None:
+            found["device"]["tensor mesh"] = [*self._tensor_mesh.workspace.buffers(), *self._stage.gathered_weights()]
+        return found
 
     def memory(self) -> dict[str, dict[str, int]]:
         """The bytes of `tensors`, each storage once."""

@@ -28,6 +28,7 @@ from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.partition import loss_parts
 from ranvier.pipeline.schedule import Product
 from ranvier.pipeline.weight_gradients import WeightGradients, postpone_weight_gradients
+from ranvier.tensor.split import SplitLinear
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,6 +81,11 @@ class Stage:
         self.outputs: list[State] = []
         """What the last block returned, microbatch by microbatch, where `keep_outputs` was set."""
         modules = [module for _, _, module in blocks]
+        self._split_linears = [layer for module in modules for layer in module.modules()
+                               if isinstance(layer, SplitLinear)]
+        for layer in (layer for segment in segments for place in segment for layer in modules[place].modules()):
+            if isinstance(layer, SplitLinear):
+                layer.recomputed = True
         self._runs = runs_of(len(blocks), segments)
         at_once = {place for segment in segments for place in segment}
         at_once |= {len(modules) - 1} if loss is not None else set()
@@ -90,9 +96,15 @@ class Stage:
         """A new batch."""
         self.loss_and_weight.zero_()
         self.outputs = []
+        for layer in self._split_linears:
+            layer.forget()
         for _, _, module in self.blocks:
             if module.training != training:
                 module.train(training)
+
+    def gathered_weights(self) -> list[Tensor]:
+        """What stays gathered between microbatches."""
+        return [layer.gathered for layer in self._split_linears if layer.gathered is not None]
 
     @property
     def stored(self) -> int:

@@ -9,6 +9,7 @@
              postponed    operands of weight gradients that wait
              workspace    what the widest block writes on the way
              messages     receives that are posted, and what arrives before its turn
+             tensor mesh  what products on several rows and columns gather into, and weights that stay gathered
              reduction    half-precision copies that travel between replicas: of all gradients, where one is late
 
 Parameters, gradients, states and buckets are laid out as the run lays them out; the others are bounds, from the
@@ -18,21 +19,23 @@ operations of one microbatch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Literal
 
 import torch
 from torch import nn
 
-from ranvier import precision
+from ranvier import keyed_random, precision
 from ranvier.errors import ConfigError
 from ranvier.layout import Layout
+from ranvier.mesh import Coordinates
 from ranvier.models.block import Model
 from ranvier.optim.buckets import buckets_of
 from ranvier.optim.gradients import Gradients
 from ranvier.optim.optimizer import resolve_bucket_size
 from ranvier.optim.rules import rule_of
-from ranvier.pipeline.build import StageTable
+from ranvier.pipeline.build import StageTable, meta_mesh, split_model
 from ranvier.pipeline.checkpointing import stage_segments
 from ranvier.pipeline.partition import BlockCost
 from ranvier.pipeline.policies import MANY, auto_defer_microbatches, auto_in_flight, policy_named
@@ -40,6 +43,8 @@ from ranvier.pipeline.stage import runs_of
 from ranvier.pipeline.ties import gradient_specs
 from ranvier.precision import DTYPES
 from ranvier.run import Run
+from ranvier.tensor.mesh import Workspace
+from ranvier.tensor.split import SplitLinear
 
 PROCESS_BYTES = 330 << 20
 """Host memory of a rank before it holds anything: interpreter, torch, this package (measured on Linux, CPU build)."""
@@ -66,6 +71,7 @@ class RankMemory:
 def predict(run: Run, model: Model, stages: StageTable, layout: Layout) -> tuple[RankMemory, ...]:
     """One prediction for each stage. `layout` may be that of one replica: replicas differ in nothing."""
     found = []
+    buffers = _tensor_mesh(run, model, stages, layout) if run.mesh.stage_size > 1 and stages.costs else {}
     for row in stages.rows:
         blocks = layout.blocks(row.stage)
         costs = stages.costs[blocks.start:blocks.stop] if stages.costs else ()
@@ -74,6 +80,8 @@ def predict(run: Run, model: Model, stages: StageTable, layout: Layout) -> tuple
                                                   for places, _ in runs_of(len(blocks), segments)])
         if costs:
             memory["device"] |= _activations(run, costs, row.stage, segments)
+        if buffers:
+            memory["device"]["tensor mesh"] = buffers[row.stage]
         found.append(RankMemory(pipe=row.stage, ranks=run.mesh.data * run.mesh.stage_size, **memory))
     return tuple(found)
 
@@ -90,13 +98,17 @@ def _states(run: Run, layout: Layout, stage: int, runs: Sequence[range]) -> dict
     optim, dtype = run.optim, DTYPES[run.precision]
     half, wide = precision.is_half(dtype), precision.wide(dtype)
     held = {layout.key(p): p for p in layout.parameters if p.block in layout.blocks(stage)}
-    parameters = {key: nn.Parameter(torch.empty(p.shape, dtype=dtype, device="meta"), requires_grad=p.trainable)
-                  for key, p in held.items()}
+    shapes = {key: [stop - start for start, stop in layout.box(p, 0, 0)] for key, p in held.items()}  # the largest
+    parameters = {key: nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=held[key].trainable)
+                  for key, shape in shapes.items()}
+    over = {(): _Members(run.mesh.data)} | {
+        p.summed: _Members(run.mesh.data * prod(getattr(run.mesh, axis) for axis in p.summed)) for p in held.values()}
+    specs = [replace(spec, group=over[held[spec.name].summed] if held[spec.name].summed and not spec.sent_to_owner
+                     else None, counts=layout.is_first_copy(spec.name, Coordinates()))
+             for spec in gradient_specs(layout, stage, parameters)]
     bucket_size = resolve_bucket_size(optim, run.launch.device)
-    gradients = Gradients(
-        gradient_specs(layout, stage, parameters), _Members(run.mesh.data), bucket_size * optim.chunk_buckets,
-        lambda spec: None, allocate=False, dtype=wide if optim.accumulate == "fp32" else dtype,
-        reuse=runs if optim.update_in_backward else ())
+    gradients = Gradients(specs, over[()], bucket_size * optim.chunk_buckets, lambda spec: None, allocate=False,
+                          dtype=_gradient_dtype(run), reuse=runs if optim.update_in_backward else ())
     owned = [chunk for chunk in gradients.chunks if not chunk.sent_to_owner]
     buckets = [bucket for group in buckets_of([chunk.share if optim.shard else (chunk.start, chunk.stop)
                                                for chunk in owned], bucket_size) for bucket in group]
@@ -104,7 +116,7 @@ def _states(run: Run, layout: Layout, stage: int, runs: Sequence[range]) -> dict
     in_flight = min(optim.buckets_in_flight, len(buckets))
     states = len(rule_of(optim).states)
     offload = "none" if optim.offload == "auto" else optim.offload
-    frozen = sum(p.numel for p in held.values() if not p.trainable)
+    frozen = sum(prod(shapes[key]) for key, p in held.items() if not p.trainable)
     device = {"parameters": (gradients.size + frozen) * dtype.itemsize,
               "gradients": gradients.length * gradients.dtype.itemsize}
     host: dict[str, int] = {}
@@ -117,9 +129,56 @@ def _states(run: Run, layout: Layout, stage: int, runs: Sequence[range]) -> dict
         host["staging"] = largest * in_flight * (gradients.dtype.itemsize + dtype.itemsize) + widened
     else:
         device["buckets"] += widened
-    travels = half and optim.reduce_dtype != "fp32" and run.mesh.data > 1
-    device["reduction"] = gradients.size * dtype.itemsize if travels else 0
+    travelling = sum(chunk.stop - chunk.start for chunk in gradients.chunks if len(chunk.group.ranks) > 1)
+    device["reduction"] = travelling * dtype.itemsize if half and optim.reduce_dtype != "fp32" else 0
     return {"device": device, "host": host}
+
+
+def _gradient_dtype(run: Run) -> torch.dtype:
+    dtype = DTYPES[run.precision]
+    return precision.wide(dtype) if run.optim.accumulate == "fp32" else dtype
+
+
+class _AtOnce:
+    """A stage's weight gradients, none of which waits."""
+
+    in_pass, postpones, forward_bytes = True, False, 0
+
+
+def _tensor_mesh(run: Run, model: Model, stages: StageTable, layout: Layout) -> dict[int, int]:
+    """Stage -> bytes that its products work in, and that keep gathered weights: by the code that runs, on a microbatch
+    without values, forward and backward through every block."""
+    mesh = meta_mesh(run.mesh, run.tensor)
+    part, found = split_model(model, mesh), {}
+    with torch.device("meta"):
+        state = torch.zeros(run.batch.microbatch_size // run.mesh.row, run.model.sequence, dtype=torch.int64)
+    targets = state
+    for row in stages.rows:
+        largest: dict[object, int] = {}
+        blocks, costs = layout.blocks(row.stage), stages.costs
+        segments = _segments(run, model, row.blocks, costs[blocks.start:blocks.stop], row.stage)
+        recomputed = {place for segment in segments for place in segment}
+        kept = 0
+        for place, name in enumerate(row.blocks):
+            mesh.workspace = Workspace()
+            with torch.device("meta"):
+                block = part.blocks[name]().to(DTYPES[run.precision])
+            for layer in block.modules():
+                if isinstance(layer, SplitLinear):
+                    layer.weight_gradients, layer.recomputed = _AtOnce(), place in recomputed
+                    layer.weight.grad_dtype = _gradient_dtype(run)
+                    layer.weight.grad = torch.empty_like(layer.weight, dtype=_gradient_dtype(run))
+                    kept += layer.kept_bytes
+            with keyed_random.scope(0, 0, torch.zeros(1, dtype=torch.int64), name):
+                state = block(state)
+                last = row is stages.rows[-1] and name == row.blocks[-1]
+                total = part.loss(state, targets)[0] if last else state
+            total.sum().backward()
+            state = state.detach().requires_grad_(state.is_floating_point())
+            for key, size in mesh.workspace.sizes().items():
+                largest[key] = max(largest.get(key, 0), size)
+        found[row.stage] = sum(largest.values()) + kept
+    return found
 
 
 def _segments(run: Run, model: Model, blocks: Sequence[str], costs: Sequence[BlockCost], stage: int) -> list[range]:

@@ -53,9 +53,16 @@ class Workspace:
             buffer = self._buffers[key] = like.new_empty(size)
         return buffer[:size].view(*shape)
 
+    def buffers(self) -> list[Tensor]:
+        return list(self._buffers.values())
+
+    def sizes(self) -> dict[tuple[str, torch.dtype], int]:
+        """Bytes of each buffer."""
+        return {key: buffer.numel() * buffer.element_size() for key, buffer in self._buffers.items()}
+
     @property
     def num_bytes(self) -> int:
-        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
+        return sum(self.sizes().values())
 
 
 class TensorMesh:

@@ -147,6 +147,20 @@ class SplitLinear(SplitLayer):
         """Whether this layer's forward runs again before its backward: what it gathers is kept then."""
         self._gathered: Tensor | None = None
 
+    @property
+    def gathered(self) -> Tensor | None:
+        """The column's weight, where it is kept and has been gathered."""
+        return self._gathered
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the column's weight where it stays gathered."""
+        return self.mesh.num_rows * self.weight.numel() * self.weight.element_size() if self._keeps_weight else 0
+
+    @property
+    def _keeps_weight(self) -> bool:
+        return self.mesh.settings.keep_weights and self._product.keeps and self.mesh.num_rows > 1
+
     def forget(self) -> None:
         """Weights are about to change: those that were gathered are old."""
         self._gathered = None
@@ -166,7 +180,7 @@ class SplitLinear(SplitLayer):
 
     def _kept_weight(self) -> Tensor | None:
         """The whole column's weight, where it stays for a step."""
-        if not (self.mesh.settings.keep_weights and self._product.keeps and self.mesh.num_rows > 1):
+        if not self._keeps_weight:
             return None
         if self._gathered is None:
             self._gathered = self._gather_weight()
