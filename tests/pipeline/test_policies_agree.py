@@ -99,7 +99,7 @@ class Watch:
             self.largest = max(self.largest, largest(outcome))
             self.stored = max(self.stored, self._stage.stored)
             alive = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-                     for waiting in self._weights._waiting.values() for tensor in (waiting.x, waiting.dy)}
+                     for waiting in self._weights._waiting.values() for tensor in waiting.tensors}
             self.queued_bytes = max(self.queued_bytes, sum(alive.values()))
             return outcome
 
