@@ -3,7 +3,16 @@
     rank = ((data * P + pipe) * R + row) * C + col
 
 `col` varies fastest, so that the ranks that exchange most (one stage's tensor mesh) are neighbours, and replicas,
-which exchange least, are farthest apart. Pure: no process group, no clock, no I/O.
+which exchange least, are farthest apart. With a tile the ranks of a stage go tile by tile instead, so that those of one
+node form a tile (Xu et al., 2021 (Optimus), Figure 8):
+
+    row by row     0  1  2  3        tile 2,2     0  1 |  4  5
+                   4  5  6  7                     2  3 |  6  7
+                   8  9 10 11                     -----+------
+                  12 13 14 15                     8  9 | 12 13
+                                                 10 11 | 14 15
+
+Along any one axis ranks rise with the index, whatever the tile. Pure: no process group, no clock, no I/O.
 """
 
 from __future__ import annotations
@@ -49,13 +58,28 @@ class Mesh:
     """Rows of the tensor mesh: they share the microbatch."""
     col: Size = 1
     """Columns of the tensor mesh: they share the hidden dimension."""
+    tile: tuple[Size, Size] | None = None
+    """Rows and columns of the tensor mesh on one node; none numbers ranks row by row. Unused on stages of one rank."""
 
     def __post_init__(self) -> None:
         for axis in AXES:
             size = getattr(self, axis)
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            if not _is_size(size):
                 raise ConfigError("must be a whole number of at least 1", where=f"mesh.{axis}", value=size,
                                   remedy=f"Set --mesh.{axis} 1 to leave this axis unused.")
+        if self.tile is None:
+            return
+        if not isinstance(self.tile, tuple) or len(self.tile) != 2 or not all(map(_is_size, self.tile)):
+            raise ConfigError("must be two whole numbers of at least 1, or none", where="mesh.tile", value=self.tile,
+                              remedy="Set --mesh.tile none to number ranks row by row.")
+        if self.row % self._tile[0] or self.col % self._tile[1]:
+            raise ConfigError(f"does not divide the {self.row} rows and {self.col} columns", where="mesh.tile",
+                              value=self.tile, remedy="Set --mesh.tile none to number ranks row by row.")
+
+    @property
+    def _tile(self) -> tuple[int, int]:
+        """Rows and columns of a tile; without one, and on stages of one rank, the whole stage is a tile."""
+        return (self.row, self.col) if self.tile is None or self.stage_size == 1 else self.tile
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -78,25 +102,35 @@ class Mesh:
         """Coordinates of `rank`; IndexError when it is not on the mesh."""
         if not 0 <= rank < self.size:
             raise IndexError(f"rank {rank} is not on a mesh of {self.size} ranks")
-        rest, col = divmod(rank, self.col)
-        rest, row = divmod(rest, self.row)
+        rows, cols = self._tile
+        rest, col = divmod(rank, cols)
+        rest, row = divmod(rest, rows)
+        rest, tile_col = divmod(rest, self.col // cols)
+        rest, tile_row = divmod(rest, self.row // rows)
         data, pipe = divmod(rest, self.pipe)
-        return Coordinates(data=data, pipe=pipe, row=row, col=col)
+        return Coordinates(data=data, pipe=pipe, row=tile_row * rows + row, col=tile_col * cols + col)
 
     def rank(self, at: Coordinates) -> int:
         """The rank at these coordinates."""
         for axis in AXES:
             if not 0 <= getattr(at, axis) < getattr(self, axis):
                 raise IndexError(f"{axis} {getattr(at, axis)} is not on a mesh of {self}")
-        return ((at.data * self.pipe + at.pipe) * self.row + at.row) * self.col + at.col
+        rows, cols = self._tile
+        (tile_row, row), (tile_col, col) = divmod(at.row, rows), divmod(at.col, cols)
+        stage = at.data * self.pipe + at.pipe
+        tile = (stage * (self.row // rows) + tile_row) * (self.col // cols) + tile_col
+        return (tile * rows + row) * cols + col
 
     def group(self, rank: int, axis: Axis) -> tuple[int, ...]:
-        """The ranks that differ from `rank` along `axis` only, in order; `rank` among them."""
+        """The ranks that differ from `rank` along `axis` only, itself among them, by index along it; so they rise."""
         at = self.coordinates(rank)
         return tuple(self.rank(at.replace(axis, index)) for index in range(getattr(self, axis)))
 
     def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
-        """All sets of ranks that differ along `axes` only, each rising: a partition of the ranks."""
+        """All sets of ranks that differ along `axes` only, each rising: a partition of the ranks.
+
+        Along `row` and `col` together, rising is row by row without a tile, and tile by tile with one.
+        """
         found: dict[Coordinates, list[int]] = {}
         for rank in range(self.size):
             first = self.coordinates(rank)
@@ -106,13 +140,17 @@ class Mesh:
         return tuple(sorted(map(tuple, found.values())))
 
     def stage_ranks(self, rank: int) -> tuple[int, ...]:
-        """The row x col ranks of the stage that `rank` belongs to; the first is the stage's leader."""
+        """The row x col ranks of the stage that `rank` belongs to, rising; the first, its leader, is row 0, col 0."""
         at = self.coordinates(rank)
-        return tuple(self.rank(Coordinates(data=at.data, pipe=at.pipe, row=row, col=col))
-                     for row in range(self.row) for col in range(self.col))
+        first = self.rank(Coordinates(data=at.data, pipe=at.pipe))
+        return tuple(range(first, first + self.stage_size))
 
     def neighbour(self, rank: int, step: int) -> int | None:
         """The counterpart of `rank` `step` stages further down the pipeline, or None beyond its ends."""
         at = self.coordinates(rank)
         pipe = at.pipe + step
         return self.rank(at.replace("pipe", pipe)) if 0 <= pipe < self.pipe else None
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
