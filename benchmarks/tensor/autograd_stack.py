@@ -28,7 +28,7 @@ class AutogradStack:
     def share(self, whole: Tensor) -> Tensor:
         if self._dim is None:
             return whole
-        return whole.chunk(dist.get_world_size(), self._dim)[dist.get_rank()].contiguous()
+        return whole.chunk(dist.get_world_size(), self._dim)[dist.get_rank()].clone()
 
     def forward(self, x_local: Tensor) -> Tensor:
         self._x = x_local.detach().requires_grad_()

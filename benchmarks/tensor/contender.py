@@ -48,7 +48,7 @@ class Stack(Protocol):
     """One rank's part of the stack, ready to run. Every method is called by all ranks, in the same order."""
 
     def share(self, whole: Tensor) -> Tensor:
-        """This rank's part of a tensor [B, S, H] that all ranks have: of x, or of dy."""
+        """This rank's part of a tensor [B, S, H] that all ranks have, of x or of dy, in memory of its own."""
 
     def forward(self, x_local: Tensor) -> Tensor:
         """y of this rank's part. What the backward needs is kept here."""

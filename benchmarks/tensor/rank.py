@@ -50,7 +50,7 @@ def main(port: int, prefix: str, rank: int | None) -> None:
     shared = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=300))
     with build(stem, contender, Place(rank=rank, size=contender.ranks,
                                       store=PrefixStore(f"{prefix}/shared", shared))) as stack:
-        x, dy = (stack.share(whole).clone() for whole in (stem.inputs(), stem.output_gradients()))
+        x, dy = (stack.share(whole) for whole in (stem.inputs(), stem.output_gradients()))
         found = checked(stack, x, dy)
         control.set(f"ready/{rank}", json.dumps({"losses": found if rank == 0 else [None],
                                                  "report": {"saved_bytes": stack.saved_bytes(x)}}))
