@@ -51,7 +51,7 @@ def main(port: int, prefix: str, rank: int | None) -> None:
     with build(stem, contender, Place(rank=rank, size=contender.ranks,
                                       store=PrefixStore(f"{prefix}/shared", shared))) as stack:
         x, dy = (stack.share(whole) for whole in (stem.inputs(), stem.output_gradients()))
-        found = checked(stack, x, dy)
+        found = checked(stack, x, dy)  # what a `Team` adds up over the ranks and calls losses
         control.set(f"ready/{rank}", json.dumps({"losses": found if rank == 0 else [None],
                                                  "report": {"saved_bytes": stack.saved_bytes(x)}}))
         command = 0

@@ -49,7 +49,9 @@ class Stem:
         """The whole stack with its initial weights."""
         network = Layers(self)
         for name, parameter in network.named_parameters():
-            fill(parameter.data, name, self.seed)
+            initialise(parameter, name, Initial("normal", 0.02 if parameter.dim() > 1 else 0.1), self.seed)
+            if name.endswith(".norm.weight"):
+                parameter.data.add_(1.0)
         return network
 
     def inputs(self) -> Tensor:
@@ -65,16 +67,6 @@ class Stem:
         made = torch.empty(shape, dtype=self.torch_dtype)
         initialise(made, name, Initial("normal", 1.0), self.seed)
         return made
-
-
-def fill(parameter: Tensor, name: str, seed: int, shape: tuple[int, ...] | None = None,
-         box: tuple[tuple[int, int], ...] | None = None) -> None:
-    """Initial values of the parameter of this name; of `box` of it where it has `shape` and only that is held."""
-    scale = 0.02 if name.endswith(".weight") and not name.endswith(".norm.weight") else 0.1
-    initialise(parameter, name, Initial("normal", scale), seed, shape, box)
-    if name.endswith(".norm.weight"):
-        with torch.no_grad():
-            parameter.add_(1.0)
 
 
 class Layer(nn.Module):

@@ -81,11 +81,11 @@ def open_over_mpi(stem: Stem, contender: Contender, place: Place):
 
 
 @contextlib.contextmanager
-def open_wrong(stem: Stem, contender: Contender, place: Place):
-    """Leaves out the last bias."""
+def open_alone(stem: Stem, contender: Contender, place: Place):
+    """One rank. Setting `wrong`: the last bias is left out."""
     network = stem.network()
-    with torch.no_grad():
-        list(network.children())[-1].mlp.fc2.bias.zero_()
+    if contender.settings.get("wrong"):
+        list(network.children())[-1].mlp.fc2.bias.data.zero_()
     stack = AutogradStack(network, dim=None)
     stack.wait = lambda: None
     yield stack
@@ -182,10 +182,10 @@ def test_results_are_complete(tmp_path, capsys):
     assert not psutil.Process().children(recursive=True)
 
 
-def _measured(tmp_path, contender: Contender) -> list[dict]:
+def _measured(tmp_path, contender: Contender, rounds: int = 1) -> list[dict]:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     stand = Stand(store=store, port=store.port, folder=tmp_path, cores=1, timeout_seconds=120)
-    return measure(STEM, [contender], stand, rounds=1, steps=1, say=lambda text: None)
+    return measure(STEM, [contender], stand, rounds=rounds, steps=1, say=lambda text: None)
 
 
 @pytest.mark.mpi
@@ -198,8 +198,17 @@ def test_ranks_are_started_by_mpiexec_too(tmp_path):
 
 def test_a_contender_that_computes_something_else_gets_no_ratio(tmp_path):
     with pytest.raises(WorkDiffers, match="wrong does not compute"):
-        _measured(tmp_path, Contender(name="wrong", build=f"{HERE}:open_wrong", mesh=(1, 1)))
+        _measured(tmp_path, Contender(name="wrong", build=f"{HERE}:open_alone", mesh=(1, 1),
+                                      settings={"wrong": True}))
     assert not psutil.Process().children(recursive=True)
+
+
+@pytest.mark.slow
+def test_each_block_starts_its_own_processes_where_memory_is_short(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.tensor.run._ACTIVE_BYTES", 1 << 60)
+    (entry,) = _measured(tmp_path, Contender(name="alone", build=f"{HERE}:open_alone", mesh=(1, 1)), rounds=2)
+    assert not entry["processes_kept"] and len(entry["rounds"]) == 2
+    assert len(list(tmp_path.glob("team*.txt"))) == 2
 
 
 def test_options_that_fit_nothing_are_refused(capsys):
