@@ -1,0 +1,96 @@
+"""Who takes part, and what a contender has to be able to do.
+
+To add one: a `Builder` in a module of its own, and a line in `contenders`. The program and the tests take all of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from benchmarks.pipeline.contender import Launch, Place
+from benchmarks.tensor.stem import Stem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """One line of the table: a way to do the work of a `Stem` on row x col ranks.
+
+    build: "module:function", a `Builder`. Only the contender's own ranks load the module.
+    mesh: as in `ranvier.mesh.Mesh`: rows share the microbatch, columns the hidden dimension.
+    transport: ranks of "mpi" are started by mpiexec, those of "gloo" one by one.
+    settings: what JSON can hold, for the builder.
+    """
+
+    name: str
+    build: str
+    mesh: tuple[int, int]
+    transport: Literal["gloo", "mpi"] = "gloo"
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mesh", tuple(self.mesh))  # JSON has lists
+
+    @property
+    def ranks(self) -> int:
+        row, col = self.mesh
+        return row * col
+
+    @property
+    def launch(self) -> Launch:
+        return "mpi" if self.transport == "mpi" else "processes"
+
+
+class Stack(Protocol):
+    """One rank's part of the stack, ready to run. Every method is called by all ranks, in the same order."""
+
+    def share(self, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor [B, S, H] that all ranks have, of x or of dy, in memory of its own."""
+
+    def forward(self, x_local: Tensor) -> Tensor:
+        """y of this rank's part. What the backward needs is kept here."""
+
+    def backward(self, dy_local: Tensor) -> Tensor:
+        """dx of this rank's part; parameters have their gradients."""
+
+    def finish(self) -> None:
+        """Sum what is left as sums of a part of the positions only: once a batch, not once a microbatch."""
+
+    def clear(self) -> None:
+        """Let go of all gradients."""
+
+    def wait(self) -> None:
+        """Return when all ranks have called this."""
+
+    def saved_bytes(self, x_local: Tensor) -> int:
+        """Bytes that stand between a forward and its backward, without parameters and gradients. Leaves no trace."""
+
+    def assemble(self, local: Tensor) -> Tensor:
+        """The whole [B, S, H], from every rank's y or dx."""
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """The name in `Layers` and the whole gradient of each parameter, after `finish`."""
+
+
+Builder = Callable[[Stem, Contender, Place], AbstractContextManager[Stack]]
+"""Sets one rank up, within its `with`, from `Stem.network`'s weights. ValueError where ranks and sizes do not fit."""
+
+
+def contenders(ranks: int = 4) -> list[Contender]:
+    """All contenders on `ranks` ranks, in the order of the table."""
+    dtensor, fsdp = "benchmarks.tensor.dtensor:open_dtensor", "benchmarks.tensor.fsdp:open_fsdp"
+    return [
+        Contender(name="dtensor-sp", build=dtensor, mesh=(1, ranks), settings={"sequence_parallel": True}),
+        Contender(name="dtensor", build=dtensor, mesh=(1, ranks), settings={"sequence_parallel": False}),
+        Contender(name="fsdp2", build=fsdp, mesh=(ranks, 1))]
+
+
+def builder(contender: Contender) -> Builder:
+    """The function named by `contender.build`; its module, with all that it imports, is loaded here."""
+    module, _, function = contender.build.partition(":")
+    return getattr(importlib.import_module(module), function)

@@ -1,0 +1,114 @@
+"""One rank of a contender: a process that computes when the driver says so.
+
+    python -m benchmarks.tensor.rank PORT PREFIX [RANK]       without RANK where mpiexec numbers the ranks
+
+It sets itself up, runs one step whose results are compared, and then waits for commands in the driver's store, asleep.
+A command is a number of steps; one step more is run before them and not timed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore
+
+from benchmarks.pipeline.contender import Place
+from benchmarks.pipeline.rank import load_libraries, peak_bytes
+from benchmarks.tensor.contender import Contender, Stack, builder
+from benchmarks.tensor.stem import Stem, figures
+from ranvier import follow, launchers
+
+_DAY = timedelta(days=1)
+
+
+def main(port: int, prefix: str, rank: int | None) -> None:
+    follow.follow(os.getppid(), signal.SIGKILL)
+    control = PrefixStore(prefix, TCPStore("127.0.0.1", port, is_master=False, timeout=_DAY))
+    job = json.loads(control.get("job"))
+    stem, contender = Stem(**job["workload"]), Contender(**job["contender"])
+    if rank is None:
+        rank = launchers.detect(os.environ, "mpiexec").rank
+    if job["pin"] and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
+    torch.set_num_threads(1)
+    build = builder(contender)
+    load_libraries()
+    imports_bytes = psutil.Process().memory_info().rss
+    # A second connection: a rank that waits for a command must not keep the contender's threads from the store.
+    shared = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=300))
+    with build(stem, contender, Place(rank=rank, size=contender.ranks,
+                                      store=PrefixStore(f"{prefix}/shared", shared))) as stack:
+        x, dy = (stack.share(whole) for whole in (stem.inputs(), stem.output_gradients()))
+        found = checked(stack, x, dy)  # what a `Team` adds up over the ranks and calls losses
+        control.set(f"ready/{rank}", json.dumps({"losses": found if rank == 0 else [None],
+                                                 "report": {"saved_bytes": stack.saved_bytes(x)}}))
+        command = 0
+        while (steps := json.loads(control.get(f"command/{command}"))) > 0:
+            control.set(f"done/{command}/{rank}", json.dumps(timed(stack, x, dy, steps, imports_bytes)))
+            command += 1
+
+
+def checked(stack: Stack, x: Tensor, dy: Tensor) -> list[float]:
+    """What one step computes, as `figures`."""
+    y, dx = stack.forward(x), stack.backward(dy)
+    stack.finish()
+    found = figures(stack.assemble(y), stack.assemble(dx), stack.gradients())
+    stack.clear()
+    return found
+
+
+def timed(stack: Stack, x: Tensor, dy: Tensor, steps: int, imports_bytes: int) -> dict:
+    """`steps` + 1 steps, the first not timed. spans: of each, start and end of forward, backward and finish on the
+    machine's clock; all ranks begin each of them together."""
+    trim()
+    peak_is_new, rest_bytes = reset_peak(), psutil.Process().memory_info().rss
+    spans: list[list[tuple[float, float]]] = []
+    cpu_started = 0.0
+    for number in range(steps + 1):
+        if number == 1:
+            cpu_started = time.process_time()
+        stack.clear()
+        phases = []
+        for phase in (lambda: stack.forward(x), lambda: stack.backward(dy), stack.finish):
+            stack.wait()
+            started = time.monotonic()
+            phase()
+            phases.append((started, time.monotonic()))
+        spans.append(phases)
+    cpu_seconds = time.process_time() - cpu_started
+    highest = peak_bytes()
+    stack.clear()
+    return {"spans": spans[1:], "cpu_seconds": cpu_seconds, "peak_bytes": highest, "peak_is_new": peak_is_new,
+            "peak_above_imports_bytes": highest - imports_bytes, "peak_above_rest_bytes": highest - rest_bytes}
+
+
+def trim() -> None:
+    """Give back what earlier blocks and the check have freed, so that the peak is that of the steps."""
+    gc.collect()
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def reset_peak() -> bool:
+    """Have the most resident memory counted from now on; False where the system cannot."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else None)

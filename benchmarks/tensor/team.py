@@ -1,0 +1,72 @@
+"""The ranks of one contender as the driver sees them: `benchmarks.pipeline.team` with another program in them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from benchmarks.pipeline.team import ALLOCATORS, ROOT, Team
+from ranvier.comm.mpi_launch import mpiexec_command
+
+PHASES = ("forward", "backward", "finish")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Some steps of one contender; what is per rank has an entry for each."""
+
+    phase_seconds: dict[str, tuple[float, ...]]
+    """Of each phase, for each step: from the first rank's start to the last rank's end."""
+    cpu_seconds: float
+    """Per step, all ranks together."""
+    peak_bytes: tuple[int, ...]
+    peak_above_imports_bytes: tuple[int, ...]
+    peak_above_rest_bytes: tuple[int, ...]
+    """Above what is resident before the steps: weights are, gradients and activations are not."""
+    peak_is_new: bool
+    """Whether the peaks are of these steps; otherwise of all since the start, the check included."""
+
+    def seconds(self, *phases: str) -> float:
+        """Median over the steps of the phases together."""
+        return median(map(sum, zip(*(self.phase_seconds[phase] for phase in phases), strict=True)))
+
+
+class StackTeam(Team):
+    """The processes of one contender."""
+
+    def _start(self) -> list[subprocess.Popen]:
+        environment = {**os.environ, **ALLOCATORS[self._stand.allocator], "OMP_NUM_THREADS": "1",
+                       "MKL_NUM_THREADS": "1",
+                       "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+        command = [sys.executable, "-m", "benchmarks.tensor.rank", str(self._stand.port), self._prefix]
+        ranks = self.contender.ranks
+        commands = ([mpiexec_command(ranks, command)] if self.contender.launch == "mpi"
+                    else [[*command, str(rank)] for rank in range(ranks)])
+        with open(self._output, "wb") as output:
+            return [subprocess.Popen(one, env=environment, stdin=subprocess.DEVNULL, stdout=output,
+                                     stderr=subprocess.STDOUT) for one in commands]
+
+    def run(self, steps: int) -> Block:
+        """Have the team run `steps` timed steps."""
+        self._store.set(f"command/{self._commands}", json.dumps(steps))
+        answers = self._answers(f"done/{self._commands}")
+        self._commands += 1
+        return Block(phase_seconds=phase_seconds([answer["spans"] for answer in answers]),
+                     cpu_seconds=sum(answer["cpu_seconds"] for answer in answers) / steps,
+                     peak_is_new=all(answer["peak_is_new"] for answer in answers),
+                     **{name: tuple(answer[name] for answer in answers)
+                        for name in ("peak_bytes", "peak_above_imports_bytes", "peak_above_rest_bytes")})
+
+
+def phase_seconds(spans: Sequence[Sequence[Sequence[tuple[float, float]]]]) -> dict[str, tuple[float, ...]]:
+    """Seconds of each phase and step from spans by rank, step and phase."""
+    found: dict[str, list[float]] = {phase: [] for phase in PHASES}
+    for steps in zip(*spans, strict=True):
+        for phase, of_ranks in zip(PHASES, zip(*steps, strict=True), strict=True):
+            found[phase].append(max(end for _, end in of_ranks) - min(start for start, _ in of_ranks))
+    return {phase: tuple(seconds) for phase, seconds in found.items()}
