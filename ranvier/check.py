@@ -155,18 +155,17 @@ def _mesh_problems(run: Run, num_ranks: int | None) -> Iterator[RanvierError]:
 def _share_problems(run: Run) -> Iterator[ConfigError]:
     """What rows and columns cannot share."""
     mesh, model, tensor = run.mesh, run.model, run.tensor
-    shares = [("mesh.row", mesh.row, "batch.microbatch-size", run.batch.microbatch_size),
-              ("mesh.col", mesh.col, "model.heads", model.heads)]
-    if tensor.scheme == "stationary":
-        shares.append(("mesh.row", mesh.row, f"the {model.hidden // mesh.col} features of a column (model.hidden / "
-                                             "mesh.col)", model.hidden // mesh.col))
+    shares = [("row", "batch.microbatch-size", run.batch.microbatch_size), ("col", "model.heads", model.heads)]
+    if tensor.scheme == "stationary" and model.hidden % mesh.col == 0:
+        shares.append(("row", f"model.hidden / {mesh.col}, the features of a column:", model.hidden // mesh.col))
     if tensor.scheme == "megatron" and tensor.sequence_sharding:
-        shares.append(("mesh.col", mesh.col, "model.sequence", model.sequence))
-    for where, count, what, size in shares:
+        shares.append(("col", "model.sequence", model.sequence))
+    for axis, what, size in shares:
+        count = getattr(mesh, axis)
         if size % count:
             largest = next(part for part in range(count, 0, -1) if size % part == 0)
-            yield ConfigError(f"does not divide {what}{f' {size}' if '.' in what.partition(' ')[0] else ''}",
-                              where=where, value=count, remedy=f"Set --{where} {largest}, or change {what}.")
+            yield ConfigError(f"does not divide {what} {size}", where=f"mesh.{axis}", value=count,
+                              remedy=f"Set --mesh.{axis} {largest}, or change {what.partition(' ')[0]}.")
     if model.vocab < max(mesh.row, mesh.col):
         yield ConfigError(f"is smaller than the tensor mesh: every rank needs a part of it, on {mesh.row} rows and "
                           f"{mesh.col} columns", where="model.vocab", value=model.vocab,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -143,17 +142,18 @@ def meta_mesh(mesh: Mesh, tensor: Tensor) -> TensorMesh:
 
 
 def split_model(model: Model, mesh: TensorMesh) -> Model:
-    """The same model, whose builders make this rank's part of each block. Ready-made modules are copied."""
+    """The same model, whose builders make this rank's part of each block. Parameters of ready-made
+    modules are copied."""
     def build(name: str, whole: Callable[[], nn.Module]) -> nn.Module:
         if model.initial is None:
-            return split_layers(copy.deepcopy(whole()), mesh, f"block {name}")
+            return split_layers(whole(), mesh, f"block {name}")
         with torch.device("meta"):
             module = whole()
         if next(module.buffers(), None) is not None:  # their values are the builder's
             module = whole()
         return split_layers(module, mesh, f"block {name}")
 
-    loss = split_layers(copy.deepcopy(model.loss), mesh, "loss") if isinstance(model.loss, nn.Module) else model.loss
+    loss = split_layers(model.loss, mesh, "loss") if isinstance(model.loss, nn.Module) else model.loss
     return replace(model, loss=loss, blocks={name: partial(build, name, whole) for name, whole in model.blocks.items()})
 
 

@@ -8,6 +8,8 @@ know the scheme. It follows three rules:
     what lies between an output- and an input-stationary Linear has all tokens of a row, and a part of the features
     sizes are read from tensors, or left to unflatten(-1, ...): never written down
 
+A layer of your own takes part if it is `Splittable`.
+
     class MLP(nn.Module):
         def __init__(self, hidden):
             self.norm = tensor.LayerNorm(hidden)
@@ -21,7 +23,7 @@ know the scheme. It follows three rules:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +39,30 @@ if TYPE_CHECKING:
     from ranvier.tensor.mesh import TensorMesh
 
 
-class Linear(nn.Linear):
+@runtime_checkable
+class Splittable(Protocol):
+    """A module whose parameters can lie on a mesh."""
+
+    def splits(self, settings: Settings) -> dict[str, Split]:
+        """Name of each of its own parameters -> how it lies on a mesh."""
+
+    def cannot(self, mesh: TensorMesh) -> Iterator[tuple[str, int, str, int]]:
+        """What has to be divided: (what, its size, axis, that axis' size); see `split_layers`."""
+
+    def split(self, mesh: TensorMesh) -> nn.Module:
+        """What takes its place, with this rank's part of each parameter under the same name."""
+
+
+class _Layer:
+    """What the layers here have in common."""
+
+    def split(self, mesh: TensorMesh) -> nn.Module:
+        from ranvier.tensor.split import split_layer  # which is written for these layers
+
+        return split_layer(self, mesh)
+
+
+class Linear(_Layer, nn.Linear):
     """y = x W^T + b.
 
     stationary: which of the two activations stays on its rank, where the scheme lets one stay: "output" for the first
@@ -72,7 +97,7 @@ class Linear(nn.Linear):
             yield "features of the residual stream", outer, "row", mesh.num_rows
 
 
-class VocabularyLinear(nn.Linear):
+class VocabularyLinear(_Layer, nn.Linear):
     """The projection onto the vocabulary, without bias. Columns have logits of their part of it (see `own_part`)."""
 
     def __init__(self, hidden: int, vocab: int, dtype: torch.dtype | None = None) -> None:
@@ -90,7 +115,7 @@ class VocabularyLinear(nn.Linear):
         yield from _vocabulary(self.out_features, mesh)
 
 
-class Embedding(nn.Embedding):
+class Embedding(_Layer, nn.Embedding):
     """Token embedding: ids [B, S] int64 to the residual stream."""
 
     def splits(self, settings: Settings) -> dict[str, Split]:
@@ -107,7 +132,7 @@ class Embedding(nn.Embedding):
             yield from _vocabulary(self.num_embeddings, mesh)
 
 
-class PositionEmbedding(nn.Embedding):
+class PositionEmbedding(_Layer, nn.Embedding):
     """Learned positions: the embedding of the first `length` positions, as the residual stream has them."""
 
     def splits(self, settings: Settings) -> dict[str, Split]:
@@ -122,7 +147,7 @@ class PositionEmbedding(nn.Embedding):
         return self.weight[:length]
 
 
-class LayerNorm(nn.LayerNorm):
+class LayerNorm(_Layer, nn.LayerNorm):
     """Layer norm over the last dim of the residual stream."""
 
     def splits(self, settings: Settings) -> dict[str, Split]:
@@ -134,7 +159,7 @@ class LayerNorm(nn.LayerNorm):
             yield "features", self.normalized_shape[-1], "col", mesh.num_cols
 
 
-class Dropout(nn.Module):
+class Dropout(_Layer, nn.Module):
     """Dropout of the residual stream, or of what is added to it; masks are keyed by place, the same on any mesh."""
 
     def __init__(self, probability: float) -> None:
@@ -151,7 +176,7 @@ class Dropout(nn.Module):
         return keyed_random.dropout(x, self.probability, self.training)
 
 
-class TokenLinear(nn.Linear):
+class TokenLinear(_Layer, nn.Linear):
     """A classification head on one token: [B, S, H] to [B, classes], whole on every rank of a row.
 
     token: its place in the sequence.
@@ -178,7 +203,6 @@ class TokenLinear(nn.Linear):
 
 
 Layer = Linear | VocabularyLinear | Embedding | PositionEmbedding | LayerNorm | Dropout | TokenLinear
-LAYERS = (Linear, VocabularyLinear, Embedding, PositionEmbedding, LayerNorm, Dropout, TokenLinear)
 
 
 def _feature_split(layout: str) -> Split:
@@ -198,7 +222,7 @@ def block_splits(block: str, module: nn.Module, settings: Settings) -> dict[str,
     """Parameter's name within the block -> how it lies on a mesh. ModelError for parameters that no layer splits."""
     found: dict[str, Split] = {}
     for path, layer in module.named_modules():
-        if isinstance(layer, LAYERS):
+        if isinstance(layer, Splittable):
             for name, split in layer.splits(settings).items():
                 found[f"{path}.{name}" if path else name] = split
     for name, _ in module.named_parameters():

@@ -10,6 +10,7 @@ operand has been saved, never repeats the product that follows it:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -23,13 +24,13 @@ from ranvier import keyed_random
 from ranvier.errors import ModelError
 from ranvier.layout import Split, part
 from ranvier.tensor.layers import (
-    LAYERS,
     Dropout,
     Embedding,
     Layer,
     LayerNorm,
     Linear,
     PositionEmbedding,
+    Splittable,
     TokenLinear,
     VocabularyLinear,
 )
@@ -43,14 +44,17 @@ if TYPE_CHECKING:
 
 
 def split_layers(module: nn.Module, mesh: TensorMesh, where: str) -> nn.Module:
-    """`module` with every layer of `ranvier.tensor` replaced by one for this rank's place on the mesh.
+    """A copy of `module` in which every `Splittable` layer is replaced by one for this rank's place on the mesh.
 
     Parameters on the meta device become empty ones on the default device; others are cut. where: the module's name in
     messages. Raises ModelError, by name, for sizes that cannot be divided and for layers that cannot be split.
     """
-    if isinstance(module, LAYERS):
+    if isinstance(module, Splittable):
         _check_sizes(module, mesh, where)
-        return _split_layer(module, mesh)
+        part_of_it = module.split(mesh)
+        if any(parameter.is_meta for parameter in part_of_it.parameters()):  # it is whole on every rank
+            part_of_it.to_empty(device=torch.get_default_device())
+        return part_of_it
     if isinstance(module, NextTokenLoss):
         return SplitNextTokenLoss(module, mesh)
     if isinstance(module, nn.Dropout):
@@ -60,12 +64,14 @@ def split_layers(module: nn.Module, mesh: TensorMesh, where: str) -> nn.Module:
         raise ModelError("belongs to a layer that cannot be split over rows and columns",
                          where=f"parameter {where}.{name}", value=type(module).__name__,
                          remedy="Use the layers of ranvier.tensor in its place, or set --mesh.row 1 --mesh.col 1.")
-    for name, child in module.named_children():
-        setattr(module, name, split_layers(child, mesh, f"{where}.{name}"))
+    module = copy.copy(module)
+    module._buffers = dict(module._buffers)
+    module._modules = {name: child and split_layers(child, mesh, f"{where}.{name}")
+                       for name, child in module._modules.items()}
     return module
 
 
-def _check_sizes(layer: Layer, mesh: TensorMesh, where: str) -> None:
+def _check_sizes(layer: Splittable, mesh: TensorMesh, where: str) -> None:
     for what, size, axis, count in layer.cannot(mesh):
         if size % count if what != "vocabulary" else size < count:
             problem = "is smaller than" if what == "vocabulary" else "cannot be divided by"
@@ -73,7 +79,8 @@ def _check_sizes(layer: Layer, mesh: TensorMesh, where: str) -> None:
                              remedy=f"Set --mesh.{axis} to a divisor, or change the model's size.")
 
 
-def _split_layer(layer: Layer, mesh: TensorMesh) -> nn.Module:
+def split_layer(layer: Layer, mesh: TensorMesh) -> nn.Module:
+    """One of `ranvier.tensor.layers` as it is on the mesh."""
     match layer:
         case Linear():
             kinds = {"output": OutputStationary, "input": InputStationary}

@@ -16,8 +16,13 @@ def run_with(**flags):
 
 
 @pytest.mark.parametrize(("flags", "where", "message"), [
-    ({"mesh__row": "2"}, "mesh.row", "must be 1: this version does not split blocks over a tensor mesh"),
-    ({"mesh__col": "3"}, "mesh.col", "must be 1: this version does not split blocks over a tensor mesh"),
+    ({"mesh__row": "2", "batch__microbatch_size": "3"}, "mesh.row", "does not divide batch.microbatch-size 3"),
+    ({"mesh__col": "3"}, "mesh.col", "does not divide model.heads 4"),
+    ({"mesh__row": "4", "model__hidden": "24", "mesh__col": "4"}, "mesh.row",
+     "does not divide model.hidden / 4, the features of a column: 6"),
+    ({"mesh__row": "2", "tensor__scheme": "megatron"}, "tensor.scheme", "splits blocks over columns only"),
+    ({"mesh__col": "4", "tensor__scheme": "megatron", "tensor__sequence_sharding": "true", "model__sequence": "126"},
+     "mesh.col", "does not divide model.sequence 126"),
     ({"mesh__pipe": "11"}, "mesh.pipe", "is more than the 10 blocks of the model"),
     ({"mesh__data": "33"}, "batch.global-size", "leaves replicas without a sequence: mesh.data is 33"),
     ({"batch__global_size": "10", "mesh__data": "3", "batch__microbatch_size": "5"}, "batch.microbatch-size",
@@ -48,7 +53,7 @@ def test_ranks_that_are_not_the_meshs():
 
 
 def test_all_problems_at_once():
-    report = check.check(run_with(mesh__row="2", model__heads="3", model__vocab="2", batch__microbatch_size="64"), 7)
+    report = check.check(run_with(mesh__row="3", model__heads="3", model__vocab="2", batch__microbatch_size="64"), 7)
     assert {problem.where for problem in report.problems} == {
         "mesh", "mesh.row", "model.heads", "model.vocab", "batch.microbatch-size"}
 

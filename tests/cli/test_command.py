@@ -48,7 +48,7 @@ def test_help_and_version_do_not_import_torch():
     (["check", "gpt-tiny", "--ranks", "0"], "Invalid value for '--ranks'"),
     (["train", "gpt-tyni"], "recipe: is neither .*Did you mean gpt-tiny"),
     (["train", "gpt-tiny", "--seed", "x"], "seed: must be a whole number of at least 0"),
-    (["train", "gpt-tiny", "--mesh.row", "2"], "mesh.row: must be 1"),
+    (["train", "gpt-tiny", "--mesh.col", "3"], "mesh.col: does not divide model.heads 4"),
     (["check", "gone.toml"], "recipe: cannot be read")])
 def test_mistakes_are_one_line(capsys, monkeypatch, tmp_path, args, text):
     monkeypatch.chdir(tmp_path)
@@ -60,9 +60,9 @@ def test_mistakes_are_one_line(capsys, monkeypatch, tmp_path, args, text):
 
 
 def test_every_problem_is_a_line(capsys):
-    assert run_command(["train", "gpt-tiny", "--seed", "x", "--mesh.row", "2", "--model.heads", "3"]) == 2
+    assert run_command(["train", "gpt-tiny", "--seed", "x", "--mesh.col", "2", "--model.heads", "3"]) == 2
     assert [line.split(":")[2].strip() for line in capsys.readouterr().err.splitlines()] == [
-        "seed", "model.heads", "mesh.row"]
+        "seed", "model.heads", "mesh.col"]
 
 
 def test_only_the_first_rank_of_a_machine_tells_them(capsys, monkeypatch):

@@ -18,6 +18,7 @@ from torch import nn
 from ranvier.comm.protocol import Group
 from ranvier.comm.throttle import Link, throttled
 from ranvier.errors import MessageTimeout, TransportError
+from ranvier.layout import Split
 from ranvier.mesh import Mesh
 from ranvier.pipeline import engine as engine_module
 from ranvier.pipeline.engine import Engine
@@ -55,12 +56,25 @@ class _MeetInBackward(torch.autograd.Function):
         return gradient, None, None
 
 
+class Copied(nn.Linear):
+    """The same on every rank of a stage, whose rows have the same samples."""
+
+    def splits(self, settings):
+        return {"weight": Split(((), ()), summed=("row",)), "bias": Split(((),), summed=("row",))}
+
+    def cannot(self, mesh):
+        return ()
+
+    def split(self, mesh):
+        return self
+
+
 class Sharded(nn.Module):
     """Stands for a block on a tensor mesh. The first feature of its input is the sample's number."""
 
     def __init__(self, groups: tuple[Group, ...] = (), seconds: float = 0.0) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear = Copied(WIDTH, WIDTH)
         self._groups, self._seconds = groups, seconds
 
     def forward(self, x):
