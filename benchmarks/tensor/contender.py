@@ -87,7 +87,20 @@ def contenders(ranks: int = 4) -> list[Contender]:
     return [
         Contender(name="dtensor-sp", build=dtensor, mesh=(1, ranks), settings={"sequence_parallel": True}),
         Contender(name="dtensor", build=dtensor, mesh=(1, ranks), settings={"sequence_parallel": False}),
-        Contender(name="fsdp2", build=fsdp, mesh=(ranks, 1))]
+        Contender(name="fsdp2", build=fsdp, mesh=(ranks, 1)),
+        *_ours(ranks)]
+
+
+def _ours(ranks: int) -> list[Contender]:
+    """Every scheme on every mesh on which it is one of its own, over both transports."""
+    meshes = [(row, ranks // row) for row in range(1, ranks + 1) if ranks % row == 0]
+    schemes: list[tuple[str, tuple[int, int], dict[str, object]]] = [
+        (scheme, mesh, {"scheme": scheme}) for scheme in ("stationary", "summa") for mesh in meshes]
+    schemes += [("megatron", (1, ranks), {"scheme": "megatron"}),
+                ("megatron-sp", (1, ranks), {"scheme": "megatron", "sequence_sharding": True})]
+    return [Contender(name=f"{name}-{row}x{col}-{transport}", build="benchmarks.tensor.ours:open_ours",
+                      mesh=(row, col), transport=transport, settings=settings)
+            for transport in ("gloo", "mpi") for name, (row, col), settings in schemes]
 
 
 def builder(contender: Contender) -> Builder:

@@ -41,7 +41,6 @@ def parallel(network: Layers, size: int, along_sequence: bool) -> Layers:
         plan |= {"attention.norm": SequenceParallel(), "mlp.norm": SequenceParallel()}
     mesh = init_device_mesh("cpu", (size,))
     for layer in network.children():
-        layer.attention.heads //= size
         parallelize_module(layer, mesh, plan)
     return network
 
