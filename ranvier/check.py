@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +26,9 @@ from ranvier.planner.memory import PROCESS_BYTES, RankMemory, predict, remedies
 from ranvier.precision import DTYPES
 from ranvier.run import Optim, Run, Tensor
 from ranvier.tensor.mesh import tensor_problems
+from ranvier.tensor.placement import best_tile, bytes_between_nodes
+from ranvier.tensor.shape import best_shape
+from ranvier.tensor.volume import Scheme, layer_volume
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -41,6 +45,7 @@ class Report:
     warnings: tuple[ConfigError, ...]
     stages: StageTable | None
     memory: tuple[RankMemory, ...]
+    tensor_mesh: TensorMeshFacts | None
     machine: MachineMemory | None
     """What all ranks would need together here, and what there is; None for more ranks than a machine has."""
 
@@ -53,6 +58,7 @@ class Report:
                 "memory": [{"pipe": entry.pipe, "ranks": entry.ranks, "device": dict(entry.device),
                             "host": dict(entry.host), "device_bytes": entry.device_bytes,
                             "host_bytes": entry.host_bytes} for entry in self.memory],
+                "tensor_mesh": None if self.tensor_mesh is None else asdict(self.tensor_mesh),
                 "machine": None if self.machine is None else asdict(self.machine)}
 
 
@@ -91,9 +97,10 @@ def as_dict(problem: RanvierError) -> dict[str, object]:
     return {"where": problem.where, "value": value, "message": problem.what, "remedy": problem.remedy}
 
 
-def check(run: Run, num_ranks: int | None = None) -> Report:
+def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = None) -> Report:
     """Look at `run` as a whole. Never raises for what a user can set."""
-    found = problems(run, num_ranks)
+    run, found = with_shape(run, num_ranks)
+    found += problems(run, num_ranks)
     stages, memory = None, ()
     unclear = ("model.", "mesh.", "tensor.", "pipeline.boundaries", "optim.groups")
     if not any(problem.where.startswith(unclear) for problem in found):
@@ -106,13 +113,96 @@ def check(run: Run, num_ranks: int | None = None) -> Report:
                                      remedy="Choose smaller sizes: a tensor of the model is larger than any can be."))
     machine = this_machine(run, memory) if memory and run.mesh.size <= _MOST_LOCAL_RANKS else None
     return Report(problems=tuple(found), warnings=(*warnings(run), *_machine_warnings(run, machine)), stages=stages,
-                  memory=memory, machine=machine)
+                  memory=memory, tensor_mesh=tensor_mesh_facts(run, ranks_per_node), machine=machine)
 
 
 def problems(run: Run, num_ranks: int | None = None) -> list[RanvierError]:
     """What cannot work, as far as that follows from the settings alone."""
     return [*gpt.problems(run.model), *_mesh_problems(run, num_ranks), *_batch_problems(run), *_update_problems(run),
             *groups.problems(run.optim), *_vocab_problems(run)]
+
+
+def with_shape(run: Run, num_ranks: int | None) -> tuple[Run, list[RanvierError]]:
+    """The run with rows and columns in the place of auto, and why that may not be possible: they are 1 then.
+
+    num_ranks: all ranks, as their launcher or the user says.
+    """
+    mesh = run.mesh
+    if not mesh.is_open:
+        return run, []
+    given = {axis: getattr(mesh, axis) for axis in ("row", "col") if getattr(mesh, axis) != "auto"}
+    alone = replace(run, mesh=replace(mesh, row=given.get("row", 1), col=given.get("col", 1), tile=None))
+    where = "mesh.col" if "row" in given else "mesh.row"
+    if num_ranks is None:
+        return alone, [ConfigError("needs to know how many ranks there are", where=where, value="auto",
+                                   remedy="Start them with torchrun, mpiexec or srun (check: say --ranks N), or set "
+                                          "--mesh.row and --mesh.col.")]
+    stage, rest = divmod(num_ranks, mesh.data * mesh.pipe)
+    other = prod(given.values())
+    if rest or stage % other or not stage:
+        return alone, [ConfigError(f"is not possible: {num_ranks} ranks are no multiple of "
+                                   f"{mesh.data * mesh.pipe * other}, which the other axes take", where=where,
+                                   value="auto", remedy="Change --mesh.data, --mesh.pipe or the number of ranks.")]
+    if given:
+        shape = {"row": stage // other, "col": stage // other, **given}
+    else:
+        try:
+            row, col = best_shape(stage, batch=run.batch.microbatch_size, sequence=run.model.sequence,
+                                  hidden=run.model.hidden, heads=run.model.heads, scheme=_volume_scheme(run.tensor))
+        except ConfigError as problem:
+            return alone, [problem]
+        shape = {"row": row, "col": col}
+    return replace(run, mesh=replace(mesh, **shape)), []
+
+
+def _volume_scheme(tensor: Tensor) -> Scheme:
+    return "megatron-sequence" if tensor.scheme == "megatron" and tensor.sequence_sharding else tensor.scheme
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorMeshFacts:
+    """What a rank of the tensor mesh receives for one layer and one microbatch, forward and backward, in bytes, and
+    what of it crosses between nodes where a node holds `tile` (rows, columns) of the mesh. None: on one node, or nodes
+    are not known."""
+
+    row: int
+    col: int
+    scheme: str
+    layer_bytes: int
+    tile: tuple[int, int] | None = None
+    node_bytes: int | None = None
+    node_bytes_row_by_row: int | None = None
+
+    def __str__(self) -> str:
+        text = (f"tensor mesh {self.row} x {self.col}, {self.scheme}: a rank receives {self.layer_bytes / 2**20:,.2f} "
+                f"MiB a layer and microbatch, forward and backward")
+        if self.tile is None:
+            return text
+        return (f"{text}\nplacement: {self.tile[0]} x {self.tile[1]} of it on each node; "
+                f"{self.node_bytes / 2**20:,.2f} MiB of that enter a node (row by row: "
+                f"{self.node_bytes_row_by_row / 2**20:,.2f})")
+
+
+def tensor_mesh_facts(run: Run, ranks_per_node: int | None) -> TensorMeshFacts | None:
+    """None on stages of one rank, and where the sizes do not fit."""
+    mesh, model = run.mesh, run.model
+    if mesh.stage_size == 1:
+        return None
+    try:
+        volume = layer_volume(_volume_scheme(run.tensor), row=mesh.row, col=mesh.col, batch=run.batch.microbatch_size,
+                              sequence=model.sequence, hidden=model.hidden, itemsize=DTYPES[run.precision].itemsize)
+    except ValueError:
+        return None
+    facts = TensorMeshFacts(row=mesh.row, col=mesh.col, scheme=_volume_scheme(run.tensor),
+                            layer_bytes=round(volume.total))
+    if ranks_per_node is None or ranks_per_node >= mesh.stage_size:
+        return facts
+    received = {"along_row_bytes": volume.forward.weights + volume.backward.weights,
+                "along_col_bytes": volume.forward.activations + volume.backward.activations}
+    tile = mesh.tile or best_tile(mesh.row, mesh.col, ranks_per_node, **received)
+    by_row = (max(1, ranks_per_node // mesh.col), min(mesh.col, ranks_per_node))
+    return replace(facts, tile=tile, node_bytes=round(bytes_between_nodes(mesh.row, mesh.col, tile, **received)),
+                   node_bytes_row_by_row=round(bytes_between_nodes(mesh.row, mesh.col, by_row, **received)))
 
 
 def laid_out(run: Run) -> tuple[StageTable, tuple[RankMemory, ...]]:
@@ -302,6 +392,8 @@ def print_report(report: Report, values: Sequence[tuple[str, str, str]]) -> None
         memory = memory_table(report.memory)
         console.print()
         console.print(memory)
+        if report.tensor_mesh:
+            console.print(str(report.tensor_mesh))
         if report.machine:
             console.print(str(report.machine))
     console.print()

@@ -115,12 +115,12 @@ def train(recipe: str, **flags: str | None) -> int:
     from ranvier import check, launch
     from ranvier.launchers import detect
 
-    problems = [*resolved.problems, *check.problems(resolved.run)]
+    started = detect(os.environ, resolved.run.launch.launcher)
+    run, open_problems = check.with_shape(resolved.run, None if started is None else started.size)
+    problems = [*resolved.problems, *open_problems, *check.problems(run)]
     if problems:
         raise Refused(problems)
-    run = resolved.run
     run = dataclasses.replace(run, run_dir=run.run_dir or resolve.default_folder(name))
-    started = detect(os.environ, run.launch.launcher)
     if started is None:
         _check_folder(run.run_dir)
     if started is None or (started.launcher != "local" and started.rank == 0):
@@ -150,7 +150,7 @@ def _train_as_rank(run: Run, name: str, world) -> int:
         train_loop(run, name, world)
         world.backend.close()
     except BaseException as error:
-        code = failure.failed(world, run.mesh, error)
+        code = failure.failed(world, world.mesh or run.mesh, error)
         if world.size > 1:
             failure.leave(world, code)
         return code
@@ -167,8 +167,9 @@ def _check_folder(folder: Path) -> None:
 @command.command(cls=_WithSettings)
 @click.argument("recipe")
 @click.option("--ranks", type=click.IntRange(min=1), help="Number of ranks that the run is meant for.")
+@click.option("--ranks-per-node", type=click.IntRange(min=1), help="Ranks on each machine, for their placement.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def check(recipe: str, ranks: int | None, as_json: bool, **flags: str | None) -> int:
+def check(recipe: str, ranks: int | None, ranks_per_node: int | None, as_json: bool, **flags: str | None) -> int:
     """Find every problem of RECIPE at once, for any number of ranks; show its stages, memory and settings.
 
     Nothing is started, and no weight is built.
@@ -177,7 +178,7 @@ def check(recipe: str, ranks: int | None, as_json: bool, **flags: str | None) ->
     from ranvier.check import check as check_run
     from ranvier.check import print_report
 
-    report = check_run(resolved.run, ranks)
+    report = check_run(resolved.run, ranks, ranks_per_node)
     report = dataclasses.replace(report, problems=(*resolved.problems, *report.problems))
     values = resolve.flatten(resolved.run)
     rows = [(setting.flag, resolve.as_text(values[setting.name]), resolved.origins[setting.name])

@@ -54,20 +54,22 @@ class Mesh:
     """Replicas: full copies of the model that share each global batch."""
     pipe: Size = 1
     """Stages of the pipeline: runs of consecutive blocks."""
-    row: Size = 1
-    """Rows of the tensor mesh: they share the microbatch."""
-    col: Size = 1
+    row: Size | Literal["auto"] = 1
+    """Rows of the tensor mesh: they share the microbatch. auto: of all shapes that the ranks allow the one that
+    receives the fewest bytes."""
+    col: Size | Literal["auto"] = 1
     """Columns of the tensor mesh: they share the hidden dimension."""
     tile: tuple[Size, Size] | None = None
-    """Rows and columns of the tensor mesh on one node; none numbers ranks row by row. Unused on stages of one rank."""
+    """Rows and columns of the tensor mesh on one node. none: where each node has equally many ranks, what lets the
+    fewest bytes cross between nodes, else ranks are numbered row by row. Unused on stages of one rank."""
 
     def __post_init__(self) -> None:
         for axis in AXES:
             size = getattr(self, axis)
-            if not _is_size(size):
+            if not _is_size(size) and not (size == "auto" and axis in ("row", "col")):
                 raise ConfigError("must be a whole number of at least 1", where=f"mesh.{axis}", value=size,
                                   remedy=f"Set --mesh.{axis} 1 to leave this axis unused.")
-        if self.tile is None:
+        if self.tile is None or self.is_open:
             return
         if not isinstance(self.tile, tuple) or len(self.tile) != 2 or not all(map(_is_size, self.tile)):
             raise ConfigError("must be two whole numbers of at least 1, or none", where="mesh.tile", value=self.tile,
@@ -75,6 +77,11 @@ class Mesh:
         if self.row % self._tile[0] or self.col % self._tile[1]:
             raise ConfigError(f"does not divide the {self.row} rows and {self.col} columns", where="mesh.tile",
                               value=self.tile, remedy="Set --mesh.tile none to number ranks row by row.")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether row or col is still to be chosen; such a mesh has no size yet."""
+        return "auto" in (self.row, self.col)
 
     @property
     def _tile(self) -> tuple[int, int]:

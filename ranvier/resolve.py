@@ -135,7 +135,12 @@ def resolve(layers: Sequence[Layer]) -> Resolved:
                 origins[name] = layer.origin
             except ConfigError as problem:
                 problems.append(problem)
-    return Resolved(run=_build(Run, values), origins=origins, problems=tuple(problems))
+    try:
+        run = _build(Run, values)
+    except ConfigError as problem:  # of values that are right one by one
+        problems.append(problem)
+        run = _build(Run, {**values, "mesh.tile": None})
+    return Resolved(run=run, origins=origins, problems=tuple(problems))
 
 
 def _build(tree: type, values: Mapping[str, object], prefix: str = ""):

@@ -19,6 +19,7 @@ from typing import TextIO
 import torch
 
 from ranvier import resolve
+from ranvier.check import tensor_mesh_facts
 from ranvier.data.loader import Loader
 from ranvier.data.prepare import Prepared, prepare
 from ranvier.data.sampler import Sampler
@@ -85,6 +86,7 @@ class Training:
         self.ranks = world.backend.group("train", [tuple(range(world.size))])
         self.data = _prepare(run, world, stream)
         self.run = self._agree(run)
+        world.mesh = self.run.mesh
         self.run, self.predicted = check_fits(self.run, world)
         self.ranks.barrier()  # not before every rank has looked at what is free
         self.engine = _build(self.run, world)
@@ -183,15 +185,20 @@ class Training:
     # ------------------------------------------------------------------ parts of the start
 
     def _agree(self, run: Run) -> Run:
-        """The run with its folder, as rank 0 names it. DataError when the ranks have different text."""
+        """The run with its folder, as rank 0 names it, and the tensor mesh as it lies best on the nodes. DataError when
+        the ranks have different text."""
         folder = run.run_dir or resolve.default_folder(self.recipe)
-        everyone = self.ranks.gather_objects({"folder": str(folder), "text": self.data.fingerprint})
+        everyone = self.ranks.gather_objects({"folder": str(folder), "text": self.data.fingerprint,
+                                              "local_size": self.world.local_size})
         for rank, other in enumerate(everyone):
             if other["text"] != everyone[0]["text"]:
                 raise DataError(f"differs from that of rank 0 ({everyone[0]['text']})", where=f"text of rank {rank}",
                                 value=other["text"], remedy="Give all machines the same files and versions, or one "
                                                             "shared --data.cache-dir.")
-        return replace(run, run_dir=Path(everyone[0]["folder"]))
+        nodes = {other["local_size"] for other in everyone}
+        facts = tensor_mesh_facts(run, nodes.pop() if len(nodes) == 1 else None)
+        return replace(run, run_dir=Path(everyone[0]["folder"]),
+                       mesh=replace(run.mesh, tile=facts.tile if facts is not None else run.mesh.tile))
 
     def _loaders(self) -> tuple[Loader, Loader]:
         """Training samples in the seed's order, and held-out ones in their own."""

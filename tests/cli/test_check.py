@@ -169,3 +169,53 @@ def test_a_machine_that_is_too_small_is_a_warning(monkeypatch):
     assert "In this order: lower --batch.microbatch-size (it is 4); set --memory.checkpoint auto;" in str(warning)
     monkeypatch.setattr(check, "available_memory_bytes", lambda: 2000 << 20)
     assert check.check(run_with(mesh__data="2", mesh__pipe="2")).warnings == ()
+
+
+@pytest.mark.parametrize(("flags", "ranks", "shape"), [
+    ({"mesh__row": "auto", "mesh__col": "auto"}, 4, (2, 2)),
+    ({"mesh__row": "auto", "mesh__col": "auto", "model__sequence": "512"}, 4, (4, 1)),
+    ({"mesh__row": "auto", "mesh__col": "auto", "model__hidden": "1024", "model__heads": "16"}, 4, (1, 4)),
+    ({"mesh__row": "auto", "mesh__col": "2"}, 4, (2, 2)),
+    ({"mesh__col": "auto", "mesh__row": "2", "mesh__data": "2"}, 8, (2, 2)),
+    ({"mesh__row": "auto", "mesh__col": "auto", "tensor__scheme": "megatron"}, 4, (1, 4))])
+def test_auto_takes_the_shape_that_receives_least(flags, ranks, shape):
+    run, problems = check.with_shape(run_with(**flags), ranks)
+    assert not problems and (run.mesh.row, run.mesh.col) == shape and run.mesh.size == ranks
+    report = check.check(run_with(**flags), ranks)
+    assert not report.problems and report.document()["tensor_mesh"]["row"] == shape[0]
+
+
+@pytest.mark.parametrize(("flags", "ranks", "text"), [
+    ({"mesh__row": "auto"}, None, "needs to know how many ranks there are"),
+    ({"mesh__row": "auto", "mesh__pipe": "2"}, 5, "5 ranks are no multiple of 2"),
+    ({"mesh__row": "auto", "mesh__col": "3"}, 4, "4 ranks are no multiple of 3"),
+    ({"mesh__row": "auto", "mesh__col": "auto"}, 7, "does not divide the hidden size 128")])
+def test_auto_that_cannot_be(flags, ranks, text):
+    run, problems = check.with_shape(run_with(**flags), ranks)
+    assert len(problems) == 1 and text in str(problems[0]) and problems[0].remedy
+    assert not run.mesh.is_open
+    assert problems[0].what in {problem.what for problem in check.check(run_with(**flags), ranks).problems}
+
+
+def test_placement_on_nodes_is_shown():
+    flags = {"mesh__row": "4", "mesh__col": "4", "model__hidden": "256"}
+    placed = check.check(run_with(**flags), 16, 4).tensor_mesh
+    assert placed.tile[0] * placed.tile[1] == 4 and placed.node_bytes <= placed.node_bytes_row_by_row
+    assert "on each node" in str(placed)
+    assert check.check(run_with(**flags), 16, 16).tensor_mesh.tile is None
+    assert check.check(run_with(), 1, 1).tensor_mesh is None
+
+
+@pytest.mark.parametrize(("flags", "where"), [
+    ({"tensor__scheme": "summa"}, "tensor.scheme"),
+    ({"tensor__sequence_sharding": "true", "mesh__col": "2"}, "tensor.sequence-sharding"),
+    ({"tensor__keep_weights": "true", "mesh__col": "2"}, "tensor.keep-weights")])
+def test_tensor_settings_without_effect(flags, where):
+    warnings = check.check(run_with(**flags)).warnings
+    assert [warning.where for warning in warnings if warning.where.startswith("tensor")] == [where]
+
+
+def test_a_tile_that_does_not_divide_is_a_problem_not_an_exception():
+    found = resolve.resolve([resolve.Layer(origin="flag", is_text=True, values={
+        "mesh.row": "2", "mesh.col": "2", "mesh.tile": "3,2"})])
+    assert [problem.where for problem in found.problems] == ["mesh.tile"] and found.run.mesh.tile is None
