@@ -5,12 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help train test test-all lint bench-pipeline bench-transports bench-meshes bench-memory clean
+.PHONY: help train test test-all lint bench-pipeline bench-transports bench-meshes bench-memory bench-tensor clean
 
 help:
 	@echo "make train              train the smallest GPT on four local ranks, with a picture of what each did when"
 	@echo "make test               lint and the tests; test-all adds the slow ones"
-	@echo "make bench-pipeline     compare with other pipelines; bench-transports, bench-meshes, bench-memory likewise"
+	@echo "make bench-pipeline     compare with other pipelines; bench-transports, bench-meshes, bench-memory, bench-tensor likewise"
 	@echo "make clean              remove $(VENV)"
 
 train: $(VENV)/train
@@ -39,6 +39,9 @@ bench-memory: $(VENV)/train
 	$(BIN)/python -m benchmarks.memory.peers
 	$(BIN)/python -m benchmarks.memory.overlap
 	$(BIN)/python -m benchmarks.memory.saved
+
+bench-tensor: $(VENV)/train
+	$(BIN)/python -m benchmarks.tensor.run
 
 clean:
 	rm -rf $(VENV)

@@ -17,6 +17,7 @@ _HOMES = {
     "BatchResult": "ranvier.pipeline.result",
     "Microbatch": "ranvier.pipeline.microbatch",
     "Optim": "ranvier.run",
+    "TensorParallel": "ranvier.run",
     "microbatches": "ranvier.pipeline.microbatch",
     "Mesh": "ranvier.mesh",
     "World": "ranvier.world",

@@ -24,7 +24,7 @@ from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.partition import check_boundaries
 from ranvier.planner.memory import PROCESS_BYTES, RankMemory, predict, remedies
 from ranvier.precision import DTYPES
-from ranvier.run import Optim, Run, Tensor
+from ranvier.run import Optim, Run, TensorParallel
 from ranvier.tensor.mesh import tensor_problems
 from ranvier.tensor.placement import best_tile, bytes_between_nodes
 from ranvier.tensor.shape import best_shape
@@ -155,7 +155,7 @@ def with_shape(run: Run, num_ranks: int | None) -> tuple[Run, list[RanvierError]
     return replace(run, mesh=replace(mesh, **shape)), []
 
 
-def _volume_scheme(tensor: Tensor) -> Scheme:
+def _volume_scheme(tensor: TensorParallel) -> Scheme:
     return "megatron-sequence" if tensor.scheme == "megatron" and tensor.sequence_sharding else tensor.scheme
 
 
@@ -328,7 +328,7 @@ def _tensor_warnings(run: Run) -> Iterator[ConfigError]:
         if tensor.scheme != "stationary" or mesh.row == 1:
             unused.append(("keep_weights", "weights are gathered in scheme stationary on several rows only"))
     for name, why in unused:
-        if getattr(tensor, name) != getattr(Tensor, name):
+        if getattr(tensor, name) != getattr(TensorParallel, name):
             yield ConfigError(f"has no effect: {why}", where=f"tensor.{name.replace('_', '-')}",
                               value=getattr(tensor, name), remedy="Leave it out.")
 

@@ -69,7 +69,7 @@ class Pipeline:
 
 
 @dataclass(frozen=True, kw_only=True, config=_config)
-class Tensor:
+class TensorParallel:
     scheme: Literal["stationary", "summa", "megatron"] = "stationary"
     """How blocks are computed on row x col ranks: with one operand of each product staying where it is; by Optimus'
     broadcasts and reductions; or as Megatron, on columns only."""
@@ -180,7 +180,7 @@ class Run:
     batch: Batch = Batch()
     train: Train = Train()
     pipeline: Pipeline = Pipeline()
-    tensor: Tensor = Tensor()
+    tensor: TensorParallel = TensorParallel()
     optim: Optim = Optim()
     memory: Memory = Memory()
     comm: Comm = Comm()

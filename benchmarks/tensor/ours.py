@@ -17,7 +17,7 @@ from ranvier.comm.protocol import Backend, Group
 from ranvier.comm.torch_backend import TorchBackend
 from ranvier.layout import Split, box_size
 from ranvier.mesh import Mesh
-from ranvier.run import Tensor as Settings
+from ranvier.run import TensorParallel as Settings
 from ranvier.tensor.layers import block_splits
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split import SplitLinear, split_layers
@@ -25,7 +25,7 @@ from ranvier.tensor.split import SplitLinear, split_layers
 
 @contextmanager
 def open_ours(stem: Stem, contender: Contender, place: Place) -> Iterator[OurStack]:
-    """Settings: those of `ranvier.run.Tensor`."""
+    """Settings: those of `ranvier.run.TensorParallel`."""
     device = torch.device("cpu")
     if contender.transport == "mpi":
         backend: Backend = MPIBackend(device)

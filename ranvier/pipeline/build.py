@@ -24,7 +24,7 @@ from ranvier.pipeline.partition import (
     partition,
     uniform,
 )
-from ranvier.run import Tensor
+from ranvier.run import TensorParallel
 from ranvier.tensor.layers import block_splits
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split import split_layers
@@ -99,7 +99,7 @@ def global_parameters(model: Model, modules: dict[str, nn.Module]) -> tuple[Para
 
 
 def cut(model: Model, mesh: Mesh, *, boundaries: Sequence[int] | None, how: Literal["cost", "uniform"],
-        sample: Microbatch | None, dtype: torch.dtype, device: str, tensor: Tensor | None = None
+        sample: Microbatch | None, dtype: torch.dtype, device: str, tensor: TensorParallel | None = None
         ) -> tuple[StageTable, Layout]:
     """Decide the stages, and who holds and owns each parameter; the same on every rank.
 
@@ -111,8 +111,8 @@ def cut(model: Model, mesh: Mesh, *, boundaries: Sequence[int] | None, how: Lite
     parameters = global_parameters(model, modules)
     shards = None
     if mesh.stage_size > 1:
-        parameters, shards = _split(parameters, modules, mesh, tensor or Tensor())
-        model = split_model(model, meta_mesh(mesh, tensor or Tensor()))
+        parameters, shards = _split(parameters, modules, mesh, tensor or TensorParallel())
+        model = split_model(model, meta_mesh(mesh, tensor or TensorParallel()))
     costs = None
     if sample is not None and sample.inputs is not None:
         costs = tuple(block_costs(model, sample.inputs, sample.targets, dtype))
@@ -127,7 +127,7 @@ def cut(model: Model, mesh: Mesh, *, boundaries: Sequence[int] | None, how: Lite
     return _table(layout, tuple(modules), weights, costs), layout
 
 
-def _split(parameters: Sequence[Parameter], modules: Mapping[str, nn.Module], mesh: Mesh, tensor: Tensor
+def _split(parameters: Sequence[Parameter], modules: Mapping[str, nn.Module], mesh: Mesh, tensor: TensorParallel
            ) -> tuple[tuple[Parameter, ...], dict[str, dict[tuple[int, int], Box]]]:
     """The parameters with the axes along which their gradients are summed, and who holds what of each."""
     splits = {f"{block}.{name}": split for block, module in modules.items()
@@ -136,7 +136,7 @@ def _split(parameters: Sequence[Parameter], modules: Mapping[str, nn.Module], me
             {parameter.name: splits[parameter.name].boxes(parameter.shape, mesh) for parameter in parameters})
 
 
-def meta_mesh(mesh: Mesh, tensor: Tensor) -> TensorMesh:
+def meta_mesh(mesh: Mesh, tensor: TensorParallel) -> TensorMesh:
     """The tensor mesh of a stage as its first rank sees it, for blocks on the meta device: nothing moves."""
     return TensorMesh(MetaGroup("row", mesh.row), MetaGroup("col", mesh.col), tensor)
 

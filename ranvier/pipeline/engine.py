@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ranvier.comm.board import Board
 from ranvier.comm.message import Kind, Message
@@ -48,7 +48,7 @@ from ranvier.pipeline.stage import Stage, runs_of
 from ranvier.pipeline.ties import TiedParameters, gradient_specs, ties_of
 from ranvier.pipeline.timeline import Category, Timeline
 from ranvier.pipeline.weight_gradients import WeightGradients, restore_forward
-from ranvier.run import Optim, Tensor
+from ranvier.run import Optim, TensorParallel
 from ranvier.tensor.mesh import TensorMesh, tensor_problems
 from ranvier.world import World
 
@@ -101,7 +101,7 @@ class Engine:
                  defer_bytes: int | Literal["auto"] = "auto", seed: int = 0, dtype: torch.dtype = torch.float32,
                  nominal_weight: float = 1.0, timeout_seconds: float = 300.0, optim: Optim | None = None,
                  learning_rate: float = 1e-3, checkpoint: Checkpoint = "none", sample: Microbatch | None = None,
-                 tensor: Tensor | None = None, check_order: bool = False) -> None:
+                 tensor: TensorParallel | None = None, check_order: bool = False) -> None:
         mesh = mesh or world.mesh or Mesh(data=world.size)
         if mesh.size != world.size:
             raise ConfigError(f"has {mesh.size} ranks, but {world.size} were started", where="mesh", value=str(mesh),
@@ -119,7 +119,7 @@ class Engine:
         self._closed = False
         self.timeline = Timeline()
 
-        model, tensor = as_model(model, loss), tensor or Tensor()
+        model, tensor = as_model(model, loss), tensor or TensorParallel()
         for problem in tensor_problems(mesh, tensor):
             raise problem
         self.stages, self.layout = cut(model, mesh, boundaries=boundaries, how=partition, sample=sample, dtype=dtype,
@@ -195,7 +195,7 @@ class Engine:
         self._finish_update()
         return {name: parameter for name, parameter in self._parameters.items() if self.layout[name].is_owner}
 
-    def gradients(self) -> dict[str, torch.Tensor]:
+    def gradients(self) -> dict[str, Tensor]:
         """After `forward_backward`: the gradients that this rank owns, of the mean loss over the global batch."""
         return {spec.name: spec.parameter.grad for spec in self._updater.gradients.owned()}
 
@@ -222,7 +222,7 @@ class Engine:
         with master copies become what those are; others are the caller's to load. ConfigError where it does not fit."""
         self._updater.load_state(state)
 
-    def tensors(self) -> dict[str, dict[str, list[torch.Tensor]]]:
+    def tensors(self) -> dict[str, dict[str, list[Tensor]]]:
         """What lives from step to step on this rank: {"device": {category: tensors}, "host": {...}}. On a CPU as the
         device, offloaded states count as the host's."""
         buffers = [buffer for _, _, module in self._stage.blocks for buffer in module.buffers()]
@@ -337,7 +337,7 @@ class Engine:
 
     # ------------------------------------------------------------------ start
 
-    def _open_tensor_mesh(self, tensor: Tensor) -> TensorMesh | None:
+    def _open_tensor_mesh(self, tensor: TensorParallel) -> TensorMesh | None:
         """The groups of this rank's row and column, and those over which parameters with several holders sum their
         gradients; None where a stage is one rank."""
         backend, mesh = self.world.backend, self.mesh
@@ -501,7 +501,7 @@ class Engine:
         self._board.doing = f"{_CATEGORIES[action.kind]} {action.microbatch}"
         return time.monotonic_ns()
 
-    def _inputs(self, number: int, batch: list[Microbatch]) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
+    def _inputs(self, number: int, batch: list[Microbatch]) -> tuple[dict[str, Tensor], frozenset[str]]:
         """The carried state that enters this stage, and which of it wants a gradient."""
         if not self.is_first_stage:
             message = self._inbox.take("forward", number, self._before)
@@ -511,10 +511,10 @@ class Engine:
                              remedy="Give the ranks of the first stage the inputs of every microbatch.")
         return self._to_device(named(batch[number].inputs, f"inputs of microbatch {number}")), frozenset()
 
-    def _to_device(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _to_device(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.to(self.world.device, non_blocking=True) for name, tensor in tensors.items()}
 
-    def _send_return(self, number: int, gradients: dict[str, torch.Tensor]) -> None:
+    def _send_return(self, number: int, gradients: dict[str, Tensor]) -> None:
         """What goes back over the edge before this stage: gradients where there are some, else a bare credit."""
         if not self.is_first_stage:
             kind = Kind.BACKWARD if gradients else Kind.CREDIT

@@ -35,7 +35,7 @@ from ranvier.layout import Split
 from ranvier.tensor.activations import layout_of
 
 if TYPE_CHECKING:
-    from ranvier.run import Tensor as Settings
+    from ranvier.run import TensorParallel as Settings
     from ranvier.tensor.mesh import TensorMesh
 
 

@@ -22,7 +22,7 @@ from ranvier.tensor.activations import Activations, activations_of
 
 if TYPE_CHECKING:
     from ranvier.comm.protocol import Group
-    from ranvier.run import Tensor as Settings
+    from ranvier.run import TensorParallel as Settings
 
 PANEL_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 """Largest gathered panel of activations: what stays in a CPU's cache, or fills a GPU with one product."""

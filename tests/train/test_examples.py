@@ -27,6 +27,15 @@ def test_own_model_learns_on_four_ranks(tmp_path):
     assert held_out < losses[0] / 3
 
 
+def test_own_layers_learn_on_two_rows_and_columns(tmp_path):
+    done = run_example("own_layers.py", tmp_path)
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)$", done.stdout, re.MULTILINE)]
+    held_out = float(re.search(r"^held out: loss ([\d.]+)$", done.stdout, re.MULTILINE)[1])
+    assert len(losses) == 4
+    assert held_out < losses[0] / 3
+
+
 def test_own_tracker_tells_the_slowest_step(tmp_path):
     done = run_example("own_tracker.py", tmp_path)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,88 @@
+"""A model of your own on rows and columns: `python examples/own_layers.py`, or under torchrun or mpiexec.
+
+The blocks are plain PyTorch but for their layers, and run on one rank too. On four, each holds a quarter of every
+weight and of every activation.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import ranvier
+from ranvier.tensor import layers as tensor
+
+HIDDEN, HEADS, VOCAB, LENGTH = 32, 4, 16, 12
+
+
+class Embedding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.token, self.position = tensor.Embedding(VOCAB, HIDDEN), tensor.PositionEmbedding(LENGTH, HIDDEN)
+
+    def forward(self, ids):
+        return self.token(ids) + self.position(ids.shape[1])
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = tensor.LayerNorm(HIDDEN)
+        self.qkv = tensor.Linear(HIDDEN, 3 * HIDDEN, stationary="output", units=HEADS)
+        self.out = tensor.Linear(HIDDEN, HIDDEN, stationary="input", units=HEADS)
+
+    def forward(self, x):
+        heads = self.qkv(self.norm(x)).unflatten(-1, (-1, 3, HIDDEN // HEADS))  # -1: as many as are here
+        query, key, value = (part.transpose(1, 2) for part in heads.unbind(3))
+        mixed = functional.scaled_dot_product_attention(query, key, value)
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = tensor.LayerNorm(HIDDEN)
+        self.into = tensor.Linear(HIDDEN, 4 * HIDDEN, stationary="output")
+        self.out = tensor.Linear(4 * HIDDEN, HIDDEN, stationary="input")
+
+    def forward(self, x):
+        return x + self.out(functional.relu(self.into(self.norm(x))))
+
+
+class Head(nn.Module):
+    """Is there a token 0?"""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.score = tensor.LayerNorm(HIDDEN), tensor.TokenLinear(HIDDEN, 2, token=0)
+
+    def forward(self, x):
+        return self.score(self.norm(x))
+
+
+def loss(scores, answers):
+    return functional.cross_entropy(scores, answers, reduction="sum"), len(answers)
+
+
+def questions(seed, row, rows):
+    """This row's share of 64 questions, in microbatches of 16."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCAB, (64, LENGTH), generator=generator)
+    answers = (ids == 0).any(1).long()
+    return [ranvier.Microbatch(*(part.chunk(rows)[row] for part in (ids[start:start + 16], answers[start:start + 16])))
+            for start in range(0, 64, 16)]
+
+
+world = ranvier.start(row=2, col=2)
+torch.manual_seed(0)
+blocks = [Embedding(), Attention(), MLP(), Attention(), MLP(), Head()]
+engine = ranvier.Engine(blocks, world, loss=loss, tensor=ranvier.TensorParallel(scheme="stationary"),
+                        optim=ranvier.Optim(), learning_rate=3e-3)
+place = engine.coordinates.row, engine.mesh.row
+for step in range(100):
+    result = engine.train_batch(questions(step, *place))
+    if step % 25 == 0 and world.rank == 0:
+        print(f"step {step}: loss {result.loss:.4f}")
+held_out = engine.evaluate(questions(1_000_000, *place))
+if world.rank == 0:
+    print(f"held out: loss {held_out.loss:.4f}")
+engine.close()
