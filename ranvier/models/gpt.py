@@ -71,11 +71,11 @@ class MLP(nn.Module):
         super().__init__()
         self.norm = tensor.LayerNorm(config.hidden, dtype=dtype)
         self.fc1 = tensor.Linear(config.hidden, 4 * config.hidden, stationary="output", dtype=dtype)
-        self.fc2 = tensor.Linear(4 * config.hidden, config.hidden, stationary="input", dtype=dtype)
+        self.fc2 = tensor.Linear(4 * config.hidden, config.hidden, stationary="input", reuse_input=True, dtype=dtype)
         self.dropout = tensor.Dropout(config.dropout)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        y_BSF = functional.gelu(self.fc1(self.norm(x_BSH)), approximate="tanh")
+        y_BSF = tensor.gelu(self.fc1(self.norm(x_BSH)))
         return x_BSH + self.dropout(self.fc2(y_BSF))
 
 

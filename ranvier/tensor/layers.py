@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ranvier import keyed_random
@@ -68,13 +69,15 @@ class Linear(_Layer, nn.Linear):
     stationary: which of the two activations stays on its rank, where the scheme lets one stay: "output" for the first
         of a pair of products (queries, keys and values; h to 4h), "input" for the second.
     units: pieces of the output (input-stationary: of the input) that are never cut, such as heads.
+    reuse_input: nobody else needs the input in a backward, such as a GELU's output; on a mesh its gradient takes its
+        place in memory, where the weight's gradient is not postponed. The backward runs once then.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, *,
-                 stationary: Literal["output", "input"], units: int | None = None,
+                 stationary: Literal["output", "input"], units: int | None = None, reuse_input: bool = False,
                  dtype: torch.dtype | None = None) -> None:
         super().__init__(in_features, out_features, bias, dtype=dtype)
-        self.stationary, self.units = stationary, units
+        self.stationary, self.units, self.reuse_input = stationary, units, reuse_input
 
     def splits(self, settings: Settings) -> dict[str, Split]:
         """Parameter's name -> how it lies on the mesh."""
@@ -200,6 +203,28 @@ class TokenLinear(_Layer, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.linear(x[:, self.token], self.weight, self.bias)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """GELU by its tanh approximation, of a tensor that nobody else needs in a backward, such as a product's output.
+
+    Its gradient takes x's place in memory (Xu et al., 2021, section 3.2.3, method 1), so the backward runs once;
+    autograd raises a RuntimeError where someone else would see the changed values.
+    """
+    return _GELU.apply(x)
+
+
+class _GELU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return functional.gelu(x, approximate="tanh")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor) -> Tensor:
+        x, = ctx.saved_tensors
+        return torch.ops.aten.gelu_backward.grad_input(dy, x, approximate="tanh", grad_input=x)
 
 
 Layer = Linear | VocabularyLinear | Embedding | PositionEmbedding | LayerNorm | Dropout | TokenLinear

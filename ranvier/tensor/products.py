@@ -44,9 +44,9 @@ class Product(Protocol):
         """dW, which may lie in the workspace. into: a gradient of the weight's dtype, to which dW is added where no
         sum over ranks is needed (None is returned then)."""
 
-    def gradients(self, dy: Tensor, x: Tensor, weight: Tensor, *, weight_slabs: Tensor | None,
-                  into: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Both."""
+    def gradients(self, dy: Tensor, x: Tensor, weight: Tensor, *, weight_slabs: Tensor | None, into: Tensor | None,
+                  reuse: bool) -> tuple[Tensor, Tensor | None]:
+        """Both. reuse: dx may take the place of x in memory."""
 
 
 class OutputStationary:
@@ -78,8 +78,8 @@ class OutputStationary:
                         dy_slabs: Tensor | None = None, into: Tensor | None = None) -> Tensor | None:
         return stationary.output_weight_gradient(self._mesh, _flat(dy), x, weight, x_slabs, into)
 
-    def gradients(self, dy: Tensor, x: Tensor, weight: Tensor, *, weight_slabs: Tensor | None,
-                  into: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def gradients(self, dy: Tensor, x: Tensor, weight: Tensor, *, weight_slabs: Tensor | None, into: Tensor | None,
+                  reuse: bool) -> tuple[Tensor, Tensor | None]:
         return (self.input_gradient(dy, x, weight, weight_slabs=weight_slabs),
                 self.weight_gradient(dy, x, weight, into=into))
 
@@ -118,10 +118,10 @@ class InputStationary:
                                            wants_weight=True, gathered=dy_slabs, into=into)
         return dw
 
-    def gradients(self, dy: Tensor, x: Tensor, weight: Tensor, *, weight_slabs: Tensor | None,
-                  into: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def gradients(self, dy: Tensor, x: Tensor, weight: Tensor, *, weight_slabs: Tensor | None, into: Tensor | None,
+                  reuse: bool) -> tuple[Tensor, Tensor | None]:
         dx, dw = stationary.input_gradients(self._mesh, dy.contiguous(), _flat(x), weight, wants_input=True,
-                                            wants_weight=True, kept=weight_slabs, into=into)
+                                            wants_weight=True, kept=weight_slabs, into=into, reuse=reuse)
         return dx.view(x.shape), dw
 
 
@@ -139,9 +139,14 @@ class _Summa:
     def gather_dy(self, dy: Tensor) -> Tensor | None:
         return None
 
-    def gradients(self, dy: Tensor, x: Tensor, weight: Tensor, *, weight_slabs: Tensor | None,
-                  into: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return self.input_gradient(dy, x, weight), self.weight_gradient(dy, x, weight)
+    def gradients(self, dy: Tensor, x: Tensor, weight: Tensor, *, weight_slabs: Tensor | None, into: Tensor | None,
+                  reuse: bool) -> tuple[Tensor, Tensor | None]:
+        dw = self.weight_gradient(dy, x, weight)
+        return self._input_gradient(dy, x, weight, out=_flat(x) if reuse else None), dw
+
+    def input_gradient(self, dy: Tensor, like: Tensor, weight: Tensor, *, weight_slabs: Tensor | None = None,
+                       dy_slabs: Tensor | None = None) -> Tensor:
+        return self._input_gradient(dy, like, weight, out=None)
 
 
 class SummaProduct(_Summa):
@@ -155,9 +160,8 @@ class SummaProduct(_Summa):
         return summa.ab(self._mesh, _flat(x), weight.t(), self._width(x), flip=True, bias=bias
                         ).view(self.out_shape(x, weight))
 
-    def input_gradient(self, dy: Tensor, like: Tensor, weight: Tensor, *, weight_slabs: Tensor | None = None,
-                       dy_slabs: Tensor | None = None) -> Tensor:
-        return summa.abt(self._mesh, _flat(dy), weight.t(), self._width(like), flip=True).view(like.shape)
+    def _input_gradient(self, dy: Tensor, like: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
+        return summa.abt(self._mesh, _flat(dy), weight.t(), self._width(like), flip=True, out=out).view(like.shape)
 
     def weight_gradient(self, dy: Tensor, x: Tensor | None, weight: Tensor, *, x_slabs: Tensor | None = None,
                         dy_slabs: Tensor | None = None, into: Tensor | None = None) -> Tensor | None:
@@ -181,8 +185,7 @@ class SummaVocabulary(_Summa):
                 weight_slabs: Tensor | None) -> Tensor:
         return summa.abt(self._mesh, _flat(x), weight, self._vocab, flip=False).view(self.out_shape(x, weight))
 
-    def input_gradient(self, dy: Tensor, like: Tensor, weight: Tensor, *, weight_slabs: Tensor | None = None,
-                       dy_slabs: Tensor | None = None) -> Tensor:
+    def _input_gradient(self, dy: Tensor, like: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
         return summa.ab(self._mesh, _flat(dy), weight, self._vocab, flip=False).view(like.shape)
 
     def weight_gradient(self, dy: Tensor, x: Tensor | None, weight: Tensor, *, x_slabs: Tensor | None = None,

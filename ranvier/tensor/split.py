@@ -146,6 +146,7 @@ class SplitLinear(SplitLayer):
         if layer.bias is None:
             self.bias = None
         self._product = product
+        self._reuse_input = getattr(layer, "reuse_input", False)
         self.weight_gradients: WeightGradients | None = None
         """Takes what the backward of a stage finds for the weight; None leaves it to autograd."""
         self.may_wait = False
@@ -230,7 +231,8 @@ class SplitLinear(SplitLayer):
                 and self.weight.grad.dtype is dy.dtype:
             into = self.weight.grad
         if wants_input and wants_weight and x_slabs is None:
-            dx, dw = product.gradients(dy, x, weight, weight_slabs=weight_slabs, into=into)
+            dx, dw = product.gradients(dy, x, weight, weight_slabs=weight_slabs, into=into,
+                                       reuse=self._reuse_input and x.is_contiguous())
         else:
             dx = product.input_gradient(dy, like, weight, weight_slabs=weight_slabs) if wants_input else None
             dw = product.weight_gradient(dy, x, weight, x_slabs=x_slabs, into=into) if wants_weight else None

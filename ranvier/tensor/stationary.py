@@ -212,15 +212,16 @@ def input_forward(mesh: TensorMesh, x: Tensor, weight: Tensor, out: Tensor, kept
 
 def input_gradients(mesh: TensorMesh, dy: Tensor, x: Tensor, weight: Tensor, *, wants_input: bool, wants_weight: bool,
                     kept: Tensor | None = None, gathered: Tensor | None = None,
-                    into: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+                    into: Tensor | None = None, reuse: bool = False) -> tuple[Tensor | None, Tensor | None]:
     """dx [tokens, in_j] and dW [out_i, in_j] (in the workspace) of dy as outputs lie on the mesh.
 
     kept: the gathered weight. gathered: slabs of dy that are there already. into: as in `output_weight_gradient`.
+    reuse: dx takes the place of x.
     """
     slabs, work = (kept, None) if kept is not None or not wants_input else gather_weight(mesh, weight)
     if wants_input:
         whole = slabs.flatten(0, 1)
-    dx = dy.new_empty(x.shape) if wants_input else None
+    dx = (x if reuse else dy.new_empty(x.shape)) if wants_input else None
     dw, first = _room_for(mesh, weight, into) if wants_weight else (None, True)
     for where, dy_slabs in ([(slice(0, len(x)), gathered)] if gathered is not None else stream(mesh, dy)):
         if work is not None:
@@ -229,9 +230,9 @@ def input_gradients(mesh: TensorMesh, dy: Tensor, x: Tensor, weight: Tensor, *, 
         width = dy_slabs.shape[-1]
         for number, dy_slab in enumerate(dy_slabs):
             rows = slice(number * width, (number + 1) * width)
-            if wants_input:
-                _multiply(dx[where], dy_slab, whole[rows], number == 0)
             if wants_weight:
                 _multiply(dw.flatten(0, 1)[rows], dy_slab.t(), x[where], first)
+        for number, dy_slab in enumerate(dy_slabs if wants_input else ()):
+            _multiply(dx[where], dy_slab, whole[number * width:(number + 1) * width], number == 0)
         first = False
     return dx, None if dw is None or into is not None else scatter_weight(mesh, dw)

@@ -131,10 +131,11 @@ def ab(mesh: TensorMesh, a: Tensor, b: Tensor, width: int, *, flip: bool, bias: 
     return c
 
 
-def abt(mesh: TensorMesh, a: Tensor, b: Tensor, width: int, *, flip: bool) -> Tensor:
-    """C [T, k_col] of A [T, n_j] and B [k_row, n_j]. width: of the whole k. flip: B is a transposed view."""
+def abt(mesh: TensorMesh, a: Tensor, b: Tensor, width: int, *, flip: bool, out: Tensor | None = None) -> Tensor:
+    """C [T, k_col] of A [T, n_j] and B [k_row, n_j]. width: of the whole k. flip: B is a transposed view. out: where C
+    shall be."""
     start, stop = part(width, mesh.num_cols, mesh.col)
-    c = a.new_empty(len(a), stop - start)
+    c = a.new_empty(len(a), stop - start) if out is None else out
 
     def fill() -> Iterator[tuple[_Panel, Tensor]]:
         for panel, (right,) in _ahead(_panels(mesh, width), lambda p: _down_column(mesh, b, p, flip)):
