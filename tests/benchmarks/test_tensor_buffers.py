@@ -6,10 +6,10 @@ from benchmarks.tensor import buffers
 
 
 def test_live_bytes_are_those_of_the_papers_method_1(tmp_path):
-    entries = buffers.main(["--hidden", "128", "--sequence", "64", "--output", str(tmp_path / "buffers.json")])
+    entries = buffers.main(["--output", str(tmp_path / "buffers.json")])
     summa = next(entry for entry in entries if entry["scheme"] == "summa")
     paper = sum(buffers.PAPER.values())
     # statistics of norms and attention come on top: a few numbers a token
-    assert paper - buffers.METHOD_1 <= summa["units"]["working"] < paper - buffers.METHOD_1 + 0.7
+    assert paper - buffers.METHOD_1 <= summa["units"]["working"] < paper - buffers.METHOD_1 + 0.5
     assert summa["units"]["inputs"] == 2
     assert json.loads((tmp_path / "buffers.json").read_text())["entries"] == entries
