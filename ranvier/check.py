@@ -348,7 +348,7 @@ def _optim_warnings(run: Run) -> Iterator[ConfigError]:
                    for name in ("initial_loss_scale", "loss_scale_window")]
     if optim.offload not in ("stream", "host"):
         unused.append(("buckets_in_flight", Optim.buckets_in_flight, f"offload is {optim.offload}"))
-    if run.mesh.data == 1:
+    if run.mesh.data == 1 and run.mesh.stage_size == 1:
         unused += [("shard", False, "mesh.data is 1"), ("reduce_dtype", "auto", "mesh.data is 1")]
     for name, default, why in unused:
         if getattr(optim, name) != default:
