@@ -147,7 +147,7 @@ def assert_layer_parity(make: Callable, x: Tensor, dy: Tensor, rows: int, cols: 
 
 def tiny_gpt(*, tied: bool = False, **changed) -> Model:
     """A GPT in fp64 that every mesh of this folder can split, whose vocabulary nothing divides."""
-    config = dict(num_layers=2, hidden=36, heads=12, vocab=61, sequence=8, dropout=0.1) | changed
+    config = dict(num_layers=1, hidden=36, heads=12, vocab=61, sequence=8, dropout=0.1) | changed
     model = gpt(GPT(**config), dtype=torch.float64)
     return model if tied else replace(model, tied=())
 
@@ -191,8 +191,8 @@ def every(batches: Batches) -> list[Microbatch]:
 
 
 def on_mesh(make: Callable[[], Model], mesh: Mesh, work: Callable[[Engine], object], *, scheme: str = "stationary",
-            settings: Settings | None = None, dtype: torch.dtype = torch.float64, run_seconds: float = 120.0,
-            **options) -> list:
+            settings: Settings | None = None, dtype: torch.dtype = torch.float64, throttle=None,
+            run_seconds: float = 120.0, **options) -> list:
     """`work(engine)` on every rank; the results in rank order."""
     def rank(world):
         engine = Engine(make(), world, mesh=mesh, seed=SEED, dtype=dtype, tensor=settings or SCHEMES[scheme], **options)
@@ -200,7 +200,7 @@ def on_mesh(make: Callable[[], Model], mesh: Mesh, work: Callable[[Engine], obje
         engine.close()
         return result
 
-    return run_ranks(rank, mesh.size, timeout_seconds=run_seconds)
+    return run_ranks(rank, mesh.size, throttle=throttle, timeout_seconds=run_seconds)
 
 
 def assemble(found: Sequence[dict[str, Tensor]], layout: Layout) -> dict[str, Tensor]:

@@ -151,6 +151,23 @@ def test_embedding(rows, cols, scheme):
                         scheme, enter=row_part, leave=stream_part)
 
 
+@pytest.mark.parametrize(("rows", "cols"), [(2, 1), (2, 2), (2, 3)])
+def test_an_embedding_of_one_feature_on_each_rank(rows, cols):
+    """What it returns goes into a product."""
+    width = rows * cols
+    table, weight = random(VOCAB, width), random(6 * width, width, seed=2)
+
+    def work(mesh):
+        embedding = layers.Embedding(VOCAB, width, dtype=torch.float64)
+        linear = layers.Linear(width, 6 * width, bias=False, stationary="output", dtype=torch.float64)
+        embedding.weight.data.copy_(table)
+        linear.weight.data.copy_(weight)
+        block = split_layers(nn.Sequential(embedding, linear), mesh, "block")
+        return relative_error(block(row_part(mesh, ids(rows))), inner_part(mesh, table[ids(rows)] @ weight.t()))
+
+    assert max(on_tensor_mesh(rows, cols, SCHEMES["stationary"], work)) < TOLERANCE
+
+
 @pytest.mark.parametrize(("rows", "cols", "scheme"), FEW)
 def test_embedding_with_a_padding_token(rows, cols, scheme):
     """Its row of the table has no gradient."""
@@ -252,6 +269,17 @@ def test_dropout_drops_what_the_unsplit_layer_drops(rows, cols, scheme):
 def test_token_linear(rows, cols, scheme, token, bias):
     make = partial(filled, partial(layers.TokenLinear, HIDDEN, 5, bias, token=token))
     assert_layer_parity(make, stream(rows), random(2 * rows, 5), rows, cols, scheme, enter=stream_part, leave=row_part)
+
+
+@pytest.mark.parametrize("token", [SEQUENCE, -SEQUENCE - 1])
+@pytest.mark.parametrize(("rows", "cols", "scheme"), FEW)
+def test_token_linear_of_a_token_that_is_not_there(rows, cols, scheme, token):
+    def work(mesh):
+        head = split_layers(layers.TokenLinear(HIDDEN, 5, token=token, dtype=torch.float64), mesh, "block")
+        with pytest.raises(IndexError):
+            head(stream_part(mesh, stream(rows)))
+
+    on_tensor_mesh(rows, cols, SCHEMES[scheme], work)
 
 
 def split_loss(rows, cols, scheme, logits, targets):

@@ -1,4 +1,4 @@
-"""Steps on a tensor mesh equal those of one process with torch's optimizers, whatever is sharded, offloaded, clipped."""
+"""Steps on a tensor mesh equal those of one process and torch's optimizers, whatever is sharded, offloaded, clipped."""
 
 from functools import partial
 
@@ -30,7 +30,8 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 RUNS = [(Mesh(row=2, col=2), "stationary"), (Mesh(row=2, col=2), "summa"), (Mesh(row=2, col=3), "stationary"),
         (Mesh(row=2, col=3), "summa"), (Mesh(col=2), "megatron"), (Mesh(col=4), "sequence")]
 SPREAD = [(Mesh(data=2, row=2), "stationary"), (Mesh(data=2, row=2, col=2), "summa"),
-          (Mesh(data=2, pipe=2, row=2), "stationary"), (Mesh(data=2, col=2), "sequence"), (Mesh(data=2, col=2), "megatron")]
+          (Mesh(data=2, pipe=2, row=2), "stationary"), (Mesh(data=2, col=2), "sequence"),
+          (Mesh(data=2, col=2), "megatron")]
 
 
 def optim(**options):
@@ -78,28 +79,36 @@ def test_ten_steps_with_a_users_optimizer(mesh):
     assert_trains(tiny_gpt, mesh, optimizer=ADAMW)
 
 
-@pytest.mark.parametrize("options", [{"shard": True}, {"offload": "stream"}, {"offload": "host"},
-                                     {"shard": True, "offload": "stream"}], ids=str)
+@pytest.mark.parametrize("options", [{"shard": True}, {"shard": True, "offload": "stream"}, {"offload": "host"}],
+                         ids=str)
 @pytest.mark.parametrize(("mesh", "scheme"), SPREAD, ids=str)
 def test_states_that_are_sharded_or_offloaded(mesh, scheme, options):
     assert_trains(tiny_gpt, mesh, steps=3, scheme=scheme, optim=optim(**options))
 
 
-@pytest.mark.parametrize("options", [{}, {"offload": "stream"}, {"offload": "host"}, {"update_in_backward": True}],
+@pytest.mark.parametrize("options", [{"offload": "stream"}, {"offload": "host"}, {"update_in_backward": True}],
                          ids=str)
 @pytest.mark.parametrize(("mesh", "scheme"), RUNS, ids=str)
 def test_states_on_one_replica(mesh, scheme, options):
     assert_trains(tiny_gpt, mesh, steps=3, count=1, scheme=scheme, optim=optim(**options))
 
 
-@pytest.mark.parametrize("shard", [False, True])
 @pytest.mark.parametrize("clip_norm", [0.05, 1e6])
-@pytest.mark.parametrize(("mesh", "scheme"), [*RUNS, *SPREAD], ids=str)
-def test_clipping_by_the_global_norm_is_torchs(mesh, scheme, clip_norm, shard):
-    if shard and mesh.data == 1:
-        return
+@pytest.mark.parametrize(("mesh", "scheme", "shard"), [*((*run, False) for run in RUNS),
+                                                       *((*run, True) for run in SPREAD)], ids=str)
+def test_clipping_by_the_global_norm_is_torchs(mesh, scheme, shard, clip_norm):
     assert_trains(tiny_gpt, mesh, steps=3, scheme=scheme, clip_norm=clip_norm,
                   optim=optim(clip_norm=clip_norm, shard=shard))
+
+
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize(("mesh", "scheme", "bucket_size"), [
+    (Mesh(data=2, col=2), "megatron", 7), (Mesh(data=2, col=2), "megatron", 50), (Mesh(data=2, col=2), "sequence", 50),
+    (Mesh(data=2, row=2, col=2), "stationary", 50), (Mesh(data=2, row=2), "summa", 50)], ids=str)
+def test_copies_stay_the_same_to_the_bit_however_updates_are_cut(mesh, scheme, bucket_size, shard):
+    """torch's fused kernels round the last few elements of a piece differently, so that pieces must be cut alike
+    wherever copies are."""
+    assert_trains(tiny_gpt, mesh, steps=3, count=1, scheme=scheme, optim=optim(bucket_size=bucket_size, shard=shard))
 
 
 @pytest.mark.parametrize("mesh", [Mesh(row=2), Mesh(row=2, col=2), Mesh(pipe=2, row=2, col=2)], ids=str)
@@ -146,12 +155,12 @@ def test_gradients_and_their_step_apart(mesh):
     one, two = (on_mesh(tiny_gpt, mesh, partial(work, apart=apart), learning_rate=1e-2, optim=optim(clip_norm=0.05))
                 for apart in (False, True))
     for mine, theirs in zip(one, two, strict=True):
-        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+        assert_close(mine, theirs, 1e-12)
 
 
 # ---------------------------------------------------------------------- half precision
 
-@pytest.mark.parametrize("options", [{}, {"accumulate": "half"}, {"offload": "stream", "reduce_dtype": "fp32"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"accumulate": "half", "offload": "stream"}], ids=str)
 @pytest.mark.parametrize(("mesh", "scheme", "dtype"), [
     (Mesh(row=2, col=2), "stationary", torch.bfloat16), (Mesh(row=2, col=2), "summa", torch.bfloat16),
     (Mesh(col=2), "megatron", torch.bfloat16), (Mesh(col=2), "sequence", torch.bfloat16),
@@ -159,7 +168,7 @@ def test_gradients_and_their_step_apart(mesh):
 def test_half_precision_follows_the_reference(mesh, scheme, dtype, options):
     """With fp32 masters; copies stay the same to the bit."""
     batches = [token_batches(mesh, seed=seed) for seed in range(10)]
-    losses, norms, _ = trained(tiny_gpt, batches)
+    losses, norms, _ = trained(tiny_gpt, batches, optimizer=partial(ADAMW, lr=1e-3))
 
     def work(engine):
         results = [engine.train_batch(share(engine, batch)) for batch in batches]
@@ -167,11 +176,11 @@ def test_half_precision_follows_the_reference(mesh, scheme, dtype, options):
                 engine.layout)
 
     found, found_norms, weights, layouts = zip(*on_mesh(tiny_gpt, mesh, work, scheme=scheme, dtype=dtype,
-                                                        learning_rate=1e-2, optim=optim(**options),
+                                                        learning_rate=1e-3, optim=optim(**options),
                                                         nominal_weight=24.0 * mesh.data * mesh.row), strict=True)
     assemble(weights, layouts[0])
-    assert all(mine == pytest.approx(losses, rel=0.02) for mine in found)
-    assert all(mine == pytest.approx(norms, rel=0.1) for mine in found_norms)
+    assert all(mine == pytest.approx(losses, rel=0.01) for mine in found)
+    assert all(mine == pytest.approx(norms, rel=0.05) for mine in found_norms)
 
 
 class Ids(nn.Module):
@@ -179,8 +188,9 @@ class Ids(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.token = layers.Embedding(2, 4)
-        self.token.weight.data = torch.tensor([[2000.0, 1, 1, 1], [1, 1, 1, 1]])
+        self.token = layers.Embedding(2, 8)
+        self.token.weight.data = torch.ones(2, 8)
+        self.token.weight.data[0, 0] = 2000.0
         self.token.weight.requires_grad_(False)
 
     def forward(self, ids):
@@ -192,8 +202,8 @@ class Pair(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.fc1 = layers.Linear(4, 4, bias=False, stationary="output")
-        self.fc2 = layers.Linear(4, 4, bias=False, stationary="input")
+        self.fc1 = layers.Linear(8, 8, bias=False, stationary="output")
+        self.fc2 = layers.Linear(8, 8, bias=False, stationary="input")
         self.fc1.weight.data.fill_(1e-3)
         self.fc2.weight.data.fill_(0.0)[:, 0] = 0.5
 
@@ -204,7 +214,7 @@ class Pair(nn.Module):
 class Scores(nn.Module):
     def __init__(self):
         super().__init__()
-        self.head = layers.TokenLinear(4, 2)
+        self.head = layers.TokenLinear(8, 2)
         self.head.weight.data.fill_(0.5)
         self.head.bias.data.fill_(0.1)
 
@@ -218,8 +228,7 @@ def overflowing():
 
 
 @pytest.mark.parametrize("options", [{}, {"offload": "stream"}, {"clip_norm": 1e6}, {"shard": True}], ids=str)
-@pytest.mark.parametrize("mesh", [Mesh(row=2, col=2), Mesh(row=2), Mesh(col=2), Mesh(data=2, row=2, col=2),
-                                  Mesh(pipe=2, row=2, col=2)], ids=str)
+@pytest.mark.parametrize("mesh", [Mesh(row=2, col=2), Mesh(data=2, row=2, col=2), Mesh(pipe=2, row=2, col=2)], ids=str)
 def test_an_overflow_on_one_rank_skips_the_step_everywhere(mesh, options):
     """In the second batch the gradient of one element of fc1 is beyond fp16: rank (0, 0) alone holds it."""
     def work(engine):
