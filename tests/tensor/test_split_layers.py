@@ -335,10 +335,11 @@ def test_next_token_loss_in_narrow_types(dtype):
     assert relative_error(gradient.double(), expected_gradient) <= (1e-6 if dtype is torch.float32 else 5e-3)
 
 
-def test_next_token_loss_where_a_column_has_only_impossible_tokens():
+@pytest.mark.parametrize("impossible", [slice(0, 1), slice(40, None)], ids=["the first of a column", "a whole column"])
+def test_next_token_loss_with_impossible_tokens(impossible):
     """Logits of minus infinity, as models give to entries that only fill a vocabulary up."""
-    logits, targets = random(2, SEQUENCE, VOCAB), ids(1) % 40
-    logits[..., 40:] = -torch.inf  # column 2 of 3 begins at 41
+    logits, targets = random(2, SEQUENCE, VOCAB), 1 + ids(1) % 39
+    logits[..., impossible] = -torch.inf  # the last of three columns begins at 41
     total, _, gradient = split_loss(1, 3, "stationary", logits, targets)
     expected, _, expected_gradient = whole_loss(logits, targets)
     assert abs(total - expected) <= 1e-12 * expected

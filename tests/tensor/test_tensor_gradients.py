@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from ranvier.comm.throttle import Link
+from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
+from ranvier.pipeline.microbatch import Microbatch
 from ranvier.run import Optim
 from ranvier.run import Tensor as Settings
 from ranvier.testing.reference import Reference, relative_error
@@ -218,6 +220,30 @@ def test_no_valid_target_anywhere(rows, cols, scheme):
     outcome = gradients_on(tiny_gpt, batches, mesh, scheme=scheme)
     assert all(loss != loss for loss in outcome.losses) and outcome.weights == [0.0] * mesh.size
     assert not any(gradient.any() for gradient in outcome.gradients.values())
+
+
+@pytest.mark.parametrize(("rows", "cols", "scheme"), legal([(1, 2), (2, 2)]))
+def test_a_microbatch_without_samples(rows, cols, scheme):
+    """As on one rank: it adds nothing."""
+    mesh = Mesh(row=rows, col=cols)
+    full, = token_batches(mesh, count=1)[0]
+    empty = Microbatch(full.inputs[:0], full.targets[:0], full.samples[:0])
+    assert_parity(tiny_gpt, [[full, empty]], mesh, scheme=scheme)
+
+
+@pytest.mark.parametrize("which", ["inputs", "targets"])
+@pytest.mark.parametrize(("rows", "cols", "scheme"), legal([(1, 2), (2, 2)]))
+def test_tokens_outside_the_vocabulary_are_no_tokens(rows, cols, scheme, which):
+    """One process raises; a mesh that took them for tokens of nobody's part would train on nonsense in silence."""
+    def one_process():
+        Reference(tiny_gpt(), seed=SEED, dtype=torch.float64).forward_backward(batches[0])
+
+    mesh = Mesh(row=rows, col=cols)
+    batches = token_batches(mesh, count=1)
+    getattr(batches[0][0], which)[0, 0] = 61
+    for run in (one_process, partial(gradients_on, tiny_gpt, batches, mesh, scheme=scheme)):
+        with pytest.raises((IndexError, RuntimeError, RanvierError), match=r"(?i)out of (range|bounds)|vocab"):
+            run()
 
 
 @pytest.mark.parametrize(("rows", "cols", "scheme"), legal([(1, 2), (2, 2)]))
