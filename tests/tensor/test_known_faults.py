@@ -335,7 +335,7 @@ def test_training_is_the_same_without_checkpointing(rows, cols, scheme):
             engine.train_batch(share(engine, batch))
         return weights_of(engine), engine.layout
 
-    for checkpoint in ("none", 1, 2):
+    for checkpoint in ("none", 1):
         weights, layouts = zip(*on_mesh(tiny_gpt, mesh, work, scheme=scheme, checkpoint=checkpoint, optimizer=SGD),
                                strict=True)
         assert_close(assemble(weights, layouts[0]), reference.parameters)
@@ -348,6 +348,5 @@ def test_microbatches_in_flight_do_not_share_memory(rows, cols, scheme):
     batches = token_batches(mesh, count=4)
     reference = Reference(tiny_gpt(), seed=SEED, dtype=torch.float64)
     reference.forward_backward(every(batches))
-    for checkpoint in ("none", 1):
-        outcome = gradients_on(tiny_gpt, batches, mesh, scheme=scheme, policy="gpipe", checkpoint=checkpoint)
-        assert_close(outcome.gradients, reference.gradients())
+    outcome = gradients_on(tiny_gpt, batches, mesh, scheme=scheme, policy="gpipe")
+    assert_close(outcome.gradients, reference.gradients())

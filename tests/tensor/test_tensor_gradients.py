@@ -62,8 +62,9 @@ def test_gpt_with_pipeline_or_replicas(mesh, scheme):
     assert_parity(tiny_gpt, token_batches(mesh, per_row=2), mesh, scheme=scheme)
 
 
-@pytest.mark.parametrize("checkpoint", [1, 2, "auto"])
-@pytest.mark.parametrize(("rows", "cols", "scheme"), legal([(1, 2), (2, 2)]))
+@pytest.mark.parametrize(("rows", "cols", "scheme", "checkpoint"), [
+    (*one, checkpoint) for one in legal([(1, 2), (2, 2)]) for checkpoint in (1, 2, "auto")
+    if checkpoint != 2 or one == (2, 2, "stationary")])
 def test_checkpointing(rows, cols, scheme, checkpoint):
     mesh = Mesh(row=rows, col=cols)
     batches = token_batches(mesh, count=2)
