@@ -1,0 +1,275 @@
+"""Runs layers and whole models on a row x col mesh and holds them against plain PyTorch: what this folder shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ranvier import keyed_random
+from ranvier.layout import Layout, part
+from ranvier.mesh import Mesh
+from ranvier.models.block import Model
+from ranvier.models.gpt import gpt
+from ranvier.pipeline.engine import Engine
+from ranvier.pipeline.microbatch import Microbatch
+from ranvier.run import GPT
+from ranvier.run import Tensor as Settings
+from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.split import split_layers
+from ranvier.testing.ranks import run_ranks
+from ranvier.testing.reference import Reference, relative_error
+
+SEED = 3
+IGNORED = -100
+TOLERANCE = 1e-10
+SCHEMES = {"stationary": Settings(), "summa": Settings(scheme="summa"), "megatron": Settings(scheme="megatron"),
+           "sequence": Settings(scheme="megatron", sequence_sharding=True)}
+SHAPES = [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (2, 3), (3, 2), (3, 3)]
+"""Rows and columns."""
+Batches = Sequence[Sequence[Microbatch]]
+"""One sequence of microbatches for each replica, whole: rows take their shares of each."""
+
+
+def legal(shapes: Sequence[tuple[int, int]] = SHAPES, schemes: Sequence[str] = tuple(SCHEMES)) -> list[tuple]:
+    """(rows, columns, scheme) of all that a scheme can be run on."""
+    return [(rows, cols, scheme) for rows, cols in shapes for scheme in schemes
+            if rows == 1 or SCHEMES[scheme].scheme != "megatron"]
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# ---------------------------------------------------------------------- layers alone
+
+def on_tensor_mesh(rows: int, cols: int, settings: Settings, work: Callable[[TensorMesh], object], *,
+                   panel_bytes: int | None = None) -> list:
+    """`work(tensor mesh)` on every rank of a mesh; the results in rank order."""
+    mesh = Mesh(row=rows, col=cols)
+
+    def rank(world):
+        over_rows, over_cols = (world.backend.group(axis, mesh.groups(axis)) for axis in ("row", "col"))
+        return work(TensorMesh(over_rows, over_cols, settings, panel_bytes=panel_bytes))
+
+    return run_ranks(rank, mesh.size)
+
+
+def own(mesh: TensorMesh, whole: Tensor, dim: int, axis: str) -> Tensor:
+    """This rank's part of `whole`, of which `dim` is cut by `axis`."""
+    count, index = (mesh.num_rows, mesh.row) if axis == "row" else (mesh.num_cols, mesh.col)
+    start, stop = part(whole.shape[dim], count, index)
+    return whole.narrow(dim, start, stop - start)
+
+
+def stream_part(mesh: TensorMesh, whole: Tensor) -> Tensor:
+    """This rank's part of the residual stream [B, S, H]."""
+    mine = own(mesh, whole, 0, "row")
+    dims = {"hidden": 2, "sequence": 1}
+    return own(mesh, mine, dims[mesh.activations.name], "col") if mesh.activations.name in dims else mine
+
+
+def inner_part(mesh: TensorMesh, whole: Tensor) -> Tensor:
+    """This rank's part of what lies between two products, and of logits: [B, S, F]."""
+    return own(mesh, own(mesh, whole, 0, "row"), -1, "col")
+
+
+def row_part(mesh: TensorMesh, whole: Tensor) -> Tensor:
+    """What all ranks of a row have."""
+    return own(mesh, whole, 0, "row")
+
+
+Part = Callable[[TensorMesh, Tensor], Tensor]
+
+
+def samples_of(count: int) -> Tensor:
+    return torch.arange(count) + 100
+
+
+def run_layer(layer, x: Tensor, dy: Tensor, samples: Tensor) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+    """(y, dx, gradients) of one layer, whole or split. dy is not changed."""
+    x = x.detach().clone().requires_grad_(x.is_floating_point())
+    with keyed_random.scope(SEED, 1, samples, "block"):
+        y = layer(x)
+    given = dy.clone()
+    y.backward(given)
+    assert torch.equal(given, dy), "a backward changed the gradient that it was given"
+    return y.detach(), x.grad, {name: parameter.grad for name, parameter in layer.named_parameters()
+                                if parameter.requires_grad}
+
+
+def assert_layer_parity(make: Callable, x: Tensor, dy: Tensor, rows: int, cols: int, scheme: str, *, enter: Part,
+                        leave: Part, panel_bytes: int | None = None, tolerance: float = TOLERANCE,
+                        prepare: Callable = lambda layer: None, settings: Settings | None = None) -> None:
+    """y, dx and every parameter's gradient on every rank are the right part of the whole layer's.
+
+    enter, leave: which part of inputs and of outputs a rank has. dy: gradient of the whole output. prepare: called with
+    the split layer.
+    """
+    settings = settings or SCHEMES[scheme]
+    whole = make()
+    wide = make().double()
+    wide.load_state_dict({name: value.double() for name, value in whole.state_dict().items()})
+    samples = samples_of(len(x))
+    expected_y, expected_dx, expected = run_layer(wide, x.double() if x.is_floating_point() else x, dy.double(),
+                                                  samples)
+    splits = whole.splits(settings)
+    dtype = next((parameter.dtype for parameter in whole.parameters()), x.dtype)
+
+    def work(mesh: TensorMesh):
+        layer = make()
+        layer.load_state_dict(whole.state_dict())
+        layer = split_layers(layer, mesh, "block")
+        prepare(layer)
+        y, dx, gradients = run_layer(layer, enter(mesh, x).to(dtype if x.is_floating_point() else x.dtype),
+                                     leave(mesh, dy).to(dtype), own(mesh, samples, 0, "row"))
+        errors = {"y": relative_error(y.double(), leave(mesh, expected_y))}
+        if dx is not None:
+            errors["dx"] = relative_error(dx.double(), enter(mesh, expected_dx))
+        assert set(gradients) == set(expected)
+        for name, gradient in gradients.items():
+            gradient = gradient.double().contiguous()
+            for axis, group in (("row", mesh.over_rows), ("col", mesh.over_cols)):
+                if axis in splits[name].summed:
+                    group.all_reduce(gradient).wait()
+            box = splits[name].box(expected[name].shape, (mesh.num_rows, mesh.num_cols), (mesh.row, mesh.col))
+            errors[name] = relative_error(gradient, expected[name][tuple(slice(*edges) for edges in box)])
+        return errors
+
+    for rank, errors in enumerate(on_tensor_mesh(rows, cols, settings, work, panel_bytes=panel_bytes)):
+        wrong = {name: error for name, error in errors.items() if not error <= tolerance}
+        assert not wrong, f"rank {rank}: relative errors {wrong}"
+
+
+# ---------------------------------------------------------------------- whole models
+
+def tiny_gpt(*, tied: bool = False, **changed) -> Model:
+    """A GPT in fp64 that every mesh of this folder can split, whose vocabulary nothing divides."""
+    config = dict(num_layers=1, hidden=36, heads=12, vocab=61, sequence=8, dropout=0.1) | changed
+    model = gpt(GPT(**config), dtype=torch.float64)
+    return model if tied else replace(model, tied=())
+
+
+def token_batches(mesh: Mesh, *, count: int = 3, per_row: int = 1, vocab: int = 61, length: int = 8,
+                  seed: int = 0) -> Batches:
+    """`count` microbatches for each replica, of which ever more targets do not count; in the first one all of the last
+    row's."""
+    batches = []
+    for replica in range(mesh.data):
+        batches.append([])
+        for number in range(count):
+            generator = torch.Generator().manual_seed(1000 * seed + 10 * replica + number)
+            size = per_row * mesh.row
+            ids = torch.randint(0, vocab, (size, length + 1), generator=generator)
+            targets = ids[:, 1:].clone()
+            ignored = (torch.arange(size) + replica) / (size + mesh.data)
+            targets[torch.rand(targets.shape, generator=generator) < ignored[:, None]] = IGNORED
+            if mesh.row > 1 and number == 0:
+                targets[-per_row:] = IGNORED
+            first = (replica * count + number) * size
+            batches[-1].append(Microbatch(ids[:, :-1].contiguous(), targets, torch.arange(first, first + size)))
+    return batches
+
+
+def row_share(microbatch: Microbatch, mesh: Mesh, row: int) -> Microbatch:
+    """A row's sequences of a whole microbatch."""
+    return Microbatch(*(tensor.chunk(mesh.row)[row].contiguous()
+                        for tensor in (microbatch.inputs, microbatch.targets, microbatch.samples)))
+
+
+def share(engine: Engine, batches: Batches) -> list[Microbatch]:
+    """What this rank needs of its replica's microbatches, and no more."""
+    found = [row_share(one, engine.mesh, engine.coordinates.row) for one in batches[engine.coordinates.data]]
+    return [Microbatch(one.inputs if engine.is_first_stage else None, one.targets if engine.is_last_stage else None,
+                       one.samples) for one in found]
+
+
+def every(batches: Batches) -> list[Microbatch]:
+    return [one for replica in batches for one in replica]
+
+
+def on_mesh(make: Callable[[], Model], mesh: Mesh, work: Callable[[Engine], object], *, scheme: str = "stationary",
+            settings: Settings | None = None, dtype: torch.dtype = torch.float64, throttle=None,
+            run_seconds: float = 120.0, **options) -> list:
+    """`work(engine)` on every rank; the results in rank order."""
+    def rank(world):
+        engine = Engine(make(), world, mesh=mesh, seed=SEED, dtype=dtype, tensor=settings or SCHEMES[scheme], **options)
+        result = work(engine)
+        engine.close()
+        return result
+
+    return run_ranks(rank, mesh.size, throttle=throttle, timeout_seconds=run_seconds)
+
+
+def assemble(found: Sequence[dict[str, Tensor]], layout: Layout) -> dict[str, Tensor]:
+    """Whole tensors from what each rank holds; what several hold is the same to the bit."""
+    whole: dict[str, Tensor] = {}
+    for rank, tensors in enumerate(found):
+        at = layout.mesh.coordinates(rank)
+        for name, tensor in tensors.items():
+            parameter = layout[name]
+            total = whole.setdefault(name, torch.full(parameter.shape, torch.nan, dtype=tensor.dtype))
+            place = total[tuple(slice(*edges) for edges in layout.box(parameter, at.row, at.col))]
+            assert place.shape == tensor.shape, f"{name} has shape {tuple(tensor.shape)} on rank {rank}"
+            known = ~place.isnan()
+            assert torch.equal(place[known], tensor[known]), f"{name} of rank {rank} differs from another rank's"
+            place.copy_(tensor)
+    assert not [name for name, tensor in whole.items() if tensor.isnan().any()]
+    return whole
+
+
+def gradients_of(engine: Engine) -> dict[str, Tensor]:
+    return {name: gradient.clone() for name, gradient in engine.gradients().items()}
+
+
+def weights_of(engine: Engine) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in engine.named_parameters().items()}
+
+
+@dataclass
+class Outcome:
+    """What a mesh computed: whole gradients by owner's name, what every rank has of them and said of numbers."""
+
+    gradients: dict[str, Tensor]
+    of_ranks: list[dict[str, Tensor]]
+    losses: list[float]
+    weights: list[float]
+    norms: list[float]
+    others: list
+
+
+def gradients_on(make: Callable[[], Model], batches: Batches, mesh: Mesh,
+                 also: Callable[[Engine], object] = lambda engine: None, **options) -> Outcome:
+    """Gradients, loss, weight and norm of one batch on `mesh`; also: called with the engine before it."""
+    def work(engine: Engine):
+        other = also(engine)
+        result = engine.forward_backward(share(engine, batches))
+        return gradients_of(engine), result.loss, result.weight, result.grad_norm, other, engine.layout
+
+    found, losses, weights, norms, others, layouts = zip(*on_mesh(make, mesh, work, **options), strict=True)
+    return Outcome(assemble(found, layouts[0]), list(found), list(losses), list(weights), list(norms), list(others))
+
+
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = TOLERANCE) -> None:
+    """Every tensor that is expected, no other, and each within the tolerance."""
+    assert set(actual) == set(expected)
+    errors = {name: relative_error(actual[name], expected[name].detach()) for name in expected}
+    wrong = {name: error for name, error in errors.items() if not error <= tolerance}
+    assert not wrong, f"relative errors {wrong}"
+
+
+def assert_parity(make: Callable[[], Model], batches: Batches, mesh: Mesh, **options) -> Outcome:
+    """Raw gradients, loss, weight and norm on every rank of `mesh` equal those of one process with plain PyTorch."""
+    reference = Reference(make(), seed=SEED, dtype=torch.float64)
+    loss = reference.forward_backward(every(batches))
+    outcome = gradients_on(make, batches, mesh, **options)
+    expected = reference.gradients()
+    assert_close(outcome.gradients, expected)
+    norm = sum(float((gradient ** 2).sum()) for gradient in expected.values()) ** 0.5
+    weight = sum(int((one.targets != IGNORED).sum()) for one in every(batches))
+    assert all(abs(found - loss) <= TOLERANCE * abs(loss) for found in outcome.losses)
+    assert all(abs(found - norm) <= TOLERANCE * norm for found in outcome.norms)
+    assert outcome.weights == [weight] * mesh.size
+    return outcome

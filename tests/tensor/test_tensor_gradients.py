@@ -1,0 +1,280 @@
+"""Raw gradients, losses and norms of a whole GPT on every tensor mesh are those of plain PyTorch, in fp64 to 1e-10."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from ranvier.comm.throttle import Link
+from ranvier.errors import RanvierError
+from ranvier.mesh import Mesh
+from ranvier.pipeline.microbatch import Microbatch
+from ranvier.run import Optim
+from ranvier.run import Tensor as Settings
+from ranvier.testing.reference import Reference, relative_error
+from tests.pipeline.parity import frozen
+from tests.tensor.split_parity import (
+    SEED,
+    TOLERANCE,
+    assert_close,
+    assert_parity,
+    every,
+    gradients_on,
+    legal,
+    on_mesh,
+    row_share,
+    share,
+    tiny_gpt,
+    token_batches,
+)
+
+HUGE = 1 << 40
+FEW = legal([(1, 2), (2, 2), (2, 3)])
+ALL_AXES = Mesh(data=2, pipe=2, row=2, col=2)
+TIED = [False]
+
+
+def two_layers(**options):
+    return tiny_gpt(num_layers=2, **options)
+
+
+@pytest.mark.parametrize("tied", TIED)
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(("rows", "cols", "scheme"), legal())
+def test_gpt_on_every_mesh(rows, cols, scheme, count, tied):
+    mesh = Mesh(row=rows, col=cols)
+    assert_parity(partial(two_layers, tied=tied), token_batches(mesh, count=count), mesh, scheme=scheme)
+
+
+@pytest.mark.parametrize("tied", TIED)
+@pytest.mark.parametrize(("scheme", "boundaries"), [("stationary", None), ("stationary", (1,)), ("summa", (4,))])
+def test_gpt_on_all_four_axes(scheme, boundaries, tied):
+    """Two replicas whose rows have unequal numbers of targets; layers lie unevenly on stages."""
+    assert_parity(partial(two_layers, tied=tied), token_batches(ALL_AXES), ALL_AXES, scheme=scheme,
+                  boundaries=boundaries)
+
+
+@pytest.mark.parametrize(("mesh", "scheme"), [
+    (Mesh(pipe=2, row=2, col=2), "summa"), (Mesh(data=2, row=2, col=2), "stationary"), (Mesh(data=2, row=2), "summa"),
+    (Mesh(pipe=3, col=2), "sequence"), (Mesh(pipe=2, row=3, col=2), "stationary"), (Mesh(data=3, col=2), "megatron"),
+    (Mesh(data=2, col=2), "sequence"), (Mesh(data=2, pipe=2, col=2), "megatron")], ids=str)
+def test_gpt_with_pipeline_or_replicas(mesh, scheme):
+    assert_parity(tiny_gpt, token_batches(mesh, per_row=2), mesh, scheme=scheme)
+
+
+@pytest.mark.parametrize(("rows", "cols", "scheme", "checkpoint"), [
+    (*one, checkpoint) for one in legal([(1, 2), (2, 2)]) for checkpoint in (1, 2, "auto")
+    if checkpoint != 2 or one == (2, 2, "stationary")])
+def test_checkpointing(rows, cols, scheme, checkpoint):
+    mesh = Mesh(row=rows, col=cols)
+    batches = token_batches(mesh, count=2)
+    assert_parity(two_layers, batches, mesh, scheme=scheme, checkpoint=checkpoint,
+                  sample=row_share(batches[0][0], mesh, 0))
+
+
+@pytest.mark.parametrize("checkpoint", ["none", 1])
+@pytest.mark.parametrize("mesh", [Mesh(row=2), Mesh(row=2, col=3), Mesh(pipe=2, row=2, col=2)], ids=str)
+def test_weights_that_are_kept(mesh, checkpoint):
+    """Gathered once in a step, so that fewer bytes go down the columns."""
+    def work(engine):
+        engine.forward_backward(share(engine, batches))
+        return engine.counters()["bytes_received_by_axis"]["row"]
+
+    batches = token_batches(mesh)
+    keeps = Settings(keep_weights=True)
+    assert_parity(tiny_gpt, batches, mesh, settings=keeps, checkpoint=checkpoint)
+    kept, other = (on_mesh(tiny_gpt, mesh, work, settings=settings, checkpoint=checkpoint)
+                   for settings in (keeps, Settings()))
+    assert all(few < many for few, many in zip(kept, other, strict=True))
+
+
+@pytest.mark.parametrize("mesh", [Mesh(row=2, col=2), Mesh(row=2, col=3)], ids=str)
+def test_a_recomputed_layer_gathers_once_for_recomputation_and_backward(mesh):
+    """With checkpointing weights travel in the forward and for the backward, as without: the recomputation's serve the
+    backward, too."""
+    def work(engine):
+        engine.forward_backward(share(engine, batches))
+        return engine.counters()["bytes_received_by_axis"]["row"]
+
+    batches = token_batches(mesh, count=1)
+    plain, recomputed = (on_mesh(tiny_gpt, mesh, work, checkpoint=checkpoint) for checkpoint in ("none", 1))
+    assert all(again <= once for once, again in zip(plain, recomputed, strict=True))
+
+
+@pytest.mark.parametrize("scheme", ["stationary", "summa"])
+def test_policies_agree_to_the_bit(scheme):
+    """Weight gradients at once, some later, all later; in every order of microbatches."""
+    mesh = Mesh(pipe=2, row=2, col=2)
+    batches = token_batches(mesh, count=5)
+    first = gradients_on(tiny_gpt, batches, mesh, scheme=scheme, policy="gpipe")
+    for options in ({"policy": "1f1b"}, {"defer_bytes": 0}, {"defer_bytes": HUGE, "in_flight": 5},
+                    {"defer_bytes": 20_000, "in_flight": 3}, {}):
+        other = gradients_on(tiny_gpt, batches, mesh, scheme=scheme, **options)
+        for mine, theirs in zip(first.of_ranks, other.of_ranks, strict=True):
+            wrong = [name for name in mine if not torch.equal(mine[name], theirs[name])]
+            assert set(mine) == set(theirs) and not wrong, f"{options}: {wrong}"
+        assert first.losses == other.losses
+
+
+@pytest.mark.parametrize("scheme", ["stationary", "summa"])
+def test_gradients_agree_to_the_bit_whatever_arrives_when(scheme):
+    """The ranks of a stage run the same actions, in an order that nobody knows before."""
+    mesh = Mesh(data=2, pipe=2, row=2, col=2)
+    batches = token_batches(mesh, count=4)
+    first, second = (gradients_on(tiny_gpt, batches, mesh, scheme=scheme, in_flight=3, check_order=seed == 1,
+                                  throttle=Link(jitter_seconds=1e-3, seed=seed)).gradients for seed in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("settings", [{}, {"scheme": "summa"}, {"keep_weights": True}], ids=str)
+@pytest.mark.parametrize("mesh", [Mesh(row=2, col=2), Mesh(pipe=2, row=2, col=3), Mesh(pipe=2, row=2)], ids=str)
+def test_postponed_weight_gradients(mesh, settings):
+    def postponed(engine):
+        inner, queue = engine._stage.weight, []
+        engine._stage.weight = lambda *action: (queue.append(action), inner(*action))
+        return queue
+
+    outcome = assert_parity(tiny_gpt, token_batches(mesh), mesh, settings=Settings(**settings), also=postponed,
+                            defer_bytes=HUGE)
+    assert all(outcome.others), "nothing was postponed, so nothing was tested"
+
+
+@pytest.mark.parametrize(("mesh", "scheme"), [(Mesh(pipe=2, col=2), "megatron"), (Mesh(pipe=2, col=2), "sequence"),
+                                              (Mesh(col=4), "megatron"), (Mesh(col=2), "stationary")], ids=str)
+def test_postponed_weight_gradients_on_columns_alone(mesh, scheme):
+    """They are added to gradients where those lie."""
+    assert_parity(tiny_gpt, token_batches(mesh), mesh, scheme=scheme, defer_bytes=HUGE, boundaries=None)
+
+
+@pytest.mark.parametrize("bucket_size", [7, 1000])
+@pytest.mark.parametrize("mesh", [Mesh(row=2, col=2), Mesh(data=2, row=2, col=3)], ids=str)
+def test_chunks_of_every_size(mesh, bucket_size):
+    assert_parity(tiny_gpt, token_batches(mesh), mesh, optim=Optim(bucket_size=bucket_size, chunk_buckets=1))
+
+
+FROZEN = {"an attention": lambda name: name.startswith("layer0.attention"),
+          "a prefix": lambda name: name.startswith(("embedding", "layer0")),
+          "all but a layer": lambda name: not name.startswith("layer1.mlp"),
+          "weights": lambda name: name.endswith("weight") and "norm" not in name,
+          "biases": lambda name: name.endswith("bias"),
+          "the head": lambda name: name.startswith("head")}
+
+
+@pytest.mark.parametrize("which", FROZEN)
+@pytest.mark.parametrize(("rows", "cols", "scheme"), [(1, 2, "sequence"), (2, 2, "stationary"), (2, 2, "summa")])
+def test_partly_frozen(rows, cols, scheme, which):
+    mesh = Mesh(row=rows, col=cols)
+    assert_parity(lambda: frozen(two_layers(), FROZEN[which]), token_batches(mesh, count=2), mesh, scheme=scheme)
+
+
+@pytest.mark.parametrize("which", FROZEN)
+def test_partly_frozen_on_stages(which):
+    """A frozen first stage keeps no graph; a frozen stage in the middle passes gradients on."""
+    mesh = Mesh(pipe=3, row=2, col=2)
+    assert_parity(lambda: frozen(two_layers(), FROZEN[which]), token_batches(mesh), mesh, boundaries=(3, 5),
+                  checkpoint=1 if which == "a prefix" else "none", defer_bytes=HUGE)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("rows", "cols", "scheme"), [*FEW, (3, 3, "stationary"), (1, 4, "sequence")])
+def test_predictions_are_whole(rows, cols, scheme, count):
+    """Every rank of a row has all the logits of its sequences; an evaluation afterwards has its part again."""
+    mesh = Mesh(pipe=count, row=rows, col=cols)
+    batches = token_batches(mesh, count=2)
+    reference = Reference(tiny_gpt(), seed=SEED, dtype=torch.float64)
+    expected = reference.predict(batches[0])
+    loss = reference.evaluate(batches[0])
+
+    def work(engine):
+        found = engine.predict(share(engine, batches))
+        assert abs(engine.evaluate(share(engine, batches)).loss - loss) <= TOLERANCE * loss
+        if not engine.is_last_stage:
+            assert found is None
+            return
+        for mine, whole in zip(found, expected, strict=True):
+            assert relative_error(mine, whole.chunk(rows)[engine.coordinates.row]) <= TOLERANCE
+
+    on_mesh(tiny_gpt, mesh, work, scheme=scheme)
+
+
+@pytest.mark.parametrize(("mesh", "scheme"), [(Mesh(row=2, col=2), "stationary"), (Mesh(row=2, col=3), "summa"),
+                                              (Mesh(col=2), "sequence"), (Mesh(pipe=2, row=2, col=2), "stationary")],
+                         ids=str)
+def test_evaluation_and_prediction_before_training(mesh, scheme):
+    batches = token_batches(mesh)
+    loss = Reference(tiny_gpt(), seed=SEED, dtype=torch.float64).evaluate(every(batches))
+
+    def before(engine):
+        engine.predict(share(engine, batches))
+        return engine.evaluate(share(engine, batches)).loss
+
+    outcome = assert_parity(tiny_gpt, batches, mesh, scheme=scheme, also=before)
+    assert all(abs(found - loss) <= TOLERANCE * loss for found in outcome.others)
+
+
+@pytest.mark.parametrize(("rows", "cols", "scheme"), FEW)
+def test_no_valid_target_anywhere(rows, cols, scheme):
+    mesh = Mesh(row=rows, col=cols)
+    batches = token_batches(mesh)
+    for one in batches[0]:
+        one.targets.fill_(-100)
+    outcome = gradients_on(tiny_gpt, batches, mesh, scheme=scheme)
+    assert all(loss != loss for loss in outcome.losses) and outcome.weights == [0.0] * mesh.size
+    assert not any(gradient.any() for gradient in outcome.gradients.values())
+
+
+@pytest.mark.parametrize(("rows", "cols", "scheme"), legal([(1, 2), (2, 2)]))
+def test_a_microbatch_without_samples(rows, cols, scheme):
+    """As on one rank: it adds nothing."""
+    mesh = Mesh(row=rows, col=cols)
+    full, = token_batches(mesh, count=1)[0]
+    empty = Microbatch(full.inputs[:0], full.targets[:0], full.samples[:0])
+    assert_parity(tiny_gpt, [[full, empty]], mesh, scheme=scheme)
+
+
+@pytest.mark.parametrize("which", ["inputs", "targets"])
+@pytest.mark.parametrize(("rows", "cols", "scheme"), legal([(1, 2), (2, 2)]))
+def test_tokens_outside_the_vocabulary_are_no_tokens(rows, cols, scheme, which):
+    """One process raises; a mesh that took them for tokens of nobody's part would train on nonsense in silence."""
+    def one_process():
+        Reference(tiny_gpt(), seed=SEED, dtype=torch.float64).forward_backward(batches[0])
+
+    mesh = Mesh(row=rows, col=cols)
+    batches = token_batches(mesh, count=1)
+    getattr(batches[0][0], which)[0, 0] = 61
+    for run in (one_process, partial(gradients_on, tiny_gpt, batches, mesh, scheme=scheme)):
+        with pytest.raises((IndexError, RuntimeError, RanvierError), match=r"(?i)out of (range|bounds)|vocab"):
+            run()
+
+
+@pytest.mark.parametrize(("rows", "cols", "scheme"), legal([(1, 2), (2, 2)]))
+def test_shorter_sequences_and_other_sizes(rows, cols, scheme):
+    """Microbatches of their own lengths and sizes; workspaces grow and are used again."""
+    mesh = Mesh(row=rows, col=cols)
+    batches = [[*token_batches(mesh, count=1, length=4)[0], *token_batches(mesh, count=1, per_row=3, seed=1)[0],
+                *token_batches(mesh, count=1, length=6, seed=2)[0]]]
+    assert_parity(tiny_gpt, batches, mesh, scheme=scheme)
+
+
+@pytest.mark.parametrize(("rows", "cols", "scheme"), legal([(1, 4), (2, 2), (3, 3)]))
+def test_one_token_of_the_vocabulary_for_each(rows, cols, scheme):
+    mesh, vocab = Mesh(row=rows, col=cols), max(rows, cols)
+    assert_parity(partial(tiny_gpt, vocab=vocab), token_batches(mesh, count=1, vocab=vocab), mesh, scheme=scheme)
+
+
+def test_small_panels(monkeypatch):
+    monkeypatch.setattr("ranvier.tensor.mesh.PANEL_BYTES", {"cpu": 1500})
+    for rows, cols, scheme in legal([(1, 2), (2, 2), (2, 3)], ("stationary", "megatron", "sequence")):
+        mesh = Mesh(row=rows, col=cols)
+        assert_parity(tiny_gpt, token_batches(mesh, per_row=2), mesh, scheme=scheme)
+
+
+def test_fp32_is_close():
+    mesh = Mesh(row=2, col=2)
+    batches = token_batches(mesh)
+    reference = Reference(tiny_gpt(), seed=SEED, dtype=torch.float64)
+    reference.forward_backward(every(batches))
+    for scheme in ("stationary", "summa"):
+        outcome = gradients_on(tiny_gpt, batches, mesh, scheme=scheme, dtype=torch.float32)
+        assert_close({name: gradient.double() for name, gradient in outcome.gradients.items()}, reference.gradients(),
+                     1e-4)

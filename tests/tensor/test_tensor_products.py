@@ -1,0 +1,228 @@
+"""The products of a split linear layer against plain matrix products, their traffic and their memory."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from ranvier.layout import part
+from ranvier.tensor import summa
+from ranvier.tensor.products import InputStationary, OutputStationary, SummaProduct, SummaVocabulary
+from ranvier.testing.reference import relative_error
+from tests.tensor.split_parity import SCHEMES, SHAPES, inner_part, legal, on_tensor_mesh, own, random, stream_part
+
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+SEQUENCE, HIDDEN, INNER, VOCAB = 12, 12, 24, 13
+SMALL = 400
+"""Bytes of a panel of a few tokens, which do not divide a row's."""
+KINDS = [(rows, cols, scheme, kind) for rows, cols, scheme in legal()
+         for kind in (("output", "input") if scheme != "summa" else ("output", "vocabulary"))]
+
+
+def operands(rows, kind):
+    """Whole x [B, S, in], W [out, in], bias and dy."""
+    width, out = {"output": (HIDDEN, INNER), "input": (INNER, HIDDEN), "vocabulary": (HIDDEN, VOCAB)}[kind]
+    return (random(2 * rows, SEQUENCE, width, seed=1), random(out, width, seed=2), random(out, seed=3),
+            random(2 * rows, SEQUENCE, out, seed=4))
+
+
+def expected_of(x, weight, bias, dy, has_bias):
+    """y, dx, dW by plain products."""
+    y = x @ weight.t() + (bias if has_bias else 0.0)
+    return y, dy @ weight, dy.flatten(0, 1).t() @ x.flatten(0, 1)
+
+
+def split(mesh, scheme, kind, x, weight, bias, dy):
+    """The product, its operands as they lie on the mesh, and what cuts outputs and the weight."""
+    product = {"output": OutputStationary, "input": InputStationary}.get(kind)
+    enter, leave = (inner_part, stream_part) if kind == "input" else (stream_part, inner_part)
+    if kind == "vocabulary":
+        start, stop = part(VOCAB, mesh.num_cols, mesh.col)
+        product, axes = partial(SummaVocabulary, vocab=VOCAB, own=stop - start), ("row", "col")
+    elif scheme == "summa":
+        product, axes = SummaProduct, ("col", "row")
+    else:
+        axes = ("col", "row") if kind == "output" else ("row", "col")
+
+    def of_weight(whole):
+        return own(mesh, own(mesh, whole, 0, axes[0]), 1, axes[1]).contiguous()
+
+    cut_bias = kind == "output" or mesh.activations.name == "hidden"
+    has_bias = kind != "vocabulary"
+    bias = (own(mesh, bias, 0, "col") if cut_bias else bias).contiguous() if has_bias else None
+    return (product(mesh), enter(mesh, x).contiguous(), of_weight(weight), bias, leave(mesh, dy).contiguous(), enter,
+            leave, of_weight)
+
+
+@pytest.mark.parametrize("panel_bytes", [None, SMALL], ids=["one panel", "panels"])
+@pytest.mark.parametrize(("rows", "cols", "scheme", "kind", "dtype"), [
+    (*kind, dtype) for kind in KINDS for dtype in TOLERANCE
+    if dtype is torch.float64 or kind[:2] in [(1, 2), (2, 2), (2, 3)]])
+def test_products_are_plain_ones(rows, cols, scheme, kind, dtype, panel_bytes):
+    """Gradients together, one at a time, from what has been gathered, and added to a gradient that is there."""
+    whole = [tensor.to(dtype) for tensor in operands(rows, kind)]
+    expected_y, expected_dx, expected_dw = expected_of(*(tensor.double() for tensor in whole), kind != "vocabulary")
+
+    def work(mesh):
+        product, x, weight, bias, dy, enter, leave, of_weight = split(mesh, scheme, kind, *whole)
+        right = leave(mesh, expected_y), enter(mesh, expected_dx), of_weight(expected_dw)
+        found = {"y": (product.forward(x, weight, bias, None, None), right[0])}
+        dx, dw = product.gradients(dy, x, weight, weight_slabs=None, into=None)
+        found |= {"dx": (dx, right[1]), "dW": (dw.clone(), right[2])}
+        found["dx alone"] = product.input_gradient(dy, x, weight), right[1]
+        found["dW alone"] = product.weight_gradient(dy, x, weight).clone(), right[2]
+        x_slabs, dy_slabs = product.gather_x(x), product.gather_dy(dy)
+        if x_slabs is not None:
+            found["y of gathered"] = product.forward(x, weight, bias, x_slabs, None), right[0]
+            found["dW of gathered x"] = product.weight_gradient(dy, None, weight, x_slabs=x_slabs).clone(), right[2]
+        if dy_slabs is not None:
+            found["dx of gathered dy"] = product.input_gradient(dy, x, weight, dy_slabs=dy_slabs), right[1]
+            found["dW of gathered dy"] = product.weight_gradient(dy, x, weight, dy_slabs=dy_slabs).clone(), right[2]
+        if rows == 1:
+            into = torch.ones_like(weight)
+            added = product.weight_gradient(dy, x, weight, into=into)
+            found["dW added"] = into if added is None else into + added, right[2] + 1
+        return {name: relative_error(value.double(), right) if value.shape == right.shape else value.shape
+                for name, (value, right) in found.items()}
+
+    for errors in on_tensor_mesh(rows, cols, SCHEMES[scheme], work, panel_bytes=panel_bytes):
+        assert all(error <= TOLERANCE[dtype] for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("flip", [False, True])
+@pytest.mark.parametrize("sizes", [(13, 11), (12, 12), (5, 4)], ids=str)
+@pytest.mark.parametrize(("rows", "cols"), SHAPES)
+def test_summas_three_products_of_dims_that_nothing_divides(rows, cols, sizes, flip):
+    """Each one's gradients by autograd are the other two."""
+    width, n = sizes
+    a, b = random(3 * rows, width, seed=1).requires_grad_(), random(width, n, seed=2).requires_grad_()
+    gradient = random(3 * rows, n, seed=3)
+    c = a @ b
+    c.backward(gradient)
+
+    def cut(mesh, whole):
+        return own(mesh, own(mesh, whole.detach(), 0, "row"), 1, "col").contiguous()
+
+    def work(mesh):
+        mine, theirs, dc = cut(mesh, a), cut(mesh, b), cut(mesh, gradient)
+        if flip:
+            theirs = theirs.t().contiguous().t()
+        return [relative_error(summa.ab(mesh, mine, theirs, width, flip=flip), cut(mesh, c)),
+                relative_error(summa.abt(mesh, dc, theirs, width, flip=flip), cut(mesh, a.grad)),
+                relative_error(summa.atb(mesh, mine, dc, width, flip=flip), cut(mesh, b.grad))]
+
+    for errors in on_tensor_mesh(rows, cols, SCHEMES["summa"], work):
+        assert max(errors) < 1e-13
+
+
+@pytest.mark.parametrize("one", [torch.ones(3, 4)[:1, 2:3], torch.ones(1, 4).t()[:1]])
+def test_one_element_of_something_wider_can_be_sent(one):
+    """It is contiguous by torch's own word, whatever its strides are."""
+    def work(mesh):
+        mine = one.as_strided(one.shape, one.stride()).fill_(1.0) if mesh.col == 0 else torch.zeros(1, 1)
+        mesh.over_cols.broadcast(mine).wait()
+        return float(mine)
+
+    assert one.is_contiguous()
+    assert on_tensor_mesh(1, 2, SCHEMES["summa"], work) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(("rows", "cols", "scheme", "kind"), KINDS)
+def test_panels_send_what_one_piece_sends(rows, cols, scheme, kind):
+    def work(mesh):
+        product, x, weight, bias, dy, *_ = split(mesh, scheme, kind, *operands(rows, kind))
+        product.forward(x, weight, bias, None, None)
+        product.gradients(dy, x, weight, weight_slabs=None, into=None)
+        return mesh.over_rows.bytes_received, mesh.over_cols.bytes_received
+
+    one, many = (on_tensor_mesh(rows, cols, SCHEMES[scheme], work, panel_bytes=size) for size in (1 << 30, SMALL))
+    assert one == many
+    assert all((over_rows > 0) == (rows > 1) and (over_cols > 0) == (cols > 1) for over_rows, over_cols in one)
+
+
+@pytest.mark.parametrize(("rows", "cols", "scheme", "kind"), [one for one in KINDS if one[0] * one[1] == 4])
+def test_a_workspace_is_allocated_once(rows, cols, scheme, kind):
+    """Its memory is the same in every step, and results do not lie in it."""
+    def work(mesh):
+        product, x, weight, bias, dy, *_ = split(mesh, scheme, kind, *operands(rows, kind))
+        seen, results = [], []
+        for _ in range(3):
+            y = product.forward(x, weight, bias, None, None)
+            dx, _ = product.gradients(dy, x, weight, weight_slabs=None, into=None)
+            seen.append((mesh.workspace.num_bytes, {key: buffer.data_ptr() for key, buffer
+                                                    in mesh.workspace._buffers.items()}))
+            results += [y, dx]
+        ours = {buffer.untyped_storage().data_ptr() for buffer in mesh.workspace._buffers.values()}
+        assert ours.isdisjoint(tensor.untyped_storage().data_ptr() for tensor in results)
+        return seen
+
+    for seen in on_tensor_mesh(rows, cols, SCHEMES[scheme], work, panel_bytes=SMALL):
+        assert seen[0] == seen[1] == seen[2]
+        assert (seen[0][0] > 0) == bool(seen[0][1])
+
+
+@pytest.mark.parametrize(("rows", "cols", "scheme"), legal(schemes=("stationary", "megatron", "sequence")))
+def test_panels_bound_the_memory_of_activations(rows, cols, scheme):
+    """Ten times the tokens take no more of the workspace."""
+    def work(mesh, factor):
+        x, weight, _, dy = operands(rows, "output")
+        x, dy = x.repeat(factor, 1, 1), dy.repeat(factor, 1, 1)
+        product, x, weight, _, dy, *_ = split(mesh, scheme, "output", x, weight, random(INNER), dy)
+        product.forward(x, weight, None, None, None)
+        product.gradients(dy, x, weight, weight_slabs=None, into=None)
+        return mesh.workspace.num_bytes
+
+    few, many = (on_tensor_mesh(rows, cols, SCHEMES[scheme], partial(work, factor=factor), panel_bytes=2400)
+                 for factor in (2, 20))
+    assert all(after <= 1.5 * before for before, after in zip(few, many, strict=True))
+
+
+class Spy:
+    """A group that notes where the memory is that it sends from."""
+
+    def __init__(self, group):
+        self._group, self.sent = group, []
+
+    def __getattr__(self, name):
+        return getattr(self._group, name)
+
+    def broadcast(self, tensor, root=0):
+        if root == self._group.index:
+            self.sent.append((tensor.data_ptr(), tensor.numel()))
+        return self._group.broadcast(tensor, root)
+
+    def all_gather(self, output, tensor):
+        self.sent.append((tensor.data_ptr(), tensor.numel()))
+        return self._group.all_gather(output, tensor)
+
+
+@pytest.mark.parametrize("kind", ["output", "vocabulary"])
+@pytest.mark.parametrize("side", [2, 3])
+def test_on_a_square_mesh_summas_roots_send_from_where_operands_are(side, kind):
+    """Each operand is broadcast once in a product, whole: no copy is made for it."""
+    def work(mesh):
+        product, x, weight, bias, dy, *_ = split(mesh, "summa", kind, *operands(side, kind))
+        mesh.over_rows, mesh.over_cols = Spy(mesh.over_rows), Spy(mesh.over_cols)
+        of_weight, of_x, of_dy = ((tensor.data_ptr(), tensor.numel()) for tensor in (weight, x, dy))
+        product.forward(x, weight, bias, None, None)
+        assert mesh.over_rows.sent == [of_weight]
+        product.input_gradient(dy, x, weight)
+        assert mesh.over_rows.sent == [of_weight] * 2
+        product.weight_gradient(dy, x, weight)
+        assert mesh.over_rows.sent == [of_weight] * 2
+        assert mesh.over_cols.sent == ([of_x] * 2 if kind == "output" else [of_dy] * 2)
+
+    on_tensor_mesh(side, side, SCHEMES["summa"], work)
+
+
+@pytest.mark.parametrize("kind", ["output", "input"])
+@pytest.mark.parametrize(("rows", "cols"), [(2, 2), (2, 3)])
+def test_stationary_weights_are_sent_from_where_they_are(rows, cols, kind):
+    def work(mesh):
+        product, x, weight, bias, dy, *_ = split(mesh, "stationary", kind, *operands(rows, kind))
+        mesh.over_rows = Spy(mesh.over_rows)
+        product.forward(x, weight, bias, None, None)
+        product.input_gradient(dy, x, weight)
+        assert mesh.over_rows.sent == [(weight.data_ptr(), weight.numel())] * 2
+
+    on_tensor_mesh(rows, cols, SCHEMES["stationary"], work)

@@ -1,0 +1,51 @@
+"""Raw gradients in fp64 equal plain PyTorch's on a tensor mesh of real Gloo and MPI processes."""
+
+import pytest
+import torch
+
+from ranvier.comm import mpi_launch
+from ranvier.mesh import Mesh
+from ranvier.pipeline.engine import Engine
+from ranvier.run import Optim
+from ranvier.testing.ranks import run_processes
+from ranvier.testing.reference import Reference, relative_error
+from ranvier.world import World
+from tests.tensor.split_parity import SCHEMES, SEED, every, share, tiny_gpt, token_batches
+
+UNUSABLE = mpi_launch.mpi_available()
+
+
+def errors(world: World, rows: int, cols: int, scheme: str) -> list[float]:
+    """Largest relative error of a gradient owned here, and of losses before and after a step."""
+    mesh = Mesh(row=rows, col=cols)
+    batches = token_batches(mesh, count=2)
+    reference = Reference(tiny_gpt(), seed=SEED, dtype=torch.float64,
+                          optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
+    expected = reference.train_batch(every(batches))
+    engine = Engine(tiny_gpt(), world, mesh=mesh, seed=SEED, dtype=torch.float64, tensor=SCHEMES[scheme],
+                    optim=Optim(bucket_size=500), learning_rate=1e-2)
+    mine = share(engine, batches)
+    result = engine.forward_backward(mine)
+    found = [abs(result.loss - expected) / expected]
+    for name, gradient in engine.gradients().items():
+        box = engine.layout.box(engine.layout[name], engine.coordinates.row, engine.coordinates.col)
+        found.append(relative_error(gradient, reference.gradients()[name][tuple(slice(*edges) for edges in box)]))
+    engine.step(result)
+    expected = reference.evaluate(every(batches))
+    found.append(abs(engine.evaluate(mine).loss - expected) / expected)
+    engine.close()
+    world.backend.close()
+    return [float(max(found))]
+
+
+MPI = [pytest.mark.mpi, pytest.mark.skipif(UNUSABLE is not None, reason=str(UNUSABLE))]
+
+
+@pytest.mark.parametrize(("transport", "scheme"), [
+    ("torch", "stationary"), pytest.param("mpi", "stationary", marks=MPI),
+    pytest.param("torch", "summa", marks=pytest.mark.slow),
+    pytest.param("mpi", "summa", marks=[*MPI, pytest.mark.slow])])
+def test_gradients_equal_plain_pytorch(transport, scheme):
+    ranks = run_processes("tests.tensor.test_tensor_real_processes:errors", 4, transport, args=[2, 2, scheme],
+                          timeout_seconds=120)
+    assert max(max(found) for found in ranks) < 1e-10
