@@ -120,8 +120,8 @@ class Optim:
     buckets_in_flight: Positive = 3
     """Buckets that offload=stream has on the device at once: one comes in, one is updated, one goes out."""
     shard: bool = False
-    """Each of the ranks that hold the same parameters (replicas; of biases and norms also the rows) keeps and updates its
-    share of their optimizer states, and gathers what the others update."""
+    """Each of the ranks that hold the same parameters (replicas; of biases and norms also the rows) keeps and updates
+    its share of their optimizer states, and gathers what the others update."""
     initial_loss_scale: Annotated[float, Gt(0)] = 65536.0
     """fp16 only: factor on the loss at the start; halved when a gradient overflows."""
     loss_scale_window: Positive = 2000

@@ -42,6 +42,8 @@ class GradientSpec:
     remote_ends: other stages that hold an end of it and send their gradients here (this rank owns it).
     sent_to_owner: its gradient goes to the stage that owns it, and is not reduced here.
     group: the ranks over which this gradient is summed; None: those given to `Gradients`.
+    copied: whether ranks of the stage hold copies with the same gradient. They are cut apart from the others, and so
+        alike on every rank: an update's last bit may depend on where pieces begin.
     counts: whether this rank's copy is the one that enters the norm, where ranks of the stage hold copies with the same
         gradient; the same on all members of the group.
     """
@@ -53,6 +55,7 @@ class GradientSpec:
     sent_to_owner: bool = False
     group: Group | None = None
     counts: bool = True
+    copied: bool = False
 
 
 @dataclass(eq=False)
@@ -107,7 +110,7 @@ class Gradients:
         def turn(item: tuple[int, GradientSpec]) -> tuple[int, ...]:
             number, spec = item
             late = groups.index(spec.group or group)
-            return (late, late > 0 and not spec.counts, bool(reuse) and self._run[spec.parameter] is None,
+            return (late, spec.copied, late > 0 and not spec.counts, bool(reuse) and self._run[spec.parameter] is None,
                     -min(spec.blocks), -number)
 
         self._in_model_order = tuple(specs)
@@ -138,16 +141,17 @@ class Gradients:
         """All gradients, in reduction order; with `reuse` room for those of one run, and what keeps its own."""
         self._attach(reused=False)
 
-    def _kind(self, spec: GradientSpec) -> tuple[range | None, Group, bool]:
-        """What specs in one chunk have in common: the run whose memory they have, their group, whether they count."""
-        return self._run[spec.parameter], spec.group or self._group, spec.counts
+    def _kind(self, spec: GradientSpec) -> tuple[range | None, Group, bool, bool]:
+        """What specs in one chunk have in common: the run whose memory they have, their group, whether there are copies
+        of them, and whether they count."""
+        return self._run[spec.parameter], spec.group or self._group, spec.copied, spec.counts
 
     def _lay_out(self, chunk_size: int) -> int:
         """Places and chunks; returns the buffer's size. What is sent away, what is awaited from elsewhere, and the rest
         never share a chunk; where a chunk ends for that, it is padded to a multiple of its group's size."""
         offset = 0
         for run in _runs(self._specs, self._kind):
-            reused, group, counts = self._kind(run[0])
+            reused, group, _, counts = self._kind(run[0])
             members, start = len(group.ranks), offset
             for spec in run:
                 self.places[spec.parameter] = offset, offset + spec.parameter.numel()
@@ -394,7 +398,7 @@ def _gather(group: Group, whole: Tensor, share: Tensor) -> Work:
 
 def _run_of(spec: GradientSpec, reuse: Sequence[range]) -> range | None:
     """The run whose memory the gradient of `spec` has in its turn; None where it keeps its own."""
-    if spec.sent_to_owner or spec.remote_ends or spec.group is not None:
+    if spec.sent_to_owner or spec.remote_ends or spec.group is not None or spec.copied:
         return None
     return next((run for run in reuse if all(block in run for block in spec.blocks)), None)
 

@@ -1,7 +1,7 @@
 """What one update does to one flat piece of parameters: AdamW and SGD, by PyTorch's own fused kernels.
 
 A rule knows nothing of where states live, of buckets or of ranks. Elements do not depend on each other, so any cut into
-pieces gives the same result.
+pieces gives the same result, but for the last bit: the kernels round the few elements at a piece's end otherwise.
 """
 
 from __future__ import annotations

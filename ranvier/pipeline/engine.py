@@ -356,6 +356,7 @@ class Engine:
         """Where each gradient goes, over whom it is summed, and whether this rank's counts in the norm."""
         return [spec if spec.sent_to_owner else
                 replace(spec, group=self._sum_groups.get(self.layout[spec.name].summed),
+                        copied=bool(self.layout.copy_axes(spec.name)),
                         counts=self.layout.is_first_copy(spec.name, self.coordinates))
                 for spec in gradient_specs(self.layout, self.coordinates.pipe, self._parameters)]
 

@@ -29,7 +29,6 @@ from torch import nn
 from ranvier import keyed_random, precision
 from ranvier.errors import ConfigError
 from ranvier.layout import Layout
-from ranvier.mesh import Coordinates
 from ranvier.models.block import Model
 from ranvier.optim.buckets import buckets_of
 from ranvier.optim.gradients import Gradients
@@ -104,7 +103,7 @@ def _states(run: Run, layout: Layout, stage: int, runs: Sequence[range]) -> dict
     over = {(): _Members(run.mesh.data)} | {
         p.summed: _Members(run.mesh.data * prod(getattr(run.mesh, axis) for axis in p.summed)) for p in held.values()}
     specs = [replace(spec, group=over[held[spec.name].summed] if held[spec.name].summed and not spec.sent_to_owner
-                     else None, counts=layout.is_first_copy(spec.name, Coordinates()))
+                     else None, copied=bool(layout.copy_axes(spec.name)))
              for spec in gradient_specs(layout, stage, parameters)]
     bucket_size = resolve_bucket_size(optim, run.launch.device)
     gradients = Gradients(specs, over[()], bucket_size * optim.chunk_buckets, lambda spec: None, allocate=False,

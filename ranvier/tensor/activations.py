@@ -85,7 +85,7 @@ class HiddenSplit:
 
     def gather(self, panel: Tensor, buffer: Callable[[Sequence[int]], Tensor]) -> tuple[Callable[[], Tensor], Work]:
         slabs = buffer((self.num_slabs, *panel.shape))
-        return lambda: slabs, self._group.all_gather(slabs, panel)
+        return lambda: slabs, self._group.all_gather(slabs, panel.contiguous())
 
     def partial(self, out: Tensor, tokens: int, buffer: Callable[[Sequence[int]], Tensor]) -> Tensor:
         return buffer((self.num_slabs, *out.shape))
@@ -123,7 +123,8 @@ class SequenceSplit:
 
     def gather(self, panel: Tensor, buffer: Callable[[Sequence[int]], Tensor]) -> tuple[Callable[[], Tensor], Work]:
         parts = buffer((self._members, *panel.shape))
-        return lambda: parts.movedim(0, 1).reshape(1, -1, panel.shape[-1]), self._group.all_gather(parts, panel)
+        return (lambda: parts.movedim(0, 1).reshape(1, -1, panel.shape[-1]),
+                self._group.all_gather(parts, panel.contiguous()))
 
     def partial(self, out: Tensor, tokens: int, buffer: Callable[[Sequence[int]], Tensor]) -> Tensor:
         return buffer((1, tokens, out.shape[-1]))

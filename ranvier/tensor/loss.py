@@ -40,10 +40,15 @@ class SplitNextTokenLoss(nn.Module):
 
     def __init__(self, loss: NextTokenLoss, mesh: TensorMesh) -> None:
         super().__init__()
-        self._mesh, self._start = mesh, part(loss.vocab, mesh.num_cols, mesh.col)[0]
+        self._mesh, self._vocab = mesh, loss.vocab
+        self._start = part(loss.vocab, mesh.num_cols, mesh.col)[0]
 
     def forward(self, logits_BSV: Tensor, targets: object) -> tuple[Tensor, Tensor]:
         _check_targets(logits_BSV, targets)
+        if targets.device.type == "cpu" and targets.numel():  # on CUDA asking would wait
+            least, most = int(targets.where(targets != IGNORED, 0).min()), int(targets.max())
+            if least < 0 or most >= self._vocab:
+                raise IndexError(f"a target is out of range of the vocabulary of {self._vocab}: {least} to {most}")
         return _SplitLoss.apply(logits_BSV, targets, self._start, self._mesh), (targets != IGNORED).sum()
 
 
@@ -116,12 +121,13 @@ class _SplitLoss(torch.autograd.Function):
         for rows, block in _row_blocks(logits_RV, scratch):
             block.copy_(logits_RV[rows])
             torch.amax(block, 1, keepdim=True, out=own_max_R1[rows])
+            own_max_R1[rows].clamp_(min=torch.finfo(block.dtype).min)  # a column may have impossible tokens only
             sums_2R1[1, rows] = block.gather(1, index_R1[rows])
             torch.sum(block.sub_(own_max_R1[rows]).exp_(), 1, keepdim=True, out=sums_2R1[0, rows])
         max_R1 = own_max_R1.clone()
         mesh.over_cols.all_reduce(max_R1, "max").wait()
         sums_2R1[0].mul_((own_max_R1 - max_R1).exp_())
-        sums_2R1[1].mul_(here_R.unsqueeze(1))
+        sums_2R1[1].masked_fill_(~here_R.unsqueeze(1), 0.0)
         mesh.over_cols.all_reduce(sums_2R1).wait()
         log_sum_R1 = sums_2R1[0].log_().add_(max_R1)
         if ctx.needs_input_grad[0]:

@@ -57,8 +57,9 @@ def split_layers(module: nn.Module, mesh: TensorMesh, where: str) -> nn.Module:
         return part_of_it
     if isinstance(module, NextTokenLoss):
         return SplitNextTokenLoss(module, mesh)
-    if isinstance(module, nn.Dropout):
-        raise ModelError("drops other elements on each rank", where=f"{where} (nn.Dropout)", value=module.p,
+    if isinstance(module, (nn.modules.dropout._DropoutNd, nn.RReLU)):
+        raise ModelError("draws other random numbers on each rank", where=f"{where} (nn.{type(module).__name__})",
+                         value=getattr(module, "p", None),
                          remedy="Use ranvier.tensor.Dropout, whose masks are keyed by place.")
     for name, _ in module.named_parameters(recurse=False):
         raise ModelError("belongs to a layer that cannot be split over rows and columns",
@@ -131,7 +132,8 @@ class _Own(SplitLayer):
 
     def native(self) -> nn.LayerNorm:
         layer = self._layer
-        layer.weight, layer.bias = self.weight, self.bias
+        layer = copy.copy(layer)
+        layer._parameters = {name: getattr(self, name, None) for name in layer._parameters}
         return layer
 
 
@@ -201,6 +203,8 @@ class SplitLinear(SplitLayer):
         return slabs
 
     def _compute(self, x: Tensor, kept: list[Tensor | None]) -> Tensor:
+        if not x.numel():  # no rank has a sample
+            return x.new_empty(self._product.out_shape(x, self.weight))
         bias = None if self.bias is None else self.bias.detach()
         y = self._product.forward(x, self.weight.detach(), bias, *kept)
         kept.clear()
@@ -208,7 +212,7 @@ class SplitLinear(SplitLayer):
 
     def save(self, x: Tensor, kept: list[Tensor | None]) -> tuple[int, ...]:
         """Gather what a recomputation shares with its backward, into `kept`; returns y's shape."""
-        if self.recomputed and self._product.keeps:
+        if self.recomputed and self._product.keeps and x.numel():
             kept[:] = [self._product.gather_x(x), self._gather_weight() if kept[1] is None else kept[1]]
         return self._product.out_shape(x, self.weight)
 
@@ -217,6 +221,8 @@ class SplitLinear(SplitLayer):
                  ) -> tuple[Tensor | None, Tensor | None]:
         """(dx, dW); dW is None where it is added to the parameter's gradient here, or later."""
         product, weight = self._product, self.weight.detach()
+        if not dy.numel():
+            return dy.new_empty(like.shape), torch.zeros_like(weight) if wants_weight else None
         gradients = self.weight_gradients if self.weight_gradients is not None and self.weight_gradients.in_pass \
             else None
         weight_slabs = self._kept_weight() if weight_slabs is None else weight_slabs
@@ -322,32 +328,42 @@ class SplitVocabularyLinear(SplitLinear):
 # ---------------------------------------------------------------------- embeddings
 
 
+def _check_ids(ids: Tensor, vocab: int) -> None:
+    """IndexError, as torch's embedding, for ids outside the vocabulary; on CUDA, where asking would wait, not asked."""
+    if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+        raise IndexError(f"a token is out of range of the vocabulary of {vocab}: {int(ids.min())} to {int(ids.max())}")
+
+
 class HiddenEmbedding(SplitLayer):
     """Each rank has a part of every token's features; the tokens of a column's rows travel once, in one all-to-all.
 
     The table is cut as [V, (col, row)]: what a column's ranks have of one token is that column's part of it.
     """
 
+    def __init__(self, layer: Embedding, mesh: TensorMesh) -> None:
+        super().__init__(layer, mesh)
+        self._padding = layer.padding_idx
+
     def forward(self, ids: Tensor) -> Tensor:
-        return _AllToAllEmbedding.apply(self.weight, ids, self.mesh)
+        return _AllToAllEmbedding.apply(self.weight, ids, self.mesh, self._padding)
 
 
 class _AllToAllEmbedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, table: Tensor, ids: Tensor, mesh: TensorMesh) -> Tensor:
+    def forward(ctx, table: Tensor, ids: Tensor, mesh: TensorMesh, padding: int | None) -> Tensor:
         rows = mesh.num_rows
         everyones = ids.reshape(1, -1)
         if rows > 1:
             everyones = ids.new_empty(rows, ids.numel())
             mesh.over_rows.all_gather(everyones, ids.reshape(-1)).wait()
         ctx.save_for_backward(everyones)
-        ctx.mesh, ctx.shape = mesh, table.shape
+        ctx.mesh, ctx.shape, ctx.padding = mesh, table.shape, -1 if padding is None else padding
         found = functional.embedding(everyones, table)  # [rows, tokens, part of a row's share]
         if rows > 1:
             received = torch.empty_like(found)
             mesh.over_rows.all_to_all(received, found).wait()
             found = received
-        return found.movedim(0, 1).reshape(*ids.shape, -1)
+        return found.movedim(0, 1).reshape(*ids.shape, rows * table.shape[1])
 
     @staticmethod
     @once_differentiable
@@ -359,7 +375,8 @@ class _AllToAllEmbedding(torch.autograd.Function):
             received = torch.empty_like(parts)
             ctx.mesh.over_rows.all_to_all(received, parts).wait()
             parts = received
-        return torch.ops.aten.embedding_dense_backward(parts, everyones, ctx.shape[0], -1, False), None, None
+        table = torch.ops.aten.embedding_dense_backward(parts, everyones, ctx.shape[0], ctx.padding, False)
+        return table, None, None, None
 
 
 class SummaEmbedding(SplitLayer):
@@ -367,17 +384,18 @@ class SummaEmbedding(SplitLayer):
 
     def __init__(self, layer: Embedding, mesh: TensorMesh) -> None:
         super().__init__(layer, mesh)
-        self._vocab = layer.num_embeddings
+        self._vocab, self._padding = layer.num_embeddings, layer.padding_idx
 
     def forward(self, ids: Tensor) -> Tensor:
-        return _BroadcastEmbedding.apply(self.weight, ids, self.mesh, self._vocab)
+        _check_ids(ids, self._vocab)
+        return _BroadcastEmbedding.apply(self.weight, ids, self.mesh, self._vocab, self._padding)
 
 
 class _BroadcastEmbedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, table: Tensor, ids: Tensor, mesh: TensorMesh, vocab: int) -> Tensor:
+    def forward(ctx, table: Tensor, ids: Tensor, mesh: TensorMesh, vocab: int, padding: int | None) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.mesh, ctx.vocab, ctx.shape = mesh, vocab, table.shape
+        ctx.mesh, ctx.vocab, ctx.padding = mesh, vocab, padding
         x = table.new_zeros(*ids.shape, table.shape[1])
         for row in range(mesh.num_rows):
             start, stop = part(vocab, mesh.num_rows, row)
@@ -394,12 +412,12 @@ class _BroadcastEmbedding(torch.autograd.Function):
         mesh, own = ctx.mesh, None
         for row in range(mesh.num_rows):
             start, stop = part(ctx.vocab, mesh.num_rows, row)
-            gradient = _table_gradient(dx, ids, start, stop)
+            gradient = _table_gradient(dx, ids, start, stop, ctx.padding)
             if mesh.num_rows > 1:
                 mesh.over_rows.reduce(gradient, row).wait()
             if row == mesh.row:
                 own = gradient
-        return own, None, None, None
+        return own, None, None, None, None
 
 
 def _rows_of(block: Tensor, ids: Tensor, start: int) -> Tensor:
@@ -408,9 +426,11 @@ def _rows_of(block: Tensor, ids: Tensor, start: int) -> Tensor:
     return functional.embedding((ids - start).where(inside, 0), block) * inside.unsqueeze(-1)
 
 
-def _table_gradient(dx: Tensor, ids: Tensor, start: int, stop: int) -> Tensor:
-    """Gradient of the rows start..stop of a table."""
+def _table_gradient(dx: Tensor, ids: Tensor, start: int, stop: int, padding: int | None) -> Tensor:
+    """Gradient of the rows start..stop of a table; the token `padding` has none."""
     inside = (ids >= start) & (ids < stop)
+    if padding is not None:
+        inside &= ids != padding
     gradient = dx.new_zeros(stop - start, dx.shape[-1])
     return gradient.index_add_(0, (ids - start).where(inside, 0).flatten(),
                                (dx * inside.unsqueeze(-1)).reshape(-1, dx.shape[-1]))
@@ -421,19 +441,21 @@ class VocabularyEmbedding(SplitLayer):
 
     def __init__(self, layer: Embedding, mesh: TensorMesh) -> None:
         super().__init__(layer, mesh)
-        self._start, self._stop = part(layer.num_embeddings, mesh.num_cols, mesh.col)
+        self._vocab = layer.num_embeddings
+        self._places = (*part(self._vocab, mesh.num_cols, mesh.col), layer.padding_idx)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return _SumEmbedding.apply(self.weight, ids, self.mesh, self._start, self._stop)
+        _check_ids(ids, self._vocab)
+        return _SumEmbedding.apply(self.weight, ids, self.mesh, self._places)
 
 
 class _SumEmbedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, table: Tensor, ids: Tensor, mesh: TensorMesh, start: int, stop: int) -> Tensor:
+    def forward(ctx, table: Tensor, ids: Tensor, mesh: TensorMesh, places: tuple[int, int, int | None]) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.mesh, ctx.places = mesh, (start, stop)
+        ctx.mesh, ctx.places = mesh, places
         out = table.new_empty(*mesh.activations.own_dims(ids.shape), table.shape[1])
-        rows = _rows_of(table, ids.flatten(), start)
+        rows = _rows_of(table, ids.flatten(), places[0])
         return scatter(mesh, out, lambda where, slabs: slabs.copy_(rows[where]))
 
     @staticmethod
@@ -441,7 +463,7 @@ class _SumEmbedding(torch.autograd.Function):
     def backward(ctx, dx: Tensor):
         ids, = ctx.saved_tensors
         whole = gather_whole(ctx.mesh, dx.contiguous()).flatten(0, 1)
-        return _table_gradient(whole, ids.flatten(), *ctx.places), None, None, None, None
+        return _table_gradient(whole, ids.flatten(), *ctx.places), None, None, None
 
 
 class SplitPositionEmbedding(SplitLayer):
@@ -463,6 +485,9 @@ class SplitLayerNorm(SplitLayer):
     def __init__(self, layer: LayerNorm, mesh: TensorMesh) -> None:
         super().__init__(layer, mesh)
         self._epsilon = layer.eps
+        for name in ("weight", "bias"):
+            if getattr(layer, name) is None:
+                setattr(self, name, None)
 
     def forward(self, x: Tensor) -> Tensor:
         return _LayerNorm.apply(x, self.weight, self.bias, self._epsilon, self.mesh)
@@ -473,8 +498,12 @@ class _LayerNorm(torch.autograd.Function):
     difference of E[x^2] and E[x]^2 would cancel."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, mesh: TensorMesh) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float, mesh: TensorMesh) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        if not x.numel():
+            ctx.save_for_backward(x, weight, wide, wide)
+            ctx.mesh = mesh
+            return x.clone()
         variance, mean = torch.var_mean(wide, -1, correction=0, keepdim=True)
         mine = torch.stack([mean, variance])
         all_of_row = mine.new_empty(mesh.num_cols, *mine.shape)
@@ -485,19 +514,25 @@ class _LayerNorm(torch.autograd.Function):
         rstd = variance.add_(epsilon).rsqrt_()
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.mesh = mesh
-        return torch.addcmul(bias, (wide - mean).mul_(rstd).to(x.dtype), weight)
+        y = (wide - mean).mul_(rstd).to(x.dtype)
+        if weight is not None:
+            return y.mul_(weight) if bias is None else torch.addcmul(bias, y, weight)
+        return y if bias is None else y.add_(bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor):
         x, weight, mean, rstd = ctx.saved_tensors
+        if not x.numel():
+            return (dy, *(dy.new_zeros(x.shape[-1]) if wanted else None for wanted in ctx.needs_input_grad[1:3]), None,
+                    None)
         normal = (x.to(mean.dtype) - mean).mul_(rstd)
         wide = dy.to(mean.dtype)
-        dw = (wide * normal).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        db = wide.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
+        dw = (wide * normal).flatten(0, -2).sum(0).to(x.dtype) if ctx.needs_input_grad[1] else None
+        db = wide.flatten(0, -2).sum(0).to(x.dtype) if ctx.needs_input_grad[2] else None
         if not ctx.needs_input_grad[0]:
             return None, dw, db, None, None
-        gradient = wide * weight
+        gradient = wide.clone() if weight is None else wide * weight
         sums = torch.stack([gradient.sum(-1, keepdim=True), (gradient * normal).sum(-1, keepdim=True)])
         ctx.mesh.over_cols.all_reduce(sums).wait()
         sums /= x.shape[-1] * ctx.mesh.num_cols
@@ -560,7 +595,10 @@ class _TokenOfColumn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, token: int, mesh: TensorMesh) -> Tensor:
-        token %= mesh.num_cols * x.shape[1]
+        length = mesh.num_cols * x.shape[1]
+        if not -length <= token < length:
+            raise IndexError(f"token {token} is out of range of a sequence of {length}")
+        token %= length
         column, ctx.place = divmod(token, x.shape[1])
         ctx.here, ctx.shape = column == mesh.col, x.shape
         found = x[:, ctx.place].contiguous() if ctx.here else x.new_empty(x.shape[0], x.shape[2])

@@ -16,7 +16,7 @@ from ranvier.models.gpt import gpt
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.run import GPT
-from ranvier.run import Tensor as Settings
+from ranvier.run import TensorParallel as Settings
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split import split_layers
 from ranvier.testing.ranks import run_ranks

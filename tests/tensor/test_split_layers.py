@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ranvier import keyed_random
-from ranvier.run import Tensor as Settings
+from ranvier.run import TensorParallel as Settings
 from ranvier.tensor import layers
 from ranvier.tensor.loss import NextTokenLoss
 from ranvier.tensor.split import split_layers

@@ -10,7 +10,7 @@ from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.run import Optim
-from ranvier.run import Tensor as Settings
+from ranvier.run import TensorParallel as Settings
 from ranvier.testing.reference import Reference, relative_error
 from tests.pipeline.parity import frozen
 from tests.tensor.split_parity import (
@@ -31,7 +31,7 @@ from tests.tensor.split_parity import (
 HUGE = 1 << 40
 FEW = legal([(1, 2), (2, 2), (2, 3)])
 ALL_AXES = Mesh(data=2, pipe=2, row=2, col=2)
-TIED = [False]
+TIED = [False, True]
 
 
 def two_layers(**options):

@@ -67,7 +67,7 @@ def test_products_are_plain_ones(rows, cols, scheme, kind, dtype, panel_bytes):
         product, x, weight, bias, dy, enter, leave, of_weight = split(mesh, scheme, kind, *whole)
         right = leave(mesh, expected_y), enter(mesh, expected_dx), of_weight(expected_dw)
         found = {"y": (product.forward(x, weight, bias, None, None), right[0])}
-        dx, dw = product.gradients(dy, x, weight, weight_slabs=None, into=None)
+        dx, dw = product.gradients(dy, x, weight, weight_slabs=None, into=None, reuse=False)
         found |= {"dx": (dx, right[1]), "dW": (dw.clone(), right[2])}
         found["dx alone"] = product.input_gradient(dy, x, weight), right[1]
         found["dW alone"] = product.weight_gradient(dy, x, weight).clone(), right[2]
@@ -132,7 +132,7 @@ def test_panels_send_what_one_piece_sends(rows, cols, scheme, kind):
     def work(mesh):
         product, x, weight, bias, dy, *_ = split(mesh, scheme, kind, *operands(rows, kind))
         product.forward(x, weight, bias, None, None)
-        product.gradients(dy, x, weight, weight_slabs=None, into=None)
+        product.gradients(dy, x, weight, weight_slabs=None, into=None, reuse=False)
         return mesh.over_rows.bytes_received, mesh.over_cols.bytes_received
 
     one, many = (on_tensor_mesh(rows, cols, SCHEMES[scheme], work, panel_bytes=size) for size in (1 << 30, SMALL))
@@ -148,7 +148,7 @@ def test_a_workspace_is_allocated_once(rows, cols, scheme, kind):
         seen, results = [], []
         for _ in range(3):
             y = product.forward(x, weight, bias, None, None)
-            dx, _ = product.gradients(dy, x, weight, weight_slabs=None, into=None)
+            dx, _ = product.gradients(dy, x, weight, weight_slabs=None, into=None, reuse=False)
             seen.append((mesh.workspace.num_bytes, {key: buffer.data_ptr() for key, buffer
                                                     in mesh.workspace._buffers.items()}))
             results += [y, dx]
@@ -169,7 +169,7 @@ def test_panels_bound_the_memory_of_activations(rows, cols, scheme):
         x, dy = x.repeat(factor, 1, 1), dy.repeat(factor, 1, 1)
         product, x, weight, _, dy, *_ = split(mesh, scheme, "output", x, weight, random(INNER), dy)
         product.forward(x, weight, None, None, None)
-        product.gradients(dy, x, weight, weight_slabs=None, into=None)
+        product.gradients(dy, x, weight, weight_slabs=None, into=None, reuse=False)
         return mesh.workspace.num_bytes
 
     few, many = (on_tensor_mesh(rows, cols, SCHEMES[scheme], partial(work, factor=factor), panel_bytes=2400)

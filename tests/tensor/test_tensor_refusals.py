@@ -109,7 +109,7 @@ def test_megatron_has_no_rows(rows, cols, sharded):
     (partial(nn.LayerNorm, 4), "parameter b.layer.weight: belongs to a layer that cannot be split"),
     (partial(nn.Conv1d, 4, 4, 1), "parameter b.layer.weight: belongs to a layer that cannot be split"),
     (partial(nn.BatchNorm1d, 4), "parameter b.layer.weight: belongs to a layer that cannot be split"),
-    (partial(nn.Dropout, 0.1), "block b.layer (nn.Dropout): drops other elements on each rank (got 0.1). "
+    (partial(nn.Dropout, 0.1), "block b.layer (nn.Dropout): draws other random numbers on each rank (got 0.1). "
                                "Use ranvier.tensor.Dropout, whose masks are keyed by place."),
 ], ids=str)
 @pytest.mark.parametrize(("rows", "cols"), [(2, 2), (1, 2), (2, 1)])
@@ -137,7 +137,7 @@ def test_a_parameter_of_the_blocks_own():
 @pytest.mark.parametrize("build", [partial(nn.Dropout1d, 0.1), partial(nn.AlphaDropout, 0.1)],
                          ids=["Dropout1d", "AlphaDropout"])
 def test_other_kinds_of_dropout(build):
-    refused(alone(build), 1, 2, "stationary", ModelError, "drops other elements on each rank")
+    refused(alone(build), 1, 2, "stationary", ModelError, "draws other random numbers on each rank")
 
 
 @pytest.mark.parametrize("length", [7, 5])

@@ -10,7 +10,7 @@ from ranvier.mesh import Mesh
 from ranvier.models.block import Model
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.run import Optim
-from ranvier.run import Tensor as Settings
+from ranvier.run import TensorParallel as Settings
 from ranvier.tensor import layers
 from ranvier.testing.reference import Reference
 from tests.pipeline.parity import frozen
