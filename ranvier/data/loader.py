@@ -44,7 +44,7 @@ class Loader:
                 tokens = torch.from_numpy(self.tokens.sequences(samples, self.sequence))
                 inputs = tokens[:, :-1].contiguous().to(self.device) if self.needs_inputs else None
                 if self.needs_targets:
-                    targets = tokens[:, 1:].contiguous()
+                    targets = tokens[:, 1:].clone(memory_format=torch.contiguous_format)
                     targets[valid:] = IGNORED
                     targets = targets.to(self.device)
             found.append(Microbatch(inputs=inputs, targets=targets, samples=torch.from_numpy(samples.copy())))

@@ -35,6 +35,8 @@ class BlockCost:
     flops: int
     written_bytes: int
     """Bytes that the block's operations write."""
+    allocated_bytes: int
+    """Those of them that are written into new memory."""
     kept_bytes: int
     """Bytes of activations that autograd keeps for the backward, parameters aside."""
     input_bytes: int
@@ -49,17 +51,21 @@ class BlockCost:
 
 
 class _WrittenBytes(TorchDispatchMode):
-    """Counts the bytes of what operations return, views aside."""
+    """Counts the bytes of what operations return, views aside, and those that are not in an argument's memory."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.count = self.allocated = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if not func.is_view:
-            self.count += sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(result)
-                              if isinstance(leaf, Tensor))
+            given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    self.count += leaf.numel() * leaf.element_size()
+                    if leaf.untyped_storage()._cdata not in given:
+                        self.allocated += leaf.numel() * leaf.element_size()
         return result
 
 
@@ -83,6 +89,10 @@ def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[i
     """Two products; a causal one is counted in full."""
     *batch, length, width = query
     return 2 * prod(batch) * length * key[-2] * (width + value[-1])
+
+
+def _added_product_flops(out: Sequence[int], first: Sequence[int], second: Sequence[int], *rest, **options) -> int:
+    return 2 * first[0] * first[1] * second[1]
 
 
 class _KeptBytes(torch.autograd.graph.saved_tensors_hooks):
@@ -119,7 +129,7 @@ def block_costs(model: Model, inputs: State, targets: object = None,
     first block that does not take what the block before it returns, or the loss.
     """
     state, costs, before = _to_meta(inputs), [], "the inputs"
-    fused = {_FUSED_ATTENTION: _attention_flops}
+    counted = {_FUSED_ATTENTION: _attention_flops, torch.ops.aten.addmm_: _added_product_flops}
     for name, module in build_on_meta(model).items():
         tensors = {key: value.detach().to("meta", dtype if value.is_floating_point() else value.dtype)
                    .requires_grad_(value.requires_grad) for key, value in
@@ -127,7 +137,7 @@ def block_costs(model: Model, inputs: State, targets: object = None,
         written, kept, entered = _WrittenBytes(), _KeptBytes(tensors.values()), _state_bytes(state)
         state = _as_leaves(state, costs)
         try:
-            with torch.enable_grad(), FlopCounterMode(display=False, custom_mapping=fused) as counter, kept, \
+            with torch.enable_grad(), FlopCounterMode(display=False, custom_mapping=counted) as counter, kept, \
                     written, _FusedAttention():
                 state = functional_call(module, tensors, (state,), tie_weights=False)
         except ModelError:
@@ -138,6 +148,7 @@ def block_costs(model: Model, inputs: State, targets: object = None,
                              remedy="Make its forward take and return the carried state.") from error
         outputs = named(state, f"block {name}")
         costs.append(BlockCost(name=name, flops=counter.get_total_flops(), written_bytes=written.count,
+                               allocated_bytes=written.allocated,
                                kept_bytes=kept.count, input_bytes=entered, output_bytes=_state_bytes(outputs),
                                num_parameters=sum(p.numel() for p in module.parameters())))
         before = f"what block {name} returns"

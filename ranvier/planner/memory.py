@@ -211,7 +211,7 @@ def _activations(run: Run, costs: Sequence[BlockCost], stage: int, segments: Seq
     return {"activations": stored * (outside + sum(costs[segment.start].input_bytes for segment in segments))
             + recomputed,
             "postponed": waiting,
-            "workspace": max(cost.written_bytes for cost in costs),
+            "workspace": max(cost.allocated_bytes for cost in costs),
             "messages": (limit + 1) * entering + 2 * leaving}
 
 

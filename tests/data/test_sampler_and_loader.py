@@ -100,6 +100,23 @@ def test_replicas_take_the_same_global_batch_whatever_their_number(tokens, num_r
         assert len(part[-1].samples) <= microbatch_size
 
 
+@pytest.mark.parametrize("num_rows", [2, 3, 4])
+@pytest.mark.parametrize("microbatch_size", [4, 12])
+def test_rows_share_every_microbatch(tokens, num_rows, microbatch_size):
+    """What they have together is the microbatch, filled up with samples that have no target."""
+    whole = loader(tokens, microbatch_size=microbatch_size).microbatches(6)
+    rows = [loader(tokens, microbatch_size=microbatch_size, row=row, num_rows=num_rows).microbatches(6)
+            for row in range(num_rows)]
+    for parts, batch in zip(zip(*rows, strict=True), whole, strict=True):
+        count = len(batch.samples)
+        each = -(-count // num_rows)
+        assert all(part.inputs.shape == part.targets.shape == (each, 8) for part in parts)
+        assert torch.equal(torch.cat([part.inputs for part in parts])[:count], batch.inputs)
+        assert torch.equal(torch.cat([part.samples for part in parts])[:count], batch.samples)
+        targets = torch.cat([part.targets for part in parts])
+        assert torch.equal(targets[:count], batch.targets) and (targets[count:] == -100).all()
+
+
 def test_a_stage_reads_only_what_it_needs(tokens):
     full = loader(tokens).microbatches(0)
     for needs_inputs, needs_targets in ((True, False), (False, True), (False, False)):

@@ -12,7 +12,7 @@ import pytest
 from ranvier import resolve
 from ranvier.errors import DataError, RanvierError
 from ranvier.mesh import Mesh
-from ranvier.run import GPT, Batch, Data, Optim, Pipeline, Run, Train
+from ranvier.run import GPT, Batch, Data, Optim, Pipeline, Run, TensorParallel, Train
 from ranvier.testing.ranks import run_ranks
 from ranvier.train import loop
 from ranvier.train.events import EndEvent, StartEvent, StepEvent
@@ -165,6 +165,21 @@ def test_the_mesh_changes_no_number(data, pipe, policy, finished, corpus, tmp_pa
     for ours, theirs in zip(losses(tmp_path), losses(reference), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-9)
     assert lines(tmp_path / "events.jsonl")[-1]["sample"] == heard.events[-1].sample, "the same text"
+
+
+@pytest.mark.parametrize("mesh, tensor", [
+    (Mesh(row=2, col=2), TensorParallel()), (Mesh(row=2, pipe=2, data=2), TensorParallel(keep_weights=True)),
+    (Mesh(row=2, col=2), TensorParallel(scheme="summa")), (Mesh(col=2), TensorParallel(scheme="megatron")),
+    (Mesh(col=2, pipe=2), TensorParallel(scheme="megatron", sequence_sharding=True))])
+def test_rows_and_columns_change_no_number(mesh, tensor, finished, corpus, tmp_path):
+    """Evaluation of 7 sequences, and the last microbatch, are filled up where rows must share them."""
+    reference, _, _, heard = finished
+    summaries, text = run_all(tiny(corpus, tmp_path, mesh=mesh, tensor=tensor))
+    for ours, theirs in zip(losses(tmp_path), losses(reference), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-9)
+    assert lines(tmp_path / "events.jsonl")[-1]["sample"] == heard.events[-1].sample, "the same text"
+    assert summaries[0]["bytes_received_by_axis"]["row" if mesh.row > 1 else "col"] > 0
+    assert tensor.scheme in text
 
 
 def test_a_prompt_is_continued(corpus, tmp_path):
