@@ -68,10 +68,10 @@ def test_costs_of_a_chain_of_linear_layers():
     model = chain(partial(nn.Linear, 3, 5), partial(nn.Linear, 5, 2, bias=False))
     inputs = torch.zeros(7, 3)
     assert block_costs(model, inputs, torch.zeros(7, 2)) == [
-        BlockCost(name="b0", flops=2 * 7 * 3 * 5, written_bytes=7 * 5 * 4, allocated_bytes=7 * 5 * 4, output_bytes=7 * 5 * 4, num_parameters=20,
-                  kept_bytes=7 * 3 * 4, input_bytes=7 * 3 * 4),
-        BlockCost(name="b1", flops=2 * 7 * 5 * 2, written_bytes=7 * 2 * 4, allocated_bytes=7 * 2 * 4, output_bytes=7 * 2 * 4, num_parameters=10,
-                  kept_bytes=7 * 5 * 4, input_bytes=7 * 5 * 4)]
+        BlockCost(name="b0", flops=2 * 7 * 3 * 5, written_bytes=7 * 5 * 4, allocated_bytes=7 * 5 * 4,
+                  output_bytes=7 * 5 * 4, num_parameters=20, kept_bytes=7 * 3 * 4, input_bytes=7 * 3 * 4),
+        BlockCost(name="b1", flops=2 * 7 * 5 * 2, written_bytes=7 * 2 * 4, allocated_bytes=7 * 2 * 4,
+                  output_bytes=7 * 2 * 4, num_parameters=10, kept_bytes=7 * 5 * 4, input_bytes=7 * 5 * 4)]
 
 
 def test_costs_in_fp64_and_with_dropout():
@@ -92,8 +92,8 @@ def test_flops_of_a_gpt_are_the_formula(sizes):
 
 
 def test_weights_count_written_bytes():
-    cost = BlockCost(name="a", flops=100, written_bytes=10, allocated_bytes=10, output_bytes=0, num_parameters=0, kept_bytes=0,
-                     input_bytes=0)
+    cost = BlockCost(name="a", flops=100, written_bytes=10, allocated_bytes=10, output_bytes=0, num_parameters=0,
+                     kept_bytes=0, input_bytes=0)
     assert cost.weight("cpu") == 140.0 and cost.weight("cuda") == 2600.0 and cost.weight("xpu") == 140.0
 
 

@@ -51,7 +51,7 @@ def larger(corpus, run_dir, **changed):
                                              "batch": Batch(global_size=4, microbatch_size=2)}, marks=pytest.mark.slow),
     ("rows and columns", {"mesh": Mesh(row=2, col=2)}),
     ("rows, columns and stages, frugal", {
-        "mesh": Mesh(row=2, col=2, pipe=2), "precision": "bf16", "memory": Memory(checkpoint=1),
+        "mesh": Mesh(row=2, col=2, pipe=2), "precision": "bf16",
         "tensor": TensorParallel(keep_weights=True), "batch": Batch(global_size=16, microbatch_size=8),
         "optim": Optim(offload="stream", bucket_size=5000, shard=True)}),
     ("summa", {"mesh": Mesh(row=2, col=2), "tensor": TensorParallel(scheme="summa")}),
