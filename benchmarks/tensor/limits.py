@@ -252,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> dict:
     budget = int(options.budget_gib * 2**30)
     first = kept_rows(options.ranks, options.configs, {ranks: (1 if options.quick else 6) * ranks
                                                        for ranks in options.ranks})
-    print(kept_shown(first))
+    print(kept_shown(first), flush=True)
     rows = []
     for ranks in options.ranks:
         rows += limits(ranks, options.configs[ranks], budget)
