@@ -250,18 +250,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> dict:
     options = parse(arguments)
     budget = int(options.budget_gib * 2**30)
-    first = kept_rows(options.ranks, options.configs, {ranks: (1 if options.quick else 6) * ranks
-                                                       for ranks in options.ranks})
+    first = kept_rows(options.ranks, options.configs, {ranks: ranks for ranks in options.ranks})
     print(kept_shown(first), flush=True)
-    rows = []
+    path, rows = options.output or results_file("tensor", "limits"), []
+    results = {"layers": options.layers, "sequence": options.sequence, "vocab": options.vocab,
+               "budget_gib": options.budget_gib, "kept": first, "limits": rows}
     for ranks in options.ranks:
         rows += limits(ranks, options.configs[ranks], budget)
         print(f"{ranks} ranks: " + ", ".join(f"{row['name']} {row['batch'] or '-'}" for row in rows[-5:]), flush=True)
+        write_results(path, results)  # many ranks take minutes
     print(limits_shown(rows))
-    results = {"layers": options.layers, "sequence": options.sequence, "vocab": options.vocab,
-               "budget_gib": options.budget_gib, "kept": first, "limits": rows}
-    path = options.output or results_file("tensor", "limits")
-    write_results(path, results)
     draw(rows, options.budget_gib, path.with_suffix(".png"))
     print(f"wrote {path}")
     return results
