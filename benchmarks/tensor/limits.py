@@ -80,7 +80,7 @@ def kept(scheme: Scheme, row: int, col: int, config: GPT, batch: int) -> Kept:
 
 
 def _counted(scheme: Scheme, row: int, col: int, config: GPT, batch: int, *, recomputed: bool) -> int:
-    model = split_model(gpt(config, dtype=torch.bfloat16), meta_mesh(Mesh(row=row, col=col), SETTINGS[scheme]))
+    model = split_model(gpt(replace(config, num_layers=1), dtype=torch.bfloat16), meta_mesh(Mesh(row=row, col=col), SETTINGS[scheme]))
 
     def marked(build: Callable[[], nn.Module]) -> nn.Module:
         block = build()
@@ -259,8 +259,8 @@ def main(arguments: Sequence[str] | None = None) -> dict:
         rows += limits(ranks, options.configs[ranks], budget)
         print(f"{ranks} ranks: " + ", ".join(f"{row['name']} {row['batch'] or '-'}" for row in rows[-5:]), flush=True)
         write_results(path, results)  # many ranks take minutes
+        draw(rows, options.budget_gib, path.with_suffix(".png"))
     print(limits_shown(rows))
-    draw(rows, options.budget_gib, path.with_suffix(".png"))
     print(f"wrote {path}")
     return results
 
