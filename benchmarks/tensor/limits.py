@@ -80,7 +80,8 @@ def kept(scheme: Scheme, row: int, col: int, config: GPT, batch: int) -> Kept:
 
 
 def _counted(scheme: Scheme, row: int, col: int, config: GPT, batch: int, *, recomputed: bool) -> int:
-    model = split_model(gpt(replace(config, num_layers=1), dtype=torch.bfloat16), meta_mesh(Mesh(row=row, col=col), SETTINGS[scheme]))
+    model = split_model(gpt(replace(config, num_layers=1), dtype=torch.bfloat16),
+                        meta_mesh(Mesh(row=row, col=col), SETTINGS[scheme]))
 
     def marked(build: Callable[[], nn.Module]) -> nn.Module:
         block = build()
