@@ -35,7 +35,7 @@ from benchmarks.record import results_file, write_results
 from ranvier.comm.meta import MetaGroup
 from ranvier.models.gpt import MLP, Attention, Embedding, Head
 from ranvier.run import GPT
-from ranvier.run import Tensor as Settings
+from ranvier.run import TensorParallel as Settings
 from ranvier.tensor.layers import block_splits
 from ranvier.tensor.loss import NextTokenLoss
 from ranvier.tensor.mesh import TensorMesh

@@ -95,7 +95,7 @@ def _added_product_flops(out: Sequence[int], first: Sequence[int], second: Seque
     return 2 * first[0] * first[1] * second[1]
 
 
-class _KeptBytes(torch.autograd.graph.saved_tensors_hooks):
+class KeptBytes(torch.autograd.graph.saved_tensors_hooks):
     """Counts the bytes that autograd saves, each storage once, without those of `parameters`."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -134,7 +134,7 @@ def block_costs(model: Model, inputs: State, targets: object = None,
         tensors = {key: value.detach().to("meta", dtype if value.is_floating_point() else value.dtype)
                    .requires_grad_(value.requires_grad) for key, value in
                    (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))}
-        written, kept, entered = _WrittenBytes(), _KeptBytes(tensors.values()), _state_bytes(state)
+        written, kept, entered = _WrittenBytes(), KeptBytes(tensors.values()), _state_bytes(state)
         state = _as_leaves(state, costs)
         try:
             with torch.enable_grad(), FlopCounterMode(display=False, custom_mapping=counted) as counter, kept, \

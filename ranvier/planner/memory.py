@@ -36,7 +36,7 @@ from ranvier.optim.optimizer import resolve_bucket_size
 from ranvier.optim.rules import rule_of
 from ranvier.pipeline.build import StageTable, meta_mesh, split_model
 from ranvier.pipeline.checkpointing import stage_segments
-from ranvier.pipeline.partition import BlockCost
+from ranvier.pipeline.partition import BlockCost, KeptBytes
 from ranvier.pipeline.policies import MANY, auto_defer_microbatches, auto_in_flight, policy_named
 from ranvier.pipeline.stage import runs_of
 from ranvier.pipeline.ties import gradient_specs
@@ -70,7 +70,7 @@ class RankMemory:
 def predict(run: Run, model: Model, stages: StageTable, layout: Layout) -> tuple[RankMemory, ...]:
     """One prediction for each stage. `layout` may be that of one replica: replicas differ in nothing."""
     found = []
-    buffers = _tensor_mesh(run, model, stages, layout) if run.mesh.stage_size > 1 and stages.costs else {}
+    buffers, kept = _tensor_mesh(run, model, stages, layout) if run.mesh.stage_size > 1 and stages.costs else ({}, {})
     for row in stages.rows:
         blocks = layout.blocks(row.stage)
         costs = stages.costs[blocks.start:blocks.stop] if stages.costs else ()
@@ -78,7 +78,7 @@ def predict(run: Run, model: Model, stages: StageTable, layout: Layout) -> tuple
         memory = _states(run, layout, row.stage, [range(blocks.start + places.start, blocks.start + places.stop)
                                                   for places, _ in runs_of(len(blocks), segments)])
         if costs:
-            memory["device"] |= _activations(run, costs, row.stage, segments)
+            memory["device"] |= _activations(run, costs, row.stage, segments, kept)
         if buffers:
             memory["device"]["tensor mesh"] = buffers[row.stage]
         found.append(RankMemory(pipe=row.stage, ranks=run.mesh.data * run.mesh.stage_size, **memory))
@@ -144,11 +144,12 @@ class _AtOnce:
     in_pass, postpones, forward_bytes = True, False, 0
 
 
-def _tensor_mesh(run: Run, model: Model, stages: StageTable, layout: Layout) -> dict[int, int]:
-    """Stage -> bytes that its products work in, and that keep gathered weights: by the code that runs, on a microbatch
-    without values, forward and backward through every block."""
+def _tensor_mesh(run: Run, model: Model, stages: StageTable, layout: Layout) -> tuple[dict[int, int], dict[str, int]]:
+    """Stage -> bytes that its products work in, and that keep gathered weights; and block -> bytes that its forward
+    keeps when it runs again, what it has gathered included. By the code that runs, on a microbatch without values,
+    forward and backward through every block."""
     mesh = meta_mesh(run.mesh, run.tensor)
-    part, found = split_model(model, mesh), {}
+    part, found, kept_again = split_model(model, mesh), {}, {}
     with torch.device("meta"):
         state = torch.zeros(run.batch.microbatch_size // run.mesh.row, run.model.sequence, dtype=torch.int64)
     targets = state
@@ -168,8 +169,10 @@ def _tensor_mesh(run: Run, model: Model, stages: StageTable, layout: Layout) -> 
                     layer.weight.grad_dtype = _gradient_dtype(run)
                     layer.weight.grad = torch.empty_like(layer.weight, dtype=_gradient_dtype(run))
                     kept += layer.kept_bytes
-            with keyed_random.scope(0, 0, torch.zeros(1, dtype=torch.int64), name):
+            with keyed_random.scope(0, 0, torch.zeros(1, dtype=torch.int64), name), \
+                    KeptBytes(block.parameters()) as kept_bytes:
                 state = block(state)
+                kept_again[name] = kept_bytes.count
                 last = row is stages.rows[-1] and name == row.blocks[-1]
                 total = part.loss(state, targets)[0] if last else state
             total.sum().backward()
@@ -177,7 +180,7 @@ def _tensor_mesh(run: Run, model: Model, stages: StageTable, layout: Layout) -> 
             for key, size in mesh.workspace.sizes().items():
                 largest[key] = max(largest.get(key, 0), size)
         found[row.stage] = sum(largest.values()) + kept
-    return found
+    return found, kept_again
 
 
 def _segments(run: Run, model: Model, blocks: Sequence[str], costs: Sequence[BlockCost], stage: int) -> list[range]:
@@ -191,8 +194,10 @@ def _segments(run: Run, model: Model, blocks: Sequence[str], costs: Sequence[Blo
                           policy.stored(policy.in_flight(limit, MANY), stage, run.mesh.pipe))
 
 
-def _activations(run: Run, costs: Sequence[BlockCost], stage: int, segments: Sequence[range]) -> dict[str, int]:
-    """What the microbatches on their way keep alive on a stage of these blocks."""
+def _activations(run: Run, costs: Sequence[BlockCost], stage: int, segments: Sequence[range],
+                 kept_again: Mapping[str, int]) -> dict[str, int]:
+    """What the microbatches on their way keep alive on a stage of these blocks. kept_again: block -> what it keeps when
+    it is recomputed, where that differs."""
     mesh, policy = run.mesh, policy_named(run.pipeline.policy)
     share = -(-run.batch.global_size // mesh.data)
     count = -(-share // run.batch.microbatch_size)
@@ -201,7 +206,8 @@ def _activations(run: Run, costs: Sequence[BlockCost], stage: int, segments: Seq
     kept = [cost.kept_bytes for cost in costs]
     inside = {place for segment in segments for place in segment}
     outside = sum(kept[place] for place in range(len(kept)) if place not in inside)
-    recomputed = max((sum(kept[place] for place in segment) for segment in segments), default=0)
+    recomputed = max((sum(kept_again.get(costs[place].name, kept[place]) for place in segment)
+                      for segment in segments), default=0)
     waiting = 0
     if policy.defers and not run.optim.update_in_backward:
         waiting = (min(count, auto_defer_microbatches(stage, mesh.pipe)) * outside if run.pipeline.defer_bytes == "auto"

@@ -32,6 +32,8 @@ class Activations(Protocol):
     name: str
     num_slabs: int
     """Pieces in which the width of a gathered tensor comes."""
+    num_parts: int
+    """Ranks whose parts of a panel are gathered."""
     cut_dims: tuple[int, ...]
     """Of the trailing dims (S, H) those that the columns share."""
 
@@ -66,7 +68,8 @@ class HiddenSplit:
     name, cut_dims = "hidden", (1,)
 
     def __init__(self, mesh: TensorMesh) -> None:
-        self._group, self.num_slabs = mesh.over_cols, mesh.num_cols
+        self._group = mesh.over_cols
+        self.num_slabs = self.num_parts = mesh.num_cols
 
     def whole_dims(self, x: Tensor) -> tuple[int, ...]:
         return tuple(x.shape[:-1])
@@ -100,17 +103,18 @@ class SequenceSplit:
     name, cut_dims, num_slabs = "sequence", (0,), 1
 
     def __init__(self, mesh: TensorMesh) -> None:
-        self._group, self._members = mesh.over_cols, mesh.num_cols
+        self._group = mesh.over_cols
+        self.num_parts = mesh.num_cols
 
     def whole_dims(self, x: Tensor) -> tuple[int, ...]:
-        return x.shape[0], x.shape[1] * self._members
+        return x.shape[0], x.shape[1] * self.num_parts
 
     def own_dims(self, whole: Sequence[int]) -> tuple[int, ...]:
-        if whole[1] % self._members:
-            raise ModelError(f"cannot be shared by {self._members} columns", where="sequence of the inputs",
+        if whole[1] % self.num_parts:
+            raise ModelError(f"cannot be shared by {self.num_parts} columns", where="sequence of the inputs",
                              value=whole[1], remedy="Feed sequences whose length mesh.col divides, or set "
                                                     "--tensor.sequence-sharding false.")
-        return whole[0], whole[1] // self._members
+        return whole[0], whole[1] // self.num_parts
 
     def own_width(self, width: int) -> int:
         return width
@@ -119,10 +123,10 @@ class SequenceSplit:
         return x
 
     def tokens(self, x: Tensor) -> int:
-        return x.shape[1] * self._members
+        return x.shape[1] * self.num_parts
 
     def gather(self, panel: Tensor, buffer: Callable[[Sequence[int]], Tensor]) -> tuple[Callable[[], Tensor], Work]:
-        parts = buffer((self._members, *panel.shape))
+        parts = buffer((self.num_parts, *panel.shape))
         return (lambda: parts.movedim(0, 1).reshape(1, -1, panel.shape[-1]),
                 self._group.all_gather(parts, panel.contiguous()))
 
@@ -130,7 +134,7 @@ class SequenceSplit:
         return buffer((1, tokens, out.shape[-1]))
 
     def scatter(self, slabs: Tensor, out: Tensor, buffer: Callable[[Sequence[int]], Tensor]) -> Work:
-        parts = slabs.view(out.shape[0], self._members, *out.shape[1:]).movedim(1, 0)
+        parts = slabs.view(out.shape[0], self.num_parts, *out.shape[1:]).movedim(1, 0)
         if not parts.is_contiguous():
             parts = buffer(parts.shape).copy_(parts)
         return self._group.reduce_scatter(out, parts)
@@ -139,7 +143,7 @@ class SequenceSplit:
 class Replicated:
     """Columns share nothing."""
 
-    name, cut_dims, num_slabs = "whole", (), 1
+    name, cut_dims, num_slabs, num_parts = "whole", (), 1, 1
 
     def __init__(self, mesh: TensorMesh) -> None:
         self._group = mesh.over_cols

@@ -94,8 +94,8 @@ def scatter(mesh: TensorMesh, out: Tensor, fill: Callable[[slice, Tensor], None]
 
 
 def _bytes_of_unit(mesh: TensorMesh, units: Tensor) -> int:
-    """Of one unit, from all columns together."""
-    return mesh.num_cols * units[0].numel() * units.element_size() if len(units) else 1
+    """Of one unit, from all that have parts of it together."""
+    return mesh.activations.num_parts * units[0].numel() * units.element_size() if len(units) else 1
 
 
 def scatter_weight(mesh: TensorMesh, slabs: Tensor) -> Tensor:
