@@ -23,6 +23,13 @@ _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32,
           torch.int16: torch.int32, torch.bool: torch.int32}
 
 
+DIRECT_MEMBERS = 16
+"""Groups of at most so many exchange directly, each with each, in one round: where ranks share cores, every further
+round waits for all of them to be scheduled."""
+DIRECT_REDUCE_BYTES = 64 << 10
+"""Sums of at most so many bytes are gathered and added up by everyone."""
+
+
 def ring_bytes(operation: Operation, members: int, payload_bytes: int) -> int:
     """Bytes one member receives when a ring carries `operation`; `payload_bytes` is the whole (unscattered) tensor.
 
@@ -78,6 +85,16 @@ def sum_shares(output: Tensor, shares: Tensor) -> None:
         total.add_(share)
     if total is not output:
         output.copy_(total)
+
+
+REDUCE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+def reduce_shares(output: Tensor, shares: Tensor, op: Reduction) -> None:
+    """`output` [n] = all `shares` [k, n] by `op`, in member order."""
+    output.copy_(shares[0])
+    for share in shares[1:]:
+        REDUCE[op](output, share, out=output)
 
 
 class CheckedGroup:

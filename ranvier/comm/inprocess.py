@@ -19,14 +19,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ranvier.comm.collectives import CheckedGroup, place_in
+from ranvier.comm.collectives import REDUCE, CheckedGroup, place_in
 from ranvier.comm.edges import Edges, lost_peer
 from ranvier.comm.message import Message, decode
 from ranvier.comm.protocol import Reduction, Work
 from ranvier.errors import TransportError
-
-_REDUCE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-
 
 class InProcessWorld:
     """What the ranks of one process share. Every thread that waits does so on a condition listed in `_conditions`."""
@@ -268,7 +265,7 @@ class InProcessGroup(CheckedGroup):
         def work(brought: list[tuple[Tensor]]) -> None:
             total = brought[0][0].clone()
             for (one,) in brought[1:]:
-                _REDUCE[op](total, one, out=total)
+                REDUCE[op](total, one, out=total)
             for (one,) in brought:
                 one.copy_(total)
         return self._meet(("all_reduce", op, tensor.dtype, tensor.numel()), (tensor,), work)

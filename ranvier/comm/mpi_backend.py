@@ -23,7 +23,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from ranvier.comm.collectives import CheckedGroup, Then, place_in
+from ranvier.comm.collectives import (
+    DIRECT_MEMBERS,
+    DIRECT_REDUCE_BYTES,
+    CheckedGroup,
+    Then,
+    place_in,
+    reduce_shares,
+)
 from ranvier.comm.edges import Edges
 from ranvier.comm.message import Message, decode, total_bytes
 from ranvier.comm.protocol import Reduction, Work
@@ -112,7 +119,8 @@ class MPIBackend:
     def group(self, purpose: str, partition: Sequence[Sequence[int]]) -> MPIGroup:
         ranks, index = place_in(partition, self.rank, self.size, purpose)
         comm = self._communicator(self._world.Split(min(ranks), index))
-        self._groups.append(MPIGroup(self._mpi, comm, purpose, ranks, index, self._aware, self._timeout))
+        self._groups.append(MPIGroup(self._mpi, comm, purpose, ranks, index, self._aware, self._timeout,
+                                     direct=self._device.type == "cpu"))
         return self._groups[-1]
 
     def abort(self, code: int) -> None:
@@ -303,14 +311,14 @@ class MPITransport:
 
 
 class MPIWork:
-    """A `protocol.Work` around one request."""
+    """A `protocol.Work` around requests that end together."""
 
-    def __init__(self, request: MPI.Request, group: MPIGroup) -> None:
-        self._request, self._group = request, group
+    def __init__(self, requests: Sequence[MPI.Request], group: MPIGroup) -> None:
+        self._requests, self._group = list(requests), group
 
     def done(self) -> bool:
         try:
-            return self._request.Test()
+            return self._group.mpi.Request.Testall(self._requests)
         except self._group.mpi.Exception as error:
             raise self._group.broken(TransportError, str(error)) from error
 
@@ -320,11 +328,14 @@ class MPIWork:
 
 
 class MPIGroup(CheckedGroup):
-    """A `protocol.Group` over one communicator, with MPI's non-blocking collectives on the tensors' own memory."""
+    """A `protocol.Group` over one communicator, on the tensors' own memory: with MPI's non-blocking collectives, or, in
+    a small group on CPU, with one round of messages from each member to each."""
 
     def __init__(self, mpi: MPI, comm: MPI.Comm, purpose: str, ranks: Sequence[int], index: int, aware: bool,
-                 timeout_seconds: float) -> None:
+                 timeout_seconds: float, direct: bool) -> None:
         super().__init__(purpose, ranks, index)
+        self._direct = direct and len(ranks) <= DIRECT_MEMBERS
+        self.sums_natively = not self._direct
         self.mpi, self.comm, self._aware, self.timeout_seconds = mpi, comm, aware, timeout_seconds
         self._ops = {"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN}
         self._under_way: list[tuple[MPIWork, tuple[Tensor, ...]]] = []
@@ -336,23 +347,42 @@ class MPIGroup(CheckedGroup):
     def _start(self, call: Callable[..., MPI.Request], output: Tensor, *inputs: Tensor) -> Work:
         """`call` on the memory of these tensors: as it is, or staged through pinned memory of the host."""
         if not output.is_cuda:
-            return self._keep(call(output.numpy(), *(tensor.numpy() for tensor in inputs)), output, *inputs)
+            return self._keep([call(output.numpy(), *(tensor.numpy() for tensor in inputs))], output, *inputs)
         if self._aware:
             torch.cuda.current_stream(output.device).synchronize()
-            return self._keep(call(output, *inputs), output, *inputs)
+            return self._keep([call(output, *inputs)], output, *inputs)
         staged = [torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor) for tensor in (output, *inputs)]
-        return Then(self._keep(call(*(tensor.numpy() for tensor in staged)), *staged), lambda: output.copy_(staged[0]))
+        return Then(self._keep([call(*(tensor.numpy() for tensor in staged))], *staged),
+                    lambda: output.copy_(staged[0]))
 
-    def _keep(self, request: MPI.Request, *tensors: Tensor) -> MPIWork:
-        """The request as work. Its memory stays alive until MPI has done with it, even if the caller forgets both.
+    def _exchange(self, output: Tensor, received: Sequence[int], pieces: Sequence[Tensor]) -> Work:
+        """`pieces[i]` goes to member i, and what member i sends, of `received[i]` elements, comes to its place in
+        `output`. Members call in the same order, so that messages meet by their order alone."""
+        places, requests = output.split(list(received)), []
+        for step in range(1, len(self.ranks)):
+            source, destination = (self.index - step) % len(self.ranks), (self.index + step) % len(self.ranks)
+            if places[source].numel():
+                requests.append(self.comm.Irecv(places[source].numpy(), source))
+            if pieces[destination].numel():
+                requests.append(self.comm.Isend(pieces[destination].numpy(), destination))
+        places[self.index].copy_(pieces[self.index])
+        return self._keep(requests, output, *pieces)
+
+    def _keep(self, requests: Sequence[MPI.Request], *tensors: Tensor) -> MPIWork:
+        """The requests as work. Their memory stays alive until MPI has done with it, even if the caller forgets both.
 
         mpi4py's requests keep the memory of sends and receives, but not that of collectives in place.
         """
         self._under_way = [(work, kept) for work, kept in self._under_way if not work.done()]
-        self._under_way.append((MPIWork(request, self), tensors))
+        self._under_way.append((MPIWork(requests, self), tensors))
         return self._under_way[-1][0]
 
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
+        if self._direct and tensor.numel() * tensor.element_size() <= DIRECT_REDUCE_BYTES:
+            members, sent = len(self.ranks), tensor.clone()  # the sum is written while others may still receive
+            shares = tensor.new_empty(members, tensor.numel())
+            work = self._exchange(shares.view(-1), [tensor.numel()] * members, [sent] * members)
+            return Then(work, lambda: reduce_shares(tensor, shares, op))
         return self._start(lambda out: self.comm.Iallreduce(self.mpi.IN_PLACE, out, self._ops[op]), tensor)
 
     def _reduce(self, tensor: Tensor, root: int) -> Work:
@@ -364,10 +394,15 @@ class MPIGroup(CheckedGroup):
         return self._start(lambda out, whole: self.comm.Ireduce_scatter_block(whole, out), output, tensor)
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        if self._direct:
+            members = len(self.ranks)
+            return self._exchange(output, [tensor.numel()] * members, [tensor] * members)
         return self._start(lambda out, share: self.comm.Iallgather(share, out), output, tensor)
 
     def _broadcast(self, tensor: Tensor, root: int) -> Work:
         return self._start(lambda out: self.comm.Ibcast(out, root), tensor)
 
     def _all_to_all(self, output: Tensor, tensor: Tensor, received: list[int], sent: list[int]) -> Work:
+        if self._direct:
+            return self._exchange(output, received, tensor.split(sent))
         return self._start(lambda out, whole: self.comm.Ialltoallv([whole, sent], [out, received]), output, tensor)

@@ -26,7 +26,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
-from ranvier.comm.collectives import CheckedGroup, place_in
+from ranvier.comm.collectives import (
+    DIRECT_MEMBERS,
+    DIRECT_REDUCE_BYTES,
+    CheckedGroup,
+    Then,
+    place_in,
+    reduce_shares,
+)
 from ranvier.comm.edges import Edges, lost_peer
 from ranvier.comm.message import Message, decode, total_bytes
 from ranvier.comm.nccl_transport import NcclTransport
@@ -38,6 +45,8 @@ _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _FOREVER = timedelta(days=3650)
 _GOODBYE = b"RNV bye."
 _CLOSE_SECONDS = 10.0
+_REPEATED_BYTES = 512 << 10
+"""Shares of at most so many bytes are copied once for each member, to be sent directly."""
 
 
 def _cause(error: Exception) -> str:
@@ -297,13 +306,24 @@ class TorchGroup(CheckedGroup):
                               where=f"group {self.purpose!r} of ranks {list(self.ranks)}",
                               value=_cause(error), remedy="The first error is in another rank's output.")
 
+    def _is_direct(self, tensor: Tensor, most_bytes: int) -> bool:
+        """Whether Gloo should have each member send to each: in its rings every step wakes a thread up."""
+        return (not tensor.is_cuda and len(self.ranks) <= DIRECT_MEMBERS
+                and tensor.numel() * tensor.element_size() <= most_bytes)
+
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
-        return self._start(dist.all_reduce, tensor, _OPS[op])
+        if not self._is_direct(tensor, DIRECT_REDUCE_BYTES):
+            return self._start(dist.all_reduce, tensor, _OPS[op])
+        shares = tensor.new_empty(len(self.ranks), tensor.numel())
+        work = self._start(dist.all_to_all_single, shares.view(-1), tensor.repeat(len(self.ranks)))
+        return Then(work, lambda: reduce_shares(tensor, shares, op))
 
     def _reduce(self, tensor: Tensor, root: int) -> Work:
         return self._start(dist.reduce, tensor, self.ranks[root])
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        if self._is_direct(tensor, _REPEATED_BYTES):
+            return self._start(dist.all_to_all_single, output, tensor.repeat(len(self.ranks)))
         return self._start(_ALL_GATHER, output, tensor)
 
     def _broadcast(self, tensor: Tensor, root: int) -> Work:
