@@ -25,6 +25,7 @@ from ranvier.comm.message import Message, decode
 from ranvier.comm.protocol import Reduction, Work
 from ranvier.errors import TransportError
 
+
 class InProcessWorld:
     """What the ranks of one process share. Every thread that waits does so on a condition listed in `_conditions`."""
 

@@ -40,11 +40,13 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _YIELD_SECONDS = 100e-6
+_YIELD_IN_COLLECTIVES_SECONDS = 20e-3
+"""A collective waits for ranks that are about to join it, a message for one that may compute for long."""
 _SLEEP_SECONDS = 200e-6
 _CLOSE_SECONDS = 10.0
 
 
-def _rounds(timeout_seconds: float) -> Iterator[None]:
+def _rounds(timeout_seconds: float, yield_seconds: float = _YIELD_SECONDS) -> Iterator[None]:
     """Turns of a polling loop until the time is over; at least one.
 
     At first the core is offered to other ranks between turns; then each sleep is a quarter of the time waited so far,
@@ -56,7 +58,7 @@ def _rounds(timeout_seconds: float) -> Iterator[None]:
         waited = time.monotonic() - started
         if waited >= timeout_seconds:
             return
-        if waited < _YIELD_SECONDS:
+        if waited < yield_seconds:
             os.sched_yield()
         else:
             time.sleep(min(timeout_seconds - waited, waited / 4, _SLEEP_SECONDS))
@@ -323,7 +325,7 @@ class MPIWork:
             raise self._group.broken(TransportError, str(error)) from error
 
     def wait(self) -> None:
-        if not any(self.done() for _ in _rounds(self._group.timeout_seconds)):
+        if not any(self.done() for _ in _rounds(self._group.timeout_seconds, _YIELD_IN_COLLECTIVES_SECONDS)):
             raise self._group.broken(MessageTimeout, f"{self._group.timeout_seconds:g} s")
 
 
