@@ -101,7 +101,8 @@ class CheckedGroup:
     """Base of every group; see `protocol.Group` for what the public calls promise."""
 
     sums_natively = True
-    """Whether `_reduce_scatter` exists; otherwise it is an all-to-all and a local sum."""
+    """Whether `_reduce_scatter` exists; otherwise it, and on CPU a reduction to one root, is an all-to-all and a local
+    sum."""
 
     def __init__(self, purpose: str, ranks: Sequence[int], index: int) -> None:
         self.purpose, self.ranks, self.index = purpose, tuple(ranks), index
@@ -137,7 +138,13 @@ class CheckedGroup:
         wide = self._reducible("reduce", tensor)
         if len(self.ranks) == 1 or tensor.numel() == 0:
             return Finished()
-        flat = tensor.detach().view(-1)
+        flat, members = tensor.detach().view(-1), len(self.ranks)
+        if not self.sums_natively and not tensor.is_cuda:
+            size = flat.numel() * flat.element_size()
+            shares = flat.new_empty(members if self.index == root else 0, flat.numel())
+            work = self._all_to_all(_bytes(shares), _bytes(flat), [size if self.index == root else 0] * members,
+                                    [size if member == root else 0 for member in range(members)])
+            return Then(work, lambda: sum_shares(flat, shares)) if self.index == root else work
         if wide is None:
             return self._reduce(flat, root)
         staged = flat.to(wide)

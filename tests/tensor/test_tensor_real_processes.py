@@ -29,7 +29,7 @@ def errors(world: World, rows: int, cols: int, scheme: str) -> list[float]:
     found = [abs(result.loss - expected) / expected]
     for name, gradient in engine.gradients().items():
         box = engine.layout.box(engine.layout[name], engine.coordinates.row, engine.coordinates.col)
-        found.append(relative_error(gradient, reference.gradients()[name][tuple(slice(*edges) for edges in box)]))
+        found.append(relative_error(gradient.cpu(), reference.gradients()[name][tuple(slice(*edges) for edges in box)]))
     engine.step(result)
     expected = reference.evaluate(every(batches))
     found.append(abs(engine.evaluate(mine).loss - expected) / expected)
@@ -48,4 +48,14 @@ MPI = [pytest.mark.mpi, pytest.mark.skipif(UNUSABLE is not None, reason=str(UNUS
 def test_gradients_equal_plain_pytorch(transport, scheme):
     ranks = run_processes("tests.tensor.test_tensor_real_processes:errors", 4, transport, args=[2, 2, scheme],
                           timeout_seconds=120)
+    assert max(max(found) for found in ranks) < 1e-10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["stationary", "summa"])
+@pytest.mark.skipif(UNUSABLE is not None, reason=str(UNUSABLE))
+def test_ranks_that_share_a_gpu(scheme):
+    """What travels goes through host memory."""
+    ranks = run_processes("tests.tensor.test_tensor_real_processes:errors", 4, "mpi", args=[2, 2, scheme],
+                          timeout_seconds=240, device="cuda")
     assert max(max(found) for found in ranks) < 1e-10
