@@ -31,7 +31,7 @@ from tests.tensor.split_parity import (
 HUGE = 1 << 40
 FEW = legal([(1, 2), (2, 2), (2, 3)])
 ALL_AXES = Mesh(data=2, pipe=2, row=2, col=2)
-TIED = [False, True]
+TIED = [True]
 
 
 def two_layers(**options):
