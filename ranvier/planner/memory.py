@@ -169,8 +169,8 @@ def _tensor_mesh(run: Run, model: Model, stages: StageTable, layout: Layout) -> 
                     layer.weight.grad_dtype = _gradient_dtype(run)
                     layer.weight.grad = torch.empty_like(layer.weight, dtype=_gradient_dtype(run))
                     kept += layer.kept_bytes
-            with keyed_random.scope(0, 0, torch.zeros(1, dtype=torch.int64), name), \
-                    KeptBytes(block.parameters()) as kept_bytes:
+            kept_bytes = KeptBytes(block.parameters())
+            with keyed_random.scope(0, 0, torch.zeros(1, dtype=torch.int64), name), kept_bytes:
                 state = block(state)
                 kept_again[name] = kept_bytes.count
                 last = row is stages.rows[-1] and name == row.blocks[-1]

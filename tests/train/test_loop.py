@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from ranvier import resolve
+from ranvier import check, resolve
 from ranvier.errors import DataError, RanvierError
 from ranvier.mesh import Mesh
 from ranvier.run import GPT, Batch, Data, Optim, Pipeline, Run, TensorParallel, Train
@@ -180,6 +180,18 @@ def test_rows_and_columns_change_no_number(mesh, tensor, finished, corpus, tmp_p
     assert lines(tmp_path / "events.jsonl")[-1]["sample"] == heard.events[-1].sample, "the same text"
     assert summaries[0]["bytes_received_by_axis"]["row" if mesh.row > 1 else "col"] > 0
     assert tensor.scheme in text
+
+
+def test_the_tensor_mesh_lies_on_nodes_as_it_sends_least(finished, corpus, tmp_path):
+    """Two ranks a node: which of the stage's ranks these are follows from bytes, and no number depends on it."""
+    run = tiny(corpus, tmp_path, mesh=Mesh(row=2, col=2, data=2))
+    run_ranks(lambda world: train(run, "tiny", replace(world, local_size=2), stream=io.StringIO()), run.mesh.size,
+              timeout_seconds=120)
+    with open(tmp_path / "run.toml", "rb") as file:
+        tile = tuple(tomllib.load(file)["mesh"]["tile"])
+    assert tile == check.tensor_mesh_facts(run, 2).tile == (2, 1), "weights are the larger part here"
+    for ours, theirs in zip(losses(tmp_path), losses(finished[0]), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-9)
 
 
 def test_a_prompt_is_continued(corpus, tmp_path):
