@@ -100,7 +100,7 @@ def as_dict(problem: RanvierError) -> dict[str, object]:
 def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = None) -> Report:
     """Look at `run` as a whole. Never raises for what a user can set."""
     run, found = with_shape(run, num_ranks)
-    found += problems(run, num_ranks)
+    found += problems(run, None if found else num_ranks)  # a stand-in has another size
     stages, memory = None, ()
     unclear = ("model.", "mesh.", "tensor.", "pipeline.boundaries", "optim.groups")
     if not any(problem.where.startswith(unclear) for problem in found):
@@ -143,16 +143,16 @@ def with_shape(run: Run, num_ranks: int | None) -> tuple[Run, list[RanvierError]
         return alone, [ConfigError(f"is not possible: {num_ranks} ranks are no multiple of "
                                    f"{mesh.data * mesh.pipe * other}, which the other axes take", where=where,
                                    value="auto", remedy="Change --mesh.data, --mesh.pipe or the number of ranks.")]
-    if given:
-        shape = {"row": stage // other, "col": stage // other, **given}
-    else:
-        try:
+    try:
+        if given:
+            shape = {"row": stage // other, "col": stage // other, **given}
+        else:
             row, col = best_shape(stage, batch=run.batch.microbatch_size, sequence=run.model.sequence,
                                   hidden=run.model.hidden, heads=run.model.heads, scheme=_volume_scheme(run.tensor))
-        except ConfigError as problem:
-            return alone, [problem]
-        shape = {"row": row, "col": col}
-    return replace(run, mesh=replace(mesh, **shape)), []
+            shape = {"row": row, "col": col}
+        return replace(run, mesh=replace(mesh, **shape)), []
+    except ConfigError as problem:
+        return alone, [problem]
 
 
 def _volume_scheme(tensor: TensorParallel) -> Scheme:
@@ -224,8 +224,8 @@ def _mesh_problems(run: Run, num_ranks: int | None) -> Iterator[RanvierError]:
     mesh, num_layers = run.mesh, run.model.num_layers
     if num_ranks is not None and mesh.size != num_ranks:
         yield ConfigError(f"needs {mesh.size} ranks, not {num_ranks}", where="mesh", value=str(mesh),
-                          remedy=f"Change --mesh.data and --mesh.pipe so that their product is {num_ranks}, or start "
-                                 f"{mesh.size} ranks.")
+                          remedy=f"Change --mesh.data and --mesh.pipe so that data x pipe x row x col is {num_ranks}, "
+                                 f"or start {mesh.size} ranks.")
     yield from tensor_problems(mesh, run.tensor)
     yield from _share_problems(run)
     if num_layers > _MOST_LAYERS:
@@ -348,7 +348,7 @@ def _optim_warnings(run: Run) -> Iterator[ConfigError]:
                    for name in ("initial_loss_scale", "loss_scale_window")]
     if optim.offload not in ("stream", "host"):
         unused.append(("buckets_in_flight", Optim.buckets_in_flight, f"offload is {optim.offload}"))
-    if run.mesh.data == 1 and run.mesh.stage_size == 1:
+    if run.mesh.data == run.mesh.row == 1 and (run.mesh.col == 1 or _volume_scheme(run.tensor) != "megatron-sequence"):
         unused += [("shard", False, "mesh.data is 1"), ("reduce_dtype", "auto", "mesh.data is 1")]
     for name, default, why in unused:
         if getattr(optim, name) != default:

@@ -180,8 +180,8 @@ def _check_size(mesh: Mesh, started: Started) -> None:
     how = {"torchrun": f"torchrun --nproc-per-node {mesh.size}", "mpiexec": f"mpiexec -n {mesh.size}",
            "srun": f"srun --ntasks {mesh.size}", "local": "plain python"}[started.launcher]
     raise ConfigError(f"needs {mesh.size} ranks ({mesh}), but {started.launcher} started {started.size}", where="mesh",
-                      remedy=f"Start the command with {how}, or change --mesh.data and --mesh.pipe so that their "
-                             f"product is {started.size}.")
+                      remedy=f"Start the command with {how}, or change --mesh.data and --mesh.pipe so that "
+                             f"data x pipe x row x col is {started.size}.")
 
 
 def _with_local_place(started: Started) -> Started:

@@ -60,8 +60,8 @@ class Mesh:
     col: Size | Literal["auto"] = 1
     """Columns of the tensor mesh: they share the hidden dimension."""
     tile: tuple[Size, Size] | None = None
-    """Rows and columns of the tensor mesh on one node. none: where each node has equally many ranks, what lets the
-    fewest bytes cross between nodes, else ranks are numbered row by row. Unused on stages of one rank."""
+    """Rows and columns of the tensor mesh on one node. none: a run takes, where each node has equally many ranks, what
+    lets the fewest bytes cross between nodes, and else numbers ranks row by row. Unused on stages of one rank."""
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -73,10 +73,10 @@ class Mesh:
             return
         if not isinstance(self.tile, tuple) or len(self.tile) != 2 or not all(map(_is_size, self.tile)):
             raise ConfigError("must be two whole numbers of at least 1, or none", where="mesh.tile", value=self.tile,
-                              remedy="Set --mesh.tile none to number ranks row by row.")
+                              remedy="Set --mesh.tile none to leave the choice to the run.")
         if self.row % self._tile[0] or self.col % self._tile[1]:
             raise ConfigError(f"does not divide the {self.row} rows and {self.col} columns", where="mesh.tile",
-                              value=self.tile, remedy="Set --mesh.tile none to number ranks row by row.")
+                              value=self.tile, remedy="Set --mesh.tile none to leave the choice to the run.")
 
     @property
     def is_open(self) -> bool:

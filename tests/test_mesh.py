@@ -109,7 +109,7 @@ def test_tiles_by_hand():
 @pytest.mark.parametrize("tile", [(2,), (2, 2, 2), (0, 1), (1, True), (1.0, 2), [2, 2], 4])
 def test_tiles_that_cannot_be(tile):
     with pytest.raises(ConfigError, match=r"^mesh.tile: must be two whole numbers of at least 1, or none \(got .*\). "
-                                          r"Set --mesh.tile none to number ranks row by row.$"):
+                                          r"Set --mesh.tile none to leave the choice to the run.$"):
         Mesh(row=2, col=2, tile=tile)
 
 

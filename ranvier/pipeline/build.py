@@ -25,7 +25,8 @@ from ranvier.pipeline.partition import (
     uniform,
 )
 from ranvier.run import TensorParallel
-from ranvier.tensor.layers import block_splits
+from ranvier.tensor.layers import VocabularyLinear, block_splits
+from ranvier.tensor.loss import NextTokenLoss
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split import split_layers
 
@@ -112,6 +113,7 @@ def cut(model: Model, mesh: Mesh, *, boundaries: Sequence[int] | None, how: Lite
     shards = None
     if mesh.stage_size > 1:
         parameters, shards = _split(parameters, modules, mesh, tensor or TensorParallel())
+        _check_loss(model, list(modules.values())[-1], mesh)
         model = split_model(model, meta_mesh(mesh, tensor or TensorParallel()))
     costs = None
     if sample is not None and sample.inputs is not None:
@@ -134,6 +136,15 @@ def _split(parameters: Sequence[Parameter], modules: Mapping[str, nn.Module], me
               for name, split in block_splits(block, module, tensor).items()}
     return (tuple(replace(parameter, summed=splits[parameter.name].summed) for parameter in parameters),
             {parameter.name: splits[parameter.name].boxes(parameter.shape, mesh) for parameter in parameters})
+
+
+def _check_loss(model: Model, last: nn.Module, mesh: Mesh) -> None:
+    """Columns have their part of the logits: only a loss that knows takes those."""
+    if (mesh.col > 1 and any(isinstance(layer, VocabularyLinear) for layer in last.modules())
+            and not isinstance(model.loss, NextTokenLoss)):
+        raise ModelError("cannot take logits whose vocabulary is split over columns", where="loss",
+                         value=getattr(model.loss, "__name__", type(model.loss).__name__),
+                         remedy="Use ranvier.tensor.loss.NextTokenLoss(vocab), or set --mesh.col 1.")
 
 
 def meta_mesh(mesh: Mesh, tensor: TensorParallel) -> TensorMesh:

@@ -191,9 +191,10 @@ class Engine:
         return [spec.parameter for spec in self._updater.gradients.owned()]
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters of this rank's blocks by global name, up to date; a tied one by its owner's name."""
+        """All parameters of this rank's blocks by global name, up to date; a tied one by its owner's name, and on rows
+        and columns by its own, too, where the ends on a stage are cut differently. Who writes one writes both."""
         self._finish_update()
-        return {name: parameter for name, parameter in self._parameters.items() if self.layout[name].is_owner}
+        return dict(self._parameters)
 
     def gradients(self) -> dict[str, Tensor]:
         """After `forward_backward`: the gradients that this rank owns, of the mean loss over the global batch."""
@@ -221,6 +222,7 @@ class Engine:
         """Go on from an `optimizer_state` of the same rank of the same mesh and settings; all ranks call it. Parameters
         with master copies become what those are; others are the caller's to load. ConfigError where it does not fit."""
         self._updater.load_state(state)
+        self._ties.send_values(self._call, trained=False)
 
     def tensors(self) -> dict[str, dict[str, list[Tensor]]]:
         """What lives from step to step on this rank: {"device": {category: tensors}, "host": {...}}. On a CPU as the
@@ -322,6 +324,7 @@ class Engine:
         if not self._closed:
             self._closed = True
             self._finish_update()
+            self._stage.forget_weights()
             for _, _, module in self._stage.blocks:
                 restore_forward(module)
             self._updater.gradients.detach()

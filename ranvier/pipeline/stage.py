@@ -96,11 +96,15 @@ class Stage:
         """A new batch."""
         self.loss_and_weight.zero_()
         self.outputs = []
-        for layer in self._split_linears:
-            layer.forget()
+        self.forget_weights()
         for _, _, module in self.blocks:
             if module.training != training:
                 module.train(training)
+
+    def forget_weights(self) -> None:
+        """Weights may have changed, or be wanted no more: those that stay gathered are let go."""
+        for layer in self._split_linears:
+            layer.forget()
 
     def gathered_weights(self) -> list[Tensor]:
         """What stays gathered between microbatches."""

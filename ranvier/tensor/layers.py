@@ -101,7 +101,8 @@ class Linear(_Layer, nn.Linear):
 
 
 class VocabularyLinear(_Layer, nn.Linear):
-    """The projection onto the vocabulary, without bias. Columns have logits of their part of it (see `own_part`)."""
+    """The projection onto the vocabulary, without bias. Columns have logits of their part of it:
+    `layout.part(vocab, columns, column)`; the loss must be a `NextTokenLoss`, which knows."""
 
     def __init__(self, hidden: int, vocab: int, dtype: torch.dtype | None = None) -> None:
         super().__init__(hidden, vocab, bias=False, dtype=dtype)
@@ -243,11 +244,30 @@ def _vocabulary(size: int, mesh: TensorMesh) -> Iterator[tuple[str, int, str, in
             yield "vocabulary", size, axis, count
 
 
+def check_plain(layer: Splittable, where: str) -> None:
+    """ModelError for a layer of ours with more to it than its split form knows of."""
+    if not isinstance(layer, _Layer) or type(layer).split is not _Layer.split:
+        return
+    ours = next(kind for kind in type(layer).__mro__ if kind.__module__ == _Layer.__module__)
+    more = {"a forward of its own": type(layer).forward is not ours.forward,
+            "hooks": bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
+                          or layer._backward_pre_hooks),
+            "max_norm": getattr(layer, "max_norm", None) is not None,
+            "scale_grad_by_freq": getattr(layer, "scale_grad_by_freq", False),
+            "several normalized dims": len(getattr(layer, "normalized_shape", (1,))) > 1}
+    for what, has in more.items():
+        if has:
+            raise ModelError(f"has {what}, which would be lost on rows and columns", where=where,
+                             value=type(layer).__name__,
+                             remedy="Leave it out, or give the layer a split(mesh) of its own.")
+
+
 def block_splits(block: str, module: nn.Module, settings: Settings) -> dict[str, Split]:
     """Parameter's name within the block -> how it lies on a mesh. ModelError for parameters that no layer splits."""
     found: dict[str, Split] = {}
     for path, layer in module.named_modules():
         if isinstance(layer, Splittable):
+            check_plain(layer, f"block {block}.{path}" if path else f"block {block}")
             for name, split in layer.splits(settings).items():
                 found[f"{path}.{name}" if path else name] = split
     for name, _ in module.named_parameters():

@@ -33,6 +33,7 @@ from ranvier.tensor.layers import (
     Splittable,
     TokenLinear,
     VocabularyLinear,
+    check_plain,
 )
 from ranvier.tensor.loss import NextTokenLoss, SplitNextTokenLoss
 from ranvier.tensor.mesh import TensorMesh
@@ -43,15 +44,23 @@ if TYPE_CHECKING:
     from ranvier.pipeline.weight_gradients import WeightGradients
 
 
-def split_layers(module: nn.Module, mesh: TensorMesh, where: str) -> nn.Module:
+def split_layers(module: nn.Module, mesh: TensorMesh, where: str,
+                 done: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
     """A copy of `module` in which every `Splittable` layer is replaced by one for this rank's place on the mesh.
 
     Parameters on the meta device become empty ones on the default device; others are cut. where: the module's name in
-    messages. Raises ModelError, by name, for sizes that cannot be divided and for layers that cannot be split.
+    messages. done: what has been split already, for modules that come twice. Raises ModelError, by name, for sizes that
+    cannot be divided and for layers that cannot be split.
     """
+    done = {} if done is None else done
+    if not done:
+        _check_sharing(module, where)
+    if module in done:
+        return done[module]
     if isinstance(module, Splittable):
         _check_sizes(module, mesh, where)
-        part_of_it = module.split(mesh)
+        check_plain(module, where)
+        part_of_it = done[module] = module.split(mesh)
         if any(parameter.is_meta for parameter in part_of_it.parameters()):  # it is whole on every rank
             part_of_it.to_empty(device=torch.get_default_device())
         return part_of_it
@@ -65,11 +74,23 @@ def split_layers(module: nn.Module, mesh: TensorMesh, where: str) -> nn.Module:
         raise ModelError("belongs to a layer that cannot be split over rows and columns",
                          where=f"parameter {where}.{name}", value=type(module).__name__,
                          remedy="Use the layers of ranvier.tensor in its place, or set --mesh.row 1 --mesh.col 1.")
-    module = copy.copy(module)
-    module._buffers = dict(module._buffers)
-    module._modules = {name: child and split_layers(child, mesh, f"{where}.{name}")
+    copied = done[module] = copy.copy(module)
+    copied._buffers = dict(module._buffers)
+    copied._modules = {name: child and split_layers(child, mesh, f"{where}.{name}", done)
                        for name, child in module._modules.items()}
-    return module
+    return copied
+
+
+def _check_sharing(module: nn.Module, where: str) -> None:
+    """Two layers of one block that share a parameter would become two."""
+    holders: dict[nn.Parameter, nn.Module] = {}
+    for layer in module.modules():
+        for name, parameter in layer.named_parameters(recurse=False):
+            if holders.setdefault(parameter, layer) is not layer:
+                raise ModelError("is shared by two layers of a block, which a mesh would part",
+                                 where=f"parameter {name} in {where}", value=type(layer).__name__,
+                                 remedy="Share the layer itself, or put the layers into two blocks and declare them "
+                                        "as tied.")
 
 
 def _check_sizes(layer: Splittable, mesh: TensorMesh, where: str) -> None:
@@ -95,7 +116,7 @@ def split_layer(layer: Layer, mesh: TensorMesh) -> nn.Module:
         case PositionEmbedding():
             return SplitPositionEmbedding(layer, mesh)
         case LayerNorm():
-            return SplitLayerNorm(layer, mesh) if mesh.activations.name == "hidden" else _Own(layer, mesh).native()
+            return SplitLayerNorm(layer, mesh) if mesh.activations.name == "hidden" else _own_norm(layer, mesh)
         case Dropout():
             return SplitDropout(layer, mesh)
         case TokenLinear():
@@ -119,22 +140,16 @@ class SplitLayer(nn.Module):
         super().__init__()
         self.mesh = mesh
         splits = layer.splits(mesh.settings)
-        for name, parameter in layer.named_parameters(recurse=False):
-            setattr(self, name, _own_part(parameter, splits[name], mesh))
+        for name, parameter in layer._parameters.items():
+            self.register_parameter(name, None if parameter is None else _own_part(parameter, splits[name], mesh))
 
 
-class _Own(SplitLayer):
+def _own_norm(layer: LayerNorm, mesh: TensorMesh) -> nn.LayerNorm:
     """A norm whose features are all here."""
-
-    def __init__(self, layer: LayerNorm, mesh: TensorMesh) -> None:
-        super().__init__(layer, mesh)
-        self._layer = layer
-
-    def native(self) -> nn.LayerNorm:
-        layer = self._layer
-        layer = copy.copy(layer)
-        layer._parameters = {name: getattr(self, name, None) for name in layer._parameters}
-        return layer
+    norm, splits = copy.copy(layer), layer.splits(mesh.settings)
+    norm._parameters = {name: None if parameter is None else _own_part(parameter, splits[name], mesh)
+                        for name, parameter in layer._parameters.items()}
+    return norm
 
 
 # ---------------------------------------------------------------------- products
@@ -145,8 +160,6 @@ class SplitLinear(SplitLayer):
 
     def __init__(self, layer: Linear | VocabularyLinear, mesh: TensorMesh, product: Product) -> None:
         super().__init__(layer, mesh)
-        if layer.bias is None:
-            self.bias = None
         self._product = product
         self._reuse_input = getattr(layer, "reuse_input", False)
         self.weight_gradients: WeightGradients | None = None
@@ -223,8 +236,9 @@ class SplitLinear(SplitLayer):
         product, weight = self._product, self.weight.detach()
         if not dy.numel():
             return dy.new_empty(like.shape), torch.zeros_like(weight) if wants_weight else None
-        gradients = self.weight_gradients if self.weight_gradients is not None and self.weight_gradients.in_pass \
-            else None
+        gradients = self.weight_gradients
+        if gradients is not None and (not gradients.in_pass or self.weight._backward_hooks):
+            gradients = None  # a hook wants to see it
         weight_slabs = self._kept_weight() if weight_slabs is None else weight_slabs
         if wants_weight and gradients is not None and gradients.postpones and self.may_wait:
             dy_slabs = product.gather_dy(dy)
@@ -485,9 +499,6 @@ class SplitLayerNorm(SplitLayer):
     def __init__(self, layer: LayerNorm, mesh: TensorMesh) -> None:
         super().__init__(layer, mesh)
         self._epsilon = layer.eps
-        for name in ("weight", "bias"):
-            if getattr(layer, name) is None:
-                setattr(self, name, None)
 
     def forward(self, x: Tensor) -> Tensor:
         return _LayerNorm.apply(x, self.weight, self.bias, self._epsilon, self.mesh)
@@ -561,8 +572,6 @@ class SplitTokenLinear(SplitLayer):
 
     def __init__(self, layer: TokenLinear, mesh: TensorMesh) -> None:
         super().__init__(layer, mesh)
-        if layer.bias is None:
-            self.bias = None
         self._token = layer.token
 
     def forward(self, x: Tensor) -> Tensor:

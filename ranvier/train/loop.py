@@ -31,6 +31,7 @@ from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.precision import DTYPES, is_half
 from ranvier.run import Run
+from ranvier.tensor.activations import layout_of
 from ranvier.train.console import console
 from ranvier.train.events import EndEvent, EvalEvent, NoteEvent, StartEvent, Tracker, Trackers
 from ranvier.train.files import EventsFile, MetricsFile, open_folder, writing
@@ -179,7 +180,8 @@ class Training:
         prompt = tokenizer.encode(run.train.prompt) if run.train.prompt else held_out_line(self.data)
         tokens = continue_tokens(self.engine, self.ranks, run.mesh, self.world.device, prompt, seed=run.seed,
                                  count=run.train.sample_tokens, longest=run.model.sequence, vocab=tokenizer.vocab,
-                                 multiple=run.mesh.col if run.tensor.sequence_sharding else 1)
+                                 multiple=run.mesh.col if layout_of(
+                                     run.tensor.scheme, run.tensor.sequence_sharding) == "sequence" else 1)
         return tokenizer.decode(tokens)
 
     # ------------------------------------------------------------------ parts of the start
@@ -198,7 +200,7 @@ class Training:
         nodes = {other["local_size"] for other in everyone}
         facts = tensor_mesh_facts(run, nodes.pop() if len(nodes) == 1 else None)
         return replace(run, run_dir=Path(everyone[0]["folder"]),
-                       mesh=replace(run.mesh, tile=facts.tile if facts is not None else run.mesh.tile))
+                       mesh=replace(run.mesh, tile=run.mesh.tile or (facts and facts.tile)))
 
     def _loaders(self) -> tuple[Loader, Loader]:
         """Training samples in the seed's order, and held-out ones in their own."""

@@ -49,7 +49,7 @@ def test_ranks_that_are_not_the_meshs():
     report = check.check(run_with(mesh__data="2", mesh__pipe="2"), 6)
     assert [str(problem) for problem in report.problems] == [
         "mesh: needs 4 ranks, not 6 (got 'data 2 x pipe 2 x row 1 x col 1'). Change --mesh.data and --mesh.pipe so "
-        "that their product is 6, or start 4 ranks."]
+        "that data x pipe x row x col is 6, or start 4 ranks."]
 
 
 def test_all_problems_at_once():
@@ -219,3 +219,9 @@ def test_a_tile_that_does_not_divide_is_a_problem_not_an_exception():
     found = resolve.resolve([resolve.Layer(origin="flag", is_text=True, values={
         "mesh.row": "2", "mesh.col": "2", "mesh.tile": "3,2"})])
     assert [problem.where for problem in found.problems] == ["mesh.tile"] and found.run.mesh.tile is None
+
+
+def test_auto_with_a_tile_that_does_not_fit_is_reported():
+    flags = {"mesh__row": "auto", "mesh__col": "auto", "mesh__tile": "3,3"}
+    report = check.check(run_with(**flags), 4)
+    assert [problem.where for problem in report.problems] == ["mesh.tile"] and report.document()

@@ -225,7 +225,8 @@ def gradients_of(engine: Engine) -> dict[str, Tensor]:
 
 
 def weights_of(engine: Engine) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in engine.named_parameters().items()}
+    return {name: parameter.detach().clone() for name, parameter in engine.named_parameters().items()
+            if engine.layout[name].is_owner}
 
 
 @dataclass

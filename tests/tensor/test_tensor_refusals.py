@@ -1,6 +1,7 @@
 """What cannot be split is refused by name, with what helps."""
 
 import re
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -76,9 +77,9 @@ def alone(build):
     (partial(layers.LayerNorm, 6), 1, 4, "summa", "features cannot be divided by mesh.col 4 (got 6)"),
     (partial(layers.PositionEmbedding, 5, 6), 1, 4, "stationary", "features cannot be divided by mesh.col 4 (got 6)"),
     (partial(layers.TokenLinear, 6, 2), 1, 4, "stationary", "features cannot be divided by mesh.col 4 (got 6)"),
-    (partial(layers.VocabularyLinear, 6, 20), 1, 4, "stationary",
-     "features of the residual stream cannot be divided by mesh.col 4 (got 6)"),
-    (partial(layers.VocabularyLinear, 8, 3), 1, 4, "megatron", "vocabulary is smaller than mesh.col 4 (got 3)"),
+    (partial(layers.VocabularyLinear, 6, 20), 4, 1, "stationary",
+     "features of the residual stream cannot be divided by mesh.row 4 (got 6)"),
+    (partial(layers.VocabularyLinear, 8, 3), 4, 1, "summa", "vocabulary is smaller than mesh.row 4 (got 3)"),
     (partial(layers.Embedding, 3, 8), 1, 4, "megatron", "vocabulary is smaller than mesh.col 4 (got 3)"),
     (partial(layers.Embedding, 2, 8), 3, 1, "summa", "vocabulary is smaller than mesh.row 3 (got 2)"),
 ], ids=str)
@@ -165,3 +166,43 @@ def test_all_ranks_refuse_alike(rows):
         return str(caught.value)
 
     assert len(set(run_ranks(rank, 4 * rows))) == 1
+
+
+def test_a_loss_that_does_not_know_of_columns():
+    from ranvier.tensor.loss import next_token_loss
+
+    refused(lambda: replace(tiny_gpt(), loss=next_token_loss), 1, 2, "stationary", ModelError,
+            "loss: cannot take logits whose vocabulary is split over columns (got 'next_token_loss')")
+
+
+class OwnForward(layers.Linear):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+def hooked():
+    layer = layers.LayerNorm(8)
+    layer.register_forward_hook(lambda *_: None)
+    return layer
+
+
+@pytest.mark.parametrize(("build", "text"), [
+    (partial(OwnForward, 8, 8, stationary="output"), "has a forward of its own"), (hooked, "has hooks"),
+    (partial(layers.Embedding, 8, 8, max_norm=1.0), "has max_norm"),
+    (partial(layers.Embedding, 8, 8, scale_grad_by_freq=True), "has scale_grad_by_freq"),
+    (partial(layers.LayerNorm, (2, 8)), "has several normalized dims")])
+def test_more_than_the_split_layer_knows_of(build, text):
+    refused(alone(build), 1, 2, "stationary", ModelError, text)
+
+
+def test_a_parameter_that_two_layers_of_a_block_share():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = (layers.Linear(8, 8, stationary="output") for _ in range(2))
+            self.other.weight = self.one.weight
+
+        def forward(self, x):
+            return self.other(self.one(x))
+
+    refused(alone(Shared), 1, 2, "stationary", ModelError, "is shared by two layers of a block")
