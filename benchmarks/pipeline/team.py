@@ -86,11 +86,14 @@ class Team:
         self.reports: list[dict] = []
         """What each rank told after the warm-up."""
 
+    program = "benchmarks.pipeline.rank"
+    """The module that each rank runs."""
+
     def _start(self) -> list[subprocess.Popen]:
         environment = {**os.environ, **ALLOCATORS[self._stand.allocator], "OMP_NUM_THREADS": "1",
                        "MKL_NUM_THREADS": "1",
                        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
-        command = [sys.executable, "-m", "benchmarks.pipeline.rank", str(self._stand.port), self._prefix]
+        command = [sys.executable, "-m", self.program, str(self._stand.port), self._prefix]
         ranks = self.contender.ranks
         commands = ([mpiexec_command(ranks, command)] if self.contender.launch == "mpi"
                     else [[*command, str(rank)] for rank in range(ranks)])

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from benchmarks.pipeline.team import ALLOCATORS, ROOT, Team
-from ranvier.comm.mpi_launch import mpiexec_command
+from benchmarks.pipeline.team import Team
 
 PHASES = ("forward", "backward", "finish")
 
@@ -39,17 +35,7 @@ class Block:
 class StackTeam(Team):
     """The processes of one contender."""
 
-    def _start(self) -> list[subprocess.Popen]:
-        environment = {**os.environ, **ALLOCATORS[self._stand.allocator], "OMP_NUM_THREADS": "1",
-                       "MKL_NUM_THREADS": "1",
-                       "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
-        command = [sys.executable, "-m", "benchmarks.tensor.rank", str(self._stand.port), self._prefix]
-        ranks = self.contender.ranks
-        commands = ([mpiexec_command(ranks, command)] if self.contender.launch == "mpi"
-                    else [[*command, str(rank)] for rank in range(ranks)])
-        with open(self._output, "wb") as output:
-            return [subprocess.Popen(one, env=environment, stdin=subprocess.DEVNULL, stdout=output,
-                                     stderr=subprocess.STDOUT) for one in commands]
+    program = "benchmarks.tensor.rank"
 
     def run(self, steps: int) -> Block:
         """Have the team run `steps` timed steps."""

@@ -106,7 +106,8 @@ def test_the_launchers_ranks_must_be_the_meshs(monkeypatch):
         monkeypatch.setattr(sys, name, getattr(sys, name))
     for name, value in {"PMI_RANK": "0", "PMI_SIZE": "3"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=r"mesh: needs 4 ranks .*, but mpiexec started 3.*mpiexec -n 4.*data x pipe x row x col is 3"):
+    with pytest.raises(ConfigError, match=r"mesh: needs 4 ranks .*, but mpiexec started 3.*mpiexec -n 4.*"
+                                          r"data x pipe x row x col is 3"):
         launch.start(Mesh(data=2, pipe=2))
 
 
