@@ -140,28 +140,14 @@ class SequenceSplit:
         return self._group.reduce_scatter(out, parts)
 
 
-class Replicated:
-    """Columns share nothing."""
+class Replicated(HiddenSplit):
+    """Columns share nothing: as if the width had one part."""
 
-    name, cut_dims, num_slabs, num_parts = "whole", (), 1, 1
+    name, cut_dims = "whole", ()
 
     def __init__(self, mesh: TensorMesh) -> None:
         self._group = mesh.over_cols
-
-    def whole_dims(self, x: Tensor) -> tuple[int, ...]:
-        return tuple(x.shape[:-1])
-
-    def own_dims(self, whole: Sequence[int]) -> tuple[int, ...]:
-        return tuple(whole)
-
-    def own_width(self, width: int) -> int:
-        return width
-
-    def units(self, x: Tensor) -> Tensor:
-        return x.reshape(-1, x.shape[-1])
-
-    def tokens(self, x: Tensor) -> int:
-        return 1
+        self.num_slabs = self.num_parts = 1
 
     def gather(self, panel: Tensor, buffer: Callable[[Sequence[int]], Tensor]) -> tuple[Callable[[], Tensor], Work]:
         return lambda: panel.unsqueeze(0), _Done()
