@@ -42,6 +42,10 @@ class DataError(RanvierError):
     """A corpus, tokenizer or token file that is missing, damaged or too small."""
 
 
+class CheckpointError(RanvierError):
+    """A checkpoint that cannot be written, is damaged or hostile, or does not fit the model."""
+
+
 class LaunchError(RanvierError):
     """Ranks that could not be started, or a launcher whose variables contradict each other."""
 

@@ -138,6 +138,34 @@ class Memory:
 
 
 @dataclass(frozen=True, kw_only=True, config=_config)
+class Checkpoint:
+    dir: Path | None = None
+    """Folder of the run's checkpoints, which all ranks can reach; by default `checkpoint` in the run's folder."""
+    every: Annotated[int, Ge(0)] = 100
+    """Steps between checkpoints; with 0 there is one at the end and one where the run is told to stop."""
+    keep: Positive = 3
+    """Latest checkpoints that are kept."""
+    keep_every: Annotated[int, Ge(0)] = 0
+    """Checkpoints of steps that are a multiple of this are kept for good; 0 keeps none of them."""
+    on_error: Literal["continue", "stop"] = "continue"
+    """What a run does when a checkpoint cannot be written: go on and try again the next time, or stop."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_config)
+class Guard:
+    bad_step: Literal["stop", "skip", "back", "none"] = "stop"
+    """What a run does when a loss or gradient is no finite number, or explodes: stop before it is applied, with the
+    block and microbatch named; skip the step; go back to the last checkpoint and leave out the data in between; or look
+    at the loss alone, once the step is over (none), and stop."""
+    explode: Annotated[float, Ge(0)] = 0.0
+    """A step is bad, too, when its loss is more than this times the median of the last 20 good ones; 0: never."""
+    most_bad_steps: Positive = 3
+    """Bad steps in a row after which skip and back stop the run."""
+    compare_every: Annotated[int, Ge(0)] = 0
+    """Steps between comparisons of the replicas' parameters, bit by bit; 0 never compares."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_config)
 class Launch:
     launcher: Literal["auto", "local", "torchrun", "mpiexec", "srun"] = "auto"
     """Who started the ranks; auto tells by the launchers' own variables and refuses contradictions."""
@@ -185,6 +213,8 @@ class Run:
     optim: Optim = Optim()
     memory: Memory = Memory()
     comm: Comm = Comm()
+    checkpoint: Checkpoint = Checkpoint()
+    guard: Guard = Guard()
     launch: Launch = Launch()
     model: GPT = GPT()
     data: Data = Data()
@@ -194,5 +224,8 @@ class Run:
     """Number format of parameters and activations. bf16 and fp16 keep fp32 master copies; fp16 scales the loss."""
     memory_report: bool = False
     """Print predicted and measured memory by category, side by side, at the end of the run."""
+    resume: str = "none"
+    """Where the run goes on from: the newest whole checkpoint of its folder (auto; the start where there is none), a
+    checkpoint or a folder of them (a path), or nowhere (none). auto takes another mesh where there are other ranks."""
     run_dir: Path | None = None
     """Folder for everything the run writes; by default runs/RECIPE-DATE."""

@@ -1,0 +1,192 @@
+"""What a checkpoint says of itself: manifest.json, read as if a stranger had written it.
+
+    step-120/
+      manifest.json             tensors by kind, global name and shape; where their pieces are; numbers; the run
+      part-00000.safetensors    pieces: boxes of tensors, as many files as there were writers
+
+Tensors have a kind ("parameter", "master", "exp_avg", ...) and a parameter's global name. Nothing here depends on the
+mesh that wrote it: a reader cuts what it needs out of whatever pieces there are.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import field
+from math import prod
+from pathlib import Path
+from typing import Annotated, Literal
+
+from annotated_types import Ge
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked
+
+from ranvier.errors import CheckpointError
+from ranvier.layout import Box, box_size, intersection
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
+              "uint8": 1, "bool": 1}
+"""The number formats that a checkpoint may have, by torch's names."""
+MOST_BYTES = 1 << 30
+"""A manifest that is larger is none of ours."""
+_PART = re.compile(r"part-\d{5}\.safetensors")
+_STEP = re.compile(r"step-(\d{1,12})")
+
+Count = Annotated[int, Ge(0)]
+_config = ConfigDict(extra="forbid", strict=True)
+
+
+@checked(frozen=True, config=_config)
+class File:
+    """One file of pieces, its size, and the CRC-32 of all its bytes."""
+
+    name: str
+    size_bytes: Count
+    crc32: Count
+
+
+@checked(frozen=True, config=_config)
+class SavedTensor:
+    """A whole tensor: pieces are (index into the manifest's files, key in that file, box of the tensor)."""
+
+    dtype: str
+    shape: tuple[Count, ...]
+    pieces: tuple[tuple[Count, str, tuple[tuple[Count, Count], ...]], ...]
+
+
+@checked(frozen=True, config=_config)
+class ScaleState:
+    """The loss scale of fp16, as `ranvier.optim.loss_scale.LossScale` has it."""
+
+    scale: float
+    window: int
+    good_steps: Count
+    skipped_steps: Count
+
+
+@checked(frozen=True, kw_only=True, config=_config)
+class Manifest:
+    """All of a checkpoint but the numbers in its tensors."""
+
+    format: Literal[1] = FORMAT
+    step: Count
+    """Steps taken."""
+    optimizer_steps: Count | None
+    """Updates so far; None where the optimizer is the user's own, which counts by itself."""
+    loss_scale: ScaleState | None
+    frozen: tuple[str, ...]
+    """Parameters that were not being trained."""
+    files: tuple[File, ...]
+    tensors: dict[str, dict[str, SavedTensor]]
+    """Kind -> global name -> tensor."""
+    about: dict[str, object] = field(default_factory=dict)
+    """What the run wants to know of itself: its settings, its place in the data, versions. Plain JSON."""
+
+
+_adapter = TypeAdapter(Manifest)
+
+
+def encode(manifest: Manifest) -> bytes:
+    """manifest.json."""
+    return _adapter.dump_json(manifest)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of the checkpoint in `folder`. CheckpointError when it is missing, malformed or contradictory."""
+    path = folder / MANIFEST
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise damaged(folder, f"{MANIFEST} is larger than any manifest", path.stat().st_size)
+        manifest = _adapter.validate_json(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {MANIFEST}: {error.strerror or error}", where=f"checkpoint {folder}",
+                              remedy="Name the folder of a checkpoint that is whole, such as checkpoint/step-100."
+                              ) from error
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the text"
+        raise damaged(folder, f"{MANIFEST} is not a manifest: {place}: {first['msg']}") from error
+    except (ValueError, RecursionError) as error:
+        raise damaged(folder, f"{MANIFEST} is not a manifest: {error}") from error
+    for problem in _contradictions(manifest):
+        raise damaged(folder, f"{MANIFEST} contradicts itself: {problem}")
+    return manifest
+
+
+def damaged(folder: Path, what: str, value: object = None) -> CheckpointError:
+    return CheckpointError(what, where=f"checkpoint {folder}", value=value,
+                           remedy="Resume from another one: --resume auto takes the newest that is whole.")
+
+
+def _contradictions(manifest: Manifest):
+    """What cannot be true of any checkpoint. Files are looked at elsewhere."""
+    names = [file.name for file in manifest.files]
+    for name in names:
+        if not _PART.fullmatch(name):
+            yield f"{name!r} is no name of a file of pieces"
+    if len(set(names)) < len(names):
+        yield "a file is there twice"
+    room = sum(file.size_bytes for file in manifest.files)
+    for kind, tensors in manifest.tensors.items():
+        for name, tensor in tensors.items():
+            where = f"{kind} of {name}"
+            if tensor.dtype not in ITEM_BYTES:
+                yield f"{where} has the unknown number format {tensor.dtype!r}"
+                return
+            room -= prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
+            if room < 0:
+                yield f"the files are too small for {where}, of shape {tensor.shape}"
+                return
+            yield from _wrong_pieces(where, tensor, len(names))
+
+
+def _wrong_pieces(where: str, tensor: SavedTensor, num_files: int):
+    """Pieces must be inside their tensor, and together be all of it, once."""
+    boxes: list[Box] = []
+    for file, _, box in tensor.pieces:
+        if file >= num_files:
+            yield f"{where} has a piece in file {file} of {num_files}"
+        if len(box) != len(tensor.shape) or any(start > stop or stop > size
+                                                for (start, stop), size in zip(box, tensor.shape, strict=False)):
+            yield f"{where}, of shape {tensor.shape}, has a piece {box}"
+            return
+        boxes.append(box)
+    if sum(map(box_size, boxes)) != prod(tensor.shape) or _overlap([box for box in boxes if box_size(box)]):
+        yield f"the pieces of {where} do not make up its shape {tensor.shape}"
+
+
+def _overlap(boxes: list[Box]) -> bool:
+    """Whether two of these boxes have an element in common: a sweep along the first dim."""
+    if boxes and not boxes[0]:
+        return len(boxes) > 1
+    open_boxes: list[Box] = []
+    for box in sorted(boxes):
+        open_boxes = [other for other in open_boxes if other[0][1] > box[0][0]]
+        if any(intersection(box, other) for other in open_boxes):
+            return True
+        open_boxes.append(box)
+    return False
+
+
+# --- folders ---------------------------------------------------------------------------------------------------------
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Where the checkpoint after `step` steps is."""
+    return folder / f"step-{step}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step that a folder's name says; None for other names."""
+    match = _STEP.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, newest first; whether they are whole is not looked at."""
+    try:
+        found = [path for path in folder.iterdir() if step_of(path) is not None and path.is_dir()]
+    except OSError:
+        return []
+    return sorted(found, key=lambda path: step_of(path), reverse=True)

@@ -1,0 +1,107 @@
+"""A checkpoint that lies on disk: whether it is whole, and any box of any of its tensors. No process group, no GPU."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ranvier.checkpoint.manifest import MANIFEST, SavedTensor, checkpoints, damaged, read_manifest
+from ranvier.errors import CheckpointError
+from ranvier.layout import Box, box_size, intersection, whole
+
+_READ_BYTES = 1 << 22
+
+
+class Saved:
+    """The checkpoint in `folder`, its manifest read and checked. CheckpointError when that is damaged."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.manifest = folder, read_manifest(folder)
+        self._open: dict[int, object] = {}
+
+    def damage(self, files: Iterable[int] | None = None) -> Iterator[CheckpointError]:
+        """What is wrong with these files (all by default), by their sizes and checksums. Reads all of them."""
+        for number in range(len(self.manifest.files)) if files is None else files:
+            file = self.manifest.files[number]
+            path = self.folder / file.name
+            try:
+                if path.is_symlink() or not path.is_file():
+                    yield damaged(self.folder, f"{file.name} is missing")
+                elif path.stat().st_size != file.size_bytes:
+                    yield damaged(self.folder, f"{file.name} should have {file.size_bytes} bytes", path.stat().st_size)
+                elif checksum(path) != file.crc32:
+                    yield damaged(self.folder, f"{file.name} has been changed: its checksum is not the manifest's")
+            except OSError as error:
+                yield damaged(self.folder, f"{file.name} cannot be read: {error.strerror or error}")
+
+    def tensor(self, kind: str, name: str) -> SavedTensor:
+        """What the manifest says of a tensor. CheckpointError when it has none."""
+        try:
+            return self.manifest.tensors[kind][name]
+        except KeyError:
+            raise CheckpointError(f"has no {kind} of {name}", where=f"checkpoint {self.folder}",
+                                  remedy="Resume with the model and the optimizer that it was written with.") from None
+
+    def read(self, kind: str, name: str, box: Box | None = None) -> Tensor:
+        """A box of a tensor (all of it by default), on the CPU, in the saved number format."""
+        saved = self.tensor(kind, name)
+        box = whole(saved.shape) if box is None else box
+        result = torch.empty([stop - start for start, stop in box], dtype=getattr(torch, saved.dtype))
+        self.read_into(kind, name, box, result)
+        return result
+
+    def read_into(self, kind: str, name: str, box: Box, target: Tensor) -> None:
+        """Copy a box of a tensor to `target`, of the box's shape; its number format and device may be others."""
+        saved = self.tensor(kind, name)
+        for file, key, piece in saved.pieces:
+            common = intersection(piece, box)
+            if common is None:
+                continue
+            place = target[tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(
+                common, box, strict=True))]
+            place.copy_(self._cut(saved, file, key, piece, common))
+
+    def _cut(self, saved: SavedTensor, file: int, key: str, piece: Box, common: Box) -> Tensor:
+        """The part `common` of a piece."""
+        name = self.manifest.files[file].name
+        try:
+            if file not in self._open:
+                self._open[file] = safe_open(str(self.folder / name), framework="pt")
+            stored = self._open[file]
+            view = stored.get_slice(key)
+            shape = tuple(stop - start for start, stop in piece)
+            if tuple(view.get_shape()) != shape:
+                raise damaged(self.folder, f"{key} in {name} has another shape than {MANIFEST} says", view.get_shape())
+            found = view[tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(
+                common, piece, strict=True))] if box_size(common) < box_size(piece) else stored.get_tensor(key)
+        except (SafetensorError, OSError) as error:
+            raise damaged(self.folder, f"{name} cannot be read: {str(error).partition(chr(10))[0]}") from error
+        if found.dtype is not getattr(torch, saved.dtype):
+            raise damaged(self.folder, f"{key} in {name} has another number format than {MANIFEST} says",
+                          str(found.dtype).removeprefix("torch."))
+        return found
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._open.clear()
+
+
+def checksum(path: Path) -> int:
+    """The CRC-32 of a file."""
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(_READ_BYTES):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def find(path: Path) -> list[Path]:
+    """The checkpoints that `path` stands for, newest first: one itself, a folder of them, or a run's folder."""
+    if (path / MANIFEST).exists():
+        return [path]
+    return checkpoints(path) or checkpoints(path / "checkpoint")
