@@ -34,7 +34,7 @@ from ranvier.comm.collectives import (
     place_in,
     reduce_shares,
 )
-from ranvier.comm.edges import Edges, lost_peer
+from ranvier.comm.edges import Edges, lost_peer, no_message
 from ranvier.comm.message import Message, decode, total_bytes
 from ranvier.comm.nccl_transport import NcclTransport
 from ranvier.comm.protocol import Reduction, Transport, Work
@@ -200,7 +200,9 @@ class GlooTransport:
                 else:
                     wire, buffer = buffer, None
                 self._arrived.put(decode(wire, source))
-        except (RuntimeError, ValueError) as error:
+        except ValueError as error:
+            self._arrived.put(no_message(edges.purpose, source, str(error)))
+        except RuntimeError as error:
             self._arrived.put(lost_peer(edges.purpose, source, _cause(error)))
 
     def _fail(self, error: TransportError) -> TransportError:
