@@ -141,9 +141,8 @@ class Training:
     def finish(self) -> dict[str, object]:
         """Write a sample of text and the report; returns the summary."""
         run, world = self.run, self.world
-        written = self.saving.finish()
-        for note in self.saving.events(written):
-            self.outputs.event(note)
+        missing = self.saving.finish()
+        self._tell_of_checkpoints()
         timelines = gather_timelines(self.ranks, self.meter.kept)
         text = self._sample() if run.train.sample_tokens else None
         facts = self.ranks.gather_objects(rank_facts(self.engine, world.device) | (
@@ -160,15 +159,15 @@ class Training:
             self.outputs.event(EndEvent(step=run.train.steps, summary=summary, sample=text, pictures=pictures,
                                         report=report))
         summary = self.ranks.gather_objects(summary)[0]
-        self.saving.check_last(written)
+        if missing is not None:
+            raise missing
         return summary
 
     # ------------------------------------------------------------------ parts of a step
 
     def _publish(self) -> None:
         """Wait for the pending step's numbers and tell them. RanvierError when the loss is not a number any more."""
-        for note in self.saving.tell():
-            self.outputs.event(note)
+        self._tell_of_checkpoints()
         if self.pending is None:
             return
         flops_per_token = flops_per_sequence(self.run.model) / self.run.model.sequence
@@ -184,6 +183,10 @@ class Training:
             raise RanvierError("is not a finite number", where=f"loss of step {event.step}", value=event.loss,
                                remedy=f"Lower --train.learning-rate (it is {self.run.train.learning_rate:g}) or raise "
                                       "--train.warmup-steps; metrics.jsonl shows how it came about.")
+
+    def _tell_of_checkpoints(self) -> None:
+        for note in self.saving.tell():
+            self.outputs.event(note)
 
     def _evaluate(self, step: int) -> float:
         """Held-out loss, the same samples each time."""

@@ -127,17 +127,10 @@ class Saving:
             if written.error and self._run.checkpoint.on_error == "stop":
                 raise self._error(written)
 
-    def finish(self) -> list[Written]:
-        """Wait until everything is written; what has ended, on all ranks."""
-        return self.checkpoints.wait()
-
-    def events(self, written: list[Written]) -> list[NoteEvent]:
-        return [self._event(one) for one in written]
-
-    def check_last(self, written: list[Written]) -> None:
-        """CheckpointError where the last checkpoint of the run could not be written."""
-        if written and written[-1].error:
-            raise self._error(written[-1])
+    def finish(self) -> CheckpointError | None:
+        """Wait until everything is written. What is wrong with the last checkpoint of the run, on all ranks."""
+        written = self.checkpoints.wait()
+        return self._error(written[-1]) if written and written[-1].error else None
 
     def _event(self, written: Written) -> NoteEvent:
         if written.error:
