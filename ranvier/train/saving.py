@@ -46,7 +46,8 @@ class Saving:
                                        keep_every=run.checkpoint.keep_every)
         self.offset = 0
         """Sequences that were consumed beyond the steps' own: what a change of batch or going back has left out."""
-        self._saved_step: int | None = None
+        self.saved_step: int | None = None
+        """After which the last checkpoint was begun."""
 
     # ------------------------------------------------------------------ where the run begins
 
@@ -115,7 +116,7 @@ class Saving:
         comes of such a step is not kept."""
         if math.isnan(loss):
             return None
-        self._saved_step = step
+        self.saved_step = step
         return self.checkpoints.save({
             "recipe": self._recipe, "run": resolve.document(self._run), "text": self._text, "versions": versions(),
             "samples": step * self._run.batch.global_size + self.offset})

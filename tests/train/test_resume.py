@@ -14,7 +14,7 @@ from ranvier.errors import CheckpointError, ConfigError
 from ranvier.mesh import Mesh
 from ranvier.run import GPT, Batch, Checkpoint, Data, Optim, Run, Train
 from ranvier.testing.ranks import run_ranks
-from ranvier.train import saving
+from ranvier.train import loop, saving
 from ranvier.train.loop import train
 
 
@@ -192,6 +192,25 @@ def test_what_comes_of_a_loss_that_is_no_number_is_not_kept(text, tmp_path):
     kept._run = run
     assert kept.due(2) and not kept.due(3) and kept.due(8)
     assert kept.save(2, float("nan")) is None
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_that_is_told_to_stop_saves(text, whole, tmp_path, monkeypatch, rank):
+    """Whichever rank was told, at whatever moment: all stop after the next step, and the rest is as if nothing was."""
+    def told(self, step):
+        if step == 5 and self.world.rank == rank:
+            self._stop.request("SIGUSR1")
+        return step_of_loop(self, step)
+
+    step_of_loop = loop.Training.step
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Training, "step", told)
+        summary, said = run_all(tiny(text, tmp_path, checkpoint=Checkpoint(every=0)))
+    assert summary == {"stopped_after": 6} and not (tmp_path / "summary.json").exists()
+    assert f"step 6: stopped by SIGUSR1; go on with --resume auto --run-dir {tmp_path}" in said
+    assert lines(tmp_path / "events.jsonl")[-1]["event"] == "stopped"
+    run_all(tiny(text, tmp_path, resume="auto"))
+    assert losses(tmp_path) == losses(whole)
 
 
 def test_auto_needs_a_folder():
