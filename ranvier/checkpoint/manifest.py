@@ -11,7 +11,8 @@ mesh that wrote it: a reader cuts what it needs out of whatever pieces there are
 from __future__ import annotations
 
 import re
-from dataclasses import field
+import zlib
+from dataclasses import field, replace
 from math import prod
 from pathlib import Path
 from typing import Annotated, Literal
@@ -82,6 +83,8 @@ class Manifest:
     """Kind -> global name -> tensor."""
     about: dict[str, object] = field(default_factory=dict)
     """What the run wants to know of itself: its settings, its place in the data, versions. Plain JSON."""
+    crc32: Count = 0
+    """The CRC-32 of this manifest as `encode` writes it with 0 here: a flipped bit may leave it well-formed."""
 
 
 _adapter = TypeAdapter(Manifest)
@@ -89,7 +92,11 @@ _adapter = TypeAdapter(Manifest)
 
 def encode(manifest: Manifest) -> bytes:
     """manifest.json."""
-    return _adapter.dump_json(manifest)
+    return _adapter.dump_json(replace(manifest, crc32=_checksum(manifest)))
+
+
+def _checksum(manifest: Manifest) -> int:
+    return zlib.crc32(_adapter.dump_json(replace(manifest, crc32=0)))
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -111,6 +118,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise damaged(folder, f"{MANIFEST} is not a manifest: {error}") from error
     for problem in _contradictions(manifest):
         raise damaged(folder, f"{MANIFEST} contradicts itself: {problem}")
+    if manifest.crc32 != _checksum(manifest):
+        raise damaged(folder, f"{MANIFEST} has been changed: its checksum is another")
     return manifest
 
 

@@ -9,11 +9,12 @@ import threading
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 
 from ranvier.checkpoint import checkpoints as module
 from ranvier.checkpoint import files
 from ranvier.checkpoint.checkpoints import Checkpoints
-from ranvier.checkpoint.manifest import MANIFEST, read_manifest
+from ranvier.checkpoint.manifest import MANIFEST, Manifest, encode, read_manifest
 from ranvier.checkpoint.saved import Saved, find
 from ranvier.errors import CheckpointError
 from ranvier.mesh import Mesh
@@ -449,6 +450,22 @@ def test_a_manifest_that_cannot_be_true(tmp_path, one_checkpoint, change):
     assert message in caught.value.what
 
 
+def forge(folder, document):
+    """Write a changed manifest as its own writer would."""
+    (folder / MANIFEST).write_bytes(encode(TypeAdapter(Manifest).validate_json(json.dumps(document))))
+
+
+@pytest.mark.parametrize(("before", "after"), [
+    ('"step":1,', '"step":3,'), ('"optimizer_steps":1,', '"optimizer_steps":3,'), ('"written":"20', '"written":"21')])
+def test_a_bit_of_a_manifest_that_makes_it_another(tmp_path, one_checkpoint, before, after):
+    folder = shutil.copytree(one_checkpoint, tmp_path / "step-1")
+    text = (folder / MANIFEST).read_text()
+    assert before in text
+    (folder / MANIFEST).write_text(text.replace(before, after))
+    with pytest.raises(CheckpointError, match=r"manifest.json has been changed: its checksum is another"):
+        read_manifest(folder)
+
+
 def test_no_manifest_and_one_that_is_too_large(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"cannot be read: manifest.json: No such file"):
         read_manifest(tmp_path)
@@ -467,7 +484,7 @@ def test_a_file_that_is_not_as_its_manifest_says(tmp_path, one_checkpoint, chang
     tensor = document["tensors"]["parameter"]["layer0.mlp.fc1.bias"]
     key = tensor["pieces"][0][1]
     tensor |= json.loads(json.dumps(change).replace("null", json.dumps(key)))
-    (folder / MANIFEST).write_text(json.dumps(document))
+    forge(folder, document)
     with pytest.raises(CheckpointError, match=message):
         Saved(folder).read("parameter", "layer0.mlp.fc1.bias")
 
