@@ -2,7 +2,7 @@
 
     python -m benchmarks.faults.soak --faults 200 --seed 0 --out docs/faults-table.md
 
-A run of 40 steps is started again and again with --resume auto, each time on a mesh of 2 to 4 ranks, until it is
+A run of 24 steps is started again and again with --resume auto, each time on a mesh of 2 to 4 ranks, until it is
 complete. Something happens to nearly every start, and to its files before it. After each start: it has ended by itself,
 no process is left, no whole checkpoint is gone, it went on from the newest whole one, and no temporary folder of an
 earlier start is there. After each run: its losses are those of a run that nothing happened to, to the bit where every
@@ -36,10 +36,10 @@ from ranvier.mesh import Mesh
 from ranvier.testing.faults import Fault
 from ranvier.train.files import read_lines
 
-STEPS, EVERY, KEEP, KEEP_EVERY = 40, 2, 3, 10
+STEPS, EVERY, KEEP, KEEP_EVERY = 24, 2, 3, 6
 MESHES = (Mesh(data=2), Mesh(pipe=2), Mesh(row=2), Mesh(col=2), Mesh(pipe=3), Mesh(data=2, pipe=2), Mesh(pipe=2, row=2),
           Mesh(row=2, col=2), Mesh(data=4), Mesh(data=2, col=2))
-LARGEST_CALL, LONGEST_SECONDS = 600, 4.0
+LARGEST_CALL, LONGEST_SECONDS = 400, 4.0
 TOLERANCE = 1e-9
 """Relative, of losses in fp64 on other meshes than the reference."""
 INSIDE = {"a rank is killed": "kill", "a rank is stopped": "stop", "a message is late": "delay",
@@ -80,6 +80,7 @@ class Soak:
     timeout_seconds: float
     deadline_seconds: float
     by_command: float
+    minutes: float
 
     def args(self, run_dir: Path, mesh: Mesh, transport: str = "torch", resume: str = "auto") -> list[str]:
         settings = {
@@ -101,6 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="where the table goes, in Markdown")
     parser.add_argument("--timeout", type=float, default=10.0, help="--comm.timeout-seconds of the runs")
     parser.add_argument("--deadline", type=float, default=150.0, help="seconds after which a start counts as hung")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no further run after so long")
     parser.add_argument("--by-command", type=float, default=0.05, help="share of starts by command rather than by fork")
     given = parser.parse_args(argv)
     for name in ("ranvier.train.loop", "ranvier.supervise", "matplotlib.pyplot", "ranvier.train.pictures",
@@ -109,7 +111,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="ranvier-soak-") as root:
         tally = run(Soak(root=Path(root), faults=given.faults, seed=given.seed, timeout_seconds=given.timeout,
-                         deadline_seconds=given.deadline, by_command=given.by_command))
+                         deadline_seconds=given.deadline, by_command=given.by_command,
+                         minutes=given.minutes))
     text = table(tally, given.seed)
     print(text)
     if given.out:
@@ -121,8 +124,8 @@ def run(soak: Soak) -> Tally:
     """All runs, until there were as many faults as there should be."""
     write_corpus(soak.root / "corpus")
     references: dict[Mesh, list[float]] = {}
-    tally = Tally()
-    while tally.faults < soak.faults:
+    tally, began = Tally(), time.monotonic()
+    while tally.faults < soak.faults and time.monotonic() - began < 60 * soak.minutes:
         draw = random.Random(f"{soak.seed} {tally.runs}")
         mesh = draw.choice(MESHES) if draw.random() < 0.5 else None
         Training(soak, draw, tally, references, mesh).complete()
@@ -145,7 +148,7 @@ class Training:
     def __init__(self, soak: Soak, draw: random.Random, tally: Tally, references: dict[Mesh, list[float]],
                  mesh: Mesh | None) -> None:
         self.soak, self.draw, self.tally, self.references, self.mesh = soak, draw, tally, references, mesh
-        self.name = f"run {tally.runs}" + ("" if mesh is None else f" on {mesh}")
+        self.name = f"run {tally.runs}" + ("" if mesh is None else " (one mesh)")
         self.folder = soak.root / f"run-{tally.runs}"
         self.checkpoints = self.folder / "checkpoint"
         self.moved = False
