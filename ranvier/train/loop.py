@@ -148,6 +148,8 @@ class Training:
             self.pending.eval_loss = self._evaluate(step)
             self._publish()
             self.meter.resume()
+        elif stall is not None:
+            self._publish()  # the checkpoint waits for it
 
     def leave(self, step: int) -> dict[str, object]:
         """Save what there is after `step`, and write no report: the run is to go on elsewhere."""
@@ -204,6 +206,7 @@ class Training:
                     if event.tokens else "no valid target in the global batch: nothing was updated")
             self.outputs.event(NoteEvent(step=event.step, event="skipped", text=text))
         self.outputs.event(event)
+        self.saving.told_step = event.step
         if event.stepped and not math.isfinite(event.loss):
             self.ranks.barrier()  # a rank that fails ends the others: not before rank 0 has written the step
             raise RanvierError("is not a finite number", where=f"loss of step {event.step}", value=event.loss,

@@ -48,6 +48,9 @@ class Saving:
         self.offset = 0
         """Sequences that were consumed beyond the steps' own: what a change of batch or going back has left out."""
         self.saved_step: int | None = None
+        self.told_step = 0
+        """The last step whose numbers are in the run's folder; rank 0 only. No checkpoint of a later one gets its name,
+        or a run that died then and went on from it would never tell that step's numbers."""
         """After which the last checkpoint was begun."""
 
     # ------------------------------------------------------------------ where the run begins
@@ -120,7 +123,7 @@ class Saving:
         self.saved_step = step
         return self.checkpoints.save({
             "recipe": self._recipe, "run": resolve.document(self._run), "text": self._text, "versions": versions(),
-            "samples": step * self._run.batch.global_size + self.offset})
+            "samples": step * self._run.batch.global_size + self.offset}, when=lambda: self.told_step >= step)
 
     def tell(self) -> Iterator[NoteEvent]:
         """What has been written since the last call; only rank 0 knows. CheckpointError where the run is to stop."""
