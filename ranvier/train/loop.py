@@ -171,7 +171,7 @@ class Training:
         timelines = gather_timelines(self.ranks, self.meter.kept)
         text = self._sample() if run.train.sample_tokens else None
         facts = self.ranks.gather_objects(rank_facts(self.engine, world.device) | (
-            {"memory": self.measured.facts()} if run.memory_report else {}))
+            {"memory": self.measured.facts(self.saving.checkpoints)} if run.memory_report else {}))
         summary: dict[str, object] = {}
         if world.rank == 0:
             summary = summarise(recipe=self.recipe, mesh=run.mesh, history=self.history, ranks=facts,
