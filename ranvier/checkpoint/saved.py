@@ -52,9 +52,8 @@ class Saved:
         """A box of a tensor (all of it by default), on the CPU, in the saved number format."""
         saved = self.tensor(kind, name)
         box = whole(saved.shape) if box is None else box
-        for file, key, piece in saved.pieces:
-            if intersection(piece, box) is not None:
-                self._stored(file, key, piece)  # a size that no file has is told, not allocated
+        for file, key, piece, _ in self._within(kind, name, box):
+            self._stored(file, key, piece)  # a size that no file has is told, not allocated
         result = torch.empty([stop - start for start, stop in box], dtype=getattr(torch, saved.dtype))
         self.read_into(kind, name, box, result)
         return result
@@ -62,15 +61,20 @@ class Saved:
     def read_into(self, kind: str, name: str, box: Box, target: Tensor) -> None:
         """Copy a box of a tensor to `target`, of the box's shape; its number format and device may be others."""
         saved = self.tensor(kind, name)
+        for file, key, piece, common in self._within(kind, name, box):
+            place = target[tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(
+                common, box, strict=True))]
+            place.copy_(self._cut(saved, file, key, piece, common))
+
+    def _within(self, kind: str, name: str, box: Box) -> Iterator[tuple[int, str, Box, Box]]:
+        """File, key and box of the pieces that have a part of `box`, and that part."""
+        saved = self.tensor(kind, name)
         if len(box) != len(saved.shape) or any(stop > size for (_, stop), size in zip(box, saved.shape, strict=True)):
             raise damaged(self.folder, f"{kind} of {name} has the shape {saved.shape}, and {box} of it is wanted")
         for file, key, piece in saved.pieces:
             common = intersection(piece, box)
-            if common is None:
-                continue
-            place = target[tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(
-                common, box, strict=True))]
-            place.copy_(self._cut(saved, file, key, piece, common))
+            if common is not None:
+                yield file, key, piece, common
 
     def _cut(self, saved: SavedTensor, file: int, key: str, piece: Box, common: Box) -> Tensor:
         """The part `common` of a piece."""
