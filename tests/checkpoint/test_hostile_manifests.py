@@ -89,7 +89,7 @@ def test_a_part_that_is_a_pipe_is_not_opened(tmp_path, one_checkpoint):
     (folder / "part-00000.safetensors").unlink()
     os.mkfifo(folder / "part-00000.safetensors")
     assert [error.what for error in Saved(folder).damage()] == ["part-00000.safetensors is missing"]
-    with pytest.raises(CheckpointError, match="part-00000.safetensors is missing"):
+    with pytest.raises(CheckpointError, match=r"part-00000\.safetensors is missing"):
         Saved(folder).read("parameter", "layer0.mlp.fc1.bias")
 
 
