@@ -17,6 +17,7 @@ from ranvier.testing.ranks import run_ranks
 from ranvier.train import loop
 from ranvier.train.events import EndEvent, StartEvent, StepEvent
 from ranvier.train.loop import learning_rate, train
+from tests.covering import covering
 
 STEPS = 6
 
@@ -156,8 +157,7 @@ def losses(run_dir):
     return [(step["loss"], step.get("eval_loss", 0.0), step["grad_norm"]) for step in lines(run_dir / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize("data, pipe", [(1, 1), (1, 4), (4, 1)])
-@pytest.mark.parametrize("policy", ["message-driven", "1f1b"])
+@pytest.mark.parametrize("data, pipe, policy", covering([(1, 1), (1, 4), (4, 1)], ["message-driven", "1f1b"]))
 def test_the_mesh_changes_no_number(data, pipe, policy, finished, corpus, tmp_path):
     reference, _, _, heard = finished
     run = tiny(corpus, tmp_path, mesh=Mesh(data=data, pipe=pipe), pipeline=Pipeline(policy=policy))
@@ -168,8 +168,10 @@ def test_the_mesh_changes_no_number(data, pipe, policy, finished, corpus, tmp_pa
 
 
 @pytest.mark.parametrize("mesh, tensor", [
-    (Mesh(row=2, col=2), TensorParallel()), (Mesh(row=2, pipe=2, data=2), TensorParallel(keep_weights=True)),
-    (Mesh(row=2, col=2), TensorParallel(scheme="summa")), (Mesh(col=2), TensorParallel(scheme="megatron")),
+    pytest.param(Mesh(row=2, col=2), TensorParallel(), marks=pytest.mark.slow),
+    (Mesh(row=2, pipe=2, data=2), TensorParallel(keep_weights=True)),
+    (Mesh(row=2, col=2), TensorParallel(scheme="summa")),
+    pytest.param(Mesh(col=2), TensorParallel(scheme="megatron"), marks=pytest.mark.slow),
     (Mesh(col=2, pipe=2), TensorParallel(scheme="megatron", sequence_sharding=True))])
 def test_rows_and_columns_change_no_number(mesh, tensor, finished, corpus, tmp_path):
     """Evaluation of 7 sequences, and the last microbatch, are filled up where rows must share them."""
