@@ -327,15 +327,18 @@ def test_torchrun_starts_again_after_a_rank_died_and_then_with_fewer_ranks(shell
     os.kill(victim, signal.SIGKILL)
     code, output = finish(first)
     assert code == 0, output
-    assert steps_in(run_dir) == [*range(1, STEPS + 1)], "each step once, although some were taken twice"
-    (resumed,) = re.findall(r"goes on from .*?step-(\d+)", output.replace("\n", " "))
-    assert int(resumed) >= 20
+    resumed = int(re.search(r"goes on from .*?step-(\d+)", output, re.DOTALL)[1])
+    assert resumed >= 20
+    steps = steps_in(run_dir)
+    assert steps == sorted(set(steps)), "each step once, although some were taken twice"
+    # A step's numbers are told during the next one: rank 0 may have been killed between saving and telling.
+    assert {*range(1, STEPS + 1)} - {*steps} <= {resumed}
 
     second = train(1, "--train.steps", STEPS + 5)
     code, output = finish(second)
     assert code == 0, output
     assert "the run goes on with data 1 x pipe 1 x row 1 x col 1 (fewer replicas)" in output
-    assert steps_in(run_dir) == [*range(1, STEPS + 6)]
+    assert steps_in(run_dir)[-6:] == [*range(STEPS, STEPS + 6)]
 
 
 def _is_rank(path, run_dir, rank):
