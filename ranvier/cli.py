@@ -9,14 +9,17 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from ranvier import __version__, resolve
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.run import Run
+
+if TYPE_CHECKING:
+    from ranvier.world import World
 
 
 class Refused(Exception):
@@ -32,10 +35,13 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     sys.exit(run_command(args))
 
 
-def run_command(args: Sequence[str] | None = None) -> int:
-    """The exit code of the command line `args`; errors are printed."""
+def run_command(args: Sequence[str] | None = None, *, change_world: Callable[[World], World] | None = None) -> int:
+    """The exit code of the command line `args`; errors are printed.
+
+    change_world: what `train` does with each rank's world before it uses it, for faults on purpose.
+    """
     try:
-        return command.main(args=args, prog_name="ranvier", standalone_mode=False) or 0
+        return command.main(args=args, prog_name="ranvier", standalone_mode=False, obj=change_world) or 0
     except Refused as refused:
         return _refuse(refused.problems)
     except RanvierError as error:
@@ -105,7 +111,8 @@ def _resolve(recipe: str, flags: Mapping[str, str | None]) -> tuple[str, resolve
 
 @command.command(cls=_WithSettings)
 @click.argument("recipe")
-def train(recipe: str, **flags: str | None) -> int:
+@click.pass_obj
+def train(change_world: Callable[[World], World] | None, recipe: str, **flags: str | None) -> int:
     """Train RECIPE: a shipped recipe's name, a TOML file, or module:function.
 
     Under plain python the local ranks are started for you; under torchrun, mpiexec or srun this is one of them.
@@ -134,7 +141,7 @@ def train(recipe: str, **flags: str | None) -> int:
                          timeout_seconds=run.comm.timeout_seconds,
                          rerun=[*launch.rerun_command(), "--run-dir", str(run.run_dir)] if started is None else None,
                          explain_kill=lambda: _memory_text(run), saves_on_stop=True)
-    return _train_as_rank(run, name, world)
+    return _train_as_rank(run, name, world, change_world)
 
 
 def _memory_text(run: Run) -> str:
@@ -143,11 +150,12 @@ def _memory_text(run: Run) -> str:
     return prediction_text(run)
 
 
-def _train_as_rank(run: Run, name: str, world) -> int:
+def _train_as_rank(run: Run, name: str, world: World, change_world: Callable[[World], World] | None) -> int:
     from ranvier import failure
     from ranvier.train.loop import train as train_loop
 
     try:
+        world = world if change_world is None else change_world(world)
         if world.rank == 0:  # not before `start`: the other ranks would wait there for one that has gone
             _check_folder(run)
         train_loop(run, name, world)

@@ -43,7 +43,8 @@ class Saving:
     def __init__(self, run: Run, recipe: str, engine: Engine, text: str) -> None:
         self._run, self._recipe, self._engine, self._text = run, recipe, engine, text
         self.checkpoints = Checkpoints(engine, checkpoint_folder(run), keep=run.checkpoint.keep,
-                                       keep_every=run.checkpoint.keep_every)
+                                       keep_every=run.checkpoint.keep_every,
+                                       timeout_seconds=run.comm.timeout_seconds)
         self.offset = 0
         """Sequences that were consumed beyond the steps' own: what a change of batch or going back has left out."""
         self.saved_step: int | None = None
