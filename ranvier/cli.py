@@ -1,4 +1,5 @@
-"""The command: `ranvier train | check | doctor | export | import`. Every field of the run is a flag; --help imports nothing heavy.
+"""The command: `ranvier train | check | doctor | export | import`. Every field of the run is a flag; --help imports
+nothing heavy.
 
 Exit codes: 0 done, 1 the run failed, 2 an error of the user's, each in one line on standard error, 130 Ctrl-C.
 """

@@ -229,4 +229,5 @@ def _tell(tell: Tell, source: Source, files: list[str], tokenizer: Path | None,
     if source.rounds:
         ids = logits.token_ids(config)
         moved = (logits.logits(config, source.exact, ids) - logits.logits(config, source.value, ids)).abs().max()
-        tell(f"rounding to {name} has changed logits by at most {float(moved):.2g}")
+        if moved:
+            tell(f"rounding to {name} has changed logits by at most {float(moved):.2g}")

@@ -86,8 +86,9 @@ _SIZES = {"vocab_size": "vocab", "n_positions": "sequence", "n_embd": "hidden", 
           "n_head": "heads"}
 _FUNCTION = {
     "model_type": (None, ("gpt2",)), "activation_function": ("gelu_new", ("gelu_new", "gelu_pytorch_tanh")),
-    "layer_norm_epsilon": (1e-5, (1e-5,)), "tie_word_embeddings": (True, (True,)), "scale_attn_weights": (True, (True,)),
-    "scale_attn_by_inverse_layer_idx": (False, (False,)), "add_cross_attention": (False, (False,)),
+    "layer_norm_epsilon": (1e-5, (1e-5,)), "tie_word_embeddings": (True, (True,)),
+    "scale_attn_weights": (True, (True,)), "scale_attn_by_inverse_layer_idx": (False, (False,)),
+    "add_cross_attention": (False, (False,)),
 }
 """What else decides the function: Hugging Face's default, and the values that are what `gpt` computes."""
 CONFIG_KEYS = frozenset({*_SIZES, *_FUNCTION, "n_inner", "embd_pdrop", "resid_pdrop", "attn_pdrop"})
@@ -113,9 +114,8 @@ def from_gpt2_config(document: Mapping[str, object]) -> tuple[GPT, list[str]]:
     for key, (default, allowed) in _FUNCTION.items():
         value = document.get(key, default)
         if not isinstance(value, (str, int, float)) or value not in allowed:
-            raise ModelError(f"must be {' or '.join(map(str, allowed))}: other models than GPT-2 as Ranvier computes it "
-                             "cannot be imported", where=f"{key} in config.json", value=value,
-                             remedy="Import a model of the GPT-2 architecture.")
+            raise ModelError(f"must be {' or '.join(map(str, allowed))}", where=f"{key} in config.json", value=value,
+                             remedy="Import a GPT-2: other architectures, and others of its functions, are not known.")
     for key in _SIZES:
         if key not in document:
             raise ModelError("is missing", where=f"{key} in config.json",
