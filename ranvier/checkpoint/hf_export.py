@@ -94,7 +94,7 @@ class Source:
             raise _of_another_model(saved, f"has too few parameters for {self.config.num_layers} layers",
                                     len(parameters))
         self.names = {ours: there for ours, there in hf.names(self.config).items() if ours not in hf.TIED}
-        for name in self.names.keys() ^ parameters.keys():
+        for name in sorted(self.names.keys() ^ parameters.keys()):
             raise _of_another_model(saved, f"{'lacks the' if name in self.names else 'has a'} parameter {name}")
         self._kind = {name: "master" if name in masters else "parameter" for name in self.names}
         formats = set()
@@ -184,13 +184,14 @@ def _write_weights(folder: Path, source: Source, parts: list[list[Slot]]) -> lis
 
 def _write_config(folder: Path, source: Source, end: int | None) -> None:
     """config.json. end: the token that separates texts, where that is known."""
+    dtype = str(source.dtype).removeprefix("torch.")  # under its old name and its new one
     _write_json(folder / "config.json", {**hf.gpt2_config(source.config), "bos_token_id": end, "eos_token_id": end,
-                                         "torch_dtype": str(source.dtype).removeprefix("torch.")})
+                                         "torch_dtype": dtype, "dtype": dtype})
 
 
 def _beside(run: Path, checkpoint: Path) -> Path | None:
     """The tokenizer that the run has left in its folder."""
-    places = [run, checkpoint, checkpoint.parent, checkpoint.parent.parent]
+    places = [run, *([checkpoint.parent.parent] if checkpoint.parent.name == "checkpoint" else [])]
     return next((place / TOKENIZER for place in places if (place / TOKENIZER).is_file()), None)
 
 

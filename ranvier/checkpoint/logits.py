@@ -113,14 +113,12 @@ def _theirs(config: GPT, folder: Path, settings: dict[str, object] | None,
                 f"transformers' model needs {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} are free")
     with _quiet(transformers):
         if settings is None:
-            model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True,
-                                                                      torch_dtype=torch.float32)
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
         else:
             model = transformers.GPT2LMHeadModel.from_pretrained(
-                None, config=transformers.GPT2Config(**settings), state_dict=Pretrained(folder).state_dict(),
-                torch_dtype=torch.float32)
+                None, config=transformers.GPT2Config(**settings), state_dict=Pretrained(folder).state_dict())
     with torch.no_grad():
-        return model.eval()(ids).logits, f"transformers {transformers.__version__}", None
+        return model.float().eval()(ids).logits, f"transformers {transformers.__version__}", None
 
 
 def _ours_again(folder: Path, ids: Tensor) -> Tensor:

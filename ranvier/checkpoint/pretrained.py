@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -63,9 +64,9 @@ class Pretrained:
         return hf.tensor_from_hf(ours, self._tensors.read(self._names[ours]), self.config)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All tensors as transformers has them: under its names, in its layout, in the file's format."""
+        """All tensors as transformers has them: under its names, in its layout, in fp32."""
         there = hf.names(self.config)
-        found = {there[ours]: self._tensors.read(name) for ours, name in self._names.items()}
+        found = {there[ours]: self._tensors.read(name).float() for ours, name in self._names.items()}
         return found | {there[tied]: found[there[owner]] for tied, owner in hf.TIED.items()}
 
     def _named(self, heads: Mapping[str, object]) -> dict[str, str]:
@@ -208,7 +209,9 @@ class _TorchFile:
     def __init__(self, folder: Path) -> None:
         path = own_file(folder, "pytorch_model.bin")
         try:
-            found = torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about old forms of pickles
+                found = torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
         except Exception as error:  # a stranger's pickle raises what it likes
             raise _wrong(folder, "has a pytorch_model.bin that is not a plain dict of tensors: "
                                  f"{str(error).partition(chr(10))[0]}") from error
