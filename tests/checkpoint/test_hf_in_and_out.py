@@ -109,6 +109,14 @@ def test_masters_are_exported_where_there_are_some(tmp_path, capsys):
     equal(tensors_of(tmp_path / "rounded"), {name: tensor.half() for name, tensor in tensors.items()})
 
 
+def test_what_was_frozen_has_no_master(tmp_path):
+    run = write_checkpoint(tmp_path / "run", tensors := parameters(), precision="bf16")
+    edit_manifest(run / "checkpoint/step-0", lambda document: document["tensors"]["master"].pop("head.norm.bias"))
+    export(run, tmp_path / "there", tell=silent)
+    frozen = "transformer.ln_f.bias"
+    equal(tensors_of(tmp_path / "there"), tensors | {frozen: tensors[frozen].bfloat16().float()})
+
+
 def test_shards(tmp_path):
     run = write_checkpoint(tmp_path / "run", tensors := parameters())
     assert run_command(["export", str(run), str(tmp_path / "there"), "--shard-bytes", "20000"]) == 0
@@ -202,6 +210,8 @@ def test_transformers_loads_an_export(tmp_path, peer, dtype):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "there")
     assert isinstance(theirs, transformers.GPT2LMHeadModel)
     assert theirs.dtype is hf_export.DTYPES[dtype]
+    config = json.loads((tmp_path / "there/config.json").read_text())
+    assert config["torch_dtype"] == config["dtype"] == str(theirs.dtype).removeprefix("torch.")
     for name, value in model.state_dict().items():
         assert torch.equal(theirs.state_dict()[name], value.to(theirs.dtype)), name
     ids = torch.arange(16)[None]

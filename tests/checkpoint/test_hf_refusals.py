@@ -14,7 +14,7 @@ import torch
 from hf_folders import SMALL, edit_manifest, parameters, write_checkpoint, write_model
 from safetensors.torch import load_file, save_file
 
-from ranvier.checkpoint import logits, new_folder
+from ranvier.checkpoint import logits, new_folder, pretrained
 from ranvier.checkpoint.saved import checksum
 from ranvier.cli import run_command
 from ranvier.data import tokenizer as tokenizers
@@ -121,7 +121,8 @@ def test_tensors_that_do_not_fit(tmp_path, capsys, tensors, text):
     refused(capsys, tmp_path, ["import", write_model(tmp_path / "model", tensors()), tmp_path / "out"], text)
 
 
-def test_a_head_that_differs_in_its_last_row_only(tmp_path, capsys):
+def test_a_head_that_differs_in_its_last_row_only(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(pretrained, "_ROWS_BYTES", 7 * 8 * SMALL.hidden)
     head = parameters()[WTE].clone()
     head[-1, -1] += 1
     model = write_model(tmp_path / "model", parameters() | {HEAD: head})
