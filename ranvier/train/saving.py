@@ -46,7 +46,8 @@ class Saving:
                                        keep_every=run.checkpoint.keep_every)
         self.offset = 0
         """Sequences that were consumed beyond the steps' own: what a change of batch or going back has left out."""
-        self._saved_step: int | None = None
+        self.saved_step: int | None = None
+        """After which the last checkpoint was begun."""
 
     # ------------------------------------------------------------------ where the run begins
 
@@ -115,7 +116,7 @@ class Saving:
         comes of such a step is not kept."""
         if math.isnan(loss):
             return None
-        self._saved_step = step
+        self.saved_step = step
         return self.checkpoints.save({
             "recipe": self._recipe, "run": resolve.document(self._run), "text": self._text, "versions": versions(),
             "samples": step * self._run.batch.global_size + self.offset})
@@ -127,17 +128,10 @@ class Saving:
             if written.error and self._run.checkpoint.on_error == "stop":
                 raise self._error(written)
 
-    def finish(self) -> list[Written]:
-        """Wait until everything is written; what has ended, on all ranks."""
-        return self.checkpoints.wait()
-
-    def events(self, written: list[Written]) -> list[NoteEvent]:
-        return [self._event(one) for one in written]
-
-    def check_last(self, written: list[Written]) -> None:
-        """CheckpointError where the last checkpoint of the run could not be written."""
-        if written and written[-1].error:
-            raise self._error(written[-1])
+    def finish(self) -> CheckpointError | None:
+        """Wait until everything is written. What is wrong with the last checkpoint of the run, on all ranks."""
+        written = self.checkpoints.wait()
+        return self._error(written[-1]) if written and written[-1].error else None
 
     def _event(self, written: Written) -> NoteEvent:
         if written.error:
