@@ -123,6 +123,7 @@ class Training:
             path = self.run.run_dir / "run.toml"
             with writing(path):
                 resolve.write(self.run, path)
+            self.data.tokenizer.save(self.run.run_dir / "tokenizer.json")
         self.outputs.event(StartEvent(recipe=self.recipe, run_dir=self.run.run_dir, mesh=self.run.mesh,
                                       steps=self.run.train.steps, settings=self._settings(),
                                       stages=str(self.engine.stages)))
