@@ -177,8 +177,9 @@ def conclude(sights: Sequence[Sequence[Sight]], losses: Sequence[Sequence[tuple[
     if forward := [*data, *of_kind["output"], *of_kind["loss"]]:
         return _seen(*min(forward, key=lambda entry: (entry[0].microbatch, entry[2], entry[0].place, entry[1])))
     if of_kind["gradient"]:
-        return _seen(*min(of_kind["gradient"], key=lambda entry: (entry[0].microbatch, entry[2], -entry[0].place,
-                                                                  entry[1])))
+        # weights' gradients are summed over rows in the backward: who sees more than those is nearer
+        return _seen(*min(of_kind["gradient"], key=lambda entry: (
+            entry[0].microbatch, entry[2], -entry[0].place, entry[0].parameter is not None, entry[1])))
     return _largest(losses, mesh)
 
 

@@ -57,8 +57,9 @@ class Replicas:
 
     def compare(self, parameters: Mapping[str, Tensor]) -> None:
         """parameters: those of this rank by key, up to date. RanvierError on every rank where copies differ."""
-        found = self._gathered(parameters)
-        told = differences(self._layout, self._stage.ranks, list(parameters), found)
+        names = [parameter.name for parameter in self._layout.parameters if parameter.name in parameters]
+        found = self._gathered([parameters[name] for name in names])
+        told = differences(self._layout, self._stage.ranks, names, found)
         wrong = torch.tensor([len(told)], dtype=torch.int64)
         self._everyone.all_reduce(wrong).wait()
         if int(wrong) == 0:
@@ -67,18 +68,18 @@ class Replicas:
         (name, what), *others = [one for each in texts for one in each]
         more = f"; {len(others)} more {'parameters differ' if len(others) > 1 else 'parameter differs'}"
         raise RanvierError(f"{what}{more if others else ''}", where=f"parameter {name}",
-                           remedy="Go on from the last checkpoint (--resume auto), or by its path from one that is older "
+                           remedy="Go on from the last checkpoint (--resume auto), or by its path from one older "
                                   "than the last good comparison; where a rank is named again, replace its device.")
 
     def close(self) -> None:
         self._stage.close()
 
-    def _gathered(self, parameters: Mapping[str, Tensor]) -> list[list[int]]:
+    def _gathered(self, parameters: Sequence[Tensor]) -> list[list[int]]:
         """Checksums of each rank of the stage, in the order of `parameters`."""
-        longest = min(PIECE, max((parameter.numel() for parameter in parameters.values()), default=0))
+        longest = min(PIECE, max((parameter.numel() for parameter in parameters), default=0))
         if len(self._weights) < longest:
             self._weights = (bits(0, torch.arange(longest)) | 1).to(self._device)
-        mine = [checksum(parameter, self._weights) for parameter in parameters.values()]
+        mine = [checksum(parameter, self._weights) for parameter in parameters]
         if not mine:
             return [[] for _ in self._stage.ranks]
         sums = torch.stack(mine)
