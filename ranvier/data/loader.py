@@ -28,13 +28,15 @@ class Loader:
         self.row, self.num_rows = row, num_rows
         self.needs_inputs, self.needs_targets = needs_inputs, needs_targets
         self.device = torch.device(device)
+        self.offset = 0
+        """Sequences that were taken beside those of earlier steps: by steps of another size, or left out."""
 
     def microbatches(self, step: int) -> list[Microbatch]:
         """This replica's microbatches of step `step`, counted from 0; none where there are fewer samples than replicas.
 
         inputs and targets: [b / rows, sequence] int64 on `device`, targets one token on; samples: int64 on the CPU.
         """
-        batch = self.sampler.global_batch(step, self.global_size)
+        batch = self.sampler.global_batch(step, self.global_size, self.offset)
         mine = batch[share(self.global_size, self.num_replicas, self.replica)]
         found = []
         for whole in microbatches(mine, self.microbatch_size):

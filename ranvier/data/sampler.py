@@ -20,9 +20,10 @@ class Sampler:
         self.num_sequences, self.seed = num_sequences, seed
         self._orders: dict[int, np.ndarray] = {}
 
-    def global_batch(self, step: int, global_size: int) -> np.ndarray:
-        """[global_size] int64: sequence numbers of step `step`, counted from 0. Epochs follow without a gap."""
-        place = np.arange(step * global_size, (step + 1) * global_size, dtype=np.int64)
+    def global_batch(self, step: int, global_size: int, offset: int = 0) -> np.ndarray:
+        """[global_size] int64: sequence numbers of step `step`, counted from 0. Epochs follow without a gap.
+        offset: sequences that were taken beside those of earlier steps."""
+        place = np.arange(global_size, dtype=np.int64) + step * global_size + offset
         epoch, within = np.divmod(place, self.num_sequences)
         batch = np.empty_like(place)
         needed = range(int(epoch[0]), int(epoch[-1]) + 1)
