@@ -25,6 +25,8 @@ _HOMES = {
     "Initial": "ranvier.models.block",
     "Run": "ranvier.run",
     "RanvierError": "ranvier.errors",
+    "CheckpointError": "ranvier.errors",
+    "Checkpoints": "ranvier.checkpoint.checkpoints",
     "ConfigError": "ranvier.errors",
     "DataError": "ranvier.errors",
     "LaunchError": "ranvier.errors",

@@ -120,7 +120,7 @@ def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = N
 def problems(run: Run, num_ranks: int | None = None) -> list[RanvierError]:
     """What cannot work, as far as that follows from the settings alone."""
     return [*gpt.problems(run.model), *_mesh_problems(run, num_ranks), *_batch_problems(run), *_update_problems(run),
-            *groups.problems(run.optim), *_vocab_problems(run)]
+            *groups.problems(run.optim), *_vocab_problems(run), *_resume_problems(run)]
 
 
 def with_shape(run: Run, num_ranks: int | None) -> tuple[Run, list[RanvierError]]:
@@ -274,6 +274,12 @@ def _batch_problems(run: Run) -> Iterator[ConfigError]:
         yield ConfigError(f"is more than a replica's share of the batch, {share} of {batch.global_size} sequences",
                           where="batch.microbatch-size", value=batch.microbatch_size,
                           remedy=f"Set --batch.microbatch-size {share} or less, or raise --batch.global-size.")
+
+
+def _resume_problems(run: Run) -> Iterator[ConfigError]:
+    if run.resume == "auto" and run.run_dir is None and run.checkpoint.dir is None:
+        yield ConfigError("needs a folder to look for checkpoints in", where="resume", value="auto",
+                          remedy="Set --run-dir, or --checkpoint.dir, to the same folder each time.")
 
 
 def _update_problems(run: Run) -> Iterator[ConfigError]:

@@ -10,7 +10,6 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -100,7 +99,7 @@ class _WithSettings(click.Command):
 def _resolve(recipe: str, flags: Mapping[str, str | None]) -> tuple[str, resolve.Resolved]:
     """The recipe's short name, and the run with its origins. ConfigError when the recipe cannot be read."""
     given = {name.replace("__", "."): text for name, text in flags.items() if text is not None}
-    name, layer = resolve.load(recipe)
+    name, layer = resolve.load(recipe, keep_folder=given.get("resume") == "auto")
     return name, resolve.resolve([layer, resolve.Layer(origin="flag", values=given, is_text=True)])
 
 
@@ -122,7 +121,7 @@ def train(recipe: str, **flags: str | None) -> int:
         raise Refused(problems)
     run = dataclasses.replace(run, run_dir=run.run_dir or resolve.default_folder(name))
     if started is None:
-        _check_folder(run.run_dir)
+        _check_folder(run)
     if started is None or (started.launcher != "local" and started.rank == 0):
         for warning in check.warnings(run):
             print(f"ranvier: warning: {warning}", file=sys.stderr)
@@ -146,7 +145,7 @@ def _train_as_rank(run: Run, name: str, world) -> int:
 
     try:
         if world.rank == 0:  # not before `start`: the other ranks would wait there for one that has gone
-            _check_folder(run.run_dir)
+            _check_folder(run)
         train_loop(run, name, world)
         world.backend.close()
     except BaseException as error:
@@ -157,11 +156,11 @@ def _train_as_rank(run: Run, name: str, world) -> int:
     return 0
 
 
-def _check_folder(folder: Path) -> None:
-    """ConfigError when a run has left its results there."""
-    if (folder / "run.toml").exists():
-        raise ConfigError("holds the results of another run", where="run-dir", value=str(folder),
-                          remedy="Choose another folder with --run-dir, or remove that one.")
+def _check_folder(run: Run) -> None:
+    """ConfigError when a run has left its results in the folder of one that does not go on from there."""
+    if (run.run_dir / "run.toml").exists() and run.resume != "auto":
+        raise ConfigError("holds the results of another run", where="run-dir", value=str(run.run_dir),
+                          remedy="Choose another folder with --run-dir, go on with --resume auto, or remove that one.")
 
 
 @command.command(cls=_WithSettings)

@@ -266,11 +266,12 @@ def recipe_names() -> list[str]:
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
-def load(recipe: str) -> tuple[str, Layer]:
+def load(recipe: str, *, keep_folder: bool = False) -> tuple[str, Layer]:
     """A recipe's short name, for folders and headings, and its layer.
 
     `recipe` is a shipped recipe's name, a TOML file, or module:function, whose function takes nothing and returns a
-    `Run` or a dict like a TOML file's. ConfigError when it is none of these or cannot be read.
+    `Run` or a dict like a TOML file's. keep_folder: a run's own run.toml stands for that run itself, rather than for
+    one like it. ConfigError when it is none of these or cannot be read.
     """
     if recipe in recipe_names():
         text = (resources.files("ranvier") / "recipes" / f"{recipe}.toml").read_bytes()
@@ -278,7 +279,8 @@ def load(recipe: str) -> tuple[str, Layer]:
     path = Path(recipe)
     if path.suffix == ".toml":
         try:
-            return _without_own_folder(path, _parse(path.read_bytes(), f"file {recipe}"))
+            layer = _parse(path.read_bytes(), f"file {recipe}")
+            return (_own_name(path, layer), layer) if keep_folder else _without_own_folder(path, layer)
         except (OSError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
@@ -294,11 +296,17 @@ def load(recipe: str) -> tuple[str, Layer]:
 
 def _without_own_folder(path: Path, layer: Layer) -> tuple[str, Layer]:
     """A recipe file's name and layer. A run's own run.toml names the folder that it is in, not one for the next run."""
+    name = _own_name(path, layer)
+    if name == path.stem:
+        return name, layer
+    return name, replace(layer, values={name: value for name, value in layer.values.items() if name != "run_dir"})
+
+
+def _own_name(path: Path, layer: Layer) -> str:
+    """What a recipe file is called: a run's own run.toml by its folder."""
     folder = layer.values.get("run_dir")
-    if not isinstance(folder, str) or (Path(folder) / "run.toml").absolute() != path.absolute():
-        return path.stem, layer
-    values = {name: value for name, value in layer.values.items() if name != "run_dir"}
-    return path.absolute().parent.name, replace(layer, values=values)
+    own = isinstance(folder, str) and (Path(folder) / "run.toml").absolute() == path.absolute()
+    return path.absolute().parent.name if own else path.stem
 
 
 def _parse(text: bytes, origin: str) -> Layer:
@@ -346,12 +354,17 @@ def _call(recipe: str, module: str, function: str) -> Layer:
 # --- run.toml --------------------------------------------------------------------------------------------------------
 
 
-def write(run: Run, path: Path) -> None:
-    """Write every value of `run`, as a TOML file that is itself a recipe. Settings that are None are left out."""
+def document(run: Run) -> dict[str, Any]:
+    """Every value of `run` as TOML and JSON can hold it, by section. Settings that are None are left out."""
     document: dict[str, Any] = {}
     for name, value in flatten(run).items():
         section, _, key = name.rpartition(".")
         place = document.setdefault(section, {}) if section else document
         if value is not None:
             place[key] = os.fspath(value) if isinstance(value, Path) else value
-    path.write_text(tomli_w.dumps(document), encoding="utf-8")
+    return document
+
+
+def write(run: Run, path: Path) -> None:
+    """Write every value of `run`, as a TOML file that is itself a recipe."""
+    path.write_text(tomli_w.dumps(document(run)), encoding="utf-8")

@@ -135,7 +135,7 @@ class FlatOptimizer:
     def slices(self) -> Iterator[StateSlice]:
         """The states that this rank keeps, by parameter; "master" among them where parameters have a copy of their own.
 
-        They may be read and written between steps; after writing, call `loaded`.
+        They may be read and written between steps; after writing, call `go_on_from`.
         """
         self.placement.synchronize()
         states = self.placement.states
@@ -149,15 +149,10 @@ class FlatOptimizer:
                         yield StateSlice(parameter=spec.name, start=start - first, stop=stop - first,
                                          states={name: state[at:at + stop - start] for name, state in states.items()})
 
-    def loaded(self, steps: int) -> None:
-        """`slices` have been written, after `steps` updates: parameters become what their master copies are."""
+    def go_on_from(self, steps: int) -> None:
+        """Parameters and `slices` have been written, as they were after `steps` updates."""
         self.steps = steps
-        self.placement.give_parameters()
         self._versions = {parameter: parameter._version for parameter, _ in self._groups}
-        self.finish()
-        for chunk in self._chunks:
-            self._gather(chunk)
-        self.finish()
 
     def _segment(self, spec: GradientSpec) -> Segment:
         """Where a parameter is and how it is updated."""

@@ -55,9 +55,6 @@ class Placement(Protocol):
     def take_parameters(self, start: int, stop: int) -> None:
         """Master copies of elements [start, stop) become what the parameters are now."""
 
-    def give_parameters(self) -> None:
-        """Parameters become what their master copies are."""
-
     def prefetch(self, buckets: Sequence[Bucket]) -> None:
         """These buckets, in this order, are the next that will be updated. What was told before is forgotten."""
 
@@ -105,12 +102,6 @@ class _Flat:
             if first < last:
                 at = bucket.state + first - bucket.start
                 self.states["master"][at:at + last - first].copy_(self._weights[first:last])
-
-    def give_parameters(self) -> None:
-        """Parameters become what their master copies are."""
-        if "master" in self.states:
-            for bucket in self._buckets:
-                self._weights[bucket.start:bucket.stop].copy_(self._of(bucket, "master"))
 
     def _of(self, bucket: Bucket, name: str) -> Tensor:
         return self.states[name][bucket.state:bucket.state + len(bucket)]

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -264,33 +264,12 @@ class Updater:
 
     # ------------------------------------------------------------------ what lives from step to step
 
-    def state(self) -> dict[str, object]:
-        """See `Engine.optimizer_state`."""
-        if self.flat is None:
-            raise ConfigError("has no state of its own", where="Engine(optim=...)",
-                              remedy="Build the engine with optim=; a torch optimizer has state_dict().")
-        return {"steps": self.flat.steps, "loss_scale": None if self.loss_scale is None else asdict(self.loss_scale),
-                "slices": [(part.parameter, part.start, part.stop,
-                            {name: state.detach().to("cpu", copy=True) for name, state in part.states.items()})
-                           for part in self.flat.slices()]}
-
-    def load_state(self, state: Mapping) -> None:
-        """See `Engine.load_optimizer_state`."""
-        saved = {tuple(entry[:3]): entry[3] for entry in state["slices"]}
-        parts = {(part.parameter, part.start, part.stop): part.states
-                 for part in (self.flat.slices() if self.flat is not None else ())}
-        if {place: set(states) for place, states in saved.items()} != {
-                place: set(states) for place, states in parts.items()}:
-            raise ConfigError("does not fit this rank's optimizer", where="optimizer state",
-                              value=f"{len(saved)} slices, {len(parts)} expected",
-                              remedy="Build the engine with the model, mesh and optim settings that it was saved with.")
-        for place, states in parts.items():
-            for name, tensor in states.items():
-                tensor.copy_(saved[place][name])
+    def go_on_from(self, steps: int | None, loss_scale: Mapping | None) -> None:
+        """Parameters and states have been written, as they were after `steps` updates (None: not counted here)."""
         if self.flat is not None:
-            self.flat.loaded(state["steps"])
-        if self.loss_scale is not None and state["loss_scale"] is not None:
-            self.loss_scale = LossScale(**state["loss_scale"])
+            self.flat.go_on_from(steps or 0)
+        if self.loss_scale is not None and loss_scale is not None:
+            self.loss_scale = LossScale(**loss_scale)
 
     def tensors(self, parameters: Sequence[Tensor]) -> dict[str, dict[str, list[Tensor]]]:
         """What lives from step to step: {"device": {category: tensors}, "host": {...}}."""

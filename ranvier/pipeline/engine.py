@@ -221,18 +221,21 @@ class Engine:
                                                          "col": self._tensor_mesh.over_cols.bytes_received}),
                 "longest_gap_seconds": self._transport.longest_gap_seconds}
 
-    def optimizer_state(self) -> dict[str, object]:
-        """What this rank's optimizer of `optim` needs to go on: {"steps", "loss_scale", "slices"}, copies on the CPU.
+    def named_buffers(self) -> dict[str, Tensor]:
+        """The buffers of this rank's blocks that their state_dict has, by global name."""
+        return {f"{block}.{name}": value for _, block, module in self._stage.blocks
+                for name, value in module.state_dict(keep_vars=True).items() if not isinstance(value, nn.Parameter)}
 
-        slices: [(parameter, start, stop, {state: tensor})], by the places of elements in the flattened parameter.
-        """
-        return self._updater.state()
+    @property
+    def steps(self) -> int:
+        """Batches that this engine has trained on; dropout masks are keyed by it."""
+        return self._step
 
-    def load_optimizer_state(self, state: Mapping) -> None:
-        """Go on from an `optimizer_state` of the same rank of the same mesh and settings; all ranks call it. Parameters
-        with master copies become what those are; others are the caller's to load. ConfigError where it does not fit."""
-        self._updater.load_state(state)
-        self._ties.send_values(self._call, trained=False)
+    def go_on_from(self, steps: int, *, optimizer_steps: int | None, loss_scale: Mapping | None) -> None:
+        """Parameters and optimizer states have been written from outside, as they were after `steps` batches."""
+        self._step = steps
+        self._stage.forget_weights()
+        self._updater.go_on_from(optimizer_steps, loss_scale)
 
     def tensors(self) -> dict[str, dict[str, list[Tensor]]]:
         """What lives from step to step on this rank: {"device": {category: tensors}, "host": {...}}. On a CPU as the

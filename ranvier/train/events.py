@@ -62,6 +62,8 @@ class StepEvent:
     """fp16 only: steps skipped for an overflow so far."""
     eval_loss: float | None = None
     """Held-out loss after this step, where it was evaluated."""
+    checkpoint_stall_seconds: float | None = None
+    """Of step_seconds, what rank 0 waited for a checkpoint that was begun in this step."""
 
     @property
     def tokens_per_second(self) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -51,12 +51,18 @@ def write_json(path: Path, document: Mapping[str, object], *, indent: int | None
 
 
 class LineFile:
-    """A new file of JSON objects, one a line, flushed line by line. RanvierError when it cannot be written."""
+    """A file of JSON objects, one a line, flushed line by line. RanvierError when it cannot be written.
 
-    def __init__(self, path: Path) -> None:
+    kept: the objects of an earlier file that stay at its beginning; the others go.
+    """
+
+    def __init__(self, path: Path, kept: Sequence[Mapping[str, object]] = ()) -> None:
         self.path = path
         with writing(path):
-            self._file = path.open("w", encoding="utf-8")
+            fresh = path.with_name(f"{path.name}.new")  # so that a run that dies now keeps the old one
+            fresh.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            fresh.replace(path)
+            self._file = path.open("a", encoding="utf-8")
 
     def write(self, fields: Mapping[str, object]) -> None:
         with writing(self.path):
@@ -69,6 +75,24 @@ class LineFile:
             self._file.close()
 
 
+def read_lines(path: Path) -> list[dict[str, object]]:
+    """The objects of such a file; none where there is no file. A line that was cut off when a run died is left out."""
+    found = []
+    with suppress(OSError):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError):
+                value = json.loads(line)
+                if isinstance(value, dict) and isinstance(value.get("step"), int):
+                    found.append(value)
+    return found
+
+
+def steps_until(run_dir: Path, step: int) -> list[dict[str, object]]:
+    """The lines of a run's metrics.jsonl up to `step`, each step once."""
+    lines = {line["step"]: line for line in read_lines(run_dir / "metrics.jsonl") if line["step"] <= step}
+    return [lines[number] for number in sorted(lines)]
+
+
 def step_fields(event: StepEvent) -> dict[str, object]:
     """One line of metrics.jsonl."""
     fields: dict[str, object] = {
@@ -77,7 +101,7 @@ def step_fields(event: StepEvent) -> dict[str, object]:
         "bubble_fraction": event.bubble_fraction, "wait_seconds": event.wait_seconds, "grad_norm": event.grad_norm,
         "learning_rate": event.learning_rate, "flops_per_second": event.flops_per_second,
         "model_flops_utilisation": event.model_flops_utilisation}
-    for name in ("eval_loss", "loss_scale", "skipped_steps"):
+    for name in ("eval_loss", "loss_scale", "skipped_steps", "checkpoint_stall_seconds"):
         if getattr(event, name) is not None:
             fields[name] = getattr(event, name)
     return fields
@@ -93,10 +117,10 @@ def mesh_text(mesh: Mesh) -> str:
 
 
 class MetricsFile:
-    """metrics.jsonl: one object a step, in order."""
+    """metrics.jsonl: one object a step, in order. kept: steps of the same run before it went on."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._lines = LineFile(run_dir / "metrics.jsonl")
+    def __init__(self, run_dir: Path, kept: Sequence[Mapping[str, object]] = ()) -> None:
+        self._lines = LineFile(run_dir / "metrics.jsonl", kept)
 
     def event(self, event: Event) -> None:
         if isinstance(event, StepEvent):
@@ -107,10 +131,12 @@ class MetricsFile:
 
 
 class EventsFile:
-    """events.jsonl: whatever happens beside the steps; every object has `step` and `event`."""
+    """events.jsonl: whatever happens beside the steps; every object has `step` and `event`. continues: what is there
+    stays."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._lines = LineFile(run_dir / "events.jsonl")
+    def __init__(self, run_dir: Path, *, continues: bool = False) -> None:
+        path = run_dir / "events.jsonl"
+        self._lines = LineFile(path, read_lines(path) if continues else ())
 
     def event(self, event: Event) -> None:
         fields = _event_fields(event)

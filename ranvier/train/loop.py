@@ -36,13 +36,14 @@ from ranvier.run import Run
 from ranvier.tensor.activations import layout_of
 from ranvier.train.console import console
 from ranvier.train.events import EndEvent, EvalEvent, NoteEvent, StartEvent, Tracker, Trackers
-from ranvier.train.files import EventsFile, MetricsFile, open_folder, writing
+from ranvier.train.files import EventsFile, MetricsFile, open_folder, steps_until, writing
 from ranvier.train.guards import Guards
 from ranvier.train.memory import Measured, check_fits, explained, report_text
 from ranvier.train.metrics import Meter, PendingStep
 from ranvier.train.peak import matrix_product_rate
 from ranvier.train.report import History, rank_facts, summarise, write_report
 from ranvier.train.sample import continue_tokens
+from ranvier.train.saving import Saving
 from ranvier.train.tensorboard import TensorBoard
 from ranvier.train.timeline import gather_timelines
 from ranvier.world import World
@@ -66,11 +67,12 @@ def train(run: Run, recipe: str, world: World, *, trackers: Sequence[Tracker] = 
         training = Training(run, recipe, world, trackers, stream or sys.stdout)
         try:
             training.start()
-            step = 0
+            step = training.done
             while step < run.train.steps:
                 step = training.step(step + 1)
             summary = training.finish()
         finally:
+            training.saving.checkpoints.close()
             training.outputs.close()
         training.engine.close()
         return summary
@@ -97,11 +99,17 @@ class Training:
         self.engine = _build(self.run, world)
         self.measured = Measured(self.engine, world.device, wanted=run.memory_report)
         self.train_data, self.eval_data = self._loaders()
+        self.saving = Saving(self.run, recipe, self.engine, self.data.fingerprint)
+        self.begins = self.saving.start()
+        self.done = self.begins.step
+        """Steps that were taken before this run went on."""
+        self.train_data.offset = self.begins.offset
         self.guards = Guards(self.run.guard, self.engine, tell=lambda event: self.outputs.event(event),
-                             barrier=self.ranks.barrier, go_back=lambda: self.go_back())
+                             barrier=self.ranks.barrier, go_back=self._go_back)
         self.history = History()
         if world.rank == 0:
-            self.outputs = _outputs(self.run.run_dir, self.history, trackers, stream)
+            self.outputs = _outputs(self.run.run_dir, self.history, trackers, stream,
+                                    after=self.done if self.begins.continues else 0)
 
     def start(self) -> None:
         """Write what the run has come to, and start the clock."""
@@ -113,6 +121,8 @@ class Training:
         self.outputs.event(StartEvent(recipe=self.recipe, run_dir=self.run.run_dir, mesh=self.run.mesh,
                                       steps=self.run.train.steps, settings=self._settings(),
                                       stages=str(self.engine.stages)))
+        for note in self.begins.notes:
+            self.outputs.event(note)
         self.peak_flops_per_second = self._peak()
         self.pending: PendingStep | None = None
         self.meter = Meter(self.engine.timeline, self.ranks)
@@ -126,14 +136,16 @@ class Training:
         with self.measured.step():
             batch = self.train_data.microbatches(step - 1)
             result = self.engine.train_batch(batch)
-        consumed = step * self.run.batch.global_size + self.train_data.offset
         reached = self.guards.after_step(step, result, batch, partial(self._publish_all, step, result, rate))
-        if reached != step:  # the data goes on where it is
-            self.train_data.offset = consumed - reached * self.run.batch.global_size
-            self.meter.resume()
+        if reached != step:
+            self._leave_out(step - reached)
             return reached
+        stall = None
+        if self.saving.due(step) and not (result.stepped and math.isnan(result.loss)):  # what comes of nan is not kept
+            stall = self.saving.save(step)
         self._publish()
         self.pending = self.meter.step(step, result, rate)
+        self.pending.checkpoint_stall_seconds = stall
         self.pending.loss_scale = self.engine.loss_scale and replace(self.engine.loss_scale)
         if step == config.steps or (config.eval_every and step % config.eval_every == 0):
             self.pending.eval_loss = self._evaluate(step)
@@ -144,6 +156,9 @@ class Training:
     def finish(self) -> dict[str, object]:
         """Write a sample of text and the report; returns the summary."""
         run, world = self.run, self.world
+        written = self.saving.finish()
+        for note in self.saving.events(written):
+            self.outputs.event(note)
         timelines = gather_timelines(self.ranks, self.meter.kept)
         text = self._sample() if run.train.sample_tokens else None
         facts = self.ranks.gather_objects(rank_facts(self.engine, world.device) | (
@@ -159,13 +174,24 @@ class Training:
                                  lambda rank: run.mesh.coordinates(rank).pipe) if run.memory_report else None
             self.outputs.event(EndEvent(step=run.train.steps, summary=summary, sample=text, pictures=pictures,
                                         report=report))
-        return self.ranks.gather_objects(summary)[0]
+        summary = self.ranks.gather_objects(summary)[0]
+        self.saving.check_last(written)
+        return summary
 
     # ------------------------------------------------------------------ parts of a step
 
-    def go_back(self) -> int | None:
+    def _go_back(self) -> int | None:
         """Load the last checkpoint; its step, or None where there is none."""
-        return None
+        for note in self.saving.events(self.saving.finish()):
+            self.outputs.event(note)
+        loaded = self.saving.checkpoints.load()
+        return None if loaded is None else loaded.step
+
+    def _leave_out(self, steps: int) -> None:
+        """The run has gone back by so many steps, and the data goes on where it is."""
+        self.train_data.offset += steps * self.run.batch.global_size
+        self.saving.offset = self.train_data.offset
+        self.meter.resume()
 
     def _publish_all(self, step: int, result: BatchResult, rate: float) -> None:
         """Tell the numbers of `step` now, and of the one before where that is still to be done."""
@@ -176,6 +202,8 @@ class Training:
 
     def _publish(self) -> None:
         """Wait for the pending step's numbers and tell them. RanvierError when the loss is not a number any more."""
+        for note in self.saving.tell():
+            self.outputs.event(note)
         if self.pending is None:
             return
         flops_per_token = flops_per_sequence(self.run.model) / self.run.model.sequence
@@ -285,10 +313,13 @@ def _build(run: Run, world: World) -> Engine:
                   timeout_seconds=run.comm.timeout_seconds, sample=sample, tensor=run.tensor, guard=run.guard)
 
 
-def _outputs(run_dir: Path, history: History, trackers: Sequence[Tracker], stream: TextIO) -> Trackers:
+def _outputs(run_dir: Path, history: History, trackers: Sequence[Tracker], stream: TextIO, *, after: int) -> Trackers:
+    """Everybody who takes the run's events. after: the step after which a run goes on whose folder this is, or 0."""
     open_folder(run_dir)
-    return Trackers([history, MetricsFile(run_dir), EventsFile(run_dir), TensorBoard(run_dir), console(stream),
-                     *trackers])
+    before = steps_until(run_dir, after) if after else []
+    history.remember(before)
+    return Trackers([history, MetricsFile(run_dir, before), EventsFile(run_dir, continues=bool(after)),
+                     TensorBoard(run_dir, after), console(stream), *trackers])
 
 
 def resolved(run: Run, engine: Engine, world: World) -> Run:
@@ -298,7 +329,8 @@ def resolved(run: Run, engine: Engine, world: World) -> Run:
                     bucket_size=resolve_bucket_size(run.optim, world.device.type))
     if is_half(DTYPES[run.precision]) and run.mesh.data > 1:
         optim = replace(optim, reduce_dtype="half" if optim.reduce_dtype == "auto" else optim.reduce_dtype)
-    return replace(run, pipeline=replace(run.pipeline, boundaries=engine.boundaries or None,
+    resume = "none" if run.resume == "auto" else run.resume  # who repeats the run from its file starts as it did
+    return replace(run, resume=resume, pipeline=replace(run.pipeline, boundaries=engine.boundaries or None,
                                          in_flight=engine.in_flight), optim=optim,
                    comm=replace(run.comm, **transport),
                    launch=replace(run.launch, threads=torch.get_num_threads(), device=world.device.type))

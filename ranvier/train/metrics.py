@@ -67,6 +67,7 @@ class PendingStep:
     work: Work
     num_ranks: int
     eval_loss: float | None = None
+    checkpoint_stall_seconds: float | None = None
     loss_scale: LossScale | None = None
     """As it is after this step, with fp16."""
 
@@ -80,6 +81,7 @@ class PendingStep:
                          learning_rate=self.learning_rate, flops_per_second=flops_per_second,
                          model_flops_utilisation=flops_per_second / peak_flops_per_second,
                          stepped=self.result.stepped, eval_loss=self.eval_loss,
+                         checkpoint_stall_seconds=self.checkpoint_stall_seconds,
                          loss_scale=self.loss_scale.scale if self.loss_scale else None,
                          skipped_steps=self.loss_scale.skipped_steps if self.loss_scale else None)
 

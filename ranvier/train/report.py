@@ -5,6 +5,7 @@ History is a tracker like any other: it keeps of the stream of events what the s
 
 from __future__ import annotations
 
+import math
 import platform
 import resource
 import statistics
@@ -45,6 +46,16 @@ class History:
         self.step_seconds: list[float] = []
         self.bubbles: list[float] = []
         self.utilisations: list[float] = []
+
+    def remember(self, steps: Sequence[Mapping[str, object]]) -> None:
+        """Steps of the same run before it went on, as metrics.jsonl has them."""
+        for line in steps:
+            self.losses[line["step"]] = math.nan if line.get("loss") is None else line["loss"]
+            if line.get("eval_loss") is not None:
+                self.eval_losses[line["step"]] = line["eval_loss"]
+            for name, values in (("tokens_per_second", self.tokens_per_second), ("step_seconds", self.step_seconds),
+                                 ("bubble_fraction", self.bubbles), ("model_flops_utilisation", self.utilisations)):
+                values.append(line.get(name) or 0.0)
 
     def event(self, event: Event) -> None:
         if isinstance(event, StepEvent):
@@ -147,4 +158,4 @@ def write_report(run_dir: Path, summary: Mapping[str, object], history: History,
     write_trace(run_dir / "timeline.json", timelines, mesh)
     draw_timeline(timeline, timelines, mesh, policy)
     draw_loss(loss, history.losses, history.eval_losses, f"{summary['recipe']} on mesh {mesh_text(mesh)}")
-    return [timeline, loss]
+    return [picture for picture in (timeline, loss) if picture.exists()]

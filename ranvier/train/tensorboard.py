@@ -11,15 +11,19 @@ from ranvier.train.files import step_fields, writing
 
 
 class TensorBoard:
-    """Scalars under train/, speed/ and eval/; the sample and the notes as text. RanvierError when it cannot write."""
+    """Scalars under train/, speed/ and eval/; the sample and the notes as text. RanvierError when it cannot write.
 
-    def __init__(self, run_dir: Path) -> None:
+    after: the step after which a run goes on whose curves are here; 0 for a new one.
+    """
+
+    def __init__(self, run_dir: Path, after: int = 0) -> None:
         self._folder = run_dir / "tensorboard"
         with writing(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
-            for stale in self._folder.glob("events.out.tfevents.*"):  # an earlier run's curve would overlay this one's
-                stale.unlink()
-            self._writer = SummaryWriter(str(self._folder))
+            if not after:
+                for stale in self._folder.glob("events.out.tfevents.*"):  # another run's curve would overlay this one's
+                    stale.unlink()
+            self._writer = SummaryWriter(str(self._folder), purge_step=after + 1 if after else None)
 
     def event(self, event: Event) -> None:
         with writing(self._folder):

@@ -249,33 +249,3 @@ def test_an_overflow_on_one_rank_skips_the_step_everywhere(mesh, options):
         assert [scale for _, scale, _ in seen] == [128.0, 64.0, 64.0, 128.0]
         assert not seen[1][2]
     assert all(any(seen[step][2] for seen in found) for step in (0, 2, 3))
-
-
-def test_a_run_goes_on_from_what_was_saved_though_the_ends_of_a_tie_are_cut_differently():
-    """Both ends are shown, so that whoever writes parameters writes all; masters come with the optimizer's state."""
-    mesh, make = Mesh(row=2, col=2), partial(tiny_gpt, tied=True, dropout=0.0)
-    batches = token_batches(mesh, count=2)
-
-    def going_on(engine):
-        return [engine.evaluate(share(engine, batches)).loss, engine.train_batch(share(engine, batches)).loss,
-                engine.train_batch(share(engine, batches)).loss]
-
-    def first(engine):
-        for _ in range(3):
-            engine.train_batch(share(engine, batches))
-        saved = engine.optimizer_state(), {name: parameter.detach().clone()
-                                           for name, parameter in engine.named_parameters().items()}
-        return *saved, going_on(engine)
-
-    options = {"dtype": torch.bfloat16, "optim": Optim(), "learning_rate": 1e-2}
-    saved = on_mesh(make, mesh, first, **options)
-
-    def second(engine):
-        state, parameters, _ = saved[engine.world.rank]
-        with torch.no_grad():
-            for name, parameter in engine.named_parameters().items():
-                parameter.copy_(parameters[name])
-        engine.load_optimizer_state(state)
-        return going_on(engine)
-
-    assert on_mesh(make, mesh, second, **options)[0] == saved[0][2]

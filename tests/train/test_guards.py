@@ -3,6 +3,7 @@
 import io
 import json
 import random
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,11 +12,12 @@ import torch
 
 from ranvier import check, keyed_random
 from ranvier.data.loader import Loader
+from ranvier.data.sampler import Sampler
 from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
 from ranvier.pipeline.examine import Cause
-from ranvier.run import GPT, Batch, Data, Guard, Optim, Run, Train
+from ranvier.run import GPT, Batch, Checkpoint, Data, Guard, Optim, Run, Train
 from ranvier.testing.ranks import run_ranks
 from ranvier.train import loop
 from ranvier.train.guards import Guards
@@ -190,14 +192,24 @@ def lines(path):
 
 
 def break_data(monkeypatch, *bad_batches, size=8):
-    """The MLP makes nan of the samples of these batches (from 0, as they lie in the data)."""
-    taken = []
-    batch_of = Loader.microbatches
+    """One sample of each of these batches (from 0, as they lie in the data) makes the MLP return nan: one of replica 0,
+    microbatch 1. Returns a list that will have the batches that rank 0 takes, in order."""
+    taken, bad = [], set()
+    batch_of, loaders_of = Loader.microbatches, Training._loaders
 
     def microbatches(self, step):
-        if self.sampler.seed is not None and self.replica == 0 and self.needs_inputs:
+        if threading.current_thread().name == "rank 0" and self.sampler.seed is not None:
             taken.append(step + self.offset // size)
         return batch_of(self, step)
+
+    def loaders(self):
+        train_data, eval_data = loaders_of(self)
+        bad.update(int(train_data.sampler.global_batch(batch, size)[3]) for batch in bad_batches)
+        return train_data, eval_data
+
+    def hook(module, args, output):
+        here = keyed_random._scope.get()
+        return output * torch.nan if here is not None and bad & set(here.samples.tolist()) else output
 
     def broken(config):
         model = gpt(config)
@@ -207,25 +219,8 @@ def break_data(monkeypatch, *bad_batches, size=8):
             module.register_forward_hook(hook)
             return module
 
-        def hook(module, args, output):
-            here = keyed_random._scope.get()
-            order = bad_samples(here.seed) if here is not None else set()
-            return output * torch.nan if here is not None and order & set(here.samples.tolist()) else output
-
         return replace(model, blocks={**model.blocks, "layer0.mlp": build})
 
-    samples = set()
-
-    def bad_samples(seed):
-        return samples
-
-    def loaders(self):
-        train_data, eval_data = real_loaders(self)
-        for batch in bad_batches:
-            samples.add(int(train_data.sampler.global_batch(batch, size)[3]))  # replica 0, microbatch 1
-        return train_data, eval_data
-
-    real_loaders = Training._loaders
     monkeypatch.setattr(Loader, "microbatches", microbatches)
     monkeypatch.setattr(Training, "_loaders", loaders)
     monkeypatch.setattr(loop, "gpt", broken)
@@ -264,34 +259,53 @@ def test_a_run_skips(corpus, tmp_path, monkeypatch):
         (3, "layer0.mlp", 1, 0)]
 
 
-def test_a_run_goes_back(corpus, tmp_path, monkeypatch):
-    """To a checkpoint of step 2; the bad batch and those in between are left out, and the steps are numbered on."""
+@pytest.mark.parametrize("mesh", [Mesh(data=2, pipe=2), Mesh(row=2, col=2)], ids=str)
+def test_a_run_goes_back(corpus, tmp_path, monkeypatch, mesh):
+    """To the checkpoint of step 2: from there on losses are those of a run that never took the batches that are left
+    out. A run that is resumed after it takes the data from where this one is."""
     taken = break_data(monkeypatch, 3)
-    saved = {}
-    after_step = Guards.after_step
-
-    def saves(self, step, *rest):
-        reached = after_step(self, step, *rest)
-        if step == 2 and self._engine.world.rank not in saved:
-            saved[self._engine.world.rank] = {name: value.detach().clone()
-                                              for name, value in self._engine.named_parameters().items()}
-        return reached
-
-    def go_back(self):
-        with torch.no_grad():
-            for name, value in saved[self.world.rank].items():
-                self.engine.named_parameters()[name].copy_(value)
-        return 2
-
-    monkeypatch.setattr(Guards, "after_step", saves)
-    monkeypatch.setattr(Training, "go_back", go_back)
-    text = run_all(run_of(corpus, tmp_path, guard=Guard(bad_step="back"), train=Train(
-        steps=5, sample_tokens=0, eval_sequences=2)))
+    guarded = run_of(corpus, tmp_path / "run", mesh=mesh, guard=Guard(bad_step="back"), checkpoint=Checkpoint(every=2),
+                     train=Train(steps=5, sample_tokens=0, eval_sequences=2))
+    text = run_all(guarded)
     assert taken == [0, 1, 2, 3, 4, 5, 6]
-    assert [step["step"] for step in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 3, 4, 5]
+    steps = lines(tmp_path / "run" / "metrics.jsonl")
+    assert [step["step"] for step in steps] == [1, 2, 3, 4, 3, 4, 5]
     assert "step 4: went back to the checkpoint of step 2" in text
-    assert [event["event"] for event in lines(tmp_path / "events.jsonl")] == [
-        "start", "bad-step", "went-back", "eval", "end"]
+    events = [event["event"] for event in lines(tmp_path / "run" / "events.jsonl")]
+    assert [event for event in events if event != "checkpoint"] == ["start", "bad-step", "went-back", "eval", "end"]
+
+    monkeypatch.undo()
+    global_batch = Sampler.global_batch
+    monkeypatch.setattr(Sampler, "global_batch", lambda self, step, size, offset=0: global_batch(
+        self, step, size, offset + (2 * size if self.seed is not None and step >= 2 else 0)))
+    run_all(replace(guarded, run_dir=tmp_path / "other", guard=Guard()))
+    never = lines(tmp_path / "other" / "metrics.jsonl")
+    assert [step["loss"] for step in steps[-3:]] == [step["loss"] for step in never[-3:]], "to the bit"
+    monkeypatch.undo()
+
+    taken = break_data(monkeypatch)
+    run_all(replace(guarded, resume="auto", train=replace(guarded.train, steps=7)))
+    assert taken == [7, 8]
+
+
+def test_a_run_without_a_checkpoint_cannot_go_back(corpus, tmp_path, monkeypatch):
+    break_data(monkeypatch, 1)
+    with pytest.raises(RanvierError, match="step 2: loss is nan, and there is no checkpoint to go back to; nothing"):
+        run_all(run_of(corpus, tmp_path, guard=Guard(bad_step="back")))
+    assert [step["step"] for step in lines(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+@pytest.mark.parametrize(("mode", "saved"), [("skip", ["step-6"]), ("none", [])])
+def test_a_last_step_that_was_skipped_is_saved(corpus, tmp_path, monkeypatch, mode, saved):
+    """Nothing came of it; where it was applied, what came of it is not kept."""
+    break_data(monkeypatch, 5)
+    run = run_of(corpus, tmp_path, guard=Guard(bad_step=mode), mesh=Mesh(pipe=2))
+    if mode == "skip":
+        run_all(run)
+    else:
+        with pytest.raises(RanvierError, match="loss of step 6: is not a finite number"):
+            run_all(run)
+    assert [path.name for path in (tmp_path / "checkpoint").glob("step-*")] == saved
 
 
 def test_replicas_that_differ_end_the_run(corpus, tmp_path, monkeypatch):

@@ -1,0 +1,298 @@
+"""The checkpoints of a running engine: written beside the training, and read back on any mesh.
+
+    checkpoints = Checkpoints(engine, "runs/mine/checkpoint", keep=3)
+    checkpoints.load()                       # the newest that is whole, if there is one
+    for step in range(engine.steps, 1000):
+        engine.train_batch(...)
+        if engine.steps % 100 == 0:
+            checkpoints.save()               # returns after a copy to host memory
+    checkpoints.close()
+
+    rank     trains | copies | trains ...                              the copy is all that a step waits for
+    thread                    | writes its part, says so in the store |
+    rank 0's                  | writes its part | all have said so? manifest, rename, remove old ones |
+
+The threads agree over the store, so that no collective of theirs meets those of the training.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import TypeAdapter
+
+from ranvier.checkpoint import files, state
+from ranvier.checkpoint.manifest import File, Manifest, SavedTensor, step_folder
+from ranvier.checkpoint.saved import Saved, find
+from ranvier.checkpoint.state import Piece
+from ranvier.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from ranvier.pipeline.engine import Engine
+
+_POLL_SECONDS = 0.02
+_STORE = "ranvier/checkpoint"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """How the writing of a checkpoint ended. error: why there is none."""
+
+    step: int
+    folder: Path
+    size_bytes: int = 0
+    stall_seconds: float = 0.0
+    """How long rank 0's training waited: for the write before, and for the copy."""
+    write_seconds: float = 0.0
+    """From the copy until the checkpoint had its name."""
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What an engine goes on from. skipped: why newer checkpoints were not taken."""
+
+    folder: Path
+    step: int
+    about: Mapping[str, object]
+    skipped: tuple[str, ...] = ()
+
+
+@dataclass(kw_only=True)
+class _Job:
+    """One rank's part of one checkpoint."""
+
+    number: int
+    step: int
+    pieces: list[Piece]
+    frozen: list[str]
+    head: dict[str, object]
+    stall_seconds: float = 0.0
+    began: float = field(default_factory=time.monotonic)
+
+
+class Checkpoints:
+    """Writes and reads the checkpoints of one engine. All ranks make the same calls, but for `written`.
+
+    Args:
+        folder: where they are; all ranks must see the same files.
+        keep: newest checkpoints that stay when another is whole. keep_every: those of steps that are a multiple of it
+            stay for good; 0 for none.
+    """
+
+    def __init__(self, engine: Engine, folder: Path | str, *, keep: int = 3, keep_every: int = 0) -> None:
+        self.engine, self.folder = engine, Path(folder)
+        self._keep, self._keep_every = keep, keep_every
+        world = engine.world
+        self._ranks = world.backend.group("checkpoint", [tuple(range(world.size))])
+        self._rank, self._size = world.rank, world.size
+        self._store = world.store
+        # Names in the store: those of another Checkpoints on the same store must not be taken for ours.
+        self._token = self._ranks.gather_objects(os.urandom(4).hex())[0]
+        self._count = 0
+        self._room: list = []
+        self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
+        self._written: list[Written] = []
+        if self._rank == 0:
+            files.clear_leftovers(self.folder)
+        self._ranks.barrier()
+
+    # ------------------------------------------------------------------ writing
+
+    def save(self, about: Mapping[str, object] | None = None) -> float:
+        """Copy the engine's state, and write it while training goes on. Returns the seconds that this took here: for
+        the write before, where that is still under way, and for the copy.
+
+        about: JSON-serialisable, for whoever reads the checkpoint; the same on every rank. What cannot be written is
+        told by `written` and `wait`, on rank 0 and on all.
+        """
+        began = time.monotonic()
+        self._join()
+        pieces = state.pieces_to_write(self.engine)
+        copies = files.host_copies([piece.tensor for piece in pieces], self._room)
+        pieces = [Piece(kind=piece.kind, name=piece.name, shape=piece.shape, box=piece.box, tensor=copy)
+                  for piece, copy in zip(pieces, copies, strict=True)]
+        self._count += 1
+        head = {**state.numbers(self.engine), "about": {
+            **(about or {}), "mesh": str(self.engine.mesh), "written": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"}}
+        job = _Job(number=self._count, step=self.engine.steps, pieces=pieces, frozen=state.frozen(self.engine),
+                   head=head, stall_seconds=time.monotonic() - began)
+        self._thread = threading.Thread(target=self._write, args=(job,), name=f"checkpoint {job.step}", daemon=True)
+        self._thread.start()
+        return job.stall_seconds
+
+    def written(self) -> list[Written]:
+        """What has ended since the last call, well or not; on rank 0, and never waits. Empty elsewhere."""
+        done, self._written = self._written, []
+        return done
+
+    def wait(self) -> list[Written]:
+        """Return when what `save` began has ended on every rank: what `written` would say, on all of them."""
+        self._join()
+        found = [{**asdict(one), "folder": str(one.folder)} for one in self.written()]
+        return [Written(**{**one, "folder": Path(one["folder"])}) for one in self._ranks.gather_objects(found)[0]]
+
+    def close(self, seconds: float = 3.0) -> None:
+        """Give a write that is under way so many seconds more, then leave it. Idempotent; no rank waits for another."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+        self._closing.set()
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    # ------------------------------------------------------------------ in the thread
+
+    def _write(self, job: _Job) -> None:
+        store = self._store.clone()  # another thread may be waiting on the shared one
+        entry: dict[str, object] = {"file": None, "tensors": _described(job.pieces), "frozen": job.frozen}
+        temporary = files.temporary_folder(self.folder, job.step)
+        try:
+            temporary.mkdir(parents=True, exist_ok=True)
+            if job.pieces:
+                entry["file"] = asdict(files.write_part(temporary / files.part_name(self._rank), {
+                    _key(number): piece.tensor for number, piece in enumerate(job.pieces)}))
+        except files.WRITE_ERRORS as error:
+            entry = {"error": f"{getattr(error, 'strerror', None) or error} (rank {self._rank})"}
+        try:
+            store.set(self._name(job.number, self._rank), json.dumps(entry))
+            if self._rank == 0:
+                self._publish(job, temporary, store)
+        except RuntimeError:
+            return  # the store has gone: the run is ending, and says why elsewhere
+
+    def _publish(self, job: _Job, temporary: Path, store) -> None:
+        """Rank 0: wait for all parts, and make a checkpoint of them."""
+        entries = self._entries(job.number, store)
+        if entries is None:
+            return
+        final = step_folder(self.folder, job.step)
+        try:
+            for problem in (entry["error"] for entry in entries if "error" in entry):
+                raise OSError(problem)
+            manifest = _manifest(job, entries)
+            files.publish(temporary, final, manifest)
+            files.retain(self.folder, keep=self._keep, keep_every=self._keep_every)
+            outcome = Written(step=job.step, folder=final, stall_seconds=job.stall_seconds,
+                              write_seconds=time.monotonic() - job.began,
+                              size_bytes=sum(file.size_bytes for file in manifest.files))
+        except (*files.WRITE_ERRORS, CheckpointError) as error:
+            files.remove(temporary)
+            outcome = Written(step=job.step, folder=final, stall_seconds=job.stall_seconds,
+                              error=getattr(error, "strerror", None) or str(error))
+        self._written.append(outcome)
+
+    def _entries(self, number: int, store) -> list[dict] | None:
+        """What every rank says of its part; None when this is closed first."""
+        names = [self._name(number, rank) for rank in range(self._size)]
+        while not store.check(names):
+            if self._closing.wait(_POLL_SECONDS):
+                return None
+        entries = [json.loads(store.get(name)) for name in names]
+        for name in names:
+            store.delete_key(name)
+        return entries
+
+    def _name(self, number: int, rank: int) -> str:
+        return f"{_STORE}/{self._token}/{number}/{rank}"
+
+    # ------------------------------------------------------------------ reading
+
+    def load(self, path: Path | str | None = None) -> Loaded | None:
+        """Go on from the newest checkpoint of the folder that is whole, or from that at `path` (one of them, a folder
+        of them, or a run's folder). None where the folder has none, and nothing has changed then.
+
+        CheckpointError when a checkpoint is of another model, when one that `path` names is damaged, and when the
+        folder has checkpoints but no whole one.
+        """
+        where = self.folder if path is None else Path(path)
+        found = [str(folder) for folder in find(where)] if self._rank == 0 else None
+        folders = self._ranks.gather_objects(found)[0]
+        skipped: list[str] = []
+        for folder in map(Path, folders):
+            saved, problem = self._open(folder)
+            if problem is None:
+                self._load(saved)
+                return Loaded(folder=folder, step=saved.manifest.step, about=saved.manifest.about,
+                              skipped=tuple(skipped))
+            skipped.append(problem)
+        if skipped:
+            raise CheckpointError("has no checkpoint that is whole: " + "; ".join(skipped), where=str(where),
+                                  remedy="Name another one with --resume, or start anew with --resume none and another "
+                                         "--run-dir.")
+        if path is not None:
+            raise CheckpointError("is neither a checkpoint nor a folder of them", where="resume", value=str(path),
+                                  remedy="Name a folder such as RUN/checkpoint/step-100, RUN/checkpoint, or RUN.")
+        return None
+
+    def _open(self, folder: Path) -> tuple[Saved | None, str | None]:
+        """The checkpoint in `folder`, whose files all ranks have looked through, or what is wrong with it."""
+        saved = problem = None
+        try:
+            saved = Saved(folder)
+            mine = range(self._rank, len(saved.manifest.files), self._size)
+            problem = next(saved.damage(mine), None)
+        except CheckpointError as error:
+            problem = error
+        told = self._ranks.gather_objects(problem and f"{problem.where}: {problem.what}")
+        return saved, next((text for text in told if text), None)
+
+    def _load(self, saved: Saved) -> None:
+        """All ranks read their parts; where one cannot, all raise what the first one says."""
+        problem = None
+        try:
+            state.load(self.engine, saved)
+        except CheckpointError as error:
+            problem = error
+        finally:
+            saved.close()
+        told = self._ranks.gather_objects(problem and [problem.what, problem.where, problem.remedy])
+        for text in told:
+            if text:
+                raise problem or CheckpointError(text[0], where=text[1], remedy=text[2])
+
+
+_entry = TypeAdapter(dict[str, dict[str, SavedTensor]])
+
+
+def _key(number: int) -> str:
+    """The name of a piece in its file."""
+    return f"piece-{number}"
+
+
+def _described(pieces: list[Piece]) -> dict[str, dict[str, object]]:
+    """The pieces of a rank as the manifest has them, all in file 0."""
+    found: dict[str, dict[str, dict]] = {}
+    for number, piece in enumerate(pieces):
+        entry = found.setdefault(piece.kind, {}).setdefault(piece.name, {
+            "dtype": str(piece.tensor.dtype).removeprefix("torch."), "shape": piece.shape, "pieces": []})
+        entry["pieces"].append((0, _key(number), piece.box))
+    return found
+
+
+def _manifest(job: _Job, entries: list[dict]) -> Manifest:
+    """What all ranks have written, as one."""
+    parts: list[File] = []
+    tensors: dict[str, dict[str, dict]] = {}
+    for entry in entries:
+        if entry["file"] is None:
+            continue
+        for kind, names in entry["tensors"].items():
+            for name, tensor in names.items():
+                place = tensors.setdefault(kind, {}).setdefault(name, {**tensor, "pieces": []})
+                place["pieces"] += [(len(parts), key, box) for _, key, box in tensor["pieces"]]
+        parts.append(File(**entry["file"]))
+    names = sorted({name for entry in entries for name in entry["frozen"]})
+    return Manifest(**job.head, frozen=tuple(names), files=tuple(parts),
+                    tensors=_entry.validate_json(json.dumps(tensors)))

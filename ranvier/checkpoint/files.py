@@ -1,0 +1,126 @@
+"""Files of a checkpoint as they get onto a disk: parts, the manifest last, one rename, and what is kept.
+
+    .step-120.tmp/            being written, by all ranks
+      part-00000.safetensors    on the disk (fsync) before its writer says so
+      manifest.json             when all parts are there
+    step-120/                 the same folder under its name: whole, or not there at all
+
+Everything that begins with a dot is left from a run that died, and is cleared away when the next one starts.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from ranvier.checkpoint.manifest import MANIFEST, File, Manifest, checkpoints, encode, step_folder, step_of
+from ranvier.checkpoint.saved import checksum
+from ranvier.errors import CheckpointError
+
+WRITE_ERRORS = (OSError, SafetensorError)
+"""What writing a file of pieces may raise."""
+
+
+def temporary_folder(folder: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is while it is being written."""
+    return folder / f".step-{step}.tmp"
+
+
+def part_name(index: int) -> str:
+    return f"part-{index:05}.safetensors"
+
+
+def write_part(path: Path, tensors: Mapping[str, torch.Tensor]) -> File:
+    """Write one file of pieces, and return when it is on the disk. Raises one of WRITE_ERRORS."""
+    save_file(dict(tensors), path)
+    _to_disk(path)
+    return File(name=path.name, size_bytes=path.stat().st_size, crc32=checksum(path))
+
+
+def publish(temporary: Path, final: Path, manifest: Manifest) -> None:
+    """Complete the folder `temporary`, whose parts are written, and give it the name `final`. A damaged checkpoint of
+    that name goes. OSError when it cannot be; CheckpointError when parts are not there."""
+    for file in manifest.files:
+        path = temporary / file.name
+        if not path.exists() or path.stat().st_size != file.size_bytes:
+            raise CheckpointError("cannot be seen from rank 0 as its writer left it", where=str(path),
+                                  remedy="Set --checkpoint.dir to a folder that all machines share.")
+    with open(temporary / MANIFEST, "wb") as file:
+        file.write(encode(manifest))
+        file.flush()
+        os.fsync(file.fileno())
+    _to_disk(temporary)
+    if final.exists():
+        os.rename(final, _aside(final, "replaced"))
+    os.rename(temporary, final)
+    _to_disk(final.parent)
+    remove(_aside(final, "replaced"))
+
+
+def retain(folder: Path, *, keep: int, keep_every: int) -> None:
+    """Remove all checkpoints but the newest `keep` and those whose step is a multiple of `keep_every` (0: none)."""
+    for path in checkpoints(folder)[keep:]:
+        if not keep_every or step_of(path) % keep_every:
+            gone = _aside(path, "removed")
+            with suppress(OSError):
+                os.rename(path, gone)  # never a checkpoint that is half there
+            remove(gone)
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Remove what runs that died have left half written or half removed; what was about to be replaced comes back."""
+    with suppress(OSError):
+        for path in sorted(folder.glob(".step-*")):
+            final = step_folder(folder, _step_in(path.name))
+            if path.name.endswith(".replaced") and not final.exists():
+                os.rename(path, final)
+            else:
+                remove(path)
+
+
+def _step_in(name: str) -> int:
+    digits = name.removeprefix(".step-").partition(".")[0]
+    return int(digits) if digits.isdigit() else 0
+
+
+def _aside(path: Path, why: str) -> Path:
+    return path.with_name(f".{path.name}.{why}")
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder, as far as that can be done."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _to_disk(path: Path) -> None:
+    """Return when what was written to a file or folder is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def host_copies(tensors: Sequence[torch.Tensor], room: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies in host memory. room: those of the last time, which are used again where they fit; is changed.
+
+    Returns when all of them are there.
+    """
+    on_device = False
+    for place, tensor in enumerate(tensors):
+        if place == len(room) or room[place].shape != tensor.shape or room[place].dtype is not tensor.dtype:
+            fresh = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            room[place:place + 1] = [fresh]
+        room[place].copy_(tensor, non_blocking=True)
+        on_device |= tensor.is_cuda
+    del room[len(tensors):]
+    if on_device:
+        torch.cuda.synchronize()
+    return list(room)

@@ -1,0 +1,272 @@
+"""What an engine needs to go on, as pieces of the whole model's state: views of what lives, by kind, name and box.
+
+    kind         what                                               who writes it
+    parameter    as computed with                                   of the ranks that hold an element, one
+    master       the copy that is updated, where formats differ     likewise; with sharded states whoever updates it
+    exp_avg ...  what the optimizer remembers of each element       likewise
+    buffer       a module's buffers that its state_dict has         the stage's first rank
+    random       torch's own generators, for modules that use them  every rank its own
+
+Who holds what follows from the layout, so whatever mesh reads them needs boxes of whole tensors and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ranvier.checkpoint.manifest import ScaleState, damaged
+from ranvier.checkpoint.saved import Saved
+from ranvier.errors import CheckpointError
+from ranvier.layout import Box, Slice, intersection, whole
+
+if TYPE_CHECKING:
+    from ranvier.pipeline.engine import Engine
+
+NO_STATES = ("parameter", "buffer", "random")
+"""Kinds that are no optimizer state."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Piece:
+    """A box of a tensor of `shape`. tensor: of the box's shape, a view of what lives."""
+
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    tensor: Tensor
+
+
+def pieces_to_write(engine: Engine) -> list[Piece]:
+    """What this rank writes: over all ranks, every element of every tensor once."""
+    own = _own_slices(engine)
+    return [*_parameters_to_write(engine, own), *_states_to_write(engine, own), *_buffers(engine, first_only=True),
+            *_random(engine)]
+
+
+def _own_slices(engine: Engine) -> dict[str, Slice]:
+    """Name -> the elements that this rank writes of it, of those that several ranks hold alike."""
+    layout = replace(engine.layout, state_shards=engine.mesh.data)
+    return {piece.parameter: piece for piece in layout.owned(engine.world.rank)}
+
+
+def _parameters_to_write(engine: Engine, own: Mapping[str, Slice]) -> Iterator[Piece]:
+    parameters = engine.named_parameters()
+    for name, piece in own.items():
+        shape = engine.layout[name].shape
+        for box in piece.boxes() or [piece.box]:
+            yield Piece(kind="parameter", name=name, shape=shape, box=box,
+                        tensor=_view(parameters[name].detach(), piece.box, box))
+
+
+def _states_to_write(engine: Engine, own: Mapping[str, Slice]) -> Iterator[Piece]:
+    layout, parameters = engine.layout, engine.named_parameters()
+    for name, start, stop, states in _flat_states(engine):
+        if engine.flat_optimizer is not None and engine.flat_optimizer.sharded:
+            first, last = (start, stop) if layout.is_first_copy(name, engine.coordinates) else (0, 0)
+        else:
+            first, last = _interval(own[name]) if name in own else (0, 0)
+            first, last = max(first, start), min(last, stop)
+        if first >= last:
+            continue
+        for kind, state in states.items():
+            if kind == "master" and state.dtype is parameters[name].dtype:
+                continue  # the parameter itself says it
+            yield from _pieces(engine, kind, name, first, last, state[first - start:last - start])
+    if engine.optimizer is not None:
+        yield from _numbers_of_users(engine, own)
+
+
+def _flat_states(engine: Engine) -> Iterator[tuple[str, int, int, Mapping[str, Tensor]]]:
+    """Name, elements [start, stop) of what this rank holds of it, row by row, and their states, flat views."""
+    if engine.flat_optimizer is not None:
+        for part in engine.flat_optimizer.slices():
+            yield part.parameter, part.start, part.stop, part.states
+    elif engine.optimizer is not None:
+        for name, parameter in _trained_here(engine).items():
+            states = {kind: state.detach().reshape(-1) for kind, state in engine.optimizer.state[parameter].items()
+                      if isinstance(state, Tensor) and state.dim()}
+            for kind, state in states.items():
+                if state.numel() != parameter.numel():
+                    raise CheckpointError("has a shape of its own, so that it cannot be cut for another mesh",
+                                          where=f"optimizer state {kind} of {name}", value=tuple(state.shape),
+                                          remedy="Save this optimizer's state_dict by yourself, or use optim=.")
+            yield name, 0, parameter.numel(), states
+
+
+def _trained_here(engine: Engine) -> dict[str, nn.Parameter]:
+    """The parameters that the user's optimizer updates on this rank."""
+    mine = set(engine.parameters())
+    return {name: parameter for name, parameter in engine.named_parameters().items() if parameter in mine}
+
+
+def _numbers_of_users(engine: Engine, own: Mapping[str, Slice]) -> Iterator[Piece]:
+    """States of a user's optimizer that are one number for each parameter, such as its count of steps."""
+    for name, parameter in _trained_here(engine).items():
+        if name in own and _interval(own[name])[0] == 0 and engine.coordinates.data == 0:
+            for kind, state in engine.optimizer.state[parameter].items():
+                if isinstance(state, (int, float)) or (isinstance(state, Tensor) and not state.dim()):
+                    yield Piece(kind=kind, name=name, shape=(), box=(), tensor=torch.as_tensor(state).detach())
+
+
+def _buffers(engine: Engine, *, first_only: bool) -> Iterator[Piece]:
+    at = engine.coordinates
+    if first_only and (at.data, at.row, at.col) != (0, 0, 0):
+        return
+    for name, buffer in engine.named_buffers().items():
+        yield Piece(kind="buffer", name=name, shape=tuple(buffer.shape), box=whole(buffer.shape), tensor=buffer)
+
+
+def _random(engine: Engine) -> Iterator[Piece]:
+    """States of torch's generators: a mesh of another shape has no use for them."""
+    for device in {"cpu", engine.world.device.type}:
+        state = torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state(engine.world.device)
+        yield Piece(kind="random", name=f"{engine.mesh}, rank {engine.world.rank}, {device}",
+                    shape=tuple(state.shape), box=whole(state.shape), tensor=state)
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def check_fits(engine: Engine, saved: Saved) -> None:
+    """CheckpointError where the checkpoint is of another model; the same on every rank."""
+    parameters = saved.manifest.tensors.get("parameter", {})
+    wanted = {parameter.name: parameter.shape for parameter in engine.layout.parameters if parameter.is_owner}
+    where = f"checkpoint {saved.folder}"
+    for name, shape in wanted.items():
+        if name not in parameters:
+            raise CheckpointError("is not in it", where=where, value=name,
+                                  remedy="Resume with the model that it was written with (its manifest.json has all "
+                                         "settings).")
+        if parameters[name].shape != shape:
+            raise CheckpointError(f"has {name} with the shape {parameters[name].shape}, the model with {shape}",
+                                  where=where, remedy="Resume with the model settings that it was written with (its "
+                                                      "manifest.json has them all).")
+    for name in parameters:
+        if name not in wanted:
+            raise CheckpointError("is no parameter of the model", where=where, value=name,
+                                  remedy="Resume with the model settings that it was written with (its manifest.json "
+                                         "has them all).")
+
+
+    steps = saved.manifest.optimizer_steps
+    trains = engine.flat_optimizer is not None or engine.optimizer is not None
+    if trains and steps != 0 and (steps is None) != (engine.flat_optimizer is None):
+        was, now = ("a torch optimizer", "optim=") if steps is None else ("optim=", "a torch optimizer")
+        raise CheckpointError(f"was written by an engine with {was}, and this one has {now}", where=where,
+                              remedy="Build the engine with the kind of optimizer that it was written with.")
+
+
+def load(engine: Engine, saved: Saved) -> None:
+    """This rank's part of the checkpoint becomes its state. CheckpointError for what the checkpoint lacks."""
+    check_fits(engine, saved)
+    manifest, random = saved.manifest, saved.manifest.tensors.get("random", {})
+    with torch.no_grad():
+        _load_parameters(engine, saved)
+        _load_states(engine, saved)
+        for piece in _buffers(engine, first_only=False):
+            if piece.name in manifest.tensors.get("buffer", {}):
+                _check_shape(saved, piece)
+                saved.read_into("buffer", piece.name, piece.box, piece.tensor)
+    for piece in _random(engine):
+        if piece.name in random:
+            _check_shape(saved, piece)
+            state = saved.read("random", piece.name)
+            if piece.name.endswith("cpu"):
+                torch.set_rng_state(state)
+            else:
+                torch.cuda.set_rng_state(state, engine.world.device)
+    engine.go_on_from(manifest.step, optimizer_steps=manifest.optimizer_steps,
+                      loss_scale=manifest.loss_scale and asdict(manifest.loss_scale))
+
+
+def _check_shape(saved: Saved, piece: Piece) -> None:
+    shape = saved.tensor(piece.kind, piece.name).shape
+    if shape != piece.shape:
+        raise damaged(saved.folder, f"{piece.kind} {piece.name} should have the shape {piece.shape}", shape)
+
+
+def _load_parameters(engine: Engine, saved: Saved) -> None:
+    """Parameters from their own kind, or where formats differ from the master copies, which are exact."""
+    at, layout = engine.coordinates, engine.layout
+    masters, frozen = saved.manifest.tensors.get("master", {}), set(saved.manifest.frozen)
+    # Ends of one key are cut alike, but the owner, whose name it may have, may be elsewhere and cut otherwise.
+    ends = {layout.key(end): end for end in layout.parameters if end.block in layout.blocks(at.pipe)}
+    for key, parameter in engine.named_parameters().items():
+        name, box = layout[key].owner, layout.box(ends[key], at.row, at.col)
+        same = saved.tensor("parameter", name).dtype == str(parameter.dtype).removeprefix("torch.")
+        saved.read_into("master" if name in masters and not same else "parameter", name, box, parameter.detach())
+        if name in frozen:
+            parameter.requires_grad_(False)
+
+
+def _load_states(engine: Engine, saved: Saved) -> None:
+    """What the optimizer remembers. A checkpoint from before the first update may have none of it."""
+    tensors, frozen = saved.manifest.tensors, set(saved.manifest.frozen)
+    fresh = saved.manifest.optimizer_steps == 0
+    if engine.optimizer is not None:
+        _make_room(engine, saved)
+    for name, start, stop, states in _flat_states(engine):
+        for kind, state in states.items():
+            source = "parameter" if kind == "master" and name not in tensors.get("master", {}) else kind
+            if name not in tensors.get(source, {}) and (fresh or name in frozen):
+                state.zero_()
+                continue
+            for piece in _pieces(engine, kind, name, start, stop, state):
+                saved.read_into(source, name, piece.box, piece.tensor)
+
+
+def _make_room(engine: Engine, saved: Saved) -> None:
+    """The states that a user's optimizer has after its first step, which it has not taken yet."""
+    for name, parameter in _trained_here(engine).items():
+        for kind, tensors in saved.manifest.tensors.items():
+            if kind in NO_STATES or kind == "master" or name not in tensors:
+                continue
+            if tensors[name].shape:
+                engine.optimizer.state[parameter][kind] = torch.zeros_like(parameter)
+            else:
+                engine.optimizer.state[parameter][kind] = saved.read(kind, name)
+
+
+def numbers(engine: Engine) -> dict[str, object]:
+    """The manifest's fields that are numbers of this engine, the same on every rank."""
+    scale = engine.loss_scale
+    return {"step": engine.steps, "optimizer_steps": engine.flat_optimizer and engine.flat_optimizer.steps,
+            "loss_scale": None if scale is None else ScaleState(**asdict(scale))}
+
+
+def frozen(engine: Engine) -> list[str]:
+    """The parameters of this rank that are not being trained."""
+    return sorted({engine.layout[key].owner for key, parameter in engine.named_parameters().items()
+                   if not parameter.requires_grad})
+
+
+# --- boxes -----------------------------------------------------------------------------------------------------------
+
+
+def _interval(piece: Slice) -> tuple[int, int]:
+    """The elements of its box that a slice means, row by row."""
+    return piece.flat or (0, piece.size)
+
+
+def _pieces(engine: Engine, kind: str, name: str, start: int, stop: int, flat: Tensor) -> Iterator[Piece]:
+    """Elements [start, stop) of what this rank holds of a parameter, as boxes of the whole, views of `flat`."""
+    shape, at = engine.layout[name].shape, 0
+    held = engine.layout.box(engine.layout[name], engine.coordinates.row, engine.coordinates.col)
+    for box in Slice(name, held, (start, stop)).boxes():
+        sizes = [last - first for first, last in box]
+        size = torch.Size(sizes).numel()
+        yield Piece(kind=kind, name=name, shape=shape, box=box, tensor=flat[at:at + size].view(sizes))
+        at += size
+
+
+def _view(tensor: Tensor, held: Box, box: Box) -> Tensor:
+    """The part `box` of a tensor that has `held`."""
+    assert intersection(held, box) == box
+    return tensor[tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(
+        box, held, strict=True))]

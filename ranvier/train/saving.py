@@ -1,0 +1,152 @@
+"""A run's checkpoints: when they are written, what is told of them, and where a run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ranvier import resolve
+from ranvier.checkpoint.checkpoints import Checkpoints, Loaded, Written
+from ranvier.checkpoint.manifest import checkpoints as listed
+from ranvier.checkpoint.manifest import step_of
+from ranvier.errors import CheckpointError, ConfigError
+from ranvier.pipeline.engine import Engine
+from ranvier.run import Run
+from ranvier.train.events import NoteEvent
+from ranvier.train.report import versions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a run begins. step: steps done before. offset: what is added to a sample's place in the data. continues:
+    whether the run's folder has the first part of the same run."""
+
+    step: int = 0
+    offset: int = 0
+    continues: bool = False
+    notes: list[NoteEvent] = field(default_factory=list)
+
+
+def checkpoint_folder(run: Run) -> Path:
+    """Where the checkpoints of a run are whose folder is known."""
+    return run.checkpoint.dir or run.run_dir / "checkpoint"
+
+
+class Saving:
+    """What the loop does with checkpoints. Methods are collective, but for `tell`.
+
+    text: the fingerprint of the tokens that the run reads.
+    """
+
+    def __init__(self, run: Run, recipe: str, engine: Engine, text: str) -> None:
+        self._run, self._recipe, self._engine, self._text = run, recipe, engine, text
+        self.checkpoints = Checkpoints(engine, checkpoint_folder(run), keep=run.checkpoint.keep,
+                                       keep_every=run.checkpoint.keep_every)
+        self.offset = 0
+        """Sequences that were consumed beyond the steps' own: what a change of batch or going back has left out."""
+        self._saved_step: int | None = None
+
+    # ------------------------------------------------------------------ where the run begins
+
+    def start(self) -> Start:
+        """Go on as `run.resume` says. CheckpointError or ConfigError where that cannot be."""
+        folder, resume = self.checkpoints.folder, self._run.resume
+        if resume == "none":
+            if listed(folder):
+                raise ConfigError("has checkpoints of another run", where="checkpoint.dir", value=str(folder),
+                                  remedy="Go on with --resume auto, or choose another folder.")
+            return Start()
+        if resume != "auto":
+            self._refuse_the_past(Path(resume))
+        loaded = self.checkpoints.load(None if resume == "auto" else resume)
+        if loaded is None:
+            return Start(notes=[NoteEvent(step=0, event="resume", text=f"no checkpoint in {folder}: from the start")])
+        continues = loaded.folder.parent == folder
+        if loaded.step >= self._run.train.steps and not continues:
+            raise ConfigError(f"leaves nothing to do: {loaded.folder} has taken {loaded.step} steps",
+                              where="train.steps", value=self._run.train.steps,
+                              remedy=f"Set --train.steps above {loaded.step}, or leave --resume out.")
+        size = self._run.batch.global_size
+        self.offset = int(loaded.about.get("samples", loaded.step * size)) - loaded.step * size
+        notes = [NoteEvent(step=loaded.step, event="checkpoint-skipped", text=text) for text in loaded.skipped]
+        return Start(step=loaded.step, offset=self.offset, continues=continues,
+                     notes=[*notes, self._note(loaded), *self._differences(loaded)])
+
+    def _refuse_the_past(self, path: Path) -> None:
+        """A checkpoint of this very folder must be its newest: --resume auto would take a newer one the next time."""
+        newest = listed(self.checkpoints.folder)[:1]
+        if newest and path.resolve().parent == newest[0].resolve().parent and step_of(path) != step_of(newest[0]):
+            raise ConfigError(f"is older than {newest[0].name} in the same folder, which would be mixed up with what "
+                              "comes now", where="resume", value=str(path),
+                              remedy="Choose another --run-dir, or remove the newer ones.")
+
+    def _note(self, loaded: Loaded) -> NoteEvent:
+        was, now = loaded.about.get("mesh"), str(self._engine.mesh)
+        moved = f", written on {was}" if was is not None and was != now else ""
+        return NoteEvent(step=loaded.step, event="resume", text=f"goes on from {loaded.folder}{moved}",
+                         fields={"folder": str(loaded.folder), "mesh": now, "written_on": was})
+
+    def _differences(self, loaded: Loaded) -> Iterator[NoteEvent]:
+        """What makes the run another one than it was, though it goes on."""
+        was, now = loaded.about.get("run"), resolve.document(self._run)
+        if loaded.about.get("text", self._text) != self._text:
+            yield NoteEvent(step=loaded.step, event="resume", text="the text is another one than before: samples "
+                                                                   "differ from here on")
+        for section, key in (("", "seed"), ("batch", "global_size"), ("", "precision")):
+            before = was.get(section, {}).get(key) if section and isinstance(was, Mapping) else (
+                was.get(key) if isinstance(was, Mapping) else None)
+            after = now[section][key] if section else now[key]
+            if before is not None and before != after:
+                name = f"{section}.{key}" if section else key
+                yield NoteEvent(step=loaded.step, event="resume", text=f"{resolve.flag(name)} was {before} and is "
+                                                                       f"{after} now")
+
+    # ------------------------------------------------------------------ while it trains
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is to be written after `step`."""
+        config, every = self._run.train, self._run.checkpoint.every
+        return step == config.steps or bool(every and step % every == 0)
+
+    def save(self, step: int) -> float:
+        """Begin a checkpoint; returns the seconds that training waited for it."""
+        self._saved_step = step
+        return self.checkpoints.save({
+            "recipe": self._recipe, "run": resolve.document(self._run), "text": self._text, "versions": versions(),
+            "samples": step * self._run.batch.global_size + self.offset})
+
+    def tell(self) -> Iterator[NoteEvent]:
+        """What has been written since the last call; only rank 0 knows. CheckpointError where the run is to stop."""
+        for written in self.checkpoints.written():
+            yield self._event(written)
+            if written.error and self._run.checkpoint.on_error == "stop":
+                raise self._error(written)
+
+    def finish(self) -> list[Written]:
+        """Wait until everything is written; what has ended, on all ranks."""
+        return self.checkpoints.wait()
+
+    def events(self, written: list[Written]) -> list[NoteEvent]:
+        return [self._event(one) for one in written]
+
+    def check_last(self, written: list[Written]) -> None:
+        """CheckpointError where the last checkpoint of the run could not be written."""
+        if written and written[-1].error:
+            raise self._error(written[-1])
+
+    def _event(self, written: Written) -> NoteEvent:
+        if written.error:
+            return NoteEvent(step=written.step, event="checkpoint-failed", text=str(self._error(written)))
+        megabytes = written.size_bytes / 2**20
+        return NoteEvent(
+            step=written.step, event="checkpoint",
+            text=f"saved {written.folder} ({megabytes:,.1f} MiB in {written.write_seconds:.2f} s; training waited "
+                 f"{1e3 * written.stall_seconds:.0f} ms)",
+            fields={"folder": str(written.folder), "bytes": written.size_bytes, "seconds": written.write_seconds,
+                    "stall_seconds": written.stall_seconds})
+
+    def _error(self, written: Written) -> CheckpointError:
+        return CheckpointError(f"cannot be written: {written.error}", where=f"checkpoint {written.folder}",
+                               remedy="Free space there or choose another --checkpoint.dir; older checkpoints are "
+                                      "whole, and --resume auto goes on from the newest.")

@@ -1,0 +1,69 @@
+"""A small GPT on any mesh, fed with one sequence of global batches: what the tests of this folder share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ranvier.checkpoint.saved import Saved
+from ranvier.data.loader import Loader
+from ranvier.data.sampler import Sampler
+from ranvier.data.tokens import About, Tokens
+from ranvier.mesh import Mesh
+from ranvier.models.gpt import gpt
+from ranvier.pipeline.engine import Engine
+from ranvier.run import GPT, Optim, TensorParallel
+from ranvier.testing.ranks import run_ranks
+
+CONFIG = GPT(num_layers=2, hidden=8, heads=4, vocab=61, sequence=8, dropout=0.1)
+GLOBAL_SIZE = 8
+SEED = 3
+_NUMBERS = np.random.default_rng(0).integers(0, CONFIG.vocab, 1 + 64 * CONFIG.sequence)
+TOKENS = Tokens(Path("made-up"), About(dtype="uint16", count=len(_NUMBERS), vocab=CONFIG.vocab, tokenizer="", corpus="",
+                                       digest=""), _NUMBERS)
+
+
+def engine_on(world, mesh: Mesh, *, dtype=torch.float32, scheme: str = "stationary", model=None, optim=None,
+              **options) -> Engine:
+    """An engine of the small GPT; options are Optim's unless they are Engine's."""
+    optim = optim or Optim(**{"bucket_size": 200, "chunk_buckets": 2, "weight_decay": 0.1, **options})
+    return Engine(model or gpt(CONFIG, dtype=dtype), world, mesh=mesh, seed=SEED, dtype=dtype, learning_rate=1e-2,
+                  nominal_weight=float(GLOBAL_SIZE * CONFIG.sequence), tensor=TensorParallel(scheme=scheme),
+                  optim=optim)
+
+
+def train(engine: Engine, steps: int) -> list[float]:
+    """`steps` more steps, on the batches that belong to them; their losses."""
+    mesh, at = engine.mesh, engine.coordinates
+    loader = Loader(TOKENS, Sampler(TOKENS.num_sequences(CONFIG.sequence), SEED), sequence=CONFIG.sequence,
+                    global_size=GLOBAL_SIZE, microbatch_size=2, replica=at.data, num_replicas=mesh.data, row=at.row,
+                    num_rows=mesh.row, needs_inputs=engine.is_first_stage, needs_targets=engine.is_last_stage)
+    return [engine.train_batch(loader.microbatches(engine.steps)).loss for _ in range(steps)]
+
+
+def on(mesh: Mesh, work, **options) -> list:
+    """work(engine) on every rank of `mesh`, as threads."""
+    def rank(world):
+        engine = engine_on(world, mesh, **options)
+        result = work(engine)
+        engine.close()
+        return result
+
+    return run_ranks(rank, mesh.size, timeout_seconds=120.0)
+
+
+def everything(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
+    """All tensors of a checkpoint but those of torch's generators, whole."""
+    saved = Saved(folder)
+    assert list(saved.damage()) == []
+    return {(kind, name): saved.read(kind, name) for kind, tensors in saved.manifest.tensors.items()
+            for name in tensors if kind != "random"}
+
+
+def assert_same(first: dict, second: dict) -> None:
+    """To the bit."""
+    assert first.keys() == second.keys()
+    for key, tensor in first.items():
+        assert tensor.dtype is second[key].dtype and torch.equal(tensor, second[key]), key
