@@ -113,23 +113,27 @@ def train(recipe: str, **flags: str | None) -> int:
     name, resolved = _resolve(recipe, flags)
     from ranvier import check, launch
     from ranvier.launchers import detect
+    from ranvier.refit import refit
 
     started = detect(os.environ, resolved.run.launch.launcher)
     run, open_problems = check.with_shape(resolved.run, None if started is None else started.size)
-    problems = [*resolved.problems, *open_problems, *check.problems(run)]
-    if problems:
-        raise Refused(problems)
+    warnings, problems = [], [*resolved.problems, *check.problems(run)]
+    if started is not None and started.size != run.mesh.size and run.resume == "auto" and not problems:
+        run, warning = refit(run, started.size, started.launcher)
+        warnings, open_problems = [warning], []
+    if open_problems or problems:
+        raise Refused([*open_problems, *problems])
     run = dataclasses.replace(run, run_dir=run.run_dir or resolve.default_folder(name))
     if started is None:
         _check_folder(run)
     if started is None or (started.launcher != "local" and started.rank == 0):
-        for warning in check.warnings(run):
+        for warning in (*warnings, *check.warnings(run)):
             print(f"ranvier: warning: {warning}", file=sys.stderr)
     world = launch.start(run.mesh, transport=run.comm.transport, launcher=run.launch.launcher,
                          threads=run.launch.threads, device=run.launch.device,
                          timeout_seconds=run.comm.timeout_seconds,
                          rerun=[*launch.rerun_command(), "--run-dir", str(run.run_dir)] if started is None else None,
-                         explain_kill=lambda: _memory_text(run))
+                         explain_kill=lambda: _memory_text(run), saves_on_stop=True)
     return _train_as_rank(run, name, world)
 
 

@@ -50,12 +50,13 @@ def start(mesh: Mesh | None = None, *, data: int = 1, pipe: int = 1, row: int = 
           transport: Literal["auto", "torch", "mpi"] = "auto", launcher: Setting = "auto",
           threads: int | Literal["auto"] = "auto", device: Literal["auto", "cpu", "cuda"] = "auto",
           timeout_seconds: float = 300.0, rerun: Sequence[str] | None = None,
-          explain_kill: Callable[[], str] | None = None) -> World:
+          explain_kill: Callable[[], str] | None = None, saves_on_stop: bool = False) -> World:
     """This rank of `mesh` (or of data x pipe x row x col), connected to all others.
 
     Under plain python with more than one rank this does not return: the command (`rerun`, by default this process's
     own) is run again as each rank, and the process exits with their code; `explain_kill` adds to what it says of a rank
-    that the kernel has killed. `timeout_seconds` bounds the wait for messages and for the other ranks at start.
+    that the kernel has killed; with `saves_on_stop` its ranks are told to stop rather than ended, and waited for
+    (`ranvier.stop`). `timeout_seconds` bounds the wait for messages and for the other ranks at start.
 
     ConfigError when the launcher's ranks are not those of the mesh, or a setting cannot work here; LaunchError when
     ranks cannot be started or reached.
@@ -66,7 +67,7 @@ def start(mesh: Mesh | None = None, *, data: int = 1, pipe: int = 1, row: int = 
         failure.end_on_start_errors(None)
     started = detect(os.environ, launcher)
     if started is None and mesh.size > 1:
-        sys.exit(_run_local_ranks(mesh, transport, threads, device, rerun, explain_kill))
+        sys.exit(_run_local_ranks(mesh, transport, threads, device, rerun, explain_kill, saves_on_stop))
     started = started or Started(launcher="local", rank=0, size=1, local_rank=0, local_size=1)
     if not interactive:
         failure.end_on_start_errors(started.local_rank)
@@ -162,7 +163,7 @@ def rerun_command() -> list[str]:
 
 
 def _run_local_ranks(mesh: Mesh, transport: str, threads: int | str, device: str, rerun: Sequence[str] | None,
-                     explain_kill: Callable[[], str] | None) -> int:
+                     explain_kill: Callable[[], str] | None, saves_on_stop: bool) -> int:
     command = list(rerun) if rerun is not None else rerun_command()
     if threading.current_thread() is not threading.main_thread():
         raise LaunchError("can start ranks from the main thread only", where="launch",
@@ -171,7 +172,8 @@ def _run_local_ranks(mesh: Mesh, transport: str, threads: int | str, device: str
 
     chosen = choose_transport(transport, None, choose_device(device, mesh.size).value)
     count = str(threads_per_rank(mesh.size) if threads == "auto" else threads)
-    return supervise(mesh, chosen.value, chosen.reason, command, dict.fromkeys(_THREAD_VARIABLES, count), explain_kill)
+    return supervise(mesh, chosen.value, chosen.reason, command, dict.fromkeys(_THREAD_VARIABLES, count), explain_kill,
+                     saves_on_stop)
 
 
 def _check_size(mesh: Mesh, started: Started) -> None:

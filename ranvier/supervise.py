@@ -2,6 +2,7 @@
 
     a rank ends with an error or is killed -> SIGTERM to the others, SIGKILL after a grace; one line says who and how
     Ctrl-C, SIGTERM, SIGHUP here           -> the same signal to all, SIGKILL after a grace
+    SIGTERM, SIGUSR1 to ranks that save    -> the same signal to all, who end by themselves; a second one kills them
     this process is killed outright        -> the kernel ends the ranks (ranvier.follow)
 
 Each child has a process group of its own, so that Ctrl-C in a terminal reaches this process alone and is passed on
@@ -32,6 +33,7 @@ from ranvier.comm.mpi_launch import mpiexec_command
 from ranvier.failure import FAILED
 from ranvier.launchers import local_variables
 from ranvier.mesh import Mesh
+from ranvier.stop import STOP_SIGNALS
 
 PID = "ranvier/pid/"
 _GRACE_SECONDS = 3.0
@@ -68,37 +70,45 @@ class _End:
 
 
 def supervise(mesh: Mesh, transport: str, reason: str, command: Sequence[str], variables: Mapping[str, str],
-              explain_kill: Callable[[], str] | None = None) -> int:
+              explain_kill: Callable[[], str] | None = None, saves_on_stop: bool = False) -> int:
     """Run `command` as each rank of `mesh` on this machine; returns the exit code for this process.
 
     `reason` is why `transport` was chosen, for rank 0 to tell; `variables` are added to the ranks' environment;
-    `explain_kill` says what may have made the kernel kill a rank.
+    `explain_kill` says what may have made the kernel kill a rank. With `saves_on_stop` the ranks handle STOP_SIGNALS
+    by ending well in their own time (ranvier.stop); as long as one of them does not do so yet, they end as others do.
 
     0 when all ranks ended well, 2 when the first to fail did so by a RanvierError, 130 or 143 when this process was
     told to stop, otherwise 1. All ranks and their children are gone when it returns.
     """
     store = _open_store()
     # Signals are watched before the first rank exists, so that there is never one that nobody would stop.
-    with _signals() as received:
+    with _signals(STOP_SIGNALS if saves_on_stop else ()) as received:
         children = _start(mesh, transport, reason, command, variables, store)
         banner = _Banner()
         for child in children:
             child.readers = banner.relay(child.process)
         try:
             end = _first_failure(children, received)
+            asked = _ask(children, received, store, mesh) if saves_on_stop and end is None else None
+            if asked is not None:
+                end = _first_failure(children, received, already=1)
         except BaseException:
             _stop(children, signal.SIGKILL, received)
             raise
-        if received:
-            _stop(children, received[0], received)
-            print("ranvier: interrupted" if received[0] == signal.SIGINT else
-                  f"ranvier: stopped by {signal.Signals(received[0]).name}", file=sys.stderr)
-            return 128 + received[0]
+        if len(received) > (asked is not None):
+            if asked is not None:
+                _send(signal.SIGKILL, children, store, mesh)
+            _stop(children, received[-1], received)
+            return _tell_stopped(received[-1])
         if end is None:
             return 0
+        if saves_on_stop:
+            _send(signal.SIGKILL, children, store, mesh)  # on SIGTERM they would wait for the one that has failed
         _stop(children, signal.SIGTERM, received)
     record = json.loads(store.get(FAILED)) if store.check([FAILED]) else None
     end = _culprit(end, record, banner, store, mesh)
+    if asked is not None and end.code == -asked:
+        return _tell_stopped(asked)  # it came before this rank could save anything
     if record is not None and record["told"] and end.code == record["code"]:
         return end.code  # the rank has printed its one line
     print(end.tell(mesh), file=sys.stderr)
@@ -137,11 +147,11 @@ def _terminals() -> dict[str, str]:
 
 
 @contextmanager
-def _signals():
-    """The stop signals that arrive inside, as a list that grows; signals that are ignored outside stay ignored."""
+def _signals(more: Sequence[int]):
+    """The signals to end, and `more`, that arrive inside, as a list that grows; ignored ones stay ignored."""
     received: list[int] = []
     before = {}
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *more}:
         if signal.getsignal(number) is not signal.SIG_IGN:
             before[number] = signal.signal(number, lambda number, frame: received.append(number))
     try:
@@ -151,9 +161,9 @@ def _signals():
             signal.signal(number, handler)
 
 
-def _first_failure(children: Sequence[_Child], received: Sequence[int]) -> _End | None:
-    """Wait for the first child that ends badly; None when all end well, or when a signal asks us to stop."""
-    while not received:
+def _first_failure(children: Sequence[_Child], received: Sequence[int], already: int = 0) -> _End | None:
+    """Wait for the first child that ends badly; None when all end well, or when more than `already` signals came."""
+    while len(received) <= already:
         codes = [child.process.poll() for child in children]
         if any(codes):
             # A rank that lost its peer may be seen before the peer: look again, and prefer whoever a signal killed.
@@ -163,6 +173,44 @@ def _first_failure(children: Sequence[_Child], received: Sequence[int]) -> _End 
             return None
         time.sleep(_POLL_SECONDS)
     return None
+
+
+def _ask(children: Sequence[_Child], received: Sequence[int], store: TCPStore, mesh: Mesh) -> int | None:
+    """Pass the signal that came to all ranks, who save and end by themselves; returns it. None where it is another
+    signal than those, or not all ranks are there to take it."""
+    if not received or received[0] not in STOP_SIGNALS or not _send(received[0], children, store, mesh):
+        return None
+    print(f"ranvier: {signal.Signals(received[0]).name}: the ranks save and stop after this step; another signal ends "
+          "them at once", file=sys.stderr)
+    return received[0]
+
+
+def _send(number: int, children: Sequence[_Child], store: TCPStore, mesh: Mesh) -> bool:
+    """Signal every rank that runs; whether all ranks are known. Ranks of mpiexec are signalled past it: launchers
+    differ in what they make of a signal."""
+    if children[0].rank is not None:
+        for child in children:
+            child.process.send_signal(number)  # looks first whether it has ended
+        return True
+    pids = _pids(store, mesh)
+    if len(pids) == mesh.size and children[0].process.poll() is None:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+    return len(pids) == mesh.size
+
+
+def _pids(store: TCPStore, mesh: Mesh) -> dict[int, int]:
+    """Ranks by process id, as far as they have connected."""
+    keys = [f"{PID}{rank}" for rank in range(mesh.size)]
+    return {int(store.get(key)): rank for rank, key in enumerate(keys) if store.check([key])}
+
+
+def _tell_stopped(number: int) -> int:
+    """Say what ended the run; returns the exit code."""
+    print("ranvier: interrupted" if number == signal.SIGINT else f"ranvier: stopped by {signal.Signals(number).name}",
+          file=sys.stderr)
+    return 128 + number
 
 
 def _stop(children: Sequence[_Child], number: int, received: list[int]) -> None:
@@ -226,9 +274,7 @@ _BANNER_STARTS = (b"=   BAD TERMINATION", b"=   PID ", b"=   EXIT CODE", b"=   C
 def _culprit(end: _End, record: dict | None, banner: _Banner, store: TCPStore, mesh: Mesh) -> _End:
     """The rank that failed first: one that a signal killed, else the one whose own account came first."""
     if end.rank is None and banner.signal is not None:
-        keys = [f"{PID}{rank}" for rank in range(mesh.size)]
-        pids = {int(store.get(key)): rank for rank, key in enumerate(keys) if store.check([key])}
-        return _End(pids.get(banner.pid), -banner.signal)
+        return _End(_pids(store, mesh).get(banner.pid), -banner.signal)
     if record is not None and end.code >= 0:
         return _End(record["rank"], record["code"])
     return end

@@ -12,7 +12,7 @@ import ranvier
 ROOT = Path(ranvier.__file__).parent
 FORBIDDEN = ("torch", "time", "datetime", "socket", "os", "pathlib", "io", "subprocess", "threading", "random",
              "secrets", "tempfile", "shutil", "asyncio", "multiprocessing", "mpi4py")
-PURE = ("mesh", "layout", "pipeline.schedule", "pipeline.policies", "planner.simulator",
+PURE = ("mesh", "fallback", "layout", "pipeline.schedule", "pipeline.policies", "planner.simulator",
         "tensor.placement", "tensor.shape", "tensor.volume")
 
 

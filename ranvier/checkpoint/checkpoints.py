@@ -101,7 +101,8 @@ class Checkpoints:
         self._room: list = []
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
-        self._written: list[Written] = []
+        self._untold: list[Written] = []
+        self._ended: list[Written] = []
         if self._rank == 0:
             files.clear_leftovers(self.folder)
         self._ranks.barrier()
@@ -132,13 +133,13 @@ class Checkpoints:
 
     def written(self) -> list[Written]:
         """What has ended since the last call, well or not; on rank 0, and never waits. Empty elsewhere."""
-        done, self._written = self._written, []
+        done, self._untold = self._untold, []
         return done
 
     def wait(self) -> list[Written]:
-        """Return when what `save` began has ended on every rank: what `written` would say, on all of them."""
+        """Return when what `save` began has ended on every rank: all that has ended since the last call, on all."""
         self._join()
-        found = [{**asdict(one), "folder": str(one.folder)} for one in self.written()]
+        found, self._ended = [{**asdict(one), "folder": str(one.folder)} for one in self._ended], []
         return [Written(**{**one, "folder": Path(one["folder"])}) for one in self._ranks.gather_objects(found)[0]]
 
     def close(self, seconds: float = 3.0) -> None:
@@ -191,7 +192,8 @@ class Checkpoints:
             files.remove(temporary)
             outcome = Written(step=job.step, folder=final, stall_seconds=job.stall_seconds,
                               error=getattr(error, "strerror", None) or str(error))
-        self._written.append(outcome)
+        self._ended.append(outcome)
+        self._untold.append(outcome)
 
     def _entries(self, number: int, store) -> list[dict] | None:
         """What every rank says of its part; None when this is closed first."""

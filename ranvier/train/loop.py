@@ -33,6 +33,7 @@ from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.result import BatchResult
 from ranvier.precision import DTYPES, is_half
 from ranvier.run import Run
+from ranvier.stop import StopRequest
 from ranvier.tensor.activations import layout_of
 from ranvier.train.console import console
 from ranvier.train.events import EndEvent, EvalEvent, NoteEvent, StartEvent, Tracker, Trackers
@@ -61,19 +62,26 @@ def train(run: Run, recipe: str, world: World, *, trackers: Sequence[Tracker] = 
         trackers: more takers of the run's events, beside files, TensorBoard and console; used on rank 0 only.
         stream: where rank 0 prints; standard output by default.
 
-    Raises RanvierError where text, settings or folder do not allow the run, and when the loss stops being a number.
+    A run that is told to stop (ranvier.stop) saves a checkpoint, leaves no summary.json, and returns {"stopped_after":
+    its last step}. Raises RanvierError where text, settings or folder do not allow the run, and when the loss stops
+    being a number.
     """
     try:
-        training = Training(run, recipe, world, trackers, stream or sys.stdout)
-        try:
-            training.start()
-            step = training.done
-            while step < run.train.steps:
-                step = training.step(step + 1)
-            summary = training.finish()
-        finally:
-            training.saving.checkpoints.close()
-            training.outputs.close()
+        with StopRequest() as stop:
+            training = Training(run, recipe, world, trackers, stream or sys.stdout, stop)
+            try:
+                training.start()
+                step = training.done
+                while step < run.train.steps:
+                    step = training.step(step + 1)
+                    if training.stops and step < run.train.steps:
+                        summary = training.leave(step)
+                        break
+                else:
+                    summary = training.finish()
+            finally:
+                training.saving.checkpoints.close()
+                training.outputs.close()
         training.engine.close()
         return summary
     except Exception as error:
@@ -86,8 +94,11 @@ def train(run: Run, recipe: str, world: World, *, trackers: Sequence[Tracker] = 
 class Training:
     """One run on one rank. Every method is collective."""
 
-    def __init__(self, run: Run, recipe: str, world: World, trackers: Sequence[Tracker], stream: TextIO) -> None:
-        self.recipe, self.world = recipe, world
+    def __init__(self, run: Run, recipe: str, world: World, trackers: Sequence[Tracker], stream: TextIO,
+                 stop: StopRequest) -> None:
+        self.recipe, self.world, self._stop = recipe, world, stop
+        self.stops = False
+        """Whether a rank was told to stop; all ranks know it after the same step."""
         self.began = time.monotonic()
         self.outputs = Trackers()
         self.ranks = world.backend.group("train", [tuple(range(world.size))])
@@ -125,7 +136,7 @@ class Training:
             self.outputs.event(note)
         self.peak_flops_per_second = self._peak()
         self.pending: PendingStep | None = None
-        self.meter = Meter(self.engine.timeline, self.ranks)
+        self.meter = Meter(self.engine.timeline, self.ranks, self._stop)
 
     def step(self, step: int) -> int:
         """One optimizer step; publishes the numbers of the step before. Returns the step that the run is at now: this
@@ -140,9 +151,7 @@ class Training:
         if reached != step:
             self._leave_out(step - reached)
             return reached
-        stall = None
-        if self.saving.due(step) and not (result.stepped and math.isnan(result.loss)):  # what comes of nan is not kept
-            stall = self.saving.save(step)
+        stall = self.saving.save(step, result) if self.saving.due(step) else None
         self._publish()
         self.pending = self.meter.step(step, result, rate)
         self.pending.checkpoint_stall_seconds = stall
@@ -153,12 +162,25 @@ class Training:
             self.meter.resume()
         return step
 
+    def leave(self, step: int) -> dict[str, object]:
+        """Save what there is after `step`, and write no report: the run is to go on elsewhere."""
+        if self.saving.saved_step != step:
+            self.saving.save(step, self.pending.result)
+        self._publish()
+        missing = self.saving.finish()
+        self._tell_of_checkpoints()
+        if missing is not None:
+            raise missing
+        told = next(reason for reason in self.ranks.gather_objects(self._stop.reason) if reason)
+        self.outputs.event(NoteEvent(step=step, event="stopped", fields={"reason": told},
+                                     text=f"stopped by {told}; go on with --resume auto --run-dir {self.run.run_dir}"))
+        return {"stopped_after": step}
+
     def finish(self) -> dict[str, object]:
         """Write a sample of text and the report; returns the summary."""
         run, world = self.run, self.world
-        written = self.saving.finish()
-        for note in self.saving.events(written):
-            self.outputs.event(note)
+        missing = self.saving.finish()
+        self._tell_of_checkpoints()
         timelines = gather_timelines(self.ranks, self.meter.kept)
         text = self._sample() if run.train.sample_tokens else None
         facts = self.ranks.gather_objects(rank_facts(self.engine, world.device) | (
@@ -175,17 +197,23 @@ class Training:
             self.outputs.event(EndEvent(step=run.train.steps, summary=summary, sample=text, pictures=pictures,
                                         report=report))
         summary = self.ranks.gather_objects(summary)[0]
-        self.saving.check_last(written)
+        if missing is not None:
+            raise missing
         return summary
 
     # ------------------------------------------------------------------ parts of a step
 
     def _go_back(self) -> int | None:
         """Load the last checkpoint; its step, or None where there is none."""
-        for note in self.saving.events(self.saving.finish()):
-            self.outputs.event(note)
+        self.saving.finish()
+        self._tell_of_checkpoints()
         loaded = self.saving.checkpoints.load()
-        return None if loaded is None else loaded.step
+        if loaded is None:
+            return None
+        self.saving.saved_step = loaded.step
+        for text in loaded.skipped:
+            self.outputs.event(NoteEvent(step=loaded.step, event="checkpoint-skipped", text=text))
+        return loaded.step
 
     def _leave_out(self, steps: int) -> None:
         """The run has gone back by so many steps, and the data goes on where it is."""
@@ -202,12 +230,12 @@ class Training:
 
     def _publish(self) -> None:
         """Wait for the pending step's numbers and tell them. RanvierError when the loss is not a number any more."""
-        for note in self.saving.tell():
-            self.outputs.event(note)
+        self._tell_of_checkpoints()
         if self.pending is None:
             return
         flops_per_token = flops_per_sequence(self.run.model) / self.run.model.sequence
         event = self.pending.event(flops_per_token, self.peak_flops_per_second)
+        self.stops |= self.pending.stop_requested
         bad, self.pending = self.pending.result.bad, None
         if not event.stepped and bad is None:
             text = (f"a gradient overflowed: nothing was updated, and the loss scale is now {event.loss_scale:g}"
@@ -219,6 +247,10 @@ class Training:
             raise RanvierError("is not a finite number", where=f"loss of step {event.step}", value=event.loss,
                                remedy=f"Lower --train.learning-rate (it is {self.run.train.learning_rate:g}) or raise "
                                       "--train.warmup-steps; metrics.jsonl shows how it came about.")
+
+    def _tell_of_checkpoints(self) -> None:
+        for note in self.saving.tell():
+            self.outputs.event(note)
 
     def _evaluate(self, step: int) -> float:
         """Held-out loss, the same samples each time."""

@@ -7,6 +7,8 @@ the slowest is done. So each step starts one small asynchronous sum over the ran
 
 A rank's step lasts from the end of the step before to the end of this one; what happens outside of steps (an
 evaluation, the start) is left out by calling `resume` after it.
+
+The same sum says whether any rank was asked to stop, so all ranks know it at the same step.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import torch
 from ranvier.comm.protocol import Group, Work
 from ranvier.optim.loss_scale import LossScale
 from ranvier.pipeline.timeline import Span, Timeline
+from ranvier.stop import StopRequest
 from ranvier.train.events import StepEvent
 
 KEPT_STEPS = 3
@@ -58,7 +61,8 @@ class StepSpans:
 
 @dataclass(kw_only=True)
 class PendingStep:
-    """A step whose numbers are still on their way. `sums`: step seconds, wait seconds, waited share, over ranks."""
+    """A step whose numbers are still on their way. `sums`, over ranks: step seconds, wait seconds, waited share, and
+    how many ranks were asked to stop."""
 
     step: int
     result: Result
@@ -71,10 +75,16 @@ class PendingStep:
     loss_scale: LossScale | None = None
     """As it is after this step, with fp16."""
 
+    @property
+    def stop_requested(self) -> bool:
+        """Whether any rank was asked to stop by the end of this step; the same on every rank. Waits, as `event`."""
+        self.work.wait()
+        return bool(self.sums[3] > 0)
+
     def event(self, flops_per_token: float, peak_flops_per_second: float) -> StepEvent:
         """Wait for the numbers; they are the same on every rank."""
         self.work.wait()
-        seconds, waited, bubble = (self.sums / self.num_ranks).tolist()
+        seconds, waited, bubble = (self.sums[:3] / self.num_ranks).tolist()
         flops_per_second = flops_per_token * self.result.weight / seconds
         return StepEvent(step=self.step, loss=self.result.loss, tokens=self.result.weight, step_seconds=seconds,
                          wait_seconds=waited, bubble_fraction=bubble, grad_norm=self.result.grad_norm,
@@ -90,10 +100,11 @@ class Meter:
     """Clocks one rank's steps and keeps the spans that the timeline will show.
 
     ranks: a group of all ranks; they call `step` for the same steps, in the same order as its other collectives.
+    stop: this rank's own; whether it was asked to stop goes with each step's numbers to all ranks.
     """
 
-    def __init__(self, timeline: Timeline, ranks: Group) -> None:
-        self._timeline, self._ranks = timeline, ranks
+    def __init__(self, timeline: Timeline, ranks: Group, stop: StopRequest | None = None) -> None:
+        self._timeline, self._ranks, self._stop = timeline, ranks, stop
         self._first: StepSpans | None = None
         self._latest: deque[StepSpans] = deque(maxlen=KEPT_STEPS)
         self.resume()
@@ -111,7 +122,8 @@ class Meter:
         self._first = self._first or took
         self._latest.append(took)
         share = min(1.0, took.wait_seconds / took.seconds)
-        sums = torch.tensor([took.seconds, took.wait_seconds, share], dtype=torch.float64)
+        stop = self._stop is not None and self._stop.requested
+        sums = torch.tensor([took.seconds, took.wait_seconds, share, float(stop)], dtype=torch.float64)
         return PendingStep(step=number, result=result, learning_rate=learning_rate, sums=sums,
                            work=self._ranks.all_reduce(sums), num_ranks=len(self._ranks.ranks))
 

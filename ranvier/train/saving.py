@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from ranvier.checkpoint.manifest import checkpoints as listed
 from ranvier.checkpoint.manifest import step_of
 from ranvier.errors import CheckpointError, ConfigError
 from ranvier.pipeline.engine import Engine
+from ranvier.pipeline.result import BatchResult
 from ranvier.run import Run
 from ranvier.train.events import NoteEvent
 from ranvier.train.report import versions
@@ -45,7 +47,8 @@ class Saving:
                                        keep_every=run.checkpoint.keep_every)
         self.offset = 0
         """Sequences that were consumed beyond the steps' own: what a change of batch or going back has left out."""
-        self._saved_step: int | None = None
+        self.saved_step: int | None = None
+        """After which the last checkpoint was begun."""
 
     # ------------------------------------------------------------------ where the run begins
 
@@ -109,9 +112,12 @@ class Saving:
         config, every = self._run.train, self._run.checkpoint.every
         return step == config.steps or bool(every and step % every == 0)
 
-    def save(self, step: int) -> float:
-        """Begin a checkpoint; returns the seconds that training waited for it."""
-        self._saved_step = step
+    def save(self, step: int, result: BatchResult) -> float | None:
+        """Begin a checkpoint; returns the seconds that training waited for it. None where the step was taken although
+        its loss is no number: what comes of it is not kept."""
+        if result.stepped and math.isnan(result.loss):
+            return None
+        self.saved_step = step
         return self.checkpoints.save({
             "recipe": self._recipe, "run": resolve.document(self._run), "text": self._text, "versions": versions(),
             "samples": step * self._run.batch.global_size + self.offset})
@@ -123,17 +129,10 @@ class Saving:
             if written.error and self._run.checkpoint.on_error == "stop":
                 raise self._error(written)
 
-    def finish(self) -> list[Written]:
-        """Wait until everything is written; what has ended, on all ranks."""
-        return self.checkpoints.wait()
-
-    def events(self, written: list[Written]) -> list[NoteEvent]:
-        return [self._event(one) for one in written]
-
-    def check_last(self, written: list[Written]) -> None:
-        """CheckpointError where the last checkpoint of the run could not be written."""
-        if written and written[-1].error:
-            raise self._error(written[-1])
+    def finish(self) -> CheckpointError | None:
+        """Wait until everything is written. What is wrong with the last checkpoint of the run, on all ranks."""
+        written = self.checkpoints.wait()
+        return self._error(written[-1]) if written and written[-1].error else None
 
     def _event(self, written: Written) -> NoteEvent:
         if written.error:

@@ -259,7 +259,8 @@ def test_a_run_skips(corpus, tmp_path, monkeypatch):
         (3, "layer0.mlp", 1, 0)]
 
 
-@pytest.mark.parametrize("mesh", [Mesh(data=2, pipe=2), Mesh(row=2, col=2)], ids=str)
+@pytest.mark.parametrize("mesh", [Mesh(data=2, pipe=2), pytest.param(Mesh(row=2, col=2), marks=pytest.mark.slow)],
+                         ids=str)
 def test_a_run_goes_back(corpus, tmp_path, monkeypatch, mesh):
     """To the checkpoint of step 2: from there on losses are those of a run that never took the batches that are left
     out. A run that is resumed after it takes the data from where this one is."""

@@ -1,0 +1,486 @@
+"""Checkpoints are there whole or not at all; what cannot be written is told, and older ones stay."""
+
+import json
+import re
+import resource
+import shutil
+import subprocess
+import threading
+
+import pytest
+import torch
+
+from ranvier.checkpoint import checkpoints as module
+from ranvier.checkpoint import files
+from ranvier.checkpoint.checkpoints import Checkpoints
+from ranvier.checkpoint.manifest import MANIFEST, read_manifest
+from ranvier.checkpoint.saved import Saved, find
+from ranvier.errors import CheckpointError
+from ranvier.mesh import Mesh
+from ranvier.pipeline.engine import Engine
+from ranvier.run import Optim
+from ranvier.testing.ranks import run_ranks
+from tests.checkpoint.anywhere import assert_same, engine_on, everything, on, train
+
+
+def save_steps(folder, steps=1, mesh=None, **options):
+    """A checkpoint after each of `steps` steps; what was told of them."""
+    def work(engine):
+        checkpoints = Checkpoints(engine, folder, **options)
+        told = []
+        for _ in range(steps):
+            train(engine, 1)
+            checkpoints.save()
+            told += checkpoints.wait()
+        return told
+
+    return on(mesh or Mesh(), work)[0]
+
+
+def load(folder, mesh=None, path=None):
+    """What a rank was told, and the steps that its engine has taken."""
+    return on(mesh or Mesh(), lambda engine: (Checkpoints(engine, folder).load(path), engine.steps))[0]
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(("options", "kept"), [
+    ({"keep": 2}, ["step-4", "step-5"]), ({"keep": 1, "keep_every": 2}, ["step-2", "step-4", "step-5"])])
+def test_the_newest_stay_and_those_of_some_steps(tmp_path, options, kept):
+    save_steps(tmp_path, 5, **options)
+    assert names(tmp_path) == kept
+
+
+def test_training_goes_on_while_it_is_written(tmp_path, monkeypatch):
+    """The writer is held up; steps are taken meanwhile; what is written is the state at the call."""
+    hold, write = threading.Event(), files.write_part
+
+    def held_up(path, tensors):
+        assert hold.wait(60)
+        return write(path, tensors)
+
+    monkeypatch.setattr(files, "write_part", held_up)
+
+    def work(engine):
+        checkpoints = Checkpoints(engine, tmp_path / "held up")
+        train(engine, 1)
+        checkpoints.save()
+        train(engine, 2)
+        assert checkpoints.written() == [] and not (tmp_path / "held up" / "step-1").exists()
+        hold.set()
+        return checkpoints.wait()
+
+    for told in on(Mesh(data=2), work):
+        assert [(one.step, one.error) for one in told] == [(1, None)]
+    save_steps(tmp_path / "plain", 1, Mesh(data=2))
+    assert_same(everything(tmp_path / "held up" / "step-1"), everything(tmp_path / "plain" / "step-1"))
+
+
+def test_a_second_one_waits_for_the_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "retain", lambda *args, **options: None)
+
+    def work(engine):
+        checkpoints = Checkpoints(engine, tmp_path)
+        for _ in range(4):
+            train(engine, 1)
+            checkpoints.save()
+        return [one.step for one in checkpoints.wait()]
+
+    assert on(Mesh(pipe=2), work) == [[1, 2, 3, 4]] * 2
+    assert len(find(tmp_path)) == 4
+
+
+@pytest.mark.parametrize("when", ["part", "manifest", "rename"])
+def test_a_run_that_dies_leaves_nothing_half_done(tmp_path, monkeypatch, when):
+    """Whatever the moment, older checkpoints are whole and the next start clears the rest away."""
+    save_steps(tmp_path, 1)
+
+    class Dies(BaseException):
+        """Nothing catches it: the thread is gone, as with its process."""
+
+    def die(*args, **options):
+        raise Dies
+
+    monkeypatch.setattr(threading, "excepthook", lambda caught: None)
+    write = files.write_part
+    with monkeypatch.context() as patch:
+        if when == "part":
+            patch.setattr(files, "write_part", lambda path, tensors: (write(path, tensors), die()))
+        else:
+            patch.setattr(files.os, "rename" if when == "rename" else "fsync", die)
+
+        def work(engine):
+            train(engine, 2)
+            checkpoints = Checkpoints(engine, tmp_path)
+            checkpoints.save()
+            checkpoints.close(60)
+
+        on(Mesh(), work)
+    assert names(tmp_path) == [".step-2.tmp", "step-1"]
+    loaded, steps = load(tmp_path)
+    assert (loaded.folder.name, steps, names(tmp_path)) == ("step-1", 1, ["step-1"])
+
+
+def test_a_checkpoint_that_was_about_to_be_replaced_comes_back(tmp_path):
+    save_steps(tmp_path, 1)
+    (tmp_path / "step-1").rename(tmp_path / ".step-1.replaced")
+    assert load(tmp_path)[0].step == 1
+
+
+def test_a_step_that_is_saved_again_replaces_what_was_there(tmp_path):
+    save_steps(tmp_path, 2)
+    damage = tmp_path / "step-2" / "part-00000.safetensors"
+    damage.write_bytes(damage.read_bytes()[:-1])
+
+    def work(engine):
+        checkpoints = Checkpoints(engine, tmp_path)
+        loaded = checkpoints.load()
+        train(engine, 1)
+        checkpoints.save()
+        return loaded, checkpoints.wait()
+
+    loaded, told = on(Mesh(pipe=2), work)[0]
+    assert loaded.step == 1
+    assert re.search(r"step-2: part-00000.safetensors should have \d+ bytes$", loaded.skipped[0])
+    assert [one.error for one in told] == [None]
+    assert list(Saved(tmp_path / "step-2").damage()) == [] and names(tmp_path) == ["step-1", "step-2"]
+
+
+# ---------------------------------------------------------------------- what cannot be written
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    told, = save_steps(tmp_path / "file" / "checkpoint")
+    assert told.error == "Not a directory (rank 0)"
+
+
+def limited_part(path, tensors):
+    """On one rank, as on a full disk: the kernel refuses what goes beyond a size (of all threads of this process)."""
+    if path.name != "part-00001.safetensors":
+        return _write_part(path, tensors)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
+    try:
+        return _write_part(path, tensors)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+_write_part = files.write_part
+
+
+def test_a_file_that_cannot_grow(tmp_path, monkeypatch):
+    """One rank's failure is everybody's: no checkpoint, nothing left of it, older ones whole; the next one works."""
+    save_steps(tmp_path, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write_part", limited_part)
+
+        def work(engine):
+            train(engine, 2)
+            checkpoints = Checkpoints(engine, tmp_path)
+            checkpoints.save()
+            first = checkpoints.wait()
+            patch.undo()
+            checkpoints.save()
+            return first + checkpoints.wait()
+
+        for failed, written in on(Mesh(data=2), work):
+            assert "File too large" in failed.error and written.error is None
+    assert names(tmp_path) == ["step-1", "step-2"]
+
+
+def can_mount(path):
+    path.mkdir()
+    return subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(path)],
+                          capture_output=True).returncode == 0
+
+
+def test_a_full_disk(tmp_path):
+    disk = tmp_path / "disk"
+    if not shutil.which("mount") or not can_mount(disk):
+        pytest.skip("may not mount a small disk")
+    try:
+        first, *_, last = save_steps(disk, 4, keep=3)
+        assert first.error is None and "No space left on device" in last.error
+        assert [path.name for path in find(disk)] == names(disk)[::-1]
+        assert load(disk)[0].skipped == ()
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_parts_that_rank_0_cannot_see(tmp_path, monkeypatch):
+    """Machines that have a folder each, though of one name."""
+    def elsewhere(path, tensors):
+        return _write_part(path.with_name("part-00009.safetensors"), tensors)
+
+    def renamed(path, tensors):
+        found = elsewhere(path, tensors)
+        return type(found)(name=path.name, size_bytes=found.size_bytes, crc32=found.crc32)
+
+    monkeypatch.setattr(files, "write_part", renamed)
+    told, = save_steps(tmp_path)
+    assert "cannot be seen from rank 0 as its writer left it" in told.error and names(tmp_path) == []
+
+
+# ---------------------------------------------------------------------- what cannot be read
+
+def test_a_damaged_one_is_passed_over(tmp_path):
+    save_steps(tmp_path, 3, Mesh(data=2))
+    part = tmp_path / "step-3" / "part-00001.safetensors"
+    content = bytearray(part.read_bytes())
+    content[-1] ^= 1
+    part.write_bytes(content)
+    (tmp_path / "step-2" / "part-00000.safetensors").unlink()
+    for loaded, steps in on(Mesh(pipe=3), lambda engine: (Checkpoints(engine, tmp_path).load(), engine.steps)):
+        assert steps == 1
+        assert loaded.skipped == (
+            f"checkpoint {tmp_path}/step-3: part-00001.safetensors has been changed: its checksum is not the "
+            "manifest's",
+            f"checkpoint {tmp_path}/step-2: part-00000.safetensors is missing")
+
+
+def test_all_damaged(tmp_path):
+    save_steps(tmp_path, 1)
+    (tmp_path / "step-1" / MANIFEST).write_text("{")
+    with pytest.raises(CheckpointError, match=r"has no checkpoint that is whole: checkpoint .*step-1: manifest.json is "
+                                              "not a manifest: "):
+        load(tmp_path)
+    with pytest.raises(CheckpointError, match="has no checkpoint that is whole"):
+        load(tmp_path, path=tmp_path / "step-1")
+
+
+def test_nothing_to_load(tmp_path):
+    assert load(tmp_path)[0] is None
+    with pytest.raises(CheckpointError, match="resume: is neither a checkpoint nor a folder of them"):
+        load(tmp_path, path=tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("path", ["run/checkpoint/step-1", "run/checkpoint", "run"])
+def test_a_checkpoint_a_folder_of_them_and_a_run(tmp_path, path):
+    save_steps(tmp_path / "run" / "checkpoint", 1)
+    assert load(tmp_path / "empty", path=tmp_path / path)[1] == 1
+
+
+def test_another_model(tmp_path):
+    save_steps(tmp_path, 1, Mesh(pipe=2))
+
+    def loads(blocks, match, **options):
+        def rank(world):
+            engine = Engine(blocks, world, **options)
+            return Checkpoints(engine, tmp_path).load()
+
+        with pytest.raises(CheckpointError, match=match):
+            run_ranks(rank, 2)
+
+    loss = {"loss": lambda y, t: (((y - t) ** 2).sum(), t.numel())}
+    loads([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)], r"step-1: is not in it \(got '0.weight'\)", **loss)
+
+
+def changed(tmp_path, change):
+    """Load what `change` has made of a manifest."""
+    path = tmp_path / "step-1" / MANIFEST
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+    load(tmp_path)
+
+
+def test_a_model_with_fewer_parameters_or_other_shapes(tmp_path):
+    save_steps(tmp_path, 1)
+    kept = (tmp_path / "step-1" / MANIFEST).read_text()
+
+    def more(document):
+        tensor = document["tensors"]["parameter"].pop("layer0.mlp.fc1.bias")
+        document["tensors"]["parameter"] |= {"layer0.mlp.fc1.bias": tensor, "other": {**tensor}}
+
+    with pytest.raises(CheckpointError, match=r"is no parameter of the model \(got 'other'\)"):
+        changed(tmp_path, more)
+    (tmp_path / "step-1" / MANIFEST).write_text(kept)
+
+    def other(document):
+        tensor = document["tensors"]["parameter"]["layer0.mlp.fc1.bias"]
+        tensor["shape"] = [4, 8]
+        tensor["pieces"] = [[0, "piece-0", [[0, 4], [0, 8]]]]
+
+    with pytest.raises(CheckpointError, match=r"has layer0.mlp.fc1.bias with the shape \(4, 8\), the model with "
+                                              r"\(32,\)"):
+        changed(tmp_path, other)
+
+
+def test_another_optimizer(tmp_path):
+    save_steps(tmp_path, 1)
+
+    def rank(world):
+        engine = engine_on(world, Mesh(), algorithm="sgd")
+        Checkpoints(engine, tmp_path).load()
+
+    with pytest.raises(CheckpointError, match="has no momentum_buffer of head"):
+        run_ranks(rank, 1)
+
+
+def torchs(world, optimizer=torch.optim.AdamW, **options):
+    torch.manual_seed(0)
+    return Engine([torch.nn.Linear(2, 3)], world, loss=lambda y, t: (((y - t) ** 2).sum(), t.numel()),
+                  optimizer=optimizer, **options)
+
+
+def test_an_optimizer_of_another_kind(tmp_path):
+    def rank(world):
+        engine = torchs(world)
+        engine.train_batch([(torch.ones(2, 2), torch.ones(2, 3))])
+        checkpoints = Checkpoints(engine, tmp_path)
+        checkpoints.save()
+        checkpoints.wait()
+        ours = torchs(world, None, optim=Optim())
+        with pytest.raises(CheckpointError, match="was written by an engine with a torch optimizer, and this one has "
+                                                  "optim="):
+            Checkpoints(ours, tmp_path).load()
+
+    run_ranks(rank, 1)
+
+
+def test_a_state_that_cannot_be_cut(tmp_path):
+    class Odd(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter]["rows"] = torch.zeros(3)
+
+    def rank(world):
+        engine = torchs(world, lambda parameters: Odd(parameters, lr=0.1))
+        engine.train_batch([(torch.ones(2, 2), torch.ones(2, 3))])
+        with pytest.raises(CheckpointError, match=r"optimizer state rows of 0\.weight: has a shape of its own"):
+            Checkpoints(engine, tmp_path).save()
+
+    run_ranks(rank, 1)
+
+
+def test_who_closes_early_leaves_no_thread(tmp_path, monkeypatch):
+    """Another rank never says that its part is there, as when it has died."""
+    write = module.Checkpoints._write
+    monkeypatch.setattr(module.Checkpoints, "_write",
+                        lambda self, job: write(self, job) if self._rank == 0 else None)
+
+    def work(engine):
+        checkpoints = Checkpoints(engine, tmp_path)
+        checkpoints.save()
+        checkpoints.close(0.1)
+        checkpoints._thread.join(30)
+        return checkpoints._thread.is_alive()
+
+    assert on(Mesh(data=2), work) == [False, False]
+    assert find(tmp_path) == []
+
+
+# ---------------------------------------------------------------------- manifests of strangers
+
+def twice(document):
+    document["files"] *= 2
+    return "a file is there twice"
+
+
+def outside(document):
+    document["files"][0]["name"] = "../part-00000.safetensors"
+    return "'../part-00000.safetensors' is no name of a file of pieces"
+
+
+def huge(document):
+    tensor = next(iter(document["tensors"]["parameter"].values()))
+    tensor["shape"], tensor["pieces"] = [1 << 50], [[0, "piece-0", [[0, 1 << 50]]]]
+    return "the files are too small for parameter of"
+
+
+def format_of_pickles(document):
+    next(iter(document["tensors"]["parameter"].values()))["dtype"] = "object"
+    return "has the unknown number format 'object'"
+
+
+def beyond(document):
+    tensor = document["tensors"]["parameter"]["layer0.mlp.fc1.bias"]
+    tensor["pieces"][0][2] = [[1, 33]]
+    return "has a piece"
+
+
+def other_file(document):
+    document["tensors"]["parameter"]["layer0.mlp.fc1.bias"]["pieces"][0][0] = 7
+    return "has a piece in file 7 of 1"
+
+
+def a_hole(document):
+    document["tensors"]["parameter"]["layer0.mlp.fc1.bias"]["pieces"] = []
+    return "do not make up its shape"
+
+
+def an_overlap(document):
+    tensor = document["tensors"]["parameter"]["layer0.mlp.fc1.bias"]
+    key = tensor["pieces"][0][1]
+    tensor["pieces"] = [[0, key, [[0, 16]]], [0, key, [[8, 24]]]]
+    return "do not make up its shape"
+
+
+def another_kind(document):
+    document["step"] = "1"
+    return "is not a manifest: step: Input should be a valid integer"
+
+
+def of_the_future(document):
+    document["format"] = 2
+    return "is not a manifest: format: "
+
+
+@pytest.fixture(scope="module")
+def one_checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    save_steps(folder, 1)
+    return folder / "step-1"
+
+
+@pytest.mark.parametrize("change", [twice, outside, huge, format_of_pickles, beyond, other_file, a_hole, an_overlap,
+                                    another_kind, of_the_future], ids=lambda change: change.__name__)
+def test_a_manifest_that_cannot_be_true(tmp_path, one_checkpoint, change):
+    folder = shutil.copytree(one_checkpoint, tmp_path / "step-1")
+    document = json.loads((folder / MANIFEST).read_text())
+    message = change(document)
+    (folder / MANIFEST).write_text(json.dumps(document))
+    with pytest.raises(CheckpointError) as caught:
+        read_manifest(folder)
+    assert message in caught.value.what
+
+
+def test_no_manifest_and_one_that_is_too_large(tmp_path, monkeypatch):
+    with pytest.raises(CheckpointError, match=r"cannot be read: manifest.json: No such file"):
+        read_manifest(tmp_path)
+    (tmp_path / MANIFEST).write_text("{}" * 10)
+    monkeypatch.setattr("ranvier.checkpoint.manifest.MOST_BYTES", 5)
+    with pytest.raises(CheckpointError, match=r"manifest.json is larger than any manifest \(got 20\)"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"dtype": "int32"}, "has another number format than manifest.json says"),
+    ({"shape": [16, 2], "pieces": [[0, None, [[0, 16], [0, 2]]]]}, "has another shape than manifest.json says")])
+def test_a_file_that_is_not_as_its_manifest_says(tmp_path, one_checkpoint, change, message):
+    folder = shutil.copytree(one_checkpoint, tmp_path / "step-1")
+    document = json.loads((folder / MANIFEST).read_text())
+    tensor = document["tensors"]["parameter"]["layer0.mlp.fc1.bias"]
+    key = tensor["pieces"][0][1]
+    tensor |= json.loads(json.dumps(change).replace("null", json.dumps(key)))
+    (folder / MANIFEST).write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match=message):
+        Saved(folder).read("parameter", "layer0.mlp.fc1.bias")
+
+
+def test_a_part_that_is_a_link_or_not_safetensors(tmp_path, one_checkpoint):
+    folder = shutil.copytree(one_checkpoint, tmp_path / "step-1")
+    part = folder / "part-00000.safetensors"
+    other = part.rename(tmp_path / "elsewhere.safetensors")
+    part.symlink_to(other)
+    assert [error.what for error in Saved(folder).damage()] == ["part-00000.safetensors is missing"]
+    part.unlink()
+    part.write_bytes(b"\xff" * other.stat().st_size)
+    with pytest.raises(CheckpointError, match=r"part-00000\.safetensors cannot be read: "):
+        Saved(folder).read("parameter", "layer0.mlp.fc1.bias")
+    with pytest.raises(CheckpointError, match=r"has no exp_max of layer0\.mlp\.fc1\.bias"):
+        Saved(folder).read("exp_max", "layer0.mlp.fc1.bias")

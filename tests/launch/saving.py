@@ -1,0 +1,43 @@
+"""A command that saves when it is told to stop, for the tests of stop signals: steps that end in one sum, as a run's.
+
+Each rank announces itself as "rank R pid P" before it takes signals ("early") or once it does.
+"""
+
+import os
+import sys
+import time
+from types import SimpleNamespace
+
+from ranvier import launch, supervise
+from ranvier.mesh import Mesh
+from ranvier.pipeline.timeline import Timeline
+from ranvier.stop import StopRequest
+from ranvier.train.metrics import Meter
+
+how, transport = sys.argv[1:3]
+supervise._GRACE_SECONDS = 0.3  # shorter than what a rank takes to save
+world = launch.start(Mesh(pipe=2), transport=transport, device="cpu", threads=1, saves_on_stop=True)
+group = world.backend.group("train", [range(2)])
+
+
+def announce():
+    group.barrier()
+    sys.stdout.write(f"rank {world.rank} pid {os.getpid()}\n")
+    sys.stdout.flush()
+
+
+if how == "early":
+    announce()
+    time.sleep(300)
+stop = StopRequest()
+meter, result = Meter(Timeline(), group, stop), SimpleNamespace(loss=1.0, weight=1.0, grad_norm=1.0, stepped=True)
+announce()
+pending, step = None, 0
+while how == "deaf" or pending is None or not pending.stop_requested:
+    step += 1
+    pending = meter.step(step, result, 1e-3)
+    time.sleep(0.02)
+if how == "fail" and world.rank == 1:
+    raise ValueError("the disk is full")
+time.sleep(1.0)
+sys.stdout.write(f"rank {world.rank} saved after step {step} for {stop.reason or 'another rank'}\n")

@@ -1,0 +1,197 @@
+"""Told to stop, ranks save and end well, in their own time and after the same step; those that cannot end as ever."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ranvier.comm.mpi_launch import mpi_available
+from ranvier.pipeline.timeline import Timeline
+from ranvier.stop import STOP_SIGNALS, StopRequest
+from ranvier.testing.ranks import run_ranks
+from ranvier.train.metrics import Meter
+
+SCRIPT = str(Path(__file__).parent / "saving.py")
+MPI = pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.skipif(mpi_available() is not None, reason="no MPI")])
+SLOW_MPI = pytest.param("mpi", marks=[*MPI.marks, pytest.mark.slow])
+BOTH = pytest.mark.parametrize("transport", ["torch", MPI])
+MOSTLY_TORCH = pytest.mark.parametrize("transport", ["torch", SLOW_MPI])
+PASSED_ON = r"ranvier: {}: the ranks save and stop after this step; another signal ends them at once\n"
+
+
+@pytest.fixture
+def start():
+    """A command whose two ranks have announced themselves, and their pids in rank order."""
+    started = []
+
+    def begin(how, transport):
+        environ = os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+        process = subprocess.Popen([sys.executable, SCRIPT, how, transport], stdout=subprocess.PIPE,
+                                   stderr=subprocess.PIPE, text=True, env=environ, start_new_session=True)
+        started.append(process)
+        lines = sorted(process.stdout.readline() for _ in range(2))
+        pids = [int(re.fullmatch(r"rank \d pid (\d+)\n", line)[1]) for line in lines]
+        return process, pids
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def end(process, pids):
+    """Exit code, standard output, standard error; fails when a rank is left."""
+    out, err = process.communicate(timeout=60)
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "a rank is left"
+        time.sleep(0.02)
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize(("number", "transport"), [
+    (signal.SIGTERM, "torch"), pytest.param(signal.SIGUSR1, "torch", marks=pytest.mark.slow),
+    pytest.param(signal.SIGTERM, "mpi", marks=SLOW_MPI.marks), pytest.param(signal.SIGUSR1, "mpi", marks=MPI.marks)])
+def test_ranks_save_in_their_own_time_when_the_command_is_told_to_stop(start, number, transport):
+    process, pids = start("save", transport)
+    process.send_signal(number)
+    code, out, err = end(process, pids)
+    assert code == 0
+    assert re.fullmatch(PASSED_ON.format(number.name), err)
+    saved = re.findall(r"^rank (\d) saved after step (\d+) for (\w+)$", out, re.MULTILINE)
+    assert sorted(rank for rank, _, _ in saved) == ["0", "1"]
+    assert len({step for _, step, _ in saved}) == 1
+    assert {reason for _, _, reason in saved} == {number.name}
+
+
+@MOSTLY_TORCH
+def test_one_rank_that_is_told_tells_the_others(start, transport):
+    process, pids = start("save", transport)
+    os.kill(pids[1], signal.SIGTERM)
+    code, out, err = end(process, pids)
+    assert (code, err) == (0, "")
+    saved = dict(re.findall(r"^rank (\d saved after step \d+) for (.+)$", out, re.MULTILINE))
+    assert sorted(saved.values()) == ["SIGTERM", "another rank"]
+    assert len({who.split()[-1] for who in saved}) == 1, "all after the same step"
+
+
+@MOSTLY_TORCH
+def test_a_second_signal_ends_the_ranks_at_once(start, transport):
+    process, pids = start("deaf", transport)
+    process.send_signal(signal.SIGTERM)
+    assert re.fullmatch(PASSED_ON.format("SIGTERM"), process.stderr.readline())
+    time.sleep(0.6)
+    assert process.poll() is None, "there is no grace that ends"
+    process.send_signal(signal.SIGTERM)
+    assert end(process, pids)[::2] == (143, "ranvier: stopped by SIGTERM\n")
+
+
+@pytest.mark.slow
+@BOTH
+def test_interrupting_ranks_that_are_saving(start, transport):
+    process, pids = start("deaf", transport)
+    process.send_signal(signal.SIGUSR1)
+    assert re.fullmatch(PASSED_ON.format("SIGUSR1"), process.stderr.readline())
+    process.send_signal(signal.SIGINT)
+    assert end(process, pids)[::2] == (130, "ranvier: interrupted\n")
+
+
+@MOSTLY_TORCH
+def test_ranks_that_do_not_take_signals_yet_are_ended(start, transport):
+    process, pids = start("early", transport)
+    process.send_signal(signal.SIGTERM)
+    code, _, err = end(process, pids)
+    assert code == 143
+    assert err.splitlines()[-1] == "ranvier: stopped by SIGTERM"
+    assert "BAD TERMINATION" not in err and "killed" not in err
+
+
+@pytest.mark.slow
+@BOTH
+def test_a_rank_that_fails_while_it_saves(start, transport):
+    process, pids = start("fail", transport)
+    process.send_signal(signal.SIGTERM)
+    code, out, err = end(process, pids)
+    assert code == 1
+    assert err.count("ValueError: the disk is full") == 1
+    assert "saved" not in out
+
+
+@pytest.mark.slow
+@BOTH
+def test_a_rank_that_is_killed_ends_those_that_would_save(start, transport):
+    process, pids = start("deaf", transport)
+    os.kill(pids[1], signal.SIGKILL)
+    code, _, err = end(process, pids)
+    assert code == 1
+    assert "ranvier: rank 1 (data 0, pipe 1, row 0, col 0) was killed by SIGKILL" in err
+
+
+class FixedResult:
+    loss, weight, grad_norm, stepped = 2.0, 1000.0, 0.5, True
+
+
+def test_all_ranks_know_with_a_steps_numbers_that_one_was_told():
+    def rank(world):
+        stop = StopRequest(signals=())
+        meter, known = Meter(Timeline(), world.backend.group("train", [range(3)]), stop), []
+        for step in (1, 2, 3):
+            if (world.rank, step) in ((2, 2), (0, 3)):
+                stop.request("the test")
+            pending = meter.step(step, FixedResult(), 1e-3)
+            known.append(pending.stop_requested)
+            assert pending.event(1.0, 1.0).wait_seconds == 0.0
+            assert pending.stop_requested == known[-1], "reading it twice changes nothing"
+        return known
+
+    assert run_ranks(rank, 3) == [[False, True, True]] * 3
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_leaves_a_note_until_the_request_is_closed(number):
+    calls = []
+    before = signal.signal(number, lambda *_: calls.append("ours"))
+    try:
+        stop = StopRequest()
+        assert (stop.requested, stop.reason) == (False, "")
+        os.kill(os.getpid(), number)
+        stop.request("a later one")
+        assert (stop.requested, stop.reason) == (True, number.name)
+        assert calls == []
+        stop.close()
+        stop.close()
+        os.kill(os.getpid(), number)
+        assert calls == ["ours"]
+    finally:
+        signal.signal(number, before)
+
+
+def test_signals_that_are_ignored_stay_ignored():
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) == stop._on_signal
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("where", ["another thread", "no signals"])
+def test_a_request_without_signals(where):
+    before, made = [signal.getsignal(number) for number in STOP_SIGNALS], []
+    thread = threading.Thread(target=lambda: made.append(StopRequest()))
+    thread.start()
+    thread.join()
+    stop = made[0] if where == "another thread" else StopRequest(signals=())
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
+    assert not stop.requested
+    stop.request("by hand")
+    stop.close()
+    assert stop.reason == "by hand"

@@ -1,0 +1,219 @@
+"""Runs that go on: the same numbers as without the break, one folder that tells of both parts, and what is refused."""
+
+import io
+import json
+import random
+import tomllib
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+from ranvier import cli
+from ranvier.errors import CheckpointError, ConfigError
+from ranvier.mesh import Mesh
+from ranvier.run import GPT, Batch, Checkpoint, Data, Optim, Run, Train
+from ranvier.testing.ranks import run_ranks
+from ranvier.train import loop, saving
+from ranvier.train.loop import train
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    choose = random.Random(0)
+    (folder / "texts").mkdir()
+    for number in range(60):
+        words = " ".join(choose.choices(("arrow", "flies", "over", "green", "fields", "and", "waits"), k=300))
+        (folder / "texts" / f"{number}.txt").write_text(words)
+    return folder
+
+
+def tiny(text, run_dir, steps=8, mesh=None, **changed):
+    return Run(mesh=mesh or Mesh(data=2), batch=Batch(global_size=8, microbatch_size=2),
+               train=Train(steps=steps, learning_rate=1e-2, sample_tokens=0, eval_every=4, eval_sequences=4),
+               model=GPT(num_layers=2, hidden=16, heads=2, vocab=300, sequence=16, dropout=0.1),
+               data=Data(corpus=str(text / "texts"), cache_dir=text / "cache"), run_dir=run_dir,
+               **{"checkpoint": Checkpoint(every=2), **changed})
+
+
+def run_all(run, *, dies_after=None):
+    """The summary and the printed text; with `dies_after` every rank ends without a word after that step."""
+    stream = io.StringIO()
+
+    class Dies:
+        def event(self, event):
+            if dies_after is not None and getattr(event, "loss", None) is not None and event.step > dies_after:
+                raise KeyboardInterrupt
+
+        def close(self):
+            pass
+
+    try:
+        return run_ranks(lambda world: train(run, "tiny", world, stream=stream, trackers=[Dies()]), run.mesh.size,
+                         timeout_seconds=120)[0], stream.getvalue()
+    except KeyboardInterrupt:
+        return None, stream.getvalue()
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def losses(run_dir):
+    return {line["step"]: line["loss"] for line in lines(run_dir / "metrics.jsonl")}
+
+
+@pytest.fixture(scope="module")
+def whole(text, tmp_path_factory):
+    """The run without a break."""
+    run_dir = tmp_path_factory.mktemp("whole")
+    run_all(tiny(text, run_dir))
+    return run_dir
+
+
+def test_the_metrics_tell_what_checkpoints_cost(whole):
+    stalled = {line["step"]: line.get("checkpoint_stall_seconds") for line in lines(whole / "metrics.jsonl")}
+    assert [step for step, seconds in stalled.items() if seconds is not None] == [2, 4, 6, 8]
+    assert all(seconds > 0 for seconds in stalled.values() if seconds is not None)
+    saved = [event for event in lines(whole / "events.jsonl") if event["event"] == "checkpoint"]
+    assert [event["step"] for event in saved] == [2, 4, 6, 8]
+    assert all(event["bytes"] > 0 and event["seconds"] > 0 for event in saved)
+    assert sorted(path.name for path in (whole / "checkpoint").iterdir()) == ["step-4", "step-6", "step-8"]
+
+
+@pytest.mark.parametrize("mesh", [Mesh(data=2), Mesh(pipe=3), Mesh(row=2, col=2)], ids=str)
+def test_a_run_that_dies_goes_on(text, whole, tmp_path, mesh):
+    run_all(tiny(text, tmp_path), dies_after=5)
+    assert not (tmp_path / "summary.json").exists()
+    summary, said = run_all(tiny(text, tmp_path, mesh=mesh, resume="auto",
+                                 optim=Optim(offload="stream", shard=True)))
+    resumed = next(event for event in lines(tmp_path / "events.jsonl") if event["event"] == "resume")
+    assert resumed["step"] in (2, 4, 6) and f"step {resumed['step']}: goes on from {tmp_path}" in said
+    assert ("written on" in resumed["text"]) == (mesh != Mesh(data=2))
+    expected = losses(whole)
+    if mesh == Mesh(data=2):
+        assert losses(tmp_path) == expected
+    else:
+        assert losses(tmp_path) == pytest.approx(expected, rel=1e-4)
+    assert summary["steps"] == 8 and summary["eval_loss"] == pytest.approx(
+        json.loads((whole / "summary.json").read_text())["eval_loss"], rel=1e-4)
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == list(range(1, 9))
+    assert tomllib.loads((tmp_path / "run.toml").read_text())["resume"] == "none"
+
+
+def test_lines_that_were_cut_off_are_left_out(text, tmp_path):
+    run_all(tiny(text, tmp_path, steps=4))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "loss": 1.0}\n{"step": 6, "lo')
+    run_all(tiny(text, tmp_path, steps=6, resume="auto"))
+    assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6] and losses(tmp_path)[5] != 1.0
+
+
+def test_a_run_that_is_done_stays_done(text, tmp_path):
+    first, _ = run_all(tiny(text, tmp_path, steps=4))
+    again, said = run_all(tiny(text, tmp_path, steps=4, resume="auto"))
+    assert again["final_loss"] == first["final_loss"] and "step 4: goes on" in said
+    assert len(losses(tmp_path)) == 4
+
+
+def test_in_another_folder_and_with_another_batch(text, whole, tmp_path):
+    """The place in the data is counted in samples: 6 steps of 8, then steps of 4 from sample 48 on."""
+    run = tiny(text, tmp_path, steps=10, resume=str(whole / "checkpoint" / "step-6"))
+    summary, said = run_all(replace(run, batch=Batch(global_size=4, microbatch_size=2)))
+    assert list(losses(tmp_path)) == [7, 8, 9, 10] and summary["steps"] == 4
+    assert "batch.global-size was 8 and is 4 now" in said
+    about = json.loads((tmp_path / "checkpoint" / "step-10" / "manifest.json").read_text())["about"]
+    assert about["samples"] == 6 * 8 + 4 * 4
+
+
+def test_from_the_start_where_there_is_none(text, tmp_path):
+    _, said = run_all(tiny(text, tmp_path, steps=2, resume="auto"))
+    assert f"step 0: no checkpoint in {tmp_path}/checkpoint: from the start" in said
+    assert list(losses(tmp_path)) == [1, 2]
+
+
+def test_a_damaged_one_is_named(text, tmp_path):
+    run_all(tiny(text, tmp_path, steps=4))
+    (tmp_path / "checkpoint" / "step-4" / "part-00001.safetensors").write_bytes(b"")
+    _, said = run_all(tiny(text, tmp_path, steps=6, resume="auto"))
+    assert "step-4: part-00001.safetensors should have" in said and "goes on from" in said
+    assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_other_text_is_told(text, whole, tmp_path):
+    (tmp_path / "other").mkdir()
+    for path in (text / "texts").iterdir():
+        (tmp_path / "other" / path.name).write_text(path.read_text() + " more")
+    run = tiny(text, tmp_path / "run", steps=9, resume=str(whole))
+    _, said = run_all(replace(run, seed=1, data=replace(run.data, corpus=str(tmp_path / "other"))))
+    assert "the text is another one than before" in said and "seed was 0 and is 1 now" in said
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), [
+    ({"checkpoint": "own"}, ConfigError, "checkpoint.dir: has checkpoints of another run"),
+    ({"resume": "step-6", "checkpoint": "own"}, ConfigError, "resume: is older than step-8 in the same folder"),
+    ({"resume": "step-8"}, ConfigError, "train.steps: leaves nothing to do: .*step-8 has taken 8 steps"),
+    ({"resume": "nothing"}, CheckpointError, "resume: is neither a checkpoint nor a folder of them"),
+    ({"resume": "step-8", "model": GPT(num_layers=2, hidden=32, heads=2, vocab=300, sequence=16)}, CheckpointError,
+     "with the shape .*, the model with")])
+def test_what_is_refused(text, whole, tmp_path, changes, error, message):
+    changes = dict(changes)
+    if "checkpoint" in changes:
+        changes["checkpoint"] = Checkpoint(dir=whole / "checkpoint")
+    if "resume" in changes:
+        changes["resume"] = str(whole / "checkpoint" / changes["resume"])
+    with pytest.raises(error, match=message):
+        run_all(replace(tiny(text, tmp_path), **changes))
+    assert not (tmp_path / "run.toml").exists()
+
+
+@pytest.mark.parametrize("on_error", ["continue", "stop"])
+def test_checkpoints_that_cannot_be_written(text, whole, tmp_path, on_error):
+    (tmp_path / "file").write_text("")
+    run = tiny(text, tmp_path / "run", checkpoint=Checkpoint(dir=tmp_path / "file" / "checkpoint", every=2,
+                                                             on_error=on_error))
+    with pytest.raises(CheckpointError, match=r"checkpoint .*step-\d: cannot be written: Not a directory"):
+        run_all(run)
+    failed = [event for event in lines(tmp_path / "run" / "events.jsonl") if event["event"] == "checkpoint-failed"]
+    if on_error == "continue":  # to the end, where the last one is missed
+        assert len(failed) == 4 and losses(tmp_path / "run") == losses(whole)
+        assert (tmp_path / "run" / "summary.json").exists()
+    else:
+        assert len(failed) == 1 and not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_what_comes_of_a_loss_that_is_no_number_is_not_kept(text, tmp_path):
+    class Engine:
+        pass
+
+    run = tiny(text, tmp_path)
+    kept = saving.Saving.__new__(saving.Saving)
+    kept._run = run
+    assert kept.due(2) and not kept.due(3) and kept.due(8)
+    assert kept.save(2, float("nan")) is None
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_that_is_told_to_stop_saves(text, whole, tmp_path, monkeypatch, rank):
+    """Whichever rank was told, at whatever moment: all stop after the next step, and the rest is as if nothing was."""
+    def told(self, step):
+        if step == 5 and self.world.rank == rank:
+            self._stop.request("SIGUSR1")
+        return step_of_loop(self, step)
+
+    step_of_loop = loop.Training.step
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Training, "step", told)
+        summary, said = run_all(tiny(text, tmp_path, checkpoint=Checkpoint(every=0)))
+    assert summary == {"stopped_after": 6} and not (tmp_path / "summary.json").exists()
+    assert f"step 6: stopped by SIGUSR1; go on with --resume auto --run-dir {tmp_path}" in said
+    assert lines(tmp_path / "events.jsonl")[-1]["event"] == "stopped"
+    run_all(tiny(text, tmp_path, resume="auto"))
+    assert losses(tmp_path) == losses(whole)
+
+
+def test_auto_needs_a_folder():
+    done = CliRunner().invoke(cli.command, ["check", "gpt-tiny", "--ranks", "4", "--resume", "auto"])
+    assert done.exit_code in (0, 2) and "resume: needs a folder to look for checkpoints in" in " ".join(
+        done.output.split())
