@@ -13,6 +13,7 @@ from ranvier.checkpoint.manifest import checkpoints as listed
 from ranvier.checkpoint.manifest import step_of
 from ranvier.errors import CheckpointError, ConfigError
 from ranvier.pipeline.engine import Engine
+from ranvier.pipeline.result import BatchResult
 from ranvier.run import Run
 from ranvier.train.events import NoteEvent
 from ranvier.train.report import versions
@@ -112,10 +113,10 @@ class Saving:
         config, every = self._run.train, self._run.checkpoint.every
         return step == config.steps or bool(every and step % every == 0)
 
-    def save(self, step: int, loss: float) -> float | None:
-        """Begin a checkpoint; returns the seconds that training waited for it. None where the loss is no number: what
-        comes of such a step is not kept."""
-        if math.isnan(loss):
+    def save(self, step: int, result: BatchResult) -> float | None:
+        """Begin a checkpoint; returns the seconds that training waited for it. None where the step was taken although
+        its loss is no number: what comes of it is not kept."""
+        if result.stepped and math.isnan(result.loss):
             return None
         self.saved_step = step
         return self.checkpoints.save({

@@ -12,7 +12,7 @@ import pytest
 from ranvier import check, resolve
 from ranvier.errors import DataError, RanvierError
 from ranvier.mesh import Mesh
-from ranvier.run import GPT, Batch, Data, Optim, Pipeline, Run, TensorParallel, Train
+from ranvier.run import GPT, Batch, Data, Guard, Optim, Pipeline, Run, TensorParallel, Train
 from ranvier.testing.ranks import run_ranks
 from ranvier.train import loop
 from ranvier.train.events import EndEvent, StartEvent, StepEvent
@@ -203,9 +203,13 @@ def test_a_prompt_is_continued(corpus, tmp_path):
     assert sample.startswith("the arrow flies over") and len(sample) > len("the arrow flies over")
 
 
-def test_a_loss_that_explodes_ends_the_run_with_its_metrics(corpus, tmp_path):
-    run = tiny(corpus, tmp_path, mesh=Mesh(pipe=2), precision="fp32")
-    with pytest.raises(RanvierError, match=r"loss of step \d: is not a finite number .*Lower --train.learning-rate"):
+@pytest.mark.parametrize(("mode", "text"), [
+    ("none", r"loss of step \d: is not a finite number .*Lower --train.learning-rate"),
+    ("stop", r"step 2: loss is nan; nothing was updated. Block layer0.attention, microbatch 0 of replica 0: its output "
+             r"has nan. Lower --train.learning-rate \(it was 1e\+30 at this step\)")])
+def test_a_loss_that_explodes_ends_the_run_with_its_metrics(corpus, tmp_path, mode, text):
+    run = tiny(corpus, tmp_path, mesh=Mesh(pipe=2), precision="fp32", guard=Guard(bad_step=mode))
+    with pytest.raises(RanvierError, match=text):
         run_all(replace(run, train=replace(run.train, learning_rate=1e30, warmup_steps=0)))
     steps = lines(tmp_path / "metrics.jsonl")
     assert steps[-1]["loss"] is None and [step["step"] for step in steps] == list(range(1, len(steps) + 1))
