@@ -147,7 +147,7 @@ class Training:
         self.engine.learning_rate = rate
         with self.measured.step():
             batch = self.train_data.microbatches(step - 1)
-            result = self.engine.train_batch(batch)
+            result = self.result = self.engine.train_batch(batch)
         reached = self.guards.after_step(step, result, batch, partial(self._publish_all, step, result, rate))
         if reached != step:
             self._leave_out(step - reached)
@@ -166,7 +166,7 @@ class Training:
     def leave(self, step: int) -> dict[str, object]:
         """Save what there is after `step`, and write no report: the run is to go on elsewhere."""
         if self.saving.saved_step != step:
-            self.saving.save(step, self.pending.result)
+            self.saving.save(step, self.result)
         self._publish()
         missing = self.saving.finish()
         self._tell_of_checkpoints()
