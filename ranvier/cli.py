@@ -1,4 +1,5 @@
-"""The command: `ranvier train | check | doctor`. Every field of the run is a flag; --help imports nothing heavy.
+"""The command: `ranvier train | check | doctor | export | import`. Every field of the run is a flag; --help imports
+nothing heavy.
 
 Exit codes: 0 done, 1 the run failed, 2 an error of the user's, each in one line on standard error, 130 Ctrl-C.
 """
@@ -10,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -201,6 +203,49 @@ def check(recipe: str, ranks: int | None, ranks_per_node: int | None, as_json: b
     else:
         print_report(report, rows)
     return 2 if report.problems else 0
+
+
+_FORMATS = click.Choice(["fp32", "bf16", "fp16", "fp64"])
+
+
+@command.command("export")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--dtype", type=_FORMATS, help="Number format of the files; by default the checkpoint's own, of its fp32 "
+                                             "master copies where it has them.")
+@click.option("--shard-bytes", type=click.IntRange(min=1), default=1_000_000_000, show_default=True,
+              help="Largest file of tensors, unless one tensor is larger.")
+@click.option("--tokenizer", type=click.Path(path_type=Path), help="A tokenizer.json; by default the run's own.")
+def export_run(run: Path, out: Path, dtype: str | None, shard_bytes: int, tokenizer: Path | None) -> int:
+    """Write a checkpoint of RUN to the new folder OUT in Hugging Face's form, which transformers loads.
+
+    RUN is a run's folder (its newest whole checkpoint), a folder of checkpoints, or one of them. At the end the logits
+    of OUT are compared with the checkpoint's.
+    """
+    from ranvier.checkpoint.hf_export import export
+
+    export(run, out, dtype=dtype, shard_bytes=shard_bytes, tokenizer=tokenizer)
+    print(f"written to {out}")
+    return 0
+
+
+@command.command("import")
+@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--precision", type=_FORMATS, help="Number format of the parameters; by default that of MODEL's files.")
+def import_model(model: Path, out: Path, precision: str | None) -> int:
+    """Make a checkpoint in the new folder OUT of the GPT-2 in the folder MODEL, which is in Hugging Face's form.
+
+    MODEL has config.json and model.safetensors (or shards with their index, or pytorch_model.bin). At the end the
+    logits of OUT are compared with MODEL's; `ranvier train OUT/run.toml --resume OUT` goes on from there.
+    """
+    from ranvier.checkpoint.hf_import import flags
+    from ranvier.checkpoint.hf_import import import_model as make
+
+    recipe = make(model, out, precision=precision)
+    print(f"written to {out}; its settings: {' '.join(flags(recipe))}")
+    print(f"to go on from it: ranvier train {out / 'run.toml'} --resume {out}")
+    return 0
 
 
 @command.command()

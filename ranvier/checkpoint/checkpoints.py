@@ -147,6 +147,11 @@ class Checkpoints:
         found, self._ended = [{**asdict(one), "folder": str(one.folder)} for one in self._ended], []
         return [Written(**{**one, "folder": Path(one["folder"])}) for one in self._ranks.gather_objects(found)[0]]
 
+    @property
+    def host_bytes(self) -> int:
+        """What the copies of this rank's part take; they stay for the next save."""
+        return sum(tensor.nbytes for tensor in self._room)
+
     def close(self, seconds: float = 3.0) -> None:
         """Give a write that is under way so many seconds more, then leave it. Idempotent; no rank waits for another."""
         if self._thread is not None:

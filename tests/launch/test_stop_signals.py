@@ -70,7 +70,8 @@ def test_ranks_save_in_their_own_time_when_the_command_is_told_to_stop(start, nu
     assert {reason for _, _, reason in saved} == {number.name}
 
 
-@MOSTLY_TORCH
+@pytest.mark.slow
+@BOTH
 def test_one_rank_that_is_told_tells_the_others(start, transport):
     process, pids = start("save", transport)
     os.kill(pids[1], signal.SIGTERM)

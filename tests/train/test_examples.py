@@ -1,7 +1,6 @@
 """The examples run as they are, under plain python with the ranks that they ask for."""
 
 import importlib
-import os
 import re
 import subprocess
 import sys
@@ -13,9 +12,8 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def run_example(name, folder, *options):
-    environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
-    return subprocess.run([sys.executable, str(EXAMPLES / name), *options], cwd=folder, env=environment,
-                          capture_output=True, text=True, timeout=240)
+    return subprocess.run([sys.executable, str(EXAMPLES / name), *options], cwd=folder, capture_output=True, text=True,
+                          timeout=240)
 
 
 def test_own_model_learns_on_four_ranks(tmp_path):
