@@ -151,6 +151,7 @@ class Training:
         reached = self.guards.after_step(step, result, batch, partial(self._publish_all, step, result, rate))
         if reached != step:
             self._leave_out(step - reached)
+            self.saving.told_step = reached
             return reached
         stall = self.saving.save(step, result) if self.saving.due(step) else None
         self._publish()

@@ -49,10 +49,10 @@ class Saving:
         self.offset = 0
         """Sequences that were consumed beyond the steps' own: what a change of batch or going back has left out."""
         self.saved_step: int | None = None
+        """After which the last checkpoint was begun."""
         self.told_step = 0
         """The last step whose numbers are in the run's folder; rank 0 only. No checkpoint of a later one gets its name,
         or a run that died then and went on from it would never tell that step's numbers."""
-        """After which the last checkpoint was begun."""
 
     # ------------------------------------------------------------------ where the run begins
 

@@ -3,6 +3,7 @@
 import io
 import json
 import random
+import time
 import tomllib
 from dataclasses import replace
 
@@ -72,6 +73,25 @@ def whole(text, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("whole")
     run_all(tiny(text, run_dir))
     return run_dir
+
+
+def test_no_checkpoint_is_there_before_its_steps_numbers_are_told(text, tmp_path):
+    """A run that dies in between would go on behind that step, and metrics.jsonl would never have it."""
+    seen = []
+
+    class Looks:
+        def event(self, event):
+            if getattr(event, "grad_norm", None) is not None and event.step % 2 == 0:
+                time.sleep(0.3)  # longer than the checkpoint takes
+                seen.append((event.step, (tmp_path / "checkpoint" / f"step-{event.step}").exists()))
+
+        def close(self):
+            pass
+
+    run = tiny(text, tmp_path, steps=6)
+    run_ranks(lambda world: train(run, "tiny", world, stream=io.StringIO(), trackers=[Looks()]), 2, timeout_seconds=120)
+    assert seen == [(2, False), (4, False), (6, False)]
+    assert (tmp_path / "checkpoint" / "step-6").exists()
 
 
 def test_the_metrics_tell_what_checkpoints_cost(whole):
