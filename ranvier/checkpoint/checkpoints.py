@@ -98,7 +98,8 @@ class Checkpoints:
         world = engine.world
         self._ranks = world.backend.group("checkpoint", [tuple(range(world.size))])
         self._rank, self._size = world.rank, world.size
-        self._store = world.store
+        # The threads' own connection, since another thread may be waiting on the shared one; made while there is a way.
+        self._store = world.store.clone()
         # Names in the store: those of another Checkpoints on the same store must not be taken for ours.
         self._token = self._ranks.gather_objects(os.urandom(4).hex())[0]
         self._count = 0
@@ -166,7 +167,7 @@ class Checkpoints:
     # ------------------------------------------------------------------ in the thread
 
     def _write(self, job: _Job) -> None:
-        store = self._store.clone()  # another thread may be waiting on the shared one
+        store = self._store
         entry: dict[str, object] = {"file": None, "tensors": _described(job.pieces), "frozen": job.frozen}
         temporary = files.temporary_folder(self.folder, job.step)
         try:
