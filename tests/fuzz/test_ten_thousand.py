@@ -1,4 +1,4 @@
-"""Ten thousand bad inputs of every kind in one process: none hangs it, fills it, ends it, or is taken for a good one."""
+"""Ten thousand bad inputs of every kind in one process: none hangs, fills or ends it, or is taken for a good one."""
 
 import sys
 import types
