@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ranvier.errors import RanvierError
 
-SECONDS = 60.0
+SECONDS = 40.0
 """Longest time of one input: what waits for a pipe, or for a number with a billion digits, does not end in it."""
 BYTES = 4 << 30
 """More address space than the process has before: what allocates a size that somebody wrote into a file has none."""
