@@ -5,12 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help train test test-all lint bench-pipeline bench-transports bench-meshes bench-memory bench-tensor clean
+.PHONY: help train test test-all lint bench-pipeline bench-transports bench-meshes bench-memory bench-tensor bench-checkpoint clean
 
 help:
 	@echo "make train              train the smallest GPT on four local ranks, with a picture of what each did when"
 	@echo "make test               lint and the tests; test-all adds the slow ones"
-	@echo "make bench-pipeline     compare with other pipelines; bench-transports, bench-meshes, bench-memory, bench-tensor likewise"
+	@echo "make bench-pipeline     compare with other pipelines; bench-transports, bench-meshes, bench-memory, bench-tensor, bench-checkpoint likewise"
 	@echo "make clean              remove $(VENV)"
 
 train: $(VENV)/train
@@ -42,6 +42,9 @@ bench-memory: $(VENV)/train
 
 bench-tensor: $(VENV)/train
 	$(BIN)/python -m benchmarks.tensor.run
+
+bench-checkpoint: $(VENV)/train
+	$(BIN)/python -m benchmarks.checkpoint.stall
 
 clean:
 	rm -rf $(VENV)

@@ -18,6 +18,7 @@ from ranvier.errors import ConfigError, RanvierError
 from ranvier.machine import available_memory_bytes
 from ranvier.models import gpt
 from ranvier.optim import groups
+from ranvier.optim.guard import guard_problems
 from ranvier.optim.step import in_backward_problems
 from ranvier.pipeline.build import StageTable, cut
 from ranvier.pipeline.microbatch import Microbatch
@@ -288,6 +289,7 @@ def _update_problems(run: Run) -> Iterator[ConfigError]:
         yield ConfigError(f"needs batches of one microbatch, not {count}", where="optim.update-in-backward", value=True,
                           remedy=f"Set --batch.microbatch-size {share}, or leave it out.")
     yield from in_backward_problems(run.optim, DTYPES[run.precision])
+    yield from guard_problems(run.guard, run.optim)
 
 
 def _vocab_problems(run: Run) -> Iterator[ConfigError]:

@@ -1,4 +1,5 @@
-"""The command: `ranvier train | check | doctor`. Every field of the run is a flag; --help imports nothing heavy.
+"""The command: `ranvier train | check | doctor | export | import`. Every field of the run is a flag; --help imports
+nothing heavy.
 
 Exit codes: 0 done, 1 the run failed, 2 an error of the user's, each in one line on standard error, 130 Ctrl-C.
 """
@@ -9,14 +10,18 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from ranvier import __version__, resolve
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.run import Run
+
+if TYPE_CHECKING:
+    from ranvier.world import World
 
 
 class Refused(Exception):
@@ -32,10 +37,13 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     sys.exit(run_command(args))
 
 
-def run_command(args: Sequence[str] | None = None) -> int:
-    """The exit code of the command line `args`; errors are printed."""
+def run_command(args: Sequence[str] | None = None, *, change_world: Callable[[World], World] | None = None) -> int:
+    """The exit code of the command line `args`; errors are printed.
+
+    change_world: what `train` does with each rank's world before it uses it, for faults on purpose.
+    """
     try:
-        return command.main(args=args, prog_name="ranvier", standalone_mode=False) or 0
+        return command.main(args=args, prog_name="ranvier", standalone_mode=False, obj=change_world) or 0
     except Refused as refused:
         return _refuse(refused.problems)
     except RanvierError as error:
@@ -105,7 +113,8 @@ def _resolve(recipe: str, flags: Mapping[str, str | None]) -> tuple[str, resolve
 
 @command.command(cls=_WithSettings)
 @click.argument("recipe")
-def train(recipe: str, **flags: str | None) -> int:
+@click.pass_obj
+def train(change_world: Callable[[World], World] | None, recipe: str, **flags: str | None) -> int:
     """Train RECIPE: a shipped recipe's name, a TOML file, or module:function.
 
     Under plain python the local ranks are started for you; under torchrun, mpiexec or srun this is one of them.
@@ -134,7 +143,7 @@ def train(recipe: str, **flags: str | None) -> int:
                          timeout_seconds=run.comm.timeout_seconds,
                          rerun=[*launch.rerun_command(), "--run-dir", str(run.run_dir)] if started is None else None,
                          explain_kill=lambda: _memory_text(run), saves_on_stop=True)
-    return _train_as_rank(run, name, world)
+    return _train_as_rank(run, name, world, change_world)
 
 
 def _memory_text(run: Run) -> str:
@@ -143,11 +152,12 @@ def _memory_text(run: Run) -> str:
     return prediction_text(run)
 
 
-def _train_as_rank(run: Run, name: str, world) -> int:
+def _train_as_rank(run: Run, name: str, world: World, change_world: Callable[[World], World] | None) -> int:
     from ranvier import failure
     from ranvier.train.loop import train as train_loop
 
     try:
+        world = world if change_world is None else change_world(world)
         if world.rank == 0:  # not before `start`: the other ranks would wait there for one that has gone
             _check_folder(run)
         train_loop(run, name, world)
@@ -193,6 +203,49 @@ def check(recipe: str, ranks: int | None, ranks_per_node: int | None, as_json: b
     else:
         print_report(report, rows)
     return 2 if report.problems else 0
+
+
+_FORMATS = click.Choice(["fp32", "bf16", "fp16", "fp64"])
+
+
+@command.command("export")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--dtype", type=_FORMATS, help="Number format of the files; by default the checkpoint's own, of its fp32 "
+                                             "master copies where it has them.")
+@click.option("--shard-bytes", type=click.IntRange(min=1), default=1_000_000_000, show_default=True,
+              help="Largest file of tensors, unless one tensor is larger.")
+@click.option("--tokenizer", type=click.Path(path_type=Path), help="A tokenizer.json; by default the run's own.")
+def export_run(run: Path, out: Path, dtype: str | None, shard_bytes: int, tokenizer: Path | None) -> int:
+    """Write a checkpoint of RUN to the new folder OUT in Hugging Face's form, which transformers loads.
+
+    RUN is a run's folder (its newest whole checkpoint), a folder of checkpoints, or one of them. At the end the logits
+    of OUT are compared with the checkpoint's.
+    """
+    from ranvier.checkpoint.hf_export import export
+
+    export(run, out, dtype=dtype, shard_bytes=shard_bytes, tokenizer=tokenizer)
+    print(f"written to {out}")
+    return 0
+
+
+@command.command("import")
+@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--precision", type=_FORMATS, help="Number format of the parameters; by default that of MODEL's files.")
+def import_model(model: Path, out: Path, precision: str | None) -> int:
+    """Make a checkpoint in the new folder OUT of the GPT-2 in the folder MODEL, which is in Hugging Face's form.
+
+    MODEL has config.json and model.safetensors (or shards with their index, or pytorch_model.bin). At the end the
+    logits of OUT are compared with MODEL's; `ranvier train OUT/run.toml --resume OUT` goes on from there.
+    """
+    from ranvier.checkpoint.hf_import import flags
+    from ranvier.checkpoint.hf_import import import_model as make
+
+    recipe = make(model, out, precision=precision)
+    print(f"written to {out}; its settings: {' '.join(flags(recipe))}")
+    print(f"to go on from it: ranvier train {out / 'run.toml'} --resume {out}")
+    return 0
 
 
 @command.command()

@@ -13,8 +13,8 @@ import sys
 import threading
 import time
 import traceback
-from datetime import timedelta
 
+from ranvier.comm.board import in_time, silent
 from ranvier.errors import MessageTimeout, RanvierError, TransportError
 from ranvier.mesh import Mesh
 from ranvier.world import World
@@ -22,7 +22,6 @@ from ranvier.world import World
 FAILED = "ranvier/failed"
 FINISHED = "ranvier/finished"
 INTERRUPTED = 130
-_PRECEDENCE_SECONDS = 1.0
 _RELAY_SECONDS = 0.3  # mpiexec throws away what it has not yet read when a rank aborts
 
 
@@ -38,16 +37,17 @@ def failed(world: World, mesh: Mesh, error: BaseException) -> int:
     code, told = exit_code(error), isinstance(error, RanvierError)
     if isinstance(error, KeyboardInterrupt) or not code:
         return code
-    if isinstance(error, TransportError) and not isinstance(error, MessageTimeout):
-        time.sleep(_PRECEDENCE_SECONDS)  # a lost peer has an account of its own, or a parent that gives it
+    # Meanwhile a lost peer gives its own account, or its parent does. Ranks that have failed like this one still say
+    # what they do, since all look for as long: those that do not are the culprits.
+    quiet = _quiet(world, mesh) if isinstance(error, TransportError) and mesh.size > 1 else ""
     who = f"rank {world.rank} ({mesh.coordinates(world.rank)})"
-    first = _is_first(world, code, told)
+    first = in_time(lambda: _is_first(world, code, told))
     if isinstance(error, SystemExit):
         return code
     if first is None and not told:
         _say(f"ranvier: {who} stopped: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
-    elif first and told:
-        _say(f"ranvier: error: {error}" + ("" if mesh.size == 1 else f" [{who}]"))
+    elif told and (first or (first is None and isinstance(error, MessageTimeout))):
+        _say(f"ranvier: error: {error}" + ("" if mesh.size == 1 else f" [{who}]") + quiet)
     elif first:
         text = "".join(traceback.format_exception(error)).rstrip()
         _say(text if mesh.size == 1 else f"{who} failed:\n{text}")
@@ -131,16 +131,20 @@ def say_once(error: RanvierError, local_rank: int | None) -> None:
         _say(f"ranvier: error: {error}")
 
 
-def _is_first(world: World, code: int, told: bool) -> bool | None:
-    """Whether this rank is the first to fail, or None when the store is gone (its keeper failed before)."""
+def _is_first(world: World, code: int, told: bool) -> bool:
+    """Whether this rank is the first to fail. Raises when the store is gone (its keeper failed before)."""
     mine = json.dumps({"rank": world.rank, "code": code, "told": told})
-    try:
-        # A connection of its own: another thread may be waiting on the shared one.
-        store = world.store.clone()
-        store.set_timeout(timedelta(seconds=5))
-        return store.compare_set(FAILED, "", mine).decode() == mine
-    except Exception:
-        return None
+    # A connection of its own: another thread may be waiting on the shared one.
+    return world.store.clone().compare_set(FAILED, "", mine).decode() == mine
+
+
+def _quiet(world: World, mesh: Mesh) -> str:
+    """A line on the ranks that say nothing any more, which a peer that waits cannot tell from busy ones."""
+    ranks = silent(world.store, [rank for rank in range(world.size) if rank != world.rank])
+    if ranks is None:
+        return "\nranvier: rank 0's store does not answer: this machine is cut off from it, or rank 0 has ended"
+    named = "; ".join(f"rank {rank} ({mesh.coordinates(rank)})" for rank in ranks)
+    return f"\nranvier: nothing is heard any more from {named}" if ranks else ""
 
 
 def _say(text: str) -> None:

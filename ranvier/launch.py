@@ -30,11 +30,12 @@ from ranvier.comm.protocol import Backend
 from ranvier.comm.torch_backend import TorchBackend
 from ranvier.errors import ConfigError, LaunchError
 from ranvier.launchers import Setting, Started, detect
-from ranvier.machine import available_cores, threads_per_rank
+from ranvier.machine import available_cores, interface_towards, threads_per_rank
 from ranvier.mesh import Mesh
 from ranvier.world import World
 
 TransportName = Literal["torch", "mpi"]
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -206,14 +207,31 @@ def _connect(started: Started, transport: str, device: torch.device, timeout_sec
         return InProcessWorld(1).backend(0), HashStore()
     if transport == "torch":
         store = _open_store(started, timeout_seconds)
-        return TorchBackend(started.rank, started.size, PrefixStore("comm", store.clone()), device,
-                            timeout_seconds), store
+        _choose_interface(started)
+        try:
+            return TorchBackend(started.rank, started.size, PrefixStore("comm", store.clone()), device,
+                                timeout_seconds), store
+        except RuntimeError as error:
+            raise LaunchError(f"Gloo cannot connect the ranks: {str(error).partition(chr(10))[0]}", where="launch",
+                              value=os.environ.get(_INTERFACE),
+                              remedy=f"Set {_INTERFACE} on each machine to the network interface that reaches the "
+                                     "others (ip addr lists them).") from error
     backend = MPIBackend(device, timeout_seconds)
     if (backend.rank, backend.size) != (started.rank, started.size):
         raise LaunchError(f"{started}, but MPI says rank {backend.rank} of {backend.size}: another MPI's launcher "
                           "started the ranks", where="comm.transport", value="mpi",
                           remedy="Use the mpiexec of the MPI library that mpi4py loads, or set --comm.transport torch.")
     return backend, _open_store(started, timeout_seconds)
+
+
+def _choose_interface(started: Started) -> None:
+    """Have Gloo use the interface that leads to rank 0's machine. Left to itself it takes the address that the host's
+    own name has, which is often a loopback address (/etc/hosts), where no other machine reaches it."""
+    if started.local_size == started.size or started.master is None or _INTERFACE in os.environ:
+        return
+    name = interface_towards(started.master[0])
+    if name is not None:
+        os.environ[_INTERFACE] = name
 
 
 def _open_store(started: Started, timeout_seconds: float) -> Store:

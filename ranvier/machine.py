@@ -6,6 +6,7 @@ A container on a machine of 96 cores may own 2 of them; asking the operating sys
 from __future__ import annotations
 
 import os
+import socket
 from math import ceil
 from pathlib import Path
 
@@ -66,3 +67,18 @@ def _words(path: Path) -> list[str]:
         return path.read_text().split()
     except OSError:
         return []
+
+
+def interface_towards(host: str) -> str | None:
+    """The network interface through which this machine reaches `host`, by name; None where that is not known, or is the
+    machine itself by its loopback address."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing: the kernel picks the way, and with it an address of ours
+            address = probe.getsockname()[0]
+    except OSError:
+        return None
+    if address.startswith("127."):
+        return None
+    return next((name for name, found in psutil.net_if_addrs().items()
+                 if any(one.address == address for one in found)), None)

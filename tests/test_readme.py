@@ -1,4 +1,5 @@
-"""The README's commands and code do what it says, as they stand there."""
+"""The README's commands and code do what it says: as they stand there in `make test-all`, in `make test` with fewer
+steps, and of those that differ in the mesh alone one."""
 
 import os
 import re
@@ -18,6 +19,8 @@ def blocks(language: str) -> list[str]:
 
 COMMANDS = [line for block in blocks("bash") for line in block.splitlines() if line.strip()]
 RUNNABLE = [command for command in COMMANDS if not command.startswith("make ")]
+HELPS = [command for command in RUNNABLE if command.startswith("python -m ") and command.endswith(" --help")]
+FEW_STEPS = "--train.steps 3 --train.eval-sequences 8 --train.sample-tokens 8"
 
 
 def run(command: str, folder: Path) -> subprocess.CompletedProcess:
@@ -38,7 +41,23 @@ def test_make_targets_exist(command: str) -> None:
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("command", RUNNABLE)
+def quick(command: str) -> str:
+    return re.sub(r"--train\.steps \d+", FEW_STEPS, command)
+
+
+def in_make_test() -> list:
+    """Commands with few steps, those with another mesh and else what a command before has slow."""
+    seen, params = set(), []
+    for command in RUNNABLE:
+        if command not in HELPS:
+            alike = re.sub(r"--(mesh\.data|mesh\.pipe|run-dir) \S+ ?", "", command)
+            params.append(pytest.param(quick(command), marks=pytest.mark.slow if alike in seen else ()))
+            seen.add(alike)
+    return params
+
+
+@pytest.mark.parametrize("command", [*in_make_test(), *(pytest.param(command, marks=pytest.mark.slow)
+                                                        for command in RUNNABLE if quick(command) != command)])
 def test_command(command: str, tmp_path: Path) -> None:
     if command.startswith("mpiexec"):
         pytest.importorskip("mpi4py")
@@ -48,6 +67,27 @@ def test_command(command: str, tmp_path: Path) -> None:
         for name in ("run.toml", "metrics.jsonl", "events.jsonl", "summary.json", "timeline.png", "timeline.json",
                      "loss.png", "tensorboard"):
             assert (tmp_path / folder[1] / name).exists(), name
+
+
+def test_helps(tmp_path: Path) -> None:
+    """All of them in one process, which imports torch once."""
+    modules = [command.split()[2] for command in HELPS]
+    program = f"""
+import runpy, sys
+for module in {modules}:
+    sys.argv[1:] = ["--help"]
+    print("--- of", module, flush=True)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        assert not end.code, end
+"""
+    (tmp_path / "helps.py").write_text(program)
+    done = run("python helps.py", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    texts = re.split("^--- of ", done.stdout, flags=re.MULTILINE)[1:]
+    assert len(texts) == len(modules) >= 5
+    assert all(text.startswith(module) and "usage:" in text for text, module in zip(texts, modules, strict=True))
 
 
 def test_python_example_learns(tmp_path: Path) -> None:

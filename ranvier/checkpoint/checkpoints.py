@@ -33,6 +33,7 @@ from ranvier.checkpoint import files, state
 from ranvier.checkpoint.manifest import File, Manifest, SavedTensor, step_folder
 from ranvier.checkpoint.saved import Saved, find
 from ranvier.checkpoint.state import Piece
+from ranvier.comm.board import said
 from ranvier.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -86,10 +87,12 @@ class Checkpoints:
         folder: where they are; all ranks must see the same files.
         keep: newest checkpoints that stay when another is whole. keep_every: those of steps that are a multiple of it
             stay for good; 0 for none.
+        timeout_seconds: a rank that has not written its part, and says nothing for so long, is given up.
     """
 
-    def __init__(self, engine: Engine, folder: Path | str, *, keep: int = 3, keep_every: int = 0) -> None:
-        self.engine, self.folder = engine, Path(folder)
+    def __init__(self, engine: Engine, folder: Path | str, *, keep: int = 3, keep_every: int = 0,
+                 timeout_seconds: float = 300.0) -> None:
+        self.engine, self.folder, self._timeout = engine, Path(folder), timeout_seconds
         self._keep, self._keep_every = keep, keep_every
         world = engine.world
         self._ranks = world.backend.group("checkpoint", [tuple(range(world.size))])
@@ -142,6 +145,11 @@ class Checkpoints:
         found, self._ended = [{**asdict(one), "folder": str(one.folder)} for one in self._ended], []
         return [Written(**{**one, "folder": Path(one["folder"])}) for one in self._ranks.gather_objects(found)[0]]
 
+    @property
+    def host_bytes(self) -> int:
+        """What the copies of this rank's part take; they stay for the next save."""
+        return sum(tensor.nbytes for tensor in self._room)
+
     def close(self, seconds: float = 3.0) -> None:
         """Give a write that is under way so many seconds more, then leave it. Idempotent; no rank waits for another."""
         if self._thread is not None:
@@ -175,16 +183,16 @@ class Checkpoints:
 
     def _publish(self, job: _Job, temporary: Path, store) -> None:
         """Rank 0: wait for all parts, and make a checkpoint of them."""
-        entries = self._entries(job.number, store)
-        if entries is None:
-            return
         final = step_folder(self.folder, job.step)
         try:
+            entries = self._entries(job.number, store)
+            if entries is None:
+                return
             for problem in (entry["error"] for entry in entries if "error" in entry):
                 raise OSError(problem)
             manifest = _manifest(job, entries)
             files.publish(temporary, final, manifest)
-            files.retain(self.folder, keep=self._keep, keep_every=self._keep_every)
+            files.retain(self.folder, job.step, keep=self._keep, keep_every=self._keep_every)
             outcome = Written(step=job.step, folder=final, stall_seconds=job.stall_seconds,
                               write_seconds=time.monotonic() - job.began,
                               size_bytes=sum(file.size_bytes for file in manifest.files))
@@ -196,11 +204,19 @@ class Checkpoints:
         self._untold.append(outcome)
 
     def _entries(self, number: int, store) -> list[dict] | None:
-        """What every rank says of its part; None when this is closed first."""
+        """What every rank says of its part; None when this is closed first. OSError when a rank is gone: however long
+        a disk takes, its rank goes on saying what it does (ranvier.comm.board)."""
         names = [self._name(number, rank) for rank in range(self._size)]
+        heard, heard_at = None, time.monotonic()
         while not store.check(names):
             if self._closing.wait(_POLL_SECONDS):
                 return None
+            if time.monotonic() - heard_at > self._timeout:
+                late = [rank for rank, name in enumerate(names) if not store.check([name])]
+                before, heard, heard_at = heard, said(store, late), time.monotonic()
+                for rank in late if before is not None else ():
+                    if before.get(rank) == heard.get(rank):
+                        raise OSError(f"rank {rank} has not written its part, and is not heard of any more")
         entries = [json.loads(store.get(name)) for name in names]
         for name in names:
             store.delete_key(name)

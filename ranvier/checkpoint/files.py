@@ -64,9 +64,11 @@ def publish(temporary: Path, final: Path, manifest: Manifest) -> None:
     remove(_aside(final, "replaced"))
 
 
-def retain(folder: Path, *, keep: int, keep_every: int) -> None:
-    """Remove all checkpoints but the newest `keep` and those whose step is a multiple of `keep_every` (0: none)."""
-    for path in checkpoints(folder)[keep:]:
+def retain(folder: Path, newest: int, *, keep: int, keep_every: int) -> None:
+    """Remove all checkpoints but the last `keep` up to that of step `newest`, which has just been written, and those
+    whose step is a multiple of `keep_every` (0: none). Later ones stay and do not count: the run went on from before
+    them, since they are damaged, and writes them again when it gets there."""
+    for path in [path for path in checkpoints(folder) if step_of(path) <= newest][keep:]:
         if not keep_every or step_of(path) % keep_every:
             gone = _aside(path, "removed")
             with suppress(OSError):

@@ -5,19 +5,22 @@
       part-00000.safetensors    pieces: boxes of tensors, as many files as there were writers
 
 Tensors have a kind ("parameter", "master", "exp_avg", ...) and a parameter's global name. Nothing here depends on the
-mesh that wrote it: a reader cuts what it needs out of whatever pieces there are.
+mesh that wrote it: a reader cuts what it needs out of whatever pieces there are. The manifest has the checksums of the
+files and one of itself, since a changed digit in it would be another step or another tensor.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import field
+import stat
+import zlib
+from dataclasses import field, replace
 from math import prod
 from pathlib import Path
 from typing import Annotated, Literal
 
-from annotated_types import Ge
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from annotated_types import Ge, Gt, Lt
+from pydantic import ConfigDict, FiniteFloat, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
 from ranvier.errors import CheckpointError
@@ -31,9 +34,12 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 
 MOST_BYTES = 1 << 30
 """A manifest that is larger is none of ours."""
 _PART = re.compile(r"part-\d{5}\.safetensors")
-_STEP = re.compile(r"step-(\d{1,12})")
+_STEP = re.compile(r"step-([0-9]{1,12})")
+_MOST_DIMS = 32
+"""Fewer than torch can copy."""
+_MOST = 1 << 62
 
-Count = Annotated[int, Ge(0)]
+Count = Annotated[int, Ge(0), Lt(_MOST)]
 _config = ConfigDict(extra="forbid", strict=True)
 
 
@@ -59,8 +65,8 @@ class SavedTensor:
 class ScaleState:
     """The loss scale of fp16, as `ranvier.optim.loss_scale.LossScale` has it."""
 
-    scale: float
-    window: int
+    scale: Annotated[FiniteFloat, Gt(0)]
+    window: Annotated[Count, Ge(1)]
     good_steps: Count
     skipped_steps: Count
 
@@ -82,22 +88,31 @@ class Manifest:
     """Kind -> global name -> tensor."""
     about: dict[str, object] = field(default_factory=dict)
     """What the run wants to know of itself: its settings, its place in the data, versions. Plain JSON."""
+    crc32: Count = 0
+    """CRC-32 of manifest.json as `encode` writes it with 0 here, whatever its white space has become since."""
 
 
 _adapter = TypeAdapter(Manifest)
 
 
 def encode(manifest: Manifest) -> bytes:
-    """manifest.json."""
-    return _adapter.dump_json(manifest)
+    """manifest.json, with its checksum."""
+    return _adapter.dump_json(replace(manifest, crc32=_own_checksum(manifest)))
+
+
+def _own_checksum(manifest: Manifest) -> int:
+    return zlib.crc32(_adapter.dump_json(replace(manifest, crc32=0)))
 
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of the checkpoint in `folder`. CheckpointError when it is missing, malformed or contradictory."""
     path = folder / MANIFEST
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise damaged(folder, f"{MANIFEST} is larger than any manifest", path.stat().st_size)
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise damaged(folder, f"{MANIFEST} is no file")
+        if found.st_size > MOST_BYTES:
+            raise damaged(folder, f"{MANIFEST} is larger than any manifest", found.st_size)
         manifest = _adapter.validate_json(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"cannot be read: {MANIFEST}: {error.strerror or error}", where=f"checkpoint {folder}",
@@ -111,6 +126,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise damaged(folder, f"{MANIFEST} is not a manifest: {error}") from error
     for problem in _contradictions(manifest):
         raise damaged(folder, f"{MANIFEST} contradicts itself: {problem}")
+    if manifest.crc32 != _own_checksum(manifest):
+        raise damaged(folder, f"{MANIFEST} has been changed: its own checksum is another")
     return manifest
 
 
@@ -127,6 +144,7 @@ def _contradictions(manifest: Manifest):
             yield f"{name!r} is no name of a file of pieces"
     if len(set(names)) < len(names):
         yield "a file is there twice"
+    places: set[tuple[int, str]] = set()
     room = sum(file.size_bytes for file in manifest.files)
     for kind, tensors in manifest.tensors.items():
         for name, tensor in tensors.items():
@@ -134,11 +152,19 @@ def _contradictions(manifest: Manifest):
             if tensor.dtype not in ITEM_BYTES:
                 yield f"{where} has the unknown number format {tensor.dtype!r}"
                 return
+            # Sizes of 0 must hide no others, of which strides are made.
+            if len(tensor.shape) > _MOST_DIMS or prod(size or 1 for size in tensor.shape) >= _MOST:
+                yield f"{where} has the impossible shape {tensor.shape}"
+                return
             room -= prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
             if room < 0:
                 yield f"the files are too small for {where}, of shape {tensor.shape}"
                 return
             yield from _wrong_pieces(where, tensor, len(names))
+            for file, key, _ in tensor.pieces:
+                if (file, key) in places:
+                    yield f"{where} has a piece that is there twice: {key} in file {file}"
+                places.add((file, key))
 
 
 def _wrong_pieces(where: str, tensor: SavedTensor, num_files: int):
@@ -187,6 +213,6 @@ def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in `folder`, newest first; whether they are whole is not looked at."""
     try:
         found = [path for path in folder.iterdir() if step_of(path) is not None and path.is_dir()]
-    except OSError:
+    except (OSError, ValueError):
         return []
     return sorted(found, key=lambda path: step_of(path), reverse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -51,6 +52,8 @@ class Saved:
         """A box of a tensor (all of it by default), on the CPU, in the saved number format."""
         saved = self.tensor(kind, name)
         box = whole(saved.shape) if box is None else box
+        for file, key, piece, _ in self._within(kind, name, box):
+            self._stored(file, key, piece)  # a size that no file has is told, not allocated
         result = torch.empty([stop - start for start, stop in box], dtype=getattr(torch, saved.dtype))
         self.read_into(kind, name, box, result)
         return result
@@ -58,33 +61,53 @@ class Saved:
     def read_into(self, kind: str, name: str, box: Box, target: Tensor) -> None:
         """Copy a box of a tensor to `target`, of the box's shape; its number format and device may be others."""
         saved = self.tensor(kind, name)
-        for file, key, piece in saved.pieces:
-            common = intersection(piece, box)
-            if common is None:
-                continue
+        for file, key, piece, common in self._within(kind, name, box):
             place = target[tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(
                 common, box, strict=True))]
             place.copy_(self._cut(saved, file, key, piece, common))
 
+    def _within(self, kind: str, name: str, box: Box) -> Iterator[tuple[int, str, Box, Box]]:
+        """File, key and box of the pieces that have a part of `box`, and that part."""
+        saved = self.tensor(kind, name)
+        if len(box) != len(saved.shape) or any(stop > size for (_, stop), size in zip(box, saved.shape, strict=True)):
+            raise damaged(self.folder, f"{kind} of {name} has the shape {saved.shape}, and {box} of it is wanted")
+        for file, key, piece in saved.pieces:
+            common = intersection(piece, box)
+            if common is not None:
+                yield file, key, piece, common
+
     def _cut(self, saved: SavedTensor, file: int, key: str, piece: Box, common: Box) -> Tensor:
         """The part `common` of a piece."""
         name = self.manifest.files[file].name
-        try:
-            if file not in self._open:
-                self._open[file] = safe_open(str(self.folder / name), framework="pt")
-            stored = self._open[file]
-            view = stored.get_slice(key)
-            shape = tuple(stop - start for start, stop in piece)
-            if tuple(view.get_shape()) != shape:
-                raise damaged(self.folder, f"{key} in {name} has another shape than {MANIFEST} says", view.get_shape())
+        stored, view = self._stored(file, key, piece)
+        with self._readable(name):
             found = view[tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(
                 common, piece, strict=True))] if box_size(common) < box_size(piece) else stored.get_tensor(key)
-        except (SafetensorError, OSError) as error:
-            raise damaged(self.folder, f"{name} cannot be read: {str(error).partition(chr(10))[0]}") from error
         if found.dtype is not getattr(torch, saved.dtype):
             raise damaged(self.folder, f"{key} in {name} has another number format than {MANIFEST} says",
                           str(found.dtype).removeprefix("torch."))
         return found
+
+    def _stored(self, file: int, key: str, piece: Box) -> tuple[object, object]:
+        """An open file, and what it has under `key`, which is of the piece's shape."""
+        name = self.manifest.files[file].name
+        with self._readable(name):
+            if file not in self._open:
+                if (self.folder / name).is_symlink() or not (self.folder / name).is_file():
+                    raise damaged(self.folder, f"{name} is missing")
+                self._open[file] = safe_open(str(self.folder / name), framework="pt")
+            view = self._open[file].get_slice(key)
+            shape = tuple(view.get_shape())
+        if shape != tuple(stop - start for start, stop in piece):
+            raise damaged(self.folder, f"{key} in {name} has another shape than {MANIFEST} says", list(shape))
+        return self._open[file], view
+
+    @contextmanager
+    def _readable(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (SafetensorError, OSError) as error:
+            raise damaged(self.folder, f"{name} cannot be read: {str(error).partition(chr(10))[0]}") from error
 
     def close(self) -> None:
         """Let go of the files."""
@@ -102,6 +125,7 @@ def checksum(path: Path) -> int:
 
 def find(path: Path) -> list[Path]:
     """The checkpoints that `path` stands for, newest first: one itself, a folder of them, or a run's folder."""
-    if (path / MANIFEST).exists():
-        return [path]
+    with suppress(OSError):
+        if (path / MANIFEST).exists():
+            return [path]
     return checkpoints(path) or checkpoints(path / "checkpoint")

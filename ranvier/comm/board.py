@@ -1,17 +1,63 @@
 """Who is doing what: each rank's current action, for the report of a hang.
 
-A rank notes its action with one attribute write; a thread publishes it to the shared store once a second when it has
-changed. Only when a wait has lasted too long does a rank read what the others wrote.
+A rank notes its action with one attribute write; a thread publishes it to the shared store once a second, with a count
+that rises, so that a rank which is stopped or cut off can be told from a busy one. Only when a wait has lasted too long
+does a rank read what the others wrote; a store that does not answer does not hold it up for long.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from torch.distributed import Store
 
 from ranvier.mesh import Mesh
+
+_STORE_SECONDS = 5.0
+_Result = TypeVar("_Result")
+
+
+def in_time(function: Callable[[], _Result], seconds: float | None = None) -> _Result | None:
+    """`function()`, or None when it raises or takes longer (5 s by default): a store behind a dead link answers after
+    many minutes, if ever, and its own timeouts do not bound that."""
+    found: list[_Result] = []
+
+    def call() -> None:
+        try:
+            found.append(function())
+        except Exception:  # the store has gone
+            return
+
+    thread = threading.Thread(target=call, name="ranvier-store", daemon=True)
+    thread.start()
+    thread.join(_STORE_SECONDS if seconds is None else seconds)
+    return found[0] if found else None
+
+
+def said(store: Store, ranks: Sequence[int]) -> dict[int, tuple[int, str]]:
+    """How often each of `ranks` has said something, and the last of it; without those that never have."""
+    found = {}
+    for rank in ranks:
+        if store.check([_key(rank)]):
+            count, _, doing = store.get(_key(rank)).decode().partition(" ")
+            found[rank] = (int(count), doing)
+    return found
+
+
+def silent(store: Store, ranks: Sequence[int], seconds: float = 2.5) -> list[int] | None:
+    """Those of `ranks` that have said something before, and nothing in the next `seconds`: they are gone, stopped or
+    cut off. None when the store does not answer."""
+    before = in_time(lambda: said(store, ranks))
+    time.sleep(seconds)
+    after = before and in_time(lambda: said(store, ranks))
+    return None if before is None or after is None else [rank for rank in before if before[rank] == after[rank]]
+
+
+def _key(rank: int) -> str:
+    return f"ranvier/board/{rank}"
 
 
 class Board:
@@ -21,28 +67,22 @@ class Board:
         self._store, self._rank, self._mesh, self._interval = store, rank, mesh, interval_seconds
         self.doing = "its start"
         """What this rank is in now, as a noun; written by the rank at every action."""
+        self._count = 0
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._publish_changes, name=f"ranvier-board-{rank}", daemon=True)
+        self._thread = threading.Thread(target=self._keep_publishing, name=f"ranvier-board-{rank}", daemon=True)
         self._thread.start()
 
-    def _publish_changes(self) -> None:
-        published = None
-        while not self._stop.wait(self._interval):
-            if self.doing != published:
-                published = self.doing
-                if not self._publish():
-                    return
-
-    def _publish(self) -> bool:
+    def _keep_publishing(self) -> None:
         try:
-            self._store.set(self._key(self._rank), self.doing)
+            self._publish()
+            while not self._stop.wait(self._interval):
+                self._publish()
         except Exception:  # the store has gone: the run is ending, and its own error is being told elsewhere
-            return False
-        return True
+            return
 
-    @staticmethod
-    def _key(rank: int) -> str:
-        return f"ranvier/board/{rank}"
+    def _publish(self) -> None:
+        self._count += 1
+        self._store.set(_key(self._rank), f"{self._count} {self.doing}")
 
     def name(self, rank: int) -> str:
         """A rank in words: only the axes that the mesh uses."""
@@ -51,26 +91,19 @@ class Board:
                 if getattr(self._mesh, axis) > 1]
         return ", ".join(used) or f"rank {rank}"
 
-    def read(self, rank: int) -> str:
-        """What `rank` last said it was doing."""
-        try:
-            return self._store.get(self._key(rank)).decode() if self._store.check([self._key(rank)]) else "not heard of"
-        except Exception:
-            return "not heard of: the store cannot be reached"
-
-    def waiting(self, what: str, source: int, seconds: float) -> str:
-        """`pipe 1 waits 31 s for the forward of microbatch 5 from pipe 0, which is in backward 2`."""
-        said = self.read(source)
-        return (f"{self.name(self._rank)} waits {seconds:.0f} s for {what} from {self.name(source)}, "
-                f"which is {said if said.startswith('not heard of') else f'in {said}'}")
-
     def report(self, what: str, source: int, seconds: float) -> str:
-        """The line above for this rank, and one line for every other rank."""
-        self._publish()
+        """`pipe 1 waits 31 s for the forward of microbatch 5 from pipe 0, which is in backward 2`, and one line for
+        every other rank."""
+        in_time(self._publish)
         time.sleep(2 * self._interval)  # ranks that have just begun to wait get to say so
-        others = [f"  {self.name(rank)} (rank {rank}): {self.read(rank)}" for rank in range(self._mesh.size)
-                  if rank != self._rank]
-        return "\n".join([self.waiting(what, source, seconds), *others])
+        others = [rank for rank in range(self._mesh.size) if rank != self._rank]
+        heard = in_time(lambda: said(self._store, others))
+        nothing = "not heard of: the store cannot be reached" if heard is None else "not heard of"
+        doing = {rank: heard[rank][1] if heard and rank in heard else nothing for rank in others}
+        at = doing[source]
+        first = (f"{self.name(self._rank)} waits {seconds:.0f} s for {what} from {self.name(source)}, "
+                 f"which is {at if at == nothing else f'in {at}'}")
+        return "\n".join([first, *(f"  {self.name(rank)} (rank {rank}): {doing[rank]}" for rank in others)])
 
     def close(self) -> None:
         """Stop publishing. Idempotent."""

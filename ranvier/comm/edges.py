@@ -22,6 +22,13 @@ def lost_peer(purpose: str, rank: int, cause: str | None = None) -> TransportErr
                           remedy="The first error is in that rank's output.")
 
 
+def no_message(purpose: str, rank: int, cause: str) -> TransportError:
+    """The error for a peer whose bytes cannot be read."""
+    return TransportError("sent what is no message", where=f"rank {rank} on {purpose!r}", value=cause,
+                          remedy="Give all ranks one version of Ranvier, and look for faults of the network or the "
+                                 "memory between the two.")
+
+
 class Edges:
     """One rank's edges on one transport: `sources` and `destinations` map a peer to its edge's capacity in bytes."""
 

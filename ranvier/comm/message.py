@@ -5,7 +5,8 @@ A message on the wire is one run of bytes:
     | preamble (fixed) | description (JSON: names, dtypes, shapes, requires-grad) | tensors, each 64-byte aligned |
 
 The description repeats from microbatch to microbatch, so encoding and decoding it is cached; shapes may change at any
-time nevertheless, because every message carries its own.
+time nevertheless, because every message carries its own. Preamble and description have checksums: a flipped bit there
+would send a tensor to the wrong microbatch, or have the receiver wait for bytes that nobody sends. Tensors have none.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import struct
 import time
+import zlib
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
@@ -66,10 +68,12 @@ class Message:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
-_PREAMBLE = struct.Struct("<4sBiiqqI")  # magic, kind, step, microbatch, sent_ns, total bytes, description bytes
+# Magic, kind, step, microbatch, sent_ns, total bytes, description bytes, the description's CRC-32; then that of these.
+_PREAMBLE = struct.Struct("<4sBiiqqII")
+_CHECKSUM = struct.Struct("<I")
 _MAGIC = b"RNV1"
 _ALIGNMENT = 64
-PREAMBLE_BYTES = _PREAMBLE.size
+PREAMBLE_BYTES = _PREAMBLE.size + _CHECKSUM.size
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -87,7 +91,7 @@ def _align(offset: int) -> int:
 def _describe(fields: _Fields) -> tuple[bytes, tuple[tuple[int, int], ...], int]:
     """Description bytes, (start, stop) of each tensor in the message, and the message's total size."""
     description = json.dumps(fields).encode()
-    offset, places = _PREAMBLE.size + len(description), []
+    offset, places = PREAMBLE_BYTES + len(description), []
     for _, dtype, shape, _ in fields:
         start = _align(offset)
         offset = start + prod(shape) * _DTYPES[dtype].itemsize
@@ -128,8 +132,9 @@ def encoded_bytes(message: Message) -> int:
 def _head(message: Message) -> tuple[bytes, tuple[tuple[int, int], ...], int]:
     """The message's bytes before its tensors, stamped with the current monotonic clock; tensor places; total size."""
     description, places, total = _describe(_fields(message))
-    return _PREAMBLE.pack(_MAGIC, message.kind, message.step, message.microbatch, time.monotonic_ns(), total,
-                          len(description)) + description, places, total
+    preamble = _PREAMBLE.pack(_MAGIC, message.kind, message.step, message.microbatch, time.monotonic_ns(), total,
+                              len(description), zlib.crc32(description))
+    return preamble + _CHECKSUM.pack(zlib.crc32(preamble)) + description, places, total
 
 
 def _place(message: Message, places: tuple[tuple[int, int], ...], wire: Tensor) -> None:
@@ -160,16 +165,18 @@ def pack(message: Message, device: torch.device) -> Tensor:
     return wire
 
 
-def _unpack(raw: memoryview) -> tuple[int, int, int, int, int, int]:
-    """Kind, step, microbatch, sent_ns, total bytes, description bytes."""
+def _unpack(raw: memoryview) -> tuple[int, int, int, int, int, int, int]:
+    """Kind, step, microbatch, sent_ns, total bytes, description bytes, the description's checksum."""
     if len(raw) < PREAMBLE_BYTES:
         raise ValueError(f"a message has at least {PREAMBLE_BYTES} bytes; these are {len(raw)}")
-    magic, *fields, total, length = _PREAMBLE.unpack_from(raw)
+    magic, *fields, total, length, checksum = _PREAMBLE.unpack_from(raw)
     if magic != _MAGIC:
         raise ValueError(f"these bytes are not a message (they start with {magic!r})")
+    if zlib.crc32(raw[:_PREAMBLE.size]) != _CHECKSUM.unpack_from(raw, _PREAMBLE.size)[0]:
+        raise ValueError("the head of this message has been changed on its way")
     if total < PREAMBLE_BYTES + length:
         raise ValueError(f"this message says it has {total} bytes, fewer than its own head")
-    return *fields, total, length
+    return *fields, total, length, checksum
 
 
 def total_bytes(wire: Tensor) -> int:
@@ -183,9 +190,12 @@ def decode(wire: Tensor, source: int, packed: Tensor | None = None) -> Message:
     ValueError when the bytes are not a message.
     """
     raw = memoryview(wire.numpy())
-    kind, step, microbatch, sent_ns, total, length = _unpack(raw)
+    kind, step, microbatch, sent_ns, total, length, checksum = _unpack(raw)
     body = wire if packed is None else packed
-    fields = _parse(bytes(raw[PREAMBLE_BYTES:PREAMBLE_BYTES + length]))
+    description = bytes(raw[PREAMBLE_BYTES:PREAMBLE_BYTES + length])
+    if zlib.crc32(description) != checksum:
+        raise ValueError("the description of this message has been changed on its way")
+    fields = _parse(description)
     _, places, expected = _describe(fields)
     if total != expected or total > body.numel() or PREAMBLE_BYTES + length > len(raw):
         raise ValueError(f"this message of {total} bytes describes {expected} and has {body.numel()}")

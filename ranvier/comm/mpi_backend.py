@@ -31,7 +31,7 @@ from ranvier.comm.collectives import (
     place_in,
     reduce_shares,
 )
-from ranvier.comm.edges import Edges
+from ranvier.comm.edges import Edges, no_message
 from ranvier.comm.message import Message, decode, total_bytes
 from ranvier.comm.protocol import Reduction, Work
 from ranvier.errors import LaunchError, MessageTimeout, TransportError
@@ -161,7 +161,7 @@ class _Incoming:
     """One incoming edge: its posted receive, of a message that fits or of the rest of one that does not."""
 
     def __init__(self, edges: Edges, source: int, comm: MPI.Comm, pinned: bool) -> None:
-        self._edges, self._source, self._comm, self._pinned = edges, source, comm, pinned
+        self._edges, self.source, self._comm, self._pinned = edges, source, comm, pinned
         self._buffer: Tensor | None = None
         self._whole: Tensor | None = None
 
@@ -169,12 +169,12 @@ class _Incoming:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
 
     def post(self) -> MPI.Request:
-        capacity = self._edges.sources[self._source]
+        capacity = self._edges.sources[self.source]
         if self._whole is not None:
-            return self._comm.Irecv(self._whole[capacity:].numpy(), self._source)
+            return self._comm.Irecv(self._whole[capacity:].numpy(), self.source)
         if self._buffer is None or self._buffer.numel() != capacity:
             self._buffer = self._empty(capacity)
-        return self._comm.Irecv(self._buffer.numpy(), self._source)
+        return self._comm.Irecv(self._buffer.numpy(), self.source)
 
     def arrived(self) -> Message | None:
         """The message that the completed receive has brought; None when it was the first part of a large one.
@@ -183,17 +183,17 @@ class _Incoming:
         """
         if self._whole is not None:
             wire, self._whole = self._whole, None
-            self._edges.sources[self._source] = wire.numel()
-            return decode(wire, self._source)
+            self._edges.sources[self.source] = wire.numel()
+            return decode(wire, self.source)
         wire, total = self._buffer, total_bytes(self._buffer)
         if total > wire.numel():
             self._whole = self._empty(total)
             self._whole[:wire.numel()] = wire
             return None
         if total < wire.numel() // 2:
-            return decode(wire[:total].clone(), self._source)
+            return decode(wire[:total].clone(), self.source)
         self._buffer = None
-        return decode(wire, self._source)
+        return decode(wire, self.source)
 
 
 class MPITransport:
@@ -258,7 +258,7 @@ class MPITransport:
                 try:
                     message = self._incoming[place].arrived()
                 except ValueError as error:
-                    raise self._broken(error) from error
+                    raise no_message(self._edges.purpose, self._incoming[place].source, str(error)) from error
                 self._requests[place] = self._incoming[place].post()
                 if message is not None:
                     self._arrived.append(self._on_device(message))
@@ -305,7 +305,7 @@ class MPITransport:
         if self._edges.closed:
             return
         self._edges.closed = True
-        for request in self._requests[:len(self._incoming)]:
+        for request in filter(None, self._requests[:len(self._incoming)]):  # none is posted behind what was no message
             request.Cancel()
             request.Wait()
         self._requests = self._requests[len(self._incoming):]

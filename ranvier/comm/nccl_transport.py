@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ranvier.comm.edges import no_message
 from ranvier.comm.message import Message, decode, encode_head, pack, total_bytes
 
 if TYPE_CHECKING:
@@ -102,8 +103,12 @@ class NcclTransport:
             edge.receiving.append((None, message))
             return
         head = message.tensors[_HEAD]
+        try:
+            total = total_bytes(head)
+        except ValueError as error:
+            raise no_message(self._host.edges.purpose, message.source, str(error)) from error
         with torch.cuda.stream(edge.stream):  # 4
-            packed = torch.empty(total_bytes(head), dtype=torch.uint8, device=self._device)
+            packed = torch.empty(total, dtype=torch.uint8, device=self._device)
             work = dist.irecv(packed, message.source, group=edge.channel)
         packed.record_stream(torch.cuda.current_stream(self._device))
         edge.receiving.append((work, decode(head, message.source, packed)))

@@ -34,11 +34,11 @@ from ranvier.comm.collectives import (
     place_in,
     reduce_shares,
 )
-from ranvier.comm.edges import Edges, lost_peer
+from ranvier.comm.edges import Edges, lost_peer, no_message
 from ranvier.comm.message import Message, decode, total_bytes
 from ranvier.comm.nccl_transport import NcclTransport
 from ranvier.comm.protocol import Reduction, Transport, Work
-from ranvier.errors import LaunchError, TransportError
+from ranvier.errors import LaunchError, MessageTimeout, TransportError
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older torch's name
@@ -200,7 +200,9 @@ class GlooTransport:
                 else:
                     wire, buffer = buffer, None
                 self._arrived.put(decode(wire, source))
-        except (RuntimeError, ValueError) as error:
+        except ValueError as error:
+            self._arrived.put(no_message(edges.purpose, source, str(error)))
+        except RuntimeError as error:
             self._arrived.put(lost_peer(edges.purpose, source, _cause(error)))
 
     def _fail(self, error: TransportError) -> TransportError:
@@ -302,9 +304,12 @@ class TorchGroup(CheckedGroup):
             raise self._lost(error) from error
 
     def _lost(self, error: RuntimeError) -> TransportError:
+        where, cause = f"group {self.purpose!r} of ranks {list(self.ranks)}", _cause(error)
+        if "timed out" in cause.lower():
+            return MessageTimeout("a collective did not end", where=where, value=cause,
+                                  remedy="See what the other members do, or raise --comm.timeout-seconds.")
         return TransportError("a collective failed: a member is gone, or too late, or brought another shape",
-                              where=f"group {self.purpose!r} of ranks {list(self.ranks)}",
-                              value=_cause(error), remedy="The first error is in another rank's output.")
+                              where=where, value=cause, remedy="The first error is in another rank's output.")
 
     def _is_direct(self, tensor: Tensor, most_bytes: int) -> bool:
         """Whether Gloo should have each member send to each: in its rings every step wakes a thread up."""

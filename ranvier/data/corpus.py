@@ -7,11 +7,13 @@ their names, so that a limit on bytes takes a spread of them rather than the alp
 from __future__ import annotations
 
 import codecs
+import contextlib
 import hashlib
 import itertools
 import os
 import platform
 import re
+import stat
 import sysconfig
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
@@ -90,22 +92,38 @@ def open_corpus(name: str, cache: Path, progress: Progress) -> Corpus:
     if problem is not None:
         raise problem
     path = Path(name).expanduser()
+    found = _stat(path)
+    if found is None:
+        return _hugging_face(name, progress)
+    if stat.S_ISDIR(found.st_mode):
+        return _files(name, path, list(_walk(path, lambda folder: not folder.startswith("."), "")), progress)
+    if not stat.S_ISREG(found.st_mode):
+        raise DataError("is neither a file nor a folder", where="data.corpus", value=name,
+                        remedy="Give a file or folder of plain text; write what comes out of a pipe to a file.")
     if path.name == SOTU.filename:
         return _addresses(lambda: path)
-    if path.is_file():
-        return _files(name, path.parent, [path.name], progress)
-    if path.is_dir():
-        return _files(name, path, list(_walk(path, lambda folder: not folder.startswith("."), "")), progress)
-    return _hugging_face(name, progress)
+    return _files(name, path.parent, [path.name], progress)
 
 
 def missing_path(name: str) -> DataError | None:
     """What is wrong with a corpus name that can only be a path, and is none that exists."""
-    is_path = name.startswith((".", "~", os.sep)) or name.count("/") > 1 or name.endswith((".txt", "/", ".tgz"))
-    if not is_path or Path(name).expanduser().exists():
+    is_path = not name or name.startswith((".", "~", os.sep)) or name.count("/") > 1 or name.endswith(
+        (".txt", "/", ".tgz"))
+    if not is_path:
         return None
+    with contextlib.suppress(RuntimeError):  # "~name" of nobody
+        if name and _stat(Path(name).expanduser()) is not None:
+            return None
     return DataError("does not exist", where="data.corpus", value=name,
                      remedy="Give an existing file or folder of text, python-stdlib, sotu, or a data set's name.")
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    """None where nothing is, or can be, of this name."""
+    try:
+        return path.stat()
+    except (OSError, ValueError):
+        return None
 
 
 def _standard_library(progress: Progress) -> Corpus:
@@ -124,15 +142,17 @@ def _walk(root: Path, enter: Callable[[str], bool], ending: str) -> Iterator[str
 
 
 def _files(name: str, root: Path, names: list[str], progress: Progress, version: str | None = None) -> Corpus:
-    """Files as documents. With a `version` their sizes tell whether they changed, otherwise also their dates."""
-    names = sorted(names, key=lambda name: hashlib.blake2b(name.encode()).digest())
-    stats = [(root / file).stat() for file in names]
-    state = [(file, stat.st_size, None if version else stat.st_mtime_ns)
-             for file, stat in zip(names, stats, strict=True)]
+    """Files as documents. With a `version` their sizes tell whether they changed, otherwise also their dates.
+
+    Links that lead nowhere, and what only looks like a file, such as a pipe, are left out.
+    """
+    names = sorted(names, key=lambda name: hashlib.blake2b(name.encode(errors="surrogateescape")).digest())
+    stats = {file: found for file in names if (found := _stat(root / file)) and stat.S_ISREG(found.st_mode)}
+    state = [(file, found.st_size, None if version else found.st_mtime_ns) for file, found in stats.items()]
 
     def read(max_bytes: int) -> Iterator[Document]:
-        unreadable = []
-        for file in names:
+        unreadable = [OSError(f"{file} is no file") for file in names if file not in stats]
+        for file in stats:
             try:
                 yield Document(file, _text(root / file, max_bytes))
             except (UnicodeDecodeError, OSError) as error:
@@ -151,7 +171,8 @@ def _files(name: str, root: Path, names: list[str], progress: Progress, version:
 def _text(path: Path, max_bytes: int) -> str:
     """The file's first bytes as text; UnicodeDecodeError when it is not UTF-8 text."""
     with open(path, "rb") as file:
-        data = file.read(max_bytes)
+        # A limit far beyond the file's end would be allocated.
+        data = file.read(min(max_bytes, os.fstat(file.fileno()).st_size))
     if b"\0" in data:
         raise UnicodeDecodeError("utf-8", data, data.index(b"\0"), data.index(b"\0") + 1, "binary file")
     # A character that the limit cuts is left out; one that the file's end cuts is an error.

@@ -73,8 +73,10 @@ def fetch(package: Package, cache: Path, progress: Progress, command: Command = 
 
 def check(package: Package, path: Path) -> None:
     """DataError unless the file is the pinned one, to the bit."""
-    with open(path, "rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+    found = "no file"
+    if path.is_file():
+        with open(path, "rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != package.sha256:
         raise DataError(f"has not the sha256 {package.sha256}", where=str(path), value=found,
                         remedy=f"Delete it, and fetch {package.filename} from a source that you trust.")

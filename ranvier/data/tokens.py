@@ -20,6 +20,8 @@ from ranvier.errors import DataError
 
 _DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _SCAN = 1 << 22
+_MOST_ABOUT_BYTES = 1 << 16
+"""A side file that is larger is none of ours."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,18 +79,27 @@ def write_tokens(path: Path, *, vocab: int, tokenizer: str, corpus: str) -> Iter
 
 
 def open_tokens(path: Path) -> Tokens:
-    """The token file path.bin with its path.json. DataError when missing, contradictory, or with a number too large."""
+    """The token file path.bin with its path.json, all of it read once. DataError when missing, contradictory, changed
+    since it was written, or with a number too large."""
     binary = path.with_suffix(".bin")
     about = _about(path.with_suffix(".json"))
     dtype = _DTYPES[about.dtype]
-    size = binary.stat().st_size if binary.exists() else 0
-    if size != about.count * dtype.itemsize:
-        raise _damaged(binary, f"should have {about.count * dtype.itemsize} bytes", size)
-    numbers = np.memmap(binary, dtype=dtype, mode="r") if size else np.empty(0, dtype)
+    try:
+        size = binary.stat().st_size if binary.is_file() else 0
+        if size != about.count * dtype.itemsize:
+            raise _damaged(binary, f"should have {about.count * dtype.itemsize} bytes", size)
+        numbers = np.memmap(binary, dtype=dtype, mode="r") if size else np.empty(0, dtype)
+    except OSError as error:
+        raise _damaged(binary, "cannot be read", error.strerror or str(error)) from error
+    digest = hashlib.blake2b(digest_size=16)
     for start in range(0, about.count, _SCAN):
-        largest = int(numbers[start:start + _SCAN].max())
-        if largest >= about.vocab:
-            raise _damaged(binary, f"has a token beyond its vocabulary of {about.vocab}", largest)
+        part = numbers[start:start + _SCAN]
+        if int(part.max()) >= about.vocab:
+            raise _damaged(binary, f"has a token beyond its vocabulary of {about.vocab}", int(part.max()))
+        digest.update(part)
+    if digest.hexdigest() != about.digest:
+        raise _damaged(binary, f"has been changed: {path.with_suffix('.json').name} has another digest",
+                       digest.hexdigest())
     return Tokens(path, about, numbers)
 
 
@@ -99,11 +110,16 @@ def exists(path: Path) -> bool:
 
 def _about(path: Path) -> About:
     try:
+        if path.exists() and not path.is_file():
+            raise ValueError("it is no file")
+        if path.stat().st_size > _MOST_ABOUT_BYTES:
+            raise ValueError(f"it has {path.stat().st_size} bytes")
         about = About(**json.loads(path.read_text(encoding="utf-8")))
-        if about.dtype not in _DTYPES or not all(isinstance(part, int) and part >= 0
-                                                 for part in (about.count, about.vocab)):
+        texts = (about.dtype, about.tokenizer, about.corpus, about.digest)
+        if not all(type(part) is int and part >= 0 for part in (about.count, about.vocab)) or not all(
+                isinstance(part, str) for part in texts) or about.dtype not in _DTYPES:
             raise ValueError(f"unknown content {about}")
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise _damaged(path, "does not describe a token file", str(error)) from error
     return about
 

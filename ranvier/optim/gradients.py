@@ -228,6 +228,11 @@ class Gradients:
             chunk.blocks = set().union(*(spec.blocks for spec in chunk.specs))
             chunk.outstanding = sum(spec.remote_ends for spec in chunk.specs)
 
+    def hold(self) -> None:
+        """Until the next batch begins nothing is reduced or sent: gradients stay those of this rank alone."""
+        for chunk in self.chunks:
+            chunk.outstanding += 1
+
     def chunk_of(self, parameter: nn.Parameter) -> int:
         """The place in the reduction order of the first chunk that holds some of `parameter`."""
         return self._chunks_of[parameter].start

@@ -6,8 +6,8 @@ under way:
     reduce   | 0 | 1 | 2 | 3 |
     update       | 0 | 1 | 2 | 3 |
 
-Clipping needs the norm of everything, and an overflow anywhere skips the step everywhere. With either, all chunks are
-reduced first, (norm, overflow) becomes one verdict over all ranks, and then the updates follow:
+Clipping needs the norm of everything, and an overflow or a bad step anywhere skips the step everywhere. With any of
+these, all chunks are reduced first, (norm, overflow, bad) becomes one verdict over all ranks, and then updates follow:
 
     reduce   | 0 | 1 | 2 | 3 |         | verdict |
     update   states of the first buckets come in | 0 | 1 | 2 | 3 |
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from ranvier.comm.protocol import Group, Work
 from ranvier.errors import ConfigError
 from ranvier.optim.gradients import Chunk, Gradients, GradientSpec
+from ranvier.optim.guard import BadSteps
 from ranvier.optim.loss_scale import LossScale
 from ranvier.optim.optimizer import FlatOptimizer, resolve_bucket_size, resolve_offload, tensors_by_category
 from ranvier.pipeline.timeline import Timeline
@@ -45,6 +46,7 @@ class Verdict:
     squared_norm: [1] fp64, of the gradients of the mean loss, being summed over all ranks by `work`.
     factor: what turns the buffer's gradients into those of the mean loss.
     steps: whether parameters may be updated; overflow: whether a gradient was no finite number in fp16.
+    bad: why the step is a bad one, where a guard looks; None: it is not.
     """
 
     squared_norm: Tensor
@@ -52,6 +54,7 @@ class Verdict:
     factor: float
     steps: bool
     overflow: bool = False
+    bad: str | None = None
 
     @property
     def norm(self) -> float:
@@ -70,6 +73,7 @@ class Updater:
         runs: blocks (their numbers) that a backward passes together.
         weight: waits for the weight of the global batch, which is known some time after a rank's last forward.
         progress: called between buckets, so that messages move.
+        bad_steps: looks at each step before it is applied; None applies what there is.
 
     Raises ConfigError for what cannot work together.
     """
@@ -78,7 +82,7 @@ class Updater:
                  optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None, dtype: torch.dtype,
                  device: torch.device, nominal_weight: float, runs: Sequence[range],
                  send_to_owner: Callable[[GradientSpec], None], weight: Callable[[], float], timeline: Timeline,
-                 progress: Callable[[], None]) -> None:
+                 progress: Callable[[], None], bad_steps: BadSteps | None = None) -> None:
         for problem in in_backward_problems(optim, dtype, own=own):
             raise problem
         if optimizer is not None and dtype is torch.float16:
@@ -102,6 +106,7 @@ class Updater:
         self.users = optimizer(owned) if optimizer is not None and owned else None
         self.loss_scale = LossScale(scale=optim.initial_loss_scale, window=optim.loss_scale_window) \
             if dtype is torch.float16 else None
+        self.bad_steps = bad_steps
         self.learning_rate = 0.0
         self._step = 0
         self._squared, self._began = torch.zeros(()), False
@@ -130,7 +135,7 @@ class Updater:
         """All backwards have run: average, judge and update, unless the verdict is to skip the step."""
         if self.flat is not None and not self.in_backward:
             self.flat.prefetch()
-        if self.flat is not None and not self._optim.clip_norm and self.loss_scale is None:
+        if self.flat is not None and not (self._optim.clip_norm or self.loss_scale or self.bad_steps):
             return self._update_as_reduced(self._weight())
         verdict = self._judge(self._weight())
         self._apply(verdict, verdict.factor)
@@ -177,12 +182,23 @@ class Updater:
         for chunk in self.gradients.reduced():
             self._count(chunk)
         verdict = self._verdict(weight)
-        if self.loss_scale is not None and weight:
-            overflow = not math.isfinite(verdict.norm)
-            self.loss_scale.update(overflow)
-            verdict = replace(verdict, steps=not overflow, overflow=overflow)
+        if weight:
+            verdict = self._look(verdict)
         self._timeline.add("optimizer", "weigh", self._step, started)
         return verdict
+
+    def _look(self, verdict: Verdict) -> Verdict:
+        """Whether the step overflows in fp16, or is a bad one; where neither can be, nobody waits for the norm."""
+        guard, overflow = self.bad_steps, False
+        bad = guard.by_loss() if guard is not None else None
+        if self.loss_scale is not None and bad is None:
+            overflow = not math.isfinite(verdict.norm)
+            self.loss_scale.update(overflow)
+        elif guard is not None and bad is None:
+            bad = guard.by_norm(verdict.norm)
+        if guard is not None and bad is None and not overflow:
+            guard.good()
+        return replace(verdict, steps=bad is None and not overflow, overflow=overflow, bad=bad)
 
     def _apply(self, verdict: Verdict, factor: float) -> None:
         """Update all parameters from their reduced gradients times `factor`, clipped, if the verdict allows it."""

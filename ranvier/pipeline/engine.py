@@ -21,6 +21,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -34,13 +35,16 @@ from ranvier.mesh import Mesh
 from ranvier.models.block import Loss, Model, State, as_model, named
 from ranvier.optim.gradients import GradientSpec
 from ranvier.optim.groups import problems as group_problems
+from ranvier.optim.guard import BadSteps, guard_problems, looks_before_update
 from ranvier.optim.optimizer import storage_bytes
 from ranvier.optim.step import Updater, Verdict
 from ranvier.pipeline.build import build_stage, cut, split_model, stage_parameters
 from ranvier.pipeline.checkpointing import Checkpoint, stage_segments
+from ranvier.pipeline.examine import Cause, examine
 from ranvier.pipeline.inbox import Inbox
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.policies import MANY, auto_defer_microbatches, auto_in_flight, policy_named
+from ranvier.pipeline.replicas import Replicas
 from ranvier.pipeline.result import BatchResult
 from ranvier.pipeline.schedule import Action, Done, Policy, Schedule, Wait, actions_text
 from ranvier.pipeline.sequencer import Sequencer
@@ -48,7 +52,7 @@ from ranvier.pipeline.stage import Stage, runs_of
 from ranvier.pipeline.ties import TiedParameters, gradient_specs, ties_of
 from ranvier.pipeline.timeline import Category, Timeline
 from ranvier.pipeline.weight_gradients import WeightGradients, restore_forward
-from ranvier.run import Optim, TensorParallel
+from ranvier.run import Guard, Optim, TensorParallel
 from ranvier.tensor.mesh import TensorMesh, tensor_problems
 from ranvier.world import World
 
@@ -88,6 +92,8 @@ class Engine:
             `ranvier.tensor`.
         dtype: of parameters and activations. float16 scales the loss, and skips steps whose gradients overflow.
         sample: a microbatch of the usual shape; on several rows a row's share of one.
+        guard: when a step is bad, so that nothing is updated from it (`BatchResult.bad`); all its modes but none are
+            alike here. None applies every step.
         check_order: compare the order of actions among the ranks of a stage before each action (slow; for debugging).
 
     Raises ModelError or ConfigError for what does not fit, on every rank alike.
@@ -101,7 +107,7 @@ class Engine:
                  defer_bytes: int | Literal["auto"] = "auto", seed: int = 0, dtype: torch.dtype = torch.float32,
                  nominal_weight: float = 1.0, timeout_seconds: float = 300.0, optim: Optim | None = None,
                  learning_rate: float = 1e-3, checkpoint: Checkpoint = "none", sample: Microbatch | None = None,
-                 tensor: TensorParallel | None = None, check_order: bool = False) -> None:
+                 tensor: TensorParallel | None = None, guard: Guard | None = None, check_order: bool = False) -> None:
         mesh = mesh or world.mesh or Mesh(data=world.size)
         if mesh.size != world.size:
             raise ConfigError(f"has {mesh.size} ranks, but {world.size} were started", where="mesh", value=str(mesh),
@@ -117,6 +123,7 @@ class Engine:
         self._call = 0
         self._step = 0
         self._closed = False
+        self._replicas: Replicas | None = None
         self.timeline = Timeline()
 
         model, tensor = as_model(model, loss), tensor or TensorParallel()
@@ -135,7 +142,9 @@ class Engine:
         self._synchronise_start(blocks)
 
         segments = self._segments(checkpoint, model)
-        for problem in group_problems(optim or Optim(), [parameter.name for parameter in self.layout.parameters]):
+        guard = guard or Guard(bad_step="none")
+        for problem in (*group_problems(optim or Optim(), [parameter.name for parameter in self.layout.parameters]),
+                        *guard_problems(guard, optim or Optim())):
             raise problem
         self.learning_rate = learning_rate
         self._updater = Updater(
@@ -145,7 +154,8 @@ class Engine:
             runs=[range(blocks[run.start][0], blocks[run.start][0] + len(run))
                   for run, _ in runs_of(len(blocks), segments)],
             send_to_owner=lambda spec: self._ties.send_gradient(spec.name, self._call), weight=self._weight,
-            timeline=self.timeline, progress=self._progress)
+            timeline=self.timeline, progress=self._progress,
+            bad_steps=BadSteps(guard, self._loss) if looks_before_update(guard, optim or Optim()) else None)
         if self._updater.in_backward:  # a product that waits would hold its block's gradients
             self.defer_bytes, self._auto_defer = 0, False
         gradients = self._updater.gradients
@@ -300,16 +310,45 @@ class Engine:
         self._stats_work.wait()
         return float(self._stats[1])
 
+    def _loss(self) -> float:
+        """The mean loss of the global batch, which is reduced with its weight."""
+        weight = self._weight()
+        return float(self._stats[0]) / weight
+
     def _stepped(self, verdict: Verdict) -> BatchResult:
         """New values go to the other ends of ties; a step without a valid target is told of."""
         if verdict.steps:
             if self._ties.owns:
                 self._updater.wait()
             self._ties.send_values(self._call, trained=True)
-        elif not verdict.overflow:
+        elif not verdict.overflow and verdict.bad is None:
             warnings.warn(f"step {self._step} is skipped: no valid target in the global batch", stacklevel=4)
         self._board.doing = _OUTSIDE
         return BatchResult(self._stats, self._stats_work, verdict)
+
+    def examine(self, microbatches: Sequence[Microbatch | tuple]) -> Cause:
+        """After a bad step: what it began with. Runs its batch again, microbatch by microbatch, and compares what all
+        ranks see; collective. What `gradients` gives is of no use afterwards."""
+        if self._updater.in_backward:
+            raise ConfigError("has changed the parameters of the step that is to be examined",
+                              where="optim.update-in-backward", value=True, remedy="Leave the setting out.")
+        self._board.doing = "the examination of a bad step"
+        batch = [entry if isinstance(entry, Microbatch) else Microbatch(*entry) for entry in microbatches]
+        cause = examine(batch, stage=self._stage, num_blocks=self.layout.num_blocks, is_last_stage=self.is_last_stage,
+                        mesh=self.mesh, at=self.coordinates, gradients=self._updater.gradients,
+                        judges_gradients=self.loss_scale is None, ranks=self._all,
+                        run=partial(self._run, training=True))
+        self._board.doing = _OUTSIDE
+        return cause
+
+    def compare_replicas(self) -> None:
+        """Compare, bit by bit, the parameters that several ranks hold alike; collective. RanvierError on every rank,
+        with the odd ones out, where they differ."""
+        self._finish_update()
+        self._board.doing = "the comparison of replicas"
+        self._replicas = self._replicas or Replicas(self.layout, self.world, self._all)
+        self._replicas.compare(self._parameters)
+        self._board.doing = _OUTSIDE
 
     def evaluate(self, microbatches: Sequence[Microbatch | tuple]) -> BatchResult:
         """Forward only: loss and weight over the global batch, without dropout."""
@@ -338,6 +377,8 @@ class Engine:
             for group in self._groups:
                 group.close()
             self._data_group.close()
+            if self._replicas is not None:
+                self._replicas.close()
             self._all.close()
             self._board.close()
 

@@ -21,8 +21,15 @@ class BatchResult:
 
     @property
     def stepped(self) -> bool:
-        """Whether the gradients could be used: the batch had a valid target, and nothing overflowed in fp16."""
+        """Whether the gradients could be used: the batch had a valid target, nothing overflowed in fp16, and the step
+        was not bad."""
         return self.verdict is not None and self.verdict.steps
+
+    @property
+    def bad(self) -> str | None:
+        """Why nothing was updated from this step, where the engine has a guard: "loss is nan", "gradient norm is inf",
+        or a loss that explodes. None for any other step."""
+        return None if self.verdict is None else self.verdict.bad
 
     @property
     def overflow(self) -> bool:

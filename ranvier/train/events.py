@@ -54,7 +54,8 @@ class StepEvent:
     model_flops_utilisation: float
     """flops_per_second over what the same ranks reach together in bare matrix products, measured at start."""
     stepped: bool = True
-    """False when the global batch had no valid target, or a gradient overflowed in fp16: nothing was updated."""
+    """False when the global batch had no valid target, a gradient overflowed in fp16, or the step was bad: nothing was
+    updated."""
     loss_scale: float | None = None
     """fp16 only: the factor on the loss for the next step."""
     skipped_steps: int | None = None

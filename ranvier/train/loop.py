@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -29,6 +30,7 @@ from ranvier.optim.learning_rate import learning_rate
 from ranvier.optim.optimizer import resolve_bucket_size
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
+from ranvier.pipeline.result import BatchResult
 from ranvier.precision import DTYPES, is_half
 from ranvier.run import Run
 from ranvier.stop import StopRequest
@@ -36,6 +38,7 @@ from ranvier.tensor.activations import layout_of
 from ranvier.train.console import console
 from ranvier.train.events import EndEvent, EvalEvent, NoteEvent, StartEvent, Tracker, Trackers
 from ranvier.train.files import EventsFile, MetricsFile, open_folder, steps_until, writing
+from ranvier.train.guards import Guards
 from ranvier.train.memory import Measured, check_fits, explained, report_text
 from ranvier.train.metrics import Meter, PendingStep
 from ranvier.train.peak import matrix_product_rate
@@ -68,8 +71,9 @@ def train(run: Run, recipe: str, world: World, *, trackers: Sequence[Tracker] = 
             training = Training(run, recipe, world, trackers, stream or sys.stdout, stop)
             try:
                 training.start()
-                for step in range(training.done + 1, run.train.steps + 1):
-                    training.step(step)
+                step = training.done
+                while step < run.train.steps:
+                    step = training.step(step + 1)
                     if training.stops and step < run.train.steps:
                         summary = training.leave(step)
                         break
@@ -111,6 +115,8 @@ class Training:
         self.done = self.begins.step
         """Steps that were taken before this run went on."""
         self.train_data.offset = self.begins.offset
+        self.guards = Guards(self.run.guard, self.engine, tell=lambda event: self.outputs.event(event),
+                             barrier=self.ranks.barrier, go_back=self._go_back)
         self.history = History()
         if world.rank == 0:
             self.outputs = _outputs(self.run.run_dir, self.history, trackers, stream,
@@ -123,6 +129,7 @@ class Training:
             path = self.run.run_dir / "run.toml"
             with writing(path):
                 resolve.write(self.run, path)
+            self.data.tokenizer.save(self.run.run_dir / "tokenizer.json")
         self.outputs.event(StartEvent(recipe=self.recipe, run_dir=self.run.run_dir, mesh=self.run.mesh,
                                       steps=self.run.train.steps, settings=self._settings(),
                                       stages=str(self.engine.stages)))
@@ -132,14 +139,20 @@ class Training:
         self.pending: PendingStep | None = None
         self.meter = Meter(self.engine.timeline, self.ranks, self._stop)
 
-    def step(self, step: int) -> None:
-        """One optimizer step; publishes the numbers of the step before."""
+    def step(self, step: int) -> int:
+        """One optimizer step; publishes the numbers of the step before. Returns the step that the run is at now: this
+        one, or that of the checkpoint that the guard has gone back to."""
         config = self.run.train
         rate = learning_rate(config, step)
         self.engine.learning_rate = rate
         with self.measured.step():
-            result = self.engine.train_batch(self.train_data.microbatches(step - 1))
-        stall = self.saving.save(step, result.loss) if self.saving.due(step) else None
+            batch = self.train_data.microbatches(step - 1)
+            result = self.result = self.engine.train_batch(batch)
+        reached = self.guards.after_step(step, result, batch, partial(self._publish_all, step, result, rate))
+        if reached != step:
+            self._leave_out(step - reached)
+            return reached
+        stall = self.saving.save(step, result) if self.saving.due(step) else None
         self._publish()
         self.pending = self.meter.step(step, result, rate)
         self.pending.checkpoint_stall_seconds = stall
@@ -148,11 +161,12 @@ class Training:
             self.pending.eval_loss = self._evaluate(step)
             self._publish()
             self.meter.resume()
+        return step
 
     def leave(self, step: int) -> dict[str, object]:
         """Save what there is after `step`, and write no report: the run is to go on elsewhere."""
         if self.saving.saved_step != step:
-            self.saving.save(step, self.pending.result.loss)
+            self.saving.save(step, self.result)
         self._publish()
         missing = self.saving.finish()
         self._tell_of_checkpoints()
@@ -171,7 +185,7 @@ class Training:
         timelines = gather_timelines(self.ranks, self.meter.kept)
         text = self._sample() if run.train.sample_tokens else None
         facts = self.ranks.gather_objects(rank_facts(self.engine, world.device) | (
-            {"memory": self.measured.facts()} if run.memory_report else {}))
+            {"memory": self.measured.facts(self.saving.checkpoints)} if run.memory_report else {}))
         summary: dict[str, object] = {}
         if world.rank == 0:
             summary = summarise(recipe=self.recipe, mesh=run.mesh, history=self.history, ranks=facts,
@@ -190,6 +204,31 @@ class Training:
 
     # ------------------------------------------------------------------ parts of a step
 
+    def _go_back(self) -> int | None:
+        """Load the last checkpoint; its step, or None where there is none."""
+        self.saving.finish()
+        self._tell_of_checkpoints()
+        loaded = self.saving.checkpoints.load()
+        if loaded is None:
+            return None
+        self.saving.saved_step = loaded.step
+        for text in loaded.skipped:
+            self.outputs.event(NoteEvent(step=loaded.step, event="checkpoint-skipped", text=text))
+        return loaded.step
+
+    def _leave_out(self, steps: int) -> None:
+        """The run has gone back by so many steps, and the data goes on where it is."""
+        self.train_data.offset += steps * self.run.batch.global_size
+        self.saving.offset = self.train_data.offset
+        self.meter.resume()
+
+    def _publish_all(self, step: int, result: BatchResult, rate: float) -> None:
+        """Tell the numbers of `step` now, and of the one before where that is still to be done."""
+        self._publish()
+        self.pending = self.meter.step(step, result, rate)
+        self.pending.loss_scale = self.engine.loss_scale and replace(self.engine.loss_scale)
+        self._publish()
+
     def _publish(self) -> None:
         """Wait for the pending step's numbers and tell them. RanvierError when the loss is not a number any more."""
         self._tell_of_checkpoints()
@@ -198,8 +237,8 @@ class Training:
         flops_per_token = flops_per_sequence(self.run.model) / self.run.model.sequence
         event = self.pending.event(flops_per_token, self.peak_flops_per_second)
         self.stops |= self.pending.stop_requested
-        self.pending = None
-        if not event.stepped:
+        bad, self.pending = self.pending.result.bad, None
+        if not event.stepped and bad is None:
             text = (f"a gradient overflowed: nothing was updated, and the loss scale is now {event.loss_scale:g}"
                     if event.tokens else "no valid target in the global batch: nothing was updated")
             self.outputs.event(NoteEvent(step=event.step, event="skipped", text=text))
@@ -304,7 +343,7 @@ def _build(run: Run, world: World) -> Engine:
                   in_flight=run.pipeline.in_flight, boundaries=run.pipeline.boundaries,
                   partition=run.pipeline.partition, defer_bytes=run.pipeline.defer_bytes, seed=run.seed,
                   dtype=DTYPES[run.precision], nominal_weight=float(run.batch.global_size * run.model.sequence),
-                  timeout_seconds=run.comm.timeout_seconds, sample=sample, tensor=run.tensor)
+                  timeout_seconds=run.comm.timeout_seconds, sample=sample, tensor=run.tensor, guard=run.guard)
 
 
 def _outputs(run_dir: Path, history: History, trackers: Sequence[Tracker], stream: TextIO, *, after: int) -> Trackers:

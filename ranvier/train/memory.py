@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 
 from ranvier.check import laid_out, memory_table
+from ranvier.checkpoint.checkpoints import Checkpoints
 from ranvier.errors import ConfigError, OutOfMemory
 from ranvier.machine import available_memory_bytes
 from ranvier.pipeline.engine import Engine
@@ -92,13 +93,14 @@ class Measured:
         """A context around a step whose storages are counted."""
         return nullcontext() if self._tracker is None else self._tracker
 
-    def facts(self) -> dict[str, dict[str, int]]:
+    def facts(self, checkpoints: Checkpoints) -> dict[str, dict[str, int]]:
         """{"device": {category: bytes}, "host": {...}} at the peak. What is neither parameters, gradients, states nor
         buckets is "working": activations, postponed operands, workspace, messages, copies for reductions."""
         found = self._engine.memory()
         lasting = sum(found["device"].values())
         peak = torch.cuda.max_memory_allocated(self._device) if self._tracker is None else self._tracker.peak_bytes()
         found["device"]["working"] = max(0, peak - lasting)
+        found["host"]["checkpoint"] = checkpoints.host_bytes
         return found
 
 

@@ -38,6 +38,7 @@ class Result(Protocol):
     weight: float
     grad_norm: float
     stepped: bool
+    bad: str | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from ranvier.checkpoint.manifest import checkpoints as listed
 from ranvier.checkpoint.manifest import step_of
 from ranvier.errors import CheckpointError, ConfigError
 from ranvier.pipeline.engine import Engine
+from ranvier.pipeline.result import BatchResult
 from ranvier.run import Run
 from ranvier.train.events import NoteEvent
 from ranvier.train.report import versions
@@ -43,7 +44,8 @@ class Saving:
     def __init__(self, run: Run, recipe: str, engine: Engine, text: str) -> None:
         self._run, self._recipe, self._engine, self._text = run, recipe, engine, text
         self.checkpoints = Checkpoints(engine, checkpoint_folder(run), keep=run.checkpoint.keep,
-                                       keep_every=run.checkpoint.keep_every)
+                                       keep_every=run.checkpoint.keep_every,
+                                       timeout_seconds=run.comm.timeout_seconds)
         self.offset = 0
         """Sequences that were consumed beyond the steps' own: what a change of batch or going back has left out."""
         self.saved_step: int | None = None
@@ -69,11 +71,21 @@ class Saving:
             raise ConfigError(f"leaves nothing to do: {loaded.folder} has taken {loaded.step} steps",
                               where="train.steps", value=self._run.train.steps,
                               remedy=f"Set --train.steps above {loaded.step}, or leave --resume out.")
+        self._check_model(loaded)
         size = self._run.batch.global_size
         self.offset = int(loaded.about.get("samples", loaded.step * size)) - loaded.step * size
         notes = [NoteEvent(step=loaded.step, event="checkpoint-skipped", text=text) for text in loaded.skipped]
         return Start(step=loaded.step, offset=self.offset, continues=continues,
                      notes=[*notes, self._note(loaded), *self._differences(loaded)])
+
+    def _check_model(self, loaded: Loaded) -> None:
+        """What makes another function of parameters of the same shapes."""
+        run = loaded.about.get("run")
+        model = run.get("model") if isinstance(run, Mapping) else None
+        heads = model.get("heads") if isinstance(model, Mapping) else None
+        if heads is not None and heads != self._run.model.heads:
+            raise CheckpointError(f"was written by a model with {heads} heads", where=f"checkpoint {loaded.folder}",
+                                  value=self._run.model.heads, remedy=f"Set --model.heads {heads}.")
 
     def _refuse_the_past(self, path: Path) -> None:
         """A checkpoint of this very folder must be its newest: --resume auto would take a newer one the next time."""
@@ -111,10 +123,10 @@ class Saving:
         config, every = self._run.train, self._run.checkpoint.every
         return step == config.steps or bool(every and step % every == 0)
 
-    def save(self, step: int, loss: float) -> float | None:
-        """Begin a checkpoint; returns the seconds that training waited for it. None where the loss is no number: what
-        comes of such a step is not kept."""
-        if math.isnan(loss):
+    def save(self, step: int, result: BatchResult) -> float | None:
+        """Begin a checkpoint; returns the seconds that training waited for it. None where the step was taken although
+        its loss is no number: what comes of it is not kept."""
+        if result.stepped and math.isnan(result.loss):
             return None
         self.saved_step = step
         return self.checkpoints.save({

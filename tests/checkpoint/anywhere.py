@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter, ValidationError
 
+from ranvier.checkpoint.manifest import MANIFEST, Manifest, encode
 from ranvier.checkpoint.saved import Saved
 from ranvier.data.loader import Loader
 from ranvier.data.sampler import Sampler
@@ -60,6 +63,16 @@ def everything(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
     assert list(saved.damage()) == []
     return {(kind, name): saved.read(kind, name) for kind, tensors in saved.manifest.tensors.items()
             for name in tensors if kind != "random"}
+
+
+def write_manifest(folder: Path, document: dict) -> None:
+    """`document` as the manifest, with the checksum that it should have if it is one."""
+    data = json.dumps(document)
+    try:
+        written = encode(TypeAdapter(Manifest).validate_json(data))
+    except ValidationError:
+        written = data.encode()
+    (folder / MANIFEST).write_bytes(written)
 
 
 def assert_same(first: dict, second: dict) -> None:

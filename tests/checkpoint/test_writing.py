@@ -6,6 +6,7 @@ import resource
 import shutil
 import subprocess
 import threading
+import time
 
 import pytest
 import torch
@@ -15,12 +16,13 @@ from ranvier.checkpoint import files
 from ranvier.checkpoint.checkpoints import Checkpoints
 from ranvier.checkpoint.manifest import MANIFEST, read_manifest
 from ranvier.checkpoint.saved import Saved, find
+from ranvier.comm.board import Board
 from ranvier.errors import CheckpointError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.run import Optim
 from ranvier.testing.ranks import run_ranks
-from tests.checkpoint.anywhere import assert_same, engine_on, everything, on, train
+from tests.checkpoint.anywhere import assert_same, engine_on, everything, on, train, write_manifest
 
 
 def save_steps(folder, steps=1, mesh=None, **options):
@@ -210,6 +212,50 @@ def test_a_full_disk(tmp_path):
         subprocess.run(["umount", str(disk)], check=True)
 
 
+def test_later_ones_that_are_damaged_do_not_count_as_kept(tmp_path):
+    """A run that went on from step 1 keeps what it writes, although there are newer names."""
+    save_steps(tmp_path, 5, keep=4)
+    for step in (3, 4, 5):
+        (tmp_path / f"step-{step}" / MANIFEST).write_text("{")
+
+    def work(engine):
+        checkpoints = Checkpoints(engine, tmp_path, keep=1)
+        assert checkpoints.load().step == 2
+        train(engine, 1)
+        checkpoints.save()
+        checkpoints.wait()
+
+    on(Mesh(), work)
+    assert names(tmp_path) == ["step-3", "step-4", "step-5"] and read_manifest(tmp_path / "step-3").step == 3
+
+
+def late_part(tmp_path, monkeypatch, then):
+    """What rank 0 is told where the thread of rank 1 does `then(engine, write)` instead of writing its part."""
+    init = Board.__init__
+    monkeypatch.setattr(Board, "__init__", lambda self, store, rank, mesh: init(self, store, rank, mesh, 0.05))
+
+    def work(engine):
+        checkpoints = Checkpoints(engine, tmp_path, timeout_seconds=0.3)
+        train(engine, 1)
+        if engine.world.rank == 1:
+            write = checkpoints._write
+            monkeypatch.setattr(checkpoints, "_write", lambda job: then(engine, lambda: write(job)))
+        checkpoints.save()
+        return checkpoints.wait()
+
+    return on(Mesh(data=2), work)[0]
+
+
+def test_a_rank_that_is_gone_before_its_part_is_there(tmp_path, monkeypatch):
+    told, = late_part(tmp_path, monkeypatch, lambda engine, write: engine._board.close())
+    assert told.error == "rank 1 has not written its part, and is not heard of any more" and names(tmp_path) == []
+
+
+def test_a_rank_that_takes_long_for_its_part_is_waited_for(tmp_path, monkeypatch):
+    told, = late_part(tmp_path, monkeypatch, lambda engine, write: (time.sleep(1.5), write()))
+    assert told.error is None and names(tmp_path) == ["step-1"]
+
+
 def test_parts_that_rank_0_cannot_see(tmp_path, monkeypatch):
     """Machines that have a folder each, though of one name."""
     def elsewhere(path, tensors):
@@ -280,10 +326,9 @@ def test_another_model(tmp_path):
 
 def changed(tmp_path, change):
     """Load what `change` has made of a manifest."""
-    path = tmp_path / "step-1" / MANIFEST
-    document = json.loads(path.read_text())
+    document = json.loads((tmp_path / "step-1" / MANIFEST).read_text())
     change(document)
-    path.write_text(json.dumps(document))
+    write_manifest(tmp_path / "step-1", document)
     load(tmp_path)
 
 
@@ -293,7 +338,8 @@ def test_a_model_with_fewer_parameters_or_other_shapes(tmp_path):
 
     def more(document):
         tensor = document["tensors"]["parameter"].pop("layer0.mlp.fc1.bias")
-        document["tensors"]["parameter"] |= {"layer0.mlp.fc1.bias": tensor, "other": {**tensor}}
+        document["tensors"]["parameter"] |= {"layer0.mlp.fc1.bias": tensor,
+                                             "other": {**tensor, "shape": [0], "pieces": []}}
 
     with pytest.raises(CheckpointError, match=r"is no parameter of the model \(got 'other'\)"):
         changed(tmp_path, more)
@@ -302,7 +348,7 @@ def test_a_model_with_fewer_parameters_or_other_shapes(tmp_path):
     def other(document):
         tensor = document["tensors"]["parameter"]["layer0.mlp.fc1.bias"]
         tensor["shape"] = [4, 8]
-        tensor["pieces"] = [[0, "piece-0", [[0, 4], [0, 8]]]]
+        tensor["pieces"] = [[0, tensor["pieces"][0][1], [[0, 4], [0, 8]]]]
 
     with pytest.raises(CheckpointError, match=r"has layer0.mlp.fc1.bias with the shape \(4, 8\), the model with "
                                               r"\(32,\)"):
@@ -443,10 +489,21 @@ def test_a_manifest_that_cannot_be_true(tmp_path, one_checkpoint, change):
     folder = shutil.copytree(one_checkpoint, tmp_path / "step-1")
     document = json.loads((folder / MANIFEST).read_text())
     message = change(document)
-    (folder / MANIFEST).write_text(json.dumps(document))
+    write_manifest(folder, document)
     with pytest.raises(CheckpointError) as caught:
         read_manifest(folder)
     assert message in caught.value.what
+
+
+@pytest.mark.parametrize(("before", "after"), [
+    ('"step":1,', '"step":3,'), ('"optimizer_steps":1,', '"optimizer_steps":3,'), ('"written":"20', '"written":"21')])
+def test_a_bit_of_a_manifest_that_makes_it_another(tmp_path, one_checkpoint, before, after):
+    folder = shutil.copytree(one_checkpoint, tmp_path / "step-1")
+    text = (folder / MANIFEST).read_text()
+    assert before in text
+    (folder / MANIFEST).write_text(text.replace(before, after))
+    with pytest.raises(CheckpointError, match=r"manifest.json has been changed: its own checksum is another"):
+        read_manifest(folder)
 
 
 def test_no_manifest_and_one_that_is_too_large(tmp_path, monkeypatch):
@@ -467,7 +524,7 @@ def test_a_file_that_is_not_as_its_manifest_says(tmp_path, one_checkpoint, chang
     tensor = document["tensors"]["parameter"]["layer0.mlp.fc1.bias"]
     key = tensor["pieces"][0][1]
     tensor |= json.loads(json.dumps(change).replace("null", json.dumps(key)))
-    (folder / MANIFEST).write_text(json.dumps(document))
+    write_manifest(folder, document)
     with pytest.raises(CheckpointError, match=message):
         Saved(folder).read("parameter", "layer0.mlp.fc1.bias")
 

@@ -2,6 +2,7 @@
 
 import json
 import struct
+import zlib
 
 import pytest
 import torch
@@ -84,11 +85,27 @@ def test_damaged_messages_never_do_worse_than_a_value_error(sent, data):
         tensor.clone()
 
 
+@settings(max_examples=300)
+@given(messages(), st.data())
+def test_a_flipped_bit_of_the_head_is_noticed(sent, data):
+    head = bytearray(encode_head(sent).numpy().tobytes())
+    place, bit = data.draw(st.integers(0, len(head) - 1)), data.draw(st.integers(0, 7))
+    raw = bytearray(encode(sent).numpy().tobytes())
+    raw[place] ^= 1 << bit
+    damaged = torch.frombuffer(raw, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="message"):
+        decode(damaged, 0)
+    if place < wire.PREAMBLE_BYTES:
+        with pytest.raises(ValueError, match="message"):
+            total_bytes(damaged)
+
+
 def forged(description: object, total: int | None = None, kind: int = 1, length: int | None = None) -> torch.Tensor:
     text = description if isinstance(description, bytes) else json.dumps(description).encode()
     size = wire.PREAMBLE_BYTES + len(text) + 256
-    head = struct.pack("<4sBiiqqI", b"RNV1", kind, 0, 0, 0, size if total is None else total,
-                       len(text) if length is None else length)
+    head = struct.pack("<4sBiiqqII", b"RNV1", kind, 0, 0, 0, size if total is None else total,
+                       len(text) if length is None else length, zlib.crc32(text))
+    head += struct.pack("<I", zlib.crc32(head))
     return torch.frombuffer(bytearray(head + text + bytes(256)), dtype=torch.uint8)
 
 

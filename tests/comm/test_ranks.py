@@ -3,9 +3,12 @@
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+from ranvier.comm.mpi_launch import mpi_available
 from ranvier.errors import LaunchError
 from ranvier.testing.ranks import RanksFailed, run_processes, run_ranks
 from ranvier.world import World
@@ -87,18 +90,23 @@ def write_pids(world: World, path: str) -> None:
     time.sleep(300.0)
 
 
-@pytest.mark.parametrize("transport", ["torch", pytest.param("mpi", marks=pytest.mark.mpi)])
-def test_processes_that_do_not_end_are_killed(transport, tmp_path):
-    if transport == "mpi":
-        pytest.importorskip("mpi4py")
+def _are_killed(transport: str, folder: Path) -> None:
     with pytest.raises(RanksFailed, match=r"rank 0, 1 of 2 .* had not ended after 12 s"):
-        run_processes(f"{HERE}:write_pids", 2, transport, args=[str(tmp_path / "pid")], timeout_seconds=12)
+        run_processes(f"{HERE}:write_pids", 2, transport, args=[str(folder / transport)], timeout_seconds=12)
     for rank in range(2):
-        process = int((tmp_path / f"pid.{rank}").read_text())
+        process = int((folder / f"{transport}.{rank}").read_text())
         deadline = time.monotonic() + 10
         while os.path.exists(f"/proc/{process}") and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not os.path.exists(f"/proc/{process}")
+
+
+def test_processes_that_do_not_end_are_killed(tmp_path):
+    """Over both transports at the same time, for all of it is waiting."""
+    transports = ["torch", "mpi"] if mpi_available() is None else ["torch"]
+    with ThreadPoolExecutor() as pool:
+        for done in [pool.submit(_are_killed, transport, tmp_path) for transport in transports]:
+            done.result()
 
 
 def test_mpi_without_mpiexec_is_named(monkeypatch):

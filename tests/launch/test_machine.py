@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from ranvier.machine import available_cores, cpu_quota, memory_limit_bytes, threads_per_rank
+from ranvier.machine import available_cores, cpu_quota, interface_towards, memory_limit_bytes, threads_per_rank
 
 
 @pytest.mark.parametrize(("files", "quota"), [
@@ -41,3 +41,25 @@ def _write(folder, files):
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
+
+
+def test_no_interface_leads_to_the_machine_itself_or_to_nowhere():
+    assert interface_towards("127.0.0.1") is None and interface_towards("no-such-host.invalid") is None
+
+
+def test_an_interface_is_named_by_its_address(monkeypatch):
+    class Probe:
+        def __init__(self, *args): pass
+        def __enter__(self): return self
+        def __exit__(self, *args): pass
+        def connect(self, place): assert place[0] == "node0"
+        def getsockname(self): return ("10.0.0.2", 12345)
+
+    address = type("address", (), {})
+    found = {}
+    for name, text in [("lo", "127.0.0.1"), ("eth3", "10.0.0.2"), ("ib0", "10.9.0.2")]:
+        found[name] = [address()]
+        found[name][0].address = text
+    monkeypatch.setattr("ranvier.machine.socket.socket", Probe)
+    monkeypatch.setattr("ranvier.machine.psutil.net_if_addrs", lambda: found)
+    assert interface_towards("node0") == "eth3"

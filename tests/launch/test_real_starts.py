@@ -16,7 +16,8 @@ SCRIPT = str(Path(__file__).parent / "script.py")
 DEADLINE_SECONDS = 120
 MPI = pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.skipif(mpi_available() is not None, reason="no MPI")])
 SLOW_MPI = pytest.param("mpi", marks=[*MPI.marks, pytest.mark.slow])
-TRANSPORTS = pytest.mark.parametrize("transport", ["torch", MPI])
+HERE = ["torch"] if mpi_available() else ["torch", "mpi"]
+"""The transports of this machine. What is mostly waiting runs over all of them at the same time."""
 MOSTLY_TORCH = pytest.mark.parametrize("transport", ["torch", SLOW_MPI])
 RANK_1 = "rank 1 (data 0, pipe 1, row 0, col 0)"
 
@@ -82,7 +83,7 @@ def ranks_in(text):
     return sorted(re.findall(r"^rank (\d) pid \d+ (\w+) (\w+) threads \d+$", text, re.MULTILINE))
 
 
-@TRANSPORTS
+@MOSTLY_TORCH
 @pytest.mark.parametrize("how", ["succeed", pytest.param("late", marks=pytest.mark.slow)])
 def test_plain_python_starts_the_ranks_and_ends_with_them(start, transport, how):
     code, out, err = start(sys.executable, SCRIPT, how, transport).finish()
@@ -94,19 +95,20 @@ def test_auto_says_what_it_chose_and_why(start):
     code, out, _ = start(sys.executable, SCRIPT, "succeed", "auto").finish()
     assert code == 0
     name = "torch" if mpi_available() else "mpi"
+    assert ranks_in(out) == [("0", "local", name), ("1", "local", name)]
     assert len(re.findall(rf"^transport {name}.*: .*MPI|^transport {name}.*faster than Gloo", out, re.MULTILINE)) == 1
     assert len(re.findall(r"^device cpu: .* threads for each of 2 ranks", out, re.MULTILINE)) == 1
 
 
-@TRANSPORTS
 @pytest.mark.parametrize("how", ["raise", pytest.param("thread", marks=pytest.mark.slow)])
-def test_a_rank_that_raises(start, transport, how):
-    code, _, err = start(sys.executable, SCRIPT, how, transport).finish()
-    assert code == 1
-    assert err.count("Traceback (most recent call last)") == 1
-    assert err.count(f"{RANK_1} failed:\n") == 1
-    assert err.count("ValueError: the user's own fault" if how == "raise" else "KeyError: 'nothing'") == 1
-    assert err.splitlines()[-1] == f"ranvier: {RANK_1} ended with exit code 1; the other ranks were stopped"
+def test_a_rank_that_raises(start, how):
+    for started in [start(sys.executable, SCRIPT, how, transport) for transport in HERE]:
+        code, _, err = started.finish()
+        assert code == 1
+        assert err.count("Traceback (most recent call last)") == 1
+        assert err.count(f"{RANK_1} failed:\n") == 1
+        assert err.count("ValueError: the user's own fault" if how == "raise" else "KeyError: 'nothing'") == 1
+        assert err.splitlines()[-1] == f"ranvier: {RANK_1} ended with exit code 1; the other ranks were stopped"
 
 
 @MOSTLY_TORCH
@@ -121,30 +123,28 @@ def test_a_rank_that_exits_early(start, transport):
     assert (code, err) == (1, f"ranvier: {RANK_1} ended with exit code 5; the other ranks were stopped\n")
 
 
-@TRANSPORTS
-def test_a_rank_that_is_killed(start, transport):
-    code, _, err = start(sys.executable, SCRIPT, "kill", transport).finish()
-    assert code == 1
-    assert f"ranvier: {RANK_1} was killed by SIGKILL" in err.splitlines()[-1]
-    assert "BAD TERMINATION" not in err
+def test_a_rank_that_is_killed(start):
+    for started in [start(sys.executable, SCRIPT, "kill", transport) for transport in HERE]:
+        code, _, err = started.finish()
+        assert code == 1
+        assert f"ranvier: {RANK_1} was killed by SIGKILL" in err.splitlines()[-1]
+        assert "BAD TERMINATION" not in err
 
 
-@TRANSPORTS
 @pytest.mark.parametrize(("number", "code", "text"), [
     (signal.SIGINT, 130, "interrupted"),
     pytest.param(signal.SIGTERM, 143, "stopped by SIGTERM", marks=pytest.mark.slow)])
-def test_stopping_the_command_stops_its_ranks(start, transport, number, code, text):
-    started = start(sys.executable, SCRIPT, "hang", transport).wait_for_ranks()
-    started.process.send_signal(number)
-    assert started.finish()[::2] == (code, f"ranvier: {text}\n")
+def test_stopping_the_command_stops_its_ranks(start, number, code, text):
+    for started in [start(sys.executable, SCRIPT, "hang", transport) for transport in HERE]:
+        started.wait_for_ranks().process.send_signal(number)
+        assert started.finish()[::2] == (code, f"ranvier: {text}\n")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel")
-@TRANSPORTS
-def test_killing_the_command_outright_ends_its_ranks(start, transport):
-    started = start(sys.executable, SCRIPT, "hang", transport).wait_for_ranks()
-    started.process.kill()
-    started.assert_all_gone()
+def test_killing_the_command_outright_ends_its_ranks(start):
+    for started in [start(sys.executable, SCRIPT, "hang", transport) for transport in HERE]:
+        started.wait_for_ranks().process.kill()
+        started.assert_all_gone()
 
 
 def torchrun(num_ranks, *command):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ranvier.comm.board import Board
+from ranvier.comm.board import Board, in_time, said, silent
 from ranvier.comm.message import Kind
 from ranvier.errors import MessageTimeout, ModelError, RanvierError
 from ranvier.mesh import Mesh
@@ -241,8 +241,49 @@ def test_names_of_ranks_on_the_board():
     for mesh, rank, expected in [(Mesh(), 0, "rank 0"), (Mesh(pipe=2), 1, "pipe 1"), (Mesh(data=2), 1, "data 1"),
                                  (Mesh(data=2, pipe=2, col=2), 7, "data 1, pipe 1, col 1")]:
         board = Board(HashStore(), 0, mesh)
-        assert board.name(rank) == expected and board.read(0) == "not heard of"
+        assert board.name(rank) == expected
         board.close()
+
+
+def test_ranks_that_say_nothing_any_more_are_told_from_busy_ones():
+    """And from one that has never said anything, which may not have got so far."""
+    from torch.distributed import HashStore
+
+    store = HashStore()
+    boards = [Board(store, rank, Mesh(pipe=4), 0.05) for rank in range(3)]
+    while len(said(store, range(4))) < 3:
+        time.sleep(0.01)
+    assert silent(store, range(4), 0.4) == []
+    boards[0].doing = "backward 3"
+    boards[1].close()
+    assert silent(store, range(4), 0.4) == [1]
+    assert said(store, [0])[0][1] == "backward 3"
+    for board in boards:
+        board.close()
+
+
+class Deaf:
+    """A store behind a dead link."""
+
+    def __init__(self):
+        self.ended = threading.Event()
+
+    def check(self, names):
+        self.ended.wait(60)
+
+    set = get = lambda self, *args: self.check([])
+
+
+def test_a_store_that_does_not_answer_holds_nobody_up(monkeypatch):
+    monkeypatch.setattr("ranvier.comm.board._STORE_SECONDS", 0.2)
+    store = Deaf()
+    began = time.monotonic()
+    board = Board(store, 0, Mesh(pipe=2), 0.05)
+    assert in_time(store.get, 0.2) is None and silent(store, [1], 0.1) is None
+    assert "from pipe 1, which is not heard of: the store cannot be reached\n" in board.report("news", 1, 3.0)
+    assert time.monotonic() - began < 20
+    store.ended.set()
+    board.close()
 
 
 def test_no_thread_is_left_when_engines_are_closed():

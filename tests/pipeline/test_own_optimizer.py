@@ -14,6 +14,7 @@ from ranvier.pipeline.microbatch import Microbatch
 from ranvier.run import Optim
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
+from tests.covering import covering
 from tests.pipeline.parity import SEED, chain, frozen, on_mesh, points, share, small_gpt, squared, tokens
 from tests.pipeline.test_parity import of_blocks, residuals
 from tests.pipeline.test_training import assert_same_weights, batch_of, three_ends, weights
@@ -174,10 +175,11 @@ def test_loss_scale():
     assert scale.scale == 2.0**-14 and scale.skipped_steps == 101
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("options", [{}, {"accumulate": "half"}, {"offload": "stream", "shard": True},
-                                     {"offload": "host", "reduce_dtype": "fp32"}])
-@pytest.mark.parametrize("mesh", [Mesh(), Mesh(data=2, pipe=2)], ids=str)
+@pytest.mark.parametrize(("mesh", "options", "dtype"), [*covering([Mesh(data=2, pipe=2)], [
+    {}, {"accumulate": "half"}, {"offload": "stream", "shard": True}, {"offload": "host", "reduce_dtype": "fp32"},
+    ], [torch.bfloat16, torch.float16]), *covering([Mesh()], [
+        {}, {"offload": "host", "reduce_dtype": "fp32"}, {"accumulate": "half"}, {"offload": "stream", "shard": True},
+    ], [torch.float16, torch.bfloat16])], ids=str)
 def test_half_precision_follows_fp32(mesh, options, dtype):
     """Losses over 15 steps stay near those of fp32."""
     batches = [tokens([[2, 2]] * mesh.data, seed=seed) for seed in range(15)]

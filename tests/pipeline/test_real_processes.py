@@ -43,15 +43,25 @@ def errors(world: World, data: int, pipe: int, policy: str) -> list[float]:
     assert owned
     worst = max(relative_error(gradient, gradients[name]) for name, gradient in owned.items())
     engine.close()
-    world.backend.close()
     return [float(worst), abs(trained - expected) / expected, abs(evaluated - expected) / expected]
 
 
-@pytest.mark.parametrize("policy", ["message-driven", pytest.param("1f1b", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("data, pipe", [(1, 2), (2, 2), (1, 4)])
+def errors_of_all(world: World, cases: list[tuple[int, int, str]]) -> list[list[float]]:
+    """One engine after another in the same processes."""
+    found = [errors(world, *case) for case in cases]
+    world.backend.close()
+    return found
+
+
+@pytest.mark.parametrize("cases", [
+    [(2, 2, "message-driven"), (1, 4, "message-driven"), (2, 2, "1f1b")],
+    pytest.param([(1, 2, "message-driven"), (1, 2, "1f1b")], marks=pytest.mark.slow),
+    pytest.param([(1, 4, "1f1b")], marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("transport", ["torch", pytest.param("mpi", marks=[
     pytest.mark.mpi, pytest.mark.skipif(UNUSABLE is not None, reason=str(UNUSABLE))])])
-def test_gradients_equal_plain_pytorch(transport, data, pipe, policy):
-    ranks = run_processes("tests.pipeline.test_real_processes:errors", data * pipe, transport,
-                          args=[data, pipe, policy], timeout_seconds=120)
-    assert max(max(found) for found in ranks) < 1e-10
+def test_gradients_equal_plain_pytorch(transport, cases):
+    data, pipe, _ = cases[0]
+    ranks = run_processes("tests.pipeline.test_real_processes:errors_of_all", data * pipe, transport, args=[cases],
+                          timeout_seconds=120)
+    assert all(len(found) == len(cases) for found in ranks)
+    assert max(max(case) for found in ranks for case in found) < 1e-10

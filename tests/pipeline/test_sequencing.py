@@ -25,6 +25,7 @@ from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.sequencer import Sequencer
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
+from tests.covering import covering
 from tests.pipeline.parity import SEED, assert_close, chain, points, share
 
 WIDTH = 4
@@ -154,10 +155,9 @@ def check(mesh, adversary, counts=None, **options):
     return [actions for actions, _, _ in found]
 
 
-@pytest.mark.parametrize("policy", ["message-driven", "1f1b", "gpipe"])
-@pytest.mark.parametrize("mesh", [
-    Mesh(row=2, col=2), Mesh(pipe=2, col=2), Mesh(pipe=3, row=2), Mesh(pipe=2, row=2, col=2),
-    Mesh(data=2, pipe=2, col=2), Mesh(data=2, pipe=3, row=2)], ids=str)
+@pytest.mark.parametrize(("mesh", "policy"), covering([
+    Mesh(pipe=2, row=2, col=2), Mesh(pipe=2, col=2), Mesh(pipe=3, row=2), Mesh(row=2, col=2),
+    Mesh(data=2, pipe=2, col=2), Mesh(data=2, pipe=3, row=2)], ["message-driven", "1f1b", "gpipe"]), ids=str)
 def test_one_order_on_every_rank_of_a_stage(mesh, policy):
     check(mesh, Adversary(seed=mesh.size), policy=policy, in_flight=2 * mesh.pipe)
 

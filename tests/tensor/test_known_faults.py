@@ -16,6 +16,7 @@ from ranvier.run import Optim
 from ranvier.tensor import layers
 from ranvier.tensor.split import split_layers
 from ranvier.testing.reference import Reference, relative_error
+from tests.covering import covering
 from tests.tensor.split_parity import (
     SCHEMES,
     SEED,
@@ -301,9 +302,8 @@ class Shared(nn.Module):
         return x + self.back(y) + torch.tanh(self.back(y * y))
 
 
-@pytest.mark.parametrize("defer_bytes", [0, 1 << 40])
-@pytest.mark.parametrize("twice", ["output", "input"])
-@pytest.mark.parametrize(("rows", "cols", "scheme"), MESHES)
+@pytest.mark.parametrize(("rows", "cols", "scheme", "twice", "defer_bytes"), covering(
+    MESHES, [("output", 0), ("input", 1 << 40), ("output", 1 << 40), ("input", 0)]))
 def test_a_layer_that_is_used_twice(rows, cols, scheme, twice, defer_bytes):
     def make():
         model = replace(tiny_gpt(), layers=(), initial=lambda name: Initial("normal", 0.1))

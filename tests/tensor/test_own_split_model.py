@@ -13,6 +13,7 @@ from ranvier.pipeline.microbatch import Microbatch
 from ranvier.run import Optim
 from ranvier.tensor import layers
 from ranvier.testing.reference import Reference, relative_error
+from tests.covering import covering
 from tests.tensor.split_parity import (
     SEED,
     TOLERANCE,
@@ -107,8 +108,7 @@ def sentences(mesh, count=2):
             for replica in range(mesh.data)]
 
 
-@pytest.mark.parametrize("token", [0, 5])
-@pytest.mark.parametrize(("rows", "cols", "scheme"), legal([(2, 2), (1, 4), (3, 2)]))
+@pytest.mark.parametrize(("rows", "cols", "scheme", "token"), covering(legal([(2, 2), (1, 4), (3, 2)]), [0, 5]))
 def test_gradients(rows, cols, scheme, token):
     mesh = Mesh(row=rows, col=cols)
     batches = sentences(mesh)

@@ -12,6 +12,7 @@ from ranvier.pipeline.microbatch import Microbatch
 from ranvier.run import Optim
 from ranvier.run import TensorParallel as Settings
 from ranvier.testing.reference import Reference, relative_error
+from tests.covering import covering
 from tests.pipeline.parity import frozen
 from tests.tensor.split_parity import (
     SEED,
@@ -39,8 +40,7 @@ def two_layers(**options):
 
 
 @pytest.mark.parametrize("tied", TIED)
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize(("rows", "cols", "scheme"), legal())
+@pytest.mark.parametrize(("rows", "cols", "scheme", "count"), covering(legal(), [1, 3]))
 def test_gpt_on_every_mesh(rows, cols, scheme, count, tied):
     mesh = Mesh(row=rows, col=cols)
     assert_parity(partial(two_layers, tied=tied), token_batches(mesh, count=count), mesh, scheme=scheme)
@@ -72,8 +72,8 @@ def test_checkpointing(rows, cols, scheme, checkpoint):
                   sample=row_share(batches[0][0], mesh, 0))
 
 
-@pytest.mark.parametrize("checkpoint", ["none", 1])
-@pytest.mark.parametrize("mesh", [Mesh(row=2), Mesh(row=2, col=3), Mesh(pipe=2, row=2, col=2)], ids=str)
+@pytest.mark.parametrize(("mesh", "checkpoint"), covering(
+    [Mesh(row=2), Mesh(row=2, col=3), Mesh(pipe=2, row=2, col=2)], [1, "none"]), ids=str)
 def test_weights_that_are_kept(mesh, checkpoint):
     """Gathered once in a step, so that fewer bytes go down the columns."""
     def work(engine):
@@ -126,8 +126,9 @@ def test_gradients_agree_to_the_bit_whatever_arrives_when(scheme):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("settings", [{}, {"scheme": "summa"}, {"keep_weights": True}], ids=str)
-@pytest.mark.parametrize("mesh", [Mesh(row=2, col=2), Mesh(pipe=2, row=2, col=3), Mesh(pipe=2, row=2)], ids=str)
+@pytest.mark.parametrize(("mesh", "settings"), covering(
+    [Mesh(row=2, col=2), Mesh(pipe=2, row=2, col=3), Mesh(pipe=2, row=2)],
+    [{}, {"scheme": "summa"}, {"keep_weights": True}]), ids=str)
 def test_postponed_weight_gradients(mesh, settings):
     def postponed(engine):
         inner, queue = engine._stage.weight, []
@@ -146,8 +147,8 @@ def test_postponed_weight_gradients_on_columns_alone(mesh, scheme):
     assert_parity(tiny_gpt, token_batches(mesh), mesh, scheme=scheme, defer_bytes=HUGE, boundaries=None)
 
 
-@pytest.mark.parametrize("bucket_size", [7, 1000])
-@pytest.mark.parametrize("mesh", [Mesh(row=2, col=2), Mesh(data=2, row=2, col=3)], ids=str)
+@pytest.mark.parametrize(("mesh", "bucket_size"), covering(
+    [Mesh(row=2, col=2), Mesh(data=2, row=2, col=3)], [7, 1000]), ids=str)
 def test_chunks_of_every_size(mesh, bucket_size):
     assert_parity(tiny_gpt, token_batches(mesh), mesh, optim=Optim(bucket_size=bucket_size, chunk_buckets=1))
 
@@ -160,8 +161,8 @@ FROZEN = {"an attention": lambda name: name.startswith("layer0.attention"),
           "the head": lambda name: name.startswith("head")}
 
 
-@pytest.mark.parametrize("which", FROZEN)
-@pytest.mark.parametrize(("rows", "cols", "scheme"), [(1, 2, "sequence"), (2, 2, "stationary"), (2, 2, "summa")])
+@pytest.mark.parametrize(("which", "rows", "cols", "scheme"), covering(
+    list(FROZEN), [(1, 2, "sequence"), (2, 2, "stationary"), (2, 2, "summa")]))
 def test_partly_frozen(rows, cols, scheme, which):
     mesh = Mesh(row=rows, col=cols)
     assert_parity(lambda: frozen(two_layers(), FROZEN[which]), token_batches(mesh, count=2), mesh, scheme=scheme)
@@ -175,8 +176,8 @@ def test_partly_frozen_on_stages(which):
                   checkpoint=1 if which == "a prefix" else "none", defer_bytes=HUGE)
 
 
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize(("rows", "cols", "scheme"), [*FEW, (3, 3, "stationary"), (1, 4, "sequence")])
+@pytest.mark.parametrize(("rows", "cols", "scheme", "count"), covering(
+    [*FEW, (3, 3, "stationary"), (1, 4, "sequence")], [1, 2]))
 def test_predictions_are_whole(rows, cols, scheme, count):
     """Every rank of a row has all the logits of its sequences; an evaluation afterwards has its part again."""
     mesh = Mesh(pipe=count, row=rows, col=cols)

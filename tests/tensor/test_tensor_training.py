@@ -13,6 +13,7 @@ from ranvier.run import Optim
 from ranvier.run import TensorParallel as Settings
 from ranvier.tensor import layers
 from ranvier.testing.reference import Reference
+from tests.covering import covering
 from tests.pipeline.parity import frozen
 from tests.tensor.split_parity import (
     SEED,
@@ -79,32 +80,28 @@ def test_ten_steps_with_a_users_optimizer(mesh):
     assert_trains(tiny_gpt, mesh, optimizer=ADAMW)
 
 
-@pytest.mark.parametrize("options", [{"shard": True}, {"shard": True, "offload": "stream"}, {"offload": "host"}],
-                         ids=str)
-@pytest.mark.parametrize(("mesh", "scheme"), SPREAD, ids=str)
+@pytest.mark.parametrize(("mesh", "scheme", "options"), covering(
+    SPREAD, [{"shard": True}, {"shard": True, "offload": "stream"}, {"offload": "host"}]), ids=str)
 def test_states_that_are_sharded_or_offloaded(mesh, scheme, options):
     assert_trains(tiny_gpt, mesh, steps=3, scheme=scheme, optim=optim(**options))
 
 
-@pytest.mark.parametrize("options", [{"offload": "stream"}, {"offload": "host"}, {"update_in_backward": True}],
-                         ids=str)
-@pytest.mark.parametrize(("mesh", "scheme"), RUNS, ids=str)
+@pytest.mark.parametrize(("mesh", "scheme", "options"), covering(
+    RUNS, [{"offload": "stream"}, {"offload": "host"}, {"update_in_backward": True}]), ids=str)
 def test_states_on_one_replica(mesh, scheme, options):
     assert_trains(tiny_gpt, mesh, steps=3, count=1, scheme=scheme, optim=optim(**options))
 
 
-@pytest.mark.parametrize("clip_norm", [0.05, 1e6])
-@pytest.mark.parametrize(("mesh", "scheme", "shard"), [*((*run, False) for run in RUNS),
-                                                       *((*run, True) for run in SPREAD)], ids=str)
-def test_clipping_by_the_global_norm_is_torchs(mesh, scheme, shard, clip_norm):
+@pytest.mark.parametrize(("clip_norm", "mesh", "scheme", "shard"), covering(
+    [0.05, 1e6], [*((*run, False) for run in RUNS), *((*run, True) for run in SPREAD)]), ids=str)
+def test_clipping_by_the_global_norm_is_torchs(clip_norm, mesh, scheme, shard):
     assert_trains(tiny_gpt, mesh, steps=3, scheme=scheme, clip_norm=clip_norm,
                   optim=optim(clip_norm=clip_norm, shard=shard))
 
 
-@pytest.mark.parametrize("shard", [False, True])
-@pytest.mark.parametrize(("mesh", "scheme", "bucket_size"), [
-    (Mesh(data=2, col=2), "megatron", 7), (Mesh(data=2, col=2), "megatron", 50), (Mesh(data=2, col=2), "sequence", 50),
-    (Mesh(data=2, row=2, col=2), "stationary", 50), (Mesh(data=2, row=2), "summa", 50)], ids=str)
+@pytest.mark.parametrize(("mesh", "scheme", "bucket_size", "shard"), covering([
+    (Mesh(data=2, col=2), "megatron", 50), (Mesh(data=2, col=2), "megatron", 7), (Mesh(data=2, col=2), "sequence", 50),
+    (Mesh(data=2, row=2, col=2), "stationary", 50), (Mesh(data=2, row=2), "summa", 50)], [False, True]), ids=str)
 def test_copies_stay_the_same_to_the_bit_however_updates_are_cut(mesh, scheme, bucket_size, shard):
     """torch's fused kernels round the last few elements of a piece differently, so that pieces must be cut alike
     wherever copies are."""
@@ -228,8 +225,9 @@ def overflowing():
                  loss=lambda scores, targets: (scores.sum(), float(len(scores))))
 
 
-@pytest.mark.parametrize("options", [{}, {"offload": "stream"}, {"clip_norm": 1e6}, {"shard": True}], ids=str)
-@pytest.mark.parametrize("mesh", [Mesh(row=2, col=2), Mesh(data=2, row=2, col=2), Mesh(pipe=2, row=2, col=2)], ids=str)
+@pytest.mark.parametrize(("mesh", "options"), covering(
+    [Mesh(row=2, col=2), Mesh(data=2, row=2, col=2), Mesh(pipe=2, row=2, col=2)],
+    [{}, {"offload": "stream"}, {"clip_norm": 1e6}, {"shard": True}]), ids=str)
 def test_an_overflow_on_one_rank_skips_the_step_everywhere(mesh, options):
     """In the second batch the gradient of one element of fc1 is beyond fp16: rank (0, 0) alone holds it."""
     def work(engine):

@@ -12,11 +12,12 @@ import pytest
 from ranvier import check, resolve
 from ranvier.errors import DataError, RanvierError
 from ranvier.mesh import Mesh
-from ranvier.run import GPT, Batch, Data, Optim, Pipeline, Run, TensorParallel, Train
+from ranvier.run import GPT, Batch, Data, Guard, Optim, Pipeline, Run, TensorParallel, Train
 from ranvier.testing.ranks import run_ranks
 from ranvier.train import loop
 from ranvier.train.events import EndEvent, StartEvent, StepEvent
 from ranvier.train.loop import learning_rate, train
+from tests.covering import covering
 
 STEPS = 6
 
@@ -77,7 +78,7 @@ def test_the_folder_is_complete(finished):
     run_dir, *_ = finished
     assert {path.name for path in run_dir.iterdir()} == {
         "run.toml", "metrics.jsonl", "events.jsonl", "summary.json", "timeline.json", "timeline.png", "loss.png",
-        "tensorboard", "checkpoint"}
+        "tensorboard", "tokenizer.json", "checkpoint"}
     assert list((run_dir / "tensorboard").glob("events.out.tfevents.*"))
 
 
@@ -156,8 +157,7 @@ def losses(run_dir):
     return [(step["loss"], step.get("eval_loss", 0.0), step["grad_norm"]) for step in lines(run_dir / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize("data, pipe", [(1, 1), (1, 4), (4, 1)])
-@pytest.mark.parametrize("policy", ["message-driven", "1f1b"])
+@pytest.mark.parametrize("data, pipe, policy", covering([(1, 1), (1, 4), (4, 1)], ["message-driven", "1f1b"]))
 def test_the_mesh_changes_no_number(data, pipe, policy, finished, corpus, tmp_path):
     reference, _, _, heard = finished
     run = tiny(corpus, tmp_path, mesh=Mesh(data=data, pipe=pipe), pipeline=Pipeline(policy=policy))
@@ -168,8 +168,10 @@ def test_the_mesh_changes_no_number(data, pipe, policy, finished, corpus, tmp_pa
 
 
 @pytest.mark.parametrize("mesh, tensor", [
-    (Mesh(row=2, col=2), TensorParallel()), (Mesh(row=2, pipe=2, data=2), TensorParallel(keep_weights=True)),
-    (Mesh(row=2, col=2), TensorParallel(scheme="summa")), (Mesh(col=2), TensorParallel(scheme="megatron")),
+    pytest.param(Mesh(row=2, col=2), TensorParallel(), marks=pytest.mark.slow),
+    (Mesh(row=2, pipe=2, data=2), TensorParallel(keep_weights=True)),
+    (Mesh(row=2, col=2), TensorParallel(scheme="summa")),
+    pytest.param(Mesh(col=2), TensorParallel(scheme="megatron"), marks=pytest.mark.slow),
     (Mesh(col=2, pipe=2), TensorParallel(scheme="megatron", sequence_sharding=True))])
 def test_rows_and_columns_change_no_number(mesh, tensor, finished, corpus, tmp_path):
     """Evaluation of 7 sequences, and the last microbatch, are filled up where rows must share them."""
@@ -201,9 +203,13 @@ def test_a_prompt_is_continued(corpus, tmp_path):
     assert sample.startswith("the arrow flies over") and len(sample) > len("the arrow flies over")
 
 
-def test_a_loss_that_explodes_ends_the_run_with_its_metrics(corpus, tmp_path):
-    run = tiny(corpus, tmp_path, mesh=Mesh(pipe=2), precision="fp32")
-    with pytest.raises(RanvierError, match=r"loss of step \d: is not a finite number .*Lower --train.learning-rate"):
+@pytest.mark.parametrize(("mode", "text"), [
+    ("none", r"loss of step \d: is not a finite number .*Lower --train.learning-rate"),
+    ("stop", r"step 2: loss is nan; nothing was updated. Block layer0.attention, microbatch 0 of replica 0: its output "
+             r"has nan. Lower --train.learning-rate \(it was 1e\+30 at this step\)")])
+def test_a_loss_that_explodes_ends_the_run_with_its_metrics(corpus, tmp_path, mode, text):
+    run = tiny(corpus, tmp_path, mesh=Mesh(pipe=2), precision="fp32", guard=Guard(bad_step=mode))
+    with pytest.raises(RanvierError, match=text):
         run_all(replace(run, train=replace(run.train, learning_rate=1e30, warmup_steps=0)))
     steps = lines(tmp_path / "metrics.jsonl")
     assert steps[-1]["loss"] is None and [step["step"] for step in steps] == list(range(1, len(steps) + 1))

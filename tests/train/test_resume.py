@@ -7,15 +7,17 @@ import tomllib
 from dataclasses import replace
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from ranvier import cli
-from ranvier.errors import CheckpointError, ConfigError
+from ranvier.errors import CheckpointError, ConfigError, RanvierError
 from ranvier.mesh import Mesh
-from ranvier.run import GPT, Batch, Checkpoint, Data, Optim, Run, Train
+from ranvier.run import GPT, Batch, Checkpoint, Data, Guard, Optim, Run, Train
 from ranvier.testing.ranks import run_ranks
-from ranvier.train import loop, saving
+from ranvier.train import loop
 from ranvier.train.loop import train
+from tests.checkpoint.anywhere import everything
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +158,9 @@ def test_other_text_is_told(text, whole, tmp_path):
     ({"resume": "step-8"}, ConfigError, "train.steps: leaves nothing to do: .*step-8 has taken 8 steps"),
     ({"resume": "nothing"}, CheckpointError, "resume: is neither a checkpoint nor a folder of them"),
     ({"resume": "step-8", "model": GPT(num_layers=2, hidden=32, heads=2, vocab=300, sequence=16)}, CheckpointError,
-     "with the shape .*, the model with")])
+     "with the shape .*, the model with"),
+    ({"resume": "step-8", "model": GPT(num_layers=2, hidden=16, heads=4, vocab=300, sequence=16)}, CheckpointError,
+     r"step-8: was written by a model with 2 heads \(got 4\)")])
 def test_what_is_refused(text, whole, tmp_path, changes, error, message):
     changes = dict(changes)
     if "checkpoint" in changes:
@@ -184,21 +188,21 @@ def test_checkpoints_that_cannot_be_written(text, whole, tmp_path, on_error):
 
 
 def test_what_comes_of_a_loss_that_is_no_number_is_not_kept(text, tmp_path):
-    class Engine:
-        pass
+    """Without a guard the step is taken, and only then is it seen."""
+    run = tiny(text, tmp_path, guard=Guard(bad_step="none"))
+    broken = replace(run, train=replace(run.train, learning_rate=1e30))
+    with pytest.raises(RanvierError, match="is not a finite number"):
+        run_all(broken)
+    assert [path.name for path in tmp_path.glob("checkpoint/step-*")] in ([], ["step-2"])
+    for path in tmp_path.glob("checkpoint/step-*"):
+        assert all(torch.isfinite(tensor).all() for tensor in everything(path).values())
 
-    run = tiny(text, tmp_path)
-    kept = saving.Saving.__new__(saving.Saving)
-    kept._run = run
-    assert kept.due(2) and not kept.due(3) and kept.due(8)
-    assert kept.save(2, float("nan")) is None
 
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_run_that_is_told_to_stop_saves(text, whole, tmp_path, monkeypatch, rank):
+@pytest.mark.parametrize(("rank", "at"), [(0, 5), (1, 3)])
+def test_a_run_that_is_told_to_stop_saves(text, whole, tmp_path, monkeypatch, rank, at):
     """Whichever rank was told, at whatever moment: all stop after the next step, and the rest is as if nothing was."""
     def told(self, step):
-        if step == 5 and self.world.rank == rank:
+        if step == at and self.world.rank == rank:
             self._stop.request("SIGUSR1")
         return step_of_loop(self, step)
 
@@ -206,8 +210,8 @@ def test_a_run_that_is_told_to_stop_saves(text, whole, tmp_path, monkeypatch, ra
     with monkeypatch.context() as patch:
         patch.setattr(loop.Training, "step", told)
         summary, said = run_all(tiny(text, tmp_path, checkpoint=Checkpoint(every=0)))
-    assert summary == {"stopped_after": 6} and not (tmp_path / "summary.json").exists()
-    assert f"step 6: stopped by SIGUSR1; go on with --resume auto --run-dir {tmp_path}" in said
+    assert summary == {"stopped_after": at + 1} and not (tmp_path / "summary.json").exists()
+    assert f"step {at + 1}: stopped by SIGUSR1; go on with --resume auto --run-dir {tmp_path}" in said
     assert lines(tmp_path / "events.jsonl")[-1]["event"] == "stopped"
     run_all(tiny(text, tmp_path, resume="auto"))
     assert losses(tmp_path) == losses(whole)

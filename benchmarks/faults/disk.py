@@ -1,0 +1,80 @@
+"""What a run has on its disk between two starts: which checkpoints are whole, and damage to some of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+from ranvier.checkpoint.manifest import MANIFEST
+from ranvier.checkpoint.saved import Saved
+from ranvier.errors import CheckpointError
+
+
+def whole_steps(folder: Path) -> set[int]:
+    """Steps of the checkpoints that are whole, of those too that were about to be replaced: the next start brings them
+    back."""
+    found = set()
+    for path in folder.glob("*step-*"):
+        name = path.name.removeprefix(".").removesuffix(".replaced").removeprefix("step-")
+        if name.isdigit() and is_whole(path):
+            found.add(int(name))
+    return found
+
+
+def is_whole(path: Path) -> bool:
+    try:
+        return next(Saved(path).damage(), None) is None
+    except CheckpointError:
+        return False
+
+
+def leftovers(folder: Path) -> set[str]:
+    """Names of what runs that died have left half written."""
+    return {path.name for path in folder.glob(".*")}
+
+
+def lost(before: set[int], after: set[int], *, keep: int, keep_every: int) -> set[int]:
+    """Checkpoints that are whole no more, although retention should have kept them."""
+    return {step for step in before - after
+            if step % keep_every == 0 or len([other for other in after if other > step]) < keep}
+
+
+# ---------------------------------------------------------------------- damage
+
+
+def _a_part(folder: Path, draw: random.Random) -> Path:
+    return draw.choice(sorted(folder.glob("part-*")))
+
+
+def truncate(folder: Path, draw: random.Random) -> None:
+    """A file that ends early."""
+    path = draw.choice([_a_part(folder, draw), folder / MANIFEST])
+    content = path.read_bytes()
+    path.write_bytes(content[:draw.randrange(len(content))])
+
+
+def flip(folder: Path, draw: random.Random) -> None:
+    """One bit of a file is another."""
+    path = draw.choice([_a_part(folder, draw), folder / MANIFEST])
+    content = bytearray(path.read_bytes())
+    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    path.write_bytes(content)
+
+
+def delete(folder: Path, draw: random.Random) -> None:
+    """A file that is gone."""
+    draw.choice([_a_part(folder, draw), folder / MANIFEST]).unlink()
+
+
+def litter(folder: Path, draw: random.Random) -> None:
+    """Temporary folders of a run that died, beside the checkpoint."""
+    for name in (f".step-{draw.randrange(100)}.tmp", f".step-{draw.randrange(100)}.removed"):
+        path = folder.parent / name
+        path.mkdir(exist_ok=True)
+        (path / "part-00000.safetensors").write_bytes(draw.randbytes(draw.randrange(2000)))
+
+
+DAMAGE: dict[str, Callable[[Path, random.Random], None]] = {
+    "a truncated file": truncate, "a flipped bit in a file": flip, "a deleted file": delete,
+    "temporary folders left behind": litter}

@@ -1,0 +1,150 @@
+"""A GPT-2 in Hugging Face's form as a checkpoint that training goes on from; tensor by tensor, in one process.
+
+    OUT/
+      checkpoint/step-0/    parameters, and fp32 master copies where they are in half precision; no optimizer state
+      run.toml              a recipe with the model's settings: ranvier train OUT/run.toml --resume OUT
+      tokenizer.json        the model's, where it has one that is a byte-level BPE
+
+OUT gets its name when the checkpoint has been read again and gives the model's logits.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+
+import tomli_w
+import torch
+from torch import Tensor
+
+from ranvier import __version__, resolve
+from ranvier.checkpoint import files, logits
+from ranvier.checkpoint.hf_export import TOKENIZER, Tell, finite
+from ranvier.checkpoint.manifest import File, Manifest, SavedTensor, step_folder
+from ranvier.checkpoint.new_folder import check_free, new_folder
+from ranvier.checkpoint.pretrained import Pretrained, own_file
+from ranvier.checkpoint.saved import Saved
+from ranvier.checkpoint.tensor_file import Slot, shards, write_tensors
+from ranvier.data import tokenizer as tokenizers
+from ranvier.errors import DataError
+from ranvier.layout import whole
+from ranvier.models import hf
+from ranvier.precision import DTYPES, is_half, wide
+
+PART_BYTES = 1_000_000_000
+LEARNING_RATE = 1e-4
+"""Of the recipe: the default is meant for weights that have learnt nothing yet."""
+
+
+def import_model(model: Path, out: Path, *, precision: str | None = None, part_bytes: int = PART_BYTES,
+                 tell: Tell = print) -> dict[str, object]:
+    """Make a checkpoint at `out` of the GPT-2 in the folder `model`. Returns the settings to train it with, nested like
+    a recipe.
+
+    Args:
+        precision: number format of the parameters, by its name in a run; by default the files' own (fp32 where they
+            have several). Half precision has fp32 master copies with the numbers as the files have them.
+
+    ModelError, CheckpointError or DataError when that is not possible; nothing is left at `out` then.
+    """
+    check_free(out)
+    source = Pretrained(model)
+    precision = precision or _format_of(source.dtypes)
+    slots = _slots(source, DTYPES[precision])
+    with new_folder(out, sum(slot.size_bytes for slot in slots.values())) as folder:
+        recipe = _recipe(source, precision)
+        (folder / "run.toml").write_text(tomli_w.dumps(recipe), encoding="utf-8")
+        _write_checkpoint(folder, source, slots, shards(list(slots.values()), part_bytes), recipe)
+        saved = Saved(step_folder(folder / "checkpoint", 0))
+        kind = "master" if is_half(DTYPES[precision]) else "parameter"
+        comparison = logits.compare(source.config, lambda name: saved.read(kind, name), model, source.settings)
+        saved.close()
+        logits.check(comparison, out)
+        has_tokenizer = _copy_tokenizer(model, folder, source, tell)
+    _tell(tell, source, slots, precision, has_tokenizer, comparison)
+    return recipe
+
+
+def _format_of(dtypes: set[torch.dtype]) -> str:
+    """The precision that is the files' own format, or fp32."""
+    return next(name for name, dtype in DTYPES.items() if dtype is (
+        next(iter(dtypes)) if len(dtypes) == 1 else torch.float32))
+
+
+def _slots(source: Pretrained, dtype: torch.dtype) -> dict[tuple[str, str], Slot]:
+    """(kind, our name) -> the tensor to be written."""
+    found = {}
+    for name in hf.names(source.config):
+        if name not in hf.TIED:
+            for kind, its in [("parameter", dtype), *([("master", wide(dtype))] if is_half(dtype) else [])]:
+                found[kind, name] = Slot(name=f"{kind}/{name}", dtype=its, shape=hf.shape(name, source.config))
+    return found
+
+
+def _write_checkpoint(folder: Path, source: Pretrained, slots: dict[tuple[str, str], Slot], parts: list[list[Slot]],
+                      recipe: dict[str, object]) -> None:
+    """checkpoint/step-0."""
+    temporary = files.temporary_folder(folder / "checkpoint", 0)
+    temporary.mkdir(parents=True)
+    names = {slot.name: name for (_, name), slot in slots.items()}
+
+    def tensors(part: list[Slot]) -> Iterator[Tensor]:
+        for slot in part:
+            yield finite(source.read(names[slot.name]).to(slot.dtype), names[slot.name], source.folder)
+
+    written: list[File] = [write_tensors(temporary / files.part_name(index), part, tensors(part))
+                           for index, part in enumerate(parts)]
+    place = {slot.name: index for index, part in enumerate(parts) for slot in part}
+    found: dict[str, dict[str, SavedTensor]] = {}
+    for (kind, name), slot in slots.items():
+        found.setdefault(kind, {})[name] = SavedTensor(
+            dtype=str(slot.dtype).removeprefix("torch."), shape=slot.shape,
+            pieces=((place[slot.name], slot.name, whole(slot.shape)),))
+    files.publish(temporary, step_folder(folder / "checkpoint", 0), Manifest(
+        step=0, optimizer_steps=0, loss_scale=None, frozen=(), files=tuple(written), tensors=found,
+        about={"run": recipe, "samples": 0, "versions": {"ranvier": __version__, "torch": metadata.version("torch")}}))
+
+
+def _recipe(source: Pretrained, precision: str) -> dict[str, object]:
+    """The settings that go with the model, nested like a recipe's."""
+    bpe = source.config.vocab < tokenizers.GPT2_VOCAB
+    return {"precision": precision, "model": asdict(source.config), "data": {"tokenizer": "bpe" if bpe else "gpt2"},
+            "train": {"learning_rate": LEARNING_RATE}}
+
+
+def _copy_tokenizer(model: Path, folder: Path, source: Pretrained, tell: Tell) -> bool:
+    """Take tokenizer.json along, where there is one and it is for this model."""
+    if not (model / TOKENIZER).exists():
+        return False
+    path = own_file(model, TOKENIZER)
+    try:
+        if tokenizers.load(path).vocab <= source.config.vocab:
+            shutil.copyfile(path, folder / TOKENIZER)
+            return True
+        tell(f"left out: {path} has more tokens than the model")
+    except DataError as error:
+        tell(f"left out: {error.where} {error.what}")
+    return False
+
+
+def flags(recipe: dict[str, object]) -> list[str]:
+    """The recipe as flags of `ranvier train`, in its order."""
+    values = resolve.from_dict(recipe, "").values
+    return [part for name, value in values.items() for part in (f"--{resolve.flag(name)}", resolve.as_text(value))]
+
+
+def _tell(tell: Tell, source: Pretrained, slots: dict[tuple[str, str], Slot], precision: str, has_tokenizer: bool,
+          comparison: logits.Comparison) -> None:
+    count = sum(slot.size_bytes // slot.dtype.itemsize for (kind, _), slot in slots.items() if kind == "parameter")
+    tell(f"{source.folder}: {count:,} parameters in {precision}"
+         + (", with fp32 master copies" if is_half(DTYPES[precision]) else "")
+         + (", and its tokenizer" if has_tokenizer else ""))
+    for note in source.notes:
+        tell(f"config.json: {note}")
+    if source.config.vocab < tokenizers.GPT2_VOCAB:
+        tell("the model's tokenizer is not GPT-2's: the text that training goes on with must have the model's tokens, "
+             "and data.tokenizer bpe has them only on the corpus that it was trained on")
+    logits.tell(comparison, tell)

@@ -1,0 +1,231 @@
+"""A model in Hugging Face's form on disk, read as if a stranger had written it: config.json and the tensors' files.
+
+    config.json
+    model.safetensors | model.safetensors.index.json and the files it names | pytorch_model.bin, without unpickling
+
+Nothing is taken that was not looked at: the files have exactly the tensors that config.json asks for, in their shapes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ranvier.checkpoint.tensor_file import STORED
+from ranvier.errors import CheckpointError
+from ranvier.models import hf
+
+_CONFIG_BYTES = 1 << 20
+_INDEX_BYTES = 1 << 27
+_FORMATS = {name: dtype for dtype, name in STORED.items()}
+_MASK = re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)")
+"""The causal mask, which old files have among the parameters."""
+_ROWS_BYTES = 1 << 24
+
+
+class Tensors(Protocol):
+    """Named tensors on disk."""
+
+    def heads(self) -> Mapping[str, tuple[torch.dtype | str, tuple[int, ...]]]:
+        """Name -> number format (as the file calls it where it is none of a parameter) and shape."""
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        """A tensor, or some of its rows."""
+
+
+class Pretrained:
+    """The model in `folder`. ModelError or CheckpointError when it is not one that `ranvier.models.gpt` computes.
+
+    config: its settings; notes: what of its training they do not have; settings: the part of config.json that counts.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        document = _json(folder, "config.json", _CONFIG_BYTES)
+        self.config, self.notes = hf.from_gpt2_config(document)
+        self.settings = {key: value for key, value in document.items() if key in hf.CONFIG_KEYS}
+        self._tensors = _open(folder)
+        heads = self._tensors.heads()
+        self._names = self._named(heads)
+        self._check(heads)
+        self.dtypes = {heads[name][0] for name in self._names.values()}
+
+    def read(self, ours: str) -> Tensor:
+        """Our parameter `ours`, in our layout and the file's number format."""
+        return hf.tensor_from_hf(ours, self._tensors.read(self._names[ours]), self.config)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All tensors as transformers has them: under its names, in its layout, in fp32."""
+        there = hf.names(self.config)
+        found = {there[ours]: self._tensors.read(name).float() for ours, name in self._names.items()}
+        return found | {there[tied]: found[there[owner]] for tied, owner in hf.TIED.items()}
+
+    def _named(self, heads: Mapping[str, object]) -> dict[str, str]:
+        """Our names but those of tied ends -> the files' names, which may begin with `transformer.` or not."""
+        if 12 * self.config.num_layers > len(heads):
+            raise _wrong(self.folder, f"has too few tensors for n_layer {self.config.num_layers}", len(heads))
+        prefix = "transformer." if any(name.startswith("transformer.") for name in heads) else ""
+        return {ours: prefix + theirs.removeprefix("transformer.") for ours, theirs in hf.names(self.config).items()
+                if ours not in hf.TIED}
+
+    def _check(self, heads: Mapping[str, tuple[torch.dtype | str, tuple[int, ...]]]) -> None:
+        for ours, name in self._names.items():
+            if name not in heads:
+                raise _wrong(self.folder, f"has no tensor {name}")
+            dtype, shape = heads[name]
+            if shape != (wanted := hf.shape_there(ours, self.config)):
+                raise _wrong(self.folder, f"has a tensor {name} of another shape than config.json's {wanted}", shape)
+            if dtype not in STORED:
+                raise _wrong(self.folder, f"has a tensor {name} in a number format that parameters do not have",
+                             str(dtype))
+        known = {*self._names.values(), "lm_head.weight"}
+        more = [name for name in heads if name not in known and not _MASK.fullmatch(name)]
+        if more:
+            raise _wrong(self.folder, f"has {len(more)} tensors that GPT-2's language model does not have, {more[0]} "
+                                      "among them")
+        if "lm_head.weight" in heads:
+            self._check_tied(heads)
+
+    def _check_tied(self, heads: Mapping[str, tuple[torch.dtype | str, tuple[int, ...]]]) -> None:
+        """The head is the token embedding, here as there."""
+        owner = self._names["embedding.token.weight"]
+        rows = max(1, _ROWS_BYTES // (8 * self.config.hidden))
+        if heads["lm_head.weight"] != heads[owner] or not all(
+                torch.equal(self._tensors.read("lm_head.weight", part), self._tensors.read(owner, part))
+                for start in range(0, self.config.vocab, rows) for part in [slice(start, start + rows)]):
+            raise _wrong(self.folder, f"has a head (lm_head.weight) that is not its token embedding ({owner}): untied "
+                                      "heads cannot be imported")
+
+
+def _wrong(folder: Path, what: str, value: object = None) -> CheckpointError:
+    return CheckpointError(what, where=f"model {folder}", value=value,
+                           remedy="Name a folder with a whole GPT-2 language model, as save_pretrained writes it.")
+
+
+def own_file(folder: Path, name: str) -> Path:
+    """The file `name` of `folder`. CheckpointError when it is missing, is not a plain file, or is a link to elsewhere:
+    links may lead to the blobs of Hugging Face's own cache, of which its snapshots are made."""
+    path = folder / name
+    try:
+        if path.is_symlink():
+            target, home = path.resolve(), folder.resolve()
+            places = [home, *([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])]
+            if not any(target.is_relative_to(place) for place in places):
+                raise _wrong(folder, f"has a link {name} that leads out of it")
+        if path.is_file():
+            return path
+    except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError
+        raise _wrong(folder, f"has a file {name} that cannot be read: {error}") from error
+    raise _wrong(folder, f"has no file {name}")
+
+
+def _json(folder: Path, name: str, most_bytes: int) -> dict[str, object]:
+    path = own_file(folder, name)
+    try:
+        if path.stat().st_size > most_bytes:
+            raise _wrong(folder, f"has a {name} that is larger than any", path.stat().st_size)
+        document = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise _wrong(folder, f"has a {name} that cannot be read: {error}") from error
+    if not isinstance(document, dict):
+        raise _wrong(folder, f"has a {name} that is not a JSON object")
+    return document
+
+
+# --- files of tensors ------------------------------------------------------------------------------------------------
+
+
+def _open(folder: Path) -> Tensors:
+    """The tensors of `folder`, from the first of the forms that is there."""
+    if _is_there(folder / "model.safetensors"):
+        return _Safetensors(folder, ["model.safetensors"])
+    if _is_there(folder / "model.safetensors.index.json"):
+        placed = _json(folder, "model.safetensors.index.json", _INDEX_BYTES).get("weight_map")
+        if not isinstance(placed, dict) or not all(isinstance(name, str) for name in placed.values()):
+            raise _wrong(folder, "has a model.safetensors.index.json without a weight_map of file names")
+        files = sorted(set(placed.values()))
+        for name in files:
+            if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name, flags=re.ASCII):
+                raise _wrong(folder, "has a model.safetensors.index.json that names something else than a file beside "
+                                     "it", name)
+        return _Safetensors(folder, files, placed)
+    if _is_there(folder / "pytorch_model.bin"):
+        return _TorchFile(folder)
+    raise _wrong(folder, "has neither model.safetensors, model.safetensors.index.json nor pytorch_model.bin")
+
+
+def _is_there(path: Path) -> bool:
+    return path.exists() or path.is_symlink()
+
+
+class _Safetensors:
+    """One or several safetensors files. placed: tensor -> file, as the index says."""
+
+    def __init__(self, folder: Path, files: Sequence[str], placed: Mapping[str, str] | None = None) -> None:
+        self._folder, self._file_of, self._open = folder, {}, {}
+        for file in files:
+            path = own_file(folder, file)
+            try:
+                self._open[file] = safe_open(str(path), framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise self._unreadable(file, error) from error
+            self._file_of |= dict.fromkeys(self._open[file].keys(), file)
+        if placed is not None and placed != self._file_of:
+            name = next(name for name in sorted({*placed, *self._file_of})
+                        if placed.get(name) != self._file_of.get(name))
+            raise _wrong(folder, f"has a model.safetensors.index.json that is wrong about {name}")
+
+    def _unreadable(self, file: str, error: Exception) -> CheckpointError:
+        return _wrong(self._folder, f"has a damaged file {file}: {str(error).partition(chr(10))[0]}")
+
+    def heads(self) -> dict[str, tuple[torch.dtype | str, tuple[int, ...]]]:
+        found = {}
+        for name, file in self._file_of.items():
+            view = self._open[file].get_slice(name)
+            found[name] = (_FORMATS.get(view.get_dtype(), view.get_dtype()), tuple(view.get_shape()))
+        return found
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        file = self._file_of[name]
+        try:
+            return self._open[file].get_tensor(name) if rows is None else self._open[file].get_slice(name)[rows]
+        except (SafetensorError, OSError) as error:
+            raise self._unreadable(file, error) from error
+
+
+class _TorchFile:
+    """pytorch_model.bin. Its pickle may build tensors and nothing else; they stay on the disk until they are read,
+    unless the file is of the form before torch 1.6."""
+
+    def __init__(self, folder: Path) -> None:
+        path = own_file(folder, "pytorch_model.bin")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about old forms of pickles
+                found = torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
+        except Exception as error:  # a stranger's pickle raises what it likes
+            raise _wrong(folder, "has a pytorch_model.bin that is not a plain dict of tensors: "
+                                 f"{str(error).partition(chr(10))[0]}") from error
+        if not isinstance(found, dict) or not all(
+                isinstance(name, str) and isinstance(tensor, Tensor) and tensor.layout is torch.strided
+                and tensor.device.type == "cpu" for name, tensor in found.items()):
+            raise _wrong(folder, "has a pytorch_model.bin that is not a plain dict of tensors")
+        claimed = sum(tensor.nbytes for name, tensor in found.items() if name != "lm_head.weight")
+        if claimed > path.stat().st_size:
+            raise _wrong(folder, "has a pytorch_model.bin that claims more numbers than it has")
+        self._found: dict[str, Tensor] = {name: tensor.detach() for name, tensor in found.items()}
+
+    def heads(self) -> dict[str, tuple[torch.dtype | str, tuple[int, ...]]]:
+        return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self._found.items()}
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        return self._found[name] if rows is None else self._found[name][rows]

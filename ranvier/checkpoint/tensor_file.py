@@ -1,0 +1,76 @@
+"""A safetensors file written tensor by tensor: whatever its size, only one of its tensors is in memory.
+
+    8 bytes: length of the header | header: JSON, name -> dtype, shape, data_offsets | tensors' bytes, one after another
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ranvier.checkpoint.manifest import File
+
+STORED = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+"""Number formats of parameters and what safetensors calls them."""
+_WRITE_BYTES = 1 << 22
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """One tensor of a file to be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def shards(slots: Sequence[Slot], most_bytes: int) -> list[list[Slot]]:
+    """`slots` in their order, cut into files of at most `most_bytes`; a larger tensor has a file of its own."""
+    found: list[list[Slot]] = [[]]
+    room = most_bytes
+    for slot in slots:
+        if found[-1] and slot.size_bytes > room:
+            found.append([])
+            room = most_bytes
+        found[-1].append(slot)
+        room -= slot.size_bytes
+    return found
+
+
+def write_tensors(path: Path, slots: Sequence[Slot], tensors: Iterable[Tensor]) -> File:
+    """Write `tensors`, which are taken one by one, as `slots` say. OSError when that cannot be done."""
+    header, place = {"__metadata__": {"format": "pt"}}, 0
+    for slot in slots:
+        header[slot.name] = {"dtype": STORED[slot.dtype], "shape": slot.shape,
+                             "data_offsets": (place, place + slot.size_bytes)}
+        place += slot.size_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors are aligned
+    checksum = 0
+    with path.open("wb") as file:
+        for block in _bytes([len(text).to_bytes(8, "little") + text], slots, tensors):
+            file.write(block)
+            checksum = zlib.crc32(block, checksum)
+    return File(name=path.name, size_bytes=8 + len(text) + place, crc32=checksum)
+
+
+def _bytes(first: list[bytes], slots: Sequence[Slot], tensors: Iterable[Tensor]):
+    """All bytes of a file, in pieces."""
+    yield from first
+    for slot, tensor in zip(slots, tensors, strict=True):
+        if tensor.dtype is not slot.dtype or tuple(tensor.shape) != slot.shape:
+            raise ValueError(f"{slot} got a tensor of {tensor.dtype} and {tuple(tensor.shape)}")
+        block = memoryview(tensor.detach().contiguous().flatten().view(torch.uint8).numpy())
+        for start in range(0, len(block), _WRITE_BYTES):
+            yield block[start:start + _WRITE_BYTES]

@@ -1,0 +1,227 @@
+"""After a bad step: the block, microbatch and replica that it began with.
+
+Nothing was updated, so the same batch can run again, with the same dropout, one microbatch at a time: hooks on every
+block look at what comes out of it, and at the gradient that leaves it backward. Gradients are held: none is reduced, so
+that each rank's are its own. What the ranks have seen is gathered, and all of them draw the same conclusion.
+
+    1. parameters that were no finite numbers before the step
+    2. the first microbatch with something not finite in its forward: its inputs, the first block, its targets, the loss
+    3. the first microbatch whose backward has it, and of its blocks the last, which the backward met first
+    4. the microbatch with the largest loss
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ranvier.comm.protocol import Group
+from ranvier.mesh import Coordinates, Mesh
+from ranvier.optim.gradients import Gradients
+from ranvier.pipeline.microbatch import Microbatch
+from ranvier.pipeline.stage import Stage
+
+Kind = Literal["parameter", "inputs", "output", "targets", "loss", "gradient", "largest loss", "nothing"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """What a bad step began with; `str()` is one line for people.
+
+    kind: where it was seen. block: its block, for output and gradient. parameter: of kind parameter, and of gradient
+        where a parameter's own was seen. microbatch: of `replica`, from 0. rank: the first that saw it.
+    """
+
+    kind: Kind
+    text: str
+    block: str | None = None
+    parameter: str | None = None
+    microbatch: int | None = None
+    replica: int | None = None
+    rank: int | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sight:
+    """One thing that a rank has seen to be no finite number.
+
+    flaw: nan or inf. microbatch: -1 for parameters. place: the block's number; one before the first for inputs, one and
+    two after the last for targets and the loss. block: None for the loss. parameter: where it is a parameter, or its
+    gradient; else a gradient is that of the block's input.
+    """
+
+    kind: Kind
+    flaw: str
+    microbatch: int = -1
+    place: int = 0
+    block: str | None = None
+    parameter: str | None = None
+
+
+def flaw_of(tensors: Iterable[object]) -> str | None:
+    """"nan" or "inf" where a floating-point tensor among `tensors` has one; nan where it has both."""
+    found = None
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            if bool(torch.isnan(tensor).any()):
+                return "nan"
+            found = "inf"
+    return found
+
+
+class _Watch:
+    """Hooks on the blocks of a stage that note what is not finite, each thing once a microbatch."""
+
+    def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], num_blocks: int) -> None:
+        self.microbatch = 0
+        self._sights: dict[tuple[object, ...], Sight] = {}
+        self._num_blocks = num_blocks
+        self._handles = []
+        for number, name, module in blocks:
+            self._handles += [module.register_forward_pre_hook(partial(self._enters, number, name)),
+                              module.register_forward_hook(partial(self._leaves, number, name))]
+
+    @property
+    def sights(self) -> list[Sight]:
+        return list(self._sights.values())
+
+    def note(self, kind: Kind, tensors: Iterable[object], place: int, block: str | None = None,
+             parameter: str | None = None) -> None:
+        """Remember what is not finite among `tensors`."""
+        key = kind, self.microbatch, place
+        if key not in self._sights and (flaw := flaw_of(tensors)) is not None:
+            self._sights[key] = Sight(kind=kind, flaw=flaw, microbatch=self.microbatch, place=place, block=block,
+                                      parameter=parameter)
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _enters(self, number: int, name: str, module: nn.Module, args: tuple) -> None:
+        self._watch_gradient(args, number, name)
+
+    def _leaves(self, number: int, name: str, module: nn.Module, args: tuple, output: object) -> None:
+        self.note("output", tree_leaves(output), number, name)
+        if number == self._num_blocks - 1:
+            self._watch_gradient(output, number + 1, None)
+
+    def _watch_gradient(self, state: object, place: int, block: str | None) -> None:
+        for tensor in tree_leaves(state):
+            if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
+                tensor.register_hook(lambda gradient: self.note("gradient", [gradient], place, block))
+
+
+def examine(microbatches: Sequence[Microbatch], *, stage: Stage, num_blocks: int, is_last_stage: bool, mesh: Mesh,
+            at: Coordinates, gradients: Gradients, judges_gradients: bool, ranks: Group,
+            run: Callable[[Sequence[Microbatch]], None]) -> Cause:
+    """Run `microbatches` again and find what is wrong with them. Collective; leaves gradients of no use.
+
+    num_blocks: of the model. judges_gradients: whether gradients that are not finite are wrong (in fp16 they are not).
+    run: forwards and backwards of some microbatches of this replica; every rank calls it equally often.
+    """
+    # from behind: a parameter that several blocks have is noted with the first of them
+    held = {parameter: (number, block, f"{block}.{name}") for number, block, module in reversed(stage.blocks)
+            for name, parameter in module.named_parameters()}
+    sights = [Sight(kind="parameter", flaw=flaw, place=number, block=block, parameter=name)
+              for parameter, (number, block, name) in reversed(held.items())
+              if (flaw := flaw_of([parameter.detach()])) is not None]
+    buffers = [(buffer, buffer.clone()) for _, _, module in stage.blocks for buffer in module.buffers()]
+    losses: list[tuple[int, float, float]] = []
+    watch = _Watch(stage.blocks, num_blocks)
+    try:
+        for number in range(max(ranks.gather_objects(len(microbatches)))):
+            watch.microbatch, one = number, microbatches[number:number + 1]
+            watch.note("inputs", tree_leaves([each.inputs for each in one]), -1)
+            watch.note("targets", tree_leaves([each.targets for each in one]), num_blocks)
+            gradients.begin()
+            gradients.hold()
+            run(one)
+            if is_last_stage and one:
+                losses.append((number, *stage.loss_and_weight.tolist()))
+                watch.note("loss", [stage.loss_and_weight[:1]], num_blocks + 1)
+            for parameter, (place, block, name) in held.items():
+                if parameter.requires_grad:
+                    watch.note("gradient", [parameter.grad], place, block, name)
+    finally:
+        watch.close()
+        for buffer, kept in buffers:
+            buffer.data.copy_(kept)
+    sights += [sight for sight in watch.sights if judges_gradients or sight.kind != "gradient"]
+    everything = ranks.gather_objects({"sights": [vars(sight) for sight in sights],
+                                       "losses": losses if at.col == 0 else []})
+    return conclude([[Sight(**sight) for sight in one["sights"]] for one in everything],
+                    [one["losses"] for one in everything], mesh)
+
+
+def conclude(sights: Sequence[Sequence[Sight]], losses: Sequence[Sequence[tuple[int, float, float]]],
+             mesh: Mesh) -> Cause:
+    """The cause, from what each rank has seen. losses: (microbatch, sum of losses, weight) of each rank's own share; of
+    columns that know the same, the first tells."""
+    seen = [(sight, rank, mesh.coordinates(rank).data) for rank, each in enumerate(sights) for sight in each]
+    of_kind = {kind: [entry for entry in seen if entry[0].kind == kind] for kind in get_args(Kind)}
+    if of_kind["parameter"]:
+        return _parameter(of_kind["parameter"], mesh)
+    wrong = [entry for kind in ("output", "loss", "gradient") for entry in of_kind[kind]]
+    places = {(sight.microbatch, replica) for sight, _, replica in wrong}
+    data = [entry for kind in ("inputs", "targets") for entry in of_kind[kind]  # of which something came
+            if (entry[0].microbatch, entry[2]) in places]
+    if forward := [*data, *of_kind["output"], *of_kind["loss"]]:
+        return _seen(*min(forward, key=lambda entry: (entry[0].microbatch, entry[2], entry[0].place, entry[1])))
+    if of_kind["gradient"]:
+        # weights' gradients are summed over rows in the backward: who sees more than those is nearer
+        return _seen(*min(of_kind["gradient"], key=lambda entry: (
+            entry[0].microbatch, entry[2], -entry[0].place, entry[0].parameter is not None, entry[1])))
+    return _largest(losses, mesh)
+
+
+def _parameter(seen: Sequence[tuple[Sight, int, int]], mesh: Mesh) -> Cause:
+    """The first parameter in model order, and where it is wrong, unless that is so everywhere."""
+    first, rank, replica = min(seen, key=lambda entry: (entry[0].place, entry[1]))
+    replicas = sorted({replica for sight, _, replica in seen if sight.parameter == first.parameter})
+    alone = f", on replica {' and '.join(map(str, replicas))} alone" if len(replicas) < mesh.data else ""
+    others = len({sight.parameter for sight, _, _ in seen}) - 1
+    more = f", nor {'are' if others > 1 else 'is'} {others} more" if others else ""
+    return Cause(kind="parameter", block=first.block, parameter=first.parameter, rank=rank, replica=replica,
+                 text=f"parameter {first.parameter} is not finite{alone}: it had {first.flaw} before the step{more}")
+
+
+def _seen(sight: Sight, rank: int, replica: int) -> Cause:
+    where, flaw = f"microbatch {sight.microbatch} of replica {replica}", sight.flaw
+    match sight.kind:
+        case "inputs" | "targets":
+            text = f"{where}: its {sight.kind} have {flaw}"
+        case "output":
+            text = f"block {sight.block}, {where}: its output has {flaw}"
+        case "loss":
+            text = f"the loss, {where}: it is {flaw}, while every block's output is finite"
+        case _:
+            what = f"the gradient of {sight.parameter or ('its input' if sight.block else 'what it was given')}"
+            text = f"{f'block {sight.block}' if sight.block else 'the loss'}, {where}: {what} has {flaw}"
+    return Cause(kind=sight.kind, text=text, block=sight.block, parameter=sight.parameter,
+                 microbatch=sight.microbatch, replica=replica, rank=rank)
+
+
+def _largest(losses: Sequence[Sequence[tuple[int, float, float]]], mesh: Mesh) -> Cause:
+    """The microbatch with the largest mean loss, rows together."""
+    sums: dict[tuple[int, int], list[float]] = {}
+    for rank, each in enumerate(losses):
+        for number, total, weight in each:
+            entry = sums.setdefault((number, mesh.coordinates(rank).data), [0.0, 0.0])
+            entry[0] += total
+            entry[1] += weight
+    means = {place: total / weight for place, (total, weight) in sorted(sums.items()) if weight}
+    if not means:
+        return Cause(kind="nothing", text="no microbatch has a valid target")
+    number, replica = max(means, key=means.__getitem__)
+    return Cause(kind="largest loss", microbatch=number, replica=replica,
+                 text=f"microbatch {number} of replica {replica}: its loss is the largest, "
+                      f"{means[number, replica]:.6g}; all that blocks make of it is finite")

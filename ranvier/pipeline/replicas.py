@@ -1,0 +1,124 @@
+"""Do ranks that hold the same parameters still hold the same bits?
+
+Replicas start alike, sum their gradients to the same bits and apply the same rule, so any difference is a fault: a
+broken device, memory that flips a bit, a program that writes weights on one rank only. Nothing else would tell of it,
+for the loss stays a mean over all replicas.
+
+    parameter   -> bits as integers, times odd weights by place, summed modulo 2^64      a number per parameter
+    stage       all ranks with the same blocks gather these numbers; those with the same part of a parameter must agree
+    mesh        one reduction says whether any stage has found something; only then texts are gathered
+
+An odd weight is invertible modulo 2^64, so a change of one element always changes the sum; changes of several cancel
+with a probability near 2^-63.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ranvier.comm.protocol import Group
+from ranvier.errors import RanvierError
+from ranvier.keyed_random import bits
+from ranvier.layout import Layout
+from ranvier.world import World
+
+PIECE = 1 << 18
+"""Elements that are summed at once: their int64 temporaries are 2 MiB each."""
+_PIECES_FACTOR = 0x2545F4914F6CDD1D
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum(tensor: Tensor, weights: Tensor) -> Tensor:
+    """A number for the bits of `tensor`, zero-dimensional int64, whatever they mean: nan has bits too.
+
+    weights: [at least the least of its elements and PIECE] odd int64.
+    """
+    plain = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for piece in plain.split(PIECE):
+        total = total * _PIECES_FACTOR + torch.sum(piece.to(torch.int64) * weights[:len(piece)])
+    return total
+
+
+class Replicas:
+    """Compares the parameters of one stage over all ranks that have it. Making one is collective; so is `compare`.
+
+    everyone: a group of all ranks.
+    """
+
+    def __init__(self, layout: Layout, world: World, everyone: Group) -> None:
+        self._layout, self._everyone, self._device = layout, everyone, world.device
+        self._stage = world.backend.group("replicas", layout.mesh.groups("data", "row", "col"))
+        self._weights = torch.empty(0, dtype=torch.int64)
+
+    def compare(self, parameters: Mapping[str, Tensor]) -> None:
+        """parameters: those of this rank by key, up to date. RanvierError on every rank where copies differ."""
+        names = [parameter.name for parameter in self._layout.parameters if parameter.name in parameters]
+        found = self._gathered([parameters[name] for name in names])
+        told = differences(self._layout, self._stage.ranks, names, found)
+        wrong = torch.tensor([len(told)], dtype=torch.int64)
+        self._everyone.all_reduce(wrong).wait()
+        if int(wrong) == 0:
+            return
+        texts = self._everyone.gather_objects(told if self._stage.index == 0 else [])
+        (name, what), *others = [one for each in texts for one in each]
+        more = f"; {len(others)} more {'parameters differ' if len(others) > 1 else 'parameter differs'}"
+        raise RanvierError(f"{what}{more if others else ''}", where=f"parameter {name}",
+                           remedy="Go on from the last checkpoint (--resume auto), or by its path from one older "
+                                  "than the last good comparison; where a rank is named again, replace its device.")
+
+    def close(self) -> None:
+        self._stage.close()
+
+    def _gathered(self, parameters: Sequence[Tensor]) -> list[list[int]]:
+        """Checksums of each rank of the stage, in the order of `parameters`."""
+        longest = min(PIECE, max((parameter.numel() for parameter in parameters), default=0))
+        if len(self._weights) < longest:
+            self._weights = (bits(0, torch.arange(longest)) | 1).to(self._device)
+        mine = [checksum(parameter, self._weights) for parameter in parameters]
+        if not mine:
+            return [[] for _ in self._stage.ranks]
+        sums = torch.stack(mine)
+        gathered = sums.new_empty(len(self._stage.ranks) * len(sums))
+        self._stage.all_gather(gathered, sums).wait()
+        return gathered.view(len(self._stage.ranks), -1).tolist()
+
+
+def differences(layout: Layout, ranks: Sequence[int], names: Sequence[str],
+                checksums: Sequence[Sequence[int]]) -> list[tuple[str, str]]:
+    """(parameter, who differs in it) for each parameter that differs between ranks with the same part of it.
+
+    ranks: those of one stage. names: their parameters. checksums: of each rank, in the order of `names`.
+    """
+    told = []
+    for column, name in enumerate(names):
+        alike: dict[object, dict[int, int]] = {}
+        for rank, sums in zip(ranks, checksums, strict=True):
+            at = layout.mesh.coordinates(rank)
+            alike.setdefault(layout.box(layout[name], at.row, at.col), {})[rank] = sums[column]
+        told += [(name, _who(layout, sums)) for sums in alike.values() if len(set(sums.values())) > 1]
+    return told
+
+
+def _who(layout: Layout, sums: Mapping[int, int]) -> str:
+    """The odd ones out, where most ranks agree; else everybody. sums: rank -> checksum."""
+    (common, count), *_ = Counter(sums.values()).most_common()
+    odd = [rank for rank, value in sums.items() if value != common]
+    if 2 * count > len(sums):
+        verb = "has" if len(odd) == 1 else "have"
+        return f"{_ranks(layout, odd)} {verb} other bits than the other {count} ranks that hold it"
+    return f"differs between {_ranks(layout, list(sums))}, and too few agree to tell which is right"
+
+
+def _ranks(layout: Layout, ranks: Sequence[int]) -> str:
+    """"replica 1 (rank 3) and replica 2 (rank 5)", with row and column where there are any."""
+    named = []
+    for rank in ranks:
+        at = layout.mesh.coordinates(rank)
+        place = f", row {at.row}, col {at.col}" if layout.mesh.stage_size > 1 else ""
+        named.append(f"replica {at.data}{place} (rank {rank})")
+    return " and ".join(filter(None, (", ".join(named[:-1]), named[-1])))

@@ -1,0 +1,339 @@
+"""Faults on purpose: what a run does when a rank dies, a message is lost, memory or the disk runs out.
+
+    faulty(world, [Fault(kind="drop", rank=1, message=20)])        # a world whose rank 1 loses its 20th message
+
+    python -m ranvier.testing.faults --fault kill:rank=1,call=200 -- train gpt-tiny --run-dir runs/killed
+
+A fault belongs to one rank and acts once, when its moment has come: at that rank's N-th `call` (a message that it sends
+or a collective that it starts; both are the same from run to run, as polls and waits are not), at the N-th `message`
+that it sends, or so many `seconds` after the start.
+
+    kind        what happens                                                          more
+    kill        SIGKILL: the process is gone at once, whatever it was doing
+    stop        SIGSTOP: it is there and does nothing, as when its machine hangs
+    delay       it stands still before its next message, then goes on                 for=SECONDS
+    drop        its next message is not sent
+    corrupt     one bit of its next message's tensors is flipped                      bit=NUMBER
+    allocation  torch's allocator is asked for more than there is, and says so
+    disk        its files cannot grow beyond a size: writes fail, as on a full disk   bytes=SIZE, for=SECONDS
+
+kill, stop and disk act on the whole process: with ranks that are threads, on all of them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import resource
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal, get_args
+
+import click
+import torch
+from torch import Tensor
+
+from ranvier.comm.message import Message
+from ranvier.comm.protocol import Backend, Group, Reduction, Transport, Work
+from ranvier.errors import ConfigError
+from ranvier.world import World
+
+Kind = Literal["kill", "stop", "delay", "drop", "corrupt", "allocation", "disk"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+_OF_MESSAGES = ("delay", "drop", "corrupt")
+_OF_PROCESSES = ("kill", "stop", "disk")
+_MOMENTS = ("call", "message", "seconds")
+_MORE_THAN_THERE_IS = 1 << 60
+_REMEDY = (f"Write KIND:rank=R,call=N (or message=N, or seconds=T), where KIND is one of {', '.join(KINDS)}, for "
+           "example kill:rank=1,call=200.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One fault of one rank. ConfigError where it could not be.
+
+    call, message, seconds: its moment; exactly one of them. Calls and messages count from 1, seconds from `faulty`.
+    for_seconds: how long a delay lasts, or a full disk, which otherwise stays full.
+    bit: which bit of the tensors' bytes is flipped, modulo their number.
+    limit_bytes: the size beyond which files do not grow; small ones, such as a log, can so still be written.
+    """
+
+    kind: Kind
+    rank: int
+    call: int | None = None
+    message: int | None = None
+    seconds: float | None = None
+    for_seconds: float | None = None
+    bit: int = 0
+    limit_bytes: int = 1 << 16
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise _wrong(f"there is no kind {self.kind!r}", self)
+        if len([name for name in _MOMENTS if getattr(self, name) is not None]) != 1:
+            raise _wrong("needs one moment: call, message or seconds", self)
+        for name, least in (("rank", 0), ("call", 1), ("message", 1), ("seconds", 0), ("for_seconds", 0), ("bit", 0),
+                            ("limit_bytes", 0)):
+            value = getattr(self, name)
+            if value is not None and not least <= value < math.inf:
+                raise _wrong(f"{_key(name)} must be at least {least}, and finite", self)
+        if (self.kind == "delay") > (self.for_seconds is not None):
+            raise _wrong("a delay needs for=SECONDS", self)
+        for name, kinds in (("for_seconds", ("delay", "disk")), ("bit", ("corrupt",)), ("limit_bytes", ("disk",))):
+            if self.kind not in kinds and getattr(self, name) != getattr(Fault, name):
+                raise _wrong(f"{_key(name)} means nothing for {self.kind}", self)
+
+    def __str__(self) -> str:
+        """The text that `parse` reads."""
+        shown = [(field.name, getattr(self, field.name)) for field in fields(self)[1:]]
+        return f"{self.kind}:" + ",".join(f"{_key(name)}={value}" for name, value in shown
+                                          if value != getattr(Fault, name, None))
+
+
+def _key(name: str) -> str:
+    """What a field is called in text."""
+    return {"for_seconds": "for", "limit_bytes": "bytes"}.get(name, name)
+
+
+def _wrong(what: str, fault: Fault | str) -> ConfigError:
+    return ConfigError(what, where="fault", value=str(fault), remedy=_REMEDY)
+
+
+def parse(text: str) -> Fault:
+    """The fault that a text such as `kill:rank=1,call=200` means. ConfigError where it means none."""
+    kind, _, rest = text.partition(":")
+    names = {_key(field.name): field for field in fields(Fault)[1:]}
+    found: dict[str, object] = {}
+    for part in filter(None, rest.split(",")):
+        key, sign, value = part.partition("=")
+        if key not in names or not sign:
+            raise _wrong(f"{part!r} is none of {'=, '.join(names)}=", text)
+        name, number = names[key].name, float if "seconds" in names[key].name else int
+        if name in found:
+            raise _wrong(f"{key} is there twice", text)
+        try:
+            found[name] = number(value)
+        except ValueError:
+            raise _wrong(f"{key} is not a {'whole ' if number is int else ''}number", text) from None
+    if "rank" not in found:
+        raise _wrong("needs the rank that it is for", text)
+    return Fault(kind=kind, **found)
+
+
+def random_fault(draw: random.Random, size: int, *, kinds: Sequence[Kind] = KINDS, calls: int = 1000,
+                 seconds: float = 10.0) -> Fault:
+    """A fault of any of `kinds` on any of `size` ranks.
+
+    calls, seconds: the latest moment; a fault has either a call or, as often, a time. Delays and full disks last up to
+    a tenth of `seconds`.
+    """
+    kind, moment = draw.choice(kinds), draw.choice(("call", "seconds"))
+    when = {moment: draw.randint(1, calls) if moment == "call" else round(draw.uniform(0, seconds), 2)}
+    lasting = {"for_seconds": round(draw.uniform(0, seconds / 10), 2)}
+    more = {"delay": lasting, "corrupt": {"bit": draw.randrange(1 << 20)}, "disk": draw.choice((lasting, {}))}
+    return Fault(kind=kind, rank=draw.randrange(size), **when, **more.get(kind, {}))
+
+
+def faulty(world: World, faults: Sequence[Fault]) -> World:
+    """`world` with those of `faults` that are for its rank. Seconds count from here.
+
+    ConfigError where a fault is for a rank that is not there.
+    """
+    for fault in faults:
+        if fault.rank >= world.size:
+            raise _wrong(f"there are ranks 0 to {world.size - 1} only", fault)
+    plan = _Plan([fault for fault in faults if fault.rank == world.rank], world.device)
+    return replace(world, backend=_FaultyBackend(world.backend, plan))
+
+
+class _Plan:
+    """The faults of one rank that have not acted yet, and its counts."""
+
+    def __init__(self, faults: Sequence[Fault], device: torch.device) -> None:
+        self._device, self._began = device, time.monotonic()
+        self._calls = self._messages = 0
+        self._lock = threading.Lock()  # a checkpoint may be written, and told of, on another thread
+        timed = [fault for fault in faults if fault.kind in _OF_PROCESSES and fault.seconds is not None]
+        self._waiting = [fault for fault in faults if fault not in timed]
+        for fault in timed:
+            _later(fault.seconds, self._act, fault)
+
+    def _take(self, message: Message | None) -> list[Fault]:
+        """Those whose moment has come, and which a message (or a collective, None) can have."""
+        with self._lock:
+            self._calls, self._messages = self._calls + 1, self._messages + (message is not None)
+            taken = [fault for fault in self._waiting if self._is_due(fault) and (
+                fault.kind not in _OF_MESSAGES or (message is not None and (
+                    fault.kind != "corrupt" or message.payload_bytes > 0)))]
+            self._waiting = [fault for fault in self._waiting if fault not in taken]
+            return taken
+
+    def _is_due(self, fault: Fault) -> bool:
+        if fault.seconds is not None:
+            return time.monotonic() - self._began >= fault.seconds
+        return self._calls >= fault.call if fault.call is not None else self._messages >= fault.message
+
+    def collective(self) -> None:
+        """Called before a collective starts."""
+        for fault in self._take(None):
+            self._act(fault)
+
+    def message(self, message: Message) -> Message | None:
+        """What is to be sent instead of `message`: often itself, None for nothing."""
+        for fault in self._take(message):
+            match fault.kind:
+                case "drop":
+                    return None
+                case "corrupt":
+                    message = flipped(message, fault.bit)
+                case _:
+                    self._act(fault)
+        return message
+
+    def _act(self, fault: Fault) -> None:
+        match fault.kind:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "delay":
+                time.sleep(fault.for_seconds)
+            case "allocation":
+                torch.empty(_MORE_THAN_THERE_IS, dtype=torch.uint8, device=self._device)
+            case "disk":
+                _fill_disk(fault)
+
+
+def _later(seconds: float, function, *args: object) -> None:
+    timer = threading.Timer(seconds, function, args)
+    timer.daemon = True
+    timer.start()
+
+
+def _fill_disk(fault: Fault) -> None:
+    """Writes beyond the limit fail with EFBIG ("File too large"); Python ignores the signal that comes with it."""
+    before, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (fault.limit_bytes, hard))
+    if fault.for_seconds is not None:
+        _later(fault.for_seconds, resource.setrlimit, resource.RLIMIT_FSIZE, (before, hard))
+
+
+def flipped(message: Message, bit: int) -> Message:
+    """A copy of `message` with one bit of its tensors changed: number `bit` of their bytes in order, modulo all."""
+    tensors = {name: tensor.detach().clone(memory_format=torch.contiguous_format)
+               for name, tensor in message.tensors.items()}
+    place, bit = divmod(bit % (8 * message.payload_bytes), 8)
+    for tensor in tensors.values():
+        raw = tensor.reshape(-1).view(torch.uint8)
+        if place < raw.numel():
+            raw[place] ^= 1 << bit
+            break
+        place -= raw.numel()
+    return replace(message, tensors=tensors)
+
+
+class _FaultyBackend:
+    """Every message and every collective of the inner backend asks the plan first."""
+
+    def __init__(self, inner: Backend, plan: _Plan) -> None:
+        self._inner, self._plan = inner, plan
+        self.name, self.rank, self.size = inner.name, inner.rank, inner.size
+
+    def transport(self, purpose: str) -> Transport:
+        return _FaultyTransport(self._inner.transport(purpose), self._plan)
+
+    def group(self, purpose: str, partition: Sequence[Sequence[int]]) -> Group:
+        return _FaultyGroup(self._inner.group(purpose, partition), self._plan)
+
+    def abort(self, code: int) -> None:
+        self._inner.abort(code)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class _FaultyTransport:
+    def __init__(self, inner: Transport, plan: _Plan) -> None:
+        self._inner, self._plan = inner, plan
+        self.connect, self.poll, self.wait = inner.connect, inner.poll, inner.wait
+        self.progress, self.flush, self.close = inner.progress, inner.flush, inner.close
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._inner.bytes_sent
+
+    @property
+    def longest_gap_seconds(self) -> float:
+        return self._inner.longest_gap_seconds
+
+    def send(self, destination: int, message: Message) -> None:
+        sent = self._plan.message(message)
+        if sent is not None:
+            self._inner.send(destination, sent)
+
+
+class _FaultyGroup:
+    def __init__(self, inner: Group, plan: _Plan) -> None:
+        self._inner, self._plan = inner, plan
+        self.ranks, self.index, self.close = inner.ranks, inner.index, inner.close
+
+    @property
+    def bytes_received(self) -> int:
+        return self._inner.bytes_received
+
+    def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Work:
+        self._plan.collective()
+        return self._inner.all_reduce(tensor, op)
+
+    def reduce(self, tensor: Tensor, root: int = 0) -> Work:
+        self._plan.collective()
+        return self._inner.reduce(tensor, root)
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
+        self._plan.collective()
+        return self._inner.reduce_scatter(output, tensor)
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        self._plan.collective()
+        return self._inner.all_gather(output, tensor)
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
+        self._plan.collective()
+        return self._inner.broadcast(tensor, root)
+
+    def all_to_all(self, output: Tensor, tensor: Tensor, output_splits: Sequence[int] | None = None,
+                   input_splits: Sequence[int] | None = None) -> Work:
+        self._plan.collective()
+        return self._inner.all_to_all(output, tensor, output_splits, input_splits)
+
+    def gather_objects(self, value: object) -> list:
+        self._plan.collective()
+        return self._inner.gather_objects(value)
+
+    def barrier(self) -> None:
+        self._plan.collective()
+        self._inner.barrier()
+
+
+@click.command()
+@click.option("--fault", "texts", multiple=True, metavar="FAULT",
+              help="KIND:rank=R,call=N (or message=N, or seconds=T); may be given several times.")
+@click.argument("args", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.pass_context
+def command(context: click.Context, texts: Sequence[str], args: Sequence[str]) -> None:
+    """Run the ranvier command with ARGS (put -- before them), with these faults."""
+    from ranvier.cli import run_command
+
+    try:
+        faults = [parse(text) for text in texts]
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from error
+    context.exit(run_command(args, change_world=lambda world: faulty(world, faults)))
+
+
+if __name__ == "__main__":
+    command(prog_name="python -m ranvier.testing.faults")

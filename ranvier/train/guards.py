@@ -1,0 +1,130 @@
+"""What a run does about bad steps and about replicas that drift apart.
+
+    stop   the step is told, with the block and microbatch that it began with, and the run ends
+    skip   the same as a note; the next step takes the next batch
+    back   the last checkpoint is loaded; its steps are taken again, on the data after the bad batch
+
+Every rank knows at the end of a step whether it was bad, since nothing is updated before that is known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
+
+from ranvier.errors import RanvierError
+from ranvier.pipeline.examine import Cause
+from ranvier.run import Guard
+from ranvier.train.events import Event, NoteEvent
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ranvier.pipeline.engine import Engine
+    from ranvier.pipeline.microbatch import Microbatch
+    from ranvier.pipeline.result import BatchResult
+
+
+class Guards:
+    """One run's guard, asked after every step on every rank.
+
+    Args:
+        tell: takes an event.
+        barrier: returns when every rank has called it.
+        go_back: loads the last checkpoint on all ranks and returns its step; None where there is none.
+    """
+
+    def __init__(self, guard: Guard, engine: Engine, *, tell: Callable[[Event], None], barrier: Callable[[], None],
+                 go_back: Callable[[], int | None]) -> None:
+        self._guard, self._engine = guard, engine
+        self._tell, self._barrier, self._go_back = tell, barrier, go_back
+        self._in_a_row = self._last_bad = 0
+
+    def after_step(self, step: int, result: BatchResult, microbatches: Sequence[Microbatch],
+                   publish: Callable[[], None]) -> int:
+        """The step that the run is at now: `step`, or that of the checkpoint that it has gone back to. Collective.
+
+        publish: tells everything that is known of this step; called before the run leaves its way, and not where it
+        goes on. RanvierError where it ends, on every rank.
+        """
+        if result.bad is not None:
+            return self._after_bad(step, result, self._engine.examine(microbatches), publish)
+        if step > self._last_bad:  # before, the run repeats steps; a run that never gets further must end
+            self._in_a_row = 0
+        if self._guard.compare_every and step % self._guard.compare_every == 0:
+            self._compare(step, publish)
+        return step
+
+    def _after_bad(self, step: int, result: BatchResult, cause: Cause, publish: Callable[[], None]) -> int:
+        self._in_a_row, self._last_bad = self._in_a_row + 1, max(step, self._last_bad)
+        self._tell(_note(step, result, cause))
+        if self._guard.bad_step == "stop":
+            self._stop(step, result, cause, publish)
+        if self._in_a_row >= self._guard.most_bad_steps:
+            self._stop(step, result, cause, publish, f", the {_ordinal(self._in_a_row)} bad step in a row")
+        if self._guard.bad_step == "skip":
+            return step
+        publish()
+        gone_back_to = self._go_back()
+        if gone_back_to is None:
+            self._stop(step, result, cause, lambda: None, ", and there is no checkpoint to go back to")
+        self._tell(NoteEvent(step=step, event="went-back", fields={"to_step": gone_back_to},
+                             text=f"went back to the checkpoint of step {gone_back_to}; the data goes on after the "
+                                  f"batch of this step"))
+        return gone_back_to
+
+    def _stop(self, step: int, result: BatchResult, cause: Cause, publish: Callable[[], None],
+              more: str = "") -> NoReturn:
+        publish()
+        self._barrier()  # a rank that fails ends the others: not before rank 0 has written the step
+        raise RanvierError(f"{result.bad}{more}; nothing was updated. {_text(result, cause)}", where=f"step {step}",
+                           remedy=_remedy(cause, self._engine.learning_rate, self._guard))
+
+    def _compare(self, step: int, publish: Callable[[], None]) -> None:
+        try:
+            self._engine.compare_replicas()
+        except RanvierError as error:
+            self._tell(NoteEvent(step=step, event="replicas-differ", text=str(error)))
+            publish()
+            self._barrier()
+            raise
+
+
+def _note(step: int, result: BatchResult, cause: Cause) -> NoteEvent:
+    fields = {"loss": result.loss if math.isfinite(result.loss) else None, "cause": cause.kind, "block": cause.block,
+              "parameter": cause.parameter, "microbatch": cause.microbatch, "replica": cause.replica,
+              "rank": cause.rank}
+    return NoteEvent(step=step, event="bad-step", text=f"{result.bad}; nothing was updated. {_text(result, cause)}",
+                     fields={name: value for name, value in fields.items() if value is not None})
+
+
+def _text(result: BatchResult, cause: Cause) -> str:
+    """The cause; where the same batch was good when it ran again, that this is odd."""
+    if cause.kind == "largest loss" and not _is_finite(result):
+        return "It did not come again when the same batch ran a second time: a device or its memory may be at fault, " \
+               "or only the sum of all gradients is too large"
+    text = str(cause)
+    return text[0].upper() + text[1:]
+
+
+def _is_finite(result: BatchResult) -> bool:
+    return math.isfinite(result.loss) and math.isfinite(result.grad_norm)
+
+
+def _remedy(cause: Cause, learning_rate: float, guard: Guard) -> str:
+    """The next thing to do about `cause`."""
+    others = "" if guard.bad_step != "stop" else "; --guard.bad-step skip or back goes on without such steps"
+    match cause.kind:
+        case "inputs" | "targets":
+            return f"Look at the data of this microbatch{others}."
+        case "parameter":
+            return "Go on from a checkpoint of an earlier step: --resume PATH."
+        case _:
+            return (f"Lower --train.learning-rate (it was {learning_rate:g} at this step) or raise "
+                    f"--train.warmup-steps{others}.")
+
+
+def _ordinal(number: int) -> str:
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"

@@ -1,0 +1,45 @@
+"""Small models in Hugging Face's form, written without transformers, and checkpoints of them."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from ranvier.checkpoint.hf_import import import_model
+from ranvier.checkpoint.manifest import encode
+from ranvier.checkpoint.saved import Saved
+from ranvier.models import hf
+from ranvier.run import GPT
+
+SMALL = GPT(num_layers=2, hidden=24, heads=3, vocab=300, sequence=16)
+
+
+def parameters(config=SMALL, dtype=torch.float32, seed=0):
+    """Random tensors of a whole model under Hugging Face's names, no two alike."""
+    generator = torch.Generator().manual_seed(seed)
+    return {there: (torch.randn(hf.shape_there(ours, config), generator=generator) * 0.3).to(dtype)
+            for ours, there in hf.names(config).items() if ours not in hf.TIED}
+
+
+def write_model(folder: Path, tensors=None, config=SMALL, **settings) -> Path:
+    """config.json and model.safetensors; settings are laid over those of `config`, and None takes one away."""
+    folder.mkdir(parents=True, exist_ok=True)
+    document = {**hf.gpt2_config(config), **settings}
+    (folder / "config.json").write_text(json.dumps(document))
+    save_file(parameters(config) if tensors is None else tensors, folder / "model.safetensors")
+    return folder
+
+
+def write_checkpoint(folder: Path, tensors=None, config=SMALL, precision=None) -> Path:
+    """A run's folder with step-0."""
+    model = write_model(folder.with_name(folder.name + "-model"), tensors, config)
+    import_model(model, folder, precision=precision, tell=lambda line: None)
+    return folder
+
+
+def edit_manifest(step: Path, edit) -> None:
+    """Change the manifest of a checkpoint: `edit` takes it as JSON has it, in place."""
+    document = json.loads(encode(Saved(step).manifest))
+    edit(document)
+    (step / "manifest.json").write_text(json.dumps(document))

@@ -1,0 +1,164 @@
+"""What all fuzzing here shares: many inputs in one process, each within a time and a memory that no honest input needs,
+and each ending well or with a RanvierError; and changes of bytes and of JSON that Hypothesis can shrink."""
+
+from __future__ import annotations
+
+import copy
+import math
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ranvier.errors import RanvierError
+
+SECONDS = 60.0
+"""Longest time of one input: what waits for a pipe, or for a number with a billion digits, does not end in it."""
+BYTES = 4 << 30
+"""More address space than the process has before: what allocates a size that somebody wrote into a file has none."""
+
+
+class Hang(BaseException):
+    """No product code catches it."""
+
+
+def try_all(strategy: st.SearchStrategy, work: Callable, count: int) -> int:
+    """`work(value)` on so many values, each of which may end in a RanvierError that says all it should; how many
+    inputs there were. Few are the same each time, many are others each time."""
+    tried = 0
+
+    @settings(max_examples=count, deadline=None, database=None, derandomize=count < 1000,
+              suppress_health_check=list(HealthCheck))
+    @given(strategy)
+    def one(value):
+        nonlocal tried
+        tried += 1
+        with within(SECONDS):
+            try:
+                work(value)
+            except RanvierError as error:
+                assert_in_words(error)
+
+    with little_memory(BYTES):
+        one()
+    assert tried >= count, f"{tried} of {count} inputs"
+    return tried
+
+
+def assert_in_words(error: RanvierError) -> None:
+    assert error.where and error.what and error.remedy
+    assert str(error)
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Hang is raised in here after so many seconds. Another timer of this process goes on afterwards."""
+    def ring(number, frame):
+        raise Hang(f"no end after {seconds:g} s")
+
+    began = time.monotonic()
+    handler = signal.signal(signal.SIGALRM, ring)
+    left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, left and max(0.01, left - (time.monotonic() - began)))
+        signal.signal(signal.SIGALRM, handler)
+
+
+@contextmanager
+def little_memory(more_bytes: int) -> Iterator[None]:
+    """Inside, the process may not map much more than it has."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm") as file:
+        limit = int(file.read().split()[0]) * resource.getpagesize() + more_bytes
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+# ---------------------------------------------------------------------- changed bytes
+
+BYTE_CHANGES = st.lists(st.tuples(
+    st.sampled_from(["flip", "set", "delete", "insert", "cut", "repeat", "swap"]), st.integers(0, 1 << 20),
+    st.one_of(st.binary(min_size=1, max_size=9), st.sampled_from([
+        b"\0", b"\xff" * 8, b"\xed\xa0\x80", b"{", b"]", b'"', b"9" * 400, b"1e999", b"-", b"NaN", b"[" * 3000,
+        b'{"a":' * 3000, b"\xef\xbb\xbf"]))), min_size=1, max_size=3)
+
+
+def change_bytes(data: bytes, changes) -> bytes:
+    """`data` after these changes; the place is taken modulo the length."""
+    for how, place, given_bytes in changes:
+        at = place % (len(data) + 1)
+        if how == "flip" and data:
+            at %= len(data)
+            data = data[:at] + bytes([data[at] ^ (1 << given_bytes[0] % 8)]) + data[at + 1:]
+        elif how == "set":
+            data = data[:at] + given_bytes + data[at + len(given_bytes):]
+        elif how == "delete":
+            data = data[:at] + data[at + given_bytes[0] % 30:]
+        elif how == "insert":
+            data = data[:at] + given_bytes + data[at:]
+        elif how == "cut":
+            data = data[:at]
+        elif how == "repeat":
+            data = data[:at] + data[at:at + 40] * (2 + given_bytes[0] % 3) + data[at + 40:]
+        else:
+            other = given_bytes[0] % (len(data) + 1)
+            data = data[:other] + data[at:at + 8] + data[other + 8:]
+    return data
+
+
+# ---------------------------------------------------------------------- changed JSON
+
+_LEAVES = st.one_of(
+    st.integers(-2, 40), st.sampled_from([1 << 31, 1 << 53, (1 << 62) - 1, 1 << 62, 1 << 63, 1 << 64, 10**30, 10**400]),
+    st.booleans(), st.none(), st.sampled_from([math.nan, math.inf, -1.0, 0.0, 1.5, 1e308, 1e-320]), st.text(max_size=5),
+    st.sampled_from(["", "..", "../part-00000.safetensors", "/etc/hostname", "part-00001.safetensors", "piece-0",
+                     "piece-1", "float64", "float32", "bool", "complex64", "float8_e4m3fn", "F32", "F64", "F4", "I64",
+                     "BF16", "uint16", "uint32", "a\0b", "\ud800", "x" * 300, "ByteLevel", "BPE", "WordLevel"]),
+    st.just([]), st.just({}), st.just([[[[[0]]]]]), st.lists(st.integers(0, 9), max_size=4))
+JSON_CHANGES = st.lists(st.tuples(
+    st.sampled_from(["replace", "replace", "nudge", "delete", "double", "exchange", "rename", "wrap"]),
+    st.integers(0, 1 << 30), st.integers(0, 1 << 30), _LEAVES), min_size=1, max_size=3)
+
+
+def change_json(document: object, changes) -> object:
+    """A copy of `document` after these changes; places are taken modulo the number of places."""
+    root = [copy.deepcopy(document)]
+    for how, first, second, leaf in changes:
+        places = list(_places(root))
+        holder, key = places[first % len(places)]
+        if how == "replace":
+            holder[key] = copy.deepcopy(leaf)
+        elif how == "nudge":
+            value = holder[key]
+            holder[key] = value + 1 + second % 3 if isinstance(value, (int, float)) else leaf
+        elif how == "delete" and holder is not root:
+            del holder[key]
+        elif how == "double" and isinstance(holder, list) and holder is not root:
+            holder.insert(key, copy.deepcopy(holder[key]))
+        elif how == "exchange":
+            other, place = places[second % len(places)]
+            holder[key], other[place] = copy.deepcopy(other[place]), copy.deepcopy(holder[key])
+        elif how == "rename" and isinstance(holder, dict):
+            holder[leaf if isinstance(leaf, str) else f"{key}x"] = holder.pop(key)
+        else:
+            holder[key] = [holder[key]]
+    return root[0]
+
+
+def _places(node: object) -> Iterator[tuple[list | dict, object]]:
+    """Every (list or mapping, index or key) under `node`."""
+    for key in list(range(len(node))) if isinstance(node, list) else list(node):
+        yield node, key
+        if isinstance(node[key], (list, dict)):
+            yield from _places(node[key])
