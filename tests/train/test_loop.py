@@ -114,7 +114,7 @@ def test_events_tell_the_story(finished):
     run_dir, *_ = finished
     events = lines(run_dir / "events.jsonl")
     assert [(event["step"], event["event"]) for event in events] == [
-        (0, "start"), (4, "eval"), (STEPS, "eval"), (STEPS, "end")]
+        (0, "start"), (4, "eval"), (STEPS, "eval"), (STEPS, "checkpoint"), (STEPS, "end")]
     assert events[1]["tokens"] == 7 * 16, "a partial batch of held-out sequences"
 
 
