@@ -112,6 +112,24 @@ def test_lines_that_were_cut_off_are_left_out(text, tmp_path):
     assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6] and losses(tmp_path)[5] != 1.0
 
 
+def test_a_step_that_was_saved_but_not_yet_told(text, whole, tmp_path):
+    """Numbers are told a step later; what the checkpoint knows of its own step fills the gap."""
+    run_all(tiny(text, tmp_path, steps=4))
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f"{line}\n" for line in path.read_text().splitlines()[:3]))
+    assert (tmp_path / "summary.json").exists()
+    summary, _ = run_all(tiny(text, tmp_path, resume="auto"))
+    assert losses(tmp_path) == losses(whole) and summary["steps"] == 8
+    told = lines(path)[3]
+    assert set(told) == {"step", "loss", "tokens", "grad_norm"} and told["grad_norm"] > 0
+
+
+def test_a_run_that_goes_on_is_not_done(text, tmp_path):
+    run_all(tiny(text, tmp_path, steps=4))
+    run_all(tiny(text, tmp_path, steps=8, resume="auto"), dies_after=6)
+    assert not (tmp_path / "summary.json").exists()
+
+
 def test_a_run_that_is_done_stays_done(text, tmp_path):
     first, _ = run_all(tiny(text, tmp_path, steps=4))
     again, said = run_all(tiny(text, tmp_path, steps=4, resume="auto"))
