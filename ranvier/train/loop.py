@@ -211,7 +211,7 @@ class Training:
         loaded = self.saving.checkpoints.load()
         if loaded is None:
             return None
-        self.saving.saved_step = loaded.step
+        self.saving.saved_step = None  # what a run that stops now saves has another place in the data
         for text in loaded.skipped:
             self.outputs.event(NoteEvent(step=loaded.step, event="checkpoint-skipped", text=text))
         return loaded.step

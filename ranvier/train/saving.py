@@ -77,6 +77,8 @@ class Saving:
                               remedy=f"Set --train.steps above {loaded.step}, or leave --resume out.")
         size = self._run.batch.global_size
         self.offset = int(loaded.about.get("samples", loaded.step * size)) - loaded.step * size
+        if self._engine.bad_steps is not None:
+            self._engine.bad_steps.load(loaded.about.get("guard") or {"losses": []})
         notes = [NoteEvent(step=loaded.step, event="checkpoint-skipped", text=text) for text in loaded.skipped]
         return Start(step=loaded.step, offset=self.offset, continues=continues,
                      notes=[*notes, self._note(loaded), *self._differences(loaded)],
@@ -136,6 +138,7 @@ class Saving:
         return self.checkpoints.save({
             "recipe": self._recipe, "run": resolve.document(self._run), "text": self._text, "versions": versions(),
             "samples": step * self._run.batch.global_size + self.offset,
+            **({} if self._engine.bad_steps is None else {"guard": self._engine.bad_steps.state()}),
             "last_step": plain({"step": step, "loss": result.loss, "tokens": int(result.weight),
                                 "grad_norm": result.grad_norm})})
 

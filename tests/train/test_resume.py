@@ -11,6 +11,7 @@ import torch
 from click.testing import CliRunner
 
 from ranvier import cli
+from ranvier.checkpoint.saved import Saved
 from ranvier.errors import CheckpointError, ConfigError, RanvierError
 from ranvier.mesh import Mesh
 from ranvier.run import GPT, Batch, Checkpoint, Data, Guard, Optim, Run, Train
@@ -122,6 +123,15 @@ def test_a_step_that_was_saved_but_not_yet_told(text, whole, tmp_path):
     assert losses(tmp_path) == losses(whole) and summary["steps"] == 8
     told = lines(path)[3]
     assert set(told) == {"step", "loss", "tokens", "grad_norm"} and told["grad_norm"] > 0
+
+
+def test_the_guard_goes_on_with_the_losses_that_it_knows(text, tmp_path):
+    explode = Guard(explode=50.0)
+    run_all(tiny(text, tmp_path, steps=4, guard=explode))
+    about = Saved(tmp_path / "checkpoint" / "step-4").manifest.about
+    assert about["guard"]["losses"] == list(losses(tmp_path).values())
+    run_all(tiny(text, tmp_path, steps=6, guard=explode, resume="auto"))
+    assert len(Saved(tmp_path / "checkpoint" / "step-6").manifest.about["guard"]["losses"]) == 6
 
 
 def test_a_run_that_goes_on_is_not_done(text, tmp_path):
