@@ -156,6 +156,17 @@ def change_json(document: object, changes) -> object:
     return root[0]
 
 
+def nudge(document: object, number: int) -> object:
+    """A copy of `document` in which one value, of all that are no list and no mapping, is another of its type."""
+    root = [copy.deepcopy(document)]
+    places = [(holder, key) for holder, key in _places(root) if not isinstance(holder[key], (list, dict))]
+    holder, key = places[number % len(places)]
+    value = holder[key]
+    holder[key] = value + "0" if isinstance(value, str) else 0 if value is None else not value if isinstance(
+        value, bool) else value + 1
+    return root[0]
+
+
 def _places(node: object) -> Iterator[tuple[list | dict, object]]:
     """Every (list or mapping, index or key) under `node`."""
     for key in list(range(len(node))) if isinstance(node, list) else list(node):
