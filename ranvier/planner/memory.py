@@ -29,7 +29,7 @@ from torch import nn
 
 from ranvier import keyed_random, precision
 from ranvier.errors import ConfigError
-from ranvier.layout import Layout, Parameter
+from ranvier.layout import Layout
 from ranvier.models.block import Model
 from ranvier.optim.buckets import buckets_of
 from ranvier.optim.gradients import Gradients
@@ -129,18 +129,18 @@ def _states(run: Run, layout: Layout, stage: int, runs: Sequence[range]) -> dict
         host["staging"] = largest * in_flight * (gradients.dtype.itemsize + dtype.itemsize) + widened
     else:
         device["buckets"] += widened
-    host["checkpoint"] = _checkpoint_bytes(run, held, shapes, updated * wide.itemsize * (states + half))
+    owners = [prod(shapes[key]) for key in held if layout[key].block in layout.blocks(stage)]
+    host["checkpoint"] = _checkpoint_bytes(run, owners, updated * wide.itemsize * (states + half))
     travelling = sum(chunk.stop - chunk.start for chunk in gradients.chunks if len(chunk.group.ranks) > 1)
     device["reduction"] = travelling * dtype.itemsize if half and optim.reduce_dtype != "fp32" else 0
     return {"device": device, "host": host}
 
 
-def _checkpoint_bytes(run: Run, held: Mapping[str, Parameter], shapes: Mapping[str, Sequence[int]],
-                      state_bytes: int) -> int:
-    """What a rank copies of its parameters and states (of `state_bytes`) when a checkpoint is begun, at most: replicas
-    share what all of them hold."""
-    share = sum(-(-prod(shapes[key]) // run.mesh.data) for key, p in held.items() if p.is_owner)
-    states = state_bytes if run.optim.shard else -(-state_bytes // run.mesh.data) + 16 * len(held)
+def _checkpoint_bytes(run: Run, sizes: Sequence[int], state_bytes: int) -> int:
+    """What a rank copies of its parameters (of `sizes`, each end of a tie that is no owner left out) and states when a
+    checkpoint is begun, at most: replicas share what all of them hold."""
+    share = sum(-(-size // run.mesh.data) for size in sizes)
+    states = state_bytes if run.optim.shard else -(-state_bytes // run.mesh.data) + 16 * len(sizes)
     return share * DTYPES[run.precision].itemsize + states + torch.get_rng_state().nbytes
 
 

@@ -59,10 +59,11 @@ class LineFile:
     def __init__(self, path: Path, kept: Sequence[Mapping[str, object]] = ()) -> None:
         self.path = path
         with writing(path):
-            fresh = path.with_name(f"{path.name}.new")  # so that a run that dies now keeps the old one
-            fresh.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-            fresh.replace(path)
-            self._file = path.open("a", encoding="utf-8")
+            if kept:
+                fresh = path.with_name(f"{path.name}.new")  # so that a run that dies now keeps the old one
+                fresh.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+                fresh.replace(path)
+            self._file = path.open("a" if kept else "w", encoding="utf-8")
 
     def write(self, fields: Mapping[str, object]) -> None:
         with writing(self.path):

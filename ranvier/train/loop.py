@@ -44,7 +44,7 @@ from ranvier.train.metrics import Meter, PendingStep
 from ranvier.train.peak import matrix_product_rate
 from ranvier.train.report import History, rank_facts, summarise, write_report
 from ranvier.train.sample import continue_tokens
-from ranvier.train.saving import Saving
+from ranvier.train.saving import Saving, Start
 from ranvier.train.tensorboard import TensorBoard
 from ranvier.train.timeline import gather_timelines
 from ranvier.world import World
@@ -120,7 +120,7 @@ class Training:
         self.history = History()
         if world.rank == 0:
             self.outputs = _outputs(self.run.run_dir, self.history, trackers, stream,
-                                    after=self.done if self.begins.continues else 0)
+                                    begins=self.begins if self.begins.continues else None)
 
     def start(self) -> None:
         """Write what the run has come to, and start the clock."""
@@ -151,7 +151,6 @@ class Training:
         reached = self.guards.after_step(step, result, batch, partial(self._publish_all, step, result, rate))
         if reached != step:
             self._leave_out(step - reached)
-            self.saving.told_step = reached
             return reached
         stall = self.saving.save(step, result) if self.saving.due(step) else None
         self._publish()
@@ -162,8 +161,6 @@ class Training:
             self.pending.eval_loss = self._evaluate(step)
             self._publish()
             self.meter.resume()
-        elif stall is not None:
-            self._publish()  # the checkpoint waits for it
         return step
 
     def leave(self, step: int) -> dict[str, object]:
@@ -214,7 +211,7 @@ class Training:
         loaded = self.saving.checkpoints.load()
         if loaded is None:
             return None
-        self.saving.saved_step = loaded.step
+        self.saving.saved_step = None  # what a run that stops now saves has another place in the data
         for text in loaded.skipped:
             self.outputs.event(NoteEvent(step=loaded.step, event="checkpoint-skipped", text=text))
         return loaded.step
@@ -246,7 +243,6 @@ class Training:
                     if event.tokens else "no valid target in the global batch: nothing was updated")
             self.outputs.event(NoteEvent(step=event.step, event="skipped", text=text))
         self.outputs.event(event)
-        self.saving.told_step = event.step
         if event.stepped and not math.isfinite(event.loss):
             self.ranks.barrier()  # a rank that fails ends the others: not before rank 0 has written the step
             raise RanvierError("is not a finite number", where=f"loss of step {event.step}", value=event.loss,
@@ -350,12 +346,18 @@ def _build(run: Run, world: World) -> Engine:
                   timeout_seconds=run.comm.timeout_seconds, sample=sample, tensor=run.tensor, guard=run.guard)
 
 
-def _outputs(run_dir: Path, history: History, trackers: Sequence[Tracker], stream: TextIO, *, after: int) -> Trackers:
-    """Everybody who takes the run's events. after: the step after which a run goes on whose folder this is, or 0."""
+def _outputs(run_dir: Path, history: History, trackers: Sequence[Tracker], stream: TextIO,
+             begins: Start | None) -> Trackers:
+    """Everybody who takes the run's events. begins: where a run goes on that has begun in this folder."""
     open_folder(run_dir)
-    before = steps_until(run_dir, after) if after else []
+    before, after = [], 0
+    if begins is not None:
+        after, before = begins.step, steps_until(run_dir, begins.step)
+        if begins.last_step and not any(line["step"] == after for line in before):
+            before.append({**begins.last_step, "step": after})
+        (run_dir / "summary.json").unlink(missing_ok=True)  # it is of a run that has ended, and this one goes on
     history.remember(before)
-    return Trackers([history, MetricsFile(run_dir, before), EventsFile(run_dir, continues=bool(after)),
+    return Trackers([history, MetricsFile(run_dir, before), EventsFile(run_dir, continues=begins is not None),
                      TensorBoard(run_dir, after), console(stream), *trackers])
 
 

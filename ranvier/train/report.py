@@ -55,7 +55,8 @@ class History:
                 self.eval_losses[line["step"]] = line["eval_loss"]
             for name, values in (("tokens_per_second", self.tokens_per_second), ("step_seconds", self.step_seconds),
                                  ("bubble_fraction", self.bubbles), ("model_flops_utilisation", self.utilisations)):
-                values.append(line.get(name) or 0.0)
+                if line.get(name) is not None:
+                    values.append(line[name])
 
     def event(self, event: Event) -> None:
         if isinstance(event, StepEvent):
@@ -72,8 +73,8 @@ class History:
 
 
 def steady(values: Sequence[float]) -> float:
-    """The median after the first two steps; of all steps where there are no others."""
-    return statistics.median(values[WARM_UP_STEPS:] or values)
+    """The median after the first two steps; of all steps where there are no others, and 0 where there are none."""
+    return statistics.median(values[WARM_UP_STEPS:] or values or [0.0])
 
 
 def rank_facts(engine: Counting, device: torch.device) -> dict[str, object]:

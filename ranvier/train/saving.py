@@ -16,6 +16,7 @@ from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.result import BatchResult
 from ranvier.run import Run
 from ranvier.train.events import NoteEvent
+from ranvier.train.files import plain
 from ranvier.train.report import versions
 
 
@@ -28,6 +29,8 @@ class Start:
     offset: int = 0
     continues: bool = False
     notes: list[NoteEvent] = field(default_factory=list)
+    last_step: Mapping[str, object] = field(default_factory=dict)
+    """What is known of step `step`, for a run that died before it had written that step's line."""
 
 
 def checkpoint_folder(run: Run) -> Path:
@@ -50,9 +53,6 @@ class Saving:
         """Sequences that were consumed beyond the steps' own: what a change of batch or going back has left out."""
         self.saved_step: int | None = None
         """After which the last checkpoint was begun."""
-        self.told_step = 0
-        """The last step whose numbers are in the run's folder; rank 0 only. No checkpoint of a later one gets its name,
-        or a run that died then and went on from it would never tell that step's numbers."""
 
     # ------------------------------------------------------------------ where the run begins
 
@@ -69,17 +69,20 @@ class Saving:
         loaded = self.checkpoints.load(None if resume == "auto" else resume)
         if loaded is None:
             return Start(notes=[NoteEvent(step=0, event="resume", text=f"no checkpoint in {folder}: from the start")])
+        self._check_model(loaded)
         continues = loaded.folder.parent == folder
         if loaded.step >= self._run.train.steps and not continues:
             raise ConfigError(f"leaves nothing to do: {loaded.folder} has taken {loaded.step} steps",
                               where="train.steps", value=self._run.train.steps,
                               remedy=f"Set --train.steps above {loaded.step}, or leave --resume out.")
-        self._check_model(loaded)
         size = self._run.batch.global_size
         self.offset = int(loaded.about.get("samples", loaded.step * size)) - loaded.step * size
+        if self._engine.bad_steps is not None:
+            self._engine.bad_steps.load(loaded.about.get("guard") or {"losses": []})
         notes = [NoteEvent(step=loaded.step, event="checkpoint-skipped", text=text) for text in loaded.skipped]
         return Start(step=loaded.step, offset=self.offset, continues=continues,
-                     notes=[*notes, self._note(loaded), *self._differences(loaded)])
+                     notes=[*notes, self._note(loaded), *self._differences(loaded)],
+                     last_step=loaded.about.get("last_step") or {})
 
     def _check_model(self, loaded: Loaded) -> None:
         """What makes another function of parameters of the same shapes."""
@@ -134,7 +137,10 @@ class Saving:
         self.saved_step = step
         return self.checkpoints.save({
             "recipe": self._recipe, "run": resolve.document(self._run), "text": self._text, "versions": versions(),
-            "samples": step * self._run.batch.global_size + self.offset}, when=lambda: self.told_step >= step)
+            "samples": step * self._run.batch.global_size + self.offset,
+            **({} if self._engine.bad_steps is None else {"guard": self._engine.bad_steps.state()}),
+            "last_step": plain({"step": step, "loss": result.loss, "tokens": int(result.weight),
+                                "grad_norm": result.grad_norm})})
 
     def tell(self) -> Iterator[NoteEvent]:
         """What has been written since the last call; only rank 0 knows. CheckpointError where the run is to stop."""

@@ -11,6 +11,7 @@ from ranvier.checkpoint.manifest import encode
 from ranvier.checkpoint.saved import Saved
 from ranvier.models import hf
 from ranvier.run import GPT
+from tests.checkpoint.anywhere import write_manifest
 
 SMALL = GPT(num_layers=2, hidden=24, heads=3, vocab=300, sequence=16)
 
@@ -42,4 +43,4 @@ def edit_manifest(step: Path, edit) -> None:
     """Change the manifest of a checkpoint: `edit` takes it as JSON has it, in place."""
     document = json.loads(encode(Saved(step).manifest))
     edit(document)
-    (step / "manifest.json").write_text(json.dumps(document))
+    write_manifest(step, document)

@@ -1,6 +1,7 @@
 """Layers, origins, and a clear problem for each value that does not fit."""
 
 import dataclasses
+import os
 import sys
 import tomllib
 
@@ -77,6 +78,12 @@ def test_each_wrong_flag_is_one_problem(name, text):
     assert f"--{resolve.flag(name)}" in found.problems[0].remedy
 
 
+@pytest.mark.parametrize("text", ["a\0b", "x" * 256, "ab/" * 2000, "\ud800"])
+def test_names_that_no_file_can_have(text):
+    problem, = resolved(flags={"run_dir": text}).problems
+    assert str(problem).startswith("run-dir: is no name that a file can have")
+
+
 @pytest.mark.parametrize(("tree", "remedy"), [
     ({"batch": {"globl_size": 3}}, "Did you mean batch.global_size?"),
     ({"global_size": 3}, "Did you mean batch.global_size?"),
@@ -111,13 +118,14 @@ def test_a_file(tmp_path):
 
 @pytest.mark.parametrize(("recipe", "message"), [
     ("missing.toml", "cannot be read: No such file"), ("folder.toml", "cannot be read"),
-    ("bad.toml", "is not valid TOML"),
+    ("bad.toml", "is not valid TOML"), ("pipe.toml", "cannot be read: it is no file"),
     ("latin.toml", "is not valid TOML"), ("gpt-tyni", "Did you mean gpt-tiny?"), ("x", "Shipped are: .*gpt-tiny"),
     ("no_such_module:f", "cannot be called: ModuleNotFoundError"), ("json:nothing", "cannot be called: AttributeError"),
     ("json:dumps", "cannot be called: TypeError"), ("os:getpid", "must return a ranvier.Run or a dict")])
 def test_recipes_that_cannot_be_read(tmp_path, monkeypatch, recipe, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.toml").mkdir()
+    os.mkfifo(tmp_path / "pipe.toml")
     (tmp_path / "bad.toml").write_text("seed = = 3")
     (tmp_path / "latin.toml").write_bytes(b"x = '\xe9'")
     with pytest.raises(ConfigError, match=message):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import io
+import os
 import sys
 import tarfile
 import types
@@ -71,6 +72,29 @@ def test_a_folder_leaves_out_what_is_no_text_and_says_so(tmp_path):
     found = list(opened(folder, tmp_path, lines).documents(1000))
     assert {document.name: document.text for document in found} == {"deep/a.txt": "grüße\n", "b.md": "second"}
     assert lines == [f"left out 2 of 4 files of {folder}, which are not UTF-8 text"]
+
+
+def test_pipes_and_links_to_nowhere_are_left_out_and_not_waited_for(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a").write_text("text")
+    os.mkfifo(folder / "pipe")
+    (folder / "gone").symlink_to("nothing")
+    (folder / "loop").symlink_to("loop")
+    (folder / "zeros").symlink_to("/dev/zero")
+    (folder / os.fsdecode(b"\xff")).write_text("its name is no UTF-8")
+    lines = []
+    assert sorted(document.text for document in opened(folder, tmp_path, lines).documents(1 << 62)) == [
+        "its name is no UTF-8", "text"]
+    assert lines == [f"left out 4 of 6 files of {folder}, which are not UTF-8 text"]
+    with pytest.raises(DataError, match=r"data\.corpus: is neither a file nor a folder"):
+        opened(folder / "pipe", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["", "~nobody-of-this-name/x", "/" + "x" * 5000])
+def test_names_that_no_path_can_have(tmp_path, name):
+    with pytest.raises(DataError, match=r"data\.corpus: does not exist"):
+        opened(name, tmp_path)
 
 
 def test_a_changed_file_has_another_fingerprint(tmp_path):

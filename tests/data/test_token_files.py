@@ -61,6 +61,16 @@ def damage_number(tmp_path):
         file.write(np.array([1000], dtype="<u2").tobytes())
 
 
+def damage_quietly(tmp_path):
+    with open(tmp_path / "train.bin", "r+b") as file:
+        file.write(np.array([999], dtype="<u2").tobytes())
+
+
+def instead_of_the_side_file(tmp_path):
+    (tmp_path / "train.json").unlink()
+    os.mkfifo(tmp_path / "train.json")
+
+
 def damage_side_file(tmp_path):
     about = json.loads((tmp_path / "train.json").read_text())
     (tmp_path / "train.json").write_text(json.dumps(about | {"dtype": "int8"}))
@@ -69,6 +79,10 @@ def damage_side_file(tmp_path):
 @pytest.mark.parametrize(("damage", "message"), [
     (damage_size, r"train\.bin: should have 40 bytes \(got 41\)"),
     (damage_number, r"train\.bin: has a token beyond its vocabulary of 1000 \(got 1000\)"),
+    (damage_quietly, r"train\.bin: has been changed: train\.json has another digest"),
+    (instead_of_the_side_file, r"train\.json: does not describe a token file \(got 'it is no file'\)"),
+    (lambda path: (path / "train.json").write_text("[" * 60_000), r"train\.json: does not describe a token file"),
+    (lambda path: (path / "train.json").write_text(" " * 70_000), r"does not describe .*it has 70000 bytes"),
     (damage_side_file, r"train\.json: does not describe a token file"),
     (lambda path: (path / "train.bin").unlink(), r"should have 40 bytes \(got 0\)"),
     (lambda path: (path / "train.json").write_text("{"), r"train\.json: does not describe a token file"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import zipfile
 
 import pytest
@@ -69,6 +70,29 @@ def test_saved_and_loaded(small, tmp_path):
     loaded = load(tmp_path / "tokenizer.json")
     assert (loaded.fingerprint, loaded.vocab, loaded.end) == (small.fingerprint, small.vocab, small.end)
     assert loaded.encode(TEXT + END_OF_TEXT) == small.encode(TEXT + END_OF_TEXT)
+
+
+def test_a_vocabulary_with_gaps_is_refused_before_the_library_allocates_them(small, tmp_path):
+    small.save(tmp_path / "t.json")
+    document = json.loads((tmp_path / "t.json").read_text())
+    document["model"]["vocab"]["a"] = 1 << 62
+    (tmp_path / "t.json").write_text(json.dumps(document))
+    with pytest.raises(DataError, match="gaps in its numbers"):
+        load(tmp_path / "t.json")
+
+
+def test_only_vocabulary_and_merges_are_taken_from_a_file(small, tmp_path):
+    small.save(tmp_path / "t.json")
+    document = json.loads((tmp_path / "t.json").read_text())
+    document |= {"normalizer": {"type": "Lowercase"}, "decoder": None}
+    (tmp_path / "t.json").write_text(json.dumps(document))
+    assert load(tmp_path / "t.json").fingerprint == small.fingerprint
+
+
+def test_a_pipe_is_no_tokenizer(tmp_path):
+    os.mkfifo(tmp_path / "t.json")
+    with pytest.raises(DataError, match="no file"):
+        load(tmp_path / "t.json")
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"model": 3}'])

@@ -24,7 +24,7 @@ from ranvier.pipeline.engine import Engine
 from ranvier.run import Optim
 from ranvier.world import World
 from tests.checkpoint.anywhere import write_manifest
-from tests.fuzz.inputs import BYTE_CHANGES, JSON_CHANGES, change_bytes, change_json, try_all
+from tests.fuzz.inputs import BYTE_CHANGES, JSON_CHANGES, change_bytes, change_json, nudge, try_all
 
 PART = "part-00000.safetensors"
 
@@ -122,6 +122,18 @@ def manifest_tree(whole: Whole, count: int) -> int:
         whole.check(folder)
 
     return try_all(JSON_CHANGES, work, count)
+
+
+def manifest_numbers(whole: Whole, count: int) -> int:
+    """One number or text is another one: each of them in turn, from both ends."""
+    folder = whole.copy()
+
+    def work(number):
+        place = number // 2 if number % 2 else -1 - number // 2
+        (folder / MANIFEST).write_text(json.dumps(nudge(whole.document, place)))
+        whole.check(folder)
+
+    return sum(try_all(st.just(number), work, 1) for number in range(count))
 
 
 def manifest_of_a_liar(whole: Whole, count: int) -> int:
@@ -262,6 +274,6 @@ def engine_and_damage(whole: Whole, count: int) -> int:
 
 
 FUZZERS: dict[Callable[[Whole, int], int], int] = {
-    manifest_bytes: 6, manifest_tree: 6, manifest_of_a_liar: 10, engine_and_a_liar: 4, part_bytes: 4,
-    part_unlooked_at: 4, header_of_a_liar: 6, folders: 3, engine_and_damage: 4}
+    manifest_bytes: 6, manifest_tree: 6, manifest_numbers: 6, manifest_of_a_liar: 10, engine_and_a_liar: 4,
+    part_bytes: 4, part_unlooked_at: 4, header_of_a_liar: 6, folders: 3, engine_and_damage: 4}
 """And how many of a round's inputs each has."""

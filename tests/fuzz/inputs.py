@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ranvier.errors import RanvierError
 
-SECONDS = 60.0
+SECONDS = 40.0
 """Longest time of one input: what waits for a pipe, or for a number with a billion digits, does not end in it."""
 BYTES = 4 << 30
 """More address space than the process has before: what allocates a size that somebody wrote into a file has none."""
@@ -153,6 +153,17 @@ def change_json(document: object, changes) -> object:
             holder[leaf if isinstance(leaf, str) else f"{key}x"] = holder.pop(key)
         else:
             holder[key] = [holder[key]]
+    return root[0]
+
+
+def nudge(document: object, number: int) -> object:
+    """A copy of `document` in which one value, of all that are no list and no mapping, is another of its type."""
+    root = [copy.deepcopy(document)]
+    places = [(holder, key) for holder, key in _places(root) if not isinstance(holder[key], (list, dict))]
+    holder, key = places[number % len(places)]
+    value = holder[key]
+    holder[key] = value + "0" if isinstance(value, str) else 0 if value is None else not value if isinstance(
+        value, bool) else value + 1
     return root[0]
 
 

@@ -199,8 +199,11 @@ def test_the_command_keeps_a_mesh_that_fits_and_that_of_a_run_that_does_not_resu
     assert "goes on" not in capsys.readouterr().err
 
 
-def test_a_run_with_problems_of_its_own_is_refused_for_them(monkeypatch, capsys):
-    for name, value in {"PMI_RANK": "0", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "3"}.items():
-        monkeypatch.setenv(name, value)
-    assert cli.run_command(["train", "gpt-tiny", "--resume", "auto", "--run-dir", "unused", "--mesh.col", "3"]) == 2
-    assert re.fullmatch(r"ranvier: error: mesh.col: does not divide model.heads 4.*\n", capsys.readouterr().err)
+@pytest.mark.parametrize(("flag", "value", "message"), [
+    ("--mesh.col", "3", "mesh.col: does not divide model.heads 4"),
+    ("--model.vocab", "10", "model.vocab: is less than a byte-level tokenizer has")])
+def test_a_run_with_problems_of_its_own_is_refused_for_them(monkeypatch, capsys, tmp_path, flag, value, message):
+    for name, text in {"PMI_RANK": "0", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "3"}.items():
+        monkeypatch.setenv(name, text)
+    assert cli.run_command(["train", "gpt-tiny", "--resume", "auto", "--run-dir", str(tmp_path), flag, value]) == 2
+    assert re.fullmatch(rf"ranvier: error: {message}.*\n", capsys.readouterr().err)

@@ -28,7 +28,7 @@ STEPS = 150
 TINY = ["--model.num-layers", "1", "--model.hidden", "16", "--model.heads", "2", "--model.vocab", "260",
         "--model.sequence", "16", "--batch.global-size", "4", "--batch.microbatch-size", "1", "--train.steps", STEPS,
         "--train.warmup-steps", "0", "--train.eval-every", "0", "--train.eval-sequences", "4",
-        "--train.sample-tokens", "0", "--checkpoint.every", "10"]
+        "--train.sample-tokens", "0", "--checkpoint.every", "10", "--launch.threads", "1"]
 
 SRUN = """#!/bin/bash
 # Each task as Slurm would start it: $TASKS of them on this machine. Their process ids go to the file $PIDS.
@@ -84,6 +84,8 @@ def shell(tmp_path):
     for process in started:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
+            for pid in _processes(tmp_path):  # a torchrun that is killed leaves its ranks
+                os.kill(pid, signal.SIGKILL)
         process.communicate()
 
 
@@ -322,8 +324,7 @@ def test_torchrun_starts_again_after_a_rank_died_and_then_with_fewer_ranks(shell
 
     first = train(2)
     wait_for((run_dir / "checkpoint" / "step-20").exists, first)
-    victim = next(int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline")
-                  if _is_rank(path, run_dir, "1"))
+    (victim,) = _processes(tmp_path, b"RANK=1")
     os.kill(victim, signal.SIGKILL)
     code, output = finish(first)
     assert code == 0, output
@@ -341,13 +342,17 @@ def test_torchrun_starts_again_after_a_rank_died_and_then_with_fewer_ranks(shell
     assert steps_in(run_dir)[-6:] == [*range(STEPS, STEPS + 6)]
 
 
-def _is_rank(path, run_dir, rank):
-    """Whether /proc/N/cmdline is that of this rank of a run here."""
-    try:
-        environ = (path.parent / "environ").read_bytes().split(b"\0")
-        return str(run_dir.parent.parent).encode() in path.read_bytes() and f"RANK={rank}".encode() in environ
-    except OSError:
-        return False
+def _processes(folder, variable=b""):
+    """Processes with `folder` in their command line and `variable` in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            environ = (path / "environ").read_bytes().split(b"\0")
+            if str(folder).encode() in (path / "cmdline").read_bytes() and variable in environ:
+                found.append(int(path.name))
+        except OSError:
+            pass
+    return found
 
 
 @pytest.mark.slow

@@ -114,7 +114,7 @@ def test_events_tell_the_story(finished):
     run_dir, *_ = finished
     events = lines(run_dir / "events.jsonl")
     assert [(event["step"], event["event"]) for event in events] == [
-        (0, "start"), (4, "eval"), (STEPS, "eval"), (STEPS, "end")]
+        (0, "start"), (4, "eval"), (STEPS, "eval"), (STEPS, "checkpoint"), (STEPS, "end")]
     assert events[1]["tokens"] == 7 * 16, "a partial batch of held-out sequences"
 
 
@@ -141,7 +141,7 @@ def test_the_timeline_shows_the_first_and_the_last_steps(finished):
 def test_the_console_is_plain_and_short(finished):
     _, _, text, _ = finished
     assert "tiny: 6 steps on mesh data 2 x pipe 2" in text and "stage" in text and "message-driven" in text
-    assert sum(line.startswith("step ") for line in text.splitlines()) == STEPS
+    assert sum(line.startswith("step ") and f"/{STEPS} " in line for line in text.splitlines()) == STEPS
     assert "wrote" in text and "timeline.png" in text and "\x1b" not in text
 
 

@@ -1,0 +1,154 @@
+"""Run files and command lines as people and programs mistype them."""
+
+from __future__ import annotations
+
+import io
+import os
+import tomllib
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from importlib import resources
+from pathlib import Path
+
+import tomli_w
+from hypothesis import strategies as st
+
+from ranvier import check, launch, resolve
+from ranvier.cli import run_command
+from tests.cli.test_fuzz import FLAGS, TEXTS, TREES
+from tests.fuzz.inputs import BYTE_CHANGES, assert_in_words, change_bytes, try_all
+
+RECIPES = {name: (resources.files("ranvier") / "recipes" / f"{name}.toml").read_bytes()
+           for name in resolve.recipe_names()}
+FULL = b"""seed = 3
+precision = "bf16"
+run_dir = "runs/x"
+[mesh]
+data = 2
+pipe = 2
+[batch]
+global_size = 8
+microbatch_size = 2
+[optim]
+betas = [0.9, 0.95]
+groups = ["*.bias:1:0"]
+offload = "stream"
+[pipeline]
+boundaries = [3]
+[checkpoint]
+every = 10
+dir = "kept"
+"""
+
+
+def _read(path: Path) -> None:
+    """Resolve and check the file; a value that is accepted is the one that the file has."""
+    _, layer = resolve.load(str(path))
+    found = resolve.resolve([layer])
+    run, more = check.with_shape(found.run, 4)
+    for problem in (*found.problems, *more, *check.problems(run, 4), *check.warnings(run)):
+        assert_in_words(problem)
+    if found.problems:
+        raise found.problems[0]
+    values = resolve.flatten(found.run)
+    for key, value in tomllib.loads(path.read_text(encoding="utf-8")).items():
+        for name, given in {f"{key}.{inner}": part for inner, part in value.items()}.items() if isinstance(
+                value, dict) else [(key, value)]:
+            took = values[name]
+            assert (list(took) if isinstance(took, tuple) else os.fspath(took) if isinstance(took, Path) else took
+                    ) == (os.path.normpath(given) if isinstance(took, Path) else given), name
+
+
+def file_bytes(folder: Path, count: int) -> int:
+    originals = [*RECIPES.values(), FULL, b""]
+
+    def work(value):
+        which, changes = value
+        (folder / "x.toml").write_bytes(change_bytes(originals[which], changes))
+        _read(folder / "x.toml")
+
+    return try_all(st.tuples(st.integers(0, len(originals) - 1), BYTE_CHANGES), work, count)
+
+
+def file_trees(folder: Path, count: int) -> int:
+    def work(tree):
+        (folder / "x.toml").write_bytes(tomli_w.dumps(tree).encode("utf-8", "surrogatepass"))
+        _read(folder / "x.toml")
+
+    return try_all(TREES, work, count)
+
+
+class Started(BaseException):
+    """Everything was in order, and ranks would be started now."""
+
+
+def _run(args: list[str]) -> None:
+    """A command line that ends with 0, or 2 and a line for each mistake, or comes to where ranks are started."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            code = run_command(args)
+        except Started:
+            return
+    assert code in (0, 2), (code, args)
+    if code == 2:
+        said = err.getvalue()
+        assert said or "problem" in out.getvalue()
+        assert all(line.startswith(("ranvier: error: ", "ranvier: warning: ")) for line in said.splitlines())
+
+
+_WORDS = st.one_of(FLAGS, TEXTS.filter(lambda text: ":" not in text), st.integers(-2, 80).map(str), st.sampled_from(
+    ["--run-dir", "--resume", "--checkpoint.dir", "a\0b", "x" * 5000, "/dev/null", "runs", "\ud800", "~nobody", "odd",
+     "--mesh.row=auto", "--data.corpus=", "--train.steps=1e9"]))
+_RECIPES = st.one_of(st.sampled_from(["gpt-tiny", "gpt2-small", "nope", "x.toml", "pipe.toml", "folder.toml",
+                                      "loop.toml", "", "a\0.toml", "z" * 5000 + ".toml", "\ud800.toml", "tiny",
+                                      "no_such_module:run", ":", "os:", ":x", ".:x", "--", "os:getcwd", "os:abort_"]))
+
+
+def command_lines(folder: Path, count: int) -> int:
+    """`train` as far as it goes before ranks start, and the others."""
+    if not (folder / "pipe.toml").exists():
+        os.mkfifo(folder / "pipe.toml")
+        (folder / "folder.toml").mkdir()
+        (folder / "loop.toml").symlink_to("loop.toml")
+        (folder / "odd").mkdir()
+        (folder / "odd" / "run.toml").write_text("")
+    (folder / "x.toml").write_bytes(FULL)
+
+    def start(*args, **options):
+        raise Started
+
+    def work(value):
+        command, recipe, words = value
+        _run([command, *([recipe] if command in ("train", "check") else []), *words])
+
+    before, launch.start = launch.start, start
+    try:
+        return try_all(st.tuples(st.sampled_from(["train", "train", "train", "check", "doctor", "export", "import",
+                                                  "trian", "", "--version", "-h"]), _RECIPES,
+                                 st.lists(_WORDS, max_size=5)).filter(lambda value: value[0] != "doctor" or value[2]),
+                       work, count)
+    finally:
+        launch.start = before
+
+
+def values(folder: Path, count: int) -> int:
+    """One flag with one text, of all flags: taken as what it says, or one problem."""
+    settings = resolve.settings()
+
+    def work(value):
+        name, text = value
+        found = resolve.resolve([resolve.Layer(origin="flag", values={name: text}, is_text=True)])
+        run, more = check.with_shape(found.run, 4)
+        for problem in (*found.problems, *more, *check.problems(run, 4)):
+            assert_in_words(problem)
+        if not found.problems:
+            taken = resolve.as_text(resolve.flatten(found.run)[name])
+            again = resolve.resolve([resolve.Layer(origin="flag", values={name: taken}, is_text=True)])
+            assert again.run == found.run, "what is written into run.toml is what was taken"
+
+    return try_all(st.tuples(st.sampled_from(sorted(settings)), _WORDS), work, count)
+
+
+FUZZERS: dict[Callable[[Path, int], int], int] = {file_bytes: 12, file_trees: 8, command_lines: 6, values: 12}
+"""And how many of a round's inputs each has."""

@@ -1,0 +1,37 @@
+"""Whatever is in a folder or behind a name is read as the text that it is, or refused in words."""
+
+import sys
+import types
+
+import pytest
+
+from tests.fuzz.corpora import FUZZERS, names
+
+
+def load_dataset(name, *args, **options):
+    raise ConnectionError(f"{name!r}: no route to the hub\nand more")
+
+
+@pytest.fixture
+def no_hub(monkeypatch):
+    """The package is there and the hub is not; below, in `make test-all`, the real one without it."""
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+
+
+@pytest.mark.parametrize("fuzzer", FUZZERS, ids=lambda fuzzer: fuzzer.__name__)
+def test_bad_corpora(no_hub, tmp_path, monkeypatch, fuzzer):
+    monkeypatch.chdir(tmp_path)
+    count = 12 * FUZZERS[fuzzer]
+    assert fuzzer(tmp_path / "texts", count) >= count
+
+
+@pytest.mark.slow
+def test_names_with_the_real_package_offline(tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.chdir(tmp_path)
+    assert names(tmp_path / "texts", 60) >= 60
