@@ -48,7 +48,11 @@ def attempt(args: Sequence[str], faults: Sequence[Fault], log: Path, *, deadline
             outside: Outside | None = None) -> Ended:
     """Run the ranvier command `args` with `faults` in its ranks, to its end or the deadline; `log` takes its output."""
     began = time.monotonic()
-    pid = _start_command(args, faults, log) if as_command else _fork(log, partial(_as_parent, args, faults))
+    with log.open("wb") as file:  # by another process: a disk that is full for the run must not cut off what it says
+        relay = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=file)
+    output = relay.stdin.fileno()
+    pid = _start_command(args, faults, output) if as_command else _fork(output, partial(_as_parent, args, faults))
+    relay.stdin.close()
     code, waiting = None, outside
     while time.monotonic() - began < deadline_seconds:
         done, status = os.waitpid(pid, os.WNOHANG)
@@ -66,6 +70,7 @@ def attempt(args: Sequence[str], faults: Sequence[Fault], log: Path, *, deadline
             os.kill(process, signal.SIGKILL)
     if code is None:
         os.waitpid(pid, 0)
+    relay.wait()
     return Ended(code=code, seconds=seconds, text=log.read_text(errors="replace"), left=left)
 
 
@@ -98,25 +103,24 @@ def _processes() -> dict[int, tuple[str, int, int]]:
 # ---------------------------------------------------------------------- as a user starts it
 
 
-def _start_command(args: Sequence[str], faults: Sequence[Fault], log: Path) -> int:
+def _start_command(args: Sequence[str], faults: Sequence[Fault], output: int) -> int:
     options = [word for fault in faults for word in ("--fault", str(fault))]
-    with log.open("wb") as output:
-        return subprocess.Popen([sys.executable, "-m", "ranvier.testing.faults", *options, "--", *args],
-                                stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True).pid
+    return subprocess.Popen([sys.executable, "-m", "ranvier.testing.faults", *options, "--", *args],
+                            stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True).pid
 
 
 # ---------------------------------------------------------------------- by forks
 
 
-def _fork(log: Path, body: Callable[[], int]) -> int:
-    """A child, in a session of its own, that ends with what `body` returns."""
+def _fork(output: int, body: Callable[[], int]) -> int:
+    """A child, in a session of its own, that writes to `output` and ends with what `body` returns."""
     pid = os.fork()
     if pid:
         return pid
     os.setsid()
-    with log.open("wb") as output:
-        for stream in (1, 2):
-            os.dup2(output.fileno(), stream)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.close(output)
     _leave_with(body)
 
 

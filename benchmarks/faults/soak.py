@@ -49,7 +49,8 @@ OUTSIDE = {"a rank is killed while a checkpoint is written": "save", "the superv
 SAYS = {
     r"was killed by SIGKILL": "says who was killed", r"nothing is heard any more from": "says who is silent",
     r"a message did not come|a collective did not end|announcement did not come": "says who waits for whom",
-    r"ran out of memory": "says where the memory went", r"cannot be written": "says what cannot be written",
+    r"is lost: that of": "says what is lost", r"ran out of memory": "says where the memory went",
+    r"cannot be written": "says what cannot be written",
     r"a collective failed|has gone|could not carry": "says that a peer is gone", r"stopped by SIG|save and stop": ""}
 """What a run says when it ends early, by what is found in its output; the first that fits."""
 

@@ -13,7 +13,7 @@ from typing import Literal
 from ranvier.comm.board import Board
 from ranvier.comm.message import Kind, Message
 from ranvier.comm.protocol import Transport
-from ranvier.errors import MessageTimeout, ModelError
+from ranvier.errors import MessageTimeout, ModelError, TransportError
 from ranvier.pipeline.timeline import Timeline
 
 Direction = Literal["forward", "return"]
@@ -42,6 +42,7 @@ class Inbox:
         self._count = 0
         self._arrived: dict[tuple[Direction, int], Message] = {}
         self._early: list[Message] = []
+        self._next: dict[Direction, int] = {}
         self._on_arrival: Callable[[Direction, int], None] = lambda direction, microbatch: None
 
     def begin(self, call: int, step: int, num_microbatches: int,
@@ -51,7 +52,7 @@ class Inbox:
         step: the training step that waits are booked under.
         """
         self._call, self._step, self._count, self._on_arrival = call, step, num_microbatches, on_arrival
-        early, self._early = self._early, []
+        early, self._early, self._next = self._early, [], {}
         for message in early:
             self._sort(message)
 
@@ -74,8 +75,19 @@ class Inbox:
                 raise ModelError(f"has {self._count} microbatches here, but {self._board.name(message.source)} sends "
                                  f"number {message.microbatch}", where="train_batch",
                                  remedy="Give all ranks of a replica the same number of microbatches.")
+            self._check_order(way, message)
             self._arrived[way, message.microbatch] = message
             self._on_arrival(way, message.microbatch)
+
+    def _check_order(self, way: Direction, message: Message) -> None:
+        """An edge keeps the order of its messages, so one that comes too soon tells of one that is lost."""
+        expected = self._next.get(way, 0)
+        if message.microbatch != expected:
+            raise TransportError(f"the {_NAMES[way]} of microbatch {expected} is lost: that of {message.microbatch} "
+                                 "came first", where=f"messages from {self._board.name(message.source)}",
+                                 remedy="Go on with --resume auto; if it comes again, look for faults of the network "
+                                        "or the memory between the two.")
+        self._next[way] = expected + 1
 
     def poll(self) -> None:
         """Take in everything that has arrived; never blocks."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from ranvier.comm.board import Board, in_time, said, silent
 from ranvier.comm.message import Kind
-from ranvier.errors import MessageTimeout, ModelError, RanvierError
+from ranvier.errors import MessageTimeout, ModelError, RanvierError, TransportError
 from ranvier.mesh import Mesh
 from tests.pipeline.parity import chain, on_mesh, points, share, squared
 from tests.pipeline.test_unusual_blocks import Plain
@@ -169,9 +169,18 @@ def test_a_forward_that_never_comes(quick_board):
 
 
 def test_a_gap_between_messages_is_noticed_at_once():
-    with pytest.raises(AssertionError, match=r"stage 1 got the forward of microbatch 2, expected 1 of 3; so far: "):
+    with pytest.raises(TransportError, match=r"messages from pipe 0: the forward of microbatch 1 is lost: that of 2 "
+                                             r"came first\. Go on with --resume auto"):
         on_mesh(partial(chain, *[Plain] * 4), Mesh(pipe=2), lambda engine: (
             losing(Kind.FORWARD, 1)(engine), engine.forward_backward(share(engine, points([[1] * 3])))), in_flight=3,
+            policy="gpipe")
+
+
+def test_a_gap_between_returns_is_noticed_at_once():
+    with pytest.raises(TransportError, match=r"messages from pipe 1: the backward of microbatch 0 is lost: that of 1 "
+                                             r"came first"):
+        on_mesh(partial(chain, *[Plain] * 4), Mesh(pipe=2), lambda engine: (
+            losing(Kind.BACKWARD, 0)(engine), engine.forward_backward(share(engine, points([[1] * 3])))), in_flight=3,
             policy="gpipe")
 
 
