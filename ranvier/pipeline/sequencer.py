@@ -34,6 +34,8 @@ class Sequencer:
         self.leads = rank == self._leader
         """Whether this rank decides; always so on a stage of one rank."""
         self._board, self._timeout, self._sent = board, timeout_seconds, 0
+        self._announced = 0
+        """Announcements that this rank has sent, or got."""
         self._transport = self._group = None
         if mesh.stage_size > 1:
             self._transport = backend.transport("stage order")
@@ -46,9 +48,10 @@ class Sequencer:
         """Leader: tell the peers the next action; None says that the batch is done."""
         if self._transport is None:
             return
+        self._announced += 1
         code = [_DONE, 0, 0] if action is None else [_KINDS.index(action.kind), int(action.defer), action.product]
         message = Message(Kind.ACTION, call, 0 if action is None else action.microbatch,
-                          {"action": torch.tensor(code, dtype=torch.int64)})
+                          {"action": torch.tensor([*code, self._announced], dtype=torch.int64)})
         for peer in self._peers:
             self._transport.send(peer, message)
         self._check(action)
@@ -62,8 +65,14 @@ class Sequencer:
                 "an announcement did not come\n" + self._board.report("the next action", self._leader, self._timeout),
                 where="comm.timeout-seconds", value=self._timeout,
                 remedy="See which rank is behind, or raise --comm.timeout-seconds.")
+        self._announced += 1
+        kind, defer, product, number = message.tensors["action"].tolist()
+        if number != self._announced:  # what ranks of a stage do in another order than each other is silently wrong
+            raise TransportError(f"announcement {self._announced} is lost: that of {number} came first",
+                                 where=f"messages from {self._board.name(self._leader)}",
+                                 remedy="Go on with --resume auto; if it comes again, look for faults of the network "
+                                        "or the memory between the two.")
         assert message.step == call, f"an action of batch {message.step} came in batch {call}"
-        kind, defer, product = message.tensors["action"].tolist()
         action = None if kind == _DONE else Action(_KINDS[kind], message.microbatch, bool(defer), product)
         self._check(action)
         return action

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from ranvier.comm.board import Board
 from ranvier.comm.protocol import Group
 from ranvier.comm.throttle import Link, throttled
 from ranvier.errors import MessageTimeout, TransportError
@@ -22,6 +23,7 @@ from ranvier.layout import Split
 from ranvier.mesh import Mesh
 from ranvier.pipeline import engine as engine_module
 from ranvier.pipeline.engine import Engine
+from ranvier.pipeline.schedule import Action
 from ranvier.pipeline.sequencer import Sequencer
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
@@ -222,3 +224,27 @@ def test_a_leader_that_says_nothing(monkeypatch):
     with pytest.raises(MessageTimeout) as caught:
         run(Mesh(col=2), numbered([[1]]), Adversary(), wait_seconds=0.3)
     assert "col 1 waits" in str(caught.value) and "for the next action from col 0, which is" in str(caught.value)
+
+
+def test_a_lost_announcement_is_noticed_before_anything_is_done_in_another_order():
+    """The peer would run the next action with the leader's present one, and their collectives would fit by chance."""
+    done = []
+
+    def run(world):
+        sequencer = Sequencer(Mesh(row=2), world.rank, world.backend, Board(world.store, world.rank, Mesh(row=2)), 5.0,
+                              False)
+        if sequencer.leads:
+            send = sequencer._transport.send
+            for number in range(3):
+                sequencer._transport.send = send if number != 1 else lambda destination, message: None
+                sequencer.announce(0, Action("F", number))
+            world.store.get("noticed")
+            return
+        done.append(sequencer.next(0))
+        with pytest.raises(TransportError, match=r"messages from row 0: announcement 2 is lost: that of 3 "
+                                                 r"came first\."):
+            sequencer.next(0)
+        world.store.set("noticed", "yes")
+
+    run_ranks(run, 2)
+    assert done == [Action("F", 0)]
