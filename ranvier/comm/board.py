@@ -7,6 +7,7 @@ does a rank read what the others wrote; a store that does not answer does not ho
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -71,6 +72,8 @@ class Board:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep_publishing, name=f"ranvier-board-{rank}", daemon=True)
         self._thread.start()
+        # A thread that is inside a store while the interpreter is taken down brings the process down with it.
+        atexit.register(self.close)
 
     def _keep_publishing(self) -> None:
         try:
@@ -107,5 +110,6 @@ class Board:
 
     def close(self) -> None:
         """Stop publishing. Idempotent."""
+        atexit.unregister(self.close)
         self._stop.set()
-        self._thread.join()
+        self._thread.join(_STORE_SECONDS)

@@ -1,6 +1,8 @@
 """What a user reads when a rank fails or a message never comes, on in-process ranks."""
 
 import re
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -260,6 +262,15 @@ def test_ranks_that_say_nothing_any_more_are_told_from_busy_ones():
     assert said(store, [0])[0][1] == "backward 3"
     for board in boards:
         board.close()
+
+
+def test_boards_that_nobody_closed_do_not_bring_the_interpreter_down():
+    """A thread that is in a store's own code while the interpreter goes would abort the process."""
+    program = ("import time; from torch.distributed import HashStore; from ranvier.comm.board import Board\n"
+               "from ranvier.mesh import Mesh\n"
+               "boards = [Board(HashStore(), 0, Mesh(), 0.0002) for _ in range(100)]; time.sleep(0.5)\n")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 class Deaf:
