@@ -84,6 +84,9 @@ class _Job:
 class Checkpoints:
     """Writes and reads the checkpoints of one engine. All ranks make the same calls, but for `written`.
 
+    Of a torch optimizer its states are kept, not the settings of its groups, such as learning rates: those are the
+    program's. One engine at a time writes to a folder: what others have left half written is cleared away by the next.
+
     Args:
         folder: where they are; all ranks must see the same files.
         keep: newest checkpoints that stay when another is whole. keep_every: those of steps that are a multiple of it
