@@ -21,7 +21,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -76,12 +76,16 @@ class _Job:
     pieces: list[Piece]
     frozen: list[str]
     head: dict[str, object]
+    when: Callable[[], bool]
     stall_seconds: float = 0.0
     began: float = field(default_factory=time.monotonic)
 
 
 class Checkpoints:
     """Writes and reads the checkpoints of one engine. All ranks make the same calls, but for `written`.
+
+    Of a torch optimizer its states are kept, not the settings of its groups, such as learning rates: those are the
+    program's. One engine at a time writes to a folder: what others have left half written is cleared away by the next.
 
     Args:
         folder: where they are; all ranks must see the same files.
@@ -113,11 +117,12 @@ class Checkpoints:
 
     # ------------------------------------------------------------------ writing
 
-    def save(self, about: Mapping[str, object] | None = None) -> float:
+    def save(self, about: Mapping[str, object] | None = None, *, when: Callable[[], bool] = lambda: True) -> float:
         """Copy the engine's state, and write it while training goes on. Returns the seconds that this took here: for
         the write before, where that is still under way, and for the copy.
 
-        about: JSON-serialisable, for whoever reads the checkpoint; the same on every rank. What cannot be written is
+        about: JSON-serialisable, for whoever reads the checkpoint; the same on every rank. when: asked by rank 0's
+        thread until it is true; no sooner does the checkpoint get its name. What cannot be written is
         told by `written` and `wait`, on rank 0 and on all.
         """
         began = time.monotonic()
@@ -130,7 +135,7 @@ class Checkpoints:
         head = {**state.numbers(self.engine), "about": {
             **(about or {}), "mesh": str(self.engine.mesh), "written": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"}}
         job = _Job(number=self._count, step=self.engine.steps, pieces=pieces, frozen=state.frozen(self.engine),
-                   head=head, stall_seconds=time.monotonic() - began)
+                   head=head, when=when, stall_seconds=time.monotonic() - began)
         self._thread = threading.Thread(target=self._write, args=(job,), name=f"checkpoint {job.step}", daemon=True)
         self._thread.start()
         return job.stall_seconds
@@ -187,7 +192,7 @@ class Checkpoints:
         final = step_folder(self.folder, job.step)
         try:
             entries = self._entries(job.number, store)
-            if entries is None:
+            if entries is None or not self._may(job.when):
                 return
             for problem in (entry["error"] for entry in entries if "error" in entry):
                 raise OSError(problem)
@@ -222,6 +227,13 @@ class Checkpoints:
         for name in names:
             store.delete_key(name)
         return entries
+
+    def _may(self, when: Callable[[], bool]) -> bool:
+        """Whether the time has come before this is closed."""
+        while not when():
+            if self._closing.wait(_POLL_SECONDS):
+                return False
+        return True
 
     def _name(self, number: int, rank: int) -> str:
         return f"{_STORE}/{self._token}/{number}/{rank}"

@@ -54,7 +54,7 @@ class BadSteps:
 
     def load(self, state: Mapping[str, Sequence[float]]) -> None:
         """Go on from a `state`."""
-        self._usual = deque(state["losses"], maxlen=USUAL_STEPS)
+        self._usual = deque(state.get("losses", ()), maxlen=USUAL_STEPS)
 
 
 def looks_before_update(guard: Guard, optim: Optim) -> bool:

@@ -151,6 +151,7 @@ class Training:
         reached = self.guards.after_step(step, result, batch, partial(self._publish_all, step, result, rate))
         if reached != step:
             self._leave_out(step - reached)
+            self.saving.told_step = reached
             return reached
         stall = self.saving.save(step, result) if self.saving.due(step) else None
         self._publish()
@@ -161,6 +162,8 @@ class Training:
             self.pending.eval_loss = self._evaluate(step)
             self._publish()
             self.meter.resume()
+        elif stall is not None:
+            self._publish()  # the checkpoint waits for it
         return step
 
     def leave(self, step: int) -> dict[str, object]:
@@ -243,6 +246,7 @@ class Training:
                     if event.tokens else "no valid target in the global batch: nothing was updated")
             self.outputs.event(NoteEvent(step=event.step, event="skipped", text=text))
         self.outputs.event(event)
+        self.saving.told_step = event.step
         if event.stepped and not math.isfinite(event.loss):
             self.ranks.barrier()  # a rank that fails ends the others: not before rank 0 has written the step
             raise RanvierError("is not a finite number", where=f"loss of step {event.step}", value=event.loss,
@@ -353,8 +357,6 @@ def _outputs(run_dir: Path, history: History, trackers: Sequence[Tracker], strea
     before, after = [], 0
     if begins is not None:
         after, before = begins.step, steps_until(run_dir, begins.step)
-        if begins.last_step and not any(line["step"] == after for line in before):
-            before.append({**begins.last_step, "step": after})
         (run_dir / "summary.json").unlink(missing_ok=True)  # it is of a run that has ended, and this one goes on
     history.remember(before)
     return Trackers([history, MetricsFile(run_dir, before), EventsFile(run_dir, continues=begins is not None),

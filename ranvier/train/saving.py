@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Ge, Lt
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked
 
 from ranvier import resolve
 from ranvier.checkpoint.checkpoints import Checkpoints, Loaded, Written
 from ranvier.checkpoint.manifest import checkpoints as listed
-from ranvier.checkpoint.manifest import step_of
+from ranvier.checkpoint.manifest import damaged, step_of
 from ranvier.errors import CheckpointError, ConfigError
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.result import BatchResult
 from ranvier.run import Run
 from ranvier.train.events import NoteEvent
-from ranvier.train.files import plain
 from ranvier.train.report import versions
 
 
@@ -29,8 +34,34 @@ class Start:
     offset: int = 0
     continues: bool = False
     notes: list[NoteEvent] = field(default_factory=list)
-    last_step: Mapping[str, object] = field(default_factory=dict)
-    """What is known of step `step`, for a run that died before it had written that step's line."""
+
+
+@checked(frozen=True, kw_only=True, config=ConfigDict(extra="ignore", strict=True))
+class Told:
+    """What a checkpoint says of its run: what `Saving.save` has told it. Of another loop's, nothing."""
+
+    samples: Annotated[int, Ge(0), Lt(1 << 62)] | None = None
+    """Sequences consumed."""
+    text: str | None = None
+    """The fingerprint of the tokens."""
+    guard: dict[str, list[float]] = field(default_factory=lambda: {"losses": []})
+    run: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def values(self) -> dict[str, object]:
+        """The run's settings by dotted name."""
+        nested = {f"{section}.{key}": value for section, values in self.run.items() if isinstance(values, dict)
+                  for key, value in values.items()}
+        return {**self.run, **nested}
+
+
+def told_by(loaded: Loaded) -> Told:
+    """CheckpointError where what it says cannot be."""
+    try:
+        return TypeAdapter(Told).validate_json(json.dumps(dict(loaded.about)))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise damaged(loaded.folder, f"about.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
 def checkpoint_folder(run: Run) -> Path:
@@ -53,6 +84,9 @@ class Saving:
         """Sequences that were consumed beyond the steps' own: what a change of batch or going back has left out."""
         self.saved_step: int | None = None
         """After which the last checkpoint was begun."""
+        self.told_step = 0
+        """The last step whose numbers are in the run's folder; rank 0 only. No checkpoint of a later one gets its name,
+        or a run that died then and went on from it would never tell that step's numbers."""
 
     # ------------------------------------------------------------------ where the run begins
 
@@ -69,29 +103,27 @@ class Saving:
         loaded = self.checkpoints.load(None if resume == "auto" else resume)
         if loaded is None:
             return Start(notes=[NoteEvent(step=0, event="resume", text=f"no checkpoint in {folder}: from the start")])
-        self._check_model(loaded)
+        told = told_by(loaded)
+        self._check_model(loaded, told)
         continues = loaded.folder.parent == folder
         if loaded.step >= self._run.train.steps and not continues:
             raise ConfigError(f"leaves nothing to do: {loaded.folder} has taken {loaded.step} steps",
                               where="train.steps", value=self._run.train.steps,
                               remedy=f"Set --train.steps above {loaded.step}, or leave --resume out.")
-        size = self._run.batch.global_size
-        self.offset = int(loaded.about.get("samples", loaded.step * size)) - loaded.step * size
+        usual = loaded.step * self._run.batch.global_size
+        self.offset = (usual if told.samples is None else told.samples) - usual
         if self._engine.bad_steps is not None:
-            self._engine.bad_steps.load(loaded.about.get("guard") or {"losses": []})
+            self._engine.bad_steps.load(told.guard)
         notes = [NoteEvent(step=loaded.step, event="checkpoint-skipped", text=text) for text in loaded.skipped]
         return Start(step=loaded.step, offset=self.offset, continues=continues,
-                     notes=[*notes, self._note(loaded), *self._differences(loaded)],
-                     last_step=loaded.about.get("last_step") or {})
+                     notes=[*notes, self._note(loaded), *self._differences(loaded.step, told)])
 
-    def _check_model(self, loaded: Loaded) -> None:
+    def _check_model(self, loaded: Loaded, told: Told) -> None:
         """What makes another function of parameters of the same shapes."""
-        run = loaded.about.get("run")
-        model = run.get("model") if isinstance(run, Mapping) else None
-        heads = model.get("heads") if isinstance(model, Mapping) else None
-        if heads is not None and heads != self._run.model.heads:
+        heads, now = told.values.get("model.heads"), self._run.model.heads
+        if heads not in (None, now):
             raise CheckpointError(f"was written by a model with {heads} heads", where=f"checkpoint {loaded.folder}",
-                                  value=self._run.model.heads, remedy=f"Set --model.heads {heads}.")
+                                  value=now, remedy=f"Set --model.heads {heads}.")
 
     def _refuse_the_past(self, path: Path) -> None:
         """A checkpoint of this very folder must be its newest: --resume auto would take a newer one the next time."""
@@ -107,20 +139,16 @@ class Saving:
         return NoteEvent(step=loaded.step, event="resume", text=f"goes on from {loaded.folder}{moved}",
                          fields={"folder": str(loaded.folder), "mesh": now, "written_on": was})
 
-    def _differences(self, loaded: Loaded) -> Iterator[NoteEvent]:
+    def _differences(self, step: int, told: Told) -> Iterator[NoteEvent]:
         """What makes the run another one than it was, though it goes on."""
-        was, now = loaded.about.get("run"), resolve.document(self._run)
-        if loaded.about.get("text", self._text) != self._text:
-            yield NoteEvent(step=loaded.step, event="resume", text="the text is another one than before: samples "
-                                                                   "differ from here on")
-        for section, key in (("", "seed"), ("batch", "global_size"), ("", "precision")):
-            before = was.get(section, {}).get(key) if section and isinstance(was, Mapping) else (
-                was.get(key) if isinstance(was, Mapping) else None)
-            after = now[section][key] if section else now[key]
-            if before is not None and before != after:
-                name = f"{section}.{key}" if section else key
-                yield NoteEvent(step=loaded.step, event="resume", text=f"{resolve.flag(name)} was {before} and is "
-                                                                       f"{after} now")
+        if told.text not in (None, self._text):
+            yield NoteEvent(step=step, event="resume", text="the text is another one than before: samples differ from "
+                                                            "here on")
+        values = resolve.flatten(self._run)
+        for name in ("seed", "batch.global_size", "precision"):
+            before, now = told.values.get(name), values[name]
+            if before not in (None, now):
+                yield NoteEvent(step=step, event="resume", text=f"{resolve.flag(name)} was {before} and is {now} now")
 
     # ------------------------------------------------------------------ while it trains
 
@@ -139,8 +167,7 @@ class Saving:
             "recipe": self._recipe, "run": resolve.document(self._run), "text": self._text, "versions": versions(),
             "samples": step * self._run.batch.global_size + self.offset,
             **({} if self._engine.bad_steps is None else {"guard": self._engine.bad_steps.state()}),
-            "last_step": plain({"step": step, "loss": result.loss, "tokens": int(result.weight),
-                                "grad_norm": result.grad_norm})})
+        }, when=lambda: self.told_step >= step)
 
     def tell(self) -> Iterator[NoteEvent]:
         """What has been written since the last call; only rank 0 knows. CheckpointError where the run is to stop."""

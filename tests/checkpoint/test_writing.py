@@ -229,6 +229,36 @@ def test_later_ones_that_are_damaged_do_not_count_as_kept(tmp_path):
     assert names(tmp_path) == ["step-3", "step-4", "step-5"] and read_manifest(tmp_path / "step-3").step == 3
 
 
+def test_a_checkpoint_waits_until_it_may_have_its_name(tmp_path):
+    may = threading.Event()
+
+    def work(engine):
+        checkpoints = Checkpoints(engine, tmp_path)
+        train(engine, 1)
+        checkpoints.save(when=may.is_set)
+        time.sleep(0.3)
+        before = names(tmp_path)
+        engine.world.store.add("looked", 1)
+        while engine.world.store.add("looked", 0) < 2:
+            time.sleep(0.01)
+        may.set()
+        checkpoints.wait()
+        return before, names(tmp_path)
+
+    assert on(Mesh(data=2), work) == [([".step-1.tmp"], ["step-1"])] * 2
+
+
+def test_one_that_never_may_is_left_when_it_is_closed(tmp_path):
+    def work(engine):
+        checkpoints = Checkpoints(engine, tmp_path)
+        checkpoints.save(when=lambda: False)
+        checkpoints.close(0.1)
+        checkpoints._thread.join(30)
+        return checkpoints._thread.is_alive()
+
+    assert on(Mesh(), work) == [False] and names(tmp_path) == [".step-0.tmp"]
+
+
 def late_part(tmp_path, monkeypatch, then):
     """What rank 0 is told where the thread of rank 1 does `then(engine, write)` instead of writing its part."""
     init = Board.__init__

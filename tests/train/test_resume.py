@@ -3,6 +3,8 @@
 import io
 import json
 import random
+import shutil
+import time
 import tomllib
 from dataclasses import replace
 
@@ -18,7 +20,7 @@ from ranvier.run import GPT, Batch, Checkpoint, Data, Guard, Optim, Run, Train
 from ranvier.testing.ranks import run_ranks
 from ranvier.train import loop
 from ranvier.train.loop import train
-from tests.checkpoint.anywhere import everything
+from tests.checkpoint.anywhere import everything, write_manifest
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +77,25 @@ def whole(text, tmp_path_factory):
     return run_dir
 
 
+def test_no_checkpoint_is_there_before_its_steps_numbers_are_told(text, tmp_path):
+    """A run that dies in between would go on behind that step, and metrics.jsonl would never have it."""
+    seen = []
+
+    class Looks:
+        def event(self, event):
+            if getattr(event, "grad_norm", None) is not None and event.step % 2 == 0:
+                time.sleep(0.3)  # longer than the checkpoint takes
+                seen.append((event.step, (tmp_path / "checkpoint" / f"step-{event.step}").exists()))
+
+        def close(self):
+            pass
+
+    run = tiny(text, tmp_path, steps=6)
+    run_ranks(lambda world: train(run, "tiny", world, stream=io.StringIO(), trackers=[Looks()]), 2, timeout_seconds=120)
+    assert seen == [(2, False), (4, False), (6, False)]
+    assert (tmp_path / "checkpoint" / "step-6").exists()
+
+
 def test_the_metrics_tell_what_checkpoints_cost(whole):
     stalled = {line["step"]: line.get("checkpoint_stall_seconds") for line in lines(whole / "metrics.jsonl")}
     assert [step for step, seconds in stalled.items() if seconds is not None] == [2, 4, 6, 8]
@@ -113,16 +134,13 @@ def test_lines_that_were_cut_off_are_left_out(text, tmp_path):
     assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6] and losses(tmp_path)[5] != 1.0
 
 
-def test_a_step_that_was_saved_but_not_yet_told(text, whole, tmp_path):
-    """Numbers are told a step later; what the checkpoint knows of its own step fills the gap."""
-    run_all(tiny(text, tmp_path, steps=4))
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(f"{line}\n" for line in path.read_text().splitlines()[:3]))
-    assert (tmp_path / "summary.json").exists()
-    summary, _ = run_all(tiny(text, tmp_path, resume="auto"))
-    assert losses(tmp_path) == losses(whole) and summary["steps"] == 8
-    told = lines(path)[3]
-    assert set(told) == {"step", "loss", "tokens", "grad_norm"} and told["grad_norm"] > 0
+@pytest.mark.parametrize("about", [{"samples": -1}, {"samples": "many"}, {"run": 3}, {"guard": {"losses": ["x"]}}])
+def test_what_a_stranger_says_of_a_run(text, whole, tmp_path, about):
+    folder = shutil.copytree(whole / "checkpoint" / "step-8", tmp_path / "step-8")
+    document = json.loads((folder / "manifest.json").read_text())
+    write_manifest(folder, {**document, "about": {**document["about"], **about}})
+    with pytest.raises(CheckpointError, match=rf"step-8: about\.{next(iter(about))}.*: Input should be"):
+        run_all(tiny(text, tmp_path / "run", steps=9, resume=str(folder)))
 
 
 def test_the_guard_goes_on_with_the_losses_that_it_knows(text, tmp_path):
