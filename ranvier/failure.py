@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 
 from ranvier.comm.board import in_time, silent
 from ranvier.errors import MessageTimeout, RanvierError, TransportError
@@ -56,8 +57,9 @@ def failed(world: World, mesh: Mesh, error: BaseException) -> int:
 
 def leave(world: World, code: int) -> None:
     """End this process with `code`, and all ranks as far as the backend can. Does not return."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # a log on a full disk must not keep the others waiting for this rank
+            stream.flush()
     if world.backend.name == "mpi":
         time.sleep(_RELAY_SECONDS)
         if world.launcher == "local":  # the parent says how this rank ended; MPI's line would say it again

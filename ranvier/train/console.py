@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 from rich.console import Console as RichConsole
@@ -89,6 +92,16 @@ class Notes:
         return f"step {event.step}: {event.text}{more}"
 
 
+@contextmanager
+def _without_room() -> Iterator[None]:
+    """A log whose disk is full loses lines, and does not end the run: what the run cannot do without says so itself."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+            raise
+
+
 class PlainConsole:
     """Lines of text without colours or cursor movements, flushed one by one."""
 
@@ -99,7 +112,8 @@ class PlainConsole:
 
     def _print(self, text: str | None) -> None:
         if text is not None:
-            print(text, file=self._stream, flush=True)
+            with _without_room():
+                print(text, file=self._stream, flush=True)
 
     def event(self, event: Event) -> None:
         match event:
@@ -122,7 +136,8 @@ class PlainConsole:
             self._print(f"step {event.step:{len(str(self._steps))}}/{self._steps}  {step_text(event)}  {left} left")
 
     def close(self) -> None:
-        self._stream.flush()
+        with _without_room():
+            self._stream.flush()
 
 
 class LiveConsole:

@@ -1,0 +1,47 @@
+"""A rank that fails ends the others, whatever becomes of its last words."""
+
+import errno
+import io
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from ranvier import failure
+
+
+class Full(io.StringIO):
+    """A log on a full disk."""
+
+    def flush(self):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_the_others_are_ended_although_the_log_cannot_be_written(monkeypatch):
+    ended = []
+    monkeypatch.setattr(sys, "stdout", Full())
+    monkeypatch.setattr(sys, "stderr", Full())
+    monkeypatch.setattr(os, "_exit", lambda code: ended.append(("exit", code)))
+    backend = SimpleNamespace(name="torch", abort=lambda code: ended.append(("abort", code)))
+    failure.leave(SimpleNamespace(backend=backend, launcher="local"), 2)
+    assert ended == [("abort", 2), ("exit", 2)]
+
+
+@pytest.mark.parametrize(("number", "raised"), [(errno.ENOSPC, False), (errno.EFBIG, False), (errno.EDQUOT, False),
+                                                (errno.EIO, True), (errno.EPIPE, True)])
+def test_a_console_whose_disk_is_full_does_not_end_the_run(number, raised):
+    from ranvier.train.console import console
+    from ranvier.train.events import NoteEvent
+
+    class Fails(io.StringIO):
+        def flush(self):
+            raise OSError(number, os.strerror(number))
+
+    tracker = console(Fails())
+    for use in (lambda: tracker.event(NoteEvent(step=1, event="word", text="so")), tracker.close):
+        if raised:
+            with pytest.raises(OSError, match=os.strerror(number)):
+                use()
+        else:
+            use()
