@@ -5,6 +5,7 @@ Runs for any number of ranks on any machine: models are built on the meta device
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -280,6 +281,9 @@ def _resume_problems(run: Run) -> Iterator[ConfigError]:
     if run.resume == "auto" and run.run_dir is None and run.checkpoint.dir is None:
         yield ConfigError("needs a folder to look for checkpoints in", where="resume", value="auto",
                           remedy="Set --run-dir, or --checkpoint.dir, to the same folder each time.")
+    if run.resume not in ("auto", "none") and not (run.resume and os.path.exists(run.resume)):
+        yield ConfigError("is no checkpoint that is there", where="resume", value=run.resume,
+                          remedy="Name a folder such as RUN/checkpoint/step-100, RUN/checkpoint, or RUN.")
 
 
 def _update_problems(run: Run) -> Iterator[ConfigError]:

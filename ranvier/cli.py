@@ -172,7 +172,8 @@ def _train_as_rank(run: Run, name: str, world: World, change_world: Callable[[Wo
 
 def _check_folder(run: Run) -> None:
     """ConfigError when a run has left its results in the folder of one that does not go on from there."""
-    if os.path.exists(run.run_dir / "run.toml") and run.resume != "auto":
+    goes_on = run.resume == "auto" or (run.resume != "none" and run.resume == resolve.origin(run.run_dir))
+    if os.path.exists(run.run_dir / "run.toml") and not goes_on:
         raise ConfigError("holds the results of another run", where="run-dir", value=str(run.run_dir),
                           remedy="Choose another folder with --run-dir, go on with --resume auto, or remove that one.")
 

@@ -177,6 +177,9 @@ def _read(setting: Setting, value: object, layer: Layer) -> object:
         raise ConfigError("is no name that a file can have", where=setting.flag, value=value,
                           remedy=_remedy(setting, layer.origin, value))
     for part in read if isinstance(read, tuple) else (read,):
+        if isinstance(part, (str, Path)) and not _is_text(part):
+            raise ConfigError("cannot be written down as text", where=setting.flag, value=value,
+                              remedy=_remedy(setting, layer.origin, setting.default))
         bound = _MAX_INT if isinstance(part, int) else math.inf
         if isinstance(part, (int, float)) and not abs(part) < bound:  # NaN is no less than anything
             raise ConfigError("is larger than anything here can be", where=setting.flag, value=value,
@@ -191,6 +194,15 @@ def _can_be(path: Path) -> bool:
     except UnicodeEncodeError:
         return False
     return all(len(part) < 256 and b"\0" not in part for part in parts) and sum(map(len, parts)) < 4000
+
+
+def _is_text(value: str | Path) -> bool:
+    """Whether a text file can hold it: names of files need not be Unicode."""
+    try:
+        os.fspath(value).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @cache
@@ -377,6 +389,15 @@ def document(run: Run) -> dict[str, Any]:
         if value is not None:
             place[key] = os.fspath(value) if isinstance(value, Path) else value
     return document
+
+
+def origin(run_dir: Path) -> str:
+    """The checkpoint elsewhere with which the run of a folder began, by its run.toml; "none" where it began anew."""
+    try:
+        said = tomllib.loads((run_dir / "run.toml").read_text(encoding="utf-8")).get("resume")
+    except (OSError, ValueError):
+        return "none"
+    return said if isinstance(said, str) and said else "none"
 
 
 def write(run: Run, path: Path) -> None:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
+from safetensors import SafetensorError
 
 from ranvier.checkpoint import files, state
 from ranvier.checkpoint.manifest import File, Manifest, SavedTensor, step_folder
@@ -59,11 +60,13 @@ class Written:
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What an engine goes on from. skipped: why newer checkpoints were not taken."""
+    """What an engine goes on from. skipped: why newer checkpoints were not taken. frozen: parameters that were not
+    being trained, and are frozen again now; whoever wants to train them says so afterwards."""
 
     folder: Path
     step: int
     about: Mapping[str, object]
+    frozen: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
 
 
@@ -96,7 +99,7 @@ class Checkpoints:
 
     def __init__(self, engine: Engine, folder: Path | str, *, keep: int = 3, keep_every: int = 0,
                  timeout_seconds: float = 300.0) -> None:
-        self.engine, self.folder, self._timeout = engine, Path(folder), timeout_seconds
+        self.engine, self.folder, self._timeout = engine, Path(folder).absolute(), timeout_seconds
         self._keep, self._keep_every = keep, keep_every
         world = engine.world
         self._ranks = world.backend.group("checkpoint", [tuple(range(world.size))])
@@ -109,6 +112,8 @@ class Checkpoints:
         self._room: list = []
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
+        self._damaged: set[Path] = set()
+        """Checkpoints that `load` has passed over; only the writing of rank 0 asks."""
         self._untold: list[Written] = []
         self._ended: list[Written] = []
         if self._rank == 0:
@@ -126,6 +131,7 @@ class Checkpoints:
         told by `written` and `wait`, on rank 0 and on all.
         """
         began = time.monotonic()
+        _check_about(about or {})
         self._join()
         pieces = state.pieces_to_write(self.engine)
         copies = files.host_copies([piece.tensor for piece in pieces], self._room)
@@ -151,6 +157,10 @@ class Checkpoints:
         found, self._ended = [{**asdict(one), "folder": str(one.folder)} for one in self._ended], []
         return [Written(**{**one, "folder": Path(one["folder"])}) for one in self._ranks.gather_objects(found)[0]]
 
+    def of_first(self, value: str) -> str:
+        """Rank 0's `value`, on all ranks: files may be seen by it alone."""
+        return self._ranks.gather_objects(value)[0]
+
     @property
     def host_bytes(self) -> int:
         """What the copies of this rank's part take; they stay for the next save."""
@@ -172,14 +182,14 @@ class Checkpoints:
     def _write(self, job: _Job) -> None:
         store = self._store
         entry: dict[str, object] = {"file": None, "tensors": _described(job.pieces), "frozen": job.frozen}
-        temporary = files.temporary_folder(self.folder, job.step)
+        temporary = files.temporary_folder(self.folder, job.step, f"{self._token}-{job.number}")
         try:
             temporary.mkdir(parents=True, exist_ok=True)
             if job.pieces:
                 entry["file"] = asdict(files.write_part(temporary / files.part_name(self._rank), {
                     _key(number): piece.tensor for number, piece in enumerate(job.pieces)}))
-        except files.WRITE_ERRORS as error:
-            entry = {"error": f"{getattr(error, 'strerror', None) or error} (rank {self._rank})"}
+        except Exception as error:  # whatever it is: training goes on, and the others must know
+            entry = {"error": f"{_said(error)} (rank {self._rank})"}
         try:
             store.set(self._name(job.number, self._rank), json.dumps(entry))
             if self._rank == 0:
@@ -198,14 +208,14 @@ class Checkpoints:
                 raise OSError(problem)
             manifest = _manifest(job, entries)
             files.publish(temporary, final, manifest)
-            files.retain(self.folder, job.step, keep=self._keep, keep_every=self._keep_every)
+            self._damaged.discard(final)
+            files.retain(self.folder, job.step, keep=self._keep, keep_every=self._keep_every, damaged=self._damaged)
             outcome = Written(step=job.step, folder=final, stall_seconds=job.stall_seconds,
                               write_seconds=time.monotonic() - job.began,
                               size_bytes=sum(file.size_bytes for file in manifest.files))
-        except (*files.WRITE_ERRORS, CheckpointError) as error:
+        except Exception as error:
             files.remove(temporary)
-            outcome = Written(step=job.step, folder=final, stall_seconds=job.stall_seconds,
-                              error=getattr(error, "strerror", None) or str(error))
+            outcome = Written(step=job.step, folder=final, stall_seconds=job.stall_seconds, error=_said(error))
         self._ended.append(outcome)
         self._untold.append(outcome)
 
@@ -256,8 +266,9 @@ class Checkpoints:
             if problem is None:
                 self._load(saved)
                 return Loaded(folder=folder, step=saved.manifest.step, about=saved.manifest.about,
-                              skipped=tuple(skipped))
+                              frozen=saved.manifest.frozen, skipped=tuple(skipped))
             skipped.append(problem)
+            self._damaged.add(folder)
         if skipped:
             raise CheckpointError("has no checkpoint that is whole: " + "; ".join(skipped), where=str(where),
                                   remedy="Name another one with --resume, or start anew with --resume none and another "
@@ -284,14 +295,32 @@ class Checkpoints:
         problem = None
         try:
             state.load(self.engine, saved)
-        except CheckpointError as error:
-            problem = error
+        except Exception as error:
+            problem = error if isinstance(error, CheckpointError) else CheckpointError(
+                f"cannot be loaded: {_said(error)}", where=f"checkpoint {saved.folder}",
+                remedy="Resume with the model and the optimizer that it was written with.")
+            problem.__cause__ = None if problem is error else error
         finally:
             saved.close()
         told = self._ranks.gather_objects(problem and [problem.what, problem.where, problem.remedy])
         for text in told:
             if text:
                 raise problem or CheckpointError(text[0], where=text[1], remedy=text[2])
+
+
+def _said(error: Exception) -> str:
+    """An error in a few words."""
+    if isinstance(error, (OSError, SafetensorError, CheckpointError)):
+        return getattr(error, "strerror", None) or str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def _check_about(about: Mapping[str, object]) -> None:
+    try:
+        json.dumps(about, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"is not JSON: {error}", where="Checkpoints.save(about=...)",
+                              remedy="Give texts, numbers, lists and dicts.") from error
 
 
 _entry = TypeAdapter(dict[str, dict[str, SavedTensor]])

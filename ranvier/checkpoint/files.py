@@ -1,6 +1,6 @@
 """Files of a checkpoint as they get onto a disk: parts, the manifest last, one rename, and what is kept.
 
-    .step-120.tmp/            being written, by all ranks
+    .step-120.TOKEN.tmp/      being written, by all ranks
       part-00000.safetensors    on the disk (fsync) before its writer says so
       manifest.json             when all parts are there
     step-120/                 the same folder under its name: whole, or not there at all
@@ -12,25 +12,30 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from ranvier.checkpoint.manifest import MANIFEST, File, Manifest, checkpoints, encode, step_folder, step_of
+from ranvier.checkpoint.manifest import (
+    MANIFEST,
+    File,
+    Manifest,
+    checkpoints,
+    contradictions,
+    encode,
+    step_folder,
+    step_of,
+)
 from ranvier.checkpoint.saved import checksum
 from ranvier.errors import CheckpointError
 
-WRITE_ERRORS = (OSError, SafetensorError)
-"""What writing a file of pieces may raise."""
 
-
-def temporary_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is while it is being written."""
-    return folder / f".step-{step}.tmp"
+def temporary_folder(folder: Path, step: int, token: str) -> Path:
+    """Where the checkpoint of `step` is while it is being written; token: tells this writing from all others."""
+    return folder / f".step-{step}.{token}.tmp"
 
 
 def part_name(index: int) -> str:
@@ -38,7 +43,7 @@ def part_name(index: int) -> str:
 
 
 def write_part(path: Path, tensors: Mapping[str, torch.Tensor]) -> File:
-    """Write one file of pieces, and return when it is on the disk. Raises one of WRITE_ERRORS."""
+    """Write one file of pieces, and return when it is on the disk. OSError or SafetensorError when it cannot be."""
     save_file(dict(tensors), path)
     _to_disk(path)
     return File(name=path.name, size_bytes=path.stat().st_size, crc32=checksum(path))
@@ -52,6 +57,9 @@ def publish(temporary: Path, final: Path, manifest: Manifest) -> None:
         if not path.exists() or path.stat().st_size != file.size_bytes:
             raise CheckpointError("cannot be seen from rank 0 as its writer left it", where=str(path),
                                   remedy="Set --checkpoint.dir to a folder that all machines share.")
+    for problem in contradictions(manifest):  # what could not be read must neither get a name nor make others go
+        raise CheckpointError(f"would be damaged: {problem}", where=str(final),
+                              remedy="Report this, with the model and the mesh: it is a fault of Ranvier's.")
     with open(temporary / MANIFEST, "wb") as file:
         file.write(encode(manifest))
         file.flush()
@@ -64,12 +72,16 @@ def publish(temporary: Path, final: Path, manifest: Manifest) -> None:
     remove(_aside(final, "replaced"))
 
 
-def retain(folder: Path, newest: int, *, keep: int, keep_every: int) -> None:
+def retain(folder: Path, newest: int, *, keep: int, keep_every: int, damaged: Collection[Path] = ()) -> None:
     """Remove all checkpoints but the last `keep` up to that of step `newest`, which has just been written, and those
-    whose step is a multiple of `keep_every` (0: none). Later ones stay and do not count: the run went on from before
-    them, since they are damaged, and writes them again when it gets there."""
-    for path in [path for path in checkpoints(folder) if step_of(path) <= newest][keep:]:
-        if not keep_every or step_of(path) % keep_every:
+    whose step is a multiple of `keep_every` (0: none). Those that are known to be `damaged` do not count, and go with
+    what is older than all that stay. Later ones stay: the run went on from before them, and writes them again when it
+    gets there."""
+    found = [path for path in checkpoints(folder) if step_of(path) <= newest]
+    whole = [path for path in found if path not in damaged]
+    oldest = step_of(whole[:keep][-1])
+    for path in found:
+        if step_of(path) < oldest and not (keep_every and step_of(path) % keep_every == 0):
             gone = _aside(path, "removed")
             with suppress(OSError):
                 os.rename(path, gone)  # never a checkpoint that is half there
@@ -78,9 +90,9 @@ def retain(folder: Path, newest: int, *, keep: int, keep_every: int) -> None:
 
 def clear_leftovers(folder: Path) -> None:
     """Remove what runs that died have left half written or half removed; what was about to be replaced comes back."""
-    with suppress(OSError):
-        for path in sorted(folder.glob(".step-*")):
-            final = step_folder(folder, _step_in(path.name))
+    for path in sorted(folder.glob(".step-*")):
+        final = step_folder(folder, _step_in(path.name))
+        with suppress(OSError):
             if path.name.endswith(".replaced") and not final.exists():
                 os.rename(path, final)
             else:
@@ -97,7 +109,9 @@ def _aside(path: Path, why: str) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder, as far as that can be done."""
+    """Remove a folder, or a link to one, as far as that can be done."""
+    if folder.is_symlink():
+        folder.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -87,7 +87,7 @@ def _slots(source: Pretrained, dtype: torch.dtype) -> dict[tuple[str, str], Slot
 def _write_checkpoint(folder: Path, source: Pretrained, slots: dict[tuple[str, str], Slot], parts: list[list[Slot]],
                       recipe: dict[str, object]) -> None:
     """checkpoint/step-0."""
-    temporary = files.temporary_folder(folder / "checkpoint", 0)
+    temporary = files.temporary_folder(folder / "checkpoint", 0, "import")
     temporary.mkdir(parents=True)
     names = {slot.name: name for (_, name), slot in slots.items()}
 

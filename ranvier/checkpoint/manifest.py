@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import stat
 import zlib
+from collections.abc import Iterator
 from dataclasses import field, replace
 from math import prod
 from pathlib import Path
@@ -38,6 +39,8 @@ _STEP = re.compile(r"step-([0-9]{1,12})")
 _MOST_DIMS = 32
 """Fewer than torch can copy."""
 _MOST = 1 << 62
+_MOST_LOOKS = 2_000_000
+"""Pairs of pieces that are compared; what needs more was cut by nobody who means well."""
 
 Count = Annotated[int, Ge(0), Lt(_MOST)]
 _config = ConfigDict(extra="forbid", strict=True)
@@ -78,6 +81,8 @@ class Manifest:
     format: Literal[1] = FORMAT
     step: Count
     """Steps taken."""
+    optimizer: str | None = None
+    """The class of a user's own optimizer, where rank 0 has one."""
     optimizer_steps: Count | None
     """Updates so far; None where the optimizer is the user's own, which counts by itself."""
     loss_scale: ScaleState | None
@@ -124,7 +129,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise damaged(folder, f"{MANIFEST} is not a manifest: {place}: {first['msg']}") from error
     except (ValueError, RecursionError) as error:
         raise damaged(folder, f"{MANIFEST} is not a manifest: {error}") from error
-    for problem in _contradictions(manifest):
+    for problem in contradictions(manifest):
         raise damaged(folder, f"{MANIFEST} contradicts itself: {problem}")
     if manifest.crc32 != _own_checksum(manifest):
         raise damaged(folder, f"{MANIFEST} has been changed: its own checksum is another")
@@ -136,7 +141,7 @@ def damaged(folder: Path, what: str, value: object = None) -> CheckpointError:
                            remedy="Resume from another one: --resume auto takes the newest that is whole.")
 
 
-def _contradictions(manifest: Manifest):
+def contradictions(manifest: Manifest) -> Iterator[str]:
     """What cannot be true of any checkpoint. Files are looked at elsewhere."""
     names = [file.name for file in manifest.files]
     for name in names:
@@ -183,13 +188,17 @@ def _wrong_pieces(where: str, tensor: SavedTensor, num_files: int):
 
 
 def _overlap(boxes: list[Box]) -> bool:
-    """Whether two of these boxes have an element in common: a sweep along the first dim."""
+    """Whether two of these boxes have an element in common: a sweep along the dim that tells most of them apart."""
     if boxes and not boxes[0]:
         return len(boxes) > 1
+    dims = range(len(boxes[0])) if boxes else ()
+    dim = max(dims, key=lambda dim: len({box[dim] for box in boxes}), default=0)
     open_boxes: list[Box] = []
-    for box in sorted(boxes):
-        open_boxes = [other for other in open_boxes if other[0][1] > box[0][0]]
-        if any(intersection(box, other) for other in open_boxes):
+    looks = 0
+    for box in sorted(boxes, key=lambda box: box[dim]):
+        open_boxes = [other for other in open_boxes if other[dim][1] > box[dim][0]]
+        looks += len(open_boxes)
+        if looks > _MOST_LOOKS or any(intersection(box, other) for other in open_boxes):
             return True
         open_boxes.append(box)
     return False

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ranvier.checkpoint.manifest import ScaleState, damaged
+from ranvier.checkpoint.manifest import ITEM_BYTES, ScaleState, damaged
 from ranvier.checkpoint.saved import Saved
 from ranvier.errors import CheckpointError
-from ranvier.layout import Box, Slice, intersection, whole
+from ranvier.layout import Box, Slice, whole
 
 if TYPE_CHECKING:
     from ranvier.pipeline.engine import Engine
@@ -43,10 +43,22 @@ class Piece:
 
 
 def pieces_to_write(engine: Engine) -> list[Piece]:
-    """What this rank writes: over all ranks, every element of every tensor once."""
+    """What this rank writes: over all ranks, every element of every tensor once. CheckpointError for state that has no
+    place in a checkpoint."""
     own = _own_slices(engine)
-    return [*_parameters_to_write(engine, own), *_states_to_write(engine, own), *_buffers(engine, first_only=True),
-            *_random(engine)]
+    pieces = [*_parameters_to_write(engine, own), *_states_to_write(engine, own), *_buffers(engine, first_only=True),
+              *_random(engine)]
+    for piece in pieces:
+        if dtype_name(piece.tensor) not in ITEM_BYTES:
+            raise CheckpointError("has a number format that checkpoints have no room for",
+                                  where=f"{piece.kind} {piece.name}", value=dtype_name(piece.tensor),
+                                  remedy=f"Keep it in one of these: {', '.join(ITEM_BYTES)}.")
+    return pieces
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """A tensor's number format as a manifest has it."""
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _own_slices(engine: Engine) -> dict[str, Slice]:
@@ -108,7 +120,8 @@ def _trained_here(engine: Engine) -> dict[str, nn.Parameter]:
 def _numbers_of_users(engine: Engine, own: Mapping[str, Slice]) -> Iterator[Piece]:
     """States of a user's optimizer that are one number for each parameter, such as its count of steps."""
     for name, parameter in _trained_here(engine).items():
-        if name in own and _interval(own[name])[0] == 0 and engine.coordinates.data == 0:
+        # of all who have a part of the parameter, the one with its first element
+        if name in own and _interval(own[name])[0] == 0 and not any(start for start, _ in own[name].box):
             for kind, state in engine.optimizer.state[parameter].items():
                 if isinstance(state, (int, float)) or (isinstance(state, Tensor) and not state.dim()):
                     yield Piece(kind=kind, name=name, shape=(), box=(), tensor=torch.as_tensor(state).detach())
@@ -119,6 +132,9 @@ def _buffers(engine: Engine, *, first_only: bool) -> Iterator[Piece]:
     if first_only and (at.data, at.row, at.col) != (0, 0, 0):
         return
     for name, buffer in engine.named_buffers().items():
+        if not isinstance(buffer, Tensor):
+            raise CheckpointError("is no tensor, so that it has no place in a checkpoint", where=f"state {name}",
+                                  value=type(buffer).__name__, remedy="Keep it in a buffer, or save it by yourself.")
         yield Piece(kind="buffer", name=name, shape=tuple(buffer.shape), box=whole(buffer.shape), tensor=buffer)
 
 
@@ -156,6 +172,10 @@ def check_fits(engine: Engine, saved: Saved) -> None:
 
     steps = saved.manifest.optimizer_steps
     trains = engine.flat_optimizer is not None or engine.optimizer is not None
+    written, used = saved.manifest.optimizer, optimizer_name(engine)
+    if steps is None and trains and engine.flat_optimizer is None and None not in (written, used) and written != used:
+        raise CheckpointError(f"was written with the optimizer {written}", where=where, value=used,
+                              remedy="Build the engine with the optimizer that it was written with.")
     if trains and steps != 0 and (steps is None) != (engine.flat_optimizer is None):
         was, now = ("a torch optimizer", "optim=") if steps is None else ("optim=", "a torch optimizer")
         raise CheckpointError(f"was written by an engine with {was}, and this one has {now}", where=where,
@@ -176,13 +196,20 @@ def load(engine: Engine, saved: Saved) -> None:
     for piece in _random(engine):
         if piece.name in random:
             _check_shape(saved, piece)
-            state = saved.read("random", piece.name)
-            if piece.name.endswith("cpu"):
-                torch.set_rng_state(state)
-            else:
-                torch.cuda.set_rng_state(state, engine.world.device)
+            _set_random(engine, saved, piece.name)
     engine.go_on_from(manifest.step, optimizer_steps=manifest.optimizer_steps,
                       loss_scale=manifest.loss_scale and asdict(manifest.loss_scale))
+
+
+def _set_random(engine: Engine, saved: Saved, name: str) -> None:
+    state = saved.read("random", name)
+    try:
+        if name.endswith("cpu"):
+            torch.set_rng_state(state)
+        else:
+            torch.cuda.set_rng_state(state, engine.world.device)
+    except (RuntimeError, TypeError) as error:
+        raise damaged(saved.folder, f"the state of torch's generator ({name}) is none: {error}") from error
 
 
 def _check_shape(saved: Saved, piece: Piece) -> None:
@@ -199,7 +226,7 @@ def _load_parameters(engine: Engine, saved: Saved) -> None:
     ends = {layout.key(end): end for end in layout.parameters if end.block in layout.blocks(at.pipe)}
     for key, parameter in engine.named_parameters().items():
         name, box = layout[key].owner, layout.box(ends[key], at.row, at.col)
-        same = saved.tensor("parameter", name).dtype == str(parameter.dtype).removeprefix("torch.")
+        same = saved.tensor("parameter", name).dtype == dtype_name(parameter)
         saved.read_into("master" if name in masters and not same else "parameter", name, box, parameter.detach())
         if name in frozen:
             parameter.requires_grad_(False)
@@ -222,8 +249,9 @@ def _load_states(engine: Engine, saved: Saved) -> None:
 
 
 def _make_room(engine: Engine, saved: Saved) -> None:
-    """The states that a user's optimizer has after its first step, which it has not taken yet."""
+    """The states that a user's optimizer had when the checkpoint was written, whatever it has now."""
     for name, parameter in _trained_here(engine).items():
+        engine.optimizer.state.pop(parameter, None)
         for kind, tensors in saved.manifest.tensors.items():
             if kind in NO_STATES or kind == "master" or name not in tensors:
                 continue
@@ -236,8 +264,14 @@ def _make_room(engine: Engine, saved: Saved) -> None:
 def numbers(engine: Engine) -> dict[str, object]:
     """The manifest's fields that are numbers of this engine, the same on every rank."""
     scale = engine.loss_scale
-    return {"step": engine.steps, "optimizer_steps": engine.flat_optimizer and engine.flat_optimizer.steps,
+    return {"step": engine.steps, "optimizer": optimizer_name(engine),
+            "optimizer_steps": engine.flat_optimizer and engine.flat_optimizer.steps,
             "loss_scale": None if scale is None else ScaleState(**asdict(scale))}
+
+
+def optimizer_name(engine: Engine) -> str | None:
+    """A user's optimizer by its class; None where there is none on this rank, or it is Ranvier's own."""
+    return None if engine.optimizer is None else type(engine.optimizer).__name__
 
 
 def frozen(engine: Engine) -> list[str]:
@@ -267,6 +301,5 @@ def _pieces(engine: Engine, kind: str, name: str, start: int, stop: int, flat: T
 
 def _view(tensor: Tensor, held: Box, box: Box) -> Tensor:
     """The part `box` of a tensor that has `held`."""
-    assert intersection(held, box) == box
     return tensor[tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(
         box, held, strict=True))]

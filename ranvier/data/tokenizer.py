@@ -49,10 +49,14 @@ class Tokenizer:
         """The text of these tokens, separators included; bytes that are no UTF-8 become the replacement character."""
         return self._inner.decode([int(token) for token in ids], skip_special_tokens=False)
 
+    def text(self) -> str:
+        """The form that `load` and Hugging Face's `tokenizers` read (tokenizer.json)."""
+        return self._inner.to_str(pretty=True)
+
     def save(self, path: Path) -> None:
-        """Write the form that `load` and Hugging Face's `tokenizers` read (tokenizer.json)."""
+        """Write `text`. DataError when it cannot be written."""
         with published(path) as file:
-            file.write(self._inner.to_str(pretty=True).encode())
+            file.write(self.text().encode())
 
 
 def pieces(text: str, size: int = _PIECE_CHARACTERS) -> Iterator[str]:

@@ -226,8 +226,9 @@ class Engine:
                                                          "col": self._tensor_mesh.over_cols.bytes_received}),
                 "longest_gap_seconds": self._transport.longest_gap_seconds}
 
-    def named_buffers(self) -> dict[str, Tensor]:
-        """The buffers of this rank's blocks that their state_dict has, by global name."""
+    def named_buffers(self) -> dict[str, object]:
+        """What the state_dict of this rank's blocks has beside parameters, by global name: buffers, and whatever else a
+        module puts there."""
         return {f"{block}.{name}": value for _, block, module in self._stage.blocks
                 for name, value in module.state_dict(keep_vars=True).items() if not isinstance(value, nn.Parameter)}
 

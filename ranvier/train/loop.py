@@ -124,12 +124,14 @@ class Training:
 
     def start(self) -> None:
         """Write what the run has come to, and start the clock."""
-        self.run = resolved(self.run, self.engine, self.world)
+        self.run = resolved(self.run, self.engine, self.world, self.saving.origin)
         if self.world.rank == 0:
             path = self.run.run_dir / "run.toml"
             with writing(path):
                 resolve.write(self.run, path)
-            self.data.tokenizer.save(self.run.run_dir / "tokenizer.json")
+            path = self.run.run_dir / "tokenizer.json"
+            with writing(path):
+                path.write_text(self.data.tokenizer.text(), encoding="utf-8")
         self.outputs.event(StartEvent(recipe=self.recipe, run_dir=self.run.run_dir, mesh=self.run.mesh,
                                       steps=self.run.train.steps, settings=self._settings(),
                                       stages=str(self.engine.stages)))
@@ -363,14 +365,15 @@ def _outputs(run_dir: Path, history: History, trackers: Sequence[Tracker], strea
                      TensorBoard(run_dir, after), console(stream), *trackers])
 
 
-def resolved(run: Run, engine: Engine, world: World) -> Run:
-    """`run` with every `auto` replaced by what it has come to on these ranks."""
+def resolved(run: Run, engine: Engine, world: World, origin: str = "none") -> Run:
+    """`run` with every `auto` replaced by what it has come to on these ranks. origin: with which checkpoint the run of
+    this folder began, or none."""
     transport = {} if world.backend.name == "in-process" else {"transport": world.backend.name}
     optim = replace(run.optim, offload=engine.flat_optimizer.offload,
                     bucket_size=resolve_bucket_size(run.optim, world.device.type))
     if is_half(DTYPES[run.precision]) and run.mesh.data > 1:
         optim = replace(optim, reduce_dtype="half" if optim.reduce_dtype == "auto" else optim.reduce_dtype)
-    resume = "none" if run.resume == "auto" else run.resume  # who repeats the run from its file starts as it did
+    resume = origin if run.resume == "auto" else run.resume  # who repeats the run from its file begins as it did
     return replace(run, resume=resume, pipeline=replace(run.pipeline, boundaries=engine.boundaries or None,
                                          in_flight=engine.in_flight), optim=optim,
                    comm=replace(run.comm, **transport),

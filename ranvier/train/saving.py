@@ -80,6 +80,8 @@ class Saving:
         self.checkpoints = Checkpoints(engine, checkpoint_folder(run), keep=run.checkpoint.keep,
                                        keep_every=run.checkpoint.keep_every,
                                        timeout_seconds=run.comm.timeout_seconds)
+        self.origin = self.checkpoints.of_first(resolve.origin(run.run_dir))
+        """The checkpoint elsewhere that the run of this folder began with; none where it began anew."""
         self.offset = 0
         """Sequences that were consumed beyond the steps' own: what a change of batch or going back has left out."""
         self.saved_step: int | None = None
@@ -93,19 +95,19 @@ class Saving:
     def start(self) -> Start:
         """Go on as `run.resume` says. CheckpointError or ConfigError where that cannot be."""
         folder, resume = self.checkpoints.folder, self._run.resume
+        if resume == "none" or resume not in ("auto", self.origin):
+            self._refuse_others(None if resume == "none" else Path(resume))
         if resume == "none":
-            if listed(folder):
-                raise ConfigError("has checkpoints of another run", where="checkpoint.dir", value=str(folder),
-                                  remedy="Go on with --resume auto, or choose another folder.")
             return Start()
-        if resume != "auto":
-            self._refuse_the_past(Path(resume))
-        loaded = self.checkpoints.load(None if resume == "auto" else resume)
+        own = resume in ("auto", self.origin)
+        loaded = self.checkpoints.load(None if own else resume)
+        if loaded is None and self.origin != "none":
+            loaded = self.checkpoints.load(self.origin)
         if loaded is None:
             return Start(notes=[NoteEvent(step=0, event="resume", text=f"no checkpoint in {folder}: from the start")])
         told = told_by(loaded)
         self._check_model(loaded, told)
-        continues = loaded.folder.parent == folder
+        continues = loaded.folder.resolve().parent == folder.resolve()
         if loaded.step >= self._run.train.steps and not continues:
             raise ConfigError(f"leaves nothing to do: {loaded.folder} has taken {loaded.step} steps",
                               where="train.steps", value=self._run.train.steps,
@@ -125,10 +127,17 @@ class Saving:
             raise CheckpointError(f"was written by a model with {heads} heads", where=f"checkpoint {loaded.folder}",
                                   value=now, remedy=f"Set --model.heads {heads}.")
 
-    def _refuse_the_past(self, path: Path) -> None:
-        """A checkpoint of this very folder must be its newest: --resume auto would take a newer one the next time."""
+    def _refuse_others(self, path: Path | None) -> None:
+        """ConfigError where the folder has checkpoints of another run, or (path is one of them) newer ones, which
+        --resume auto would take the next time."""
         newest = listed(self.checkpoints.folder)[:1]
-        if newest and path.resolve().parent == newest[0].resolve().parent and step_of(path) != step_of(newest[0]):
+        if not newest:
+            return
+        if path is None or path.resolve().parent != newest[0].resolve().parent:
+            raise ConfigError("has checkpoints of another run", where="checkpoint.dir",
+                              value=str(self.checkpoints.folder),
+                              remedy="Go on with --resume auto, or choose another folder.")
+        if step_of(path) != step_of(newest[0]):
             raise ConfigError(f"is older than {newest[0].name} in the same folder, which would be mixed up with what "
                               "comes now", where="resume", value=str(path),
                               remedy="Choose another --run-dir, or remove the newer ones.")
@@ -145,7 +154,11 @@ class Saving:
             yield NoteEvent(step=step, event="resume", text="the text is another one than before: samples differ from "
                                                             "here on")
         values = resolve.flatten(self._run)
-        for name in ("seed", "batch.global_size", "precision"):
+        if step > self._run.train.steps:
+            yield NoteEvent(step=step, event="resume", text=f"has taken more steps than train.steps, "
+                                                            f"{self._run.train.steps}: nothing is left to do")
+        for name in ("seed", "batch.global_size", "precision", "model.dropout", "optim.algorithm",
+                     "train.learning_rate"):
             before, now = told.values.get(name), values[name]
             if before not in (None, now):
                 yield NoteEvent(step=step, event="resume", text=f"{resolve.flag(name)} was {before} and is {now} now")

@@ -45,7 +45,8 @@ def load(folder, mesh=None, path=None):
 
 
 def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+    """What is in it; temporary folders without what tells them apart."""
+    return sorted(re.sub(r"^(\.step-\d+)\..*\.tmp$", r"\1.tmp", path.name) for path in folder.iterdir())
 
 
 @pytest.mark.parametrize(("options", "kept"), [
@@ -53,6 +54,35 @@ def names(folder):
 def test_the_newest_stay_and_those_of_some_steps(tmp_path, options, kept):
     save_steps(tmp_path, 5, **options)
     assert names(tmp_path) == kept
+
+
+def test_damaged_ones_do_not_count_as_kept(tmp_path, monkeypatch):
+    """The run goes on from before them, and cannot write one of them again: what is whole must stay for that."""
+    save_steps(tmp_path, 4, keep=4)
+    for step in (3, 4):
+        (tmp_path / f"step-{step}" / "part-00000.safetensors").unlink()
+    write = files.write_part
+
+    def no_third(path, tensors):
+        if ".step-3." in str(path):
+            raise OSError(28, "No space left on device")
+        return write(path, tensors)
+
+    def work(engine):
+        checkpoints = Checkpoints(engine, tmp_path, keep=2)
+        assert checkpoints.load().step == 2
+        monkeypatch.setattr(files, "write_part", no_third)
+        told = []
+        for _ in range(3):
+            train(engine, 1)
+            checkpoints.save()
+            told += [(one.step, one.error) for one in checkpoints.wait()]
+            if engine.steps == 4:
+                assert names(tmp_path) == ["step-2", "step-3", "step-4"]
+        return told
+
+    assert on(Mesh(), work)[0] == [(3, "No space left on device (rank 0)"), (4, None), (5, None)]
+    assert names(tmp_path) == ["step-4", "step-5"]
 
 
 def test_training_goes_on_while_it_is_written(tmp_path, monkeypatch):

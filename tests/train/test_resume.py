@@ -175,6 +175,31 @@ def test_in_another_folder_and_with_another_batch(text, whole, tmp_path):
     assert about["samples"] == 6 * 8 + 4 * 4
 
 
+def test_a_run_that_began_elsewhere_and_died_at_once(text, whole, tmp_path):
+    """Before its first checkpoint: auto goes on from where it began, and so does the same command again."""
+    elsewhere = str(whole / "checkpoint" / "step-6")
+    for resume in ("auto", elsewhere):
+        run_dir = tmp_path / resume.replace("/", "-")
+        first = tiny(text, run_dir, steps=9, resume=elsewhere, checkpoint=Checkpoint(every=0))
+        run_all(first, dies_after=7)
+        assert tomllib.loads((run_dir / "run.toml").read_text())["resume"] == elsewhere
+        assert not list(run_dir.glob("checkpoint/step-*"))
+        cli._check_folder(replace(first, resume=resume))
+        _, said = run_all(replace(first, resume=resume))
+        assert "goes on from" in said and list(losses(run_dir)) == [7, 8, 9]
+        assert tomllib.loads((run_dir / "run.toml").read_text())["resume"] == elsewhere
+        _, said = run_all(replace(first, resume=resume, train=replace(first.train, steps=10)))
+        assert f"goes on from {run_dir}/checkpoint/step-9" in said
+    with pytest.raises(ConfigError, match="run-dir: holds the results of another run"):
+        cli._check_folder(replace(first, resume=str(whole / "checkpoint" / "step-8")))
+
+
+def test_fewer_steps_than_the_checkpoint_has(text, tmp_path):
+    run_all(tiny(text, tmp_path, steps=4))
+    _, said = run_all(tiny(text, tmp_path, steps=3, resume="auto"))
+    assert "has taken more steps than train.steps, 3: nothing is left to do" in said
+
+
 def test_from_the_start_where_there_is_none(text, tmp_path):
     _, said = run_all(tiny(text, tmp_path, steps=2, resume="auto"))
     assert f"step 0: no checkpoint in {tmp_path}/checkpoint: from the start" in said
@@ -201,6 +226,7 @@ def test_other_text_is_told(text, whole, tmp_path):
 @pytest.mark.parametrize(("changes", "error", "message"), [
     ({"checkpoint": "own"}, ConfigError, "checkpoint.dir: has checkpoints of another run"),
     ({"resume": "step-6", "checkpoint": "own"}, ConfigError, "resume: is older than step-8 in the same folder"),
+    ({"resume": "step-8", "checkpoint": "others"}, ConfigError, "checkpoint.dir: has checkpoints of another run"),
     ({"resume": "step-8"}, ConfigError, "train.steps: leaves nothing to do: .*step-8 has taken 8 steps"),
     ({"resume": "nothing"}, CheckpointError, "resume: is neither a checkpoint nor a folder of them"),
     ({"resume": "step-8", "model": GPT(num_layers=2, hidden=32, heads=2, vocab=300, sequence=16)}, CheckpointError,
@@ -209,7 +235,10 @@ def test_other_text_is_told(text, whole, tmp_path):
      r"step-8: was written by a model with 2 heads \(got 4\)")])
 def test_what_is_refused(text, whole, tmp_path, changes, error, message):
     changes = dict(changes)
-    if "checkpoint" in changes:
+    if changes.get("checkpoint") == "others":
+        shutil.copytree(whole / "checkpoint", tmp_path / "others")
+        changes["checkpoint"] = Checkpoint(dir=tmp_path / "others")
+    elif "checkpoint" in changes:
         changes["checkpoint"] = Checkpoint(dir=whole / "checkpoint")
     if "resume" in changes:
         changes["resume"] = str(whole / "checkpoint" / changes["resume"])
@@ -261,6 +290,17 @@ def test_a_run_that_is_told_to_stop_saves(text, whole, tmp_path, monkeypatch, ra
     assert lines(tmp_path / "events.jsonl")[-1]["event"] == "stopped"
     run_all(tiny(text, tmp_path, resume="auto"))
     assert losses(tmp_path) == losses(whole)
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--resume", ""], "resume: is no checkpoint that is there (got '')"),
+    (["--resume", "nowhere"], "resume: is no checkpoint that is there (got 'nowhere')"),
+    (["--run-dir", "runs/\udcffbad"], "run-dir: cannot be written down as text")])
+def test_paths_that_cannot_be(flags, message):
+    done = CliRunner().invoke(cli.command, ["check", "gpt-tiny", "--ranks", "4", "--json", *flags])
+    problems = json.loads(done.output)["problems"]
+    assert any(f"{one['where']}: {one['message']}" in message or message.startswith(f"{one['where']}: {one['message']}")
+               for one in problems), problems
 
 
 def test_auto_needs_a_folder():

@@ -1,0 +1,223 @@
+"""Rare states: of users' optimizers, empty, without a place, of strangers; each is kept, or refused in words."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from ranvier.checkpoint import files
+from ranvier.checkpoint.checkpoints import Checkpoints
+from ranvier.checkpoint.manifest import File, Manifest, SavedTensor, _overlap, encode, read_manifest
+from ranvier.errors import CheckpointError
+from ranvier.mesh import Mesh
+from ranvier.models.gpt import gpt
+from ranvier.pipeline.engine import Engine
+from ranvier.run import Optim
+from ranvier.testing.ranks import run_ranks
+from tests.checkpoint.anywhere import CONFIG, GLOBAL_SIZE, SEED, engine_on, everything, on, train
+
+
+def of_the_user(world, mesh):
+    return Engine(gpt(CONFIG), world, mesh=mesh, seed=SEED, nominal_weight=float(GLOBAL_SIZE * CONFIG.sequence),
+                  optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
+
+
+@pytest.mark.parametrize("mesh", [Mesh(col=2), Mesh(row=2)], ids=str)
+def test_numbers_of_a_users_optimizer_on_rows_and_columns(tmp_path, mesh):
+    def rank(world):
+        engine = of_the_user(world, mesh)
+        train(engine, 1)
+        checkpoints = Checkpoints(engine, tmp_path)
+        checkpoints.save()
+        checkpoints.wait()
+        loaded = checkpoints.load()
+        engine.close()
+        return loaded.step
+
+    assert run_ranks(rank, 2, timeout_seconds=60.0) == [1, 1]
+
+
+def test_going_back_to_before_a_users_optimizers_first_step(tmp_path):
+    def rank(world):
+        engine = of_the_user(world, Mesh())
+        checkpoints = Checkpoints(engine, tmp_path)
+        checkpoints.save()
+        first = train(engine, 2)
+        checkpoints.load()
+        again = train(engine, 2)
+        engine.close()
+        return first, again
+
+    (first, again), = run_ranks(rank, 1, timeout_seconds=60.0)
+    assert first == again
+
+
+class Odd(nn.Module):
+    """A layer with something beside its weights."""
+
+    def __init__(self, empty: bool = False, buffer: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        if empty:
+            self.empty = nn.Parameter(torch.zeros(0, 3))
+        if buffer is not None:
+            self.register_buffer("buffer", buffer)
+
+    def forward(self, x):
+        return self.linear(x) + (self.empty.sum() if hasattr(self, "empty") else 0)
+
+
+def saved_and_loaded(world, folder, layer):
+    engine = Engine(nn.Sequential(layer, nn.Linear(4, 4)), world, optim=Optim(),
+                    loss=lambda y, t: (((y - t) ** 2).sum(), t.numel()))
+    checkpoints = Checkpoints(engine, folder)
+    checkpoints.save()
+    told, = checkpoints.wait()
+    assert told.error is None
+    return checkpoints.load().step
+
+
+def test_an_empty_parameter(tmp_path):
+    assert run_ranks(lambda world: saved_and_loaded(world, tmp_path, Odd(empty=True)), 2) == [0, 0]
+
+
+class Extra(Odd):
+    """It has state that is no tensor."""
+
+    def get_extra_state(self):
+        return {"calls": 3}
+
+
+@pytest.mark.parametrize(("layer", "message"), [
+    (lambda: Odd(buffer=torch.ones(3, dtype=torch.uint16)),
+     r"buffer 0\.buffer: has a number format that checkpoints have no room for \(got 'uint16'\)"),
+    (Extra, r"state 0\._extra_state: is no tensor, so that it has no place in a checkpoint \(got 'dict'\)")])
+def test_what_has_no_place_is_refused(tmp_path, layer, message):
+    with pytest.raises(CheckpointError, match=message):
+        run_ranks(lambda world: saved_and_loaded(world, tmp_path, layer()), 1)
+
+
+@pytest.mark.parametrize("about", [{"path": "a\udcffb"}, {"x": object()}])
+def test_what_json_lacks_is_refused(tmp_path, about):
+    with pytest.raises(CheckpointError, match=r"Checkpoints\.save\(about=\.\.\.\): is not JSON: "):
+        on(Mesh(), lambda engine: Checkpoints(engine, tmp_path).save(about))
+
+
+def test_whatever_fails_in_a_writer_is_told(tmp_path, monkeypatch):
+    """On one rank, and no error of a disk: no checkpoint, and training goes on."""
+    write = files.write_part
+
+    def fails(path, tensors):
+        if path.name == "part-00001.safetensors":
+            raise MemoryError("no room")
+        return write(path, tensors)
+
+    monkeypatch.setattr(files, "write_part", fails)
+
+    def work(engine):
+        checkpoints = Checkpoints(engine, tmp_path)
+        checkpoints.save()
+        return [one.error for one in checkpoints.wait()]
+
+    assert on(Mesh(data=2), work) == [["MemoryError: no room (rank 1)"]] * 2
+
+
+def test_a_checkpoint_that_nobody_could_read_gets_no_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "contradictions", lambda manifest: iter(["one piece is there twice"]))
+
+    def work(engine):
+        checkpoints = Checkpoints(engine, tmp_path)
+        checkpoints.save()
+        return [one.error for one in checkpoints.wait()]
+
+    (error,), = on(Mesh(), work)
+    assert "would be damaged: one piece is there twice" in error and list(tmp_path.iterdir()) == []
+
+
+def test_another_optimizer_of_torchs(tmp_path):
+    def rank(world, kind):
+        engine = Engine(nn.Sequential(nn.Linear(4, 4)), world, loss=lambda y, t: (((y - t) ** 2).sum(), t.numel()),
+                        optimizer=lambda parameters: kind(parameters, lr=0.1))
+        checkpoints = Checkpoints(engine, tmp_path)
+        checkpoints.load()
+        engine.train_batch([(torch.ones(2, 4), torch.zeros(2, 4))])
+        checkpoints.save()
+        checkpoints.wait()
+
+    run_ranks(lambda world: rank(world, torch.optim.AdamW), 1)
+    with pytest.raises(CheckpointError, match=r"was written with the optimizer AdamW \(got 'SGD'\)"):
+        run_ranks(lambda world: rank(world, torch.optim.SGD), 1)
+
+
+def test_a_link_to_a_checkpoint_goes_as_a_link(tmp_path):
+    def work(engine):
+        checkpoints = Checkpoints(engine, tmp_path / "kept", keep=1)
+        for _ in range(2):
+            train(engine, 1)
+            checkpoints.save()
+            checkpoints.wait()
+            if engine.steps == 1:
+                (tmp_path / "kept" / "step-1").rename(tmp_path / "elsewhere")
+                (tmp_path / "kept" / "step-1").symlink_to(tmp_path / "elsewhere")
+
+    on(Mesh(), work)
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["step-2"]
+    assert (tmp_path / "elsewhere" / "manifest.json").exists()
+
+
+def test_generators_of_a_stranger(tmp_path):
+    """A wrong state of a generator is a CheckpointError."""
+    def rank(world):
+        engine = engine_on(world, Mesh())
+        checkpoints = Checkpoints(engine, tmp_path)
+        before = torch.get_rng_state
+        torch.get_rng_state = lambda: torch.full_like(before(), 255)
+        try:
+            checkpoints.save()
+        finally:
+            torch.get_rng_state = before
+        checkpoints.wait()
+        with pytest.raises(CheckpointError, match=r"the state of torch's generator .* is none"):
+            checkpoints.load()
+        engine.close()
+
+    run_ranks(rank, 1, timeout_seconds=60.0)
+
+
+def test_a_manifest_of_many_pieces_takes_no_minutes(tmp_path):
+    """Pieces that all begin at one row are told apart by the other dim; and what no dim tells apart is refused."""
+    count = 20_000
+    pieces = tuple((0, f"p{at}", ((0, 1), (at, at + 1))) for at in range(count))
+    (tmp_path / "manifest.json").write_bytes(encode(Manifest(
+        step=1, optimizer_steps=1, loss_scale=None, frozen=(), files=(File("part-00000.safetensors", 10 * count, 0),),
+        tensors={"parameter": {"x": SavedTensor(dtype="uint8", shape=(1, count), pieces=pieces)}})))
+    began = time.process_time()
+    read_manifest(tmp_path)
+    assert time.process_time() - began < 30.0  # of its square it would be many minutes
+    assert _overlap([((at, at + 3000), (3000 - at, 3001 - at)) for at in range(3000)])
+
+
+def test_what_was_frozen_is_frozen_again_and_told(tmp_path):
+    """It is part of the state; whoever wants to train it says so after the load."""
+    def rank(world, frozen, thawed=False):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[0].requires_grad_(not frozen)
+        engine = Engine(model, world, optim=Optim(), loss=lambda y, t: (((y - t) ** 2).sum(), t.numel()))
+        checkpoints = Checkpoints(engine, tmp_path)
+        loaded = checkpoints.load()
+        for name in loaded.frozen if loaded and thawed else ():
+            engine.named_parameters()[name].requires_grad_(True)
+        engine.train_batch([(torch.ones(2, 4), torch.zeros(2, 4))])
+        checkpoints.save()
+        checkpoints.wait()
+        engine.close()
+        return loaded and loaded.frozen
+
+    assert run_ranks(lambda world: rank(world, True), 1) == [None]
+    assert run_ranks(lambda world: rank(world, False), 1) == [("0.bias", "0.weight")]
+    assert run_ranks(lambda world: rank(world, False, thawed=True), 1) == [("0.bias", "0.weight")]
+    weights = [everything(tmp_path / f"step-{step}")["parameter", "0.weight"] for step in (1, 2, 3)]
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[1], weights[2])
