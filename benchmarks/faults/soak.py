@@ -301,6 +301,8 @@ def describe(ended: Ended, complete: bool) -> str:
         return "goes on to its end" if complete else "saves, stops, exit 0"
     if ended.code == -signal.SIGKILL:
         return "all ranks end with it"
+    if ended.code == -signal.SIGTERM and "stage" not in ended.text:  # the interpreter was still on its way
+        return "ends before it has begun"
     says = next((text for pattern, text in SAYS.items() if re.search(pattern, ended.text)), None)
     if says is None or ended.code not in (1, 2, 143):
         return f"? exit {ended.code}"
