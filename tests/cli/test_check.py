@@ -150,7 +150,7 @@ def test_groups_are_checked_against_the_models_names():
 
 def test_what_all_ranks_would_need_here():
     report = check.check(run_with(mesh__data="2", mesh__pipe="2"))
-    needed = sum(2 * entry.device_bytes for entry in report.memory) + 4 * check.PROCESS_BYTES
+    needed = sum(2 * (entry.device_bytes + entry.host_bytes) for entry in report.memory) + 4 * check.PROCESS_BYTES
     assert report.machine.needed_bytes == needed and report.machine.available_bytes > 0
     assert dataclasses.replace(report.machine, available_bytes=needed).__str__().endswith(": enough")
     assert dataclasses.replace(report.machine, available_bytes=needed - 1).__str__().endswith(": not enough")

@@ -91,7 +91,7 @@ def test_check_as_json(capsys):
     assert [(entry["pipe"], entry["ranks"]) for entry in document["memory"]] == [(0, 2), (1, 2)]
     for entry in document["memory"]:
         assert entry["device_bytes"] == sum(entry["device"].values()) > 0
-        assert entry["host_bytes"] == sum(entry["host"].values()) == 0
+        assert entry["host_bytes"] == sum(entry["host"].values()) > 0 and set(entry["host"]) == {"checkpoint"}
     values = {entry["name"]: (entry["value"], entry["origin"]) for entry in document["values"]}
     assert values["train.steps"] == ("70", "flag")
     assert values["mesh.pipe"] == ("2", "recipe gpt-tiny")
