@@ -82,23 +82,33 @@ class TorchBackend:
 
     def transport(self, purpose: str) -> Transport:
         everyone = range(self.size)
-        channel = dist.new_group(everyone, timeout=_FOREVER, backend="gloo") if self.size > 1 else None
+        channel = self._connected(purpose, everyone, _FOREVER, "gloo") if self.size > 1 else None
         host = GlooTransport(channel, purpose, self.rank, self.size)
         self._transports.append(host)
         if self._device.type != "cuda" or channel is None:
             return host
-        rising, falling = (dist.new_group(everyone, timeout=self._timeout, backend="nccl") for _ in range(2))
+        rising, falling = (self._connected(purpose, everyone, self._timeout, "nccl") for _ in range(2))
         self._nccl_channels += [rising, falling]
         return NcclTransport(host, self._device, rising=rising, falling=falling)
 
     def group(self, purpose: str, partition: Sequence[Sequence[int]]) -> TorchGroup:
         ranks, index = place_in(partition, self.rank, self.size, purpose)
         # Every rank makes every group: torch names a group by how many its maker has, and the members must agree.
-        made = {tuple(members): dist.new_group(list(members), timeout=self._timeout, backend=self._kinds)
+        made = {tuple(members): self._connected(purpose, members, self._timeout, self._kinds)
                 for members in partition if len(members) > 1}
         channel = made.get(ranks)
         self._groups.append(TorchGroup(channel, purpose, ranks, index))
         return self._groups[-1]
+
+    def _connected(self, purpose: str, members: Sequence[int], timeout: timedelta, kinds: str) -> ProcessGroup:
+        """A new group of torch's, which all ranks make. TransportError when one of them does not answer."""
+        try:
+            return dist.new_group(list(members), timeout=timeout, backend=kinds)
+        except RuntimeError as error:
+            raise TransportError(f"its ranks cannot be connected, one has gone or does not answer: {_cause(error)}",
+                                 where=f"group '{purpose}' of rank {self.rank}",
+                                 remedy="See which rank has stopped or is behind, and start again with --resume auto."
+                                 ) from error
 
     def abort(self, code: int) -> None:
         """End this process at once; the others find their connections to it broken. Does not return."""

@@ -3,10 +3,12 @@
 import dataclasses
 import os
 import time
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
+from ranvier.comm.torch_backend import TorchBackend
 from ranvier.errors import LaunchError, TransportError
 from ranvier.testing.ranks import run_processes
 from ranvier.world import World
@@ -96,3 +98,16 @@ def use_the_users_own(world: World) -> list:
 
 def test_a_process_group_that_is_there_is_used_and_left():
     assert run_processes(f"{HERE}:use_the_users_own", 2, "torch") == [[True], [True]]
+
+
+def test_a_rank_that_does_not_answer_while_groups_are_made(monkeypatch):
+    """Torch's store says it by an error of its own."""
+    def gone(*args, **options):
+        raise dist.DistStoreError("[source.cpp:1] wait timeout after 8000ms. More.")
+
+    backend = TorchBackend.__new__(TorchBackend)
+    backend.rank, backend.size, backend._timeout, backend._kinds = 1, 2, timedelta(seconds=8), "gloo"
+    monkeypatch.setattr(dist, "new_group", gone)
+    with pytest.raises(TransportError, match=r"group 'checkpoint' of rank 1: its ranks cannot be connected, one has "
+                                             r"gone or does not answer: wait timeout after 8000ms\. See which rank"):
+        backend.group("checkpoint", [[0, 1]])
