@@ -228,7 +228,7 @@ class Training:
 
     def is_writing(self, step: int) -> bool:
         """Whether a checkpoint of a step after `step` has begun to be written."""
-        found = (re.fullmatch(r"\.step-(\d+)\.tmp", path.name) for path in self.checkpoints.glob(".step-*"))
+        found = (re.fullmatch(r"\.step-(\d+)\..+\.tmp", path.name) for path in self.checkpoints.glob(".step-*"))
         return any(match and int(match[1]) > step for match in found)
 
     def kill_a_rank(self, parent: int) -> None:
@@ -262,7 +262,7 @@ class Training:
         step = int(Path(resumed[-1]["folder"]).name.removeprefix("step-")) if resumed and "folder" in resumed[-1] else 0
         if step != max(before, default=0):
             found.append(f"went on from step {step}, not {max(before, default=0)}")
-        if stale := left_before & leftovers(self.checkpoints) - {f".step-{n}.tmp" for n in range(step, STEPS + 1)}:
+        if stale := left_before & leftovers(self.checkpoints):
             found.append(f"left temporary folders {stale}")
         return found
 
