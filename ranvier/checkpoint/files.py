@@ -45,7 +45,7 @@ def part_name(index: int) -> str:
 def write_part(path: Path, tensors: Mapping[str, torch.Tensor]) -> File:
     """Write one file of pieces, and return when it is on the disk. OSError or SafetensorError when it cannot be."""
     save_file(dict(tensors), path)
-    _to_disk(path)
+    to_disk(path)
     return File(name=path.name, size_bytes=path.stat().st_size, crc32=checksum(path))
 
 
@@ -64,11 +64,11 @@ def publish(temporary: Path, final: Path, manifest: Manifest) -> None:
         file.write(encode(manifest))
         file.flush()
         os.fsync(file.fileno())
-    _to_disk(temporary)
+    to_disk(temporary)
     if final.exists():
         os.rename(final, _aside(final, "replaced"))
     os.rename(temporary, final)
-    _to_disk(final.parent)
+    to_disk(final.parent)
     remove(_aside(final, "replaced"))
 
 
@@ -115,7 +115,7 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _to_disk(path: Path) -> None:
+def to_disk(path: Path) -> None:
     """Return when what was written to a file or folder is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ranvier.checkpoint.files import to_disk
 from ranvier.errors import CheckpointError
 
 _SPARE_BYTES = 1 << 20
@@ -32,9 +33,9 @@ def new_folder(out: Path, needed_bytes: int) -> Iterator[Path]:
                                   remedy="Free space there, or name a folder on another disk.")
         unfinished.mkdir()
         yield unfinished
-        _to_disk(unfinished)
+        _all_to_disk(unfinished)
         os.rename(unfinished, out)
-        _sync(out.parent)
+        to_disk(out.parent)
     except OSError as error:
         raise CheckpointError(f"cannot be written: {error.strerror or error}", where=str(out),
                               remedy="Free space on that disk, or name a folder that can be written.") from error
@@ -54,17 +55,9 @@ def check_free(out: Path) -> None:
                               remedy="Name a new folder, or remove that one.")
 
 
-def _to_disk(folder: Path) -> None:
+def _all_to_disk(folder: Path) -> None:
     """Return when all below `folder` is on the disk."""
     for place, _, names in os.walk(folder, topdown=False):
         for name in names:
-            _sync(Path(place, name))
-        _sync(Path(place))
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+            to_disk(Path(place, name))
+        to_disk(Path(place))
