@@ -176,7 +176,7 @@ class Launch:
 
 
 @dataclass(frozen=True, kw_only=True, config=_config)
-class GPT:
+class Transformer:
     num_layers: Positive = 4
     """Transformer layers."""
     hidden: Positive = 128
@@ -216,7 +216,7 @@ class Run:
     checkpoint: Checkpoint = Checkpoint()
     guard: Guard = Guard()
     launch: Launch = Launch()
-    model: GPT = GPT()
+    model: Transformer = Transformer()
     data: Data = Data()
     seed: Annotated[int, Ge(0)] = 0
     """Decides initial weights, sample order and dropout, whatever the mesh."""

@@ -48,7 +48,7 @@ from ranvier.models.gpt import gpt
 from ranvier.optim.rules import rule_of
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.run import GPT, Optim
+from ranvier.run import Optim, Transformer
 from ranvier.world import World
 
 GIB = 2**30
@@ -85,12 +85,12 @@ SETTINGS = {
     "fsdp2-offload": Setting(optim=None, device_bytes=0, host_bytes=16, bytes_in=4, bytes_out=4, updated_on="host")}
 
 
-def config_of(layers: int, options: argparse.Namespace) -> GPT:
-    return GPT(num_layers=layers, hidden=options.hidden, heads=options.hidden // 128, vocab=options.vocab,
+def config_of(layers: int, options: argparse.Namespace) -> Transformer:
+    return Transformer(num_layers=layers, hidden=options.hidden, heads=options.hidden // 128, vocab=options.vocab,
                sequence=options.sequence)
 
 
-def count_parameters(config: GPT) -> int:
+def count_parameters(config: Transformer) -> int:
     """Of the tied GPT: 12 h^2 + 13 h for each layer, embeddings, and the last norm."""
     h = config.hidden
     return config.num_layers * (12 * h * h + 13 * h) + (config.vocab + config.sequence) * h + 2 * h
@@ -112,14 +112,14 @@ def built_on(builder: Callable[[], nn.Module], device: torch.device) -> nn.Modul
     return module
 
 
-def model_on(config: GPT, dtype: torch.dtype, device: torch.device) -> Model:
+def model_on(config: Transformer, dtype: torch.dtype, device: torch.device) -> Model:
     """A GPT whose blocks are made where they stay; torch's own initial values, since theirs do not matter here."""
     model = gpt(config, dtype=dtype)
     blocks = {name: partial(built_on, builder, device) for name, builder in model.blocks.items()}
     return replace(model, blocks=blocks, initial=None)
 
 
-def tokens(config: GPT, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def tokens(config: Transformer, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     drawn = torch.randint(config.vocab, (1, config.sequence + 1), generator=torch.Generator().manual_seed(step))
     return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
@@ -139,7 +139,7 @@ def peak_bytes() -> int:
     return peak
 
 
-def try_ours(config: GPT, setting: Setting, device: torch.device) -> dict[str, object]:
+def try_ours(config: Transformer, setting: Setting, device: torch.device) -> dict[str, object]:
     store = dist.HashStore()
     backend = TorchBackend(0, 1, store, device, 600.0)
     world = World(backend=backend, store=store, launcher="benchmark", device=device, local_rank=0, local_size=1)
@@ -179,7 +179,7 @@ class Layer(nn.Module):
         return self.mlp(self.attention(x))
 
 
-def try_fsdp(config: GPT, device: torch.device) -> dict[str, object]:
+def try_fsdp(config: Transformer, device: torch.device) -> dict[str, object]:
     """fp32 parameters, gradients and states in pinned host memory; bf16 on the device, one layer at a time."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard

@@ -15,14 +15,14 @@ import torch
 from torch import nn
 
 from ranvier.models.block import initialise
-from ranvier.models.gpt import GPT, gpt
+from ranvier.models.gpt import Transformer, gpt
 
 
 def main(batches_file: str, config_file: str, losses_file: str) -> None:
     with open(config_file) as file:
         config = json.load(file)
     torch.set_num_threads(1)
-    model = gpt(GPT(**config["model"]))
+    model = gpt(Transformer(**config["model"]))
     blocks = {name: build() for name, build in model.blocks.items()}
     for block, module in blocks.items():
         for name, parameter in module.named_parameters():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ranvier.models.block import Model, initialise
 from ranvier.models.gpt import gpt
-from ranvier.run import GPT
+from ranvier.run import Transformer
 
 Loss = Callable[[], float | None]
 """This rank's share of one step's loss, read when it is wanted: the shares of all ranks add up; None is no share."""
@@ -65,7 +65,7 @@ class Workload:
         return 2 * self.num_layers + 2
 
     def model(self) -> Model:
-        model = gpt(GPT(num_layers=self.num_layers, hidden=self.hidden, heads=self.heads, vocab=self.vocab,
+        model = gpt(Transformer(num_layers=self.num_layers, hidden=self.hidden, heads=self.heads, vocab=self.vocab,
                         sequence=self.sequence))
         return model if self.tied else replace(model, tied=())
 

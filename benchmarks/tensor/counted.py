@@ -34,8 +34,8 @@ from benchmarks.memory.program import table
 from benchmarks.record import results_file, write_results
 from ranvier.comm.meta import MetaGroup
 from ranvier.models.gpt import MLP, Attention, Embedding, Head
-from ranvier.run import GPT
 from ranvier.run import TensorParallel as Settings
+from ranvier.run import Transformer
 from ranvier.tensor.layers import block_splits
 from ranvier.tensor.loss import NextTokenLoss
 from ranvier.tensor.mesh import TensorMesh
@@ -73,8 +73,8 @@ class Sizes:
     dtype: torch.dtype = torch.float32
 
     @property
-    def config(self) -> GPT:
-        return GPT(num_layers=1, hidden=self.hidden, heads=self.heads, vocab=self.vocab, sequence=self.sequence)
+    def config(self) -> Transformer:
+        return Transformer(num_layers=1, hidden=self.hidden, heads=self.heads, vocab=self.vocab, sequence=self.sequence)
 
     @property
     def volume(self) -> dict[str, int]:

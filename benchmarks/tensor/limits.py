@@ -38,7 +38,7 @@ from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
 from ranvier.pipeline.build import meta_mesh, split_model
 from ranvier.pipeline.partition import block_costs
-from ranvier.run import GPT, Batch, Launch, Memory, Optim, Run
+from ranvier.run import Batch, Launch, Memory, Optim, Run, Transformer
 from ranvier.tensor.shape import best_shape
 from ranvier.tensor.split import SplitLinear
 from ranvier.tensor.volume import Scheme, activation_bytes
@@ -66,7 +66,7 @@ class Kept:
         return self.counted - (self.formula - self.masks + self.statistics)
 
 
-def kept(scheme: Scheme, row: int, col: int, config: GPT, batch: int) -> Kept:
+def kept(scheme: Scheme, row: int, col: int, config: Transformer, batch: int) -> Kept:
     """Of one microbatch in bf16, attention fused."""
     shape = dict(row=row, col=col, batch=batch, sequence=config.sequence, hidden=config.hidden, heads=config.heads)
     tokens, ranks = batch * config.sequence, row * col
@@ -79,7 +79,7 @@ def kept(scheme: Scheme, row: int, col: int, config: GPT, batch: int) -> Kept:
                 statistics=2 * 2 * 4 * own_tokens + 4 * tokens * config.heads / ranks)
 
 
-def _counted(scheme: Scheme, row: int, col: int, config: GPT, batch: int, *, recomputed: bool) -> int:
+def _counted(scheme: Scheme, row: int, col: int, config: Transformer, batch: int, *, recomputed: bool) -> int:
     model = split_model(gpt(replace(config, num_layers=1), dtype=torch.bfloat16),
                         meta_mesh(Mesh(row=row, col=col), SETTINGS[scheme]))
 
@@ -96,13 +96,13 @@ def _counted(scheme: Scheme, row: int, col: int, config: GPT, batch: int, *, rec
     return sum(costs[name] for name in model.layers[0])
 
 
-def run_of(scheme: Scheme, row: int, col: int, config: GPT, batch: int) -> Run:
+def run_of(scheme: Scheme, row: int, col: int, config: Transformer, batch: int) -> Run:
     return Run(mesh=Mesh(row=row, col=col), batch=Batch(global_size=batch, microbatch_size=batch), precision="fp32",
                tensor=SETTINGS[scheme], optim=Optim(offload="none"), memory=Memory(checkpoint=1), model=config,
                launch=Launch(device="cpu"))
 
 
-def needed(scheme: Scheme, row: int, col: int, config: GPT, batch: int) -> dict[str, int]:
+def needed(scheme: Scheme, row: int, col: int, config: Transformer, batch: int) -> dict[str, int]:
     """Category -> bytes on a rank. All but the first two layers are like the second, and are not laid out."""
     one, two = (laid_out(run_of(scheme, row, col, replace(config, num_layers=layers), batch))[1][0].device
                 for layers in (1, 2))
@@ -132,7 +132,7 @@ def largest(size_of: Callable[[int], int], budget: int) -> int:
     return low[0]
 
 
-def limit(scheme: Scheme, row: int, col: int, config: GPT, budget: int) -> dict:
+def limit(scheme: Scheme, row: int, col: int, config: Transformer, budget: int) -> dict:
     """The largest batch, and what ranks need for it; or why there is none."""
     entry = {"ranks": row * col, "scheme": scheme, "mesh": [row, col], "hidden": config.hidden, "heads": config.heads}
     wrong = [str(problem) for problem in problems(run_of(scheme, row, col, config, row))]
@@ -148,7 +148,7 @@ def limit(scheme: Scheme, row: int, col: int, config: GPT, budget: int) -> dict:
     return {**entry, "batch": steps * row, "does_not_fit": (steps + 1) * row, "bytes": seen.get(steps, seen[1])}
 
 
-def limits(ranks: int, config: GPT, budget: int) -> list[dict]:
+def limits(ranks: int, config: Transformer, budget: int) -> list[dict]:
     """Of every scheme on so many ranks, a square number."""
     side = isqrt(ranks)
     found = [{"name": name, **limit(scheme, row, col, config, budget)} for name, scheme, row, col in (
@@ -166,7 +166,7 @@ def limits(ranks: int, config: GPT, budget: int) -> list[dict]:
     return [*found, {**best, "name": "stationary best"}]
 
 
-def kept_rows(ranks: Sequence[int], configs: Mapping[int, GPT], batches: Mapping[int, int]) -> list[dict]:
+def kept_rows(ranks: Sequence[int], configs: Mapping[int, Transformer], batches: Mapping[int, int]) -> list[dict]:
     """The first table."""
     rows = []
     for size in ranks:
@@ -242,7 +242,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.budget_gib = options.budget_gib or (0.004 if quick else 16.0)
     options.layers = options.layers or (4 if quick else 24)
     options.sequence = options.sequence or (36 if quick else 512)
-    options.configs = {ranks: GPT(num_layers=options.layers, hidden=2 * heads if quick else hidden, heads=heads,
+    options.configs = {ranks: Transformer(num_layers=options.layers, hidden=2 * heads if quick else hidden, heads=heads,
                                   vocab=options.vocab, sequence=options.sequence)
                        for ranks, (hidden, heads) in TABLE_2.items()}
     return options

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ranvier import keyed_random
 from ranvier.models.block import INITIAL_PIECE, Initial, initialise
 from ranvier.models.gpt import MLP, Attention
-from ranvier.run import GPT
+from ranvier.run import Transformer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class Stem:
 class Layer(nn.Module):
     """One transformer layer."""
 
-    def __init__(self, config: GPT, dtype: torch.dtype) -> None:
+    def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
         super().__init__()
         self.attention, self.mlp = Attention(config, dtype), MLP(config, dtype)
 
@@ -85,7 +85,7 @@ class Layers(nn.Module):
 
     def __init__(self, stem: Stem) -> None:
         super().__init__()
-        config = GPT(num_layers=stem.num_layers, hidden=stem.hidden, heads=stem.heads, vocab=2, sequence=stem.sequence)
+        config = Transformer(num_layers=stem.num_layers, hidden=stem.hidden, heads=stem.heads, vocab=2, sequence=stem.sequence)
         for number in range(stem.num_layers):
             self.add_module(f"layer{number}", Layer(config, stem.torch_dtype))
 

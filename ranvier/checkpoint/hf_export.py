@@ -22,13 +22,13 @@ from ranvier.data import tokenizer as tokenizers
 from ranvier.errors import CheckpointError, DataError
 from ranvier.models import gpt, hf
 from ranvier.precision import DTYPES
-from ranvier.run import GPT
+from ranvier.run import Transformer
 
 SHARD_BYTES = 1_000_000_000
 TOKENIZER = "tokenizer.json"
 Tell = Callable[[str], None]
 """Takes one line about what has been done."""
-_model = TypeAdapter(GPT)
+_model = TypeAdapter(Transformer)
 
 
 def export(run: Path, out: Path, *, dtype: str | None = None, shard_bytes: int = SHARD_BYTES,
@@ -141,7 +141,7 @@ def finite(tensor: Tensor, name: str, where: Path) -> Tensor:
     return tensor
 
 
-def model_of(saved: Saved) -> GPT:
+def model_of(saved: Saved) -> Transformer:
     """The model's settings in the manifest. CheckpointError when there are none that can be."""
     run = saved.manifest.about.get("run")
     try:
@@ -195,7 +195,7 @@ def _beside(run: Path, checkpoint: Path) -> Path | None:
     return next((place / TOKENIZER for place in places if (place / TOKENIZER).is_file()), None)
 
 
-def _write_tokenizer(folder: Path, path: Path, config: GPT) -> int:
+def _write_tokenizer(folder: Path, path: Path, config: Transformer) -> int:
     """tokenizer.json and what transformers wants to know of it. Returns the number of the token that separates texts.
 
     DataError when it is none, or not one for this model.

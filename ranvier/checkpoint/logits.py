@@ -20,7 +20,7 @@ from ranvier.errors import CheckpointError
 from ranvier.machine import available_memory_bytes
 from ranvier.models import hf
 from ranvier.models.gpt import gpt
-from ranvier.run import GPT
+from ranvier.run import Transformer
 
 TOLERANCE = 1e-3
 """Of the logits' standard deviation. Both sides have equal weights and compute in fp32, so they differ by roundings
@@ -53,13 +53,13 @@ class Comparison:
                 f"standard deviation being {self.scale:.2g}")
 
 
-def token_ids(config: GPT) -> Tensor:
+def token_ids(config: Transformer) -> Tensor:
     """[1, tokens]: a fixed text from all over the vocabulary."""
     return (torch.arange(min(_TOKENS, config.sequence)) * 7919 % config.vocab)[None]
 
 
 @torch.no_grad()
-def logits(config: GPT, read: Read, ids: Tensor) -> Tensor:
+def logits(config: Transformer, read: Read, ids: Tensor) -> Tensor:
     """[batch, tokens, vocabulary] in fp32, with one block in memory at a time."""
     state = ids
     for name, build in gpt(config).blocks.items():
@@ -73,7 +73,7 @@ def logits(config: GPT, read: Read, ids: Tensor) -> Tensor:
     return state
 
 
-def compare(config: GPT, read: Read, folder: Path, settings: dict[str, object] | None = None) -> Comparison:
+def compare(config: Transformer, read: Read, folder: Path, settings: dict[str, object] | None = None) -> Comparison:
     """The logits of our parameters against those of the files in `folder`.
 
     settings: build transformers' model from these and the tensors of `folder` that were looked at, and leave all else
@@ -100,7 +100,7 @@ def tell(comparison: Comparison, line: Callable[[str], None]) -> None:
     line(str(comparison))
 
 
-def _theirs(config: GPT, folder: Path, settings: dict[str, object] | None,
+def _theirs(config: Transformer, folder: Path, settings: dict[str, object] | None,
             ids: Tensor) -> tuple[Tensor, str, str | None]:
     """The logits of the files in `folder`, who computed them, and why that was not transformers."""
     try:

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from ranvier.errors import ConfigError, ModelError
 from ranvier.models.block import Initial, Model
-from ranvier.run import GPT
+from ranvier.run import Transformer
 from ranvier.tensor import layers as tensor
 from ranvier.tensor.loss import NextTokenLoss
 
@@ -27,7 +27,7 @@ from ranvier.tensor.loss import NextTokenLoss
 class Embedding(nn.Module):
     """Token plus position embedding."""
 
-    def __init__(self, config: GPT, dtype: torch.dtype) -> None:
+    def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
         super().__init__()
         self.longest = config.sequence
         self.token = tensor.Embedding(config.vocab, config.hidden, dtype=dtype)
@@ -48,7 +48,7 @@ class Attention(nn.Module):
     `qkv` has the rows of one head's query, key and value together (N, 3, D), so that a range of heads is one slice.
     """
 
-    def __init__(self, config: GPT, dtype: torch.dtype) -> None:
+    def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
         super().__init__()
         self.head_width = config.hidden // config.heads
         self.norm = tensor.LayerNorm(config.hidden, dtype=dtype)
@@ -67,7 +67,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """The two-layer perceptron with its norm and residual; GELU by its tanh approximation, as GPT-2."""
 
-    def __init__(self, config: GPT, dtype: torch.dtype) -> None:
+    def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
         super().__init__()
         self.norm = tensor.LayerNorm(config.hidden, dtype=dtype)
         self.fc1 = tensor.Linear(config.hidden, 4 * config.hidden, stationary="output", dtype=dtype)
@@ -82,7 +82,7 @@ class MLP(nn.Module):
 class Head(nn.Module):
     """Final norm and the projection onto the vocabulary, without bias."""
 
-    def __init__(self, config: GPT, dtype: torch.dtype) -> None:
+    def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
         super().__init__()
         self.norm = tensor.LayerNorm(config.hidden, dtype=dtype)
         self.projection = tensor.VocabularyLinear(config.hidden, config.vocab, dtype=dtype)
@@ -91,7 +91,7 @@ class Head(nn.Module):
         return self.projection(self.norm(x_BSH))
 
 
-def gpt(config: GPT, *, dtype: torch.dtype = torch.float32) -> Model:
+def gpt(config: Transformer, *, dtype: torch.dtype = torch.float32) -> Model:
     """The blocks of a GPT. Builders honour `torch.device(...)` contexts, "meta" included; ConfigError as `problems`."""
     for problem in problems(config):
         raise problem
@@ -105,7 +105,7 @@ def gpt(config: GPT, *, dtype: torch.dtype = torch.float32) -> Model:
                  tied=(("embedding.token.weight", "head.projection.weight"),))
 
 
-def problems(config: GPT) -> list[ConfigError]:
+def problems(config: Transformer) -> list[ConfigError]:
     """Everything in `config` that no GPT can have."""
     found = []
     if config.hidden % config.heads:
@@ -115,7 +115,7 @@ def problems(config: GPT) -> list[ConfigError]:
     return found
 
 
-def initial(config: GPT, name: str) -> Initial:
+def initial(config: Transformer, name: str) -> Initial:
     """GPT-2's start of one parameter: projections into the residual stream are smaller by sqrt(2 num_layers)."""
     if name.endswith(".bias"):
         return Initial("constant", 0.0)
@@ -125,7 +125,7 @@ def initial(config: GPT, name: str) -> Initial:
     return Initial("normal", 0.02 / (2 * config.num_layers) ** 0.5 if into_residual else 0.02)
 
 
-def flops_per_sequence(config: GPT, *, recomputed: bool = False) -> float:
+def flops_per_sequence(config: Transformer, *, recomputed: bool = False) -> float:
     """FLOPs of training on one sequence, forward and backward; causal attention is counted in full.
 
     72 s l h^2 (1 + s / 6h + V / 12 l h), the model's own work. With `recomputed`, 96 s l h^2 (1 + s / 6h + V / 16 l h):

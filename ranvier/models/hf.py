@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ranvier.errors import ModelError
 from ranvier.models import gpt
-from ranvier.run import GPT
+from ranvier.run import Transformer
 
 _LAYER = {
     "attention.norm": "ln_1", "attention.qkv": "attn.c_attn", "attention.projection": "attn.c_proj",
@@ -25,7 +25,7 @@ TIED = {"head.projection.weight": "embedding.token.weight"}
 """Our parameters that are others, which own them."""
 
 
-def names(config: GPT) -> dict[str, str]:
+def names(config: Transformer) -> dict[str, str]:
     """Our full parameter names -> Hugging Face's, in our order."""
     pairs = {"embedding.token.weight": "transformer.wte.weight", "embedding.position.weight": "transformer.wpe.weight"}
     for layer in range(config.num_layers):
@@ -37,7 +37,7 @@ def names(config: GPT) -> dict[str, str]:
     return pairs | {"head.projection.weight": "lm_head.weight"}
 
 
-def shape(ours: str, config: GPT) -> tuple[int, ...]:
+def shape(ours: str, config: Transformer) -> tuple[int, ...]:
     """The shape of one of our parameters, computed without building anything, so that no size is too large for it."""
     hidden = config.hidden
     if ours in ("embedding.token.weight", "head.projection.weight"):
@@ -49,19 +49,19 @@ def shape(ours: str, config: GPT) -> tuple[int, ...]:
     return (rows, columns) if _is_transposed(ours) else (rows,)
 
 
-def shape_there(ours: str, config: GPT) -> tuple[int, ...]:
+def shape_there(ours: str, config: Transformer) -> tuple[int, ...]:
     """The shape that Hugging Face gives the parameter that we call `ours`."""
     return shape(ours, config)[::-1] if _is_transposed(ours) else shape(ours, config)
 
 
-def tensor_to_hf(ours: str, tensor: Tensor, config: GPT) -> Tensor:
+def tensor_to_hf(ours: str, tensor: Tensor, config: Transformer) -> Tensor:
     """Our parameter `ours` (or its gradient) in Hugging Face's layout."""
     if ".qkv." in ours:
         tensor = tensor.unflatten(0, (config.heads, 3, -1)).transpose(0, 1).flatten(0, 2)
     return tensor.t().contiguous() if _is_transposed(ours) else tensor
 
 
-def tensor_from_hf(ours: str, tensor: Tensor, config: GPT) -> Tensor:
+def tensor_from_hf(ours: str, tensor: Tensor, config: Transformer) -> Tensor:
     """The inverse of `tensor_to_hf`."""
     tensor = tensor.t().contiguous() if _is_transposed(ours) else tensor
     if ".qkv." in ours:
@@ -69,12 +69,12 @@ def tensor_from_hf(ours: str, tensor: Tensor, config: GPT) -> Tensor:
     return tensor
 
 
-def to_hf(parameters: Mapping[str, Tensor], config: GPT) -> dict[str, Tensor]:
+def to_hf(parameters: Mapping[str, Tensor], config: Transformer) -> dict[str, Tensor]:
     """Parameters (or gradients) under Hugging Face's names and in its layout. ModelError when one is missing."""
     return {theirs: tensor_to_hf(ours, _take(parameters, ours), config) for ours, theirs in names(config).items()}
 
 
-def from_hf(parameters: Mapping[str, Tensor], config: GPT) -> dict[str, Tensor]:
+def from_hf(parameters: Mapping[str, Tensor], config: Transformer) -> dict[str, Tensor]:
     """The inverse of `to_hf`. A missing `lm_head.weight` is the token embedding, to which it is tied."""
     parameters = {"lm_head.weight": parameters.get("transformer.wte.weight"), **parameters}
     return {ours: tensor_from_hf(ours, _take(parameters, theirs), config) for ours, theirs in names(config).items()}
@@ -93,10 +93,10 @@ _FUNCTION = {
 """What else decides the function: Hugging Face's default, and the values that are what `gpt` computes."""
 CONFIG_KEYS = frozenset({*_SIZES, *_FUNCTION, "n_inner", "embd_pdrop", "resid_pdrop", "attn_pdrop"})
 """The keys of config.json that are looked at."""
-_adapter = TypeAdapter(GPT)
+_adapter = TypeAdapter(Transformer)
 
 
-def gpt2_config(config: GPT) -> dict[str, object]:
+def gpt2_config(config: Transformer) -> dict[str, object]:
     """The content of config.json, the arguments of transformers.GPT2Config, for the same function as `config`'s."""
     return {
         "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": config.vocab,
@@ -106,7 +106,7 @@ def gpt2_config(config: GPT) -> dict[str, object]:
     }
 
 
-def from_gpt2_config(document: Mapping[str, object]) -> tuple[GPT, list[str]]:
+def from_gpt2_config(document: Mapping[str, object]) -> tuple[Transformer, list[str]]:
     """The inverse of `gpt2_config`, for any config.json: the model, and what of the training it does not have.
 
     ModelError when it is of another architecture, or of a GPT-2 that computes something else than `gpt`.

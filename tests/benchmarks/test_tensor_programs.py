@@ -9,7 +9,7 @@ import pytest
 from benchmarks.tensor import counted, limits, scaling
 from ranvier.check import laid_out
 from ranvier.comm.mpi_launch import mpi_available
-from ranvier.run import GPT
+from ranvier.run import Transformer
 
 CIRCUMSTANCES = {"date", "commit", "machine", "versions", "command"}
 
@@ -66,13 +66,13 @@ def test_limits(tmp_path, capsys):
 
 @pytest.mark.parametrize(("scheme", "row", "col"), [("stationary", 2, 2), ("summa", 2, 2), ("megatron", 1, 4)])
 def test_memory_of_many_layers_is_that_of_check(scheme, row, col):
-    config = GPT(num_layers=5, hidden=32, heads=4, vocab=512, sequence=16)
+    config = Transformer(num_layers=5, hidden=32, heads=4, vocab=512, sequence=16)
     run = limits.run_of(scheme, row, col, config, 4)
     assert limits.needed(scheme, row, col, config, 4) == dict(laid_out(run)[1][0].device)
 
 
 def test_a_mesh_that_divides_nothing_has_no_limit():
-    config = GPT(num_layers=2, hidden=36, heads=6, vocab=512, sequence=16)
+    config = Transformer(num_layers=2, hidden=36, heads=6, vocab=512, sequence=16)
     found = limits.limit("megatron", 1, 4, config, 2**30)
     assert found["batch"] is None and "does not divide model.heads" in found["problems"][0]
 

@@ -17,10 +17,10 @@ from ranvier.data.tokens import About, Tokens
 from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
 from ranvier.pipeline.engine import Engine
-from ranvier.run import GPT, Optim, TensorParallel
+from ranvier.run import Optim, TensorParallel, Transformer
 from ranvier.testing.ranks import run_ranks
 
-CONFIG = GPT(num_layers=2, hidden=8, heads=4, vocab=61, sequence=8, dropout=0.1)
+CONFIG = Transformer(num_layers=2, hidden=8, heads=4, vocab=61, sequence=8, dropout=0.1)
 GLOBAL_SIZE = 8
 SEED = 3
 _NUMBERS = np.random.default_rng(0).integers(0, CONFIG.vocab, 1 + 64 * CONFIG.sequence)

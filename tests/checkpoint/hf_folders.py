@@ -10,10 +10,10 @@ from ranvier.checkpoint.hf_import import import_model
 from ranvier.checkpoint.manifest import encode
 from ranvier.checkpoint.saved import Saved
 from ranvier.models import hf
-from ranvier.run import GPT
+from ranvier.run import Transformer
 from tests.checkpoint.anywhere import write_manifest
 
-SMALL = GPT(num_layers=2, hidden=24, heads=3, vocab=300, sequence=16)
+SMALL = Transformer(num_layers=2, hidden=24, heads=3, vocab=300, sequence=16)
 
 
 def parameters(config=SMALL, dtype=torch.float32, seed=0):

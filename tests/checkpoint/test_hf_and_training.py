@@ -13,7 +13,7 @@ from ranvier.checkpoint.hf_export import export
 from ranvier.checkpoint.hf_import import import_model
 from ranvier.data.tokenizer import load
 from ranvier.mesh import Mesh
-from ranvier.run import GPT, Batch, Data, Run, Train
+from ranvier.run import Batch, Data, Run, Train, Transformer
 from ranvier.testing.ranks import run_ranks
 from ranvier.train.loop import train
 
@@ -38,7 +38,7 @@ def run(tmp_path):
             " ".join(choose.choices(words, k=10)) for _ in range(20)))
     return Run(mesh=Mesh(data=1, pipe=2, col=2), batch=Batch(global_size=8, microbatch_size=2),
                train=Train(steps=5, learning_rate=1e-2, eval_sequences=8, sample_tokens=0),
-               model=GPT(num_layers=2, hidden=16, heads=2, vocab=280, sequence=16, dropout=0.1),
+               model=Transformer(num_layers=2, hidden=16, heads=2, vocab=280, sequence=16, dropout=0.1),
                data=Data(corpus=str(tmp_path / "texts"), cache_dir=tmp_path / "cache"), run_dir=tmp_path / "first")
 
 

@@ -23,7 +23,7 @@ from ranvier.cli import run_command
 from ranvier.data import tokenizer as tokenizers
 from ranvier.errors import CheckpointError
 from ranvier.models import hf
-from ranvier.run import GPT
+from ranvier.run import Transformer
 
 
 def files_of(folder):
@@ -51,7 +51,7 @@ def silent(line):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("config", [SMALL, GPT(num_layers=1, hidden=8, heads=1, vocab=11, sequence=5, dropout=0.2)],
+@pytest.mark.parametrize("config", [SMALL, Transformer(num_layers=1, hidden=8, heads=1, vocab=11, sequence=5, dropout=0.2)],
                          ids=["small", "tiny"])
 def test_there_and_back_to_the_bit(tmp_path, capsys, dtype, config):
     tensors = parameters(config, dtype)

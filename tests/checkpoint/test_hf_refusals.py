@@ -19,7 +19,7 @@ from ranvier.checkpoint.saved import checksum
 from ranvier.cli import run_command
 from ranvier.data import tokenizer as tokenizers
 from ranvier.models import hf
-from ranvier.run import GPT
+from ranvier.run import Transformer
 
 
 @pytest.fixture(autouse=True)
@@ -394,7 +394,7 @@ def test_checkpoints_with_whole_numbers(tmp_path, capsys):
 
 
 def test_tokenizers_that_do_not_fit(tmp_path, capsys):
-    config = GPT(num_layers=1, hidden=8, heads=1, vocab=270, sequence=4)
+    config = Transformer(num_layers=1, hidden=8, heads=1, vocab=270, sequence=4)
     run = write_checkpoint(tmp_path / "run", parameters(config), config)
     tokenizers.train(["some text to learn from, and some more text"] * 5, 280).save(run / "tokenizer.json")
     refused(capsys, tmp_path, ["export", run, tmp_path / "out"],

@@ -14,7 +14,7 @@ from ranvier.data.prepare import prepare, problems
 from ranvier.data.publish import one_writer, published
 from ranvier.data.tokens import exists, open_tokens, write_tokens
 from ranvier.errors import DataError
-from ranvier.run import GPT, Data, Run
+from ranvier.run import Data, Run, Transformer
 
 
 def write(path, ids, vocab=1000):
@@ -112,7 +112,7 @@ def run(tmp_path, *, lines=3000, **settings):
     if not text.exists():
         text.write_text("".join(SOURCE.format(number) for number in range(lines)))
     model = {"vocab": 400, "sequence": 16} | settings.pop("model", {})
-    return Run(model=GPT(**model), data=Data(corpus=str(text), cache_dir=tmp_path / "cache", **settings))
+    return Run(model=Transformer(**model), data=Data(corpus=str(text), cache_dir=tmp_path / "cache", **settings))
 
 
 def test_prepared_once_then_taken_from_the_cache(tmp_path):
@@ -160,8 +160,8 @@ def test_a_changed_text_is_read_again(tmp_path):
 PREPARE = """
 import sys
 from ranvier.data.prepare import prepare
-from ranvier.run import GPT, Data, Run
-prepared = prepare(Run(model=GPT(vocab=400, sequence=16), data=Data(corpus=sys.argv[1], cache_dir=sys.argv[2])), print)
+from ranvier.run import Transformer, Data, Run
+prepared = prepare(Run(model=Transformer(vocab=400, sequence=16), data=Data(corpus=sys.argv[1], cache_dir=sys.argv[2])), print)
 print("fingerprint", prepared.fingerprint, len(prepared.train))
 """
 
@@ -200,9 +200,9 @@ def test_a_waiting_process_says_so(tmp_path):
 
 
 def test_every_problem_that_shows_without_reading_is_listed():
-    bad = Run(model=GPT(vocab=100), data=Data(corpus="./nowhere"))
+    bad = Run(model=Transformer(vocab=100), data=Data(corpus="./nowhere"))
     assert [problem.where for problem in problems(bad)] == ["data.corpus", "model.vocab"]
-    small = Run(model=GPT(vocab=1024), data=Data(tokenizer="gpt2"))
+    small = Run(model=Transformer(vocab=1024), data=Data(tokenizer="gpt2"))
     assert [str(problem) for problem in problems(small)] == [
         "model.vocab: is smaller than the tokenizer's vocabulary of 50257 (got 1024). Set --model.vocab 50257 or more."]
     assert problems(Run()) == []

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ranvier.data.corpus import open_corpus
 from ranvier.data.prepare import prepare
-from ranvier.run import GPT, Data, Run
+from ranvier.run import Data, Run, Transformer
 from tests.fuzz.inputs import try_all
 
 KINDS = ("text", "bytes", "empty", "latin", "long line", "sparse", "pipe", "link to nothing", "link to itself",
@@ -99,7 +99,7 @@ def single_files(folder: Path, count: int) -> int:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         expected = put(folder / "a.txt", kind, text, data)
-        run = Run(model=GPT(vocab=vocab, sequence=8), data=Data(corpus=str(folder / "a.txt"),
+        run = Run(model=Transformer(vocab=vocab, sequence=8), data=Data(corpus=str(folder / "a.txt"),
                                                                 cache_dir=folder / "cache"))
         prepared = prepare(run)
         train, held = (part.head(len(part)) for part in (prepared.train, prepared.eval))

@@ -12,7 +12,7 @@ from ranvier.errors import ConfigError
 from ranvier.fallback import difference, fallback, fallback_meshes, microbatch_size
 from ranvier.mesh import Mesh
 from ranvier.refit import on_mesh, refit
-from ranvier.run import GPT, Batch, Optim, Pipeline, Run
+from ranvier.run import Batch, Optim, Pipeline, Run, Transformer
 
 SIZES = st.integers(1, 64)
 MESHES = st.builds(Mesh, data=SIZES, pipe=st.integers(1, 16), row=st.integers(1, 8), col=st.integers(1, 8))
@@ -106,7 +106,7 @@ def test_what_changed_in_words(old, new, text):
     assert difference(old, new) == text
 
 
-SMALL = Run(model=GPT(num_layers=3, hidden=16, heads=4, vocab=260, sequence=16), batch=Batch(global_size=16,
+SMALL = Run(model=Transformer(num_layers=3, hidden=16, heads=4, vocab=260, sequence=16), batch=Batch(global_size=16,
                                                                                            microbatch_size=4))
 
 

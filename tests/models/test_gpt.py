@@ -13,17 +13,17 @@ from ranvier.errors import ConfigError, ModelError
 from ranvier.models import hf
 from ranvier.models.block import Initial, initialise
 from ranvier.models.gpt import flops_per_sequence, gpt, problems
-from ranvier.run import GPT
+from ranvier.run import Transformer
 from ranvier.tensor.loss import next_token_loss
 
 SIZES = [
-    GPT(num_layers=1, hidden=8, heads=1, vocab=11, sequence=5),
-    GPT(num_layers=2, hidden=24, heads=3, vocab=50, sequence=16),
-    GPT(num_layers=3, hidden=32, heads=8, vocab=37, sequence=9),
+    Transformer(num_layers=1, hidden=8, heads=1, vocab=11, sequence=5),
+    Transformer(num_layers=2, hidden=24, heads=3, vocab=50, sequence=16),
+    Transformer(num_layers=3, hidden=32, heads=8, vocab=37, sequence=9),
 ]
 
 
-def build(config: GPT, dtype=torch.float64, seed=1) -> nn.ModuleDict:
+def build(config: Transformer, dtype=torch.float64, seed=1) -> nn.ModuleDict:
     """All blocks, initialised by name, with the tie made by identity."""
     model = gpt(config, dtype=dtype)
     blocks = model.build()
@@ -109,7 +109,7 @@ def test_blocks_layers_and_tie_are_as_declared():
 
 
 def test_builds_on_meta_in_any_dtype():
-    config = GPT(num_layers=48, hidden=4512, heads=24, vocab=51200, sequence=512)
+    config = Transformer(num_layers=48, hidden=4512, heads=24, vocab=51200, sequence=512)
     model = gpt(config, dtype=torch.bfloat16)
     with torch.device("meta"):
         mlp = model.blocks["layer47.mlp"]()
@@ -138,15 +138,15 @@ def test_shorter_sequences_run_and_longer_ones_are_refused():
 
 
 def test_heads_must_divide_hidden():
-    config = GPT(hidden=128, heads=5)
-    assert problems(GPT()) == []
+    config = Transformer(hidden=128, heads=5)
+    assert problems(Transformer()) == []
     assert [problem.where for problem in problems(config)] == ["model.heads"]
     with pytest.raises(ConfigError, match=r"heads: does not divide model.hidden 128 \(got 5\). Set --model.heads 4"):
         gpt(config)
 
 
 def test_initial_weights_have_gpt2s_scale():
-    config = GPT(num_layers=8, hidden=64, heads=4, vocab=512, sequence=64)
+    config = Transformer(num_layers=8, hidden=64, heads=4, vocab=512, sequence=64)
     model = gpt(config)
     for name, parameter in parameters(build(config, seed=5)).items():
         start = model.initial(name)
@@ -162,7 +162,7 @@ def test_initial_weights_have_gpt2s_scale():
 
 
 def test_flops_are_the_papers_formula():
-    config = GPT(num_layers=48, hidden=4512, heads=24, vocab=51200, sequence=512)
+    config = Transformer(num_layers=48, hidden=4512, heads=24, vocab=51200, sequence=512)
     s, layers, h, v = 512, 48, 4512, 51200
     assert flops_per_sequence(config) == pytest.approx(
         72 * s * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h)))
@@ -171,7 +171,7 @@ def test_flops_are_the_papers_formula():
 
 
 def test_flops_count_the_models_products():
-    config = GPT(num_layers=3, hidden=48, heads=4, vocab=80, sequence=20)
+    config = Transformer(num_layers=3, hidden=48, heads=4, vocab=80, sequence=20)
     with FlopCounterMode(display=False) as counter:
         total, _ = next_token_loss(forward(build(config, torch.float32), torch.zeros(1, 20, dtype=torch.int64)),
                                    torch.zeros(1, 20, dtype=torch.int64))

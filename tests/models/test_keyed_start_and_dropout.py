@@ -8,7 +8,7 @@ import torch
 from ranvier import keyed_random
 from ranvier.models.block import Initial, initialise
 from ranvier.models.gpt import gpt
-from ranvier.run import GPT
+from ranvier.run import Transformer
 
 NORMAL = Initial("normal", 0.02)
 
@@ -117,7 +117,7 @@ def run(blocks, ids, samples, step=3):
 
 
 def test_a_gpt_with_dropout_does_not_care_how_its_batch_is_cut():
-    config = GPT(num_layers=2, hidden=16, heads=2, vocab=20, sequence=6, dropout=0.2)
+    config = Transformer(num_layers=2, hidden=16, heads=2, vocab=20, sequence=6, dropout=0.2)
     blocks = gpt(config, dtype=torch.float64).build()
     ids, samples = torch.randint(20, (4, 6)), torch.tensor([5, 0, 9, 2])
     whole = run(blocks, ids, samples)

@@ -13,7 +13,7 @@ from ranvier.models.block import Initial, Model
 from ranvier.models.gpt import gpt
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.run import GPT, Optim
+from ranvier.run import Optim, Transformer
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference, relative_error
 
@@ -54,7 +54,7 @@ def squared(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 def small_gpt(num_layers: int = 3, **changed) -> Model:
     """A GPT of 2 num_layers + 2 blocks in fp64."""
     config = dict(num_layers=num_layers, hidden=8, heads=2, vocab=13, sequence=6) | changed
-    return gpt(GPT(**config), dtype=torch.float64)
+    return gpt(Transformer(**config), dtype=torch.float64)
 
 
 def chunks_of(size: int) -> Optim:

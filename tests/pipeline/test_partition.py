@@ -13,7 +13,7 @@ from ranvier.errors import ConfigError, ModelError
 from ranvier.models.block import Model
 from ranvier.models.gpt import flops_per_sequence, gpt
 from ranvier.pipeline.partition import BlockCost, block_costs, check_boundaries, loss_parts, partition, uniform
-from ranvier.run import GPT
+from ranvier.run import Transformer
 from tests.pipeline.parity import chain, small_gpt, squared
 
 
@@ -85,7 +85,7 @@ def test_costs_in_fp64_and_with_dropout():
 @pytest.mark.parametrize("sizes", [dict(num_layers=2, hidden=16, heads=2, vocab=50, sequence=8),
                                    dict(num_layers=3, hidden=8, heads=4, vocab=300, sequence=5)], ids=str)
 def test_flops_of_a_gpt_are_the_formula(sizes):
-    config = GPT(**sizes)
+    config = Transformer(**sizes)
     costs = block_costs(gpt(config), torch.zeros(3, config.sequence, dtype=torch.int64))
     assert 3 * sum(cost.flops for cost in costs) == pytest.approx(3 * flops_per_sequence(config))
     assert [cost.output_bytes for cost in costs][:-1] == [4 * 3 * config.sequence * config.hidden] * (len(costs) - 1)

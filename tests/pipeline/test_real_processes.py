@@ -8,13 +8,13 @@ from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.run import GPT, Optim
+from ranvier.run import Optim, Transformer
 from ranvier.testing.ranks import run_processes
 from ranvier.testing.reference import Reference, relative_error
 from ranvier.world import World
 
 UNUSABLE = mpi_launch.mpi_available()
-CONFIG = GPT(num_layers=2, hidden=16, heads=2, vocab=32, sequence=8)
+CONFIG = Transformer(num_layers=2, hidden=16, heads=2, vocab=32, sequence=8)
 
 
 def batch_of(replica: int) -> list[Microbatch]:

@@ -15,8 +15,8 @@ from ranvier.models.block import Model
 from ranvier.models.gpt import gpt
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.run import GPT
 from ranvier.run import TensorParallel as Settings
+from ranvier.run import Transformer
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split import split_layers
 from ranvier.testing.ranks import run_ranks
@@ -148,7 +148,7 @@ def assert_layer_parity(make: Callable, x: Tensor, dy: Tensor, rows: int, cols: 
 def tiny_gpt(*, tied: bool = False, **changed) -> Model:
     """A GPT in fp64 that every mesh of this folder can split, whose vocabulary nothing divides."""
     config = dict(num_layers=1, hidden=36, heads=12, vocab=61, sequence=8, dropout=0.1) | changed
-    model = gpt(GPT(**config), dtype=torch.float64)
+    model = gpt(Transformer(**config), dtype=torch.float64)
     return model if tied else replace(model, tied=())
 
 

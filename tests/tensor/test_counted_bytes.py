@@ -25,7 +25,7 @@ from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.stage import Stage
 from ranvier.pipeline.weight_gradients import WeightGradients
-from ranvier.run import GPT
+from ranvier.run import Transformer
 from ranvier.tensor.layers import Linear
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split import SplitLinear, split_layers
@@ -162,7 +162,7 @@ def test_of_a_segment_all_layers_but_the_last_compute_fc2_again():
                                                 for volume in volumes) + 2 * (small.forward + small.backward).total
 
 
-MODEL = GPT(num_layers=2, hidden=16, heads=4, vocab=24, sequence=8)
+MODEL = Transformer(num_layers=2, hidden=16, heads=4, vocab=24, sequence=8)
 
 
 @pytest.mark.parametrize(("row", "col"), [(2, 2), (2, 1), (4, 1)])

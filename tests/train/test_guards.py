@@ -17,7 +17,7 @@ from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
 from ranvier.pipeline.examine import Cause
-from ranvier.run import GPT, Batch, Checkpoint, Data, Guard, Optim, Run, Train
+from ranvier.run import Batch, Checkpoint, Data, Guard, Optim, Run, Train, Transformer
 from ranvier.testing.ranks import run_ranks
 from ranvier.train import loop
 from ranvier.train.guards import Guards
@@ -182,7 +182,7 @@ def corpus(tmp_path_factory):
 def run_of(corpus, run_dir, **changed):
     run = Run(mesh=Mesh(data=2, pipe=2), batch=Batch(global_size=8, microbatch_size=2),
               train=Train(steps=6, learning_rate=1e-2, sample_tokens=0, eval_sequences=2),
-              model=GPT(num_layers=1, hidden=8, heads=2, vocab=300, sequence=8), run_dir=run_dir,
+              model=Transformer(num_layers=1, hidden=8, heads=2, vocab=300, sequence=8), run_dir=run_dir,
               data=Data(corpus=str(corpus / "texts"), cache_dir=corpus / "cache"), precision="fp64")
     return replace(run, **changed)
 

@@ -12,7 +12,7 @@ import pytest
 from ranvier import check, resolve
 from ranvier.errors import DataError, RanvierError
 from ranvier.mesh import Mesh
-from ranvier.run import GPT, Batch, Data, Guard, Optim, Pipeline, Run, TensorParallel, Train
+from ranvier.run import Batch, Data, Guard, Optim, Pipeline, Run, TensorParallel, Train, Transformer
 from ranvier.testing.ranks import run_ranks
 from ranvier.train import loop
 from ranvier.train.events import EndEvent, StartEvent, StepEvent
@@ -39,7 +39,7 @@ def tiny(corpus, run_dir, **changed):
     run = Run(mesh=Mesh(data=2, pipe=2), batch=Batch(global_size=10, microbatch_size=2),
               train=Train(steps=STEPS, learning_rate=1e-2, warmup_steps=2, eval_every=4, eval_sequences=7,
                           sample_tokens=8),
-              model=GPT(num_layers=2, hidden=16, heads=2, vocab=300, sequence=16),
+              model=Transformer(num_layers=2, hidden=16, heads=2, vocab=300, sequence=16),
               data=Data(corpus=str(corpus / "texts"), cache_dir=corpus / "cache"), precision="fp64", run_dir=run_dir)
     return replace(run, **changed)
 

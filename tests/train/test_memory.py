@@ -18,7 +18,7 @@ from ranvier.errors import ConfigError, OutOfMemory
 from ranvier.machine import available_memory_bytes
 from ranvier.mesh import Mesh
 from ranvier.planner.memory import remedies, too_large
-from ranvier.run import GPT, Batch, Memory, Optim, Run, TensorParallel, Train
+from ranvier.run import Batch, Memory, Optim, Run, TensorParallel, Train, Transformer
 from ranvier.train import memory
 from ranvier.train.loop import Training
 from tests.train.test_loop import corpus, lines, run_all, tiny
@@ -28,7 +28,7 @@ __all__ = ["corpus"]
 
 def larger(corpus, run_dir, **changed):
     """Layers wide enough to outweigh what is not counted, such as the loss's scratch."""
-    model = GPT(num_layers=4, hidden=64, heads=2, vocab=300, sequence=64)
+    model = Transformer(num_layers=4, hidden=64, heads=2, vocab=300, sequence=64)
     settings = {"batch": Batch(global_size=8, microbatch_size=2), "train": Train(steps=3, sample_tokens=0),
                 "precision": "fp32", "memory_report": True} | changed
     return tiny(corpus, run_dir, model=model, **settings)

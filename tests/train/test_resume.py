@@ -16,7 +16,7 @@ from ranvier import cli
 from ranvier.checkpoint.saved import Saved
 from ranvier.errors import CheckpointError, ConfigError, RanvierError
 from ranvier.mesh import Mesh
-from ranvier.run import GPT, Batch, Checkpoint, Data, Guard, Optim, Run, Train
+from ranvier.run import Batch, Checkpoint, Data, Guard, Optim, Run, Train, Transformer
 from ranvier.testing.ranks import run_ranks
 from ranvier.train import loop
 from ranvier.train.loop import train
@@ -37,7 +37,7 @@ def text(tmp_path_factory):
 def tiny(text, run_dir, steps=8, mesh=None, **changed):
     return Run(mesh=mesh or Mesh(data=2), batch=Batch(global_size=8, microbatch_size=2),
                train=Train(steps=steps, learning_rate=1e-2, sample_tokens=0, eval_every=4, eval_sequences=4),
-               model=GPT(num_layers=2, hidden=16, heads=2, vocab=300, sequence=16, dropout=0.1),
+               model=Transformer(num_layers=2, hidden=16, heads=2, vocab=300, sequence=16, dropout=0.1),
                data=Data(corpus=str(text / "texts"), cache_dir=text / "cache"), run_dir=run_dir,
                **{"checkpoint": Checkpoint(every=2), **changed})
 
@@ -229,10 +229,10 @@ def test_other_text_is_told(text, whole, tmp_path):
     ({"resume": "step-8", "checkpoint": "others"}, ConfigError, "checkpoint.dir: has checkpoints of another run"),
     ({"resume": "step-8"}, ConfigError, "train.steps: leaves nothing to do: .*step-8 has taken 8 steps"),
     ({"resume": "nothing"}, CheckpointError, "resume: is neither a checkpoint nor a folder of them"),
-    ({"resume": "step-8", "model": GPT(num_layers=2, hidden=32, heads=2, vocab=300, sequence=16)}, CheckpointError,
-     "with the shape .*, the model with"),
-    ({"resume": "step-8", "model": GPT(num_layers=2, hidden=16, heads=4, vocab=300, sequence=16)}, CheckpointError,
-     r"step-8: was written by a model with 2 heads \(got 4\)")])
+    ({"resume": "step-8", "model": Transformer(num_layers=2, hidden=32, heads=2, vocab=300, sequence=16)},
+     CheckpointError, "with the shape .*, the model with"),
+    ({"resume": "step-8", "model": Transformer(num_layers=2, hidden=16, heads=4, vocab=300, sequence=16)},
+     CheckpointError, r"step-8: was written by a model with 2 heads \(got 4\)")])
 def test_what_is_refused(text, whole, tmp_path, changes, error, message):
     changes = dict(changes)
     if changes.get("checkpoint") == "others":
