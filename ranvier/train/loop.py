@@ -22,10 +22,11 @@ import torch
 from ranvier import resolve
 from ranvier.check import tensor_mesh_facts
 from ranvier.data.loader import Loader
-from ranvier.data.prepare import Prepared, prepare
+from ranvier.data.prepare import prepare
 from ranvier.data.sampler import Sampler
+from ranvier.data.task import Prepared
 from ranvier.errors import DataError, RanvierError
-from ranvier.models.gpt import flops_per_sequence, gpt
+from ranvier.models import families
 from ranvier.optim.learning_rate import learning_rate
 from ranvier.optim.optimizer import resolve_bucket_size
 from ranvier.pipeline.engine import Engine
@@ -107,7 +108,7 @@ class Training:
         world.mesh = self.run.mesh
         self.run, self.predicted = check_fits(self.run, world)
         self.ranks.barrier()  # not before every rank has looked at what is free
-        self.engine = _build(self.run, world)
+        self.engine = _build(self.run, world, self.data.weight)
         self.measured = Measured(self.engine, world.device, wanted=run.memory_report)
         self.train_data, self.eval_data = self._loaders()
         self.saving = Saving(self.run, recipe, self.engine, self.data.fingerprint)
@@ -239,7 +240,7 @@ class Training:
         self._tell_of_checkpoints()
         if self.pending is None:
             return
-        flops_per_token = flops_per_sequence(self.run.model) / self.run.model.sequence
+        flops_per_token = families.flops_per_sample(self.run) / self.data.weight
         event = self.pending.event(flops_per_token, self.peak_flops_per_second)
         self.stops |= self.pending.stop_requested
         bad, self.pending = self.pending.result.bad, None
@@ -298,9 +299,8 @@ class Training:
     def _loaders(self) -> tuple[Loader, Loader]:
         """Training samples in the seed's order, and held-out ones in their own."""
         run, engine = self.run, self.engine
-        num_train = self.data.train.num_sequences(run.model.sequence)
-        num_eval = self.data.eval.num_sequences(run.model.sequence)
-        share = {"sequence": run.model.sequence, "microbatch_size": run.batch.microbatch_size,
+        num_train, num_eval = len(self.data.train), len(self.data.eval)
+        share = {"microbatch_size": run.batch.microbatch_size,
                  "replica": engine.coordinates.data, "num_replicas": run.mesh.data, "row": engine.coordinates.row,
                  "num_rows": run.mesh.row, "device": self.world.device,
                  "needs_inputs": engine.is_first_stage, "needs_targets": engine.is_last_stage}
@@ -323,7 +323,7 @@ class Training:
             "model": f"{model.num_layers} layers, hidden {model.hidden}, {model.heads} heads, "
                      f"vocabulary {model.vocab}, sequence {model.sequence}: {num_parameters:,} parameters in "
                      f"{run.precision}",
-            "text": f"{run.data.corpus}: {len(self.data.train):,} tokens, {len(self.data.eval):,} held out",
+            "data": self.data.about,
             "batch": f"{run.batch.global_size} sequences in microbatches of {run.batch.microbatch_size}",
             "pipeline": f"{run.pipeline.policy}, at most {self.engine.in_flight} microbatches in flight"
                         + ("" if run.memory.checkpoint == "none" else f", checkpoints: {run.memory.checkpoint}"),
@@ -339,16 +339,16 @@ def _prepare(run: Run, world: World, stream: TextIO) -> Prepared:
     return prepare(run, (lambda line: print(line, file=stream, flush=True)) if world.rank == 0 else (lambda line: None))
 
 
-def _build(run: Run, world: World) -> Engine:
-    shape = (run.batch.microbatch_size // run.mesh.row, run.model.sequence)
-    sample = Microbatch(inputs=torch.zeros(shape, dtype=torch.int64), targets=torch.zeros(shape, dtype=torch.int64),
-                        samples=torch.arange(shape[0]))
-
-    return Engine(gpt(run.model), world, mesh=run.mesh, optim=run.optim, checkpoint=run.memory.checkpoint,
+def _build(run: Run, world: World, weight: float) -> Engine:
+    """weight: of one sample in the loss."""
+    size = run.batch.microbatch_size // run.mesh.row
+    inputs, targets = families.sample_of(run, size)
+    sample = Microbatch(inputs=inputs, targets=targets, samples=torch.arange(size))
+    return Engine(families.model_of(run), world, mesh=run.mesh, optim=run.optim, checkpoint=run.memory.checkpoint,
                   policy=run.pipeline.policy,
                   in_flight=run.pipeline.in_flight, boundaries=run.pipeline.boundaries,
                   partition=run.pipeline.partition, defer_bytes=run.pipeline.defer_bytes, seed=run.seed,
-                  dtype=DTYPES[run.precision], nominal_weight=float(run.batch.global_size * run.model.sequence),
+                  dtype=DTYPES[run.precision], nominal_weight=run.batch.global_size * weight,
                   timeout_seconds=run.comm.timeout_seconds, sample=sample, tensor=run.tensor, guard=run.guard)
 
 
@@ -399,6 +399,6 @@ def optimizer_text(run: Run) -> str:
 
 def held_out_line(data: Prepared) -> list[int]:
     """The start of the first held-out line of some length, as tokens."""
-    text = data.tokenizer.decode(data.eval.head(50 * PROMPT_TOKENS))
+    text = data.tokenizer.decode(data.eval.tokens.head(50 * PROMPT_TOKENS))
     line = next((line for line in text.splitlines() if len(line.split()) >= 4), text)
-    return data.tokenizer.encode(line)[:PROMPT_TOKENS] or data.eval.head(1)
+    return data.tokenizer.encode(line)[:PROMPT_TOKENS] or data.eval.tokens.head(1)
