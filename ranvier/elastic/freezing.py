@@ -115,7 +115,7 @@ def decide(policy: FreezePolicy, facts: Facts) -> int:
         return answer
     raise ConfigError(f"must be a whole number of layers from {facts.frozen}, which are frozen already, to the model's "
                       f"{facts.num_layers}", where=f"answer of the freeze policy {type(policy).__name__} at step "
-                      f"{facts.step}", value=answer,
+                      f"{facts.step}", value="None" if answer is None else answer,
                       remedy="Let frozen_layers return an int between facts.frozen and facts.num_layers.")
 
 
@@ -222,7 +222,8 @@ def tie_problem(parameters: Sequence[Parameter], layers: Sequence[Sequence[str]]
         inside = [end.name for end in group if end.block < stop]
         outside = [end.name for end in group if end.block >= stop]
         if inside and outside and any(end.trainable for end in group):
-            return ModelError(f"would be frozen with the first {frozen} {'layer' if frozen == 1 else 'layers'}, and is "
-                              f"tied to {outside[0]}, which goes on training", where=f"parameter {inside[0]}",
+            first = "the first layer" if frozen == 1 else f"the first {frozen} layers"
+            return ModelError(f"would be frozen with {first}, and is tied to {outside[0]}, which goes on training",
+                              where=f"parameter {inside[0]}",
                               remedy="Untie the two in the model, or freeze both with requires_grad=False.")
     return None

@@ -76,7 +76,7 @@ class Ledger:
         """Seconds of a transition that moves so many bytes: the prior's, times the median of what measured ones took
         in relation to it."""
         measured = [(entry.measured_cost, _prior(entry.moved_bytes)) for entry in self.entries
-                    if entry.measured_cost is not None]
+                    if entry.measured_cost is not None and isfinite(entry.measured_cost)]
         return _prior(moved_bytes) * (median(cost / prior for cost, prior in measured) if measured else 1.0)
 
     def pays(self, *, step: int, old: str, new: str, seconds_before: float, model_before: float, model_after: float,

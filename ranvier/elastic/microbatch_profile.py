@@ -18,22 +18,19 @@ def microbatch_counts(stages: int, share: int) -> tuple[int, ...]:
     `stages` up to 6 `stages`.
 
     The engine cuts a share into microbatches of one size and what is left over, so a count stands for a size. Only
-    those count whose last microbatch has at least half the samples of the others, unless there are none. A share with
+    those count whose last microbatch lacks no more than an eighth of the share, unless there are none. A share with
     fewer samples than stages is cut into single samples.
     """
     assert stages >= 1 and share >= 1
     if share <= stages:
         return (share,)
-    near = {}  # count -> samples of its microbatches
-    for multiple in range(1, MOST_PER_STAGE + 1):
-        wanted = multiple * stages
-        sizes = {size: -(-share // size) for size in (share // wanted, -(-share // wanted)) if size}
-        possible = {count: size for size, count in sizes.items() if stages <= count <= MOST_PER_STAGE * stages}
-        if possible:
-            count = min(possible, key=lambda count: (count * possible[count] - share, abs(count - wanted)))
-            near[count] = possible[count]
-    even = [count for count, size in near.items() if 2 * (share - (count - 1) * size) >= size]
-    return tuple(sorted(even or near))
+    most = MOST_PER_STAGE * stages
+    sizes = {size for wanted in range(stages, most + 1, stages) for size in (share // wanted, -(-share // wanted))}
+    counts = {-(-share // size) for size in sizes if size}
+    lacks = {count: -share % -(-share // count) for count in counts if stages <= count <= most}
+    even = [count for count, lack in lacks.items() if 8 * lack <= share] or list(lacks)
+    return tuple(sorted({min(even, key=lambda count: (abs(count - wanted), lacks[count]))
+                         for wanted in range(stages, most + 1, stages)}))
 
 
 @dataclass(frozen=True, kw_only=True)
