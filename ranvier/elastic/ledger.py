@@ -76,7 +76,7 @@ class Ledger:
         """Seconds of a transition that moves so many bytes: the prior's, times the median of what measured ones took
         in relation to it."""
         measured = [(entry.measured_cost, _prior(entry.moved_bytes)) for entry in self.entries
-                    if entry.measured_cost is not None and isfinite(entry.measured_cost)]
+                    if entry.measured_cost is not None]
         return _prior(moved_bytes) * (median(cost / prior for cost, prior in measured) if measured else 1.0)
 
     def pays(self, *, step: int, old: str, new: str, seconds_before: float, model_before: float, model_after: float,
@@ -106,11 +106,12 @@ class Ledger:
         return Ledger((*self.entries, entry))
 
     def with_measured(self, *, cost: float | None = None, after: float | None = None) -> Ledger:
-        """The ledger with what was measured of its last transition: its cost in seconds, seconds per step after it."""
+        """The ledger with what was measured of its last transition: its cost in seconds, seconds per step after it.
+        What is no finite number is left out."""
         *earlier, last = self.entries
-        if cost is not None:
+        if cost is not None and isfinite(cost):
             last = replace(last, measured_cost=cost)
-        if after is not None:
+        if after is not None and isfinite(after):
             last = replace(last, measured_after=after)
         return Ledger((*earlier, last))
 

@@ -1,15 +1,31 @@
 """How many layers are frozen: known answers, what holds for every policy, and every refusal."""
 
+import importlib
 import re
+import subprocess
+import sys
 from fractions import Fraction
 from math import ceil, inf, nan
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ranvier.elastic.freezing import (Cap, Facts, GradientNorm, Manual, NoFreezing, decide, frozen_blocks, manual_depth,
-                                      policy_of, problems, tie_problem, warnings)
+from ranvier.elastic.freezing import (
+    Cap,
+    Facts,
+    GradientNorm,
+    Manual,
+    NoFreezing,
+    decide,
+    frozen_blocks,
+    manual_depth,
+    policy_of,
+    problems,
+    tie_problem,
+    warnings,
+)
 from ranvier.errors import ConfigError, ModelError
 from ranvier.layout import Parameter
 from ranvier.run import Elastic
@@ -136,7 +152,8 @@ def test_a_policy_that_nobody_knows():
     class Other:
         freeze, alpha, manual = "melt", 0.5, ()
 
-    with pytest.raises(ConfigError, match=r"^elastic.freeze: is not a freeze policy \(got 'melt'\). Choose one of none"):
+    says = r"^elastic.freeze: is not a freeze policy \(got 'melt'\). Choose one of none, gradient-norm, cap, manual.$"
+    with pytest.raises(ConfigError, match=says):
         policy_of(Other())
 
 
@@ -218,3 +235,28 @@ def test_ties_that_are_in_nobodys_way(ends):
 def test_a_tie_whose_owner_is_behind_the_edge():
     assert "parameter layer0.mlp.weight: would be" in str(
         tie_problem(parameters((2, 4, True), (4, None, True)), LAYERS, BLOCKS, 1))
+
+
+# ---------------------------------------------------------------------- the example
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def test_own_freezing_freezes_and_learns(tmp_path):
+    done = subprocess.run([sys.executable, str(EXAMPLES / "own_freezing.py")], cwd=tmp_path, capture_output=True,
+                          text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    told = re.findall(r"^step \d+: loss ([\d.]+), (\d) of 8 layers frozen$", done.stdout, re.MULTILINE)
+    frozen = [int(layers) for _, layers in told]
+    assert len(told) == 8 and frozen == sorted(frozen) and frozen[0] == 0 < frozen[-1] < 8
+    assert float(told[-1][0]) < float(told[0][0]) / 2
+
+
+def test_own_freezing_is_autofreeze(monkeypatch):
+    """Changes of 1, 5, 50 and 90 %: the median is 27.5 %, so two layers have converged; then none of the two left."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    policy = importlib.import_module("own_freezing").GradientChange()
+    assert policy.frozen_layers(facts([10.0, 10.0, 10.0, 10.0])) == 0
+    assert policy.frozen_layers(facts([9.9, 10.5, 15.0, 1.0])) == 2
+    assert policy.frozen_layers(facts([0.0, 0.0, 1.0, 1.0], frozen=2)) == 2
+    assert policy.frozen_layers(facts([0.0] * 4, frozen=4)) == 4

@@ -34,7 +34,7 @@ def test_costs_follow_measured_ones():
         ledger = ledger.with_entry(entry(moved)).with_measured(cost=cost)
     assert ledger.expected_cost(0) == 0.5 and ledger.expected_cost(1_000_000_000) == 1.5
     assert ledger.with_entry(entry()).expected_cost(0) == 0.5, "one that nobody measured does not count"
-    assert ledger.with_entry(entry()).with_measured(cost=nan).expected_cost(0) == 0.5
+    assert ledger.with_entry(entry()).with_measured(cost=nan, after=inf) == ledger.with_entry(entry())
 
 
 def test_a_prediction_is_the_measured_time_scaled_as_the_model_is():
