@@ -44,6 +44,11 @@ def test_vit_is_compressed_as_it_freezes():
     assert lengths == [8, 8, 8, 8, 8, 8, 4, 4, 4, 4, 4, 2, 2]
 
 
+def test_the_variance_is_the_populations():
+    """23 in all, variance 6.47: device 0 takes 6, 3, 1 and 1, and a load of 15 is above 14.74, half of the two."""
+    assert greedy([6.0, 3.0, 1.0, 1.0, 4.0, 8.0], 2) == (4, 2)
+
+
 def test_frozen_blocks_stay_on_the_first_device_and_weigh_a_sixth():
     counts = greedy([6.0] * 12, 2, frozen=6)
     assert counts == (9, 3) and stage_sizes([6.0] * 12, counts, 6) == (24.0, 18.0)
@@ -160,6 +165,28 @@ def test_nothing_but_a_credit_goes_to_stages_that_do_not_train():
     assert found(replace(given, frozen=0), 1, 2).seconds == 1 + 1 + 3 + 1 + 2
 
 
+def test_states_travel_to_stages_that_do_not_train():
+    given = situation(pipe=3, forward_seconds=(1.0,) * 3, backward_seconds=(2.0,) * 3, global_batch=1, bandwidth=100.0,
+                      frozen=2, weight_share=0.0)
+    assert found(given, 1, 3).seconds == 1 + 1 + 1 + 1 + 3
+
+
+def test_nothing_is_postponed_where_no_stage_before_waits_for_a_gradient():
+    """The credit comes after the whole backward, and waits while stage 1 computes: with three microbatches in flight
+    stage 0 waits 3 s for it after the first three."""
+    given = situation(pipe=3, forward_seconds=(3.0, 3.0, 1.0), backward_seconds=(6.0, 6.0, 2.0), global_batch=6,
+                      microbatches=(6,), frozen=2)
+    assert found(given, 1, 3).seconds == 27
+
+
+def test_boundaries_are_improved_on_the_simulated_clock():
+    """The dearest stage is cheapest at 3 (12 s a microbatch, 55 s a step); at 4 it has 13 s, and the step 52 s."""
+    given = situation(pipe=2, forward_seconds=(1.0, 3.0, 1.0, 2.0, 2.0), frozen=2, weight_share=0.0, global_batch=4,
+                      backward_seconds=(2.0, 6.0, 2.0, 4.0, 4.0), microbatches=(4,), auto_pipe=False)
+    choice = found(given, 1, 2)
+    assert (choice.boundaries, choice.seconds) == ((4,), 52.0)
+
+
 def test_cached_blocks_cost_a_read_and_are_on_the_first_stage():
     given = situation(frozen=4, cached=4, read_seconds=0.5)
     assert found(given, 4, 1).seconds == (0.5 + 2 + 2 * 2) * 2
@@ -170,10 +197,13 @@ def test_cached_blocks_cost_a_read_and_are_on_the_first_stage():
     assert choices(given)[-1] == dropped
 
 
-def test_a_cut_behind_the_cached_prefix_although_another_were_shorter():
-    given = situation(pipe=2, frozen=5, cached=5, auto_pipe=False, read_seconds=0.001,
-                      forward_seconds=(1.0,) * 5 + (5.0,), backward_seconds=(2.0,) * 5 + (5.0,))
-    assert found(given, 1, 2).boundaries == (5,)
+def test_no_cut_inside_the_cached_prefix():
+    """Neither where shorter messages would leave, nor where the memory asks for it."""
+    given = situation(pipe=2, frozen=4, cached=4, auto_pipe=False, bandwidth=10.0,
+                      output_bytes=(0, 0, 0, 100, 100, 0))
+    assert found(given, 1, 2).boundaries == (4,)
+    dropped = found(replace(given, memory_bytes=lambda place: place.stop - place.start, limit_bytes=3), 1, 2)
+    assert not dropped.fits and "no cut fits the memory: with microbatches of 1 stage 0 with" in dropped.reason
 
 
 @pytest.mark.parametrize(("settings", "mesh", "reason"), [

@@ -58,17 +58,18 @@ def depths(policy, all_norms):
     (1 / 2, [0, 0, 0, 5], 3, 3),  # the last layer is never frozen
     (1 / 2, [0, 0, 0, 0], 4, 4),  # what is wholly frozen stays so
     (0.01, [2, 1], 0, 1),  # at least one where there is one
-    (1 / 2, [4, nan, 1, 5], 0, 2), (1 / 2, [nan, nan, nan], 0, 0), (1 / 2, [4, 3, -inf, 2], 0, 2)])
+    (1 / 2, [4, nan, 1, 5], 0, 2), (1 / 2, [nan, nan, nan], 0, 0), (1 / 2, [4, -inf, 3, 2], 0, 2)])
 def test_gradient_norm_rule(alpha, norms, frozen, expected):
     assert decide(GradientNorm(alpha), facts(norms, frozen=frozen)) == expected
 
 
-@pytest.mark.parametrize("parts", range(2, 12))
+@pytest.mark.parametrize(("alpha", "layers", "most"), [
+    *((1 / parts, 7 * parts, 7) for parts in range(2, 12)), (0.07, 100, 7), (0.28, 25, 7), (0.55, 100, 55)])
 @pytest.mark.parametrize("frozen", [0, 2])
-def test_a_cap_that_is_whole_is_not_rounded_up(parts, frozen):
-    """alpha = 1 / parts of a multiple of it: the float is a little more or less than the fraction."""
-    norms = [0.0] * frozen + [1.0 + parts * 10 - layer for layer in range(parts * 7)]
-    assert GradientNorm(1 / parts).frozen_layers(facts(norms, frozen=frozen)) == frozen + 7
+def test_a_cap_that_is_whole_is_not_rounded_up(alpha, layers, most, frozen):
+    """Although the product of floats may be a little more, as 0.07 * 100 is."""
+    norms = [0.0] * frozen + [1.0 + layers - layer for layer in range(layers)]
+    assert GradientNorm(alpha).frozen_layers(facts(norms, frozen=frozen)) == frozen + most
 
 
 @pytest.mark.parametrize(("alpha", "layers", "expected"), [
@@ -135,6 +136,15 @@ def test_answers_that_are_none(answer):
             r"Let frozen_layers return an int between facts.frozen and facts.num_layers.$")
     with pytest.raises(ConfigError, match=says):
         decide(Backwards(), facts([0.0, 0.0, 1.0, 1.0], frozen=2, step=7))
+
+
+def test_a_truth_value_is_no_number_of_layers():
+    class Yes:
+        def frozen_layers(self, facts):
+            return True
+
+    with pytest.raises(ConfigError, match=r"Yes at step 0: must be a whole number .* \(got True\)"):
+        decide(Yes(), facts([1.0, 1.0]))
 
 
 # ---------------------------------------------------------------------- the configuration
