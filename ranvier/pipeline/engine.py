@@ -32,7 +32,7 @@ from ranvier.comm.message import Kind, Message
 from ranvier.comm.protocol import Group, Transport, Work
 from ranvier.errors import ConfigError, ModelError
 from ranvier.mesh import Mesh
-from ranvier.models.block import Loss, Model, State, as_model, freeze, frozen_blocks, named
+from ranvier.models.block import Loss, Model, State, as_model, freeze, frozen_prefix, named
 from ranvier.optim.gradients import GradientSpec
 from ranvier.optim.groups import problems as group_problems
 from ranvier.optim.guard import BadSteps, guard_problems, looks_before_update
@@ -132,7 +132,8 @@ class Engine:
         model, tensor = freeze(as_model(model, loss), frozen), tensor or TensorParallel()
         self.layers, self.frozen = model.layers, frozen
         self._block_names = list(model.blocks)
-        still = range(0 if frozen_dropout else frozen_blocks(model, frozen))
+        self.frozen_blocks = frozen_prefix(model, frozen)
+        still = range(0 if frozen_dropout else self.frozen_blocks)
         for problem in tensor_problems(mesh, tensor):
             raise problem
         self.stages, self.layout = cut(model, mesh, boundaries=boundaries, how=partition, sample=sample, dtype=dtype,
