@@ -29,7 +29,7 @@ class Writer:
                  let_go: Callable[[int], None]) -> None:
         self._folder, self._num_samples, self._counts = folder, num_samples, counts
         self._say, self._let_go = say, let_go
-        self._needed: dict[tuple[str, str], int] = {}
+        self._needed: dict[tuple[str, ...], int] = {}
         self.stopped = False
 
     def stop(self, error: Exception) -> None:
@@ -61,7 +61,7 @@ class Writer:
             fresh = set(store.pages(sample)) - pages
             if len(fresh) * _PAGE_BYTES > room and not asked:
                 asked = True
-                self._make_room(store, older, [sample for sample, _ in ready[place:]])
+                self._make_room(store, older, [sample for sample, _ in ready[place:]], pages)
                 room = self._folder.room_bytes()
             if len(fresh) * _PAGE_BYTES > room:
                 self._counts.unwritten += 1
@@ -78,21 +78,23 @@ class Writer:
             self._counts.written += 1
             self._counts.bytes_written += row.nbytes
 
-    def _make_room(self, store: Store, older: Mapping[int, Store], samples: Sequence[int]) -> None:
-        needed = len(samples) * (store.stride + _PAGE_BYTES)
+    def _make_room(self, store: Store, older: Mapping[int, Store], samples: Sequence[int], pages: set[int]) -> None:
+        """For the entries of `samples`, as far as it can be had. pages: that were written to just now."""
+        needed = len({page for sample in samples for page in store.pages(sample)} - pages) * _PAGE_BYTES
         self._folder.drop_unheld(keep={store.key}, until_bytes=needed)
         for depth, source in sorted(older.items()):
             if self._folder.room_bytes() >= needed:
                 return
-            if not source.give_back(samples) and not self._is_needed(source, store):
+            newer = [store, *(other for another, other in older.items() if another > depth)]
+            if not source.give_back(samples) and not self._is_needed(source, newer):
                 self._let_go(depth)
 
-    def _is_needed(self, source: Store, store: Store) -> bool:
-        """Whether `source` has a sample that `store` has not. Looks on where the last look ended: entries stay."""
-        pair = (source.key, store.key)
-        for sample in range(self._needed.get(pair, 0), self._num_samples):
-            if source.has(sample) and not store.has(sample):
-                self._needed[pair] = sample
+    def _is_needed(self, source: Store, newer: Sequence[Store]) -> bool:
+        """Whether `source` has a sample that none of `newer` has. Looks on where the last look ended: entries stay."""
+        keys = (source.key, *(store.key for store in newer))
+        for sample in range(self._needed.get(keys, 0), self._num_samples):
+            if source.has(sample) and not any(store.has(sample) for store in newer):
+                self._needed[keys] = sample
                 return True
-        self._needed[pair] = self._num_samples
+        self._needed[keys] = self._num_samples
         return False
