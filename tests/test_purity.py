@@ -12,8 +12,8 @@ import ranvier
 ROOT = Path(ranvier.__file__).parent
 FORBIDDEN = ("torch", "time", "datetime", "socket", "os", "pathlib", "io", "subprocess", "threading", "random",
              "secrets", "tempfile", "shutil", "asyncio", "multiprocessing", "mpi4py")
-PURE = ("mesh", "fallback", "layout", "pipeline.schedule", "pipeline.policies", "planner.simulator",
-        "tensor.placement", "tensor.shape", "tensor.volume")
+PURE = ("mesh", "fallback", "layout", "elastic.cache_profile", "pipeline.schedule", "pipeline.policies",
+        "planner.simulator", "tensor.placement", "tensor.shape", "tensor.volume")
 
 
 def sources(*names):

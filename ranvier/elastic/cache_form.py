@@ -99,7 +99,7 @@ class Form:
         fits = torch.ones(first.shape[0], dtype=torch.bool, device=first.device)
         for part in self.parts:
             rows = tensors[part.name].reshape(len(payload), part.numel)
-            kept = rows.to(part.stored).contiguous()
+            kept = rows.to(part.stored, copy=True, memory_format=torch.contiguous_format)  # one row may have any stride
             if part.stored is not part.dtype:
                 fits &= (kept.isinf() == rows.isinf()).all(dim=1)
             payload[:, part.offset:part.offset + part.size_bytes] = kept.view(torch.uint8)

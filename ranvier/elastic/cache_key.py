@@ -18,7 +18,7 @@ Block = tuple[int, str, nn.Module]
 """(number in the model, name, module) of a block."""
 
 _VERSION = 1
-_PIECE_BYTES = 1 << 26
+_PIECE = 1 << 24
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -41,9 +41,10 @@ def digests(blocks: Sequence[Block]) -> list[str]:
         digest = hashlib.blake2b(repr((found[-1], number, name)).encode(), digest_size=16)
         for label, tensor in _tensors(module):
             digest.update(repr((label, str(tensor.dtype), tuple(tensor.shape))).encode())
-            flat = tensor.detach().contiguous().flatten().view(torch.uint8)
-            for start in range(0, len(flat), _PIECE_BYTES):
-                digest.update(flat[start:start + _PIECE_BYTES].cpu().numpy())
+            flat = tensor.detach().flatten()
+            for start in range(0, len(flat), _PIECE):
+                piece = flat[start:start + _PIECE].clone(memory_format=torch.contiguous_format)
+                digest.update(piece.view(torch.uint8).cpu().numpy())
         found.append(digest.hexdigest())
     return found
 

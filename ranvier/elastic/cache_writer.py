@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from ranvier.elastic.cache_folder import Folder
@@ -44,7 +45,7 @@ class Writer:
         payload: [n, bytes] uint8 on any device; fits: [n] bool, rows that may be written. OSError when the folder
         cannot be used.
         """
-        rows = payload.cpu().numpy()
+        rows = torch.empty_like(payload, device="cpu", pin_memory=payload.is_cuda).copy_(payload).numpy()
         ready = [(sample, row) for sample, row, fit in zip(samples, rows, fits.tolist(), strict=True) if fit]
         if len(ready) < len(samples):
             self._counts.unwritten += len(samples) - len(ready)
@@ -86,7 +87,9 @@ class Writer:
             if self._folder.room_bytes() >= needed:
                 return
             newer = [store, *(other for another, other in older.items() if another > depth)]
-            if not source.give_back(samples) and not self._is_needed(source, newer):
+            if source.give_back(samples) and self._folder.room_bytes() >= needed:
+                return
+            if not self._is_needed(source, newer):
                 self._let_go(depth)
 
     def _is_needed(self, source: Store, newer: Sequence[Store]) -> bool:

@@ -225,6 +225,24 @@ def test_errors_of_the_blocks_go_through(tmp_path):
         assert cached.right(0) == MISS
 
 
+def odd_layout(state):
+    """Every other row and column of a larger tensor, a transposed one, one number, no numbers."""
+    return {"part": state.repeat(2, 2, 2)[::2, ::2, 1::2], "turned": state.transpose(1, 2), "one": state[:, :1, 0],
+            "none": state[:, :0], "flag": state[:, 0, 0] > 0}
+
+
+@pytest.mark.parametrize("samples", [(0,), (0, 1, 2), (2, 2)])
+def test_states_in_any_memory_layout(tmp_path, samples):
+    prefix = Prefix(depth=1)
+    prefix.compute = lambda first, state, rows: prefix.calls.append((first, None)) or odd_layout(state)
+    prefix.truth = lambda samples: odd_layout(prefix.inputs(samples))
+    with Cached(tmp_path, prefix) as cached:
+        assert cached.right(*samples) == MISS and cached.right(*samples) == HIT
+    prefix.blocks[0][2].scale = nn.Parameter(torch.rand(9, 6)[:1, 3], requires_grad=False)
+    with Cached(tmp_path, prefix) as cached:
+        assert cached.right(*samples) == MISS and not cached.told
+
+
 # ---------------------------------------------------------------------- what cannot be kept
 
 def test_other_shapes_are_not_kept_and_told_once(tmp_path):

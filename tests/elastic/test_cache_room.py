@@ -95,6 +95,18 @@ def test_upgrades_take_the_place_of_what_they_were_made_from(tmp_path):
         assert cached.cache.counts.unwritten == 0 and not cached.told
 
 
+def test_an_older_file_makes_room_for_samples_that_it_never_had(tmp_path):
+    quota = 26 * SLOT_BYTES + SPARE_BYTES
+    with Cached(tmp_path, Prefix(depth=2, width=WIDE), quota_bytes=quota) as cached:
+        cached.right(*range(10))
+        cached.deepen(4)
+        cached.right(*range(10))
+        assert depths(tmp_path) == 2
+        cached.right(*range(10, 20))
+        assert depths(tmp_path) == 1 and used(tmp_path) <= quota
+        assert cached.right(*range(20)) == HIT and not cached.told
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_older_file_goes_when_all_of_it_is_upgraded_and_room_is_wanted(tmp_path, ranks):
     """Packed slots: entries cannot be given back one by one. The file goes when the last rank has let go of it."""
