@@ -18,6 +18,7 @@ from ranvier.data.tokenizer import GPT2_VOCAB, SMALLEST_VOCAB
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.machine import available_memory_bytes
 from ranvier.models import families
+from ranvier.models.block import freeze
 from ranvier.optim import groups
 from ranvier.optim.guard import guard_problems
 from ranvier.optim.step import in_backward_problems
@@ -207,13 +208,14 @@ def tensor_mesh_facts(run: Run, ranks_per_node: int | None) -> TensorMeshFacts |
                    node_bytes_row_by_row=round(bytes_between_nodes(mesh.row, mesh.col, by_row, **received)))
 
 
-def laid_out(run: Run) -> tuple[StageTable, tuple[RankMemory, ...]]:
-    """The cut of the run's model, and what each stage's ranks need. ConfigError when the settings allow no cut."""
+def laid_out(run: Run, frozen: int = 0) -> tuple[StageTable, tuple[RankMemory, ...]]:
+    """The cut of the run's model with its first `frozen` layers frozen, and what each stage's ranks need. ConfigError
+    when the settings allow no cut."""
     with torch.device("meta"):
         inputs, targets = families.sample_of(run, run.batch.microbatch_size // run.mesh.row)
     sample = Microbatch(inputs=inputs, targets=targets, samples=torch.arange(1))
     # Replicas do not change the cut, and there may be very many of them.
-    model = families.model_of(run, dtype=DTYPES[run.precision])
+    model = freeze(families.model_of(run, dtype=DTYPES[run.precision]), frozen)
     stages, layout = cut(model, replace(run.mesh, data=1), boundaries=run.pipeline.boundaries,
                          how=run.pipeline.partition, sample=sample, dtype=DTYPES[run.precision],
                          device="cuda" if run.launch.device == "cuda" else "cpu", tensor=run.tensor)

@@ -25,7 +25,7 @@ from ranvier.world import World
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Formation:
-    """One rank's part of a run on one mesh. frozen: layers that do not train. own: whether the world was made for it."""
+    """One rank's part of a run on one mesh. frozen: layers that do not train. own: whether its world is too."""
 
     run: Run
     frozen: int

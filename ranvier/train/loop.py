@@ -33,6 +33,7 @@ from ranvier.run import Run
 from ranvier.stop import StopRequest
 from ranvier.tensor.activations import layout_of
 from ranvier.train.beginning import agreed, held_out_line, prepared
+from ranvier.train.caching import samples_of
 from ranvier.train.change import Change
 from ranvier.train.console import console
 from ranvier.train.elasticity import Elasticity
@@ -166,9 +167,11 @@ class Training:
         if self.now is None:
             self._obey(self.orders.wait())
             return
-        if self.elastic.samples_left(self.samples):
+        if self.elastic.left(self.done):
             self.step(self.done + 1)
-        left = self.elastic.samples_left(self.samples)
+        if self.now is None:
+            return
+        left = self.elastic.left(self.done)
         if self.stops and left:
             self._end(self.leave(self.done))
         elif not left:
@@ -178,17 +181,18 @@ class Training:
         """One optimizer step; publishes the numbers of the step before. The run is then at this step, or at that of the
         checkpoint that the guard has gone back to, or on another mesh."""
         after = self.samples + self.run.batch.global_size
-        rate = self.engine.learning_rate = self.elastic.learning_rate(after)
+        rate = self.engine.learning_rate = self.elastic.learning_rate(step)
         asked = self.elastic.asks_after(step, self.samples, after)
         self.engine.watch_layers(asked)
         with self.now.measured.step():
             batch = self.now.train_data.microbatches(step - 1)
+            self.elastic.caching.prefetch(samples_of(batch))
             result = self.result = self.engine.train_batch(batch)
         reached = self.guards.after_step(step, result, batch, partial(self._publish_all, step, result, rate))
         if reached != step:
             self._leave_out(step, reached)
             return
-        self.done, last = step, not self.elastic.samples_left(after)
+        self.done, last = step, not self.elastic.left(step)
         stall = self._save(step) if last or self.saving.due(step) else None
         self._publish()
         self.pending = self.meter.step(step, result, rate)
@@ -272,10 +276,12 @@ class Training:
         if self.resizes:
             self.resizes = False
             wanted = self.ranks.gather_objects(self.resize_requests and self.resize_requests.take())[0]
-        change = self.elastic.decide(self.now, self.done, self.samples, asked=asked, resize=wanted)
+        change = self.elastic.decide(self.now, self.done, asked=asked, resize=wanted, busy=self.meter.busy,
+                                     busy_steps=self.meter.busy_steps)
         if change is not None:
             self._change(change)
-        self.meter.resume()
+        if self.now is not None:
+            self.meter.resume()
 
     def _change(self, change: Change) -> None:
         """Have all ranks, the idle ones too, make the change."""
@@ -320,7 +326,7 @@ class Training:
         self.meter.move(self.engine.timeline, self.ranks)
         seconds = (time.monotonic_ns() - began) * 1e-9
         self.elastic.load(order["elastic"])
-        cache = self.elastic.enter(self.now, change, moved, seconds, self.samples)
+        cache = self.elastic.enter(self.now, change, moved, seconds, self.done)
         self.outputs.event(TransitionEvent(step=self.done, old_mesh=before, mesh=self.run.mesh, reason=change.reason,
                                            old_frozen=change.old_frozen, frozen_layers=change.frozen, cache=cache,
                                            bytes_moved=moved, seconds=seconds, began_ns=began,
