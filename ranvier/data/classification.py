@@ -1,0 +1,140 @@
+"""The task classification: the class of a sentence. From labelled sentences to token numbers with BERT's [CLS] and [SEP].
+
+    inputs    {"ids": [B, S], "mask": [B, S], "types": [B, S]} int64; mask is 1 where there is a token, types are 0
+    targets   [B] int64, numbers of classes
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ranvier.data import run_tokenizer as tokenizers
+from ranvier.data.arrays import Arrays, exists, open_arrays, write_arrays
+from ranvier.data.corpus import fingerprint
+from ranvier.data.named_files import name_problems, text_only
+from ranvier.data.publish import Progress, one_writer
+from ranvier.data.run_tokenizer import cache_of, run_tokenizer
+from ranvier.data.sentences import NAMES, Sentence, Sentences, open_part, read_sentences
+from ranvier.data.subset import Subset, first_of_order
+from ranvier.data.task import Dataset, Prepared
+from ranvier.data.wordpiece import WordPiece
+from ranvier.errors import DataError, RanvierError
+from ranvier.models.block import State
+from ranvier.run import Run
+from ranvier.tensor.loss import IGNORED
+
+SHORTEST_SEQUENCE = 3
+"""[CLS], a token, [SEP]."""
+FORM = "sst2, sentiment, or a TSV file with the columns label and sentence"
+
+
+class Labelled:
+    """Arrays of sentences as samples: ids [N, S], lengths [N], labels [N]."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        self._ids, self._lengths, self._labels = (arrays.arrays[name] for name in ("ids", "lengths", "labels"))
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def inputs(self, samples: np.ndarray, epochs: np.ndarray | None = None) -> dict[str, Tensor]:
+        ids = torch.from_numpy(self._ids[samples].astype(np.int64))
+        lengths = torch.from_numpy(self._lengths[samples].astype(np.int64))
+        mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+        return {"ids": ids, "mask": mask, "types": torch.zeros_like(ids)}
+
+    def targets(self, samples: np.ndarray) -> Tensor:
+        return torch.from_numpy(self._labels[samples].astype(np.int64))
+
+
+class Accuracy:
+    """The share of samples whose class has the largest logit. Counts stay on the device until `part`."""
+
+    def __init__(self) -> None:
+        self._right: list[Tensor] = []
+        self._count: list[Tensor] = []
+
+    def add(self, output: State, targets: Tensor, samples: Tensor) -> None:
+        """output: [b, classes], or a dict of this one tensor; targets: [b]."""
+        logits = output if isinstance(output, Tensor) else next(iter(output.values()))
+        counts = targets != IGNORED
+        self._right.append(((logits.argmax(-1) == targets) & counts).sum())
+        self._count.append(counts.sum())
+
+    def part(self) -> dict[str, int]:
+        return {"right": sum(int(right) for right in self._right), "count": sum(int(count) for count in self._count)}
+
+    def total(self, parts: Sequence[object]) -> dict[str, float]:
+        right, count = (sum(part[name] for part in parts) for name in ("right", "count"))
+        return {"eval_accuracy": right / count if count else math.nan, "eval_count": count}
+
+
+def problems(run: Run) -> list[RanvierError]:
+    """What is wrong with the data settings, as far as it shows without reading anything."""
+    found = [*name_problems(run.data, NAMES, FORM), *text_only(run.data), *tokenizers.problems(run)]
+    if run.model.sequence < SHORTEST_SEQUENCE:
+        found.append(DataError("is too short for [CLS], a token and [SEP]", where="model.sequence",
+                               value=run.model.sequence, remedy=f"Set --model.sequence {SHORTEST_SEQUENCE} or more."))
+    return found
+
+
+def prepare(run: Run, progress: Progress = lambda line: None) -> Prepared:
+    """Tokenised sentences of this run (see ranvier.data.prepare). Sentences longer than the sequence are cut."""
+    cache, data = cache_of(run), run.data
+    train = open_part(data.train, "train", cache, progress)
+    held = None if data.eval is None else open_part(data.eval, "eval", cache, progress)
+    source = fingerprint(train.fingerprint, held and held.fingerprint)
+    tokenizer = run_tokenizer(run, lambda: (sentence.text for sentence in read_sentences(train, held).train), source,
+                              progress)
+    folder = cache / "classification" / fingerprint(source, tokenizer.fingerprint, run.model.sequence)
+    with one_writer(folder / "arrays", progress):
+        if not (exists(folder / "train") and exists(folder / "eval")):
+            progress(f"tokenising {data.train}")
+            _write(folder, read_sentences(train, held), tokenizer, run.model.sequence, progress)
+    arrays = {name: open_arrays(folder / name) for name in ("train", "eval")}
+    sets, parts = {}, []
+    for name, count in (("train", data.train_samples), ("eval", data.eval_samples)):
+        sets[name] = _some(Labelled(arrays[name]), count, run.seed, f"data.{name}-samples")
+        parts.append((arrays[name].digest, count and run.seed, count))
+    classes = tuple(arrays["train"].facts["classes"])
+    return Prepared(
+        train=sets["train"], eval=sets["eval"], tokenizer=tokenizer, weight=1.0, num_classes=len(classes),
+        class_names=classes, scoring=Accuracy, transform=fingerprint(tokenizer.fingerprint, run.model.sequence),
+        fingerprint=fingerprint("classification", tokenizer.fingerprint, parts),
+        about=f"{data.train}: {len(sets['train']):,} sentences, {len(sets['eval']):,} held out, {len(classes)} classes")
+
+
+def _some(whole: Dataset, count: int | None, seed: int, setting: str) -> Dataset:
+    chosen = first_of_order(len(whole), count, seed, setting)
+    return whole if chosen is None else Subset(whole, chosen)
+
+
+def _write(folder: Path, sentences: Sentences, tokenizer: WordPiece, sequence: int, progress: Progress) -> None:
+    number = {name: place for place, name in enumerate(sentences.classes)}
+    for name, part in (("eval", sentences.eval), ("train", sentences.train)):
+        ids, lengths, cut = encoded(part, tokenizer, sequence)
+        if cut:
+            progress(f"cut {cut:,} of {len(part):,} sentences ({name}) to {sequence} tokens")
+        labels = np.array([number[sentence.label] for sentence in part], dtype=np.int32)
+        write_arrays(folder / name, {"ids": ids, "lengths": lengths, "labels": labels},
+                     {"classes": list(sentences.classes)})
+
+
+def encoded(part: Sequence[Sentence], tokenizer: WordPiece, sequence: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """ids [N, S] filled up with [PAD], lengths [N], and how many sentences were cut."""
+    dtype = np.uint16 if tokenizer.vocab <= 1 << 16 else np.uint32
+    ids = np.full((len(part), sequence), tokenizer.pad, dtype=dtype)
+    lengths = np.empty(len(part), dtype=np.int32)
+    cut = 0
+    for row, tokens in enumerate(tokenizer.encode([sentence.text for sentence in part])):
+        cut += len(tokens) > sequence - 2
+        tokens = [tokenizer.cls, *tokens[:sequence - 2], tokenizer.sep]
+        ids[row, :len(tokens)] = tokens
+        lengths[row] = len(tokens)
+    return ids, lengths, cut
