@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from ranvier.data.publish import published
+from ranvier.data.publish import Progress, one_writer, published
 from ranvier.errors import DataError
 
 _ABOUT = "about.json"
@@ -43,9 +43,15 @@ class Arrays:
     digest: str
 
 
-def exists(folder: Path) -> bool:
-    """Whether these arrays are finished."""
-    return (folder / _ABOUT).exists()
+def made_once(folder: Path, make: Callable[[], None], progress: Progress) -> tuple[Arrays, Arrays]:
+    """The arrays in folder/train and folder/eval, which `make` writes unless both are there."""
+    names = ("train", "eval")
+    if not all((folder / name / _ABOUT).exists() for name in names):
+        with one_writer(folder / "arrays", progress):
+            if not all((folder / name / _ABOUT).exists() for name in names):
+                make()
+    train, held = (open_arrays(folder / name) for name in names)
+    return train, held
 
 
 def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray], facts: Mapping[str, object]) -> None:

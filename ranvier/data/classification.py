@@ -1,4 +1,4 @@
-"""The task classification: the class of a sentence. From labelled sentences to token numbers with BERT's [CLS] and [SEP].
+"""The task classification: the class of a sentence. Labelled sentences as numbers of tokens with [CLS] and [SEP].
 
     inputs    {"ids": [B, S], "mask": [B, S], "types": [B, S]} int64; mask is 1 where there is a token, types are 0
     targets   [B] int64, numbers of classes
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from ranvier.data import run_tokenizer as tokenizers
-from ranvier.data.arrays import Arrays, exists, open_arrays, write_arrays
+from ranvier.data.arrays import Arrays, made_once, write_arrays
 from ranvier.data.corpus import fingerprint
 from ranvier.data.named_files import name_problems, text_only
-from ranvier.data.publish import Progress, one_writer
+from ranvier.data.publish import Progress
 from ranvier.data.run_tokenizer import cache_of, run_tokenizer
 from ranvier.data.sentences import NAMES, Sentence, Sentences, open_part, read_sentences
-from ranvier.data.subset import Subset, first_of_order
-from ranvier.data.task import Dataset, Prepared
+from ranvier.data.subset import chosen, some
+from ranvier.data.task import Prepared
 from ranvier.data.wordpiece import WordPiece
 from ranvier.errors import DataError, RanvierError
 from ranvier.models.block import State
@@ -93,26 +93,21 @@ def prepare(run: Run, progress: Progress = lambda line: None) -> Prepared:
     tokenizer = run_tokenizer(run, lambda: (sentence.text for sentence in read_sentences(train, held).train), source,
                               progress)
     folder = cache / "classification" / fingerprint(source, tokenizer.fingerprint, run.model.sequence)
-    with one_writer(folder / "arrays", progress):
-        if not (exists(folder / "train") and exists(folder / "eval")):
-            progress(f"tokenising {data.train}")
-            _write(folder, read_sentences(train, held), tokenizer, run.model.sequence, progress)
-    arrays = {name: open_arrays(folder / name) for name in ("train", "eval")}
-    sets, parts = {}, []
-    for name, count in (("train", data.train_samples), ("eval", data.eval_samples)):
-        sets[name] = _some(Labelled(arrays[name]), count, run.seed, f"data.{name}-samples")
-        parts.append((arrays[name].digest, count and run.seed, count))
-    classes = tuple(arrays["train"].facts["classes"])
+
+    def make() -> None:
+        progress(f"tokenising {data.train}")
+        _write(folder, read_sentences(train, held), tokenizer, run.model.sequence, progress)
+
+    arrays = made_once(folder, make, progress)
+    used = [some(Labelled(part), count, run.seed, f"data.{name}-samples") for part, count, name in zip(
+        arrays, (data.train_samples, data.eval_samples), ("train", "eval"), strict=True)]
+    classes = tuple(arrays[0].facts["classes"])
+    about = f"{data.train}: {len(used[0]):,} sentences, {len(used[1]):,} held out, {len(classes)} classes"
     return Prepared(
-        train=sets["train"], eval=sets["eval"], tokenizer=tokenizer, weight=1.0, num_classes=len(classes),
-        class_names=classes, scoring=Accuracy, transform=fingerprint(tokenizer.fingerprint, run.model.sequence),
-        fingerprint=fingerprint("classification", tokenizer.fingerprint, parts),
-        about=f"{data.train}: {len(sets['train']):,} sentences, {len(sets['eval']):,} held out, {len(classes)} classes")
-
-
-def _some(whole: Dataset, count: int | None, seed: int, setting: str) -> Dataset:
-    chosen = first_of_order(len(whole), count, seed, setting)
-    return whole if chosen is None else Subset(whole, chosen)
+        train=used[0], eval=used[1], tokenizer=tokenizer, weight=1.0, num_classes=len(classes), class_names=classes,
+        scoring=Accuracy, about=about, transform=fingerprint(tokenizer.fingerprint, run.model.sequence),
+        fingerprint=fingerprint("classification", tokenizer.fingerprint, [part.digest for part in arrays],
+                                chosen(run)))
 
 
 def _write(folder: Path, sentences: Sentences, tokenizer: WordPiece, sequence: int, progress: Progress) -> None:

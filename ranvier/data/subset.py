@@ -12,6 +12,7 @@ from ranvier import keyed_random
 from ranvier.data.task import Dataset, Targets
 from ranvier.errors import DataError
 from ranvier.models.block import State
+from ranvier.run import Run
 
 
 def held_out(names: Sequence[str], count: int | None = None) -> np.ndarray:
@@ -52,3 +53,15 @@ class Subset:
 
     def targets(self, samples: np.ndarray) -> Targets:
         return self.whole.targets(self.chosen[samples])
+
+
+def some(whole: Dataset, count: int | None, seed: int, setting: str) -> Dataset:
+    """`count` samples of the whole, by the seed's order; see `first_of_order`."""
+    chosen = first_of_order(len(whole), count, seed, setting)
+    return whole if chosen is None else Subset(whole, chosen)
+
+
+def chosen(run: Run) -> tuple[object, ...]:
+    """What decides which samples the run takes, for fingerprints."""
+    data = run.data
+    return data.train_samples, data.eval_samples, run.seed if data.train_samples or data.eval_samples else None
