@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ranvier.data import run_tokenizer as tokenizers
+from ranvier.data.accuracy import Accuracy
 from ranvier.data.arrays import Arrays, made_once, write_arrays
 from ranvier.data.corpus import fingerprint
 from ranvier.data.named_files import name_problems, text_only
@@ -25,9 +25,7 @@ from ranvier.data.subset import chosen, some
 from ranvier.data.task import Prepared
 from ranvier.data.wordpiece import WordPiece
 from ranvier.errors import DataError, RanvierError
-from ranvier.models.block import State
 from ranvier.run import Run
-from ranvier.tensor.loss import IGNORED
 
 SHORTEST_SEQUENCE = 3
 """[CLS], a token, [SEP]."""
@@ -51,28 +49,6 @@ class Labelled:
 
     def targets(self, samples: np.ndarray) -> Tensor:
         return torch.from_numpy(self._labels[samples].astype(np.int64))
-
-
-class Accuracy:
-    """The share of samples whose class has the largest logit. Counts stay on the device until `part`."""
-
-    def __init__(self) -> None:
-        self._right: list[Tensor] = []
-        self._count: list[Tensor] = []
-
-    def add(self, output: State, targets: Tensor, samples: Tensor) -> None:
-        """output: [b, classes], or a dict of this one tensor; targets: [b]."""
-        logits = output if isinstance(output, Tensor) else next(iter(output.values()))
-        counts = targets != IGNORED
-        self._right.append(((logits.argmax(-1) == targets) & counts).sum())
-        self._count.append(counts.sum())
-
-    def part(self) -> dict[str, int]:
-        return {"right": sum(int(right) for right in self._right), "count": sum(int(count) for count in self._count)}
-
-    def total(self, parts: Sequence[object]) -> dict[str, float]:
-        right, count = (sum(part[name] for part in parts) for name in ("right", "count"))
-        return {"eval_accuracy": right / count if count else math.nan, "eval_count": count}
 
 
 def problems(run: Run) -> list[RanvierError]:

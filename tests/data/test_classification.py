@@ -20,8 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ranvier.data import named_files, sentences
+from ranvier.data.accuracy import Accuracy
 from ranvier.data.arrays import open_arrays, write_arrays
-from ranvier.data.classification import Accuracy
 from ranvier.data.loader import Loader
 from ranvier.data.prepare import prepare, problems
 from ranvier.data.sampler import Sampler
