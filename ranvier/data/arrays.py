@@ -19,7 +19,7 @@ from ranvier.data.publish import Progress, one_writer, published
 from ranvier.errors import DataError
 
 _ABOUT = "about.json"
-_MOST_ABOUT_BYTES = 64 << 20
+_MOST_ABOUT_BYTES = 1 << 30
 _MOST_READ_BYTES = 256 << 20
 _PIECE_BYTES = 16 << 20
 _TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
