@@ -58,7 +58,8 @@ def refused(run, match):
 def many(count, words=20):
     """Questions about a text each; all answers differ."""
     return [asked(f"who {WORDS[number % 40]}?", f"Text {number}: " + " ".join(
-        WORDS[(number + place) % 40] for place in range(words)), WORDS[(number + min(3, words - 1)) % 40]) for number in range(count)]
+        WORDS[(number + place) % 40] for place in range(words)), WORDS[(number + min(3, words - 1)) % 40])
+            for number in range(count)]
 
 
 def question(text, context, answer, start=None):
