@@ -86,12 +86,11 @@ def open_images(train: str, held: str | None, progress: Progress) -> tuple[Image
     """
     if train == "imagenet":
         parts = [_hub(split, progress) for split in ("train", "validation")]
-        return (parts[0], parts[1]) if held is None else (parts[0], _held(Path(held), parts[0], progress))
+        return (parts[0], parts[1] if held is None else _held(Path(held).expanduser(), parts[0], progress))
     path = Path(train).expanduser()
     own = None
-    if (path / "train").is_dir():
-        own = next((path / name for name in ("val", "validation", "test") if (path / name).is_dir()), None)
-        path = path / "train"
+    if _has_folders(path / "train"):
+        own, path = _held_out_folder(path), path / "train"
     images = _folder(path, "train", progress)
     if held is not None or own is not None:
         return images, _held(own if held is None else Path(held).expanduser(), images, progress)
@@ -102,9 +101,21 @@ def open_images(train: str, held: str | None, progress: Progress) -> tuple[Image
     return images.some(np.flatnonzero(~chosen)), images.some(np.flatnonzero(chosen))
 
 
+def _has_folders(path: Path) -> bool:
+    """Whether this is a folder of classes, and not of a class that is called train."""
+    try:
+        return any(entry.is_dir() for entry in os.scandir(path))
+    except OSError:
+        return False
+
+
+def _held_out_folder(path: Path) -> Path | None:
+    return next((path / name for name in ("val", "validation", "test") if _has_folders(path / name)), None)
+
+
 def _held(path: Path, train: Images, progress: Progress) -> Images:
     """The held-out folder with the training part's numbers of classes."""
-    path = next((path / name for name in ("val", "validation", "test") if (path / name).is_dir()), path)
+    path = _held_out_folder(path) or path
     held = _folder(path, "eval", progress, least=1)
     unknown = [name for name in held.classes if name not in train.classes]
     if unknown:

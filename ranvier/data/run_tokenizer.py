@@ -41,10 +41,11 @@ def run_tokenizer(run: Run, texts: Callable[[], Iterable[str]], source: str, pro
                             remedy="Put the tokenizer that belongs to the model into its folder.")
         return tokenizer
     path = cache / "tokenizers" / f"{fingerprint('wordpiece', source, run.model.vocab)}.json"
-    with one_writer(path, progress):
-        if not path.exists():
-            progress(f"training a tokenizer of {run.model.vocab} entries on {run.data.train}")
-            wordpiece.train(texts(), run.model.vocab).save(path)
+    if not path.exists():
+        with one_writer(path, progress):
+            if not path.exists():
+                progress(f"training a tokenizer of {run.model.vocab} entries on {run.data.train}")
+                wordpiece.train(texts(), run.model.vocab).save(path)
     return wordpiece.load(path)
 
 

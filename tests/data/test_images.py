@@ -273,6 +273,8 @@ def test_folders_of_train_and_val_and_eval_of_ones_own(tmp_path):
     assert prepared.eval.targets(np.arange(3)).tolist() == [1, 1, 1]
     own = prepare(run_of(tmp_path, tmp_path / "set" / "train", eval=str(tmp_path / "set")))
     assert own.fingerprint == prepared.fingerprint
+    vehicles = prepare(run_of(tmp_path, folder_of(tmp_path / "vehicles", {"car": 12, "test": 9, "train": 9})))
+    assert (len(vehicles.train), len(vehicles.eval), vehicles.class_names) == (27, 3, ("car", "test", "train"))
     folder_of(tmp_path / "other", {"bird": 1, "cat": 1})
     refused(run_of(tmp_path, tmp_path / "set", eval=str(tmp_path / "other")),
             r"has classes that the training data has not \(got \['bird'\]\)")
