@@ -29,17 +29,27 @@ from ranvier.tensor.layers import (
     Layer,
     LayerNorm,
     Linear,
+    PatchEmbedding,
     PositionEmbedding,
+    SmallEmbedding,
     Splittable,
     TokenLinear,
     VocabularyLinear,
+    WholeLinear,
     check_plain,
 )
 from ranvier.tensor.loss import NextTokenLoss, SplitNextTokenLoss
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.own_part import SplitLayer, own_part
 from ranvier.tensor.products import InputStationary, OutputStationary, Product, SummaProduct, SummaVocabulary
-from ranvier.tensor.split_embeddings import HiddenEmbedding, SplitPositionEmbedding, SummaEmbedding, VocabularyEmbedding
+from ranvier.tensor.split_embeddings import (
+    HiddenEmbedding,
+    SplitPatchEmbedding,
+    SplitPositionEmbedding,
+    SplitSmallEmbedding,
+    SummaEmbedding,
+    VocabularyEmbedding,
+)
 from ranvier.tensor.split_heads import SplitTokenLinear
 from ranvier.tensor.stationary import gather_weight
 
@@ -118,20 +128,26 @@ def split_layer(layer: Layer, mesh: TensorMesh) -> nn.Module:
             return kinds[mesh.settings.scheme](layer, mesh)
         case PositionEmbedding():
             return SplitPositionEmbedding(layer, mesh)
+        case SmallEmbedding():
+            return SplitSmallEmbedding(layer, mesh)
+        case PatchEmbedding():
+            return SplitPatchEmbedding(layer, mesh)
         case LayerNorm():
-            return SplitLayerNorm(layer, mesh) if mesh.activations.name == "hidden" else _own_norm(layer, mesh)
+            return SplitLayerNorm(layer, mesh) if mesh.activations.name == "hidden" else _with_own(layer, mesh)
         case Dropout():
-            return SplitDropout(layer, mesh)
+            return _with_own(layer, mesh) if layer.whole else SplitDropout(layer, mesh)
         case TokenLinear():
             return SplitTokenLinear(layer, mesh)
+        case WholeLinear():
+            return _with_own(layer, mesh)
 
 
-def _own_norm(layer: LayerNorm, mesh: TensorMesh) -> nn.LayerNorm:
-    """A norm whose features are all here."""
-    norm, splits = copy.copy(layer), layer.splits(mesh.settings)
-    norm._parameters = {name: None if parameter is None else own_part(parameter, splits[name], mesh)
-                        for name, parameter in layer._parameters.items()}
-    return norm
+def _with_own(layer: LayerNorm | Dropout | WholeLinear, mesh: TensorMesh) -> nn.Module:
+    """A layer that computes alone what it computes unsplit: it has its parameters of its own."""
+    copied, splits = copy.copy(layer), layer.splits(mesh.settings)
+    copied._parameters = {name: None if parameter is None else own_part(parameter, splits[name], mesh)
+                          for name, parameter in layer._parameters.items()}
+    return copied
 
 
 # ---------------------------------------------------------------------- products

@@ -156,7 +156,29 @@ class SplitPositionEmbedding(SplitLayer):
     """Positions of this rank's part of the residual stream."""
 
     def forward(self, length: int) -> Tensor:
-        if self.mesh.activations.name != "sequence":
-            return self.weight[:length]
-        own = self.mesh.activations.own_dims((1, length))[1]
-        return self.weight[self.mesh.col * own:(self.mesh.col + 1) * own]
+        return self.weight[own_tokens(self.mesh, length)]
+
+
+class SplitSmallEmbedding(SplitLayer):
+    """Kinds of this rank's part of the residual stream."""
+
+    def forward(self, kinds: Tensor) -> Tensor:
+        return functional.embedding(kinds[:, own_tokens(self.mesh, kinds.shape[1])], self.weight)
+
+
+class SplitPatchEmbedding(SplitLayer):
+    """Patches of this rank's part of the residual stream, and the first token where it is part of it."""
+
+    def forward(self, patches: Tensor) -> Tensor:
+        tokens = own_tokens(self.mesh, patches.shape[1] + 1)
+        own = patches[:, max(tokens.start - 1, 0):tokens.stop - 1]
+        x = functional.linear(own, self.weight, self.bias)
+        return torch.cat([self.first.expand(len(x), int(tokens.start == 0), -1), x], dim=1)
+
+
+def own_tokens(mesh: TensorMesh, length: int) -> slice:
+    """Of `length` tokens of a sequence those of this rank's part of the residual stream."""
+    if mesh.activations.name != "sequence":
+        return slice(0, length)
+    own = mesh.activations.own_dims((1, length))[1]
+    return slice(mesh.col * own, (mesh.col + 1) * own)

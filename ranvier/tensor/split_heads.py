@@ -20,12 +20,16 @@ class SplitTokenLinear(SplitLayer):
         self._token = layer.token
 
     def forward(self, x: Tensor) -> Tensor:
-        match self.mesh.activations.name:
-            case "whole":
-                return functional.linear(x[:, self._token], self.weight, self.bias)
-            case "sequence":
-                return functional.linear(_TokenOfColumn.apply(x, self._token, self.mesh), self.weight, self.bias)
-        scores = _SumOverColumns.apply(functional.linear(x[:, self._token], self.weight), self.mesh)
+        match self.mesh.activations.name, self._token:
+            case "whole", token:
+                return functional.linear(x if token is None else x[:, token], self.weight, self.bias)
+            case "sequence", None:
+                return _TokensOfColumns.apply(functional.linear(x, self.weight, self.bias), self.mesh)
+            case "sequence", token:
+                return functional.linear(_TokenOfColumn.apply(x, token, self.mesh), self.weight, self.bias)
+            case _, token:
+                own = functional.linear(x if token is None else x[:, token], self.weight)
+        scores = _SumOverColumns.apply(own, self.mesh)
         return scores if self.bias is None else scores + self.bias
 
 
@@ -66,3 +70,19 @@ class _TokenOfColumn(torch.autograd.Function):
         if ctx.here:
             dx[:, ctx.place] = dy
         return dx, None, None
+
+
+class _TokensOfColumns(torch.autograd.Function):
+    """All tokens, of which each column has a part: [B, S/c, H] to [B, S, H]."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, mesh: TensorMesh) -> Tensor:
+        ctx.mesh, ctx.length = mesh, x.shape[1]
+        whole = x.new_empty(mesh.num_cols, *x.shape)
+        mesh.over_cols.all_gather(whole, x.contiguous()).wait()
+        return whole.movedim(0, 1).flatten(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor):
+        return dy[:, ctx.mesh.col * ctx.length:(ctx.mesh.col + 1) * ctx.length], None
