@@ -166,7 +166,7 @@ class SmallEmbedding(_Layer, nn.Embedding):
 
 class PatchEmbedding(_Layer, nn.Module):
     """Projected patches behind a learnt first token: patches [B, S - 1, F], whole on every rank of a row, to the
-    residual stream.
+    residual stream. Patches are inputs of a model and get no gradient.
 
     length: S, where it is known beforehand, so that a mesh that cannot share it is refused before it runs.
     """
@@ -193,7 +193,7 @@ class PatchEmbedding(_Layer, nn.Module):
 
     def forward(self, patches: Tensor) -> Tensor:
         first = self.first.expand(len(patches), 1, -1)
-        return torch.cat([first, functional.linear(patches, self.weight, self.bias)], dim=1)
+        return torch.cat([first, functional.linear(patches.detach(), self.weight, self.bias)], dim=1)
 
 
 class LayerNorm(_Layer, nn.LayerNorm):

@@ -171,7 +171,7 @@ class SplitPatchEmbedding(SplitLayer):
 
     def forward(self, patches: Tensor) -> Tensor:
         tokens = own_tokens(self.mesh, patches.shape[1] + 1)
-        own = patches[:, max(tokens.start - 1, 0):tokens.stop - 1]
+        own = patches.detach()[:, max(tokens.start - 1, 0):tokens.stop - 1]
         x = functional.linear(own, self.weight, self.bias)
         return torch.cat([self.first.expand(len(x), int(tokens.start == 0), -1), x], dim=1)
 
