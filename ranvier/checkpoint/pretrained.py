@@ -77,6 +77,16 @@ class Pretrained:
         place = self.places[self.form.tied.get(ours, ours)]
         return hf.tensor_here(place, [self._tensors.read(self._called[name]) for name in place.names])
 
+    def notes_on_tensors(self) -> list[str]:
+        """What a user should know of the head."""
+        found = []
+        if self.left_out:
+            found.append(f"left out: {len(self.left_out)} tensors of other heads ({', '.join(self.left_out[:3])}"
+                         f"{', ...' if len(self.left_out) > 3 else ''})")
+        if self.missing:
+            found.append(f"not in the files, so from the seed: {', '.join(self.missing)}")
+        return found
+
     def state_dict(self) -> dict[str, Tensor]:
         """All tensors as transformers has them: under its names, in its layout, in fp32."""
         return {name: self._tensors.read(called).float() for name, called in self._called.items()}

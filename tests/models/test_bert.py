@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hf_peers import BERT, assert_gradients, blocks_of, forward, gradients_as_ours, parameters, peer, relative, saved
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -15,6 +14,17 @@ from ranvier.models import bert
 from ranvier.models.block import Initial
 from ranvier.run import Transformer
 from ranvier.tensor.loss import IGNORED, ClassLoss, SpanLoss
+from tests.hf_peers import (
+    BERT,
+    assert_gradients,
+    blocks_of,
+    forward,
+    gradients_as_ours,
+    parameters,
+    peer,
+    relative,
+    saved,
+)
 
 
 def inputs_of(batch=3, length=9, vocab=37, seed=3):

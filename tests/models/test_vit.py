@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hf_peers import (
+from torch import nn
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
+from ranvier.checkpoint.pretrained import Pretrained
+from ranvier.errors import ConfigError, ModelError
+from ranvier.models import vit
+from ranvier.models.block import Initial
+from ranvier.run import Transformer
+from ranvier.tensor.loss import IGNORED, ClassLoss
+from tests.hf_peers import (
     DINOV2,
     VIT,
     assert_gradients,
@@ -16,16 +26,6 @@ from hf_peers import (
     relative,
     saved,
 )
-from torch import nn
-from torch.nn import functional
-from torch.utils.flop_counter import FlopCounterMode
-
-from ranvier.checkpoint.pretrained import Pretrained
-from ranvier.errors import ConfigError, ModelError
-from ranvier.models import vit
-from ranvier.models.block import Initial
-from ranvier.run import Transformer
-from ranvier.tensor.loss import IGNORED, ClassLoss
 
 
 def images_of(size=12, batch=3, seed=3):
