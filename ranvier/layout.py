@@ -298,11 +298,22 @@ def moves(old: Layout, new: Layout, *, state: bool = False) -> list[Move]:
     """
     have = _boxes_by_parameter(old, old.owned if state else old.held)
     need = _boxes_by_parameter(new, new.owned if state else new.held)
-    result = []
-    for name, wanted in need.items():
+    for name in need:
         if name in old._by_name and old[name].shape != new[name].shape:
             raise ModelError(f"has the shape {old[name].shape} in the old layout", where=f"parameter {name}",
                              value=new[name].shape, remedy="Move between layouts of the same model.")
+    return moves_between(have, need)
+
+
+Places = Mapping[str, Sequence[tuple[int, Box]]]
+"""Name of a tensor -> (rank, box) of its parts, none of them empty."""
+
+
+def moves_between(have: Places, need: Places) -> list[Move]:
+    """What must travel so that everyone has what it needs. The source is the destination itself where it has the
+    elements, else the lowest rank that has them. ModelError where nobody has."""
+    result = []
+    for name, wanted in need.items():
         for destination, box in wanted:
             missing = [box]
             for source, present in sorted(have.get(name, []), key=lambda item: (item[0] != destination, item[0])):

@@ -59,6 +59,7 @@ class Stage:
         progress: called at every block boundary, forward and backward, so that messages move meanwhile.
         block_passed: called with a block's number when the last backward of the batch has passed it and all behind it;
             with the number after the last block's when that backward begins.
+        still: numbers of blocks that compute as in evaluation even while others train.
         segments: runs of blocks (places in `blocks`) that keep only what enters them, and are computed again in their
             backward. Their weight gradients are never postponed: their operands have only just been recomputed.
 
@@ -68,9 +69,11 @@ class Stage:
     def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], *, loss: Loss | None, seed: int,
                  device: torch.device, progress: Callable[[], None],
                  block_passed: Callable[[int], None], weight_gradients: WeightGradients,
-                 segments: Sequence[range] = ()) -> None:
+                 segments: Sequence[range] = (), still: range = range(0)) -> None:
         self.blocks, self._loss, self._seed, self._device = blocks, loss, seed, device
-        self._progress, self._block_passed = progress, block_passed
+        self._progress, self._block_passed, self._still = progress, block_passed, still
+        self.observe: Callable[[int, State], None] | None = None
+        """Given each microbatch's number and what the last block has returned for it."""
         self.loss_factor = 1.0
         """What the loss is multiplied by before the backward."""
         self._weights = weight_gradients
@@ -97,9 +100,10 @@ class Stage:
         self.loss_and_weight.zero_()
         self.outputs = []
         self.forget_weights()
-        for _, _, module in self.blocks:
-            if module.training != training:
-                module.train(training)
+        for block, _, module in self.blocks:
+            wanted = training and block not in self._still
+            if module.training != wanted:
+                module.train(wanted)
 
     def forget_weights(self) -> None:
         """Weights may have changed, or be wanted no more: those that stay gathered are let go."""
@@ -127,6 +131,8 @@ class Stage:
         self._weights.forward_bytes = 0
         with torch.set_grad_enabled(wanted):
             state = self._run_blocks(carried(leaves), step, microbatch, number)
+            if self._loss is not None and self.observe is not None:
+                self.observe(number, state)
             if self._loss is not None and not keep_outputs:
                 outputs = {"": self._compute_loss(state, microbatch, number)}
             else:
