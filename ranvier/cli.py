@@ -235,7 +235,8 @@ def export_run(run: Path, out: Path, dtype: str | None, shard_bytes: int, tokeni
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--precision", type=_FORMATS, help="Number format of the parameters; by default that of MODEL's files.")
 def import_model(model: Path, out: Path, precision: str | None) -> int:
-    """Make a checkpoint in the new folder OUT of the GPT-2 in the folder MODEL, which is in Hugging Face's form.
+    """Make a checkpoint in the new folder OUT of the model (GPT-2, BERT, ViT, DINOv2) in the folder MODEL, which is in
+    Hugging Face's form.
 
     MODEL has config.json and model.safetensors (or shards with their index, or pytorch_model.bin). At the end the
     logits of OUT are compared with MODEL's; `ranvier train OUT/run.toml --resume OUT` goes on from there.
