@@ -20,6 +20,7 @@ from ranvier.mesh import Mesh
 from ranvier.planner.memory import remedies, too_large
 from ranvier.run import Batch, Memory, Optim, Run, TensorParallel, Train, Transformer
 from ranvier.train import formation, memory
+from ranvier.train.loop import Training
 from tests.train.test_loop import corpus, lines, run_all, tiny
 
 __all__ = ["corpus"]
