@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ranvier.data.tokenizer import GPT2_VOCAB, SMALLEST_VOCAB
+from ranvier.elastic import rules
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.machine import available_memory_bytes
 from ranvier.models import families
@@ -122,7 +123,7 @@ def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = N
 def problems(run: Run, num_ranks: int | None = None) -> list[RanvierError]:
     """What cannot work, as far as that follows from the settings alone."""
     return [*families.problems(run), *_mesh_problems(run, num_ranks), *_batch_problems(run), *_update_problems(run),
-            *groups.problems(run.optim), *_vocab_problems(run), *_resume_problems(run)]
+            *groups.problems(run.optim), *_vocab_problems(run), *_resume_problems(run), *rules.problems(run)]
 
 
 def with_shape(run: Run, num_ranks: int | None) -> tuple[Run, list[RanvierError]]:
@@ -324,6 +325,7 @@ def warnings(run: Run) -> Iterator[ConfigError]:
                           value=pipeline.partition, remedy="Leave out one of the two.")
     yield from _tensor_warnings(run)
     yield from _optim_warnings(run)
+    yield from rules.warnings(run)
     if train.warmup_steps >= train.steps:
         yield ConfigError(f"ends the run of {train.steps} steps before the full learning rate is reached",
                           where="train.warmup-steps", value=train.warmup_steps,

@@ -8,22 +8,45 @@ from typing import TextIO
 
 from ranvier import resolve
 from ranvier.check import tensor_mesh_facts
+from ranvier.checkpoint.from_pretrained import with_sizes
+from ranvier.checkpoint.pretrained import Pretrained
 from ranvier.comm.protocol import Group
-from ranvier.data.prepare import prepare
+from ranvier.data.prepare import cache_folder, prepare
+from ranvier.data.pretrained_models import folder_of
 from ranvier.data.task import Prepared
 from ranvier.errors import ConfigError, DataError
-from ranvier.run import Run
+from ranvier.run import Run, Transformer
 from ranvier.world import World
 
 PROMPT_TOKENS = 24
 """Tokens of held-out text that the sample continues, at most, where the run has no prompt."""
 
 
-def prepared(run: Run, world: World, stream: TextIO) -> tuple[Run, Prepared, None]:
-    """The run with what only its data tells, the data, and the pretrained model, if there is one. Whoever comes first
-    on a machine makes what is not there; rank 0 tells what takes so long."""
-    data = prepare(run, (lambda line: print(line, file=stream, flush=True)) if world.rank == 0 else (lambda line: None))
-    return with_data(run, data), data, None
+def prepared(run: Run, world: World, stream: TextIO) -> tuple[Run, Prepared, Pretrained | None]:
+    """The run with what only its data and its pretrained model tell, the data, and that model, if there is one. Whoever
+    comes first on a machine makes what is not there; rank 0 tells what takes so long."""
+    def tell(line: str) -> None:
+        if world.rank == 0:
+            print(line, file=stream, flush=True)
+
+    pretrained = None
+    if run.model.pretrained is not None:
+        pretrained = Pretrained(folder_of(run.model.pretrained, cache_folder(run), tell))
+        run = with_model(run, pretrained)
+    data = prepare(run, tell)
+    return with_data(run, data), data, pretrained
+
+
+def with_model(run: Run, pretrained: Pretrained) -> Run:
+    """The run with the sizes of its pretrained model. ConfigError where a setting says something else."""
+    found = with_sizes(run, pretrained)
+    for name in ("num_layers", "hidden", "heads", "vocab", "intermediate", "patch_size", "norm_epsilon"):
+        wanted, there = getattr(run.model, name), getattr(found.model, name)
+        if wanted not in (getattr(Transformer, name), there):
+            raise ConfigError(f"is not that of the pretrained model, {there}",
+                              where=f"model.{name.replace('_', '-')}", value=wanted,
+                              remedy="Leave it out, or choose another --model.pretrained.")
+    return found
 
 
 def with_data(run: Run, data: Prepared) -> Run:

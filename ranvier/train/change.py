@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
-from ranvier.mesh import Mesh
 from ranvier.run import Run
 
 
@@ -14,6 +13,7 @@ class Change:
     """From one mesh and depth to others.
 
     boundaries: None cuts by cost. microbatch_size, global_size: samples. reason: why, in a few words.
+    wish: the number of the wish that it fulfils.
     """
 
     data: int
@@ -24,6 +24,7 @@ class Change:
     global_size: int
     microbatch_size: int
     reason: str
+    wish: str | None = None
 
     def applied(self, run: Run) -> Run:
         """`run` as it is after the change."""
@@ -39,9 +40,3 @@ class Change:
     def read(cls, document: Mapping[str, object]) -> Change:
         boundaries = document["boundaries"]
         return cls(**{**document, "boundaries": None if boundaries is None else tuple(boundaries)})
-
-
-def mesh_change(old: Mesh, new: Mesh) -> str:
-    """ "pipe 4 -> 2, data 1 -> 2" """.strip()
-    changed = [(axis, getattr(old, axis), getattr(new, axis)) for axis in ("pipe", "data")]
-    return ", ".join(f"{axis} {before} -> {after}" for axis, before, after in changed if before != after)

@@ -262,14 +262,14 @@ class Elasticity:
             problem = "is the mesh that the run has"
         if problem is None:
             mesh = replace(run.mesh, data=data, pipe=pipe)
-            change = self._change(now, mesh, depth, None, "as asked with ranvier resize")
+            change = replace(self._change(now, mesh, depth, None, "as asked with ranvier resize"), wish=wish["wish"])
             there = change.applied(run)
             found = next(iter(problems(there)), None) or self._too_large(there, depth)
             if found is None:
                 return change
             problem = f"cannot be: {found}"
         self._note(step, "resize-refused", f"the wish for data {data} x pipe {pipe} {problem}",
-                   {"data": data, "pipe": pipe})
+                   {"data": data, "pipe": pipe, "wish": wish.get("wish")})
         return self._change(now, run.mesh, depth, now.engine.boundaries or None, "freezing") if depth > now.frozen \
             else None
 

@@ -105,6 +105,8 @@ class TransitionEvent:
     global_size: int
     microbatch_size: int
     stages: str
+    wish: str | None = None
+    """The number of the user's wish that it fulfils."""
 
     def __str__(self) -> str:
         parts = []

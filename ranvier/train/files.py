@@ -161,7 +161,7 @@ def _event_fields(event: Event) -> dict[str, object] | None:
                     "mesh": mesh_fields(event.mesh), "old_mesh": mesh_fields(event.old_mesh),
                     "bytes_moved": event.bytes_moved, "seconds": event.seconds, "cache": event.cache,
                     "reason": event.reason, "global_size": event.global_size,
-                    "microbatch_size": event.microbatch_size}
+                    "microbatch_size": event.microbatch_size, **({} if event.wish is None else {"wish": event.wish})}
         case NoteEvent():
             return {"step": event.step, "event": event.event, "text": event.text, **event.fields}
         case EndEvent():

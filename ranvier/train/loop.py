@@ -21,6 +21,7 @@ from typing import TextIO
 import torch
 
 from ranvier import resolve
+from ranvier.checkpoint.from_pretrained import load_pretrained
 from ranvier.comm.protocol import Group
 from ranvier.elastic.transition import hand_over, take
 from ranvier.errors import RanvierError
@@ -138,7 +139,8 @@ class Training:
         """Write what the run has come to, and start the clock."""
         notes = []
         if self.pretrained is not None and self.begins.loaded is None:
-            notes = [NoteEvent(step=0, event="pretrained", text=text) for text in self.pretrained.fill(self.engine)]
+            notes = [NoteEvent(step=0, event="pretrained", text=text)
+                     for text in load_pretrained(self.engine, self.pretrained)]
         self.run = resolved(self.run, self.engine, self.world, self.saving.origin)
         if self.world.rank == 0:
             path = self.run.run_dir / "run.toml"
@@ -332,7 +334,7 @@ class Training:
                                            bytes_moved=moved, seconds=seconds, began_ns=began,
                                            global_size=self.run.batch.global_size,
                                            microbatch_size=self.run.batch.microbatch_size,
-                                           stages=str(self.engine.stages)))
+                                           stages=str(self.engine.stages), wish=change.wish))
 
     # ------------------------------------------------------------------ parts of a step
 
