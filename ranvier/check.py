@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ranvier.data.prepare import problems as data_problems
 from ranvier.data.tokenizer import GPT2_VOCAB, SMALLEST_VOCAB
 from ranvier.elastic import rules
 from ranvier.errors import ConfigError, RanvierError
@@ -123,7 +124,7 @@ def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = N
 def problems(run: Run, num_ranks: int | None = None) -> list[RanvierError]:
     """What cannot work, as far as that follows from the settings alone."""
     return [*families.problems(run), *_mesh_problems(run, num_ranks), *_batch_problems(run), *_update_problems(run),
-            *groups.problems(run.optim), *_vocab_problems(run), *_resume_problems(run), *rules.problems(run)]
+            *groups.problems(run.optim), *_data_problems(run), *_resume_problems(run), *rules.problems(run)]
 
 
 def with_shape(run: Run, num_ranks: int | None) -> tuple[Run, list[RanvierError]]:
@@ -299,7 +300,10 @@ def _update_problems(run: Run) -> Iterator[ConfigError]:
     yield from guard_problems(run.guard, run.optim)
 
 
-def _vocab_problems(run: Run) -> Iterator[ConfigError]:
+def _data_problems(run: Run) -> Iterator[RanvierError]:
+    if run.data.task != "lm":  # texts may lie on the machines that the run is meant for
+        yield from data_problems(run)
+        return
     smallest, kind = (GPT2_VOCAB, "GPT-2's") if run.data.tokenizer == "gpt2" else (SMALLEST_VOCAB, "a byte-level")
     if run.model.vocab < smallest:
         yield ConfigError(f"is less than {kind} tokenizer has: {smallest}", where="model.vocab", value=run.model.vocab,

@@ -18,8 +18,8 @@ from ranvier.data.accuracy import Accuracy
 from ranvier.data.arrays import Arrays, made_once, write_arrays
 from ranvier.data.corpus import fingerprint
 from ranvier.data.named_files import name_problems, text_only
-from ranvier.data.publish import Progress
 from ranvier.data.prepare import cache_folder
+from ranvier.data.publish import Progress
 from ranvier.data.run_tokenizer import run_tokenizer
 from ranvier.data.sentences import NAMES, Sentence, Sentences, open_part, read_sentences
 from ranvier.data.subset import chosen, some

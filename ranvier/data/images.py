@@ -23,8 +23,8 @@ from ranvier.data.cifar import Cifar, open_cifar
 from ranvier.data.corpus import fingerprint
 from ranvier.data.image_files import Images, open_images
 from ranvier.data.named_files import name_problems
-from ranvier.data.publish import Progress
 from ranvier.data.prepare import cache_folder
+from ranvier.data.publish import Progress
 from ranvier.data.subset import chosen, first_of_order, some
 from ranvier.data.task import Prepared
 from ranvier.errors import DataError, RanvierError

@@ -19,8 +19,8 @@ from ranvier.data.answers import Answers
 from ranvier.data.arrays import Arrays, made_once, write_arrays
 from ranvier.data.corpus import fingerprint
 from ranvier.data.named_files import name_problems, text_only
-from ranvier.data.publish import Progress
 from ranvier.data.prepare import cache_folder
+from ranvier.data.publish import Progress
 from ranvier.data.run_tokenizer import run_tokenizer
 from ranvier.data.squad import NAMES, Question, open_part, read_questions
 from ranvier.data.subset import chosen, first_of_order

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-
 from ranvier.data import wordpiece
 from ranvier.data.corpus import fingerprint
 from ranvier.data.prepare import cache_folder
