@@ -347,3 +347,15 @@ def test_a_file_that_is_removed_while_it_is_opened_is_made_again(tmp_path, monke
         assert cached.right(0) == MISS
         assert cached.right(0) == HIT
     assert removed and depths(tmp_path) == 1
+
+
+def test_a_file_that_is_removed_whenever_it_is_made_is_given_up(tmp_path, monkeypatch):
+    def remove(file, **how):
+        for path in tmp_path.glob("*.bin"):
+            path.unlink()
+        return True
+
+    monkeypatch.setattr(cache_store, "lock", remove)
+    with Cached(tmp_path) as cached:
+        assert cached.right(0) == MISS and cached.right(0) == MISS
+        assert len(cached.told) == 1 and "removed as often as it is made" in cached.told[0]
