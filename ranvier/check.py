@@ -17,7 +17,8 @@ import torch
 from ranvier.data.tokenizer import GPT2_VOCAB, SMALLEST_VOCAB
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.machine import available_memory_bytes
-from ranvier.models import gpt
+from ranvier.models import families
+from ranvier.models.block import freeze
 from ranvier.optim import groups
 from ranvier.optim.guard import guard_problems
 from ranvier.optim.step import in_backward_problems
@@ -120,7 +121,7 @@ def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = N
 
 def problems(run: Run, num_ranks: int | None = None) -> list[RanvierError]:
     """What cannot work, as far as that follows from the settings alone."""
-    return [*gpt.problems(run.model), *_mesh_problems(run, num_ranks), *_batch_problems(run), *_update_problems(run),
+    return [*families.problems(run), *_mesh_problems(run, num_ranks), *_batch_problems(run), *_update_problems(run),
             *groups.problems(run.optim), *_vocab_problems(run), *_resume_problems(run)]
 
 
@@ -207,13 +208,14 @@ def tensor_mesh_facts(run: Run, ranks_per_node: int | None) -> TensorMeshFacts |
                    node_bytes_row_by_row=round(bytes_between_nodes(mesh.row, mesh.col, by_row, **received)))
 
 
-def laid_out(run: Run) -> tuple[StageTable, tuple[RankMemory, ...]]:
-    """The cut of the run's model, and what each stage's ranks need. ConfigError when the settings allow no cut."""
+def laid_out(run: Run, frozen: int = 0) -> tuple[StageTable, tuple[RankMemory, ...]]:
+    """The cut of the run's model with its first `frozen` layers frozen, and what each stage's ranks need. ConfigError
+    when the settings allow no cut."""
     with torch.device("meta"):
-        tokens = torch.zeros(run.batch.microbatch_size // run.mesh.row, run.model.sequence, dtype=torch.int64)
-    sample = Microbatch(inputs=tokens, targets=tokens, samples=torch.arange(1))
+        inputs, targets = families.sample_of(run, run.batch.microbatch_size // run.mesh.row)
+    sample = Microbatch(inputs=inputs, targets=targets, samples=torch.arange(1))
     # Replicas do not change the cut, and there may be very many of them.
-    model = gpt.gpt(run.model, dtype=DTYPES[run.precision])
+    model = freeze(families.model_of(run, dtype=DTYPES[run.precision]), frozen)
     stages, layout = cut(model, replace(run.mesh, data=1), boundaries=run.pipeline.boundaries,
                          how=run.pipeline.partition, sample=sample, dtype=DTYPES[run.precision],
                          device="cuda" if run.launch.device == "cuda" else "cpu", tensor=run.tensor)
@@ -233,7 +235,7 @@ def _mesh_problems(run: Run, num_ranks: int | None) -> Iterator[RanvierError]:
     if num_layers > _MOST_LAYERS:
         yield ConfigError(f"is more than {_MOST_LAYERS}, the most that can be cut into stages",
                           where="model.num-layers", value=num_layers, remedy="Use fewer and wider layers.")
-    num_blocks = 2 * num_layers + 2
+    num_blocks = families.num_blocks(run)
     if mesh.pipe > num_blocks:
         yield ConfigError(f"is more than the {num_blocks} blocks of the model", where="mesh.pipe", value=mesh.pipe,
                           remedy=f"Set --mesh.pipe {num_blocks} or less, or raise --model.num-layers.")

@@ -96,6 +96,17 @@ def part(size: int, parts: int, index: int) -> tuple[int, int]:
     return index * least + min(index, more), (index + 1) * least + min(index + 1, more)
 
 
+def frozen_blocks(layers: Sequence[Sequence[str]], blocks: Sequence[str], frozen: int) -> int:
+    """How many of the model's `blocks` are frozen with the first `frozen` of its `layers` (names of blocks, in order).
+
+    They are a prefix: all blocks up to the last one of the last frozen layer, and so the embedding with layer 0.
+    """
+    if not frozen:
+        return 0
+    last = set(layers[frozen - 1])
+    return 1 + max(number for number, name in enumerate(blocks) if name in last)
+
+
 TensorAxis = Literal["row", "col"]
 
 
@@ -298,11 +309,22 @@ def moves(old: Layout, new: Layout, *, state: bool = False) -> list[Move]:
     """
     have = _boxes_by_parameter(old, old.owned if state else old.held)
     need = _boxes_by_parameter(new, new.owned if state else new.held)
-    result = []
-    for name, wanted in need.items():
+    for name in need:
         if name in old._by_name and old[name].shape != new[name].shape:
             raise ModelError(f"has the shape {old[name].shape} in the old layout", where=f"parameter {name}",
                              value=new[name].shape, remedy="Move between layouts of the same model.")
+    return moves_between(have, need)
+
+
+Places = Mapping[str, Sequence[tuple[int, Box]]]
+"""Name of a tensor -> (rank, box) of its parts, none of them empty."""
+
+
+def moves_between(have: Places, need: Places) -> list[Move]:
+    """What must travel so that everyone has what it needs. The source is the destination itself where it has the
+    elements, else the lowest rank that has them. ModelError where nobody has."""
+    result = []
+    for name, wanted in need.items():
         for destination, box in wanted:
             missing = [box]
             for source, present in sorted(have.get(name, []), key=lambda item: (item[0] != destination, item[0])):

@@ -35,6 +35,8 @@ class Batch:
 class Train:
     steps: Positive = 100
     """Optimizer steps."""
+    epochs: Positive | None = None
+    """Times that every sample is seen; decides `steps` where it is set."""
     learning_rate: Annotated[float, Gt(0)] = 1e-3
     """Highest step size of the optimizer."""
     warmup_steps: Annotated[int, Ge(0)] = 0
@@ -177,6 +179,11 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True, config=_config)
 class Transformer:
+    family: Literal["auto", "gpt", "bert", "vit"] = "auto"
+    """Architecture; auto is what `data.task` takes: gpt for lm, bert for classification and qa, vit for images."""
+    pretrained: str | None = None
+    """Weights that training starts from, and sizes: a folder in Hugging Face's form (config.json and safetensors), or a
+    name: minilm, dinov2-small. What the folder does not have, such as a classifier, starts from the seed."""
     num_layers: Positive = 4
     """Transformer layers."""
     hidden: Positive = 128
@@ -189,10 +196,37 @@ class Transformer:
     """Tokens in one training sequence."""
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Dropout of embeddings and sublayer outputs, keyed so that every mesh drops the same elements."""
+    intermediate: Positive | None = None
+    """Width between the two products of an MLP; none is 4 times `hidden`."""
+    norm_epsilon: Annotated[float, Gt(0)] | None = None
+    """Added to the variance in norms; none is what the family was published with."""
+    num_classes: Positive | Literal["auto"] = "auto"
+    """bert and vit: what the head tells apart; auto takes it from the data."""
+    image_size: Positive = 32
+    """vit: pixels of an image's height and width, as the model sees it."""
+    patch_size: Positive = 4
+    """vit: pixels of a patch's height and width; divides `image_size`."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_config)
 class Data:
+    task: Literal["lm", "classification", "qa", "images"] = "lm"
+    """What is learnt: the next token of a text, the class of a sentence, the span of a text that answers a question, or
+    the class of an image."""
+    train: str | None = None
+    """Training data of all tasks but lm: a name (sst2, sentiment; squad; cifar10, cifar100, imagenet), or a file or
+    folder: TSV with the columns label and sentence, JSON in SQuAD 1.1's form, a folder with one folder of images for
+    each class."""
+    eval: str | None = None
+    """Held-out data in the same forms; none takes the data set's own, or where it has none every tenth sample."""
+    train_samples: Positive | None = None
+    """Training samples that are used, the first ones by the seed's order; none is all."""
+    eval_samples: Positive | None = None
+    """Held-out samples that are used, likewise."""
+    augment: Literal["none", "flip-crop"] = "none"
+    """images: flips and shifted crops by chance, keyed by seed, epoch and sample."""
+    augment_repeats: bool = False
+    """Each epoch repeats the first one's augmentation, so that outputs of frozen layers can be cached."""
     corpus: str = "python-stdlib"
     """python-stdlib, sotu, a file or folder of text, or the name of a Hugging Face data set (wikitext-103)."""
     tokenizer: Literal["bpe", "gpt2"] = "bpe"
@@ -201,6 +235,45 @@ class Data:
     """Text read from the corpus; the rest is left out."""
     cache_dir: Path | None = None
     """Where fetched corpora, tokenizers and token files are kept; by default the user's cache folder."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_config)
+class Elastic:
+    freeze: Literal["none", "gradient-norm", "cap", "manual"] = "none"
+    """Which layers stop training, from the first on: up to the one with the least gradient, but at most the share
+    `alpha` of those that still train (the PipeTransformer article's rule); that share each time (cap); or as `manual`
+    says."""
+    alpha: Annotated[float, Gt(0), Lt(1)] = 1 / 3
+    """Largest share of the layers still training that one evaluation of the rule freezes."""
+    every: Annotated[int, Ge(0)] = 0
+    """Steps between evaluations of the rule; 0 evaluates it after each epoch."""
+    manual: tuple[str, ...] = ()
+    """Frozen layers by step, as STEP:LAYERS, for example 100:2,200:4."""
+    dry_run: bool = False
+    """Tell what would be frozen, and change nothing."""
+    auto_pipe: bool = False
+    """Pack the pipeline into fewer stages as layers freeze."""
+    auto_dp: bool = False
+    """Make replicas of the ranks that a shorter pipeline leaves over; without, they are idle."""
+    cut: Literal["exact", "reference"] = "exact"
+    """How the pipeline is packed: by predicted time and memory over all shapes, or by the article's greedy rule."""
+    global_batch: Literal["keep", "scale", "grow"] = "keep"
+    """What becomes of the global batch when replicas are added: it stays; it grows with them, and the learning rate
+    with it; or it grows alone, as in the article."""
+    profile_microbatches: bool = False
+    """Try several numbers of microbatches for each pipeline length, in steps of the run, and keep the fastest."""
+    cache: bool = False
+    """Keep the outputs of frozen layers, and read them in the epochs that follow instead of computing them again."""
+    cache_from: Positive | Literal["auto"] = "auto"
+    """Frozen layers from which outputs are cached; auto measures whether reading is faster than computing."""
+    cache_dir: Path | None = None
+    """Folder on each machine for cached outputs, which stay there; none takes one of its own and removes it."""
+    cache_bytes: Bytes = 8_000_000_000
+    """Bytes that cached outputs may take on a machine."""
+    cache_precision: Literal["half", "full"] = "half"
+    """Number format of cached outputs."""
+    frozen_dropout: bool = True
+    """Whether frozen layers drop out as others do; the cache needs false (or no dropout)."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_config)
@@ -218,6 +291,7 @@ class Run:
     launch: Launch = Launch()
     model: Transformer = Transformer()
     data: Data = Data()
+    elastic: Elastic = Elastic()
     seed: Annotated[int, Ge(0)] = 0
     """Decides initial weights, sample order and dropout, whatever the mesh."""
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"

@@ -44,9 +44,9 @@ def mesh_losses(recipe: str, steps: int, data: int, pipe: int, folder: Path, **m
 def plain_losses(recipe: str, steps: int, folder: Path, autocast: str | None = None) -> list[float]:
     """Losses of the plain loop on the very batches that the meshes see. autocast: bf16 or fp16, torch's own."""
     run = resolve.resolve([resolve.load(recipe)[1]]).run
-    tokens = prepare(run).train
-    loader = Loader(tokens, Sampler(tokens.num_sequences(run.model.sequence), run.seed), sequence=run.model.sequence,
-                    global_size=run.batch.global_size, microbatch_size=run.batch.global_size)
+    samples = prepare(run).train
+    loader = Loader(samples, Sampler(len(samples), run.seed), global_size=run.batch.global_size,
+                    microbatch_size=run.batch.global_size)
     batches = []
     for step in range(steps):
         (whole,) = loader.microbatches(step)

@@ -85,7 +85,8 @@ class Layers(nn.Module):
 
     def __init__(self, stem: Stem) -> None:
         super().__init__()
-        config = Transformer(num_layers=stem.num_layers, hidden=stem.hidden, heads=stem.heads, vocab=2, sequence=stem.sequence)
+        config = Transformer(num_layers=stem.num_layers, hidden=stem.hidden, heads=stem.heads, vocab=2,
+                             sequence=stem.sequence)
         for number in range(stem.num_layers):
             self.add_module(f"layer{number}", Layer(config, stem.torch_dtype))
 

@@ -110,8 +110,9 @@ def _write_checkpoint(folder: Path, source: Pretrained, slots: dict[tuple[str, s
 
 def _recipe(source: Pretrained, precision: str) -> dict[str, object]:
     """The settings that go with the model, nested like a recipe's."""
+    told = {name: value for name, value in asdict(source.config).items() if value is not None}
     bpe = source.config.vocab < tokenizers.GPT2_VOCAB
-    return {"precision": precision, "model": asdict(source.config), "data": {"tokenizer": "bpe" if bpe else "gpt2"},
+    return {"precision": precision, "model": told, "data": {"tokenizer": "bpe" if bpe else "gpt2"},
             "train": {"learning_rate": LEARNING_RATE}}
 
 

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ranvier.checkpoint.manifest import ITEM_BYTES, ScaleState, damaged
+from ranvier.checkpoint.manifest import ITEM_BYTES, Manifest, SavedTensor, ScaleState, damaged
 from ranvier.checkpoint.saved import Saved
 from ranvier.errors import CheckpointError
-from ranvier.layout import Box, Slice, whole
+from ranvier.layout import Box, Parameter, Slice, whole
 
 if TYPE_CHECKING:
     from ranvier.pipeline.engine import Engine
@@ -54,6 +54,23 @@ def pieces_to_write(engine: Engine) -> list[Piece]:
                                   where=f"{piece.kind} {piece.name}", value=dtype_name(piece.tensor),
                                   remedy=f"Keep it in one of these: {', '.join(ITEM_BYTES)}.")
     return pieces
+
+
+def pieces_held(engine: Engine) -> list[Piece]:
+    """All that this rank has, whoever else has it too; but for torch's generators, which stay with their process."""
+    layout, at = engine.layout, engine.coordinates
+    ends = _ends_here(engine)
+    pieces = [Piece(kind="parameter", name=layout[key].owner, shape=layout[key].shape,
+                    box=layout.box(ends[key], at.row, at.col), tensor=parameter.detach())
+              for key, parameter in engine.named_parameters().items()]
+    for name, start, stop, states in _flat_states(engine):
+        for kind, state in states.items():
+            if kind != "master" or state.dtype is not engine.named_parameters()[name].dtype:
+                pieces += _pieces(engine, kind, name, start, stop, state)
+    if engine.optimizer is not None:
+        whole_ones = {name: Slice(name, whole(layout[name].shape)) for name in _trained_here(engine)}
+        pieces += _numbers_of_users(engine, whole_ones)
+    return [*pieces, *_buffers(engine, first_only=False)]
 
 
 def dtype_name(tensor: Tensor) -> str:
@@ -149,7 +166,7 @@ def _random(engine: Engine) -> Iterator[Piece]:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def check_fits(engine: Engine, saved: Saved) -> None:
+def check_fits(engine: Engine, saved: Source) -> None:
     """CheckpointError where the checkpoint is of another model; the same on every rank."""
     parameters = saved.manifest.tensors.get("parameter", {})
     wanted = {parameter.name: parameter.shape for parameter in engine.layout.parameters if parameter.is_owner}
@@ -182,21 +199,44 @@ def check_fits(engine: Engine, saved: Saved) -> None:
                               remedy="Build the engine with the kind of optimizer that it was written with.")
 
 
+class Source(Protocol):
+    """Where an engine's state comes from: a checkpoint on disk (`Saved`), or other ranks."""
+
+    folder: object
+    manifest: Manifest
+
+    def tensor(self, kind: str, name: str) -> SavedTensor: ...
+
+    def read(self, kind: str, name: str) -> Tensor: ...
+
+    def read_into(self, kind: str, name: str, box: Box, target: Tensor) -> None: ...
+
+
 def load(engine: Engine, saved: Saved) -> None:
     """This rank's part of the checkpoint becomes its state. CheckpointError for what the checkpoint lacks."""
     check_fits(engine, saved)
-    manifest, random = saved.manifest, saved.manifest.tensors.get("random", {})
-    with torch.no_grad():
-        _load_parameters(engine, saved)
-        _load_states(engine, saved)
-        for piece in _buffers(engine, first_only=False):
-            if piece.name in manifest.tensors.get("buffer", {}):
-                _check_shape(saved, piece)
-                saved.read_into("buffer", piece.name, piece.box, piece.tensor)
+    fill(engine, saved)
+    random = saved.manifest.tensors.get("random", {})
     for piece in _random(engine):
         if piece.name in random:
             _check_shape(saved, piece)
             _set_random(engine, saved, piece.name)
+    go_on(engine, saved.manifest)
+
+
+def fill(engine: Engine, source: Source) -> None:
+    """Read parameters, states and buffers of this rank from `source`."""
+    with torch.no_grad():
+        _load_parameters(engine, source)
+        _load_states(engine, source)
+        for piece in _buffers(engine, first_only=False):
+            if piece.name in source.manifest.tensors.get("buffer", {}):
+                _check_shape(source, piece)
+                source.read_into("buffer", piece.name, piece.box, piece.tensor)
+
+
+def go_on(engine: Engine, manifest: Manifest) -> None:
+    """All tensors have been read: the engine's counts become those of the manifest."""
     engine.go_on_from(manifest.step, optimizer_steps=manifest.optimizer_steps,
                       loss_scale=manifest.loss_scale and asdict(manifest.loss_scale))
 
@@ -212,18 +252,17 @@ def _set_random(engine: Engine, saved: Saved, name: str) -> None:
         raise damaged(saved.folder, f"the state of torch's generator ({name}) is none: {error}") from error
 
 
-def _check_shape(saved: Saved, piece: Piece) -> None:
+def _check_shape(saved: Source, piece: Piece) -> None:
     shape = saved.tensor(piece.kind, piece.name).shape
     if shape != piece.shape:
         raise damaged(saved.folder, f"{piece.kind} {piece.name} should have the shape {piece.shape}", shape)
 
 
-def _load_parameters(engine: Engine, saved: Saved) -> None:
+def _load_parameters(engine: Engine, saved: Source) -> None:
     """Parameters from their own kind, or where formats differ from the master copies, which are exact."""
     at, layout = engine.coordinates, engine.layout
     masters, frozen = saved.manifest.tensors.get("master", {}), set(saved.manifest.frozen)
-    # Ends of one key are cut alike, but the owner, whose name it may have, may be elsewhere and cut otherwise.
-    ends = {layout.key(end): end for end in layout.parameters if end.block in layout.blocks(at.pipe)}
+    ends = _ends_here(engine)
     for key, parameter in engine.named_parameters().items():
         name, box = layout[key].owner, layout.box(ends[key], at.row, at.col)
         same = saved.tensor("parameter", name).dtype == dtype_name(parameter)
@@ -232,7 +271,7 @@ def _load_parameters(engine: Engine, saved: Saved) -> None:
             parameter.requires_grad_(False)
 
 
-def _load_states(engine: Engine, saved: Saved) -> None:
+def _load_states(engine: Engine, saved: Source) -> None:
     """What the optimizer remembers. A checkpoint from before the first update may have none of it."""
     tensors, frozen = saved.manifest.tensors, set(saved.manifest.frozen)
     fresh = saved.manifest.optimizer_steps == 0
@@ -248,7 +287,7 @@ def _load_states(engine: Engine, saved: Saved) -> None:
                 saved.read_into(source, name, piece.box, piece.tensor)
 
 
-def _make_room(engine: Engine, saved: Saved) -> None:
+def _make_room(engine: Engine, saved: Source) -> None:
     """The states that a user's optimizer had when the checkpoint was written, whatever it has now."""
     for name, parameter in _trained_here(engine).items():
         engine.optimizer.state.pop(parameter, None)
@@ -278,6 +317,13 @@ def frozen(engine: Engine) -> list[str]:
     """The parameters of this rank that are not being trained."""
     return sorted({engine.layout[key].owner for key, parameter in engine.named_parameters().items()
                    if not parameter.requires_grad})
+
+
+def _ends_here(engine: Engine) -> dict[str, Parameter]:
+    """Key -> an end that this stage has. Ends of one key are cut alike, but the owner, whose name it may have, may be
+    elsewhere and cut otherwise."""
+    layout = engine.layout
+    return {layout.key(end): end for end in layout.parameters if end.block in layout.blocks(engine.coordinates.pipe)}
 
 
 # --- boxes -----------------------------------------------------------------------------------------------------------

@@ -255,6 +255,13 @@ class CheckedGroup:
         return [split * row_bytes for split in splits]
 
 
+def check_subset(count: int, size: int) -> None:
+    """TransportError unless `count` of `size` ranks can be a subset."""
+    if not 1 <= count <= size:
+        raise TransportError(f"must be one to all of the {size} ranks", where="subset of ranks", value=count,
+                             remedy="Give a number of ranks that are there.")
+
+
 def place_in(partition: Sequence[Sequence[int]], rank: int, size: int, purpose: str) -> tuple[tuple[int, ...], int]:
     """The members that `rank` belongs to, and its place there. TransportError unless each rank is in one place."""
     if (sorted(member for members in partition for member in members) != list(range(size))

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ranvier.comm.collectives import REDUCE, CheckedGroup, place_in
+from ranvier.comm.collectives import REDUCE, CheckedGroup, check_subset, place_in
 from ranvier.comm.edges import Edges, lost_peer
 from ranvier.comm.message import Message, decode
 from ranvier.comm.protocol import Reduction, Work
@@ -29,8 +29,9 @@ from ranvier.errors import TransportError
 class InProcessWorld:
     """What the ranks of one process share. Every thread that waits does so on a condition listed in `_conditions`."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, whole: InProcessWorld | None = None) -> None:
+        self.size, self.whole = size, whole or self
+        self._subsets: dict[int, InProcessWorld] = {}
         self.failed_rank: int | None = None
         self._lock = threading.Lock()
         self._conditions: list[threading.Condition] = []
@@ -47,7 +48,9 @@ class InProcessWorld:
         with self._lock:
             if self.failed_rank is None:
                 self.failed_rank = rank
-            conditions = list(self._conditions)
+            conditions, subsets = list(self._conditions), list(self._subsets.values())
+        for subset in subsets:
+            subset.abort(rank)
         for condition in conditions:
             with condition:
                 condition.notify_all()
@@ -73,6 +76,15 @@ class InProcessWorld:
                 self._circles[call, ranks] = _Circle()
                 self._conditions.append(self._circles[call, ranks].condition)
             return self._circles[call, ranks]
+
+    def subset(self, call: int, count: int) -> InProcessWorld:
+        """What the first `count` ranks share, in the subset that all ranks make in their `call`-th call."""
+        with self._lock:
+            self._agree(call, f"subset of {count}")
+            if call not in self._subsets:
+                self._subsets[call] = InProcessWorld(count, self.whole)
+                self._subsets[call].failed_rank = self.failed_rank
+            return self._subsets[call]
 
     def _agree(self, call: int, what: str) -> None:
         if self._purposes.setdefault(call, what) != what:
@@ -102,8 +114,14 @@ class InProcessBackend:
         self._open.append(InProcessGroup(self.world, circle, purpose, ranks, index))
         return self._open[-1]
 
+    def subset(self, count: int) -> InProcessBackend | None:
+        self._calls += 1
+        check_subset(count, self.size)
+        shared = self.world.subset(self._calls, count)
+        return InProcessBackend(shared, self.rank) if self.rank < count else None
+
     def abort(self, code: int) -> None:
-        self.world.abort(self.rank)
+        self.world.whole.abort(self.rank)
 
     def close(self) -> None:
         while self._open:

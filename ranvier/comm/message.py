@@ -41,6 +41,10 @@ class Kind(IntEnum):
     """Summed gradient of the other end of a tied parameter, to its owner."""
     TIED_VALUE = 6
     """Updated value of a tied parameter, from its owner."""
+    STATE = 7
+    """A box of the run's state, from who had it to who has it after a transition."""
+    ORDER = 8
+    """What a rank that takes no part is to do next, from rank 0."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

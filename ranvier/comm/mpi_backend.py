@@ -28,6 +28,7 @@ from ranvier.comm.collectives import (
     DIRECT_REDUCE_BYTES,
     CheckedGroup,
     Then,
+    check_subset,
     place_in,
     reduce_shares,
 )
@@ -94,15 +95,16 @@ def _cuda_aware(mpi: MPI) -> bool:
 class MPIBackend:
     """One rank's access to the others through MPI; rank and size are those of MPI's world.
 
-    A collective that takes longer than `timeout_seconds` fails.
+    A collective that takes longer than `timeout_seconds` fails. comm: the ranks, if not all; freed with the backend.
     """
 
     name: Literal["mpi"] = "mpi"
 
-    def __init__(self, device: torch.device, timeout_seconds: float = 300.0) -> None:
-        self._mpi, self._owns = _load_mpi()
+    def __init__(self, device: torch.device, timeout_seconds: float = 300.0, *, comm: MPI.Comm | None = None) -> None:
+        self._mpi, owns = _load_mpi()
+        self._owns = owns and comm is None
         self._device, self._timeout = device, timeout_seconds
-        self._world = self._communicator(self._mpi.COMM_WORLD.Dup())
+        self._world = self._communicator(comm or self._mpi.COMM_WORLD.Dup())
         self.rank, self.size = self._world.Get_rank(), self._world.Get_size()
         self._aware = device.type == "cuda" and _cuda_aware(self._mpi)
         self._transports: list[MPITransport] = []
@@ -124,6 +126,12 @@ class MPIBackend:
         self._groups.append(MPIGroup(self._mpi, comm, purpose, ranks, index, self._aware, self._timeout,
                                      direct=self._device.type == "cpu"))
         return self._groups[-1]
+
+    def subset(self, count: int) -> MPIBackend | None:
+        check_subset(count, self.size)
+        member = self.rank < count
+        comm = self._world.Split(0 if member else self._mpi.UNDEFINED, self.rank)
+        return MPIBackend(self._device, self._timeout, comm=comm) if member else None
 
     def abort(self, code: int) -> None:
         """End all ranks of MPI's world at once. Does not return."""

@@ -73,10 +73,10 @@ class NcclTransport:
             first = torch.zeros(1, device=self._device)
             if source == rank:  # NCCL builds a communicator at its first use: here, and not inside a step.
                 self._destinations[destination] = edge
-                dist.isend(first, destination, group=channel).wait()
+                dist.isend(first, group_dst=destination, group=channel).wait()
             else:
                 self._sources[source] = edge
-                dist.irecv(first, source, group=channel).wait()
+                dist.irecv(first, group_src=source, group=channel).wait()
         torch.cuda.synchronize(self._device)
 
     def send(self, destination: int, message: Message) -> None:
@@ -88,7 +88,7 @@ class NcclTransport:
         edge, packed = self._destinations[destination], pack(message, self._device)  # 1
         edge.stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(edge.stream):  # 2
-            edge.sending.append((dist.isend(packed, destination, group=edge.channel), packed))
+            edge.sending.append((dist.isend(packed, group_dst=destination, group=edge.channel), packed))
         self._host.send(destination, head)
         self._payload_bytes_sent += packed.numel()
         self._reap(edge)
@@ -109,7 +109,7 @@ class NcclTransport:
             raise no_message(self._host.edges.purpose, message.source, str(error)) from error
         with torch.cuda.stream(edge.stream):  # 4
             packed = torch.empty(total, dtype=torch.uint8, device=self._device)
-            work = dist.irecv(packed, message.source, group=edge.channel)
+            work = dist.irecv(packed, group_src=message.source, group=edge.channel)
         packed.record_stream(torch.cuda.current_stream(self._device))
         edge.receiving.append((work, decode(head, message.source, packed)))
 

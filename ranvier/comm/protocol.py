@@ -121,6 +121,10 @@ class Backend(Protocol):
     def group(self, purpose: str, partition: Sequence[Sequence[int]]) -> Group:
         """The group of `partition` (disjoint, covering all ranks, each rising) with this rank. Collective likewise."""
 
+    def subset(self, count: int) -> Backend | None:
+        """The first `count` ranks as a backend of their own, in which they have the same numbers; None on the others.
+        Collective likewise. Closing it frees all that was made of it, and ends nothing else."""
+
     def abort(self, code: int) -> None:
         """End all ranks now, as far as the backend can; called when this rank has failed."""
 

@@ -94,6 +94,10 @@ class _ThrottledBackend:
     def group(self, purpose: str, partition: Sequence[Sequence[int]]) -> Group:
         return _ThrottledGroup(self._inner.group(purpose, partition), self._links, self._pause, purpose)
 
+    def subset(self, count: int) -> Backend | None:
+        inner = self._inner.subset(count)
+        return inner and _ThrottledBackend(inner, self._links, self._pause)
+
     def abort(self, code: int) -> None:
         self._inner.abort(code)
 

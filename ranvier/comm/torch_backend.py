@@ -31,6 +31,7 @@ from ranvier.comm.collectives import (
     DIRECT_REDUCE_BYTES,
     CheckedGroup,
     Then,
+    check_subset,
     place_in,
     reduce_shares,
 )
@@ -63,22 +64,34 @@ class TorchBackend:
 
     name: Literal["torch"] = "torch"
 
-    def __init__(self, rank: int, size: int, store: Store, device: torch.device, timeout_seconds: float) -> None:
+    def __init__(self, rank: int, size: int, store: Store, device: torch.device, timeout_seconds: float, *,
+                 start: bool = True) -> None:
         self.rank, self.size, self._device = rank, size, device
         self._timeout = timedelta(seconds=timeout_seconds)
         self._kinds = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        self._owns = not dist.is_initialized()
-        if self._owns:
+        self._owns = start and not dist.is_initialized()
+        if not start:
+            pass  # it runs already
+        elif self._owns:
             dist.init_process_group(self._kinds, store=PrefixStore("ranvier", store), rank=rank, world_size=size,
                                     timeout=self._timeout)
         elif (dist.get_rank(), dist.get_world_size()) != (rank, size):
             raise LaunchError("is initialised with another rank or size", where=f"torch.distributed on rank {rank}",
                               value=(dist.get_rank(), dist.get_world_size()),
                               remedy=f"Initialise it as rank {rank} of {size}, or leave that to Ranvier.")
+        self._store, self._subsets = store, 0
         self._transports: list[GlooTransport] = []
         self._groups: list[TorchGroup] = []
         self._nccl_channels: list[ProcessGroup] = []
         self._closed = False
+
+    def subset(self, count: int) -> _TorchSubset | None:
+        check_subset(count, self.size)
+        self._subsets += 1
+        if self.rank >= count:
+            return None
+        store = PrefixStore(f"ranvier/subset/{self._subsets}", self._store.clone())
+        return _TorchSubset(self.rank, count, store, self._device, self._timeout.total_seconds())
 
     def transport(self, purpose: str) -> Transport:
         everyone = range(self.size)
@@ -105,10 +118,16 @@ class TorchBackend:
         try:
             return dist.new_group(list(members), timeout=timeout, backend=kinds)
         except RuntimeError as error:
-            raise TransportError(f"its ranks cannot be connected, one has gone or does not answer: {_cause(error)}",
-                                 where=f"group '{purpose}' of rank {self.rank}",
-                                 remedy="See which rank has stopped or is behind, and start again with --resume auto."
-                                 ) from error
+            raise self._no_answer(purpose, error) from error
+
+    def _no_answer(self, purpose: str, error: Exception) -> TransportError:
+        return TransportError(f"its ranks cannot be connected, one has gone or does not answer: {_cause(error)}",
+                              where=f"group '{purpose}' of rank {self.rank}",
+                              remedy="See which rank has stopped or is behind, and start again with --resume auto.")
+
+    def _disconnect(self, channel: ProcessGroup | None) -> None:
+        if channel is not None and dist.is_initialized():
+            dist.destroy_process_group(channel)
 
     def abort(self, code: int) -> None:
         """End this process at once; the others find their connections to it broken. Does not return."""
@@ -126,9 +145,9 @@ class TorchBackend:
         for transport in self._transports:
             transport.join(deadline)
         for part in (*self._groups, *self._transports):
-            part.destroy()
+            self._disconnect(part.take_channel())
         for channel in self._nccl_channels:
-            dist.destroy_process_group(channel)
+            self._disconnect(channel)
         if self._owns and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -170,7 +189,7 @@ class GlooTransport:
 
     def _hand_over(self, destination: int, part: Tensor) -> None:
         try:
-            work = dist.isend(part, destination, group=self._channel)
+            work = dist.isend(part, group_dst=destination, group=self._channel)
         except RuntimeError as error:
             raise self._fail(lost_peer(self.edges.purpose, destination, _cause(error))) from error
         self._handed += 1
@@ -196,14 +215,14 @@ class GlooTransport:
                 capacity = edges.sources[source]
                 if buffer is None or buffer.numel() != capacity:
                     buffer = torch.empty(capacity, dtype=torch.uint8)
-                dist.irecv(buffer, source, group=self._channel).wait()
+                dist.irecv(buffer, group_src=source, group=self._channel).wait()
                 if bytes(buffer[:len(_GOODBYE)].numpy()) == _GOODBYE:
                     return
                 total = total_bytes(buffer)
                 if total > capacity:
                     wire = torch.empty(total, dtype=torch.uint8)
                     wire[:capacity] = buffer
-                    dist.irecv(wire[capacity:], source, group=self._channel).wait()
+                    dist.irecv(wire[capacity:], group_src=source, group=self._channel).wait()
                     edges.sources[source] = total
                 elif total < capacity // 2:
                     wire = buffer[:total].clone()
@@ -273,10 +292,48 @@ class GlooTransport:
         for thread in (*self._receivers, *([self._reaper] if self._reaper else [])):
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def destroy(self) -> None:
-        if self._channel is not None and dist.is_initialized():
-            dist.destroy_process_group(self._channel)
-            self._channel = None
+    def take_channel(self) -> ProcessGroup | None:
+        """What is to be destroyed."""
+        channel, self._channel = self._channel, None
+        return channel
+
+
+class _TorchSubset(TorchBackend):
+    """Some of the ranks. torch's registry of groups takes every rank for each new one, and those outside are busy: so
+    groups are made of its parts, over a store of their own, without the registry."""
+
+    def __init__(self, rank: int, size: int, store: Store, device: torch.device, timeout_seconds: float) -> None:
+        self._made = 0
+        super().__init__(rank, size, store, device, timeout_seconds, start=False)
+
+    def _connected(self, purpose: str, members: Sequence[int], timeout: timedelta, kinds: str) -> ProcessGroup | None:
+        self._made += 1
+        if self.rank not in members:
+            return None
+        index = members.index(self.rank)
+        store = PrefixStore(f"{self._made}/{min(members)}", self._store)
+        group = ProcessGroup(store, index, len(members))
+        try:
+            if "gloo" in kinds:
+                gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), index, len(members), timeout)
+                gloo._set_sequence_number_for_group()
+                group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
+                group._set_default_backend(ProcessGroup.BackendType.GLOO)
+            if "nccl" in kinds:
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timeout
+                nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", store), index, len(members), options)
+                nccl._set_sequence_number_for_group()
+                group._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, nccl)
+                if "gloo" not in kinds:
+                    group._set_default_backend(ProcessGroup.BackendType.NCCL)
+        except RuntimeError as error:
+            raise self._no_answer(purpose, error) from error
+        return group
+
+    def _disconnect(self, channel: ProcessGroup | None) -> None:
+        if channel is not None:
+            channel.shutdown()
 
 
 class TorchWork:
@@ -334,7 +391,7 @@ class TorchGroup(CheckedGroup):
         return Then(work, lambda: reduce_shares(tensor, shares, op))
 
     def _reduce(self, tensor: Tensor, root: int) -> Work:
-        return self._start(dist.reduce, tensor, self.ranks[root])
+        return self._start(dist.reduce, tensor, group_dst=root)
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         if self._is_direct(tensor, _REPEATED_BYTES):
@@ -342,13 +399,13 @@ class TorchGroup(CheckedGroup):
         return self._start(_ALL_GATHER, output, tensor)
 
     def _broadcast(self, tensor: Tensor, root: int) -> Work:
-        return self._start(dist.broadcast, tensor, self.ranks[root])
+        return self._start(dist.broadcast, tensor, group_src=root)
 
     def _all_to_all(self, output: Tensor, tensor: Tensor, received: list[int], sent: list[int]) -> Work:
         return self._start(dist.all_to_all_single, output, tensor, received, sent)
 
-    def destroy(self) -> None:
+    def take_channel(self) -> ProcessGroup | None:
+        """What is to be destroyed; the group is closed."""
         self.close()
-        if self._channel is not None and dist.is_initialized():
-            dist.destroy_process_group(self._channel)
-            self._channel = None
+        channel, self._channel = self._channel, None
+        return channel

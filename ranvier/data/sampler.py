@@ -23,9 +23,8 @@ class Sampler:
     def global_batch(self, step: int, global_size: int, offset: int = 0) -> np.ndarray:
         """[global_size] int64: sequence numbers of step `step`, counted from 0. Epochs follow without a gap.
         offset: sequences that were taken beside those of earlier steps."""
-        place = np.arange(global_size, dtype=np.int64) + step * global_size + offset
-        epoch, within = np.divmod(place, self.num_sequences)
-        batch = np.empty_like(place)
+        epoch, within = self._place(step, global_size, offset)
+        batch = np.empty_like(within)
         needed = range(int(epoch[0]), int(epoch[-1]) + 1)
         self._orders = {number: self._orders[number] if number in self._orders else self._order(number)
                         for number in needed}
@@ -33,6 +32,14 @@ class Sampler:
             here = epoch == number
             batch[here] = order[within[here]]
         return batch
+
+    def epochs(self, step: int, global_size: int, offset: int = 0) -> np.ndarray:
+        """[global_size] int64: how often each sample of `global_batch` was taken before."""
+        return self._place(step, global_size, offset)[0]
+
+    def _place(self, step: int, global_size: int, offset: int) -> tuple[np.ndarray, np.ndarray]:
+        """Epoch, and place in its order, of each sample of a step."""
+        return np.divmod(np.arange(global_size, dtype=np.int64) + step * global_size + offset, self.num_sequences)
 
     def _order(self, epoch: int) -> np.ndarray:
         """A permutation of the sequence numbers: the order of their keyed hashes."""

@@ -9,7 +9,8 @@ targets, and how many those are. Blocks are built lazily, so that a rank builds 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from ranvier import keyed_random
 from ranvier.errors import ModelError
+from ranvier.layout import frozen_blocks
 
 State = Tensor | dict[str, Tensor]
 INITIAL_PIECE = 1 << 16
@@ -61,6 +63,24 @@ class Model:
     def build(self) -> nn.ModuleDict:
         """All blocks in one process, initialised by nothing but their builders: for references and exports."""
         return nn.ModuleDict({name.replace(".", "__"): build() for name, build in self.blocks.items()})
+
+
+def frozen_prefix(model: Model, num_layers: int) -> int:
+    """How many blocks are frozen with the first `num_layers` layers (see `ranvier.layout.frozen_blocks`). ModelError
+    where the model does not say what its layers are, or has fewer."""
+    if not 0 <= num_layers <= len(model.layers):
+        raise ModelError(f"is not a number of layers that the model has ({len(model.layers)})", where="frozen layers",
+                         value=num_layers, remedy="Freeze fewer layers, or declare them: Model(layers=...).")
+    return frozen_blocks(model.layers, list(model.blocks), num_layers)
+
+
+def freeze(model: Model, num_layers: int) -> Model:
+    """The same model with its first layers (see `frozen_prefix`) not to be trained."""
+    def build(whole: Callable[[], nn.Module]) -> nn.Module:
+        return whole().requires_grad_(False)
+
+    names = list(model.blocks)[:frozen_prefix(model, num_layers)]
+    return replace(model, blocks={**model.blocks, **{name: partial(build, model.blocks[name]) for name in names}})
 
 
 def as_model(model: Model | nn.Sequential | Sequence[nn.Module] | Mapping[str, nn.Module], loss: Loss | None) -> Model:

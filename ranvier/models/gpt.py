@@ -105,6 +105,18 @@ def gpt(config: Transformer, *, dtype: torch.dtype = torch.float32) -> Model:
                  tied=(("embedding.token.weight", "head.projection.weight"),))
 
 
+def model(config: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:
+    """`gpt`, whose only head is that of tokens."""
+    assert head == "tokens", head
+    return gpt(config, dtype=dtype)
+
+
+def sample(config: Transformer, head: str, count: int) -> tuple[Tensor, Tensor]:
+    """ids_BS and targets_BS of `count` sequences."""
+    ids_BS = torch.zeros(count, config.sequence, dtype=torch.int64)
+    return ids_BS, ids_BS
+
+
 def problems(config: Transformer) -> list[ConfigError]:
     """Everything in `config` that no GPT can have."""
     found = []

@@ -382,9 +382,13 @@ class Gradients:
         if factor != 1.0:
             self.flat.mul_(factor)
 
-    def squared_norm(self, chunk: Chunk) -> Tensor:
-        """Sum of squares of what this rank has the sums of in `chunk`, fp64, zero-dimensional."""
+    def squared_norm(self, chunk: Chunk, within: tuple[int, int] | None = None) -> Tensor:
+        """Sum of squares of what this rank has the sums of in `chunk` (of it `within` a part of all gradients), fp64,
+        zero-dimensional."""
         start, stop = self.share_of(chunk)
+        if within is not None:
+            start = max(start, within[0])
+            stop = max(start, min(stop, within[1]))
         return torch.linalg.vector_norm(self.of(chunk, start, stop), dtype=torch.promote_types(
             torch.float32, self.flat.dtype)).double() ** 2
 

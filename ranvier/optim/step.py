@@ -110,6 +110,8 @@ class Updater:
         self.learning_rate = 0.0
         self._step = 0
         self._squared, self._began = torch.zeros(()), False
+        self._by_block: Tensor | None = None
+        self._by_block_factor = 0.0
 
     @property
     def in_backward(self) -> bool:
@@ -126,6 +128,8 @@ class Updater:
     def begin(self, step: int, *, updates: bool) -> None:
         """A new batch, as step `step` (from 1). updates: whether `finish` follows, rather than `average`."""
         self._step, self._squared, self._began = step, torch.zeros(()), False
+        if self._by_block is not None:
+            self._by_block.zero_()
         self.gradients.begin(scatter=updates and self.flat is not None and self.flat.sharded)
         if self.in_backward:
             self.flat.prefetch()
@@ -251,13 +255,29 @@ class Updater:
         """Add what this rank knows of a chunk to the norm; of members that know the same, the first adds it."""
         if chunk.counts and (self.gradients.scattered or chunk.group.index == 0):
             self._squared = self._squared + self.gradients.squared_norm(chunk)
+            if self._by_block is not None:
+                self._count_blocks(chunk)
+
+    def watch_blocks(self, num_blocks: int) -> None:
+        """Sum up gradients by block from here on; 0 for no more."""
+        self._by_block = torch.zeros(num_blocks, dtype=torch.float64) if num_blocks else None
+
+    def squared_by_block(self) -> Tensor:
+        """[blocks] fp64: what this rank knows of the squared norms of each block's gradient of the mean loss."""
+        assert self._by_block is not None, "nobody watches blocks"
+        return self._by_block * self._by_block_factor ** 2
+
+    def _count_blocks(self, chunk: Chunk) -> None:
+        for spec in chunk.specs:
+            norm = self.gradients.squared_norm(chunk, self.gradients.places[spec.parameter])
+            self._by_block[min(spec.blocks)] += norm.cpu()
 
     def _update_chunk(self, chunk: Chunk, factor: float) -> None:
         for _ in self.flat.update(chunk, factor):
             self._progress()
 
     def _verdict(self, weight: float) -> Verdict:
-        factor = self._factor(weight)
+        factor = self._by_block_factor = self._factor(weight)
         norm = torch.zeros(1, dtype=torch.float64, device=self._device)  # on the device: nobody waits for it here
         norm += self._squared * factor**2
         return Verdict(squared_norm=norm, work=self._ranks.all_reduce(norm), factor=factor, steps=weight != 0.0)

@@ -32,7 +32,7 @@ from ranvier.comm.message import Kind, Message
 from ranvier.comm.protocol import Group, Transport, Work
 from ranvier.errors import ConfigError, ModelError
 from ranvier.mesh import Mesh
-from ranvier.models.block import Loss, Model, State, as_model, named
+from ranvier.models.block import Loss, Model, State, as_model, freeze, frozen_prefix, named
 from ranvier.optim.gradients import GradientSpec
 from ranvier.optim.groups import problems as group_problems
 from ranvier.optim.guard import BadSteps, guard_problems, looks_before_update
@@ -91,6 +91,8 @@ class Engine:
         tensor: how blocks are split over the row x col ranks of a stage, which must be written with the layers of
             `ranvier.tensor`.
         dtype: of parameters and activations. float16 scales the loss, and skips steps whose gradients overflow.
+        frozen: layers that are not trained, from the first on, with whatever comes before them. frozen_dropout: whether
+            they drop out as others do, or compute as in evaluation.
         sample: a microbatch of the usual shape; on several rows a row's share of one.
         guard: when a step is bad, so that nothing is updated from it (`BatchResult.bad`); all its modes but none are
             alike here. None applies every step.
@@ -107,7 +109,8 @@ class Engine:
                  defer_bytes: int | Literal["auto"] = "auto", seed: int = 0, dtype: torch.dtype = torch.float32,
                  nominal_weight: float = 1.0, timeout_seconds: float = 300.0, optim: Optim | None = None,
                  learning_rate: float = 1e-3, checkpoint: Checkpoint = "none", sample: Microbatch | None = None,
-                 tensor: TensorParallel | None = None, guard: Guard | None = None, check_order: bool = False) -> None:
+                 tensor: TensorParallel | None = None, guard: Guard | None = None, frozen: int = 0,
+                 frozen_dropout: bool = True, check_order: bool = False) -> None:
         mesh = mesh or world.mesh or Mesh(data=world.size)
         if mesh.size != world.size:
             raise ConfigError(f"has {mesh.size} ranks, but {world.size} were started", where="mesh", value=str(mesh),
@@ -126,7 +129,11 @@ class Engine:
         self._replicas: Replicas | None = None
         self.timeline = Timeline()
 
-        model, tensor = as_model(model, loss), tensor or TensorParallel()
+        model, tensor = freeze(as_model(model, loss), frozen), tensor or TensorParallel()
+        self.layers, self.frozen = model.layers, frozen
+        self.block_names = list(model.blocks)
+        self.frozen_blocks = frozen_prefix(model, frozen)
+        still = range(0 if frozen_dropout else self.frozen_blocks)
         for problem in tensor_problems(mesh, tensor):
             raise problem
         self.stages, self.layout = cut(model, mesh, boundaries=boundaries, how=partition, sample=sample, dtype=dtype,
@@ -159,8 +166,9 @@ class Engine:
         if self._updater.in_backward:  # a product that waits would hold its block's gradients
             self.defer_bytes, self._auto_defer = 0, False
         gradients = self._updater.gradients
-        self._stage = Stage(blocks, loss=model.loss if self.is_last_stage else None, seed=seed, device=world.device,
-                            progress=self._progress, block_passed=gradients.block_passed, segments=segments,
+        self._stage = Stage(blocks, still=still, loss=model.loss if self.is_last_stage else None, seed=seed,
+                            device=world.device, progress=self._progress, block_passed=gradients.block_passed,
+                            segments=segments,
                             weight_gradients=WeightGradients(gradients.chunk_of, gradients.queued, gradients.added))
 
     # ------------------------------------------------------------------ what a rank is
@@ -347,6 +355,41 @@ class Engine:
         self._board.doing = _OUTSIDE
         return cause
 
+    def frozen_stage_blocks(self) -> list[tuple[int, str, nn.Module]]:
+        """The blocks of the frozen prefix that this rank's stage has: (number in the model, name, module)."""
+        return [block for block in self._stage.blocks if block[0] < self.frozen_blocks]
+
+    def use_cache(self, forward: Callable[[Tensor, State, Callable], State] | None, num_blocks: int) -> None:
+        """On the first stage: have its first `num_blocks` blocks, which are frozen, computed by `forward(samples,
+        inputs, compute)` in training (see `ranvier.elastic.auto_cache.AutoCache.forward`); None: by themselves."""
+        self._stage.use_cache(forward, num_blocks)
+
+    @property
+    def cached_blocks(self) -> int:
+        """Blocks of this rank whose outputs come from a cache."""
+        return self._stage.cached_blocks
+
+    def agree(self, mine: bool) -> bool:
+        """Whether `mine` is true on all ranks of this stage of this replica; they all call it."""
+        if self._tensor_mesh is None:
+            return mine
+        least = torch.tensor([int(mine)], dtype=torch.int32)
+        for group in (self._tensor_mesh.over_cols, self._tensor_mesh.over_rows):
+            group.all_reduce(least, "min").wait()
+        return bool(least)
+
+    def watch_layers(self, watch: bool = True) -> None:
+        """Have the steps from here on sum up each layer's gradient, for `layer_gradient_norms`."""
+        self._updater.watch_blocks(self.layout.num_blocks if watch else 0)
+
+    def layer_gradient_norms(self) -> tuple[float, ...]:
+        """L2 norm of each layer's gradient of the mean loss in the last step, before clipping; 0.0 for a frozen one.
+        Collective, and the same on every rank. Of a tied parameter the block of its first end has it."""
+        squared = self._updater.squared_by_block()
+        self._all.all_reduce(squared).wait()
+        names = self.block_names
+        return tuple(float(sum(squared[names.index(block)] for block in layer)) ** 0.5 for layer in self.layers)
+
     def compare_replicas(self) -> None:
         """Compare, bit by bit, the parameters that several ranks hold alike; collective. RanvierError on every rank,
         with the odd ones out, where they differ."""
@@ -356,9 +399,15 @@ class Engine:
         self._replicas.compare(self._parameters)
         self._board.doing = _OUTSIDE
 
-    def evaluate(self, microbatches: Sequence[Microbatch | tuple]) -> BatchResult:
-        """Forward only: loss and weight over the global batch, without dropout."""
-        self._run(microbatches, training=False)
+    def evaluate(self, microbatches: Sequence[Microbatch | tuple],
+                 observe: Callable[[int, State], None] | None = None) -> BatchResult:
+        """Forward only: loss and weight over the global batch, without dropout. observe: called on the ranks of the
+        last stage with each microbatch's number and what the last block has returned for it."""
+        self._stage.observe = observe
+        try:
+            self._run(microbatches, training=False)
+        finally:
+            self._stage.observe = None
         return BatchResult(self._stats, self._stats_work, None)
 
     def predict(self, microbatches: Sequence[Microbatch | tuple]) -> list[State] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 
 import torch
@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ranvier.errors import ConfigError, ModelError
 from ranvier.models.block import Model, State, named
+from ranvier.pipeline.cut import cut
 
 FLOPS_PER_BYTE = {"cpu": 4.0, "cuda": 250.0}
 """Operations that a core, or a GPU, does in the time in which it writes one byte: nominal, for the cut only."""
@@ -193,30 +194,14 @@ def loss_parts(result: object) -> tuple[Tensor, Tensor | float | int]:
 def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     """First block of each stage after the first, such that the dearest stage is as cheap as any cut allows.
 
-    Exact, by dynamic programming over (stage, first block); ties go to the cut with fewer blocks in later stages.
-    Every stage gets at least one block. ConfigError when there are more stages than blocks.
+    As `cut`, with the sum of its blocks' costs for a stage. ConfigError when there are more stages than blocks.
     """
     num_blocks = len(costs)
     if num_stages > num_blocks:
         raise ConfigError(f"is more than the model's {num_blocks} blocks", where="mesh.pipe", value=num_stages,
                           remedy=f"Set --mesh.pipe {num_blocks} or less, or use a deeper model.")
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    # best[first] = (dearest stage, cuts) of blocks first.. in the stages considered so far, from the back
-    best: list[tuple[float, tuple[int, ...]] | None] = [(sums[-1] - sums[first], ()) for first in range(num_blocks)]
-    for stages in range(2, num_stages + 1):
-        longer: list[tuple[float, tuple[int, ...]] | None] = [None] * num_blocks
-        for first in range(num_blocks - stages + 1):
-            for cut in range(first + 1, num_blocks - stages + 2):
-                rest = best[cut]
-                if rest is not None:
-                    dearest = max(sums[cut] - sums[first], rest[0])
-                    if longer[first] is None or dearest <= longer[first][0]:
-                        longer[first] = dearest, (cut, *rest[1])
-        best = longer
-    assert best[0] is not None
-    return best[0][1]
+    sums = list(accumulate(costs, initial=0.0))
+    return cut(num_blocks, num_stages, lambda stage, start, stop: sums[stop] - sums[start])
 
 
 def uniform(num_blocks: int, num_stages: int) -> tuple[int, ...]:

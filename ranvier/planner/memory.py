@@ -30,6 +30,7 @@ from torch import nn
 from ranvier import keyed_random, precision
 from ranvier.errors import ConfigError
 from ranvier.layout import Layout
+from ranvier.models import families
 from ranvier.models.block import Model
 from ranvier.optim.buckets import buckets_of
 from ranvier.optim.gradients import Gradients
@@ -162,8 +163,7 @@ def _tensor_mesh(run: Run, model: Model, stages: StageTable, layout: Layout) -> 
     mesh = meta_mesh(run.mesh, run.tensor)
     part, found, kept_again = split_model(model, mesh), {}, {}
     with torch.device("meta"):
-        state = torch.zeros(run.batch.microbatch_size // run.mesh.row, run.model.sequence, dtype=torch.int64)
-    targets = state
+        state, targets = families.sample_of(run, run.batch.microbatch_size // run.mesh.row)
     for row in stages.rows:
         largest: dict[object, int] = {}
         blocks, costs = layout.blocks(row.stage), stages.costs

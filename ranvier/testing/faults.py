@@ -249,6 +249,10 @@ class _FaultyBackend:
     def group(self, purpose: str, partition: Sequence[Sequence[int]]) -> Group:
         return _FaultyGroup(self._inner.group(purpose, partition), self._plan)
 
+    def subset(self, count: int) -> Backend | None:
+        inner = self._inner.subset(count)
+        return inner and _FaultyBackend(inner, self._plan)
+
     def abort(self, code: int) -> None:
         self._inner.abort(code)
 

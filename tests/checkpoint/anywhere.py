@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ranvier.checkpoint.manifest import MANIFEST, Manifest, encode
 from ranvier.checkpoint.saved import Saved
+from ranvier.data.lm import Sequences
 from ranvier.data.loader import Loader
 from ranvier.data.sampler import Sampler
 from ranvier.data.tokens import About, Tokens
@@ -26,6 +27,7 @@ SEED = 3
 _NUMBERS = np.random.default_rng(0).integers(0, CONFIG.vocab, 1 + 64 * CONFIG.sequence)
 TOKENS = Tokens(Path("made-up"), About(dtype="uint16", count=len(_NUMBERS), vocab=CONFIG.vocab, tokenizer="", corpus="",
                                        digest=""), _NUMBERS)
+SAMPLES = Sequences(TOKENS, CONFIG.sequence)
 
 
 def engine_on(world, mesh: Mesh, *, dtype=torch.float32, scheme: str = "stationary", model=None, optim=None,
@@ -40,9 +42,9 @@ def engine_on(world, mesh: Mesh, *, dtype=torch.float32, scheme: str = "stationa
 def train(engine: Engine, steps: int) -> list[float]:
     """`steps` more steps, on the batches that belong to them; their losses."""
     mesh, at = engine.mesh, engine.coordinates
-    loader = Loader(TOKENS, Sampler(TOKENS.num_sequences(CONFIG.sequence), SEED), sequence=CONFIG.sequence,
-                    global_size=GLOBAL_SIZE, microbatch_size=2, replica=at.data, num_replicas=mesh.data, row=at.row,
-                    num_rows=mesh.row, needs_inputs=engine.is_first_stage, needs_targets=engine.is_last_stage)
+    loader = Loader(SAMPLES, Sampler(len(SAMPLES), SEED), global_size=GLOBAL_SIZE, microbatch_size=2,
+                    replica=at.data, num_replicas=mesh.data, row=at.row, num_rows=mesh.row,
+                    needs_inputs=engine.is_first_stage, needs_targets=engine.is_last_stage)
     return [engine.train_batch(loader.microbatches(engine.steps)).loss for _ in range(steps)]
 
 

@@ -51,8 +51,8 @@ def silent(line):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("config", [SMALL, Transformer(num_layers=1, hidden=8, heads=1, vocab=11, sequence=5, dropout=0.2)],
-                         ids=["small", "tiny"])
+@pytest.mark.parametrize("config", [
+    SMALL, Transformer(num_layers=1, hidden=8, heads=1, vocab=11, sequence=5, dropout=0.2)], ids=["small", "tiny"])
 def test_there_and_back_to_the_bit(tmp_path, capsys, dtype, config):
     tensors = parameters(config, dtype)
     model = write_model(tmp_path / "model", tensors, config)

@@ -19,6 +19,39 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int
           torch.int8, torch.uint8, torch.bool)
 
 
+def a_subset_is_a_world_of_its_own(world: World) -> None:
+    """Made again and again, of all numbers of ranks, while the whole goes on."""
+    backend, rank = world.backend, world.rank
+    whole = backend.group("whole", [range(world.size)])
+    for count in (world.size, 1, world.size - 1, world.size):
+        part = backend.subset(count)
+        assert (part is None) == (rank >= count)
+        if part is not None:
+            assert (part.rank, part.size, part.name) == (rank, count, backend.name)
+            group, alone = part.group("all", [range(count)]), part.group("alone", [[each] for each in range(count)])
+            transport, others = part.transport("edges"), [other for other in range(count) if other != rank]
+            transport.connect(others, others, 256)
+            for other in others:
+                transport.send(other, message(rank, random(rank, torch.float32, 1000)))
+            for _ in others:
+                arrived = receive(transport)
+                same(arrived.tensors["t0"], random(arrived.source, torch.float32, 1000))
+            total = torch.ones(3)
+            group.all_reduce(total).wait()
+            same(total, torch.full((3,), float(count)))
+            value = torch.full((2,), float(rank))
+            group.broadcast(value, root=count - 1).wait()
+            same(value, torch.full((2,), float(count - 1)))
+            assert alone.gather_objects(rank) == [rank]
+            pairs = part.group("pairs", [[0], list(range(1, count))] if count > 1 else [[0]])
+            assert pairs.gather_objects(rank) == list(pairs.ranks)
+            part.close()
+        assert whole.gather_objects(rank) == list(range(world.size))
+    for wrong in (0, world.size + 1):
+        with pytest.raises(TransportError, match=f"must be one to all of the {world.size} ranks"):
+            backend.subset(wrong)
+
+
 def run_cases(world: World, names: Sequence[str]) -> int:
     """Run these cases one after another; names the one that fails."""
     for name in names:
@@ -491,4 +524,4 @@ MESSAGES = ("edges_are_fifo", "whichever_arrives_first", "all_kinds_of_tensors",
 COLLECTIVES = ("collectives_agree_with_plain_sums", "zero_dim_tensors_reduce", "half_sums_accumulate_in_fp32",
                "results_are_the_same_to_the_bit", "uneven_all_to_all", "many_under_way_at_once",
                "collectives_return_at_once", "work_may_be_forgotten", "volumes_are_counted", "objects_and_barriers",
-               "wrong_tensors_are_named")
+               "wrong_tensors_are_named", "a_subset_is_a_world_of_its_own")

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ranvier.data.lm import Sequences
 from ranvier.data.loader import Loader
 from ranvier.data.sampler import Sampler, microbatches, share
 from ranvier.data.tokens import open_tokens, write_tokens
@@ -76,8 +77,8 @@ def tokens(tmp_path_factory):
 
 
 def loader(tokens, **settings):
-    settings = dict(sequence=8, global_size=10, microbatch_size=2) | settings
-    return Loader(tokens, Sampler(tokens.num_sequences(8), 5), **settings)
+    settings = dict(global_size=10, microbatch_size=2) | settings
+    return Loader(Sequences(tokens, 8), Sampler(tokens.num_sequences(8), 5), **settings)
 
 
 def test_targets_are_the_inputs_shifted_by_one(tokens):

@@ -125,10 +125,10 @@ def test_prepared_once_then_taken_from_the_cache(tmp_path):
     assert first.fingerprint == second.fingerprint
     assert first.tokenizer.vocab == 400
     text = (tmp_path / "text.py").read_text()
-    whole = first.tokenizer.decode(first.train.head(len(first.train) - 1) + first.eval.head(len(first.eval) - 1))
-    assert whole == text
-    assert 0.04 < len(first.eval) / (len(first.train) + len(first.eval)) < 0.06
-    assert first.train.head(len(first.train))[-1] == first.tokenizer.end
+    train, held = (part.tokens.head(len(part.tokens)) for part in (first.train, first.eval))
+    assert first.tokenizer.decode(train[:-1] + held[:-1]) == text
+    assert 0.04 < len(held) / (len(train) + len(held)) < 0.06
+    assert train[-1] == first.tokenizer.end
 
 
 @pytest.mark.parametrize("other", [dict(max_bytes=50_000), dict(model={"vocab": 300})])
@@ -148,7 +148,7 @@ def test_the_fingerprint_is_that_of_the_text_not_of_the_file(tmp_path):
     os.utime(elsewhere / "text.py", (1, 1))
     second = prepare(run(elsewhere))
     assert second.fingerprint == first.fingerprint
-    assert second.train.path != first.train.path
+    assert second.train.tokens.path != first.train.tokens.path
 
 
 def test_a_changed_text_is_read_again(tmp_path):
@@ -161,7 +161,8 @@ PREPARE = """
 import sys
 from ranvier.data.prepare import prepare
 from ranvier.run import Transformer, Data, Run
-prepared = prepare(Run(model=Transformer(vocab=400, sequence=16), data=Data(corpus=sys.argv[1], cache_dir=sys.argv[2])), print)
+run = Run(model=Transformer(vocab=400, sequence=16), data=Data(corpus=sys.argv[1], cache_dir=sys.argv[2]))
+prepared = prepare(run, print)
 print("fingerprint", prepared.fingerprint, len(prepared.train))
 """
 

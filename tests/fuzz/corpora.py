@@ -102,7 +102,7 @@ def single_files(folder: Path, count: int) -> int:
         run = Run(model=Transformer(vocab=vocab, sequence=8), data=Data(corpus=str(folder / "a.txt"),
                                                                 cache_dir=folder / "cache"))
         prepared = prepare(run)
-        train, held = (part.head(len(part)) for part in (prepared.train, prepared.eval))
+        train, held = (part.tokens.head(len(part.tokens)) for part in (prepared.train, prepared.eval))
         assert expected is not None
         assert prepared.tokenizer.decode(train[:-1]) + prepared.tokenizer.decode(held[:-1]) == expected
 

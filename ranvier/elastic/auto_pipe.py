@@ -1,0 +1,384 @@
+"""How many stages and replicas there should be, and where the model is cut, when some of its layers are frozen.
+
+Two modes. The paper's (PipeTransformer, He et al., 2021, sections 3.2 and 3.3): blocks are dealt out by size, greedily,
+and the pipeline is halved while its largest stage stays within what the largest was at the start. And the exact one:
+every divisor of the ranks is a candidate, each cut exactly by time among the cuts that fit the memory, and predicted
+with the engine's own schedule. We deviate because sizes are not times, because the paper's criterion leaves out
+activations, and because an exact cut costs milliseconds. The greedy mode is the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from math import inf
+from statistics import pvariance
+
+from ranvier.elastic.microbatch_profile import microbatch_counts
+from ranvier.pipeline.cut import cut
+from ranvier.pipeline.policies import MessageDriven, auto_in_flight
+from ranvier.pipeline.schedule import Policy
+from ranvier.planner.simulator import StageTimes, simulate
+
+FROZEN_FACTOR = 1 / 6
+"""The paper's lambda: what a frozen block weighs, as a share of one that trains."""
+_MOST_SIMULATED = 50_000
+"""Microbatches on stages after which a cut is improved no further: about a second."""
+
+
+# ---------------------------------------------------------------------- the paper's mode
+
+def greedy(sizes: Sequence[float], devices: int, frozen: int = 0, factor: float = FROZEN_FACTOR) -> tuple[int, ...]:
+    """Blocks per device by the paper's rule (Algorithm 1, load balancing).
+
+    sizes: each block's parameters, in millions (the rule adds a size to a variance, so it depends on the unit). The
+    first `frozen` blocks weigh `factor` of their size and stay on device 0. Device k of K then takes blocks while
+
+        load + size < remaining / (K - k) + variance / (K - k)
+
+    with the sum and the population variance of the sizes that were left when its turn came; the last device takes what
+    is left. The paper does not say what happens where that leaves a device without blocks; here each gets one.
+    """
+    assert 1 <= devices <= len(sizes) and 0 <= frozen <= len(sizes)
+    weights = _weights(sizes, frozen, factor)
+    counts: list[int] = []
+    start = 0
+    for device in range(devices - 1):
+        left = devices - device
+        most = (sum(weights[start:]) + pvariance(weights[start:])) / left
+        last = len(weights) - left + 1  # one block stays for each device behind
+        stop = min(max(frozen if device == 0 else 0, start + 1), last)
+        load = sum(weights[start:stop])
+        while stop < last and load + weights[stop] < most:
+            load += weights[stop]
+            stop += 1
+        counts.append(stop - start)
+        start = stop
+    return (*counts, len(weights) - start)
+
+
+def stage_sizes(sizes: Sequence[float], counts: Sequence[int], frozen: int = 0,
+                factor: float = FROZEN_FACTOR) -> tuple[float, ...]:
+    """What each device's blocks weigh together, with `counts` blocks per device."""
+    weights, edges = _weights(sizes, frozen, factor), accumulate(counts, initial=0)
+    return tuple(sum(weights[start:stop]) for start, stop in pairwise(edges))
+
+
+def compress(sizes: Sequence[float], devices: int, frozen: int, first_largest: float) -> int:
+    """The paper's pipeline length: half of `devices`, again and again, while the largest stage after halving is no
+    larger than `first_largest`, the largest stage when training began."""
+    while devices % 2 == 0 and max(stage_sizes(sizes, greedy(sizes, devices // 2, frozen), frozen)) <= first_largest:
+        devices //= 2
+    return devices
+
+
+def _weights(sizes: Sequence[float], frozen: int, factor: float) -> list[float]:
+    return [size * factor if block < frozen else size for block, size in enumerate(sizes)]
+
+
+# ---------------------------------------------------------------------- the exact mode
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A stage that might be, for whoever knows what it needs: blocks start .. stop - 1 on stage `stage` of `pipe`."""
+
+    data: int
+    pipe: int
+    stage: int
+    start: int
+    stop: int
+    num_microbatches: int
+    microbatch_size: int
+    """Samples of the largest microbatch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """What the choice of a mesh depends on. Per-block tuples are in the model's order; times are of one sample on one
+    rank that computes alone; with row x col > 1, a rank's share of a sample."""
+
+    data: int
+    """Replicas when the run started."""
+    pipe: int
+    """Stages when the run started; data x pipe ranks are there."""
+    global_batch: int
+    """Samples of one step when the run started."""
+    forward_seconds: tuple[float, ...]
+    backward_seconds: tuple[float, ...]
+    """With recomputation, where there is any; of blocks that train."""
+    output_bytes: tuple[int, ...]
+    """What leaves each block, per sample."""
+    gradient_bytes: tuple[int, ...]
+    """What each block's gradients send when replicas average them."""
+    update_seconds: tuple[float, ...] | None = None
+    """Of each block's optimizer step; None leaves it out."""
+    call_seconds: float = 0.0
+    """What a block's forward or backward takes beside its samples' time: this is what makes small microbatches dear."""
+    weight_share: float = 0.5
+    """The part of a backward that the schedule may postpone: the weights' gradients."""
+    frozen: int = 0
+    """Blocks that do not train: a prefix, which has no backward."""
+    cached: int = 0
+    """Blocks whose output is read from the cache: a part of the frozen prefix, on the first stage."""
+    read_seconds: float = 0.0
+    """To read one sample from the cache."""
+    memory_bytes: Callable[[Place], int] | None = None
+    """What a rank of a stage needs; None takes no account of memory."""
+    limit_bytes: int | None = None
+    """What a rank may need."""
+    cores: float | None = None
+    """Cores that all these ranks share, in units of what one rank computes with; None gives each its own."""
+    bandwidth: float = inf
+    """Bytes per second between two ranks."""
+    latency_seconds: float = 0.0
+    """Of one message."""
+    auto_pipe: bool = True
+    """Whether the number of stages may change."""
+    auto_dp: bool = True
+    """Whether ranks that leave the pipeline become replicas; otherwise they idle."""
+    grows: bool = False
+    """Whether the global batch grows with the replicas (the paper) or is kept."""
+    microbatches: tuple[int, ...] = ()
+    """Counts per replica to choose from; () takes those of `microbatch_counts`."""
+    policy: Policy | None = None
+    """As pipeline.policy; None is message-driven."""
+    in_flight: int | None = None
+    """As pipeline.in-flight; None is auto."""
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.forward_seconds), len(self.backward_seconds), len(self.output_bytes),
+                   len(self.gradient_bytes), len(self.update_seconds or self.forward_seconds)}
+        assert lengths == {self.num_blocks} and 0 <= self.cached <= self.frozen <= self.num_blocks
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.forward_seconds)
+
+    def meshes(self) -> list[tuple[int, int]]:
+        """(data, pipe) of every candidate, most stages first."""
+        if not self.auto_pipe:
+            return [(self.data, self.pipe)]
+        ranks = self.data * self.pipe if self.auto_dp else self.pipe
+        pipes = [pipe for pipe in range(ranks, 0, -1) if ranks % pipe == 0]
+        return [(ranks // pipe if self.auto_dp else self.data, pipe) for pipe in pipes]
+
+    def step_samples(self, data: int) -> int:
+        """Samples of one step with so many replicas."""
+        return -(-self.global_batch // self.data) * data if self.grows else self.global_batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One candidate: where it stands in time, or why it was dropped."""
+
+    data: int
+    pipe: int
+    samples: int
+    """Samples of one step, over all replicas."""
+    boundaries: tuple[int, ...] = ()
+    """First block of each stage after the first."""
+    microbatches: int = 0
+    """Per replica."""
+    seconds: float | None = None
+    """Predicted, of one step; None where the candidate was dropped."""
+    reason: str
+    """What decides its time, or why it cannot be."""
+
+    @property
+    def fits(self) -> bool:
+        return self.seconds is not None
+
+    @property
+    def seconds_per_sample(self) -> float:
+        """What candidates are ranked by; infinite for dropped ones."""
+        return inf if self.seconds is None else self.seconds / self.samples
+
+    def __str__(self) -> str:
+        mesh = f"pipe {self.pipe} x data {self.data}"
+        if self.seconds is None:
+            return f"{mesh}: dropped: {self.reason}"
+        count = "1 microbatch" if self.microbatches == 1 else f"{self.microbatches} microbatches"
+        return f"{mesh}: {self.seconds:.3g} s a step with {count}; {self.reason}"
+
+
+def choices(situation: Situation) -> list[Choice]:
+    """Every candidate once, each with its best cut and number of microbatches: fastest per sample first, then the
+    dropped ones. Of equally fast ones that with more stages comes first, which needs less memory.
+
+    Simulations take about 20 us for each stage and microbatch: in all 0.2 s for 8 ranks and 27 blocks, 1 s for 16 ranks
+    and 17 s for 64 with 98 blocks.
+    """
+    found = [_best(situation, data, pipe) for data, pipe in situation.meshes()]
+    return sorted(found, key=lambda choice: (not choice.fits, _rounded(choice.seconds_per_sample), -choice.pipe))
+
+
+def _best(situation: Situation, data: int, pipe: int) -> Choice:
+    samples = situation.step_samples(data)
+    none = Choice(data=data, pipe=pipe, samples=samples, reason="")
+    if data > samples:
+        return replace(none, reason=f"{data} replicas are more than the {samples} samples of a step")
+    most = situation.num_blocks - max(situation.cached, 1) + 1
+    if pipe > most:
+        behind = f", {situation.cached} of them cached on the first stage" if situation.cached > 1 else ""
+        return replace(none, reason=f"{pipe} stages are more than {situation.num_blocks} blocks can make{behind}")
+    share = -(-samples // data)
+    counts = situation.microbatches or microbatch_counts(pipe, share)
+    candidates = [_Candidate(situation, data, pipe, share, min(count, share)) for count in counts]
+    best, candidate = min(((candidate.choice(), candidate) for candidate in candidates), key=lambda pair: (
+        _rounded(pair[0].seconds_per_sample), pair[0].microbatches * (1 if pair[0].fits else -1)))
+    return candidate.improved(best) if best.fits else best
+
+
+def _rounded(seconds: float) -> float:
+    """To nine digits, so that the order of additions decides nothing."""
+    return float(f"{seconds:.9g}")
+
+
+class _Candidate:
+    """One mesh with one number of microbatches."""
+
+    def __init__(self, situation: Situation, data: int, pipe: int, share: int, count: int) -> None:
+        self.situation, self.data, self.pipe = situation, data, pipe
+        self.size = -(-share // count)
+        self.count = -(-share // self.size)  # the last one may be smaller, and there may be fewer than asked for
+        self.last_size = share - (self.count - 1) * self.size
+        self.times = self._block_times(self.size)
+        self.sums = list(accumulate((sum(times) for times in self.times), initial=0.0))
+
+    def choice(self) -> Choice:
+        """The cut with the cheapest dearest stage among those that fit, and its time."""
+        boundaries = cut(self.situation.num_blocks, self.pipe, self._cost)
+        too_much = self._too_much(boundaries)
+        if too_much is not None:
+            lean = cut(self.situation.num_blocks, self.pipe, lambda *stage: inf if self._excess(*stage) > 0
+                       else self._cost(*stage))
+            if self._too_much(lean) is not None:
+                return self._chosen(boundaries, None, too_much)
+            boundaries = lean
+        return self._chosen(boundaries, *self._predict(boundaries))
+
+    def improved(self, choice: Choice) -> Choice:
+        """`choice`, with boundaries moved by one block as long as that makes the predicted step shorter.
+
+        The dearest stage is what counts with many microbatches. With few of them, with message times, or with stages
+        that have no backward, another cut may be better: over 60 random chains of 6 to 10 blocks on 2 to 4 stages by up
+        to 13 % (1f1b 5 %, gpipe 25 %); what this returns was at most 1 % (1f1b 0 %, gpipe 19 %) from the best of all.
+        """
+        left = _MOST_SIMULATED
+        while left > 0:
+            near = [_moved(choice.boundaries, index, by) for index in range(self.pipe - 1) for by in (-1, 1)]
+            found = [self._chosen(boundaries, *self._predict(boundaries)) for boundaries in near
+                     if all(start < stop for _, start, stop in self._stages(boundaries))
+                     and boundaries[0] >= self.situation.cached and self._too_much(boundaries) is None]
+            left -= len(near) * self.pipe * self.count
+            best = min(found, key=lambda other: other.seconds_per_sample, default=choice)
+            if _rounded(best.seconds_per_sample) >= _rounded(choice.seconds_per_sample):
+                return choice
+            choice = best
+        return choice
+
+    def _chosen(self, boundaries: tuple[int, ...], seconds: float | None, reason: str) -> Choice:
+        return Choice(data=self.data, pipe=self.pipe, samples=self.situation.step_samples(self.data),
+                      boundaries=boundaries, microbatches=self.count, seconds=seconds, reason=reason)
+
+    def _block_times(self, size: int) -> list[tuple[float, float]]:
+        """(forward, backward) of each block for a microbatch of `size` samples."""
+        given, times = self.situation, []
+        for block in range(given.num_blocks):
+            if block < given.cached:
+                times.append((given.read_seconds * size if block == 0 else 0.0, 0.0))
+                continue
+            forward = given.forward_seconds[block] * size + given.call_seconds
+            backward = given.backward_seconds[block] * size + given.call_seconds
+            times.append((forward, backward if block >= given.frozen else 0.0))
+        return times
+
+    def _cost(self, stage: int, start: int, stop: int) -> float:
+        return inf if stage == 0 and stop < self.situation.cached else self.sums[stop] - self.sums[start]
+
+    def _stages(self, boundaries: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
+        """(stage, start, stop) of each."""
+        for stage, (start, stop) in enumerate(pairwise((0, *boundaries, self.situation.num_blocks))):
+            yield stage, start, stop
+
+    def _needs(self, stage: int, start: int, stop: int) -> int:
+        assert self.situation.memory_bytes is not None
+        return self.situation.memory_bytes(Place(
+            data=self.data, pipe=self.pipe, stage=stage, start=start, stop=stop, num_microbatches=self.count,
+            microbatch_size=self.size))
+
+    def _excess(self, stage: int, start: int, stop: int) -> int:
+        """Bytes by which a stage is above the limit, negative below it."""
+        if self.situation.memory_bytes is None or self.situation.limit_bytes is None:
+            return 0
+        return self._needs(stage, start, stop) - self.situation.limit_bytes
+
+    def _too_much(self, boundaries: tuple[int, ...]) -> str | None:
+        """What the stage says that is farthest above the memory limit; None where all are within it."""
+        excess, place = max((self._excess(*place), place) for place in self._stages(boundaries))
+        if excess <= 0:
+            return None
+        stage, start, stop = place
+        needs, limit = self._needs(*place) / 2**20, (self.situation.limit_bytes or 0) / 2**20
+        return (f"no cut fits the memory: with microbatches of {self.size} stage {stage} with blocks {start} to "
+                f"{stop - 1} needs {needs:,.1f} MiB of {limit:,.1f} MiB")
+
+    def _predict(self, boundaries: tuple[int, ...]) -> tuple[float, str]:
+        """Seconds of a step, and what makes them."""
+        given, places = self.situation, list(self._stages(boundaries))
+        whole = [self._stage_times(self.times, start, stop) for _, start, stop in places]
+        last = [self._stage_times(self._block_times(self.last_size), start, stop) for _, start, stop in places]
+        shares = [_total(small) / _total(large) if _total(large) else 1.0
+                  for small, large in zip(last, whole, strict=True)]
+        carried = [given.latency_seconds + given.output_bytes[edge - 1] * self.size / given.bandwidth
+                   for edge in boundaries]
+
+        def hop(source: int, destination: int) -> float:
+            """A return is a bare credit where nothing trains on the stage that it goes to, nor before it."""
+            if destination < source and places[destination][2] <= given.frozen:
+                return given.latency_seconds
+            return carried[min(source, destination)]
+
+        simulated = simulate(whole, self.count, given.policy or MessageDriven(),
+                             given.in_flight or auto_in_flight(self.pipe), hop=hop,
+                             defer_bytes="auto", jitter=lambda stage, action:
+                             shares[stage] if action.microbatch == self.count - 1 else 1.0)
+        stops = [actions[-1][2] for actions in simulated.actions]
+        after = [self._averaging(start, stop) + self._update(start, stop) for _, start, stop in places]
+        seconds = max(stop + rest for stop, rest in zip(stops, after, strict=True))
+        dearest = max(range(self.pipe), key=lambda stage: _total(whole[stage]))
+        reason = (f"stage {dearest} is the dearest with {_total(whole[dearest]):.3g} s a microbatch, stages wait "
+                  f"{simulated.bubble_fraction:.0%} of the time, {max(after):.3g} s follow the last backward")
+        bound = self._work() / given.cores if given.cores else 0.0
+        if bound > seconds:
+            seconds, reason = bound, f"the work of all ranks keeps {given.cores:g} cores busy"
+        return seconds, reason
+
+    def _stage_times(self, times: Sequence[tuple[float, float]], start: int, stop: int) -> StageTimes:
+        backward, share = sum(backward for _, backward in times[start:stop]), self.situation.weight_share
+        return StageTimes(forward=sum(forward for forward, _ in times[start:stop]), backward=backward * (1.0 - share),
+                          weight=backward * share, trains=stop > self.situation.frozen)
+
+    def _averaging(self, start: int, stop: int) -> float:
+        """Seconds of a ring all-reduce of the gradients of blocks start .. stop - 1, as if nothing hid it."""
+        size = sum(self.situation.gradient_bytes[max(start, self.situation.frozen):stop])
+        if self.data == 1 or not size:
+            return 0.0
+        return 2 * (self.data - 1) * (self.situation.latency_seconds + size / self.data / self.situation.bandwidth)
+
+    def _update(self, start: int, stop: int) -> float:
+        return sum((self.situation.update_seconds or ())[max(start, self.situation.frozen):stop])
+
+    def _work(self) -> float:
+        """Seconds that one rank alone would compute for a step."""
+        last = sum(map(sum, self._block_times(self.last_size)))
+        return self.data * ((self.count - 1) * self.sums[-1] + last + self._update(0, self.situation.num_blocks))
+
+
+def _total(times: StageTimes) -> float:
+    return times.forward + times.backward + times.weight
+
+
+def _moved(boundaries: tuple[int, ...], index: int, by: int) -> tuple[int, ...]:
+    return (*boundaries[:index], boundaries[index] + by, *boundaries[index + 1:])

@@ -1,0 +1,133 @@
+"""Whether a transition pays: predicted gain against measured cost, and what became of it.
+
+A transition costs seconds once (tensors travel, groups and engines are built) and gains some on each step that is left.
+PipeTransformer (He et al., 2021) changes the pipeline whenever its memory criterion allows; here only when the gain is
+larger than the cost. Neither number is a model's alone: a prediction is the measured time of a step, scaled by what the
+model says of the two meshes, so that what it leaves out on both cancels; a cost is what earlier transitions cost, by
+the bytes that they moved.
+
+Seconds per step are of steps with equally many samples. Where the global batch grows with the replicas, scale them, and
+count what remains in the steps of before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from math import isfinite
+from statistics import median
+
+PRIOR_SECONDS = 1.0
+"""What a transition is taken to cost, whatever it moves, before one was measured."""
+PRIOR_BYTES_PER_SECOND = 500e6
+"""And how fast it is taken to move tensors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One transition: what was expected of it, and what was measured (None as long as nothing was)."""
+
+    step: int
+    """Optimizer steps done before it."""
+    old: str
+    """The mesh that it came from, in words, and the one that it went to."""
+    new: str
+    moved_bytes: int
+    seconds_before: float
+    """Per step, measured."""
+    seconds_after: float
+    """Per step, predicted."""
+    remaining_steps: int
+    expected_cost: float
+    """Seconds."""
+    measured_cost: float | None = None
+    """Seconds."""
+    measured_after: float | None = None
+    """Seconds per step."""
+
+    def __str__(self) -> str:
+        text = f"step {self.step}: {self.old} -> {self.new}: "
+        if self.measured_cost is not None:
+            text += f"cost {self.measured_cost:.1f} s, "
+        text += f"{self.seconds_before:.3g} s a step before"
+        if self.measured_after is not None:
+            text += f", {self.measured_after:.3g} s after"
+        return text + f" ({self.seconds_after:.3g} s were predicted)"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a transition pays, why in one line, and the entry that it would be."""
+
+    pays: bool
+    text: str
+    entry: Entry
+
+    def __bool__(self) -> bool:
+        return self.pays
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """All transitions of a run, in order. Methods return a new ledger; `to_dict` goes into checkpoints."""
+
+    entries: tuple[Entry, ...] = ()
+
+    def expected_cost(self, moved_bytes: int) -> float:
+        """Seconds of a transition that moves so many bytes: the prior's, times the median of what measured ones took
+        in relation to it."""
+        measured = [(entry.measured_cost, _prior(entry.moved_bytes)) for entry in self.entries
+                    if entry.measured_cost is not None]
+        return _prior(moved_bytes) * (median(cost / prior for cost, prior in measured) if measured else 1.0)
+
+    def pays(self, *, step: int, old: str, new: str, seconds_before: float, model_before: float, model_after: float,
+             remaining_steps: int, moved_bytes: int) -> Verdict:
+        """Whether to go from mesh `old` to `new` (in words) after `step` steps.
+
+        seconds_before: a step's, as measured; model_before, model_after: what the model predicts for both meshes. Where
+        one of them is no positive finite number there is nothing to go by, and the answer is no.
+        """
+        cost = self.expected_cost(moved_bytes)
+        known = all(isfinite(seconds) and seconds > 0 for seconds in (seconds_before, model_before, model_after))
+        after = calibrated(seconds_before, model_before, model_after) if known else seconds_before
+        entry = Entry(step=step, old=old, new=new, moved_bytes=moved_bytes, seconds_before=seconds_before,
+                      seconds_after=after, remaining_steps=remaining_steps, expected_cost=cost)
+        where = f"step {step}: {old} -> {new}"
+        if not known:
+            return Verdict(False, f"{where} cannot be judged: a step takes {seconds_before:g} s, and {model_before:g} "
+                                  f"and {model_after:g} s were predicted", entry)
+        gain = (seconds_before - after) * remaining_steps
+        verb = "gain" if gain >= 0 else "lose"
+        text = (f"{where} would {verb} {abs(gain):.1f} s over {remaining_steps} "
+                f"{'step' if remaining_steps == 1 else 'steps'} and cost about {cost:.1f} s")
+        return Verdict(gain > cost, text, entry)
+
+    def with_entry(self, entry: Entry) -> Ledger:
+        """The ledger with one more transition."""
+        return Ledger((*self.entries, entry))
+
+    def with_measured(self, *, cost: float | None = None, after: float | None = None) -> Ledger:
+        """The ledger with what was measured of its last transition: its cost in seconds, seconds per step after it.
+        What is no finite number is left out."""
+        *earlier, last = self.entries
+        if cost is not None and isfinite(cost):
+            last = replace(last, measured_cost=cost)
+        if after is not None and isfinite(after):
+            last = replace(last, measured_after=after)
+        return Ledger((*earlier, last))
+
+    def to_dict(self) -> dict:
+        """For JSON."""
+        return {"entries": [asdict(entry) for entry in self.entries]}
+
+    @classmethod
+    def from_dict(cls, saved: dict) -> Ledger:
+        return cls(tuple(Entry(**entry) for entry in saved["entries"]))
+
+
+def calibrated(seconds_before: float, model_before: float, model_after: float) -> float:
+    """Seconds of a step after a transition: the measured ones before it, scaled as the model's are."""
+    return seconds_before * (model_after / model_before)
+
+
+def _prior(moved_bytes: int) -> float:
+    return PRIOR_SECONDS + moved_bytes / PRIOR_BYTES_PER_SECOND

@@ -1,0 +1,102 @@
+"""How many microbatches a replica's share is cut into: a search over measured steps, once per pipeline length.
+
+PipeTransformer (He et al., 2021, section 3.2) tries K to 6 K microbatches on K stages. So does this; what was measured
+is plain data and goes into checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from math import isfinite
+
+MOST_PER_STAGE = 6
+
+
+def microbatch_counts(stages: int, share: int) -> tuple[int, ...]:
+    """Numbers of microbatches worth trying, rising, for a replica's `share` of samples: one near each multiple of
+    `stages` up to 6 `stages`.
+
+    The engine cuts a share into microbatches of one size and what is left over, so a count stands for a size. Only
+    those count whose last microbatch lacks no more than an eighth of the share, unless there are none. A share with
+    fewer samples than stages is cut into single samples.
+    """
+    assert stages >= 1 and share >= 1
+    if share <= stages:
+        return (share,)
+    most = MOST_PER_STAGE * stages
+    sizes = {size for wanted in range(stages, most + 1, stages) for size in (share // wanted, -(-share // wanted))}
+    counts = {-(-share // size) for size in sizes if size}
+    lacks = {count: -share % -(-share // count) for count in counts if stages <= count <= most}
+    even = [count for count, lack in lacks.items() if 8 * lack <= share] or list(lacks)
+    return tuple(sorted({min(even, key=lambda count: (abs(count - wanted), lacks[count]))
+                         for wanted in range(stages, most + 1, stages)}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """Seconds of a step as measured, the least where there were several measurements."""
+
+    pipe: int
+    data: int
+    frozen: int
+    microbatches: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class MicrobatchProfile:
+    """What was measured so far. Each method is a function of it: the state changes by taking the new one.
+
+    A search tries every candidate once at one (pipe, data, frozen). It is made once per (pipe, data): at later depths
+    the count that was best holds, as in the paper. A depth that changes in the middle of a search starts it again,
+    because a step with more frozen layers is faster whatever its microbatches.
+    """
+
+    trials: tuple[Trial, ...] = ()
+
+    def next_count(self, pipe: int, data: int, frozen: int, candidates: Sequence[int]) -> int | None:
+        """The number of microbatches to measure next; None when the search is over."""
+        if self._searched(pipe, data, candidates) is not None:
+            return None
+        tried = self._trials(pipe, data, frozen)
+        return next(count for count in candidates if count not in tried)
+
+    def best(self, pipe: int, data: int, frozen: int, candidates: Sequence[int]) -> int:
+        """The fastest count of the finished search, else of what was tried at this depth, else the first candidate."""
+        searched = self._searched(pipe, data, candidates)
+        tried = self._trials(pipe, data, frozen if searched is None else searched)
+        known = [count for count in candidates if count in tried]
+        return min(known, key=lambda count: tried[count]) if known else candidates[0]
+
+    def measured(self, pipe: int, data: int, frozen: int, microbatches: int, seconds: float) -> MicrobatchProfile:
+        """The profile with one more measurement. One that is no finite number of seconds is left out."""
+        if not isfinite(seconds):
+            return self
+        here = Trial(pipe=pipe, data=data, frozen=frozen, microbatches=microbatches, seconds=seconds)
+        others = []
+        for trial in self.trials:
+            if replace(trial, seconds=seconds) == here:
+                here = replace(here, seconds=min(seconds, trial.seconds))
+            else:
+                others.append(trial)
+        return MicrobatchProfile((*others, here))
+
+    def to_dict(self) -> dict:
+        """For JSON."""
+        return {"trials": [asdict(trial) for trial in self.trials]}
+
+    @classmethod
+    def from_dict(cls, saved: dict) -> MicrobatchProfile:
+        return cls(tuple(Trial(**trial) for trial in saved["trials"]))
+
+    def _trials(self, pipe: int, data: int, frozen: int) -> dict[int, float]:
+        """Count -> seconds."""
+        return {trial.microbatches: trial.seconds for trial in self.trials
+                if (trial.pipe, trial.data, trial.frozen) == (pipe, data, frozen)}
+
+    def _searched(self, pipe: int, data: int, candidates: Sequence[int]) -> int | None:
+        """The largest depth at which every candidate was measured."""
+        depths = {trial.frozen for trial in self.trials if (trial.pipe, trial.data) == (pipe, data)}
+        return max((frozen for frozen in depths if set(candidates) <= set(self._trials(pipe, data, frozen))),
+                   default=None)

@@ -1,0 +1,255 @@
+"""State that goes straight from rank to rank, from an engine on one layout to an engine on another.
+
+    held = take(engine)              a copy in host memory; the old engine may be closed then
+    ...                              the new engine is built, on other ranks perhaps
+    moved = hand_over(held, new_engine, backend)
+
+All ranks of the old layout, of the new one and of none take part. Each tells what it has and what it needs, as boxes of
+whole tensors; from that all of them work out the same list of moves, and carry it out in rounds of bounded size. Until
+everybody has acknowledged, the copies are the old layout, whole; a rank that fails before that ends the run, which goes
+on from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ranvier.checkpoint import state
+from ranvier.checkpoint.manifest import ITEM_BYTES, Manifest, SavedTensor, ScaleState
+from ranvier.checkpoint.state import Piece
+from ranvier.comm.message import Kind, Message
+from ranvier.comm.protocol import Backend, Transport
+from ranvier.errors import CheckpointError, MessageTimeout
+from ranvier.layout import Box, Move, box_size, moves_between
+
+if TYPE_CHECKING:
+    from ranvier.pipeline.engine import Engine
+
+MESSAGE_BYTES = 16 << 20
+"""Larger boxes travel in several messages."""
+ROUND_BYTES = 64 << 20
+"""What one rank sends before it waits until that has left."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What one rank had: copies in host memory, and the numbers that all ranks share."""
+
+    pieces: list[Piece]
+    numbers: dict[str, object]
+    frozen: list[str]
+
+
+def take(engine: Engine) -> Held:
+    """Copy the state of this rank to host memory. CheckpointError for state that cannot travel."""
+    pieces = []
+    for piece in state.pieces_held(engine):
+        if state.dtype_name(piece.tensor) not in ITEM_BYTES:
+            raise CheckpointError("has a number format that cannot travel", where=f"{piece.kind} {piece.name}",
+                                  value=state.dtype_name(piece.tensor),
+                                  remedy=f"Keep it in one of these: {', '.join(ITEM_BYTES)}.")
+        copy = piece.tensor.detach().to("cpu", copy=True).contiguous()
+        pieces.append(Piece(kind=piece.kind, name=piece.name, shape=piece.shape, box=piece.box, tensor=copy))
+    numbers = state.numbers(engine)
+    scale = numbers["loss_scale"]
+    return Held(pieces=pieces, numbers={**numbers, "loss_scale": scale and asdict(scale)}, frozen=state.frozen(engine))
+
+
+def hand_over(held: Held | None, engine: Engine | None, backend: Backend, *, timeout_seconds: float) -> int:
+    """`engine` goes on from what the ranks held. Collective over all ranks of `backend`: `held` is None on those that
+    had no part in the old layout, `engine` on those that have none in the new one; rank 0 has one in both.
+
+    Returns the bytes that went from one rank to another, the same on every rank. MessageTimeout when a rank is silent
+    for `timeout_seconds`.
+    """
+    whole = backend.subset(backend.size)  # of its own, so that nothing of it is left afterwards
+    ranks = whole.group("transition", [range(whole.size)])
+    source = _Ranks(ranks.gather_objects(_told(held)), {} if held is None else {
+        number: piece.tensor for number, piece in enumerate(held.pieces)})
+    if engine is not None:
+        state.check_fits(engine, source)
+        state.fill(engine, source)
+    needs = ranks.gather_objects([(key, box) for key, reads in source.wanted.items() for box, _ in reads])
+    moves = list(source.moves(needs))
+    transport = whole.transport("transition")
+    _carry_out(moves, source, transport, whole.rank, timeout_seconds)
+    if engine is not None:
+        state.go_on(engine, source.manifest)
+    ranks.barrier()  # all have acknowledged
+    whole.close()
+    return sum(source.size_bytes(move) for move in moves if move.source != move.destination)
+
+
+def _told(held: Held | None) -> dict[str, object]:
+    """What this rank has, as JSON can hold it. Tensors without dims are told with their value."""
+    if held is None:
+        return {"pieces": [], "numbers": None, "frozen": []}
+    return {"pieces": [[piece.kind, piece.name, piece.shape, piece.box, state.dtype_name(piece.tensor),
+                        None if piece.shape else piece.tensor.item()] for piece in held.pieces],
+            "numbers": held.numbers, "frozen": held.frozen}
+
+
+class _Ranks:
+    """A `state.Source`: what other ranks have. Reads are noted down, and done by `copy` when the elements are here."""
+
+    folder = "of the ranks' own memory"
+
+    def __init__(self, told: Sequence[dict], own: dict[int, Tensor]) -> None:
+        self._own = own
+        self._have: dict[str, list[tuple[int, Box]]] = {}
+        self._pieces: dict[tuple[str, int, Box], int] = {}
+        self._values: dict[tuple[str, str], float] = {}
+        tensors: dict[str, dict[str, SavedTensor]] = {}
+        for rank, document in enumerate(told):
+            for number, (kind, name, shape, box, dtype, value) in enumerate(document["pieces"]):
+                box = tuple(map(tuple, box))
+                tensors.setdefault(kind, {})[name] = SavedTensor(dtype, tuple(shape), ())
+                if value is not None:
+                    self._values[kind, name] = value
+                if box_size(box):
+                    self._have.setdefault(_key(kind, name), []).append((rank, box))
+                    self._pieces[_key(kind, name), rank, box] = number
+        numbers = dict(told[0]["numbers"])
+        scale = numbers.pop("loss_scale")
+        self.manifest = Manifest(**numbers, loss_scale=scale and ScaleState(**scale), files=(), tensors=tensors,
+                                 frozen=tuple(sorted({name for document in told for name in document["frozen"]})))
+        self.wanted: dict[str, list[tuple[Box, Tensor]]] = {}
+        """Key of a tensor -> box and target of every read."""
+
+    # --- as a source
+
+    def tensor(self, kind: str, name: str) -> SavedTensor:
+        try:
+            return self.manifest.tensors[kind][name]
+        except KeyError:
+            raise CheckpointError(f"no rank has the {kind} of {name}", where="transition",
+                                  remedy="Build the new engine with the model and the optimizer of the old one."
+                                  ) from None
+
+    def read(self, kind: str, name: str) -> Tensor:
+        """A number: they have come with the heads."""
+        return torch.tensor(self._values[kind, name], dtype=getattr(torch, self.tensor(kind, name).dtype))
+
+    def read_into(self, kind: str, name: str, box: Box, target: Tensor) -> None:
+        self.tensor(kind, name)
+        self.wanted.setdefault(_key(kind, name), []).append((box, target))
+
+    # --- moving
+
+    def moves(self, needs: Sequence[Sequence]) -> Iterator[Move]:
+        """The moves of all ranks, the same list everywhere, each small enough for one message."""
+        need: dict[str, list[tuple[int, Box]]] = {}
+        for rank, wanted in enumerate(needs):
+            for key, box in wanted:
+                box = tuple(map(tuple, box))
+                if box_size(box):
+                    need.setdefault(key, []).append((rank, box))
+        for move in moves_between(self._have, need):
+            yield from _in_pieces(move, self._item_bytes(move.parameter))
+
+    def size_bytes(self, move: Move) -> int:
+        return box_size(move.box) * self._item_bytes(move.parameter)
+
+    def _item_bytes(self, key: str) -> int:
+        kind, name = json.loads(key)
+        return ITEM_BYTES[self.manifest.tensors[kind][name].dtype]
+
+    def cut(self, move: Move) -> Tensor:
+        """The elements of a move that begins here."""
+        for rank, box in self._have[move.parameter]:
+            if rank == move.source and _is_within(move.box, box):
+                return _view(self._own[self._pieces[move.parameter, rank, box]], box, move.box)
+        raise AssertionError(f"nothing here holds {move}")
+
+    def copy(self, move: Move, elements: Tensor) -> None:
+        """The elements of a move that ends here go to whoever has asked for them."""
+        for box, target in self.wanted[move.parameter]:
+            if _is_within(move.box, box):
+                _view(target, box, move.box).copy_(elements)
+
+
+def _key(kind: str, name: str) -> str:
+    """One name for a tensor of some kind."""
+    return json.dumps([kind, name])
+
+
+def _is_within(inner: Box, outer: Box) -> bool:
+    return all(low <= start and stop <= high for (start, stop), (low, high) in zip(inner, outer, strict=True))
+
+
+def _view(tensor: Tensor, held: Box, box: Box) -> Tensor:
+    """The part `box` of a tensor that has `held`."""
+    return tensor[tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(
+        box, held, strict=True))]
+
+
+def _in_pieces(move: Move, item_bytes: int) -> Iterator[Move]:
+    """`move` in parts of at most MESSAGE_BYTES, or of one index along the first dim."""
+    if not move.box or box_size(move.box) * item_bytes <= MESSAGE_BYTES:
+        yield move
+        return
+    (start, stop), rest = move.box[0], move.box[1:]
+    rows = max(1, MESSAGE_BYTES // (item_bytes * prod(last - first for first, last in rest)))
+    for first in range(start, stop, rows):
+        yield Move(move.parameter, ((first, min(first + rows, stop)), *rest), move.source, move.destination)
+
+
+def _carry_out(moves: Sequence[Move], source: _Ranks, transport: Transport, rank: int, timeout_seconds: float) -> None:
+    """Send what begins here and take what ends here, in rounds, so that no rank has more than one of them under way."""
+    outgoing = sorted({move.destination for move in moves if move.source == rank} - {rank})
+    incoming = sorted({move.source for move in moves if move.destination == rank} - {rank})
+    transport.connect(incoming, outgoing, 1 << 16)
+    came: set[int] = set()  # a source may be a round ahead
+    with torch.no_grad():
+        for part in _rounds(moves, source):
+            awaited = set()
+            for number, move in part:
+                if rank == move.source == move.destination:
+                    source.copy(move, source.cut(move))
+                elif rank == move.source:
+                    elements = {"": source.cut(move).contiguous()}
+                    transport.send(move.destination, Message(Kind.STATE, 0, number, elements))
+                elif rank == move.destination:
+                    awaited.add(number)
+            while missing := awaited - came:
+                message = _next(transport, moves, missing, timeout_seconds)
+                source.copy(moves[message.microbatch], message.tensors[""])
+                came.add(message.microbatch)
+            transport.flush()
+    transport.close()
+
+
+def _rounds(moves: Sequence[Move], source: _Ranks) -> Iterator[list[tuple[int, Move]]]:
+    """The moves with their numbers, in runs in which no rank sends more than ROUND_BYTES."""
+    part: list[tuple[int, Move]] = []
+    sent: dict[int, int] = {}
+    for number, move in enumerate(moves):
+        size = source.size_bytes(move) if move.source != move.destination else 0
+        if part and sent.get(move.source, 0) + size > ROUND_BYTES:
+            yield part
+            part, sent = [], {}
+        part.append((number, move))
+        sent[move.source] = sent.get(move.source, 0) + size
+    if part:
+        yield part
+
+
+def _next(transport: Transport, moves: Sequence[Move], missing: set[int], timeout_seconds: float) -> Message:
+    deadline = time.monotonic() + timeout_seconds
+    while time.monotonic() < deadline:
+        message = transport.wait(min(5.0, timeout_seconds))
+        if message is not None:
+            return message
+    late = moves[min(missing)]
+    kind, name = json.loads(late.parameter)
+    raise MessageTimeout(f"the {kind} of {name} has not come from rank {late.source}", where="transition",
+                         value=f"{timeout_seconds:g} s",
+                         remedy="See what that rank does, or raise --comm.timeout-seconds.")

@@ -1,0 +1,393 @@
+"""Stages, replicas and cuts for a model whose first layers are frozen: the paper's numbers, and what holds for all."""
+
+from dataclasses import replace
+from itertools import accumulate, combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ranvier.elastic.auto_pipe import Choice, Situation, choices, compress, greedy, stage_sizes
+from ranvier.elastic.microbatch_profile import microbatch_counts
+from ranvier.pipeline.cut import cut
+from ranvier.pipeline.policies import GPipe, OneForwardOneBackward
+
+HIDDEN = 768
+NORM = 2 * HIDDEN
+ATTENTION = NORM + 4 * HIDDEN * HIDDEN + 4 * HIDDEN
+MLP = NORM + 8 * HIDDEN * HIDDEN + 5 * HIDDEN
+EMBEDDING = (3 * 16 * 16 + 1) * HIDDEN + HIDDEN + 197 * HIDDEN  # patches, the class token, positions
+VIT_B_16 = tuple(size / 1e6 for size in (EMBEDDING, *(ATTENTION, MLP) * 12, NORM, 100 * (HIDDEN + 1)))
+"""27 blocks: the embedding, two sublayers with their norms for each of 12 layers, the last norm, the head for
+CIFAR-100; in millions of parameters."""
+
+
+def vit_frozen(layers):
+    return 1 + 2 * layers if layers else 0
+
+
+# ---------------------------------------------------------------------- the paper's mode
+
+def test_vit_on_eight_devices():
+    counts = greedy(VIT_B_16, 8)
+    assert sum(VIT_B_16) == pytest.approx(85.875556)
+    assert counts == (4, 2, 3, 3, 3, 3, 4, 5)
+    assert max(stage_sizes(VIT_B_16, counts)) == pytest.approx(14.175744, abs=1e-9)
+
+
+def test_vit_is_compressed_as_it_freezes():
+    """The number of devices with 0 to 12 frozen layers. A sixth of all 12 is more than the largest stage was, so it
+    never fits one device."""
+    largest, lengths = max(stage_sizes(VIT_B_16, greedy(VIT_B_16, 8))), [8]
+    for layers in range(1, 13):
+        lengths.append(compress(VIT_B_16, lengths[-1], vit_frozen(layers), largest))
+    assert lengths == [8, 8, 8, 8, 8, 8, 4, 4, 4, 4, 4, 2, 2]
+
+
+def test_the_variance_is_the_populations():
+    """23 in all, variance 6.47: device 0 takes 6, 3, 1 and 1, and a load of 15 is above 14.74, half of the two."""
+    assert greedy([6.0, 3.0, 1.0, 1.0, 4.0, 8.0], 2) == (4, 2)
+
+
+def test_frozen_blocks_stay_on_the_first_device_and_weigh_a_sixth():
+    counts = greedy([6.0] * 12, 2, frozen=6)
+    assert counts == (9, 3) and stage_sizes([6.0] * 12, counts, 6) == (24.0, 18.0)
+    assert greedy([6.0] * 12, 2, frozen=11) == (11, 1)
+    assert greedy([6.0] * 12, 2, frozen=6, factor=1.0) == (6, 6)
+    assert greedy([1.0] * 4, 4, frozen=4) == (1, 1, 1, 1)
+
+
+@pytest.mark.parametrize(("devices", "largest", "expected"), [
+    (8, 3.0, 4), (8, 2.9, 8), (8, 4.9, 4), (8, 5.0, 2), (8, 8.0, 1), (6, 4.0, 3), (6, 3.9, 6), (3, 8.0, 3),
+    (1, 0.0, 1)])
+def test_compress_halves_within_the_first_largest(devices, largest, expected):
+    """Eight equal blocks: on 4 devices the rule deals out 1, 2, 2 and 3, because a device must stay below its share."""
+    assert compress([1.0] * 8, devices, 0, largest) == expected
+
+
+sizes_and_devices = st.lists(st.floats(0.0, 20.0), min_size=1, max_size=14).flatmap(
+    lambda sizes: st.tuples(st.just(sizes), st.integers(1, len(sizes)), st.integers(0, len(sizes))))
+
+
+@given(sizes_and_devices)
+def test_greedy_gives_every_device_blocks(given_sizes):
+    sizes, devices, frozen = given_sizes
+    counts = greedy(sizes, devices, frozen)
+    assert len(counts) == devices and sum(counts) == len(sizes) and min(counts) >= 1
+    assert counts[0] >= min(frozen, len(sizes) - devices + 1)
+
+
+@given(sizes_and_devices)
+def test_the_exact_cut_is_never_worse(given_sizes):
+    sizes, devices, frozen = given_sizes
+    sums = list(accumulate((size / 6 if block < frozen else size for block, size in enumerate(sizes)), initial=0.0))
+    boundaries = cut(len(sizes), devices, lambda stage, start, stop: sums[stop] - sums[start])
+    exact = max(sums[stop] - sums[start] for start, stop in pairwise((0, *boundaries, len(sizes))))
+    assert exact <= max(stage_sizes(sizes, greedy(sizes, devices, frozen), frozen)) + 1e-9
+
+
+def test_the_exact_cut_of_vit_is_better():
+    sums = list(accumulate(VIT_B_16, initial=0.0))
+    boundaries = cut(27, 8, lambda stage, start, stop: sums[stop] - sums[start])
+    assert max(sums[stop] - sums[start] for start, stop in pairwise((0, *boundaries, 27))) == pytest.approx(11.890272)
+
+
+def test_a_cut_whose_stages_differ_and_may_be_impossible():
+    """Exact over all cuts when the cost depends on the stage; where nothing is possible any cut comes out."""
+    inf = float("inf")
+
+    def cost(stage, start, stop):
+        return inf if (stage == 0 and stop < 3) or (stage == 2 and stop - start > 2) else (stop - start) * (stage + 1)
+
+    assert cut(7, 3, cost) == (4, 6)
+    best = min(max(cost(*place) for place in zip(range(3), (0, *edges), (*edges, 7), strict=True))
+               for edges in combinations(range(1, 7), 2))
+    assert best == max(cost(0, 0, 4), cost(1, 4, 6), cost(2, 6, 7))
+    assert len(cut(4, 3, lambda *stage: inf)) == 2
+
+
+# ---------------------------------------------------------------------- the exact mode
+
+def situation(**settings):
+    """Six equal blocks, one forward second and two backward ones per sample."""
+    blocks = len(settings.get("forward_seconds", (1.0,) * 6))
+    return Situation(**{"data": 1, "pipe": 4, "global_batch": 8, "forward_seconds": (1.0,) * blocks,
+                        "backward_seconds": (2.0,) * blocks, "output_bytes": (100,) * blocks,
+                        "gradient_bytes": (1000,) * blocks, **settings})
+
+
+def found(given, data, pipe):
+    choice, = (choice for choice in choices(given) if (choice.data, choice.pipe) == (data, pipe))
+    return choice
+
+
+def test_candidates():
+    def meshes(**settings):
+        return sorted((choice.data, choice.pipe) for choice in choices(situation(**settings)))
+
+    assert meshes() == [(1, 4), (2, 2), (4, 1)]
+    assert meshes(data=3, pipe=2) == [(1, 6), (2, 3), (3, 2), (6, 1)]
+    assert meshes(data=2, auto_dp=False) == [(2, 1), (2, 2), (2, 4)]
+    assert meshes(auto_pipe=False) == [(1, 4)]
+    assert meshes(data=2, pipe=2, auto_pipe=False, auto_dp=False) == [(2, 2)]
+
+
+def test_one_stage_is_the_sum_of_its_work():
+    choice = found(situation(), 4, 1)
+    assert (choice.seconds, choice.boundaries, choice.samples, choice.microbatches) == (6 * 3 * 2, (), 8, 1)
+    assert str(choice) == ("pipe 1 x data 4: 36 s a step with 1 microbatch; stage 0 is the dearest with 36 s a "
+                           "microbatch, stages wait 0% of the time, 0 s follow the last backward")
+
+
+def test_two_stages_by_hand():
+    """1F1B of two stages of 3 s a microbatch, 4 of them; with messages of 1 s, second by second:
+
+            0  F0 F1 -  -  -  -  B0 B0 F2 B1 B1 F3 -  -  B2 B2 -  B3 B3
+            1  -  -  F0 B0 B0 F1 B1 B1 -  -  F2 B2 B2 F3 B3 B3
+    """
+    given = situation(pipe=2, forward_seconds=(1.0, 1.0), backward_seconds=(2.0, 2.0), global_batch=4,
+                      microbatches=(4,), policy=OneForwardOneBackward(), weight_share=0.0)
+    assert found(given, 1, 2).seconds == 3 * 4 + 3
+    messages = found(replace(given, bandwidth=100.0), 1, 2)
+    assert messages.seconds == 19
+
+
+def test_frozen_blocks_have_no_backward():
+    assert found(situation(frozen=4), 4, 1).seconds == (6 + 2 * 2) * 2
+    assert found(situation(frozen=6), 4, 1).seconds == 6 * 2
+
+
+def test_nothing_but_a_credit_goes_to_stages_that_do_not_train():
+    """With 1 s a message, a return to the frozen stage takes none."""
+    given = situation(pipe=2, forward_seconds=(1.0, 1.0), backward_seconds=(2.0, 2.0), global_batch=1,
+                      bandwidth=100.0, frozen=1, weight_share=0.0)
+    assert found(given, 1, 2).seconds == 1 + 1 + 3
+    assert found(replace(given, frozen=0), 1, 2).seconds == 1 + 1 + 3 + 1 + 2
+
+
+def test_states_travel_to_stages_that_do_not_train():
+    given = situation(pipe=3, forward_seconds=(1.0,) * 3, backward_seconds=(2.0,) * 3, global_batch=1, bandwidth=100.0,
+                      frozen=2, weight_share=0.0)
+    assert found(given, 1, 3).seconds == 1 + 1 + 1 + 1 + 3
+
+
+def test_nothing_is_postponed_where_no_stage_before_waits_for_a_gradient():
+    """The credit comes after the whole backward, and waits while stage 1 computes: with three microbatches in flight
+    stage 0 waits 3 s for it after the first three."""
+    given = situation(pipe=3, forward_seconds=(3.0, 3.0, 1.0), backward_seconds=(6.0, 6.0, 2.0), global_batch=6,
+                      microbatches=(6,), frozen=2)
+    assert found(given, 1, 3).seconds == 27
+
+
+def test_boundaries_are_improved_on_the_simulated_clock():
+    """The dearest stage is cheapest at 3 (12 s a microbatch, 55 s a step); at 4 it has 13 s, and the step 52 s."""
+    given = situation(pipe=2, forward_seconds=(1.0, 3.0, 1.0, 2.0, 2.0), frozen=2, weight_share=0.0, global_batch=4,
+                      backward_seconds=(2.0, 6.0, 2.0, 4.0, 4.0), microbatches=(4,), auto_pipe=False)
+    choice = found(given, 1, 2)
+    assert (choice.boundaries, choice.seconds) == ((4,), 52.0)
+
+
+def test_cached_blocks_cost_a_read_and_are_on_the_first_stage():
+    given = situation(frozen=4, cached=4, read_seconds=0.5)
+    assert found(given, 4, 1).seconds == (0.5 + 2 + 2 * 2) * 2
+    assert found(given, 2, 2).boundaries == (5,)
+    dropped = found(given, 1, 4)
+    assert not dropped.fits and str(dropped) == (
+        "pipe 4 x data 1: dropped: 4 stages are more than 6 blocks can make, 4 of them cached on the first stage")
+    assert choices(given)[-1] == dropped
+
+
+def test_no_cut_inside_the_cached_prefix():
+    """Neither where shorter messages would leave, nor where the memory asks for it."""
+    given = situation(pipe=2, frozen=4, cached=4, auto_pipe=False, bandwidth=10.0,
+                      output_bytes=(0, 0, 0, 100, 100, 0))
+    assert found(given, 1, 2).boundaries == (4,)
+    dropped = found(replace(given, memory_bytes=lambda place: place.stop - place.start, limit_bytes=3), 1, 2)
+    assert not dropped.fits and "no cut fits the memory: with microbatches of 1 stage 0 with" in dropped.reason
+
+
+@pytest.mark.parametrize(("settings", "mesh", "reason"), [
+    (dict(pipe=8), (1, 8), "8 stages are more than 6 blocks can make"),
+    (dict(global_batch=3), (4, 1), "4 replicas are more than the 3 samples of a step")])
+def test_meshes_that_cannot_be(settings, mesh, reason):
+    choice = found(situation(**settings), *mesh)
+    assert (choice.seconds, choice.fits, choice.reason) == (None, False, reason)
+
+
+def test_memory_decides_where_to_cut_and_what_is_dropped():
+    """Block 0 is heavy and quick; without memory it would share its stage with two more."""
+    heavy = (3, 1, 1, 1, 1, 1)
+    asked = []
+
+    def memory_bytes(place):
+        asked.append(place)
+        return sum(heavy[place.start:place.stop]) * 2**20
+
+    given = situation(pipe=2, memory_bytes=memory_bytes)
+    assert found(given, 1, 2).boundaries == (3,) and not asked, "nobody asks where there is no limit"
+    limited = replace(given, limit_bytes=4 * 2**20)
+    assert found(limited, 1, 2).boundaries == (2,)
+    assert str(found(limited, 2, 1)).startswith(
+        "pipe 1 x data 2: dropped: no cut fits the memory: with microbatches of 1 stage 0 with blocks 0 to 5 needs "
+        "8.0 MiB of 4.0 MiB")
+    assert str(found(limited, 1, 2)).startswith("pipe 2 x data 1: 98 s a step with 8 microbatches; "), (
+        "2 s until stage 1 begins, and 12 s for each")
+    assert {(place.data, place.pipe, place.stage) for place in asked} == {(1, 2, 0), (1, 2, 1), (2, 1, 0)}
+    assert all(place.num_microbatches * place.microbatch_size >= 8 // place.data for place in asked)
+    tight = found(replace(given, limit_bytes=3 * 2**20), 1, 2)
+    assert not tight.fits and "stage 0 with blocks 0 to 2 needs 5.0 MiB of 3.0 MiB" in tight.reason
+
+
+def test_smaller_microbatches_where_larger_ones_do_not_fit():
+    given = situation(pipe=1, memory_bytes=lambda place: place.microbatch_size, call_seconds=0.1)
+    assert found(given, 1, 1).microbatches == 1
+    assert found(replace(given, limit_bytes=2), 1, 1).microbatches == 4
+
+
+def test_improved_boundaries_fit_the_memory_too():
+    """Frozen blocks make GPipe's best cut another than the dearest stage's; the limit forbids it."""
+    given = situation(pipe=2, frozen=2, auto_pipe=False, policy=GPipe(), weight_share=0.0, global_batch=16,
+                      microbatches=(16,), memory_bytes=lambda place: place.stop - place.start, limit_bytes=100)
+    free = found(given, 1, 2)
+    held = found(replace(given, limit_bytes=3), 1, 2)
+    assert free.boundaries != (3,) and held.boundaries == (3,) and free.seconds < held.seconds
+
+
+def test_averaging_over_replicas():
+    """A ring: 2 (d - 1) messages of a d-th, of what trains; what follows the last backward counts in full."""
+    given = situation(bandwidth=1000.0, latency_seconds=0.25, frozen=2, update_seconds=(9.0, 9.0, 0.0, 0.5, 0.5, 1.0))
+    assert found(given, 4, 1).seconds == (6 + 4 * 2) * 2 + 6 * (0.25 + 1.0) + 2.0
+    assert found(replace(given, data=1, pipe=1), 1, 1).seconds == (6 + 4 * 2) * 8 + 2.0
+
+
+def test_ranks_that_share_cores():
+    """All work on two cores: no mesh is faster than half of it, and replicas that update twice are slower."""
+    given = situation(cores=2.0, update_seconds=(1.0,) * 6)
+    times = {(choice.data, choice.pipe): choice.seconds for choice in choices(given)}
+    assert times == {(1, 4): (6 * 3 * 8 + 6) / 2, (2, 2): (6 * 3 * 8 + 12) / 2, (4, 1): (6 * 3 * 8 + 24) / 2}
+    assert found(given, 4, 1).reason == "the work of all ranks keeps 2 cores busy"
+
+
+def test_equally_fast_ones_keep_more_stages():
+    assert [choice.pipe for choice in choices(situation(cores=2.0))] == [4, 2, 1]
+
+
+def test_a_global_batch_that_grows_is_judged_by_the_sample():
+    grown = choices(situation(grows=True))
+    assert {choice.data: choice.samples for choice in grown} == {1: 8, 2: 16, 4: 32}
+    assert grown[0].data == 4 and grown[0].seconds == 6 * 3 * 8
+    assert grown[0].seconds_per_sample < grown[-1].seconds_per_sample
+
+
+def test_calls_make_few_microbatches_better():
+    assert found(situation(call_seconds=10.0), 1, 4).microbatches == 4
+    assert found(situation(call_seconds=0.0, global_batch=48), 1, 4).microbatches > 8
+
+
+def test_a_smaller_last_microbatch_takes_less():
+    given = situation(pipe=1, global_batch=5, microbatches=(3,))
+    assert found(given, 1, 1).seconds == pytest.approx(6 * 3 * 5)
+    assert found(replace(given, cores=1.0), 1, 1).seconds == pytest.approx(6 * 3 * 5)
+
+
+def test_counts_beyond_the_share_are_single_samples():
+    assert found(situation(microbatches=(100,)), 4, 1).microbatches == 2
+
+
+seconds = st.integers(0, 8).map(lambda eighths: eighths / 8)
+situations = st.integers(1, 7).flatmap(lambda blocks: st.builds(
+    Situation, data=st.integers(1, 3), pipe=st.integers(1, 4), global_batch=st.integers(1, 12),
+    forward_seconds=st.tuples(*[seconds] * blocks), backward_seconds=st.tuples(*[seconds] * blocks),
+    output_bytes=st.tuples(*[st.integers(0, 9)] * blocks), gradient_bytes=st.tuples(*[st.integers(0, 9)] * blocks),
+    update_seconds=st.none() | st.tuples(*[seconds] * blocks), call_seconds=st.sampled_from([0.0, 0.1]),
+    weight_share=st.sampled_from([0.0, 0.5]), frozen=st.just(blocks // 2), cached=st.integers(0, blocks // 2),
+    read_seconds=st.just(0.1), memory_bytes=st.just(lambda place: place.stop - place.start),
+    limit_bytes=st.none() | st.integers(0, blocks), cores=st.none() | st.just(2.0),
+    bandwidth=st.sampled_from([float("inf"), 10.0]), latency_seconds=st.sampled_from([0.0, 0.1]),
+    auto_pipe=st.booleans(), auto_dp=st.booleans(), grows=st.booleans()))
+
+
+@settings(max_examples=150, deadline=None)
+@given(situations)
+def test_every_choice_is_whole(given):
+    ranked = choices(given)
+    assert len({(choice.data, choice.pipe) for choice in ranked}) == len(ranked) >= 1
+    assert [choice.fits for choice in ranked] == sorted((choice.fits for choice in ranked), reverse=True)
+    for choice in ranked:
+        assert choice.data * choice.pipe <= given.data * given.pipe and choice.reason
+        if given.auto_dp:
+            assert choice.data * choice.pipe == given.data * given.pipe, "no rank idles"
+        else:
+            assert choice.data == given.data
+        if choice.fits:
+            edges = (0, *choice.boundaries, given.num_blocks)
+            assert len(edges) == choice.pipe + 1 and all(start < stop for start, stop in pairwise(edges))
+            assert edges[1] >= given.cached
+            assert 1 <= choice.microbatches <= -(-choice.samples // choice.data)
+            if given.limit_bytes is not None:
+                assert all(stop - start <= given.limit_bytes for start, stop in pairwise(edges))
+    times = [choice.seconds_per_sample for choice in ranked]
+    assert times == pytest.approx(sorted(times), rel=1e-8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(situations)
+def test_freezing_more_never_makes_one_stage_slower(given):
+    """Exactly so without a pipeline."""
+    given = replace(given, pipe=1, auto_pipe=False, cached=0)
+    times = [choices(replace(given, frozen=frozen))[0].seconds_per_sample for frozen in range(given.num_blocks + 1)]
+    assert all(later <= earlier * (1 + 1e-9) for earlier, later in pairwise(times))
+
+
+@settings(max_examples=40, deadline=None)
+@given(situations)
+def test_freezing_more_hardly_ever_makes_the_best_choice_slower(given):
+    """With a pipeline up to a quarter: a greedy schedule can take longer with less to do (Graham, 1969), and so does
+    the engine's. Over 2,243 random cases 57 were slower, the worst by 14 % (one by 3 % with 1f1b)."""
+    given = replace(given, cached=0, limit_bytes=None)
+    times = [choices(replace(given, frozen=frozen))[0].seconds_per_sample for frozen in range(given.num_blocks + 1)]
+    assert all(later <= earlier * 1.25 + 1e-9 for earlier, later in pairwise(times))
+
+
+@settings(max_examples=40, deadline=None)
+@given(situations)
+def test_a_cheaper_read_never_makes_one_stage_slower(given):
+    given = replace(given, pipe=1, auto_pipe=False)
+    first, second = (choices(replace(given, read_seconds=read))[0].seconds_per_sample for read in (0.2, 0.1))
+    assert second <= first
+
+
+def test_choices_are_a_function_of_the_situation():
+    assert choices(situation(frozen=2)) == choices(situation(frozen=2))
+    assert isinstance(choices(situation())[0], Choice)
+
+
+def test_more_frozen_layers_move_ranks_from_stages_to_replicas():
+    """Activations need the memory of two stages; once half of the model is frozen one is enough."""
+    def memory_bytes(place):
+        return sum(4 for block in range(place.start, place.stop) if block >= frozen)
+
+    for frozen, best in ((0, (2, 2)), (2, (2, 2)), (4, (4, 1))):
+        ranked = choices(situation(frozen=frozen, memory_bytes=memory_bytes, limit_bytes=12))
+        assert (ranked[0].data, ranked[0].pipe) == best
+
+
+# ---------------------------------------------------------------------- numbers of microbatches
+
+@pytest.mark.parametrize(("stages", "share", "expected"), [
+    (1, 32, (1, 2, 3, 4, 5, 6)), (2, 24, (2, 4, 6, 8, 12)), (4, 64, (4, 8, 13, 16, 22)),
+    (8, 256, (8, 16, 24, 32, 43)),
+    (4, 9, (5, 9)), (2, 10, (2, 5, 10)), (4, 4, (4,)), (8, 3, (3,)), (1, 1, (1,)), (3, 7, (7,)), (3, 20, (3, 5, 10)),
+    (5, 61, (5, 9, 16, 21))])
+def test_microbatch_counts(stages, share, expected):
+    assert microbatch_counts(stages, share) == expected
+
+
+@given(st.integers(1, 40), st.integers(1, 2000))
+def test_microbatch_counts_cut_a_share_evenly(stages, share):
+    counts = microbatch_counts(stages, share)
+    assert counts and len(counts) <= 6 and list(counts) == sorted(set(counts))
+    for count in counts:
+        assert min(stages, share) <= count <= min(6 * stages, share)
+        size = -(-share // count)
+        assert -(-share // size) == count, "the engine makes as many of that size"

@@ -1,0 +1,272 @@
+"""How many layers are frozen: known answers, what holds for every policy, and every refusal."""
+
+import importlib
+import re
+import subprocess
+import sys
+from fractions import Fraction
+from math import ceil, inf, nan
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ranvier.elastic.freezing import (
+    Cap,
+    Facts,
+    GradientNorm,
+    Manual,
+    NoFreezing,
+    decide,
+    frozen_blocks,
+    manual_depth,
+    policy_of,
+    problems,
+    tie_problem,
+    warnings,
+)
+from ranvier.errors import ConfigError, ModelError
+from ranvier.layout import Parameter
+from ranvier.run import Elastic
+
+
+def facts(norms, *, frozen=0, evaluation=1, step=0):
+    return Facts(step=step, evaluation=evaluation, frozen=frozen, num_layers=len(norms), gradient_norms=tuple(norms))
+
+
+def depths(policy, all_norms):
+    """The depth after each evaluation of a run."""
+    frozen, found = 0, []
+    for evaluation, norms in enumerate(all_norms, 1):
+        frozen = decide(policy, facts([0.0] * frozen + list(norms[frozen:]), frozen=frozen, evaluation=evaluation,
+                                      step=10 * evaluation))
+        found.append(frozen)
+    return found
+
+
+# ---------------------------------------------------------------------- the rules
+
+@pytest.mark.parametrize(("alpha", "norms", "frozen", "expected"), [
+    (1 / 3, [9, 8, 7, 6, 5, 4, 3, 2, 1, 1, 1, 1], 0, 4),  # the cap: a third of 12
+    (1 / 3, [9, 8, 7, 6, 5, 4, 3, 2, 1, 1, 1, 1], 4, 7),  # 4 + 8 / 3 is 6.67, rounded up
+    (1 / 2, [9, 8, 1, 6, 5, 4], 0, 2),  # the argmin, exclusive: layers 0 and 1
+    (1 / 2, [1, 8, 9, 6, 5, 4], 0, 0),  # the lowest has the smallest gradient: nothing
+    (1 / 2, [0, 0, 5, 6, 5, 4], 2, 4),  # norms of frozen layers do not count
+    (1 / 2, [0, 0, 3, 6, 5, 4], 2, 2),
+    (1 / 2, [5, 1, 1, 5], 0, 1),  # a tie goes to the first
+    (1 / 2, [0, 0, 0, 5], 3, 3),  # the last layer is never frozen
+    (1 / 2, [0, 0, 0, 0], 4, 4),  # what is wholly frozen stays so
+    (0.01, [2, 1], 0, 1),  # at least one where there is one
+    (1 / 2, [4, nan, 1, 5], 0, 2), (1 / 2, [nan, nan, nan], 0, 0), (1 / 2, [4, -inf, 3, 2], 0, 2)])
+def test_gradient_norm_rule(alpha, norms, frozen, expected):
+    assert decide(GradientNorm(alpha), facts(norms, frozen=frozen)) == expected
+
+
+@pytest.mark.parametrize(("alpha", "layers", "most"), [
+    *((1 / parts, 7 * parts, 7) for parts in range(2, 12)), (0.07, 100, 7), (0.28, 25, 7), (0.55, 100, 55)])
+@pytest.mark.parametrize("frozen", [0, 2])
+def test_a_cap_that_is_whole_is_not_rounded_up(alpha, layers, most, frozen):
+    """Although the product of floats may be a little more, as 0.07 * 100 is."""
+    norms = [0.0] * frozen + [1.0 + layers - layer for layer in range(layers)]
+    assert GradientNorm(alpha).frozen_layers(facts(norms, frozen=frozen)) == frozen + most
+
+
+@pytest.mark.parametrize(("alpha", "layers", "expected"), [
+    (1 / 3, 12, [4, 7, 9, 10, 11, 11, 12]), (1 / 2, 12, [6, 9, 11, 12, 12]), (1 / 3, 27, [9, 15, 19, 22]),
+    (1 / 5, 25, [5, 9, 13, 15]), (0.1, 10, [1, 2, 3, 4, 5])])
+def test_cap(alpha, layers, expected):
+    assert depths(Cap(alpha), [[1.0] * layers] * len(expected)) == expected
+
+
+@given(st.integers(2, 9), st.integers(1, 100), st.integers(1, 30), st.data())
+def test_cap_is_the_formula_in_exact_arithmetic(parts, layers, evaluation, data):
+    share = Fraction(data.draw(st.integers(1, parts - 1)), parts)
+    exact = layers * (1 - (1 - share) ** evaluation)
+    expected = ceil(exact) if ceil(exact) - exact < 1 - Fraction(1, 10**8) else ceil(exact) - 1
+    assert Cap(float(share)).frozen_layers(facts([1.0] * layers, evaluation=evaluation)) == expected
+
+
+def test_cap_ends_with_all_layers():
+    assert Cap(1 / 5).frozen_layers(facts([1.0] * 12, evaluation=10**6)) == 12
+
+
+def test_cap_does_not_take_back_what_is_frozen():
+    assert Cap(1 / 3).frozen_layers(facts([1.0] * 12, frozen=8, evaluation=1)) == 8
+
+
+def test_manual():
+    policy = Manual(((0, 1), (20, 3), (40, 3), (50, 6)))
+    at = [policy.frozen_layers(facts([1.0] * 6, step=step)) for step in (0, 19, 20, 49, 50, 1000)]
+    assert at == [1, 1, 3, 3, 6, 6]
+    assert policy.frozen_layers(facts([1.0] * 6, frozen=5, step=20)) == 5
+    assert Manual(((10, 2),)).frozen_layers(facts([1.0] * 6, step=9)) == 0
+
+
+def test_no_freezing_keeps_what_is_frozen():
+    assert NoFreezing().frozen_layers(facts([1.0] * 4, frozen=2)) == 2
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_depths_never_fall(data):
+    layers = data.draw(st.integers(1, 12))
+    alpha = data.draw(st.floats(0.001, 0.999))
+    manual = data.draw(st.lists(st.tuples(st.integers(0, 100), st.integers(0, layers)), max_size=4))
+    norms = st.lists(st.floats(), min_size=layers, max_size=layers)
+    policy = data.draw(st.sampled_from([NoFreezing(), GradientNorm(alpha), Cap(alpha), Manual(tuple(manual))]))
+    found = depths(policy, data.draw(st.lists(norms, min_size=1, max_size=8)))
+    assert found == sorted(found) and found[-1] <= layers
+    if isinstance(policy, GradientNorm):
+        assert found[-1] < layers
+    if isinstance(policy, Cap):
+        assert found[0] >= 1
+
+
+# ---------------------------------------------------------------------- a user's policy
+
+@pytest.mark.parametrize("answer", [1, 5, -1, 3.0, True, None, "3", nan])
+def test_answers_that_are_none(answer):
+    class Backwards:
+        def frozen_layers(self, facts):
+            return answer
+
+    says = (r"^answer of the freeze policy Backwards at step 7: must be a whole number of layers from 2, which are "
+            r"frozen already, to the model's 4 \(got " + re.escape(repr("None" if answer is None else answer)) + r"\). "
+            r"Let frozen_layers return an int between facts.frozen and facts.num_layers.$")
+    with pytest.raises(ConfigError, match=says):
+        decide(Backwards(), facts([0.0, 0.0, 1.0, 1.0], frozen=2, step=7))
+
+
+def test_a_truth_value_is_no_number_of_layers():
+    class Yes:
+        def frozen_layers(self, facts):
+            return True
+
+    with pytest.raises(ConfigError, match=r"Yes at step 0: must be a whole number .* \(got True\)"):
+        decide(Yes(), facts([1.0, 1.0]))
+
+
+# ---------------------------------------------------------------------- the configuration
+
+@pytest.mark.parametrize(("elastic", "policy"), [
+    (Elastic(), NoFreezing()), (Elastic(freeze="gradient-norm", alpha=0.25), GradientNorm(0.25)),
+    (Elastic(freeze="cap"), Cap(1 / 3)),
+    (Elastic(freeze="manual", manual=("10:1", "020:3")), Manual(((10, 1), (20, 3))))], ids=str)
+def test_policy_of(elastic, policy):
+    assert policy_of(elastic) == policy
+    assert not [*problems(elastic, 3), *warnings(elastic)]
+
+
+def test_a_policy_that_nobody_knows():
+    class Other:
+        freeze, alpha, manual = "melt", 0.5, ()
+
+    says = r"^elastic.freeze: is not a freeze policy \(got 'melt'\). Choose one of none, gradient-norm, cap, manual.$"
+    with pytest.raises(ConfigError, match=says):
+        policy_of(Other())
+
+
+@pytest.mark.parametrize("text", ["", "10", "10:", ":3", "10:3:1", "a:b", "-1:3", "1.5:2", " 1:2", "1:2\n", "²:1",
+                                  "9" * 19 + ":1"])
+def test_manual_entries_that_cannot_be_read(text):
+    says = r"^elastic.manual: is not of the form STEP:LAYERS \(got .*\). Give entries such as 100:4"
+    with pytest.raises(ConfigError, match=says):
+        manual_depth(text)
+    with pytest.raises(ConfigError, match=says):
+        policy_of(Elastic(freeze="manual", manual=(text,)))
+    problem, = problems(Elastic(freeze="manual", manual=("1:1", text, "5:2")), 2)
+    assert re.match(says, str(problem))
+
+
+@pytest.mark.parametrize(("settings", "says"), [
+    (dict(freeze="cap", manual=("10:1",)), ["elastic.manual: is given, but elastic.freeze is cap (got ('10:1',)). Set "
+                                            "--elastic.freeze manual, or leave out the entries."]),
+    (dict(freeze="manual"), ["elastic.freeze: needs entries (got 'manual'). Give --elastic.manual entries such as "
+                             "100:4, which freezes the first 4 layers after step 100."]),
+    (dict(freeze="manual", manual=("1:7", "2:8")), [
+        f"elastic.manual: freezes more than the model's 6 layers (got '{text}'). Freeze 6 layers or fewer."
+        for text in ("1:7", "2:8")]),
+    (dict(freeze="manual", manual=("1:4", "5:3")), [
+        "elastic.manual: has fewer layers than the entry before it, 1:4, and frozen layers stay frozen (got '5:3'). "
+        "Let the number of layers rise."]),
+    (dict(freeze="manual", manual=("5:3", "5:4")), [
+        "elastic.manual: is not later than the entry before it, 5:3 (got '5:4'). Give the entries in the order of "
+        "their steps, one for each step."])], ids=str)
+def test_problems(settings, says):
+    assert [str(problem) for problem in problems(Elastic(**settings), 6)] == says
+
+
+@pytest.mark.parametrize("freeze", ["none", "manual"])
+def test_alpha_without_effect(freeze):
+    warning, = warnings(Elastic(freeze=freeze, alpha=0.2))
+    assert str(warning) == (f"elastic.alpha: has no effect: elastic.freeze is {freeze} (got 0.2). Leave it out, or set "
+                            "--elastic.freeze gradient-norm or cap.")
+    assert not list(warnings(Elastic(freeze="cap", alpha=0.2)))
+
+
+# ---------------------------------------------------------------------- layers, blocks and ties
+
+BLOCKS = ("embedding", "layer0.attention", "layer0.mlp", "layer1.attention", "layer1.mlp", "head")
+LAYERS = (("layer0.attention", "layer0.mlp"), ("layer1.attention", "layer1.mlp"))
+
+
+def test_frozen_blocks_are_a_prefix():
+    assert [frozen_blocks(LAYERS, BLOCKS, frozen) for frozen in (0, 1, 2)] == [0, 3, 5]
+
+
+def parameters(*ends):
+    """(block, owner's block or None, trainable) of each."""
+    names = [f"{BLOCKS[block]}.weight" for block, *_ in ends]
+    return tuple(Parameter(name, (2,), block, name if owner is None else f"{BLOCKS[owner]}.weight", trainable)
+                 for name, (block, owner, trainable) in zip(names, ends, strict=True))
+
+
+def test_a_tie_across_the_edge_is_refused():
+    tied = parameters((0, None, True), (2, None, True), (5, 0, True))
+    assert tie_problem(tied, LAYERS, BLOCKS, 0) is None
+    problem = tie_problem(tied, LAYERS, BLOCKS, 1)
+    assert isinstance(problem, ModelError)
+    assert str(problem) == (
+        "parameter embedding.weight: would be frozen with the first layer, and is tied to head.weight, which goes on "
+        "training. Untie the two in the model, or freeze both with requires_grad=False.")
+    assert "the first 2 layers," in str(tie_problem(tied, LAYERS, BLOCKS, 2))
+
+
+@pytest.mark.parametrize("ends", [
+    [(0, None, False), (5, 0, False)],  # both frozen beforehand
+    [(0, None, True), (2, 0, True)],  # both in the prefix
+    [(3, None, True), (5, 3, True)],  # both behind it
+    [(0, None, True), (5, None, True)]])  # no tie
+def test_ties_that_are_in_nobodys_way(ends):
+    assert tie_problem(parameters(*ends), LAYERS, BLOCKS, 1) is None
+
+
+def test_a_tie_whose_owner_is_behind_the_edge():
+    assert "parameter layer0.mlp.weight: would be" in str(
+        tie_problem(parameters((2, 4, True), (4, None, True)), LAYERS, BLOCKS, 1))
+
+
+# ---------------------------------------------------------------------- the example
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def test_own_freezing_freezes_and_learns(tmp_path):
+    done = subprocess.run([sys.executable, str(EXAMPLES / "own_freezing.py")], cwd=tmp_path, capture_output=True,
+                          text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    told = re.findall(r"^step \d+: loss ([\d.]+), (\d) of 8 layers frozen$", done.stdout, re.MULTILINE)
+    frozen = [int(layers) for _, layers in told]
+    assert len(told) == 8 and frozen == sorted(frozen) and frozen[0] == 0 < frozen[-1] < 8
+    assert float(told[-1][0]) < float(told[0][0]) / 2
+
+
+def test_own_freezing_is_autofreeze(monkeypatch):
+    """Changes of 1, 5, 50 and 90 %: the median is 27.5 %, so two layers have converged; then none of the two left."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    policy = importlib.import_module("own_freezing").GradientChange()
+    assert policy.frozen_layers(facts([10.0, 10.0, 10.0, 10.0])) == 0
+    assert policy.frozen_layers(facts([9.9, 10.5, 15.0, 1.0])) == 2
+    assert policy.frozen_layers(facts([0.0, 0.0, 1.0, 1.0], frozen=2)) == 2
+    assert policy.frozen_layers(facts([0.0] * 4, frozen=4)) == 4

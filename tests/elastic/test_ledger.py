@@ -1,0 +1,109 @@
+"""Whether a transition pays, by what earlier ones cost and by what steps take."""
+
+import json
+from math import inf, nan
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ranvier.elastic.ledger import Entry, Ledger, calibrated
+
+MESHES = dict(old="pipe 4 x data 1", new="pipe 2 x data 2")
+
+
+def entry(moved_bytes=0, **settings):
+    return Entry(**{"step": 7, **MESHES, "moved_bytes": moved_bytes, "seconds_before": 2.0, "seconds_after": 1.5,
+                    "remaining_steps": 10, "expected_cost": 1.0, **settings})
+
+
+def asked(ledger, **settings):
+    return ledger.pays(**{"step": 420, **MESHES, "seconds_before": 0.5, "model_before": 0.4, "model_after": 0.276,
+                          "remaining_steps": 80, "moved_bytes": 0, **settings})
+
+
+def test_the_prior_is_a_second_and_what_moves():
+    assert Ledger().expected_cost(0) == 1.0
+    assert Ledger().expected_cost(1_000_000_000) == 3.0
+
+
+def test_costs_follow_measured_ones():
+    """The median of measured over the prior's: a tenth, half, three times."""
+    ledger = Ledger()
+    for moved, cost in ((0, 0.1), (500_000_000, 6.0), (0, 0.5)):
+        ledger = ledger.with_entry(entry(moved)).with_measured(cost=cost)
+    assert ledger.expected_cost(0) == 0.5 and ledger.expected_cost(1_000_000_000) == 1.5
+    assert ledger.with_entry(entry()).expected_cost(0) == 0.5, "one that nobody measured does not count"
+    assert ledger.with_entry(entry()).with_measured(cost=nan, after=inf) == ledger.with_entry(entry())
+
+
+def test_a_prediction_is_the_measured_time_scaled_as_the_model_is():
+    assert calibrated(0.5, 0.4, 0.2) == 0.25
+    verdict = asked(Ledger())
+    assert verdict.entry.seconds_after == pytest.approx(0.345)
+
+
+def test_the_line_of_a_log():
+    ledger = Ledger().with_entry(entry()).with_measured(cost=0.6)
+    yes = asked(ledger)
+    assert yes and yes.text == ("step 420: pipe 4 x data 1 -> pipe 2 x data 2 would gain 12.4 s over 80 steps and cost "
+                                "about 0.6 s")
+    assert yes.entry == Entry(step=420, **MESHES, moved_bytes=0, seconds_before=0.5,
+                              seconds_after=yes.entry.seconds_after, remaining_steps=80, expected_cost=0.6)
+    no = asked(ledger, remaining_steps=1)
+    assert not no and no.text == ("step 420: pipe 4 x data 1 -> pipe 2 x data 2 would gain 0.2 s over 1 step and cost "
+                                  "about 0.6 s")
+    worse = asked(ledger, model_after=0.8)
+    assert not worse and "would lose 40.0 s over 80 steps and cost" in worse.text
+
+
+@pytest.mark.parametrize("settings", [
+    dict(model_before=0.0), dict(model_after=nan), dict(seconds_before=inf), dict(model_before=inf),
+    dict(model_after=0.0), dict(seconds_before=-1.0)], ids=str)
+def test_what_cannot_be_judged_is_refused(settings):
+    verdict = asked(Ledger(), **settings)
+    assert not verdict.pays
+    assert verdict.text.startswith("step 420: pipe 4 x data 1 -> pipe 2 x data 2 cannot be judged: a step takes ")
+    assert verdict.text.endswith(" s were predicted")
+
+
+def test_an_entry_in_words():
+    assert str(entry()) == ("step 7: pipe 4 x data 1 -> pipe 2 x data 2: 2 s a step before (1.5 s were predicted)")
+    assert str(Ledger().with_entry(entry()).with_measured(cost=0.5, after=1.6).entries[0]) == (
+        "step 7: pipe 4 x data 1 -> pipe 2 x data 2: cost 0.5 s, 2 s a step before, 1.6 s after (1.5 s were predicted)")
+
+
+def test_measurements_go_to_the_last_transition():
+    ledger = Ledger().with_entry(entry(1)).with_entry(entry(2)).with_measured(cost=3.0).with_measured(after=4.0)
+    assert ledger.entries == (entry(1), entry(2, measured_cost=3.0, measured_after=4.0))
+
+
+positive = st.floats(1e-6, 1e6)
+ledgers = st.lists(st.tuples(st.integers(0, 10**12), st.none() | st.floats(0.0, 1e4), st.none() | positive)).map(
+    lambda rows: Ledger(tuple(entry(moved, measured_cost=cost, measured_after=after) for moved, cost, after in rows)))
+
+
+@given(ledgers, st.floats(), st.floats(), st.floats(), st.integers(0, 10**6), st.integers(0, 10**12))
+def test_yes_only_where_the_gain_is_larger_than_the_cost(ledger, before, model_before, model_after, steps, moved):
+    verdict = asked(ledger, seconds_before=before, model_before=model_before, model_after=model_after,
+                    remaining_steps=steps, moved_bytes=moved)
+    if verdict:
+        gain = (before - before * (model_after / model_before)) * steps
+        assert gain > ledger.expected_cost(moved) and gain > 0
+    assert "\n" not in verdict.text
+
+
+@given(ledgers, positive, st.floats(0.01, 0.9), st.integers(0, 1000))
+def test_yes_wherever_it_is(ledger, before, share, steps):
+    verdict = asked(ledger, seconds_before=before, model_before=1.0, model_after=share, remaining_steps=steps)
+    assert verdict.pays == ((before - before * share) * steps > ledger.expected_cost(0))
+
+
+@given(ledgers, st.integers(0, 10**9), st.integers(0, 10**9))
+def test_more_bytes_never_cost_less(ledger, first, second):
+    assert ledger.expected_cost(min(first, second)) <= ledger.expected_cost(max(first, second))
+
+
+@given(ledgers)
+def test_it_survives_json(ledger):
+    assert Ledger.from_dict(json.loads(json.dumps(ledger.to_dict(), allow_nan=False))) == ledger

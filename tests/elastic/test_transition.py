@@ -1,0 +1,157 @@
+"""State that goes from layout to layout while a run goes on: the run notices nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ranvier.data.lm import Sequences
+from ranvier.data.loader import Loader
+from ranvier.data.sampler import Sampler
+from ranvier.elastic.transition import hand_over, take
+from ranvier.mesh import Mesh
+from ranvier.models.gpt import gpt
+from ranvier.pipeline.engine import Engine
+from ranvier.run import Optim, TensorParallel
+from ranvier.testing.ranks import run_ranks
+from tests.checkpoint.anywhere import CONFIG, GLOBAL_SIZE, SEED, TOKENS
+from tests.covering import covering
+
+SAMPLES = Sequences(TOKENS, CONFIG.sequence)
+MESHES = [Mesh(data=data, pipe=pipe, row=row, col=col) for data in (1, 2, 4) for pipe in (1, 2, 4) for row in (1, 2)
+          for col in (1, 2) if data * pipe * row * col <= 4]
+
+
+class Layouts:
+    """One run on `world`, whose engine moves from mesh to mesh; ranks that a mesh does not take are idle."""
+
+    def __init__(self, world, mesh, *, tied=True, **options):
+        self.world, self.options = world, options
+        self.model = gpt(CONFIG, dtype=options.get("dtype", torch.float64))
+        if not tied:
+            self.model = replace(self.model, tied=())
+        self.engine = self.backend = None
+        self.moved = []
+        self.build(mesh, 0)
+
+    def build(self, mesh, frozen):
+        self.backend = self.world.backend.subset(mesh.size)
+        if self.backend is not None:
+            here = replace(self.world, backend=self.backend, mesh=mesh)
+            options = {"dtype": torch.float64, "optim": Optim(bucket_size=64, chunk_buckets=2), **self.options}
+            self.engine = Engine(self.model, here, mesh=mesh, seed=SEED, learning_rate=1e-2, frozen=frozen,
+                                 nominal_weight=float(GLOBAL_SIZE * CONFIG.sequence), **options)
+
+    def move(self, mesh, frozen=0):
+        held = None
+        if self.engine is not None:
+            held = take(self.engine)
+            self.engine.close()
+            self.backend.close()
+        self.engine = None
+        self.build(mesh, frozen)
+        self.moved.append(hand_over(held, self.engine, self.world.backend, timeout_seconds=30.0))
+
+    def step(self, step):
+        if self.engine is None:
+            return None
+        mesh, at = self.engine.mesh, self.engine.coordinates
+        loader = Loader(SAMPLES, Sampler(len(SAMPLES), SEED), global_size=GLOBAL_SIZE, microbatch_size=2,
+                        replica=at.data, num_replicas=mesh.data, row=at.row, num_rows=mesh.row,
+                        needs_inputs=self.engine.is_first_stage, needs_targets=self.engine.is_last_stage)
+        assert self.engine.steps == step
+        result = self.engine.train_batch(loader.microbatches(step))
+        return result.loss, result.grad_norm
+
+    def close(self):
+        if self.engine is not None:
+            self.engine.close()
+            self.backend.close()
+
+
+def trained(meshes, steps=2, size=4, freezing=None, **options):
+    """Losses and norms of `steps` steps on each of `meshes`, and what moved. freezing: frozen layers on each."""
+    def work(world):
+        layouts, found = Layouts(world, meshes[0], tied=freezing is None, **options), []
+        for number, mesh in enumerate(meshes):
+            if number:
+                layouts.move(mesh, 0 if freezing is None else freezing[number])
+            found += [layouts.step(number * steps + each) for each in range(steps)]
+        layouts.close()
+        return found, layouts.moved
+
+    results = run_ranks(work, size, timeout_seconds=120.0)
+    return results[0][0], results[0][1], results
+
+
+def assert_same_runs(one, other, tolerance=1e-12):
+    for (loss, norm), (other_loss, other_norm) in zip(one, other, strict=True):
+        assert loss == pytest.approx(other_loss, rel=tolerance)
+        assert norm == pytest.approx(other_norm, rel=10 * tolerance)
+
+
+@pytest.mark.parametrize(("mesh", "optim", "dtype"), covering(
+    [Mesh(data=2, pipe=2), Mesh(pipe=4), Mesh(data=4), Mesh(row=2, col=2), Mesh(pipe=2, col=2)],
+    [Optim(bucket_size=64), Optim(bucket_size=64, shard=True, clip_norm=0.1), Optim(bucket_size=64, offload="stream"),
+     Optim(algorithm="sgd"), Optim(bucket_size=64, offload="host", shard=True)],
+    [torch.float64, torch.float32, torch.bfloat16, torch.float16]))
+def test_a_transition_that_changes_nothing_changes_no_bit(mesh, optim, dtype):
+    plain, _, _ = trained([mesh] * 3, steps=1, optim=optim, dtype=dtype)
+
+    def uninterrupted(world):
+        layouts = Layouts(world, mesh, optim=optim, dtype=dtype)
+        found = [layouts.step(step) for step in range(3)]
+        layouts.close()
+        return found
+
+    assert plain == run_ranks(uninterrupted, 4, timeout_seconds=60.0)[0]
+
+
+def test_nothing_travels_where_nothing_changes():
+    for mesh in (Mesh(data=2, pipe=2), Mesh(pipe=2, row=2)):
+        assert trained([mesh, mesh], steps=1)[1] == [0]
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.lists(st.sampled_from(MESHES), min_size=2, max_size=4), st.sampled_from([False, True]),
+       st.sampled_from(["none", "stream"]))
+def test_any_way_through_layouts_is_the_run_without(meshes, shard, offload):
+    optim = Optim(bucket_size=64, chunk_buckets=2, shard=shard, offload=offload)
+    found, _, results = trained(meshes, optim=optim)
+    expected, _, _ = trained([Mesh()], steps=2 * len(meshes), size=1)
+    assert_same_runs([each for each in found if each], expected)
+    for rank, (told, _) in enumerate(results):  # ranks without a part in a mesh are idle, and come back
+        assert [each is not None for each in told] == [rank < mesh.size for mesh in meshes for _ in range(2)]
+
+
+def test_every_rank_knows_how_much_has_moved():
+    _, moved, results = trained([Mesh(pipe=4), Mesh(data=2, pipe=2), Mesh(data=4)], steps=1)
+    assert all(other == moved for _, other in results) and all(bytes_ > 0 for bytes_ in moved)
+
+
+def test_layers_that_freeze_on_the_way_are_the_frozen_ones_of_one_process():
+    meshes, freezing = [Mesh(pipe=4), Mesh(data=2, pipe=2), Mesh(data=4)], [0, 1, 2]
+    found, _, _ = trained(meshes, freezing=freezing)
+    expected, _, _ = trained([Mesh(), Mesh(), Mesh()], size=1, freezing=freezing)
+    assert_same_runs(found, expected)
+
+
+def test_a_users_own_optimizer_comes_along():
+    def optimizer(parameters):
+        return torch.optim.Adam(parameters, lr=1e-2)
+
+    found, _, _ = trained([Mesh(pipe=2), Mesh(data=2), Mesh(pipe=2, data=2)], optim=None, optimizer=optimizer)
+    expected, _, _ = trained([Mesh()], steps=6, size=1, optim=None, optimizer=optimizer)
+    assert_same_runs(found, expected)
+
+
+def test_schemes_of_the_tensor_mesh():
+    for scheme in ("summa", "megatron"):
+        meshes = [Mesh(pipe=2), Mesh(col=2), Mesh(pipe=2, col=2)]
+        found, _, _ = trained(meshes, tensor=TensorParallel(scheme=scheme))
+        expected, _, _ = trained([Mesh()], steps=6, size=1)
+        assert_same_runs(found, expected)
