@@ -541,3 +541,23 @@ def test_times_are_of_what_was_done(tmp_path):
         times = cached.cache.times(torch.tensor([0, 1]))
         assert min(times.compute, times.read, times.write) > 0
         assert times.compute == cached.cache.counts.seconds["compute"] / 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["full", "half"])
+def test_states_on_a_gpu(tmp_path, precision):
+    """They go through pinned memory; what comes back is on the device."""
+    prefix = Prefix(depth=2, state="dict")
+    prefix.x = prefix.x.cuda()
+    for _, _, module in prefix.blocks:
+        module.cuda()
+    with Cached(tmp_path, prefix, precision=precision, device=torch.device("cuda")) as cached:
+        cached.right(0, 1, 2)
+        cached.cache.prefetch([torch.tensor([2, 1])])
+        state, calls = cached(2, 1)
+        truth = prefix.truth([2, 1])
+        assert calls == HIT and state["x"].is_cuda
+        assert torch.allclose(state["x"], truth["x"], rtol=0 if precision == "full" else 2 ** -11, atol=2 ** -25)
+        same(state["mask"].cpu(), truth["mask"].cpu())
+        cached.deepen(4)
+        assert cached(0, 1, 2)[1] == [(2, None)] and cached(0, 5)[1] == [(0, [1])]

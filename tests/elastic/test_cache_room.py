@@ -252,6 +252,16 @@ def test_a_folder_that_nobody_named_goes_with_its_last_run(unnamed):
     assert not unnamed.exists()
 
 
+def test_a_cache_that_another_one_follows_leaves_its_files(unnamed):
+    """The stage is built anew, deeper, and what was kept is upgraded; the last one removes all."""
+    before = Cached(None, Prefix(depth=2))
+    before.right(0, 1)
+    before.cache.close(keep=True)
+    with Cached(None, Prefix(depth=4)) as after:
+        assert after.right(0, 1) == [(2, None)]
+    assert not unnamed.exists()
+
+
 def test_entries_of_other_weights_go_at_once(unnamed):
     with Cached(None) as cached:
         cached.right(0)
