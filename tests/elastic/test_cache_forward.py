@@ -49,10 +49,13 @@ def test_numbers_beyond_half_precision_are_not_kept(tmp_path):
     """Infinities, as masks have them, are."""
     prefix = Prefix(depth=1)
     prefix.compute = lambda first, state, rows: prefix.calls.append(first) or state * 1.0
-    prefix.x[5, 2, 3], prefix.x[6] = 70000.0, float("-inf")
+    prefix.x[5, 2, 3], prefix.x[6] = 65520.0, float("-inf")
     prefix.x[7, 0, 0] = float("nan")
+    prefix.x[8] = -65519.0
     with Cached(tmp_path, prefix, precision="half") as cached:
+        cached(8)
         cached(4, 5, 6, 7)
+        assert cached(8)[1] == HIT and cached(8)[0].eq(-65504).all()
         assert cached(4, 6, 7)[1] == HIT
         assert cached(6)[0].eq(float("-inf")).all() and cached(7)[0].isnan().sum() == 1
         assert cached(5)[1] == [0] and cached(5)[1] == [0]
