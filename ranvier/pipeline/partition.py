@@ -129,14 +129,15 @@ def block_costs(model: Model, inputs: State, targets: object = None,
     This runs the whole chain once without data, and is also the check of the model contract: ModelError names the
     first block that does not take what the block before it returns, or the loss.
     """
-    state, costs, before = _to_meta(inputs), [], "the inputs"
+    state, costs, before, trains = _to_meta(inputs), [], "the inputs", False
     counted = {_FUSED_ATTENTION: _attention_flops, torch.ops.aten.addmm_: _added_product_flops}
     for name, module in build_on_meta(model).items():
         tensors = {key: value.detach().to("meta", dtype if value.is_floating_point() else value.dtype)
                    .requires_grad_(value.requires_grad) for key, value in
                    (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))}
         written, kept, entered = _WrittenBytes(), KeptBytes(tensors.values()), _state_bytes(state)
-        state = _as_leaves(state, costs)
+        state = _as_leaves(state, trains)
+        trains |= any(tensor.requires_grad for tensor in tensors.values())
         try:
             with torch.enable_grad(), FlopCounterMode(display=False, custom_mapping=counted) as counter, kept, \
                     written, _FusedAttention():
@@ -162,9 +163,9 @@ def _state_bytes(state: State) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tree_leaves(state) if isinstance(tensor, Tensor))
 
 
-def _as_leaves(state: State, before: Sequence[BlockCost]) -> State:
-    """The carried state as it enters a stage: leaves that want gradients, unless they are the model's inputs."""
-    return tree_map(lambda leaf: leaf.detach().requires_grad_(bool(before) and leaf.is_floating_point())
+def _as_leaves(state: State, trains: bool) -> State:
+    """The carried state as it enters a stage: leaves that want gradients, where something before them trains."""
+    return tree_map(lambda leaf: leaf.detach().requires_grad_(trains and leaf.is_floating_point())
                     if isinstance(leaf, Tensor) else leaf, state)
 
 

@@ -26,12 +26,13 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from ranvier import keyed_random, precision
 from ranvier.errors import ConfigError
 from ranvier.layout import Layout
 from ranvier.models import families
-from ranvier.models.block import Model
+from ranvier.models.block import Model, named
 from ranvier.optim.buckets import buckets_of
 from ranvier.optim.gradients import Gradients
 from ranvier.optim.optimizer import resolve_bucket_size
@@ -185,9 +186,11 @@ def _tensor_mesh(run: Run, model: Model, stages: StageTable, layout: Layout) -> 
                 state = block(state)
                 kept_again[name] = kept_bytes.count
                 last = row is stages.rows[-1] and name == row.blocks[-1]
-                total = part.loss(state, targets)[0] if last else state
-            total.sum().backward()
-            state = state.detach().requires_grad_(state.is_floating_point())
+                ends = [part.loss(state, targets)[0]] if last else named(state, name).values()
+            wanted = [tensor.sum() for tensor in ends if tensor.requires_grad]
+            if wanted:
+                sum(wanted).backward()
+            state = tree_map(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), state)
             for key, size in mesh.workspace.sizes().items():
                 largest[key] = max(largest.get(key, 0), size)
         found[row.stage] = sum(largest.values()) + kept

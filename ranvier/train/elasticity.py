@@ -221,8 +221,9 @@ class Elasticity:
                 return change
             verdict = self.ledger.pays(
                 step=step, old=mesh_text(run.mesh), new=mesh_text(mesh),
-                seconds_before=self._seconds(here.seconds, work.seconds), model_before=here.seconds_per_sample, model_after=packing.seconds_per_sample,
-                remaining_steps=self.left(step), moved_bytes=work.state_bytes * mesh.data)
+                seconds_before=self._seconds(here.seconds, work.seconds), model_before=here.seconds_per_sample,
+                model_after=packing.seconds_per_sample, remaining_steps=self.left(step),
+                moved_bytes=work.state_bytes * mesh.data)
             self._note(step, "judged", verdict.text, {"pays": verdict.pays})
             if verdict.pays:
                 self.ledger = self.ledger.with_entry(verdict.entry)

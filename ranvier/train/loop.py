@@ -293,7 +293,7 @@ class Training:
         self._publish()
         order = {"do": "change", "change": change.document(), "step": self.done, "samples": self.samples,
                  "elastic": self.elastic.state(self.run, self.now.frozen), "guards": self.guards.state(),
-                 "saved_step": self.saving.saved_step, "run": resolve.document(self.run),
+                 "saved_step": self.saving.saved_step,
                  "bad_steps": self.engine.bad_steps and self.engine.bad_steps.state()}
         if self.world.rank == 0:
             self.orders.send(order, first=self.run.mesh.size)
@@ -312,8 +312,6 @@ class Training:
             self.saving.checkpoints.close()
             held = take(old.engine)
             old.close()
-        else:
-            self.run = resolve.read(order["run"])
         change = Change.read(order["change"])
         self.run, self.done = change.applied(self.run), order["step"]
         self.now = None

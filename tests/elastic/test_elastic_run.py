@@ -131,7 +131,7 @@ def test_the_cache_changes_nothing(sentences, tmp_path, in_one_process, monkeypa
         results, _ = run_all(run)
         assert losses(run) == pytest.approx(in_one_process, rel=1e-9)
         assert transitions(run)[-1]["cache"]
-        assert sum(rank["cache"]["hits"] + rank["cache"]["upgraded"] for rank in results[0]["ranks"]) > 0
+        assert sum(counts["hits"] + counts["upgraded"] for counts in results[0]["cache"] if counts) > 0
 
 
 def test_half_precision_entries_change_little(sentences, tmp_path, in_one_process):
@@ -199,7 +199,7 @@ def test_a_run_is_resized_while_it_goes_on(sentences, tmp_path):
     run = tiny(sentences, tmp_path / "run")
     wishes = {2: dict(data=2, pipe=2), 6: dict(data=1, pipe=2), 10: dict(data=4, pipe=1), 14: dict(data=1, pipe=1),
               18: dict(data=1, pipe=4), 21: dict(data=3, pipe=2)}
-    results, text = run_all(run, trackers=[Wishes(run, wishes)])
+    results, _ = run_all(run, trackers=[Wishes(run, wishes)])
     assert losses(run) == pytest.approx(losses(plain), rel=1e-9)
     assert [(line["mesh"]["data"], line["mesh"]["pipe"]) for line in transitions(run)] == [
         (2, 2), (1, 2), (4, 1), (1, 1), (1, 4)]
