@@ -111,9 +111,14 @@ def test_padding_changes_nothing(head):
 
 @pytest.mark.parametrize("head", ["classes", "span"])
 def test_a_sample_of_padding_alone_is_no_nan(head):
+    """Its first token counts as one, so it has something to attend to."""
     model = bert.model(tiny(), head, dtype=torch.float64)
     blocks = {name: build() for name, build in model.blocks.items()}
     inputs = {name: torch.zeros(2, 5, dtype=torch.int64) for name in ("ids", "mask", "types")}
+    assert blocks["embedding"](inputs)["mask"].tolist() == [[True, False, False, False, False]] * 2
+    one = {name: tensor[:, :1] for name, tensor in inputs.items()} | {"mask": torch.ones(2, 1)}
+    found, expected = forward(blocks, inputs), forward(blocks, one)
+    assert relative(found if head == "classes" else found[:, :1], expected) < 1e-12
     ignored = torch.full((2,), IGNORED)
     total, weight = model.loss(forward(blocks, inputs), ignored if head == "classes" else {
         "start": ignored, "end": ignored})
