@@ -26,6 +26,7 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ranvier import keyed_random, precision
 from ranvier.errors import ConfigError
@@ -185,9 +186,9 @@ def _tensor_mesh(run: Run, model: Model, stages: StageTable, layout: Layout) -> 
                 state = block(state)
                 kept_again[name] = kept_bytes.count
                 last = row is stages.rows[-1] and name == row.blocks[-1]
-                total = part.loss(state, targets)[0] if last else state
-            total.sum().backward()
-            state = state.detach().requires_grad_(state.is_floating_point())
+                ends = [part.loss(state, targets)[0]] if last else tree_leaves(state)
+            torch.autograd.backward([end.sum() for end in ends if end.requires_grad])
+            state = tree_map(lambda leaf: leaf.detach().requires_grad_(leaf.is_floating_point()), state)
             for key, size in mesh.workspace.sizes().items():
                 largest[key] = max(largest.get(key, 0), size)
         found[row.stage] = sum(largest.values()) + kept
