@@ -1,5 +1,5 @@
-"""The command: `ranvier train | check | doctor | export | import`. Every field of the run is a flag; --help imports
-nothing heavy.
+"""The command: `ranvier train | check | resize | doctor | export | import`. Every field of the run is a flag; --help
+imports nothing heavy.
 
 Exit codes: 0 done, 1 the run failed, 2 an error of the user's, each in one line on standard error, 130 Ctrl-C.
 """
@@ -247,6 +247,24 @@ def import_model(model: Path, out: Path, precision: str | None) -> int:
     recipe = make(model, out, precision=precision)
     print(f"written to {out}; its settings: {' '.join(flags(recipe))}")
     print(f"to go on from it: ranvier train {out / 'run.toml'} --resume {out}")
+    return 0
+
+
+@command.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--data", type=click.IntRange(min=1), required=True, help="Replicas that the run is to have.")
+@click.option("--pipe", type=click.IntRange(min=1), required=True, help="Stages that it is to have.")
+@click.option("--wait", type=click.FloatRange(min=0), default=60.0, show_default=True,
+              help="Seconds to wait for the run's answer; 0 asks and ends.")
+def resize(run: Path, data: int, pipe: int, wait: float) -> int:
+    """Have the run in folder RUN, which is under way, go on with other numbers of replicas and stages.
+
+    It changes between two steps, without a restart. Together they take at most the ranks that it was started with;
+    what is left over is idle, and can be taken again.
+    """
+    from ranvier.train.resize import ask_and_wait
+
+    print(ask_and_wait(run, data=data, pipe=pipe, seconds=wait))
     return 0
 
 

@@ -13,10 +13,19 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from ranvier.data.tokenizer import Tokenizer
 from ranvier.models.block import State
 
 Targets = Tensor | dict[str, Tensor]
+
+
+class AnyTokenizer(Protocol):
+    """Whatever turns text into token numbers: for the run's folder and for what depends on it."""
+
+    vocab: int
+    fingerprint: str
+
+    def text(self) -> str:
+        """Its tokenizer.json."""
 
 
 class Dataset(Protocol):
@@ -51,8 +60,9 @@ class Prepared:
     """The data of a run.
 
     about: in words, for the heading of a run. weight: of one sample in the loss (its targets). num_classes: what a head
-    tells apart, where the task has classes. transform: fingerprint of what makes inputs of a sample; repeats: whether a
-    sample has the same inputs in every epoch. fingerprint: equal where all of this is, wherever the files lie.
+    tells apart, where the task has classes; class_names: what these are called, by number. transform: fingerprint of
+    what makes inputs of a sample; repeats: whether a sample has the same inputs in every epoch. fingerprint: equal
+    where all of this is, wherever the files lie.
     """
 
     train: Dataset
@@ -60,8 +70,9 @@ class Prepared:
     fingerprint: str
     about: str
     weight: float
-    tokenizer: Tokenizer | None = None
+    tokenizer: AnyTokenizer | None = None
     num_classes: int | None = None
+    class_names: tuple[str, ...] = ()
     transform: str = ""
     repeats: bool = True
     scoring: Callable[[], Scoring] | None = None

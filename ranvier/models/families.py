@@ -63,6 +63,17 @@ def flops_per_sample(run: Run, *, recomputed: bool = False) -> float:
     return _module(run).flops_per_sequence(run.model, recomputed=recomputed)
 
 
+def text(run: Run) -> str:
+    """The model in words."""
+    model = run.model
+    sizes = [f"{family_of(run)}, {model.num_layers} layers, hidden {model.hidden}, {model.heads} heads"]
+    if family_of(run) == "vit":
+        sizes.append(f"images of {model.image_size} in patches of {model.patch_size}")
+    else:
+        sizes.append(f"vocabulary {model.vocab}, sequence {model.sequence}")
+    return ", ".join(sizes)
+
+
 def num_blocks(run: Run) -> int:
     """Embedding, two for each layer, head."""
     return 2 * run.model.num_layers + 2

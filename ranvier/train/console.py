@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ranvier.train.events import EndEvent, Event, NoteEvent, StartEvent, StepEvent, Tracker
+from ranvier.train.events import EndEvent, Event, NoteEvent, StartEvent, StepEvent, Tracker, TransitionEvent
 from ranvier.train.files import mesh_text
 
 PLAIN_LINES = 20
@@ -38,12 +38,20 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def step_text(event: StepEvent) -> str:
+def step_text(event: StepEvent, unit: str = "tokens") -> str:
     """The numbers of one step, at fixed widths."""
-    text = (f"loss {event.loss:7.4f}  {event.tokens_per_second:9,.0f} tokens/s"
+    text = (f"loss {event.loss:7.4f}  {_rate(event.tokens_per_second):>9} {unit}/s"
             f"  utilisation {event.model_flops_utilisation:4.0%}  bubble {event.bubble_fraction:4.0%}"
             f"  waits {1e3 * event.wait_seconds:5.0f} ms")
-    return text + (f"  eval {event.eval_loss:.4f}" if event.eval_loss is not None else "")
+    if event.eval_loss is not None:
+        text += f"  eval {event.eval_loss:.4f}"
+    if "eval_accuracy" in event.eval_scores:
+        text += f"  accuracy {event.eval_scores['eval_accuracy']:.2%} of {event.eval_scores['eval_count']:,.0f}"
+    return text
+
+
+def _rate(per_second: float) -> str:
+    return f"{per_second:,.1f}" if per_second < 100 else f"{per_second:,.0f}"
 
 
 def start_text(event: StartEvent) -> str:
@@ -51,12 +59,12 @@ def start_text(event: StartEvent) -> str:
     return f"{event.recipe}: {event.steps} steps on mesh {mesh_text(event.mesh)}\n{settings}\n{event.stages}"
 
 
-def end_text(event: EndEvent) -> str:
+def end_text(event: EndEvent, unit: str = "tokens") -> str:
     summary = event.summary
     losses = f"loss {summary['final_loss']:.4f}" if summary.get("final_loss") is not None else "no loss"
     if summary.get("eval_loss") is not None:
         losses += f", held-out {summary['eval_loss']:.4f}"
-    lines = [f"done in {duration(summary['seconds'])}: {losses}, {summary['tokens_per_second']:,.0f} tokens/s,"
+    lines = [f"done in {duration(summary['seconds'])}: {losses}, {_rate(summary['tokens_per_second'])} {unit}/s,"
              f" bubble {summary['bubble_fraction']:.1%}"]
     if event.sample:
         lines += ["", event.sample, ""]
@@ -83,7 +91,9 @@ class Notes:
     def __init__(self) -> None:
         self._seen: Counter[str] = Counter()
 
-    def text(self, event: NoteEvent) -> str | None:
+    def text(self, event: NoteEvent | TransitionEvent) -> str | None:
+        if isinstance(event, TransitionEvent):
+            return f"step {event.step}: {event}"
         self._seen[event.event] += 1
         seen = self._seen[event.event]
         if seen > NOTES_OF_A_KIND:
@@ -109,6 +119,7 @@ class PlainConsole:
         self._stream = stream
         self._remaining, self._notes = Remaining(), Notes()
         self._steps, self._every, self._last = 0, 1, 0
+        self._unit = "tokens"
 
     def _print(self, text: str | None) -> None:
         if text is not None:
@@ -119,13 +130,14 @@ class PlainConsole:
         match event:
             case StartEvent():
                 self._steps, self._every = event.steps, -(-event.steps // PLAIN_LINES)
+                self._unit = event.unit
                 self._print(start_text(event))
             case StepEvent():
                 self._step(event)
-            case NoteEvent():
+            case NoteEvent() | TransitionEvent():
                 self._print(self._notes.text(event))
             case EndEvent():
-                self._print(end_text(event))
+                self._print(end_text(event, self._unit))
 
     def _step(self, event: StepEvent) -> None:
         left = self._remaining.after(event, self._steps)
@@ -133,7 +145,8 @@ class PlainConsole:
         evaluated = event.eval_loss is not None and 2 * (event.step - self._last) >= self._every
         if due or evaluated:
             self._last = event.step
-            self._print(f"step {event.step:{len(str(self._steps))}}/{self._steps}  {step_text(event)}  {left} left")
+            number = f"{event.step:{len(str(self._steps))}}/{self._steps}"
+            self._print(f"step {number}  {step_text(event, self._unit)}  {left} left")
 
     def close(self) -> None:
         with _without_room():
@@ -146,7 +159,7 @@ class LiveConsole:
     def __init__(self, stream: TextIO) -> None:
         self._console = RichConsole(file=stream)
         self._remaining, self._notes = Remaining(), Notes()
-        self._steps = 0
+        self._steps, self._unit = 0, "tokens"
         self._losses: list[float] = []
         # Drawn by events rather than by a thread of its own: a thread would compete with the rank's compute.
         self._live = Live(console=self._console, auto_refresh=False, transient=False)
@@ -155,7 +168,7 @@ class LiveConsole:
     def event(self, event: Event) -> None:
         match event:
             case StartEvent():
-                self._steps = event.steps
+                self._steps, self._unit = event.steps, event.unit
                 self._console.print(start_text(event), highlight=False, markup=False)
                 self._live.start()
             case StepEvent():
@@ -164,20 +177,20 @@ class LiveConsole:
                 if event.step == self._steps or time.monotonic() - self._drawn > 0.1:
                     self._drawn = time.monotonic()
                     self._live.update(self._picture(event, left), refresh=True)
-            case NoteEvent():
+            case NoteEvent() | TransitionEvent():
                 text = self._notes.text(event)
                 if text is not None:
                     self._console.print(text, style="yellow", markup=False)
             case EndEvent():
                 self._live.stop()
-                self._console.print(end_text(event), highlight=False, markup=False)
+                self._console.print(end_text(event, self._unit), highlight=False, markup=False)
 
     def _picture(self, event: StepEvent, left: str) -> Group:
         bar = Table.grid(padding=(0, 2))
         bar.add_row(Text(f"step {event.step}/{self._steps}", style="bold"),
                     ProgressBar(total=self._steps, completed=event.step, width=30), Text(f"{left} left"),
                     Text(sparkline(self._losses, 16), style="cyan"))
-        return Group(bar, Text(step_text(event)))
+        return Group(bar, Text(step_text(event, self._unit)))
 
     def close(self) -> None:
         self._live.stop()

@@ -43,7 +43,7 @@ def num_parameters(run: Run) -> int:
 
 
 def test_all_names_are_there():
-    assert {path.stem for path in FILES} == {"gpt-tiny", "gpt2-small", *PAPER}
+    assert {path.stem for path in FILES} == {"gpt-tiny", "gpt2-small", "bert-sentiment", "vit-cifar10", *PAPER}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

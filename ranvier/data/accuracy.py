@@ -1,0 +1,33 @@
+"""How a classifier is judged: the share of samples whose class it finds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ranvier.models.block import State
+from ranvier.tensor.loss import IGNORED
+
+
+class Accuracy:
+    """The share of samples whose class has the largest logit. Counts stay on the device until `part`."""
+
+    def __init__(self) -> None:
+        self._right: list[Tensor] = []
+        self._count: list[Tensor] = []
+
+    def add(self, output: State, targets: Tensor, samples: Tensor) -> None:
+        """output: [b, classes], or a dict of this one tensor; targets: [b]."""
+        logits = output if isinstance(output, Tensor) else next(iter(output.values()))
+        counts = targets != IGNORED
+        self._right.append(((logits.argmax(-1) == targets) & counts).sum())
+        self._count.append(counts.sum())
+
+    def part(self) -> dict[str, int]:
+        return {"right": sum(int(right) for right in self._right), "count": sum(int(count) for count in self._count)}
+
+    def total(self, parts: Sequence[object]) -> dict[str, float]:
+        right, count = (sum(part[name] for part in parts) for name in ("right", "count"))
+        return {"eval_accuracy": right / count if count else math.nan, "eval_count": count}

@@ -1,0 +1,122 @@
+"""A task's samples in the cache: named arrays, memory-mapped, and what they are.
+
+    FOLDER/NAME.npy      one array; its first dim is the samples
+    FOLDER/about.json    shapes, number formats, digests, and facts such as the names of classes; written last
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ranvier.data.publish import Progress, one_writer, published
+from ranvier.errors import DataError
+
+_ABOUT = "about.json"
+_MOST_ABOUT_BYTES = 1 << 30
+_MOST_READ_BYTES = 256 << 20
+_PIECE_BYTES = 16 << 20
+_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """Of one array: its number format, little-endian, its shape, and the hash of its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrays:
+    """arrays: read-only, for any thread. facts: as they were given. digest: of all arrays and facts."""
+
+    arrays: Mapping[str, np.ndarray]
+    facts: Mapping[str, object]
+    digest: str
+
+
+def made_once(folder: Path, make: Callable[[], None], progress: Progress) -> tuple[Arrays, Arrays]:
+    """The arrays in folder/train and folder/eval, which `make` writes unless both are there."""
+    names = ("train", "eval")
+    if not all((folder / name / _ABOUT).exists() for name in names):
+        with one_writer(folder / "arrays", progress):
+            if not all((folder / name / _ABOUT).exists() for name in names):
+                make()
+    train, held = (open_arrays(folder / name) for name in names)
+    return train, held
+
+
+def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray], facts: Mapping[str, object]) -> None:
+    """Write all of them at once. DataError when that cannot be."""
+    forms = {name: Form(dtype=array.dtype.name, shape=array.shape) for name, array in arrays.items()}
+    write_in_pieces(folder, forms, [arrays], facts)
+
+
+def write_in_pieces(folder: Path, forms: Mapping[str, Form], pieces: Iterable[Mapping[str, np.ndarray]],
+                    facts: Mapping[str, object]) -> None:
+    """Write arrays of known shapes from pieces of consecutive samples, of which only one is in memory."""
+    digests = {name: hashlib.blake2b(digest_size=16) for name in forms}
+    with ExitStack() as stack:
+        files = {name: stack.enter_context(published(folder / f"{name}.npy")) for name in forms}
+        for name, form in forms.items():
+            np.lib.format.write_array_header_1_0(files[name], {
+                "descr": np.dtype(form.dtype).newbyteorder("<").str, "fortran_order": False,
+                "shape": tuple(form.shape)})
+        for piece in pieces:
+            for name, form in forms.items():
+                array = piece[name]
+                assert array.dtype == form.dtype and array.shape[1:] == tuple(form.shape[1:])
+                data = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).tobytes()
+                files[name].write(data)
+                digests[name].update(data)
+    about = {"arrays": {name: asdict(form) | {"digest": digests[name].hexdigest()} for name, form in forms.items()},
+             "facts": dict(facts)}
+    with published(folder / _ABOUT) as file:
+        file.write(json.dumps({"digest": _digest(about), **about}).encode())
+
+
+def open_arrays(folder: Path) -> Arrays:
+    """Arrays that `write_arrays` has left. DataError when missing, contradictory, or changed since; arrays of more than
+    256 MiB, which are images, are looked at by their size alone."""
+    path = folder / _ABOUT
+    try:
+        if not path.is_file() or path.stat().st_size > _MOST_ABOUT_BYTES:
+            raise ValueError("no file, or a very large one")
+        about = json.loads(path.read_text(encoding="utf-8"))
+        digest = about.pop("digest")
+        if digest != _digest(about):
+            raise ValueError(f"{_ABOUT} has been changed")
+        forms = {str(name): Form(dtype=form["dtype"], shape=tuple(form["shape"]), digest=form["digest"])
+                 for name, form in about["arrays"].items()}
+        arrays = {name: _open(folder / f"{name}.npy", form) for name, form in forms.items()}
+    except Exception as error:  # NumPy's reader of headers raises many kinds
+        raise DataError("is not what was written there", where=str(folder), value=f"{type(error).__name__}: {error}",
+                        remedy="Delete this folder; it is then made again.") from error
+    return Arrays(arrays=arrays, facts=about["facts"], digest=digest)
+
+
+def _digest(about: object) -> str:
+    return hashlib.blake2b(json.dumps(about).encode(), digest_size=8).hexdigest()
+
+
+def _open(path: Path, form: Form) -> np.ndarray:
+    if form.dtype not in _TYPES or not path.is_file():
+        raise ValueError(f"{path.name}: no file of a known format")
+    array = np.load(path, mmap_mode="r", allow_pickle=False)
+    if array.dtype != np.dtype(form.dtype).newbyteorder("<") or array.shape != form.shape or not array.ndim:
+        raise ValueError(f"{path.name} has {array.dtype} {array.shape} instead of {form.dtype} {form.shape}")
+    if array.nbytes <= _MOST_READ_BYTES:
+        digest, rows = hashlib.blake2b(digest_size=16), max(1, _PIECE_BYTES // max(1, array[:1].nbytes))
+        for start in range(0, len(array), rows):
+            digest.update(np.ascontiguousarray(array[start:start + rows]))
+        if digest.hexdigest() != form.digest:
+            raise ValueError(f"{path.name} has been changed")
+    return array

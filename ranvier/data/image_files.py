@@ -1,0 +1,177 @@
+"""Images by number from folders, one for each class, or from the hub; and how one is brought to the model's size."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from ranvier.data import hub
+from ranvier.data.corpus import fingerprint
+from ranvier.data.publish import Progress
+from ranvier.data.subset import held_out
+from ranvier.errors import DataError
+
+ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+_HUB = "ILSVRC/imagenet-1k"
+_MOST_PIXELS = 1 << 27
+_LONGEST = 8
+"""Of an image this many times as long as it is wide only the middle is resized."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Images:
+    """Images of any size by number. names: what they are called; labels: [N] int64, by `classes`.
+
+    fingerprint: equal where names and sizes are, wherever the files lie; state: differs, too, where files were changed
+    or lie elsewhere. load: the image of this number, as Pillow has it.
+    """
+
+    classes: tuple[str, ...]
+    names: tuple[str, ...]
+    labels: np.ndarray
+    fingerprint: str
+    state: str
+    load: Callable[[int], Image.Image]
+
+    def some(self, chosen: np.ndarray | None) -> Images:
+        """These images only, renumbered; None is all."""
+        if chosen is None:
+            return self
+        numbers = chosen.tolist()
+        return replace(self, names=tuple(self.names[number] for number in numbers), labels=self.labels[chosen],
+                       fingerprint=fingerprint(self.fingerprint, numbers), state=fingerprint(self.state, numbers),
+                       load=lambda number: self.load(numbers[number]))
+
+    def fitted(self, number: int, size: int) -> np.ndarray:
+        """[size, size, 3] uint8. DataError, with its name, for one that cannot be read."""
+        try:
+            return fitted(self.load(number), size)
+        except Exception as error:  # Pillow raises many kinds for damaged files
+            raise DataError("is no image that can be read", where=self.names[number],
+                            value=f"{type(error).__name__}: {error}",
+                            remedy="Replace it or take it out of its folder.") from error
+
+
+def fitted(image: Image.Image, size: int) -> np.ndarray:
+    """[size, size, 3] uint8: the short side resized to 256/224 of `size` (bicubic), and the middle of that: how images
+    are evaluated ever since AlexNet's successors. ValueError for an image of more than 2**27 pixels."""
+    width, height = image.size
+    if width * height > _MOST_PIXELS:
+        raise ValueError(f"it has {width} x {height} pixels")
+    image = image.convert("RGB")
+    if max(width, height) > _LONGEST * min(width, height):
+        image = _middle(image, min(width, _LONGEST * height), min(height, _LONGEST * width))
+        width, height = image.size
+    short = max(size, round(size * 256 / 224))
+    new = (short, int(short * height / width)) if width <= height else (int(short * width / height), short)
+    return np.asarray(_middle(image.resize(new, Image.Resampling.BICUBIC), size, size))
+
+
+def _middle(image: Image.Image, width: int, height: int) -> Image.Image:
+    left, top = round((image.width - width) / 2), round((image.height - height) / 2)
+    return image.crop((left, top, left + width, top + height))
+
+
+def open_images(train: str, held: str | None, progress: Progress) -> tuple[Images, Images]:
+    """(training, held out): imagenet, or folders. DataError for folders without images, of one class, or where the
+    held-out part has another class.
+
+    A folder with `train` is taken with its `val`, `validation` or `test`; without those every tenth image is held out,
+    by the hash of its name.
+    """
+    if train == "imagenet":
+        parts = [_hub(split, progress) for split in ("train", "validation")]
+        return (parts[0], parts[1] if held is None else _held(Path(held).expanduser(), parts[0], progress))
+    path = Path(train).expanduser()
+    own = None
+    if _has_folders(path / "train"):
+        own, path = _held_out_folder(path), path / "train"
+    images = _folder(path, "train", progress)
+    if held is not None or own is not None:
+        return images, _held(own if held is None else Path(held).expanduser(), images, progress)
+    chosen = held_out(images.names)
+    if not chosen.any() or chosen.all():
+        raise DataError("has too few images to train on some and hold out others", where=f"data.train {train}",
+                        value=len(chosen), remedy="Give at least two, or more in --data.eval.")
+    return images.some(np.flatnonzero(~chosen)), images.some(np.flatnonzero(chosen))
+
+
+def _has_folders(path: Path) -> bool:
+    """Whether this is a folder of classes, and not of a class that is called train."""
+    try:
+        return any(entry.is_dir() for entry in os.scandir(path))
+    except OSError:
+        return False
+
+
+def _held_out_folder(path: Path) -> Path | None:
+    return next((path / name for name in ("val", "validation", "test") if _has_folders(path / name)), None)
+
+
+def _held(path: Path, train: Images, progress: Progress) -> Images:
+    """The held-out folder with the training part's numbers of classes."""
+    path = _held_out_folder(path) or path
+    held = _folder(path, "eval", progress, least=1)
+    unknown = [name for name in held.classes if name not in train.classes]
+    if unknown:
+        raise DataError("has classes that the training data has not", where=f"data.eval {path}", value=unknown[:20],
+                        remedy="Give folders of the same names as in --data.train.")
+    number = np.array([train.classes.index(name) for name in held.classes], dtype=np.int64)
+    return replace(held, classes=train.classes, labels=number[held.labels])
+
+
+def _folder(path: Path, setting: str, progress: Progress, least: int = 2) -> Images:
+    """One folder of image files for each class, in alphabetical order."""
+    where = f"data.{setting} {path}"
+    remedy = f"Give a folder with one folder of images for each class ({', '.join(ENDINGS)})."
+    try:
+        classes = sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith("."))
+        found = [(file, label) for label, name in enumerate(classes) for file in sorted(_walk(path / name))]
+        stats = [file.stat() for file, _ in found]
+    except OSError as error:
+        raise DataError("cannot be read", where=where, value=str(error), remedy=remedy) from error
+    names = tuple(file.relative_to(path).as_posix() for file, _ in found)
+    labels = np.array([label for _, label in found], dtype=np.int64)
+    empty = sorted(set(range(len(classes))) - set(labels.tolist()))
+    if len(classes) < least:
+        raise DataError("has fewer than two folders, one for each class" if least == 2 else "has no folders of images",
+                        where=where, value=classes, remedy=remedy)
+    if empty:
+        raise DataError("has a folder without images", where=where, value=classes[empty[0]], remedy=remedy)
+    progress(f"{path}: {len(names):,} images of {len(classes)} classes")
+    return Images(classes=tuple(classes), names=names, labels=labels,
+                  fingerprint=fingerprint("images", names, [stat.st_size for stat in stats]),
+                  state=fingerprint(str(path.resolve()), names, [(stat.st_size, stat.st_mtime_ns) for stat in stats]),
+                  load=lambda number: _opened(path / names[number]))
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for root, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in files:
+            path = Path(root, name)
+            if name.lower().endswith(ENDINGS) and not name.startswith(".") and path.is_file():
+                yield path
+
+
+def _opened(path: Path) -> Image.Image:
+    with Image.open(path) as image:
+        if image.width * image.height > _MOST_PIXELS:
+            raise ValueError(f"it has {image.width} x {image.height} pixels")
+        image.load()
+        return image
+
+
+def _hub(split: str, progress: Progress) -> Images:
+    rows = hub.load_split(_HUB, split, progress, "a folder with one folder of images for each class")
+    with hub.readable(_HUB):
+        classes = tuple(rows.features["label"].names)
+        labels = np.asarray(list(rows["label"]), dtype=np.int64)
+    same = fingerprint("hub", _HUB, split, len(labels))
+    return Images(classes=classes, names=tuple(f"{_HUB} {split} row {number}" for number in range(len(labels))),
+                  labels=labels, fingerprint=same, state=same, load=lambda number: rows[number]["image"])

@@ -1,0 +1,67 @@
+"""Which samples of a set a run takes: the held-out ones where a set names none, and fewer than there are."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ranvier import keyed_random
+from ranvier.data.task import Dataset, Targets
+from ranvier.errors import DataError
+from ranvier.models.block import State
+from ranvier.run import Run
+
+
+def held_out(names: Sequence[str], count: int | None = None) -> np.ndarray:
+    """[len(names)] bool: `count` samples, by default every tenth and at least one of two, by the hash of their names
+    (a text, a path). Equal names lie together, but for those at the boundary."""
+    hashes = [hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest() for name in names]
+    order = sorted(range(len(names)), key=lambda number: (hashes[number], number))
+    if count is None:
+        count = max(1, len(names) // 10) if len(names) > 1 else 0
+    chosen = np.zeros(len(names), dtype=bool)
+    chosen[order[:count]] = True
+    return chosen
+
+
+def first_of_order(total: int, count: int | None, seed: int, setting: str) -> np.ndarray | None:
+    """[count] int64: the first of `total` things by the seed's order, ascending; None is all. DataError where there are
+    fewer. setting: the one that says `count`."""
+    if count is None or count == total:
+        return None
+    if count > total:
+        raise DataError(f"is more than the {total:,} that there are", where=setting, value=count,
+                        remedy=f"Set --{setting} {total} or less, or leave it out for all.")
+    hashes = keyed_random.bits(keyed_random.key("subset", setting, seed), torch.arange(total, dtype=torch.int64))
+    return torch.argsort(hashes, stable=True)[:count].sort().values.numpy()
+
+
+class Subset:
+    """Some samples of a set, renumbered from 0."""
+
+    def __init__(self, whole: Dataset, chosen: np.ndarray) -> None:
+        self.whole, self.chosen = whole, chosen
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def inputs(self, samples: np.ndarray, epochs: np.ndarray) -> State:
+        return self.whole.inputs(self.chosen[samples], epochs)
+
+    def targets(self, samples: np.ndarray) -> Targets:
+        return self.whole.targets(self.chosen[samples])
+
+
+def some(whole: Dataset, count: int | None, seed: int, setting: str) -> Dataset:
+    """`count` samples of the whole, by the seed's order; see `first_of_order`."""
+    chosen = first_of_order(len(whole), count, seed, setting)
+    return whole if chosen is None else Subset(whole, chosen)
+
+
+def chosen(run: Run) -> tuple[object, ...]:
+    """What decides which samples the run takes, for fingerprints."""
+    data = run.data
+    return data.train_samples, data.eval_samples, run.seed if data.train_samples or data.eval_samples else None

@@ -1,0 +1,170 @@
+"""Text to token numbers as BERT does it: BERT's normaliser and words, WordPiece (Wu et al., 2016) within words.
+
+A model's own vocabulary comes from its folder; without one a vocabulary is trained on the task's training text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from ranvier.data.publish import published
+from ranvier.errors import DataError
+
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+SMALLEST_VOCAB = len(SPECIAL) + 2
+"""And one character, at a word's start and within."""
+_CONTINUES = "##"
+_MOST_BYTES = 64 << 20
+_MOST_CHARACTERS = 1000
+
+
+class WordPiece:
+    """Encodes; immutable. What looks like a special token in a text is read as plain characters."""
+
+    def __init__(self, vocab: Sequence[str], *, lowercase: bool = True, strip_accents: bool | None = None,
+                 chinese: bool = True) -> None:
+        """vocab: tokens by number, with [PAD], [UNK], [CLS] and [SEP]. chinese: each of these characters is a word."""
+        inner = tokenizers.Tokenizer(models.WordPiece({token: number for number, token in enumerate(vocab)},
+                                                      unk_token="[UNK]", continuing_subword_prefix=_CONTINUES))
+        inner.normalizer = normalizers.BertNormalizer(
+            clean_text=True, handle_chinese_chars=chinese, strip_accents=strip_accents, lowercase=lowercase)
+        inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        inner.decoder = decoders.WordPiece(prefix=_CONTINUES)
+        inner.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL
+                                  if token in vocab])
+        self.vocab = len(vocab)
+        self.pad, self.cls, self.sep = (inner.token_to_id(token) for token in ("[PAD]", "[CLS]", "[SEP]"))
+        inner.post_processor = processors.BertProcessing(("[SEP]", self.sep), ("[CLS]", self.cls))
+        inner.encode_special_tokens = True
+        self._inner = inner
+        settings = (list(vocab), lowercase, strip_accents, chinese)
+        self.fingerprint = hashlib.blake2b(repr(settings).encode(), digest_size=8).hexdigest()
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token numbers of each text, without [CLS] and [SEP]; on all cores."""
+        return [encoding.ids for encoding in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def encode_with_places(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """The same, each with the (start, stop) of every token among the text's characters."""
+        return [(encoding.ids, encoding.offsets)
+                for encoding in self._inner.encode_batch(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """These tokens as words: lower case, and blanks, may not be those of the text."""
+        return self._inner.decode([int(token) for token in ids], skip_special_tokens=False)
+
+    def text(self) -> str:
+        """The form that `from_folder` and Hugging Face's `tokenizers` read (tokenizer.json)."""
+        return self._inner.to_str(pretty=True)
+
+    def save(self, path: Path) -> None:
+        """Write `text`. DataError when it cannot be written."""
+        with published(path) as file:
+            file.write(self.text().encode())
+
+
+def train(texts: Iterable[str], vocab: int) -> WordPiece:
+    """A vocabulary of at most `vocab` tokens, the same from the same texts. DataError where that is too few."""
+    if vocab < SMALLEST_VOCAB:
+        raise too_small(vocab)
+    splitter, normaliser = pre_tokenizers.BertPreTokenizer(), normalizers.BertNormalizer(lowercase=True)
+    sentences = [[word for word, _ in splitter.pre_tokenize_str(normaliser.normalize_str(text))] for text in texts]
+    counts = Counter(character for words in sentences for word in words for character in word)
+    most = min(_MOST_CHARACTERS, (vocab - len(SPECIAL)) // 2)
+    alphabet = {character for character, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:most]}
+    # The library numbers what it meets in the order of a hash table that differs by process, and breaks ties by number.
+    continuing = sorted({_CONTINUES + character for words in sentences for word in words for character in word[1:]
+                         if character in alphabet})
+    inner = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    trainer = trainers.WordPieceTrainer(vocab_size=vocab, special_tokens=[*SPECIAL, *continuing], show_progress=False,
+                                        initial_alphabet=sorted(alphabet))
+    inner.train_from_iterator((" ".join(word for word in words if alphabet.issuperset(word)) for words in sentences),
+                              trainer)
+    found = inner.get_vocab()
+    return WordPiece(sorted(found, key=found.__getitem__))
+
+
+def too_small(vocab: int) -> DataError:
+    return DataError("is too small for a WordPiece tokenizer: its special tokens and one character",
+                     where="model.vocab", value=vocab, remedy=f"Set --model.vocab {SMALLEST_VOCAB} or more.")
+
+
+def from_folder(folder: Path) -> WordPiece:
+    """The tokenizer of a model's folder: tokenizer.json, or else vocab.txt with tokenizer_config.json.
+
+    DataError when neither is there, or it is damaged or no WordPiece as BERT's.
+    """
+    if (folder / "tokenizer.json").exists():
+        return load(folder / "tokenizer.json")
+    path, config = folder / "vocab.txt", folder / "tokenizer_config.json"
+    if not path.exists():
+        raise DataError("has neither tokenizer.json nor vocab.txt", where=str(folder),
+                        remedy="Put the model's own there, or choose another --model.pretrained.")
+    settings = _json(config) if config.exists() else {}
+    return _checked(path, _text(path).removesuffix("\n").split("\n"), {
+        "lowercase": settings.get("do_lower_case", True), "strip_accents": settings.get("strip_accents"),
+        "chinese": settings.get("tokenize_chinese_chars", True)})
+
+
+def load(path: Path) -> WordPiece:
+    """A tokenizer.json. Only the vocabulary and BERT's four settings are taken from it, once they are sound."""
+    document = _json(path)
+    model, normaliser = document.get("model"), document.get("normalizer")
+    if not isinstance(model, dict) or not isinstance(vocab := model.get("vocab"), dict) or model.get(
+            "type", "WordPiece") != "WordPiece" or model.get("continuing_subword_prefix", _CONTINUES) != _CONTINUES:
+        raise _damaged(path, "its model is no WordPiece")
+    if not isinstance(normaliser, dict) or normaliser.get("type") != "BertNormalizer":
+        raise _damaged(path, "its normalizer is not BertNormalizer")
+    numbers = [number for number in vocab.values() if type(number) is int]
+    if sorted(numbers) != list(range(len(vocab))):
+        raise _damaged(path, "its tokens are not numbered from 0 without a gap")
+    return _checked(path, sorted(vocab, key=vocab.__getitem__), {
+        "lowercase": normaliser.get("lowercase", True), "strip_accents": normaliser.get("strip_accents"),
+        "chinese": normaliser.get("handle_chinese_chars", True)})
+
+
+def _checked(path: Path, vocab: list[str], settings: dict[str, object]) -> WordPiece:
+    missing = [token for token in SPECIAL[:4] if token not in vocab]
+    if missing:
+        raise _damaged(path, f"it has no {', '.join(missing)}")
+    if len(set(vocab)) != len(vocab):
+        raise _damaged(path, "it has a token twice")
+    for name, value in settings.items():
+        if type(value) is not bool and not (name == "strip_accents" and value is None):
+            raise _damaged(path, f"{name} is {value!r}")
+    try:
+        return WordPiece(vocab, **settings)
+    except Exception as error:  # the library raises plain Exception; lone surrogates are a UnicodeError
+        raise _damaged(path, error) from error
+
+
+def _json(path: Path) -> dict:
+    try:
+        document = json.loads(_text(path))
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, error) from error
+    if not isinstance(document, dict):
+        raise _damaged(path, "no JSON object")
+    return document
+
+
+def _text(path: Path) -> str:
+    try:
+        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
+            raise _damaged(path, "no file, or a very large one")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, reason: object) -> DataError:
+    return DataError("is not a WordPiece tokenizer as expected", where=str(path), value=str(reason),
+                     remedy="Take the model's folder anew, or choose another --model.pretrained.")

@@ -1,0 +1,356 @@
+"""Sentences and their classes: files, splits, tokens, accuracy, and what is said of data that cannot be learnt from."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import sys
+import tarfile
+import threading
+import types
+from dataclasses import replace
+from hashlib import sha256
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ranvier.data import named_files, sentences
+from ranvier.data.accuracy import Accuracy
+from ranvier.data.arrays import open_arrays, write_arrays
+from ranvier.data.loader import Loader
+from ranvier.data.prepare import prepare, problems
+from ranvier.data.sampler import Sampler
+from ranvier.data.sentences import Part, Sentence, class_names, parse, read_sentences
+from ranvier.data.subset import first_of_order, held_out
+from ranvier.errors import DataError
+from ranvier.run import Data, Run, Transformer
+from ranvier.tensor.loss import IGNORED
+
+ROWS = [("a fine film", "good"), ("dull and slow", "bad"), ("a joy", "good"), ("no joy at all", "bad")]
+VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "fine", "film", "a", "##s", "joy"]
+
+
+def tsv(rows, header="sentence\tlabel"):
+    return "\n".join([header, *("\t".join(map(str, row)) for row in rows), ""])
+
+
+def made(tmp_path, rows=tuple(ROWS), *, eval_rows=None, vocab=60, sequence=8, pretrained=None, **data):
+    (tmp_path / "train.tsv").write_text(tsv(rows), encoding="utf-8")
+    if eval_rows is not None:
+        (tmp_path / "eval.tsv").write_text(tsv(eval_rows), encoding="utf-8")
+        data["eval"] = str(tmp_path / "eval.tsv")
+    return Run(model=Transformer(vocab=vocab, sequence=sequence, pretrained=pretrained),
+               data=Data(task="classification", train=str(tmp_path / "train.tsv"), cache_dir=tmp_path / "cache",
+                         **data))
+
+
+def model_folder(folder, vocab=VOCAB, config=None, **settings):
+    folder.mkdir(exist_ok=True)
+    (folder / "vocab.txt").write_text("\n".join(vocab) + "\n", encoding="utf-8")
+    if settings:
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    if config:
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def refused(run, match):
+    with pytest.raises(DataError, match=match):
+        prepare(run)
+
+
+def parts(text, name="f", held=None):
+    def part(text):
+        return Part(name=name, fingerprint=text, read=lambda: (parse(text.encode(), name), None))
+
+    return read_sentences(part(text), None if held is None else part(held))
+
+
+# ---------------------------------------------------------------------- samples
+
+def test_samples_are_tokens_between_cls_and_sep_padded_to_the_sequence(tmp_path):
+    folder = model_folder(tmp_path / "model")
+    prepared = prepare(made(tmp_path, [("A FILMS, fine joy films films", "1"), ("joy", "0")], pretrained=str(folder),
+                            eval_rows=[("a", 0), ("fine", 1)]))
+    inputs = prepared.train.inputs(np.array([1, 0, 1]), np.zeros(3, dtype=np.int64))
+    assert inputs["ids"].tolist() == [[2, 9, 3, 0, 0, 0, 0, 0], [2, 7, 6, 8, 1, 5, 9, 3], [2, 9, 3, 0, 0, 0, 0, 0]]
+    assert inputs["mask"].tolist() == [[1, 1, 1, 0, 0, 0, 0, 0], [1] * 8, [1, 1, 1, 0, 0, 0, 0, 0]]
+    assert not inputs["types"].any()
+    assert {tensor.dtype for tensor in inputs.values()} == {torch.int64}
+    assert prepared.train.targets(np.array([1, 0, 1])).tolist() == [0, 1, 0]
+    assert prepared.eval.targets(np.array([0, 1])).tolist() == [0, 1]
+    assert (prepared.num_classes, prepared.class_names, prepared.weight) == (2, ("0", "1"), 1.0)
+    assert prepared.repeats and prepared.about.endswith(": 2 sentences, 2 held out, 2 classes")
+
+
+def test_the_cache_is_used_and_any_thread_may_read(tmp_path):
+    run, lines = made(tmp_path), []
+    first = prepare(run, lines.append)
+    assert any("tokenising" in line for line in lines)
+    lines.clear()
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(prepare(run, lines.append))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert lines == [] and {prepared.fingerprint for prepared in found} == {first.fingerprint}
+    assert found[0].train.inputs(np.array([0]))["ids"].equal(first.train.inputs(np.array([0]))["ids"])
+    with pytest.raises(ValueError, match="read-only"):
+        open_arrays(next((tmp_path / "cache" / "classification").glob("*/train"))).arrays["ids"][0] = 1
+
+
+def test_the_fingerprint_is_of_content_and_not_of_places(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir(), two.mkdir()
+    same = prepare(made(one)).fingerprint
+    assert prepare(made(two)).fingerprint == same
+    assert prepare(made(two, [*ROWS, ("more", "good")])).fingerprint != same
+    assert prepare(made(one, sequence=9)).fingerprint != same
+    assert prepare(made(one, train_samples=2)).fingerprint != same
+
+
+def test_a_changed_array_in_the_cache_is_refused(tmp_path):
+    run = made(tmp_path)
+    prepare(run)
+    folder = next((tmp_path / "cache" / "classification").glob("*/train"))
+    data = bytearray((folder / "ids.npy").read_bytes())
+    data[-1] ^= 1
+    (folder / "ids.npy").write_bytes(data)
+    refused(run, r"is not what was written there \(got 'ValueError: ids.npy has been changed'\). Delete this folder")
+    (folder / "about.json").write_text("[]")
+    refused(run, "is not what was written there")
+    shutil.rmtree(folder)
+    assert len(prepare(run).train) == 3
+    write_arrays(tmp_path / "x", {"a": np.zeros(3, np.uint8)}, {})
+    np.save(tmp_path / "x" / "a.npy", np.zeros(4, np.uint8))
+    with pytest.raises(DataError, match=r"uint8 \(4,\) instead of uint8 \(3,\)"):
+        open_arrays(tmp_path / "x")
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_fewer_samples_than_a_batch_and_not_ascii(tmp_path, count):
+    prepared = prepare(made(tmp_path, [(f"größe 中文 {number} \u2028 🙂", number % 2) for number in range(count)]))
+    assert len(prepared.train) + len(prepared.eval) == count and len(prepared.eval) == 1
+    loader = Loader(prepared.train, Sampler(len(prepared.train), 0), global_size=8, microbatch_size=3, row=1,
+                    num_rows=2)
+    taken = loader.microbatches(0)
+    assert sum(len(microbatch.samples) for microbatch in taken) == 2 + 2 + 1
+    assert taken[0].targets.shape == (2,) and taken[0].targets[1] == IGNORED
+    assert taken[0].inputs["ids"].shape == (2, 8)
+
+
+# ---------------------------------------------------------------------- files
+
+@pytest.mark.parametrize("data", [
+    b"sentence\tlabel\none\t1\ntwo\t0\n", b"\xef\xbb\xbfsentence\tlabel\r\none\t1\r\n\r\ntwo\t0\r\n",
+    b"label\tid\tsentence\n1\tx\t one \n0\ty\ttwo", b"sentence\tlabel\n\"one\t1\n" b"two\"\t0\n"])
+def test_forms_of_files(data):
+    found = parse(data, "f")
+    assert [sentence.text.strip('"') for sentence in found] == ["one", "two"]
+    assert [sentence.label for sentence in found] == ["1", "0"]
+
+
+@pytest.mark.parametrize(("data", "message"), [
+    (b"", "f line 1: has no column label"),
+    (b"sentence\tlabels\na\t1", r"f line 1: has no column label \(got \['sentence', 'labels'\]\)"),
+    (b"label\ttext\n", "f line 1: has no column sentence"),
+    (b"label\tsentence\tlabel\n", "f line 1: has the column label twice"),
+    (b"sentence\tlabel\na\t1\nb\n", r"f line 3: has not 2 columns as the header \(got 1\)"),
+    (b"sentence\tlabel\na\t1\tx\n", r"f line 2: has not 2 columns as the header \(got 3\)"),
+    (b"sentence\tlabel\na\t \n", "f line 2: has no label"),
+    (b"sentence\tlabel\n\t1\n", "f line 2: has no sentence"),
+    (b"sentence\tlabel\n\na\0b\t1\n", "f line 3: has a NUL character"),
+    (b"sentence\tlabel\na\t1\nb\xff\t1\n", "f line 3: is no UTF-8 text"),
+    ("sentence\tlabel\na\t1\n".encode("utf-16"), "f line 1: is no UTF-8 text")])
+def test_faults_of_files_are_told_with_their_line(data, message):
+    with pytest.raises(DataError, match=f"{message}.*tab-separated UTF-8 text"):
+        parse(data, "f")
+
+
+def test_sets_that_nobody_can_learn_from():
+    with pytest.raises(DataError, match=r"data.train f: has no sentences"):
+        parts("label\tsentence\n")
+    with pytest.raises(DataError, match=r"data.train f: has one class only.*\(got '1'\)"):
+        parts("label\tsentence\n1\ta\n1\tb\n")
+    with pytest.raises(DataError, match=r"f line 3: is no label of the training data \(got '2'\). Use .*: 0, 1"):
+        parts("label\tsentence\n1\ta\n0\tb\n", held="label\tsentence\n1\ta\n2\tb\n")
+    with pytest.raises(DataError, match="has too few sentences to train on"):
+        parts("label\tsentence\n1\ta\n0\tb\n", held="label\tsentence\n")
+
+
+def test_labels_are_numbers_in_their_order_or_words_in_theirs():
+    assert class_names(["10", "9", "-1"], "f") == ("-1", "9", "10")
+    assert class_names(["10", "9", "x"], "f") == ("10", "9", "x")
+    assert class_names(["²", "1"], "f") == ("1", "²")
+    assert class_names(["9" * 30, "1"], "f") == ("1", "9" * 30)
+    assert class_names(["01", "1"], "f") == ("01", "1")
+    with pytest.raises(DataError, match=r"got '(x{10}){3}'"):
+        class_names(["x" * 30], "f")
+
+
+@given(st.lists(st.text(max_size=5), max_size=60))
+def test_a_tenth_is_held_out_by_the_text_alone(names):
+    chosen = held_out(names)
+    assert chosen.sum() == (max(1, len(names) // 10) if len(names) > 1 else 0)
+    picked = {name for name, here in zip(names, chosen, strict=True) if here}
+    turned = held_out(names[::-1])
+    assert {name for name, here in zip(names[::-1], turned, strict=True) if here} == picked
+
+
+def test_equal_sentences_are_not_on_both_sides():
+    texts = [f"text {number % 50}" for number in range(100)]
+    chosen = held_out(texts)
+    assert not {text for text, here in zip(texts, chosen, strict=True) if here} & {
+        text for text, here in zip(texts, chosen, strict=True) if not here}
+
+
+def test_subsets_are_the_first_by_the_seeds_order(tmp_path):
+    rows = [(f"sentence {number}", number % 2) for number in range(40)]
+    few, more = (prepare(made(tmp_path, rows, train_samples=count, eval_samples=2)) for count in (4, 8))
+    assert (len(few.train), len(more.train), len(few.eval)) == (4, 8, 2)
+    assert set(few.train.chosen) < set(more.train.chosen)
+    assert set(first_of_order(36, 4, 1, "data.train-samples")) != set(few.train.chosen)
+    ids = few.train.inputs(np.arange(4), np.zeros(4, dtype=np.int64))["ids"]
+    assert ids.equal(few.train.whole.inputs(few.train.chosen)["ids"])
+    assert few.train.targets(np.arange(4)).equal(few.train.whole.targets(few.train.chosen))
+    refused(made(tmp_path, rows, train_samples=37), r"data.train-samples: is more than the 36 that there are")
+    refused(made(tmp_path, rows, eval_samples=5), r"data.eval-samples: is more than the 4 .*--data.eval-samples 4 or")
+
+
+# ---------------------------------------------------------------------- settings
+
+def test_settings_that_cannot_be(tmp_path):
+    run = made(tmp_path)
+    assert problems(run) == []
+
+    def messages(model=None, **data):
+        return [str(problem) for problem in problems(replace(
+            run, model=replace(run.model, **(model or {})), data=replace(run.data, **data)))]
+
+    assert messages(train=None)[0].startswith("data.train: is missing: the task classification has no data without it")
+    for name in ("", "/no/such/file.tsv", "sst-2", "a\0b", "x" * 5000, "~nobody-of-this-name/x"):
+        found, = messages(train=name)
+        assert "is missing" in found if not name else "is neither a known name nor a path that exists" in found
+    assert messages(eval="none.tsv")[0].startswith("data.eval: is neither")
+    assert messages(augment="flip-crop")[0].startswith("data.augment: has no effect with the task classification")
+    assert messages({"sequence": 2})[0].startswith("model.sequence: is too short for [CLS], a token and [SEP] (got 2)")
+    assert messages({"vocab": 6})[0].startswith("model.vocab: is too small for a WordPiece tokenizer")
+    refused(replace(run, data=replace(run.data, train=None)), "data.train: is missing")
+
+
+def test_files_that_cannot_be_read(tmp_path, monkeypatch):
+    run = made(tmp_path)
+    refused(replace(run, data=replace(run.data, train=str(tmp_path))), "data.train: is no file")
+    os.mkfifo(tmp_path / "pipe")
+    refused(replace(run, data=replace(run.data, eval=str(tmp_path / "pipe"))), "data.eval: is no file")
+    monkeypatch.setattr(named_files, "MOST_BYTES", 3)
+    refused(run, "is larger than 4 GiB")
+    monkeypatch.undo()
+    monkeypatch.setattr("pathlib.Path.read_bytes", lambda path: (_ for _ in ()).throw(PermissionError("not yours")))
+    refused(run, "data.train: cannot be read .*not yours")
+
+
+def test_a_pretrained_model_that_does_not_fit_its_tokenizer(tmp_path):
+    folder = model_folder(tmp_path / "model", config={"vocab_size": 9})
+    refused(made(tmp_path, pretrained=str(folder)), r"a smaller vocabulary than its tokenizer, which has 10 \(got 9")
+    refused(made(tmp_path, pretrained=str(tmp_path / "none")), "model.pretrained: is not a folder that exists")
+    model_folder(tmp_path / "model", config={"vocab_size": 12})
+    assert prepare(made(tmp_path, pretrained=str(folder), vocab=5)).tokenizer.vocab == 10
+
+
+# ---------------------------------------------------------------------- named sets
+
+def sentiment_package(path, lines):
+    inner, data = io.BytesIO(), "\r\n".join(lines).encode()
+    for target, name, content in ((inner, sentences._RATED[1], data), (path, sentences._RATED[0], None)):
+        content = inner.getvalue() if content is None else content
+        with tarfile.open(**({"fileobj": target} if target is inner else {"name": target}), mode="w:gz") as archive:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def small_sentiment(tmp_path, monkeypatch):
+    path = tmp_path / "by-hand" / sentences.SENTIMENT.filename
+    path.parent.mkdir()
+    digest = sentiment_package(path, [f"{number}\t{(number % 5 - 2) / 2}\tsentence {number} " for number in range(50)])
+    monkeypatch.setattr(sentences, "SENTIMENT", replace(sentences.SENTIMENT, sha256=digest, command=(
+        "cp", str(path), sentences.SENTIMENT.filename)))
+    monkeypatch.setattr(sentences, "SENTIMENT_HELD_OUT", 7)
+    return path
+
+
+def test_the_sentiment_set_is_fetched_and_its_split_is_fixed(tmp_path, small_sentiment):
+    run = replace(made(tmp_path), data=Data(task="classification", train="sentiment", cache_dir=tmp_path / "cache"))
+    prepared = prepare(run)
+    assert (len(prepared.train), len(prepared.eval)) == (33, 7)  # every fifth has the rating 0
+    assert prepared.class_names == ("negative", "positive")
+    assert prepare(replace(run, seed=5)).fingerprint == prepared.fingerprint
+    by_hand = replace(run, data=replace(run.data, train=str(small_sentiment)))
+    assert prepare(by_hand).fingerprint == prepared.fingerprint
+    small_sentiment.write_bytes(b"other")
+    refused(by_hand, "has not the sha256")
+
+
+def test_ratings_become_classes_by_their_sign(tmp_path, small_sentiment):
+    found = sentences._sentiment(small_sentiment)
+    assert found[0] == Sentence("sentence 0", "negative", f"{sentences._RATED[1]} line 1")
+    assert [sentence.label for sentence in found[:4]] == ["negative", "negative", "positive", "positive"]
+
+
+def hub(monkeypatch, load_dataset):
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+
+
+def test_sst2_is_asked_for_by_its_name_with_its_own_split(tmp_path, monkeypatch):
+    asked = []
+
+    def load_dataset(*args, split):
+        asked.append((*args, split))
+        return [{"sentence": f"{split} {number} ", "label": number % 2} for number in range(4)]
+
+    hub(monkeypatch, load_dataset)
+    run = replace(made(tmp_path), data=Data(task="classification", train="sst2", cache_dir=tmp_path / "cache"))
+    prepared = prepare(run)
+    assert asked[:2] == [("nyu-mll/glue", "sst2", "train"), ("nyu-mll/glue", "sst2", "validation")]
+    assert (len(prepared.train), len(prepared.eval), prepared.class_names) == (4, 4, ("negative", "positive"))
+    own = prepare(made(tmp_path, [("x", "positive"), ("y", "negative")], eval="sst2"))
+    assert len(own.eval) == 4 and own.eval.targets(np.arange(4)).tolist() == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("rows", [[{"sentence": "x"}], [{"sentence": None, "label": 0}],
+                                  [{"sentence": "x", "label": 7}], [["x"]]])
+def test_a_hub_with_other_rows_or_none(tmp_path, monkeypatch, rows):
+    run = replace(made(tmp_path), data=Data(task="classification", train="sst2", cache_dir=tmp_path / "cache"))
+    hub(monkeypatch, lambda *args, split: rows)
+    refused(run, "data.train nyu-mll/glue:sst2: has other rows than expected")
+
+    def unreachable(*args, split):
+        raise ConnectionError("no route\nmore")
+
+    hub(monkeypatch, unreachable)
+    refused(run, r"not be read from the Hugging Face hub \(got 'ConnectionError: no route'\). Check the connection")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    refused(run, r"needs the package `datasets`.*pip install 'ranvier\[hub\]', or give a TSV file")
+
+
+# ---------------------------------------------------------------------- scoring
+
+def test_accuracy_counts_rows_with_a_target_over_all_ranks():
+    first, second, none = Accuracy(), Accuracy(), Accuracy()
+    samples = torch.arange(3)
+    first.add(torch.tensor([[0.0, 1.0], [2.0, 1.0], [0.0, 9.0]]), torch.tensor([1, 1, IGNORED]), samples)
+    first.add({"logits": torch.tensor([[0.0, 1.0]])}, torch.tensor([1]), samples[:1])
+    second.add(torch.tensor([[5.0, 1.0, 0.0]]), torch.tensor([2]), samples[:1])
+    told = [json.loads(json.dumps(scoring.part())) for scoring in (first, second, none)]
+    assert told[0] == {"right": 2, "count": 3}
+    assert first.total(told) == {"eval_accuracy": 0.5, "eval_count": 4}
+    assert np.isnan(none.total([none.part()])["eval_accuracy"])

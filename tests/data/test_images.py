@@ -1,0 +1,440 @@
+"""Images and their classes: CIFAR in its forms, folders of files, transforms, augmentation, and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import pickle
+import sys
+import tarfile
+import threading
+import types
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ranvier.data import cifar, image_files
+from ranvier.data import images as module
+from ranvier.data.image_files import fitted
+from ranvier.data.images import FlipCrop, pixels
+from ranvier.data.prepare import prepare, problems
+from ranvier.errors import DataError
+from ranvier.run import Data, Run, Transformer
+
+RANDOM = np.random.default_rng(0)
+
+
+def run_of(tmp_path, train, size=8, seed=0, **data):
+    return Run(model=Transformer(image_size=size, patch_size=4), seed=seed,
+               data=Data(task="images", train=str(train), cache_dir=tmp_path / "cache", **data))
+
+
+def noise(*shape):
+    return RANDOM.integers(0, 256, shape, dtype=np.uint8)
+
+
+def folder_of(folder, counts=None, size=(20, 12), ending="png"):
+    """Images whose first channel is their class, in one folder for each class."""
+    for label, (name, count) in enumerate((counts or {"cat": 12, "dog": 11}).items()):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            data = noise(size[1], size[0], 3)
+            data[..., 0] = 50 * label
+            Image.fromarray(data).save(folder / name / f"{number}.{ending}")
+    return folder
+
+
+def refused(run, match):
+    with pytest.raises(DataError, match=match):
+        prepare(run)
+
+
+def all_of(dataset, epoch=0):
+    return dataset.inputs(np.arange(len(dataset)), np.full(len(dataset), epoch))
+
+
+# ---------------------------------------------------------------------- CIFAR
+
+def cifar_parts(classes, counts=(4, 4, 4, 4, 4, 6)):
+    return [(noise(count, 32, 32, 3), [(3 * number + count) % classes for number in range(count)]) for count in counts]
+
+
+def by_colour(images):
+    return images.transpose(0, 3, 1, 2).reshape(len(images), -1)
+
+
+def write_archive(folder, form, parts):
+    folder.mkdir(parents=True, exist_ok=True)
+    batches = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
+    names = batches if len(parts) == 6 else ["train", "test"]
+    for name, (images, labels) in zip(names, parts, strict=True):
+        rows, numbers = by_colour(images), np.array(labels, dtype=np.uint8)[:, None]
+        if form == "bin":
+            first = [] if len(parts) == 6 else [numbers // 5]
+            (folder / f"{name}.bin").write_bytes(np.concatenate([*first, numbers, rows], 1).tobytes())
+        else:
+            key = b"labels" if len(parts) == 6 else b"fine_labels"
+            (folder / name).write_bytes(pickle.dumps({b"data": rows, key: labels, b"filenames": ["x"]}, protocol=4))
+    if len(parts) == 2 and form == "py":
+        (folder / "meta").write_bytes(pickle.dumps({b"fine_label_names": [f"n{i}".encode() for i in range(100)]}))
+    return folder
+
+
+def write_package(path, parts):
+    content = {f"{name}.png": images for name, (images, _) in zip(
+        [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"], parts, strict=True)}
+    with tarfile.open(path, "w:gz") as archive:
+        for name, images in content.items():
+            file = io.BytesIO()
+            Image.fromarray(images.reshape(len(images), 1024, 3)).save(file, "PNG")
+            content[name] = file.getvalue()
+        content["train_lables.json"] = json.dumps([label for _, labels in parts[:5] for label in labels]).encode()
+        content["test_lables.json"] = json.dumps(parts[5][1]).encode()
+        for name, data in content.items():
+            member = tarfile.TarInfo(f"package/{name}")
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """CIFAR-10 with few images, as its package has it."""
+    parts, path = cifar_parts(10), tmp_path / "hand" / cifar.CIFAR10.filename
+    path.parent.mkdir()
+    digest = write_package(path, parts)
+    monkeypatch.setattr(cifar, "CIFAR10", replace(cifar.CIFAR10, sha256=digest, command=(
+        "cp", str(path), cifar.CIFAR10.filename)))
+    return parts, path
+
+
+def test_cifar10_comes_from_its_package_unchanged(tmp_path, package):
+    parts, path = package
+    run = run_of(tmp_path, "cifar10", size=32)
+    prepared = prepare(run)
+    images = np.concatenate([images for images, _ in parts[:5]])
+    assert torch.equal(all_of(prepared.train), pixels(images, 32))
+    assert torch.equal(all_of(prepared.eval), pixels(parts[5][0], 32))
+    assert prepared.train.targets(np.arange(4)).tolist() == parts[0][1]
+    assert prepared.eval.targets(np.arange(6)).tolist() == parts[5][1]
+    assert (prepared.num_classes, prepared.class_names[6], prepared.weight) == (10, "frog", 1.0)
+    assert prepared.about == "cifar10: 20 images, 6 held out, 10 classes"
+    by_hand = prepare(run_of(tmp_path / "other", path, size=32))
+    assert by_hand.fingerprint == prepared.fingerprint
+    assert prepare(run_of(tmp_path, "cifar10", size=16)).fingerprint != prepared.fingerprint
+    refused(run_of(tmp_path, "cifar10", eval=str(tmp_path)), "data.eval: is not used: cifar10 has a held-out part")
+    few = prepare(run_of(tmp_path, "cifar10", size=32, train_samples=5, eval_samples=2))
+    assert torch.equal(all_of(few.train), pixels(images[few.train.chosen], 32)) and len(few.eval) == 2
+
+
+@pytest.mark.parametrize("form", ["bin", "py"])
+@pytest.mark.parametrize("classes", [10, 100])
+def test_archives_of_the_authors(tmp_path, form, classes):
+    parts = cifar_parts(classes, (4, 4, 4, 4, 4, 6) if classes == 10 else (9, 6))
+    prepared = prepare(run_of(tmp_path, write_archive(tmp_path / "set", form, parts), size=32))
+    train = np.concatenate([images for images, _ in parts[:-1]])
+    assert torch.equal(all_of(prepared.train), pixels(train, 32))
+    assert torch.equal(all_of(prepared.eval), pixels(parts[-1][0], 32))
+    assert prepared.eval.targets(np.arange(6)).tolist() == parts[-1][1]
+    assert prepared.num_classes == classes
+    assert prepared.class_names[3] == {"bin": "class 3", "py": "n3"}[form] if classes == 100 else "cat"
+
+
+def damaged_archives():
+    def cut(folder):
+        (folder / "data_batch_2.bin").write_bytes(b"abc")
+
+    def missing(folder):
+        (folder / "test_batch.bin").unlink()
+
+    def label(folder):
+        (folder / "test_batch.bin").write_bytes(b"\x0a" + bytes(3072))
+
+    def empty(folder):
+        (folder / "test_batch.bin").write_bytes(b"")
+
+    return [(cut, "reshape"), (missing, "No such file"), (label, "a class that is none of the 10"),
+            (empty, "for 0 classes")]
+
+
+@pytest.mark.parametrize(("damage", "reason"), damaged_archives())
+def test_damaged_archives(tmp_path, damage, reason):
+    folder = write_archive(tmp_path / "set", "bin", cifar_parts(10))
+    damage(folder)
+    refused(run_of(tmp_path, folder), f"is not CIFAR as its authors or the package give it .*{reason}")
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch evil",)
+
+
+@pytest.mark.parametrize(("content", "reason"), [
+    (Evil(), "it asks for posix.system"), ({b"data": [1]}, "its data is no array of bytes"), ([1], ""),
+    ({b"data": np.zeros((4, 3072), np.uint8)}, "labels"), ({b"data": np.zeros((4, 3), np.uint8), b"labels": [1]}, "")])
+def test_pickles_run_nothing(tmp_path, monkeypatch, content, reason):
+    monkeypatch.chdir(tmp_path)
+    folder = write_archive(tmp_path / "set", "py", cifar_parts(10))
+    (folder / "data_batch_3").write_bytes(pickle.dumps(content, protocol=4))
+    refused(run_of(tmp_path, folder), f"is not CIFAR .*{reason}")
+    assert not (tmp_path / "evil").exists()
+
+
+def test_names_of_a_hundred_classes_are_a_hundred(tmp_path):
+    folder = write_archive(tmp_path / "set", "bin", cifar_parts(100, (9, 6)))
+    (folder / "fine_label_names.txt").write_text("\n".join(f"kind{number}" for number in range(100)))
+    assert prepare(run_of(tmp_path, folder)).class_names[99] == "kind99"
+    (folder / "fine_label_names.txt").write_text("one two")
+    (folder / "train.bin").write_bytes((folder / "train.bin").read_bytes() * 2)
+    refused(run_of(tmp_path, folder), "2 names of classes instead of 100")
+
+
+class Rows(list):
+    """What `datasets` gives: rows by number, and columns by name."""
+
+    def __init__(self, rows, label, names):
+        super().__init__(rows)
+        self.features = {label: types.SimpleNamespace(names=names)}
+
+    def __getitem__(self, key):
+        return [row[key] for row in self] if isinstance(key, str) else super().__getitem__(key)
+
+
+def test_cifar100_and_imagenet_are_asked_for_by_their_names(tmp_path, monkeypatch):
+    asked, data = [], noise(6, 32, 32, 3)
+
+    def load_dataset(name, configuration, split):
+        asked.append((name, split))
+        image, label = ("img", "fine_label") if "cifar" in name else ("image", "label")
+        return Rows([{image: Image.fromarray(data[number]), label: number % 3} for number in range(6)], label,
+                    ["a", "b", "c"])
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    hundred = prepare(run_of(tmp_path, "cifar100", size=32))
+    assert torch.equal(all_of(hundred.train), pixels(data, 32)) and hundred.class_names == ("a", "b", "c")
+    imagenet = prepare(run_of(tmp_path, "imagenet", size=28, train_samples=4))
+    assert asked == [("uoft-cs/cifar100", "train"), ("uoft-cs/cifar100", "test"),
+                     ("ILSVRC/imagenet-1k", "train"), ("ILSVRC/imagenet-1k", "validation")]
+    assert (len(imagenet.train), len(imagenet.eval)) == (4, 6)
+    expected = np.stack([fitted(Image.fromarray(image), 28) for image in data])
+    assert torch.equal(all_of(imagenet.eval), pixels(expected, 28))
+    assert imagenet.eval.targets(np.arange(6)).tolist() == [0, 1, 2, 0, 1, 2]
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=lambda *a, split: [1]))
+    refused(run_of(tmp_path / "x", "cifar100"), "uoft-cs/cifar100: has other rows than expected")
+    refused(run_of(tmp_path / "x", "imagenet"), "ILSVRC/imagenet-1k: has other rows than expected")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="needs the package datasets")
+def test_real_rows_of_the_datasets_package(tmp_path, monkeypatch):
+    import datasets
+
+    data = noise(5, 32, 32, 3)
+    features = datasets.Features({"img": datasets.Image(), "fine_label": datasets.ClassLabel(names=["a", "b"])})
+    rows = datasets.Dataset.from_dict({"img": [Image.fromarray(image) for image in data],
+                                       "fine_label": [0, 1, 0, 1, 1]}, features=features)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, split: rows)
+    prepared = prepare(run_of(tmp_path, "cifar100", size=32))
+    assert torch.equal(all_of(prepared.train), pixels(data, 32))
+    assert prepared.train.targets(np.arange(5)).tolist() == [0, 1, 0, 1, 1]
+
+
+# ---------------------------------------------------------------------- folders
+
+def test_a_folder_for_each_class_with_every_tenth_held_out(tmp_path):
+    folder = folder_of(tmp_path / "set", {"cat": 12, "dog": 11, ".hidden": 3})
+    (folder / "cat" / "notes.txt").write_text("no image")
+    (folder / "dog" / "deep").mkdir()
+    Image.fromarray(noise(9, 9, 3)).save(folder / "dog" / "deep" / "x.JPG")
+    lines = []
+    prepared = prepare(run_of(tmp_path, folder), lines.append)
+    assert lines[0] == f"{folder}: 24 images of 2 classes" and lines[1] == "decoding images: 0 of 2"
+    assert (len(prepared.train), len(prepared.eval), prepared.class_names) == (22, 2, ("cat", "dog"))
+    assert all_of(prepared.train).shape == (22, 3, 8, 8) and all_of(prepared.train).dtype == torch.float32
+    red = all_of(prepared.train)[:, 0].mean((1, 2)) * 0.229 + 0.485
+    labels = prepared.train.targets(np.arange(22))
+    small = (red - labels * 50 / 255).abs() < 0.01
+    assert small.sum() >= 21  # one is no such image
+    again = prepare(run_of(tmp_path, folder), lines.append)
+    assert again.fingerprint == prepared.fingerprint and torch.equal(all_of(again.eval), all_of(prepared.eval))
+
+
+def test_folders_of_train_and_val_and_eval_of_ones_own(tmp_path):
+    folder_of(tmp_path / "set" / "train")
+    folder_of(tmp_path / "set" / "val", {"dog": 3})
+    prepared = prepare(run_of(tmp_path, tmp_path / "set"))
+    assert (len(prepared.train), len(prepared.eval)) == (23, 3)
+    assert prepared.eval.targets(np.arange(3)).tolist() == [1, 1, 1]
+    own = prepare(run_of(tmp_path, tmp_path / "set" / "train", eval=str(tmp_path / "set")))
+    assert own.fingerprint == prepared.fingerprint
+    vehicles = prepare(run_of(tmp_path, folder_of(tmp_path / "vehicles", {"car": 12, "test": 9, "train": 9})))
+    assert (len(vehicles.train), len(vehicles.eval), vehicles.class_names) == (27, 3, ("car", "test", "train"))
+    folder_of(tmp_path / "other", {"bird": 1, "cat": 1})
+    refused(run_of(tmp_path, tmp_path / "set", eval=str(tmp_path / "other")),
+            r"has classes that the training data has not \(got \['bird'\]\)")
+
+
+def test_the_same_files_elsewhere_are_the_same_data(tmp_path):
+    folder_of(tmp_path / "set")
+    first = prepare(run_of(tmp_path, tmp_path / "set"))
+    (tmp_path / "set").rename(tmp_path / "moved")
+    assert prepare(run_of(tmp_path, tmp_path / "moved")).fingerprint == first.fingerprint
+    Image.fromarray(noise(20, 12, 3)).save(tmp_path / "moved" / "cat" / "0.png")
+    assert prepare(run_of(tmp_path, tmp_path / "moved")).fingerprint != first.fingerprint
+
+
+def test_images_beyond_the_bound_are_decoded_each_time(tmp_path, monkeypatch):
+    folder = folder_of(tmp_path / "set")
+    stored = prepare(run_of(tmp_path, folder, train_samples=9))
+    monkeypatch.setattr(module, "MOST_CACHED_BYTES", 100)
+    lines = []
+    read = prepare(run_of(tmp_path / "x", folder, train_samples=9), lines.append)
+    assert lines[-1] == f"{folder} is too large to be kept decoded: images are decoded each time they are read"
+    assert torch.equal(all_of(read.train), all_of(stored.train))
+    assert read.train.targets(np.arange(9)).equal(stored.train.targets(np.arange(9)))
+    assert not (tmp_path / "x" / "cache").exists()
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(all_of(read.train))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(images, found[0]) for images in found) and len(found) == 4
+
+
+def test_a_subset_is_chosen_before_anything_is_decoded(tmp_path):
+    folder = folder_of(tmp_path / "set")
+    few, more = (prepare(run_of(tmp_path, folder, train_samples=count, eval_samples=1)) for count in (4, 9))
+    assert (len(few.train), len(few.eval)) == (4, 1)
+    chosen = {image.numpy().tobytes() for image in all_of(few.train)}
+    assert chosen < {image.numpy().tobytes() for image in all_of(more.train)}
+    other = prepare(run_of(tmp_path, folder, seed=3, train_samples=4, eval_samples=1))
+    assert {image.numpy().tobytes() for image in all_of(other.train)} != chosen
+    refused(run_of(tmp_path, folder, train_samples=22), "data.train-samples: is more than the 21 that there are")
+
+
+@pytest.mark.parametrize("content", [b"", b"\x89PNG\r\n\x1a\n", b"not an image", b"GIF89a" + b"\xff" * 40,
+                                     "cut", "bits"])
+def test_an_image_that_cannot_be_read_is_named(tmp_path, content):
+    folder = folder_of(tmp_path / "set")
+    if isinstance(content, str):
+        data = (folder / "cat" / "3.png").read_bytes()
+        content = data[:len(data) // 2] if content == "cut" else data[:60] + bytes(20) + data[80:]
+    (folder / "cat" / "3.png").write_bytes(content)
+    refused(run_of(tmp_path, folder), "cat/3.png: is no image that can be read .*take it out of its folder")
+
+
+def test_folders_that_are_no_data(tmp_path):
+    with pytest.raises(DataError, match="has fewer than two folders, one for each class"):
+        prepare(run_of(tmp_path, folder_of(tmp_path / "one", {"cat": 3})))
+    folder_of(tmp_path / "empty", {"ant": 2, "bee": 0})
+    refused(run_of(tmp_path, tmp_path / "empty"), r"has a folder without images \(got 'bee'\)")
+    (tmp_path / "file").write_text("x")
+    refused(run_of(tmp_path, tmp_path / "file"), "data.train .*file: cannot be read .*one folder of images for each")
+    folder_of(tmp_path / "two")
+    (tmp_path / "none").mkdir()
+    refused(run_of(tmp_path, tmp_path / "two", eval=str(tmp_path / "none")), "has no folders of images")
+    folder_of(tmp_path / "few", {"a": 1, "b": 1})
+    assert len(prepare(run_of(tmp_path, tmp_path / "few")).train) == 1
+    (tmp_path / "few" / "b" / "0.png").rename(tmp_path / "few" / "b" / ".0.png")
+    refused(run_of(tmp_path, tmp_path / "few"), "has a folder without images")
+
+
+def test_settings_that_cannot_be(tmp_path):
+    run = run_of(tmp_path, tmp_path, augment="flip-crop", augment_repeats=True)
+    assert problems(run) == []
+    found, = problems(replace(run, data=replace(run.data, augment="none")))
+    assert str(found).startswith("data.augment-repeats: has no effect without an augmentation")
+    for name in (None, "cifar-10", "/no/where"):
+        found, = problems(replace(run, data=replace(run.data, train=name)))
+        assert found.where == "data.train" and "cifar10, cifar100, imagenet, or a folder" in found.remedy
+
+
+# ---------------------------------------------------------------------- transforms
+
+def test_the_short_side_is_resized_and_the_middle_taken():
+    data = np.zeros((64, 128, 3), dtype=np.uint8)
+    data[:, 32:96] = 200
+    image = fitted(Image.fromarray(data), 28)  # 32 x 64, of which columns 18 to 45 are the middle: 16 to 47 are bright
+    assert image.shape == (28, 28, 3) and (image == 200).all()
+    assert fitted(Image.fromarray(data), 56)[:, 0].mean() == 200
+    assert fitted(Image.fromarray(data.transpose(1, 0, 2).copy()), 28).mean() == 200
+    exact = noise(32, 32, 3)
+    assert np.array_equal(fitted(Image.fromarray(exact), 28), exact[2:30, 2:30])
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "1", "CMYK", "LA", "I", "F"])
+def test_all_kinds_of_images_become_three_colours(mode):
+    image = Image.fromarray(noise(9, 7, 3))
+    image = image.convert("L").convert(mode) if mode in ("LA", "I", "F") else image.convert(mode)
+    assert fitted(image, 8).shape == (8, 8, 3)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 5000), (5000, 1), (3, 2)])
+def test_odd_shapes(shape):
+    assert fitted(Image.fromarray(noise(*shape, 3)), 8).shape == (8, 8, 3)
+
+
+def test_an_image_of_more_pixels_than_anybody_means_is_refused(tmp_path, monkeypatch):
+    folder = folder_of(tmp_path / "set", size=(20, 10))
+    monkeypatch.setattr(image_files, "_MOST_PIXELS", 199)
+    refused(run_of(tmp_path, folder), "it has 20 x 10 pixels")
+    with pytest.raises(ValueError, match="it has 20 x 10 pixels"):
+        fitted(Image.fromarray(noise(10, 20, 3)), 8)
+
+
+def test_pixels_are_normalised_and_alike_in_any_batch():
+    data = noise(5, 32, 32, 3)
+    plain = pixels(data, 32)
+    assert torch.allclose(plain[1, 2, 3, 4], torch.tensor((data[1, 3, 4, 2] / 255 - 0.406) / 0.225).float())
+    large = pixels(data, 98)
+    assert large.shape == (5, 3, 98, 98) and large.is_contiguous()
+    assert torch.equal(large[2:3], pixels(data[2:3], 98))
+    flat = pixels(np.full((1, 32, 32, 3), 255, np.uint8), 98)
+    assert torch.allclose(flat[0, 0], torch.tensor((1 - 0.485) / 0.229), atol=1e-6)
+    half = pixels(np.tile(np.array([0, 255], np.uint8)[:, None, None], (1, 16, 32, 3)).reshape(1, 32, 32, 3), 8)
+    assert half.max() <= (1 - 0.406) / 0.225 + 1e-6
+
+
+def crops_of(image):
+    """All that an augmentation may make of it."""
+    pad = image.shape[0] // 8
+    padded = np.pad(image, ((pad, pad), (pad, pad), (0, 0)))
+    for turned in (padded, padded[:, ::-1]):
+        for y in range(2 * pad + 1):
+            for x in range(2 * pad + 1):
+                yield turned[y:y + image.shape[0], x:x + image.shape[1]].tobytes()
+
+
+def test_augmentation_mirrors_and_moves_by_the_key_alone():
+    data, augment = noise(64, 16, 16, 3), FlipCrop(1, repeats=False)
+    samples, epochs = np.arange(64) * 7, np.zeros(64, dtype=np.int64)
+    first = augment(data, samples, epochs)
+    places = [list(crops_of(image)).index(made.tobytes()) for image, made in zip(data, first, strict=True)]
+    assert {place // 25 for place in places} == {0, 1} and len(set(places)) > 25
+    assert len({place // 5 % 5 for place in places}) == len({place % 5 for place in places}) == 5
+    assert np.array_equal(augment(data[5:9], samples[5:9], epochs[5:9]), first[5:9])
+    assert (augment(data, samples, epochs + 1) != first).any((1, 2, 3)).mean() > 0.9
+    assert (FlipCrop(2, repeats=False)(data, samples, epochs) != first).any((1, 2, 3)).mean() > 0.9
+    again = FlipCrop(1, repeats=True)
+    assert np.array_equal(again(data, samples, epochs + 3), first)
+
+
+@pytest.mark.parametrize(("augment", "repeats"), [("none", False), ("flip-crop", False), ("flip-crop", True)])
+def test_only_training_images_are_augmented(tmp_path, package, augment, repeats):
+    run = run_of(tmp_path, "cifar10", size=32, augment=augment, augment_repeats=repeats)
+    plain, prepared = prepare(run_of(tmp_path, "cifar10", size=32)), prepare(run)
+    assert prepared.repeats == (augment == "none" or repeats)
+    assert torch.equal(all_of(prepared.eval, 1), all_of(plain.eval))
+    assert torch.equal(all_of(prepared.train, 0), all_of(prepared.train, 1)) == prepared.repeats
+    assert torch.equal(all_of(prepared.train), all_of(plain.train)) == (augment == "none")
+    assert (prepared.transform == plain.transform) == (augment == "none")
+    assert (prepare(replace(run, seed=1)).transform == prepared.transform) == (augment == "none")
+    few = prepare(replace(run, data=replace(run.data, train_samples=5)))
+    assert torch.equal(all_of(few.train, 2), prepared.train.inputs(few.train.chosen, np.full(5, 2)))

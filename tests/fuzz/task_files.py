@@ -1,0 +1,152 @@
+"""Sentences, questions, images, tokenizers and arrays as somebody's disk or script may have left them."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from hypothesis import strategies as st
+from PIL import Image
+
+from ranvier.data import wordpiece
+from ranvier.data.arrays import open_arrays, write_arrays
+from ranvier.data.prepare import prepare
+from ranvier.run import Data, Run, Transformer
+from tests.fuzz.inputs import BYTE_CHANGES, JSON_CHANGES, change_bytes, change_json, try_all
+
+TSV = "sentence\tlabel\n" + "".join(f"grüße, film {number} 中文\t{number % 3}\n" for number in range(9))
+SQUAD = {"version": "1.1", "data": [{"title": "t", "paragraphs": [
+    {"context": f"In {year} the arrow flew over a green field, naïve 🙂.", "qas": [
+        {"id": f"q{year}", "question": "When did it fly?", "answers": [{"text": str(year), "answer_start": 3}]}]}
+    for year in range(1990, 1993)]}]}
+
+
+def _png(number: int, side: int = 12) -> bytes:
+    file = io.BytesIO()
+    data = np.random.default_rng(number).integers(0, 256, (side, side + 3, 3), dtype=np.uint8)
+    Image.fromarray(data).save(file, ("PNG", "JPEG", "GIF", "BMP", "TIFF")[number % 5])
+    return file.getvalue()
+
+
+def _prepared(folder: Path, task: str, train: Path):
+    """A run's data from this file or folder; every sample is read, and has one shape."""
+    shutil.rmtree(folder / "cache", ignore_errors=True)
+    run = Run(model=Transformer(vocab=60, sequence=24, image_size=8),
+              data=Data(task=task, train=str(train), cache_dir=folder / "cache"))
+    prepared = prepare(run)
+    for part in (prepared.train, prepared.eval):
+        samples = np.arange(len(part))
+        inputs, targets = part.inputs(samples, np.zeros_like(samples)), part.targets(samples)
+        if task == "images":
+            assert inputs.shape == (len(part), 3, 8, 8) and bool(inputs.isfinite().all())
+        else:
+            assert all(tensor.shape == (len(part), 24) for tensor in inputs.values())
+            assert 0 <= int(inputs["ids"].min()) <= int(inputs["ids"].max()) < prepared.tokenizer.vocab
+        most = 24 if task == "qa" else prepared.num_classes
+        for target in targets.values() if isinstance(targets, dict) else [targets]:
+            assert 0 <= int(target.min()) <= int(target.max()) < most
+    return prepared
+
+
+def sentences(folder: Path, count: int) -> int:
+    def work(changes):
+        (folder / "a.tsv").write_bytes(change_bytes(TSV.encode(), changes))
+        _prepared(folder, "classification", folder / "a.tsv")
+
+    folder.mkdir(parents=True, exist_ok=True)
+    return try_all(BYTE_CHANGES, work, count)
+
+
+def questions(folder: Path, count: int) -> int:
+    def work(changes):
+        in_json, changes = changes
+        data = json.dumps(change_json(SQUAD, changes) if in_json else SQUAD).encode()
+        (folder / "a.json").write_bytes(data if in_json else change_bytes(data, changes))
+        _prepared(folder, "qa", folder / "a.json")
+
+    folder.mkdir(parents=True, exist_ok=True)
+    return try_all(st.one_of(st.tuples(st.just(True), JSON_CHANGES), st.tuples(st.just(False), BYTE_CHANGES)), work,
+                   count)
+
+
+def image_folders(folder: Path, count: int) -> int:
+    pictures = [_png(number) for number in range(5)]
+
+    def work(value):
+        which, changes = value
+        shutil.rmtree(folder / "images", ignore_errors=True)
+        for name in ("cat", "dog"):
+            (folder / "images" / name).mkdir(parents=True)
+            for number, data in enumerate(pictures):
+                (folder / "images" / name / f"{number}.png").write_bytes(data)
+        (folder / "images" / "dog" / f"{which}.png").write_bytes(change_bytes(pictures[which], changes))
+        assert len(_prepared(folder, "images", folder / "images").train) == 9
+
+    return try_all(st.tuples(st.integers(0, 4), BYTE_CHANGES), work, count)
+
+
+def cifar_folders(folder: Path, count: int) -> int:
+    (folder / "cifar").mkdir(parents=True, exist_ok=True)
+    data = b"".join(bytes([label]) + bytes(3072) for label in range(3))
+    for name in ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch"):
+        (folder / "cifar" / f"{name}.bin").write_bytes(data)
+
+    def work(changes):
+        (folder / "cifar" / "data_batch_2.bin").write_bytes(change_bytes(data, changes))
+        assert _prepared(folder, "images", folder / "cifar").num_classes == 10
+
+    return try_all(BYTE_CHANGES, work, count)
+
+
+def tokenizer_folders(folder: Path, count: int) -> int:
+    """tokenizer.json with other content than it should have, or vocab.txt."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = wordpiece.train([TSV, "the arrow flew over a green field"], 90)
+    tokens = [tokenizer.decode([number]) for number in range(tokenizer.vocab)]
+
+    def work(value):
+        kind, changes = value
+        shutil.rmtree(folder / "model", ignore_errors=True)
+        (folder / "model").mkdir()
+        if kind == "json":
+            text = json.dumps(change_json(json.loads(tokenizer.text()), changes)).encode()
+        else:
+            text = change_bytes("\n".join(tokens).encode() if kind == "vocab" else tokenizer.text().encode(), changes)
+        (folder / "model" / ("vocab.txt" if kind == "vocab" else "tokenizer.json")).write_bytes(text)
+        found = wordpiece.from_folder(folder / "model")
+        ids, = found.encode(["Grüße, the green 中文 field [SEP]"])
+        assert all(0 <= number < found.vocab for number in [*ids, found.cls, found.sep, found.pad])
+
+    return try_all(st.one_of(st.tuples(st.just("json"), JSON_CHANGES),
+                             st.tuples(st.sampled_from(["bytes", "vocab"]), BYTE_CHANGES)), work, count)
+
+
+def arrays(folder: Path, count: int) -> int:
+    """The cache's own files: as they were written, or refused."""
+    arrays = {"ids": np.arange(60, dtype=np.uint16).reshape(10, 6), "labels": np.arange(10, dtype=np.int32)}
+    write_arrays(folder / "whole", arrays, {"classes": ["a", "b"]})
+
+    def work(value):
+        name, in_json, changes = value
+        shutil.rmtree(folder / "changed", ignore_errors=True)
+        shutil.copytree(folder / "whole", folder / "changed")
+        path = folder / "changed" / name
+        path.write_bytes(json.dumps(change_json(json.loads(path.read_text()), changes)).encode() if in_json
+                         else change_bytes(path.read_bytes(), changes))
+        found = open_arrays(folder / "changed")
+        assert found.facts == {"classes": ["a", "b"]}
+        assert all(np.array_equal(found.arrays[name], array) for name, array in arrays.items())
+
+    return try_all(st.one_of(st.tuples(st.just("about.json"), st.just(True), JSON_CHANGES),
+                             st.tuples(st.sampled_from(["about.json", "ids.npy", "labels.npy"]), st.just(False),
+                                       BYTE_CHANGES)), work, count)
+
+
+FUZZERS: dict[Callable[[Path, int], int], int] = {sentences: 4, questions: 4, image_folders: 3, cifar_folders: 1,
+                                                  tokenizer_folders: 4, arrays: 4}
+"""And how many of a round's inputs each has."""
+
