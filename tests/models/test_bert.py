@@ -95,6 +95,17 @@ def test_spans_have_no_part_in_padding(tmp_path):
     assert all(torch.isfinite(parameter.grad).all() for parameter in parameters(blocks).values())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_padding_is_no_number_too_large(dtype):
+    """The least number of a format survives the loss and its gradients."""
+    blocks = {name: build() for name, build in bert.model(tiny(), "span", dtype=dtype).blocks.items()}
+    target = torch.tensor([1, 2, 0])
+    total, weight = SpanLoss()(forward(blocks, inputs_of()), {"start": target, "end": target})
+    assert weight == 3 and total.isfinite() and total.dtype is torch.float32
+    total.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in parameters(blocks).values())
+
+
 def tiny(**changed) -> Transformer:
     return Transformer(**dict(family="bert", num_layers=2, hidden=24, heads=3, vocab=37, sequence=12) | changed)
 
