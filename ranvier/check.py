@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ranvier.data.prepare import problems as data_problems
 from ranvier.data.tokenizer import GPT2_VOCAB, SMALLEST_VOCAB
+from ranvier.elastic import rules
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.machine import available_memory_bytes
 from ranvier.models import families
+from ranvier.models.block import freeze
 from ranvier.optim import groups
 from ranvier.optim.guard import guard_problems
 from ranvier.optim.step import in_backward_problems
@@ -121,7 +124,7 @@ def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = N
 def problems(run: Run, num_ranks: int | None = None) -> list[RanvierError]:
     """What cannot work, as far as that follows from the settings alone."""
     return [*families.problems(run), *_mesh_problems(run, num_ranks), *_batch_problems(run), *_update_problems(run),
-            *groups.problems(run.optim), *_vocab_problems(run), *_resume_problems(run)]
+            *groups.problems(run.optim), *_data_problems(run), *_resume_problems(run), *rules.problems(run)]
 
 
 def with_shape(run: Run, num_ranks: int | None) -> tuple[Run, list[RanvierError]]:
@@ -207,13 +210,14 @@ def tensor_mesh_facts(run: Run, ranks_per_node: int | None) -> TensorMeshFacts |
                    node_bytes_row_by_row=round(bytes_between_nodes(mesh.row, mesh.col, by_row, **received)))
 
 
-def laid_out(run: Run) -> tuple[StageTable, tuple[RankMemory, ...]]:
-    """The cut of the run's model, and what each stage's ranks need. ConfigError when the settings allow no cut."""
+def laid_out(run: Run, frozen: int = 0) -> tuple[StageTable, tuple[RankMemory, ...]]:
+    """The cut of the run's model with its first `frozen` layers frozen, and what each stage's ranks need. ConfigError
+    when the settings allow no cut."""
     with torch.device("meta"):
         inputs, targets = families.sample_of(run, run.batch.microbatch_size // run.mesh.row)
     sample = Microbatch(inputs=inputs, targets=targets, samples=torch.arange(1))
     # Replicas do not change the cut, and there may be very many of them.
-    model = families.model_of(run, dtype=DTYPES[run.precision])
+    model = freeze(families.model_of(run, dtype=DTYPES[run.precision]), frozen)
     stages, layout = cut(model, replace(run.mesh, data=1), boundaries=run.pipeline.boundaries,
                          how=run.pipeline.partition, sample=sample, dtype=DTYPES[run.precision],
                          device="cuda" if run.launch.device == "cuda" else "cpu", tensor=run.tensor)
@@ -296,7 +300,10 @@ def _update_problems(run: Run) -> Iterator[ConfigError]:
     yield from guard_problems(run.guard, run.optim)
 
 
-def _vocab_problems(run: Run) -> Iterator[ConfigError]:
+def _data_problems(run: Run) -> Iterator[RanvierError]:
+    if run.data.task != "lm":  # texts may lie on the machines that the run is meant for
+        yield from data_problems(run)
+        return
     smallest, kind = (GPT2_VOCAB, "GPT-2's") if run.data.tokenizer == "gpt2" else (SMALLEST_VOCAB, "a byte-level")
     if run.model.vocab < smallest:
         yield ConfigError(f"is less than {kind} tokenizer has: {smallest}", where="model.vocab", value=run.model.vocab,
@@ -322,6 +329,7 @@ def warnings(run: Run) -> Iterator[ConfigError]:
                           value=pipeline.partition, remedy="Leave out one of the two.")
     yield from _tensor_warnings(run)
     yield from _optim_warnings(run)
+    yield from rules.warnings(run)
     if train.warmup_steps >= train.steps:
         yield ConfigError(f"ends the run of {train.steps} steps before the full learning rate is reached",
                           where="train.warmup-steps", value=train.warmup_steps,

@@ -1,5 +1,5 @@
-"""The command: `ranvier train | check | doctor | export | import`. Every field of the run is a flag; --help imports
-nothing heavy.
+"""The command: `ranvier train | check | resize | doctor | export | import`. Every field of the run is a flag; --help
+imports nothing heavy.
 
 Exit codes: 0 done, 1 the run failed, 2 an error of the user's, each in one line on standard error, 130 Ctrl-C.
 """
@@ -235,7 +235,8 @@ def export_run(run: Path, out: Path, dtype: str | None, shard_bytes: int, tokeni
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--precision", type=_FORMATS, help="Number format of the parameters; by default that of MODEL's files.")
 def import_model(model: Path, out: Path, precision: str | None) -> int:
-    """Make a checkpoint in the new folder OUT of the GPT-2 in the folder MODEL, which is in Hugging Face's form.
+    """Make a checkpoint in the new folder OUT of the model (GPT-2, BERT, ViT, DINOv2) in the folder MODEL, which is in
+    Hugging Face's form.
 
     MODEL has config.json and model.safetensors (or shards with their index, or pytorch_model.bin). At the end the
     logits of OUT are compared with MODEL's; `ranvier train OUT/run.toml --resume OUT` goes on from there.
@@ -246,6 +247,24 @@ def import_model(model: Path, out: Path, precision: str | None) -> int:
     recipe = make(model, out, precision=precision)
     print(f"written to {out}; its settings: {' '.join(flags(recipe))}")
     print(f"to go on from it: ranvier train {out / 'run.toml'} --resume {out}")
+    return 0
+
+
+@command.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--data", type=click.IntRange(min=1), required=True, help="Replicas that the run is to have.")
+@click.option("--pipe", type=click.IntRange(min=1), required=True, help="Stages that it is to have.")
+@click.option("--wait", type=click.FloatRange(min=0), default=60.0, show_default=True,
+              help="Seconds to wait for the run's answer; 0 asks and ends.")
+def resize(run: Path, data: int, pipe: int, wait: float) -> int:
+    """Have the run in folder RUN, which is under way, go on with other numbers of replicas and stages.
+
+    It changes between two steps, without a restart. Together they take at most the ranks that it was started with;
+    what is left over is idle, and can be taken again.
+    """
+    from ranvier.train.resize import ask_and_wait
+
+    print(ask_and_wait(run, data=data, pipe=pipe, seconds=wait))
     return 0
 
 

@@ -41,7 +41,7 @@ def failed(world: World, mesh: Mesh, error: BaseException) -> int:
     # Meanwhile a lost peer gives its own account, or its parent does. Ranks that have failed like this one still say
     # what they do, since all look for as long: those that do not are the culprits.
     quiet = _quiet(world, mesh) if isinstance(error, TransportError) and mesh.size > 1 else ""
-    who = f"rank {world.rank} ({mesh.coordinates(world.rank)})"
+    who = f"rank {world.rank} ({_place(world, mesh, world.rank)})"
     first = in_time(lambda: _is_first(world, code, told))
     if isinstance(error, SystemExit):
         return code
@@ -145,8 +145,14 @@ def _quiet(world: World, mesh: Mesh) -> str:
     ranks = silent(world.store, [rank for rank in range(world.size) if rank != world.rank])
     if ranks is None:
         return "\nranvier: rank 0's store does not answer: this machine is cut off from it, or rank 0 has ended"
-    named = "; ".join(f"rank {rank} ({mesh.coordinates(rank)})" for rank in ranks)
+    named = "; ".join(f"rank {rank} ({_place(world, mesh, rank)})" for rank in ranks)
     return f"\nranvier: nothing is heard any more from {named}" if ranks else ""
+
+
+def _place(world: World, mesh: Mesh, rank: int) -> str:
+    """A rank's coordinates on the mesh of the moment, which the run may have changed since its start."""
+    mesh = world.mesh or mesh
+    return str(mesh.coordinates(rank)) if rank < mesh.size else "idle"
 
 
 def _say(text: str) -> None:

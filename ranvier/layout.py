@@ -96,6 +96,17 @@ def part(size: int, parts: int, index: int) -> tuple[int, int]:
     return index * least + min(index, more), (index + 1) * least + min(index + 1, more)
 
 
+def frozen_blocks(layers: Sequence[Sequence[str]], blocks: Sequence[str], frozen: int) -> int:
+    """How many of the model's `blocks` are frozen with the first `frozen` of its `layers` (names of blocks, in order).
+
+    They are a prefix: all blocks up to the last one of the last frozen layer, and so the embedding with layer 0.
+    """
+    if not frozen:
+        return 0
+    last = set(layers[frozen - 1])
+    return 1 + max(number for number, name in enumerate(blocks) if name in last)
+
+
 TensorAxis = Literal["row", "col"]
 
 

@@ -391,6 +391,14 @@ def document(run: Run) -> dict[str, Any]:
     return document
 
 
+def read(document: Mapping[str, object]) -> Run:
+    """The inverse of `document`. ConfigError for what is none."""
+    found = resolve([from_dict(document, "a run's own settings")])
+    for problem in found.problems:
+        raise problem
+    return found.run
+
+
 def origin(run_dir: Path) -> str:
     """The checkpoint elsewhere with which the run of a folder began, by its run.toml; "none" where it began anew."""
     try:

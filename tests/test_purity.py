@@ -13,8 +13,8 @@ ROOT = Path(ranvier.__file__).parent
 FORBIDDEN = ("torch", "time", "datetime", "socket", "os", "pathlib", "io", "subprocess", "threading", "random",
              "secrets", "tempfile", "shutil", "asyncio", "multiprocessing", "mpi4py")
 PURE = ("mesh", "fallback", "layout", "elastic.freezing", "elastic.auto_pipe", "elastic.microbatch_profile",
-        "elastic.ledger", "pipeline.cut", "pipeline.schedule", "pipeline.policies", "planner.simulator",
-        "tensor.placement", "tensor.shape", "tensor.volume")
+        "elastic.ledger", "elastic.cache_profile", "pipeline.cut", "pipeline.schedule", "pipeline.policies",
+        "planner.simulator", "tensor.placement", "tensor.shape", "tensor.volume")
 
 
 def sources(*names):

@@ -112,7 +112,7 @@ class Checkpoints:
         self._room: list = []
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
-        self._damaged: set[Path] = set()
+        self.damaged: set[Path] = set()
         """Checkpoints that `load` has passed over; only the writing of rank 0 asks."""
         self._untold: list[Written] = []
         self._ended: list[Written] = []
@@ -208,8 +208,8 @@ class Checkpoints:
                 raise OSError(problem)
             manifest = _manifest(job, entries)
             files.publish(temporary, final, manifest)
-            self._damaged.discard(final)
-            files.retain(self.folder, job.step, keep=self._keep, keep_every=self._keep_every, damaged=self._damaged)
+            self.damaged.discard(final)
+            files.retain(self.folder, job.step, keep=self._keep, keep_every=self._keep_every, damaged=self.damaged)
             outcome = Written(step=job.step, folder=final, stall_seconds=job.stall_seconds,
                               write_seconds=time.monotonic() - job.began,
                               size_bytes=sum(file.size_bytes for file in manifest.files))
@@ -268,7 +268,7 @@ class Checkpoints:
                 return Loaded(folder=folder, step=saved.manifest.step, about=saved.manifest.about,
                               frozen=saved.manifest.frozen, skipped=tuple(skipped))
             skipped.append(problem)
-            self._damaged.add(folder)
+            self.damaged.add(folder)
         if skipped:
             raise CheckpointError("has no checkpoint that is whole: " + "; ".join(skipped), where=str(where),
                                   remedy="Name another one with --resume, or start anew with --resume none and another "

@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from pydantic import TypeAdapter, ValidationError
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from ranvier.checkpoint import logits
@@ -20,15 +22,16 @@ from ranvier.checkpoint.saved import Saved, find
 from ranvier.checkpoint.tensor_file import STORED, Slot, shards, write_tensors
 from ranvier.data import tokenizer as tokenizers
 from ranvier.errors import CheckpointError, DataError
-from ranvier.models import gpt, hf
+from ranvier.models import families, hf
 from ranvier.precision import DTYPES
-from ranvier.run import Transformer
+from ranvier.run import Run, Transformer
 
 SHARD_BYTES = 1_000_000_000
 TOKENIZER = "tokenizer.json"
 Tell = Callable[[str], None]
 """Takes one line about what has been done."""
-_model = TypeAdapter(Transformer)
+_PARAMETERS_OF_LAYER = 12
+_run = TypeAdapter(Run)
 
 
 def export(run: Path, out: Path, *, dtype: str | None = None, shard_bytes: int = SHARD_BYTES,
@@ -49,11 +52,11 @@ def export(run: Path, out: Path, *, dtype: str | None = None, shard_bytes: int =
         source = Source(saved, dtype)
         slots = source.slots()
         with new_folder(out, sum(slot.size_bytes for slot in slots)) as folder:
-            found = tokenizer or _beside(run, saved.folder)
+            found = tokenizer or (_beside(run, saved.folder) if source.config.family != "vit" else None)
             end = None if found is None else _write_tokenizer(folder, found, source.config)
             _write_config(folder, source, end)
             files = _write_weights(folder, source, shards(slots, shard_bytes))
-            comparison = logits.compare(source.config, source.value, folder)
+            comparison = logits.compare(source.config, source.value, folder, head=source.head)
             logits.check(comparison, out)
             _tell(tell, source, files, found, comparison)
     finally:
@@ -82,25 +85,27 @@ def newest_whole(path: Path, tell: Tell) -> Saved:
 class Source:
     """The parameters of a checkpoint of `ranvier train`, in the number format that the export has.
 
-    CheckpointError when it is of a model that Hugging Face's GPT-2 is not.
+    config: settings; head: what it gives; form: Hugging Face's names and layout of it. CheckpointError when it is of a
+    model that no form here has.
     """
 
     def __init__(self, saved: Saved, dtype: str | None) -> None:
         self.saved = saved
-        self.config = model_of(saved)
+        self.config, self.head = model_of(saved)
+        self.form = hf.form_of(self.config)
         kinds = saved.manifest.tensors
         parameters, masters = kinds.get("parameter", {}), kinds.get("master", {})
-        if 12 * self.config.num_layers > len(parameters):
+        if _PARAMETERS_OF_LAYER * self.config.num_layers > len(parameters):
             raise _of_another_model(saved, f"has too few parameters for {self.config.num_layers} layers",
                                     len(parameters))
-        self.names = {ours: there for ours, there in hf.names(self.config).items() if ours not in hf.TIED}
-        for name in sorted(self.names.keys() ^ parameters.keys()):
-            raise _of_another_model(saved, f"{'lacks the' if name in self.names else 'has a'} parameter {name}")
-        self._kind = {name: "master" if name in masters else "parameter" for name in self.names}
+        self.places = self.form.places(self.config, self.head)
+        for name in sorted(self.places.keys() ^ parameters.keys()):
+            raise _of_another_model(saved, f"{'lacks the' if name in self.places else 'has a'} parameter {name}")
+        self._kind = {name: "master" if name in masters else "parameter" for name in self.places}
         formats = set()
         for name, kind in self._kind.items():
             tensor = saved.tensor(kind, name)
-            if tensor.shape != (wanted := hf.shape(name, self.config)):
+            if tensor.shape != (wanted := self.places[name].shape):
                 raise _of_another_model(saved, f"has a {kind} {name} of another shape than {wanted}", tensor.shape)
             if getattr(torch, tensor.dtype) not in STORED:
                 raise _of_another_model(saved, f"has a {kind} {name} in {tensor.dtype}")
@@ -115,8 +120,8 @@ class Source:
 
     def slots(self) -> list[Slot]:
         """The tensors of the export, in order."""
-        return [Slot(name=there, dtype=self.dtype, shape=hf.shape_there(ours, self.config))
-                for ours, there in self.names.items()]
+        return [Slot(name=name, dtype=self.dtype, shape=shape) for place in self.places.values()
+                for name, shape in zip(place.names, place.shapes, strict=True)]
 
     def exact(self, ours: str) -> Tensor:
         """One parameter as the checkpoint has it."""
@@ -141,23 +146,30 @@ def finite(tensor: Tensor, name: str, where: Path) -> Tensor:
     return tensor
 
 
-def model_of(saved: Saved) -> Transformer:
-    """The model's settings in the manifest. CheckpointError when there are none that can be."""
+def model_of(saved: Saved) -> tuple[Transformer, str]:
+    """The model's settings in the manifest, with its family, and the head that its task has. CheckpointError when there
+    are none that can be."""
     run = saved.manifest.about.get("run")
     try:
-        config = _model.validate_json(json.dumps(run.get("model") if isinstance(run, dict) else None), strict=True)
+        found = _run.validate_json(json.dumps({key: run[key] for key in ("model", "data") if key in run}
+                                              if isinstance(run, dict) and "model" in run else None), strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, ("about", "run", "model", *first["loc"])))
-        raise _of_another_model(saved, f"does not say which GPT it is of: {place}: {first['msg']}") from error
-    for problem in gpt.problems(config):
-        raise _of_another_model(saved, f"is of no possible GPT: {problem.where} {problem.what}", problem.value)
-    return config
+        place = ".".join(map(str, ("about", "run", *(first["loc"] or ("model",)))))
+        raise _of_another_model(saved, f"does not say which model it is of: {place}: {first['msg']}") from error
+    for problem in families.problems(found):
+        raise _of_another_model(saved, f"is of no possible model: {problem.where} {problem.what}", problem.value)
+    config = replace(found.model, family=families.family_of(found))
+    classifier = saved.manifest.tensors.get("parameter", {}).get("head.classifier.bias")
+    if config.num_classes == "auto" and classifier is not None and len(classifier.shape) == 1 and classifier.shape[0]:
+        config = replace(config, num_classes=classifier.shape[0])
+    return config, families.head_of(found.data.task)
 
 
 def _of_another_model(saved: Saved, what: str, value: object = None) -> CheckpointError:
     return CheckpointError(what, where=f"checkpoint {saved.folder}", value=value,
-                           remedy="Only checkpoints of `ranvier train`, whose models are GPTs, can be exported.")
+                           remedy="Only checkpoints of `ranvier train`, whose models are GPTs, BERTs and ViTs, can be "
+                                  "exported.")
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -165,11 +177,12 @@ def _of_another_model(saved: Saved, what: str, value: object = None) -> Checkpoi
 
 def _write_weights(folder: Path, source: Source, parts: list[list[Slot]]) -> list[str]:
     """model.safetensors, or numbered shards and their index. Returns their names."""
-    ours = {there: name for name, there in source.names.items()}
+    ours = {there: (name, number) for name, place in source.places.items() for number, there in enumerate(place.names)}
 
     def tensors(part: list[Slot]) -> Iterator[Tensor]:
         for slot in part:
-            yield hf.tensor_to_hf(ours[slot.name], source.value(ours[slot.name]), source.config)
+            name, number = ours[slot.name]
+            yield hf.tensors_there(source.places[name], source.value(name))[number]
 
     files = ["model.safetensors"] if len(parts) == 1 else [
         f"model-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
@@ -185,8 +198,19 @@ def _write_weights(folder: Path, source: Source, parts: list[list[Slot]]) -> lis
 def _write_config(folder: Path, source: Source, end: int | None) -> None:
     """config.json. end: the token that separates texts, where that is known."""
     dtype = str(source.dtype).removeprefix("torch.")  # under its old name and its new one
-    _write_json(folder / "config.json", {**hf.gpt2_config(source.config), "bos_token_id": end, "eos_token_id": end,
+    ends = {"bos_token_id": end, "eos_token_id": end} if source.head == "tokens" else {}
+    _write_json(folder / "config.json", {**source.form.write(source.config, source.head), **_labels(source), **ends,
                                          "torch_dtype": dtype, "dtype": dtype})
+
+
+def _labels(source: Source) -> dict[str, object]:
+    """Names of classes, where the run has written them into its checkpoints."""
+    names, classes = source.saved.manifest.about.get("labels"), source.config.num_classes
+    if source.head != "classes" or not isinstance(names, (list, tuple)) or len(names) != classes or not all(
+            isinstance(name, str) for name in names):
+        return {}
+    return {"id2label": {str(number): name for number, name in enumerate(names)},
+            "label2id": {name: number for number, name in enumerate(names)}}
 
 
 def _beside(run: Path, checkpoint: Path) -> Path | None:
@@ -195,21 +219,46 @@ def _beside(run: Path, checkpoint: Path) -> Path | None:
     return next((place / TOKENIZER for place in places if (place / TOKENIZER).is_file()), None)
 
 
-def _write_tokenizer(folder: Path, path: Path, config: Transformer) -> int:
-    """tokenizer.json and what transformers wants to know of it. Returns the number of the token that separates texts.
+def _write_tokenizer(folder: Path, path: Path, config: Transformer) -> int | None:
+    """tokenizer.json and what transformers wants to know of it. Returns the number of the token that separates GPT's
+    texts.
 
     DataError when it is none, or not one for this model.
     """
+    if config.family == "bert":
+        return _write_wordpiece(folder, path, config)
     tokenizer = tokenizers.load(path)
-    if tokenizer.vocab > config.vocab:
-        raise DataError(f"has more tokens than the model, whose vocabulary is {config.vocab}", where=str(path),
-                        value=tokenizer.vocab, remedy="Name the run's own with --tokenizer.")
+    _check_vocabulary(path, tokenizer.vocab, config)
     shutil.copyfile(path, folder / TOKENIZER)
     _write_json(folder / "tokenizer_config.json", {
         "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.sequence,
         "bos_token": tokenizers.END_OF_TEXT, "eos_token": tokenizers.END_OF_TEXT, "unk_token": tokenizers.END_OF_TEXT,
         "clean_up_tokenization_spaces": False})
     return tokenizer.end
+
+
+def _write_wordpiece(folder: Path, path: Path, config: Transformer) -> None:
+    """The tokenizer.json of a BERT; its tokens that separate texts are in it."""
+    _check_vocabulary(path, wordpiece_vocab(path), config)
+    shutil.copyfile(path, folder / TOKENIZER)
+    _write_json(folder / "tokenizer_config.json", {
+        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.sequence, "cls_token": "[CLS]",
+        "sep_token": "[SEP]", "pad_token": "[PAD]", "unk_token": "[UNK]", "mask_token": "[MASK]"})
+
+
+def wordpiece_vocab(path: Path) -> int:
+    """Tokens of a tokenizer.json. DataError when it is none."""
+    try:
+        return Tokenizer.from_file(str(path)).get_vocab_size()
+    except Exception as error:  # the library raises nothing more precise
+        raise DataError("is no tokenizer", where=str(path), value=str(error).partition("\n")[0],
+                        remedy="Name the run's own with --tokenizer.") from error
+
+
+def _check_vocabulary(path: Path, vocab: int, config: Transformer) -> None:
+    if vocab > config.vocab:
+        raise DataError(f"has more tokens than the model, whose vocabulary is {config.vocab}", where=str(path),
+                        value=vocab, remedy="Name the run's own with --tokenizer.")
 
 
 def _write_json(path: Path, document: dict[str, object]) -> None:
@@ -224,11 +273,13 @@ def _tell(tell: Tell, source: Source, files: list[str], tokenizer: Path | None,
     tell(f"{saved.folder}, step {saved.manifest.step}: {num_parameters:,} parameters in {name}"
          + (", from master copies" if source.has_masters else "")
          + f", in {len(files)} file{'s' if len(files) > 1 else ''}")
-    tell(f"tokenizer: {tokenizer}" if tokenizer else
-         f"without a tokenizer: the run's folder has no {TOKENIZER}; --tokenizer names one")
+    if config.family != "vit":
+        tell(f"tokenizer: {tokenizer}" if tokenizer else
+             f"without a tokenizer: the run's folder has no {TOKENIZER}; --tokenizer names one")
     logits.tell(comparison, tell)
     if source.rounds:
-        ids = logits.token_ids(config)
-        moved = (logits.logits(config, source.exact, ids) - logits.logits(config, source.value, ids)).abs().max()
+        inputs = logits.inputs_of(config)
+        exact, rounded = (logits.logits(config, read, inputs, source.head) for read in (source.exact, source.value))
+        moved = (exact - rounded).abs().max()
         if moved:
             tell(f"rounding to {name} has changed logits by at most {float(moved):.2g}")

@@ -1,4 +1,4 @@
-"""A GPT-2 in Hugging Face's form as a checkpoint that training goes on from; tensor by tensor, in one process.
+"""A model in Hugging Face's form as a checkpoint that training goes on from; tensor by tensor, in one process.
 
     OUT/
       checkpoint/step-0/    parameters, and fp32 master copies where they are in half precision; no optimizer state
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ranvier import __version__, resolve
 from ranvier.checkpoint import files, logits
-from ranvier.checkpoint.hf_export import TOKENIZER, Tell, finite
+from ranvier.checkpoint.hf_export import TOKENIZER, Tell, finite, wordpiece_vocab
 from ranvier.checkpoint.manifest import File, Manifest, SavedTensor, step_folder
 from ranvier.checkpoint.new_folder import check_free, new_folder
 from ranvier.checkpoint.pretrained import Pretrained, own_file
@@ -31,7 +31,8 @@ from ranvier.checkpoint.tensor_file import Slot, shards, write_tensors
 from ranvier.data import tokenizer as tokenizers
 from ranvier.errors import DataError
 from ranvier.layout import whole
-from ranvier.models import hf
+from ranvier.models import families, hf
+from ranvier.models.block import initialise
 from ranvier.precision import DTYPES, is_half, wide
 
 PART_BYTES = 1_000_000_000
@@ -41,8 +42,8 @@ LEARNING_RATE = 1e-4
 
 def import_model(model: Path, out: Path, *, precision: str | None = None, part_bytes: int = PART_BYTES,
                  tell: Tell = print) -> dict[str, object]:
-    """Make a checkpoint at `out` of the GPT-2 in the folder `model`. Returns the settings to train it with, nested like
-    a recipe.
+    """Make a checkpoint at `out` of the model in the folder `model`. Returns the settings to train it with, nested like
+    a recipe. What the folder lacks of a head starts from the seed 0.
 
     Args:
         precision: number format of the parameters, by its name in a run; by default the files' own (fp32 where they
@@ -60,7 +61,8 @@ def import_model(model: Path, out: Path, *, precision: str | None = None, part_b
         _write_checkpoint(folder, source, slots, shards(list(slots.values()), part_bytes), recipe)
         saved = Saved(step_folder(folder / "checkpoint", 0))
         kind = "master" if is_half(DTYPES[precision]) else "parameter"
-        comparison = logits.compare(source.config, lambda name: saved.read(kind, name), model, source.settings)
+        comparison = logits.compare(source.config, lambda name: saved.read(kind, name), model, head=source.head,
+                                    source=source)
         saved.close()
         logits.check(comparison, out)
         has_tokenizer = _copy_tokenizer(model, folder, source, tell)
@@ -77,11 +79,19 @@ def _format_of(dtypes: set[torch.dtype]) -> str:
 def _slots(source: Pretrained, dtype: torch.dtype) -> dict[tuple[str, str], Slot]:
     """(kind, our name) -> the tensor to be written."""
     found = {}
-    for name in hf.names(source.config):
-        if name not in hf.TIED:
-            for kind, its in [("parameter", dtype), *([("master", wide(dtype))] if is_half(dtype) else [])]:
-                found[kind, name] = Slot(name=f"{kind}/{name}", dtype=its, shape=hf.shape(name, source.config))
+    for name, place in hf.form_of(source.config).places(source.config, source.head).items():
+        for kind, its in [("parameter", dtype), *([("master", wide(dtype))] if is_half(dtype) else [])]:
+            found[kind, name] = Slot(name=f"{kind}/{name}", dtype=its, shape=place.shape)
     return found
+
+
+def _value(source: Pretrained, slot: Slot, name: str) -> Tensor:
+    """One of our parameters, from the folder or where it lacks it from the seed 0."""
+    if name not in source.missing:
+        return source.read(name)
+    values = torch.empty(slot.shape)
+    initialise(values, name, families.module_of(source.config.family).initial(source.config, name), seed=0)
+    return values
 
 
 def _write_checkpoint(folder: Path, source: Pretrained, slots: dict[tuple[str, str], Slot], parts: list[list[Slot]],
@@ -93,7 +103,7 @@ def _write_checkpoint(folder: Path, source: Pretrained, slots: dict[tuple[str, s
 
     def tensors(part: list[Slot]) -> Iterator[Tensor]:
         for slot in part:
-            yield finite(source.read(names[slot.name]).to(slot.dtype), names[slot.name], source.folder)
+            yield finite(_value(source, slot, names[slot.name]).to(slot.dtype), names[slot.name], source.folder)
 
     written: list[File] = [write_tensors(temporary / files.part_name(index), part, tensors(part))
                            for index, part in enumerate(parts)]
@@ -111,6 +121,10 @@ def _write_checkpoint(folder: Path, source: Pretrained, slots: dict[tuple[str, s
 def _recipe(source: Pretrained, precision: str) -> dict[str, object]:
     """The settings that go with the model, nested like a recipe's."""
     told = {name: value for name, value in asdict(source.config).items() if value is not None}
+    if source.head != "tokens":
+        task = "images" if source.config.family == "vit" else "qa" if source.head == "span" else "classification"
+        return {"precision": precision, "model": told, "data": {"task": task},
+                "train": {"learning_rate": LEARNING_RATE}}
     bpe = source.config.vocab < tokenizers.GPT2_VOCAB
     return {"precision": precision, "model": told, "data": {"tokenizer": "bpe" if bpe else "gpt2"},
             "train": {"learning_rate": LEARNING_RATE}}
@@ -118,11 +132,12 @@ def _recipe(source: Pretrained, precision: str) -> dict[str, object]:
 
 def _copy_tokenizer(model: Path, folder: Path, source: Pretrained, tell: Tell) -> bool:
     """Take tokenizer.json along, where there is one and it is for this model."""
-    if not (model / TOKENIZER).exists():
+    if not (model / TOKENIZER).exists() or source.config.family == "vit":
         return False
     path = own_file(model, TOKENIZER)
     try:
-        if tokenizers.load(path).vocab <= source.config.vocab:
+        vocab = wordpiece_vocab(path) if source.config.family == "bert" else tokenizers.load(path).vocab
+        if vocab <= source.config.vocab:
             shutil.copyfile(path, folder / TOKENIZER)
             return True
         tell(f"left out: {path} has more tokens than the model")
@@ -145,7 +160,9 @@ def _tell(tell: Tell, source: Pretrained, slots: dict[tuple[str, str], Slot], pr
          + (", and its tokenizer" if has_tokenizer else ""))
     for note in source.notes:
         tell(f"config.json: {note}")
-    if source.config.vocab < tokenizers.GPT2_VOCAB:
+    for note in source.notes_on_tensors():
+        tell(note)
+    if source.head == "tokens" and source.config.vocab < tokenizers.GPT2_VOCAB:
         tell("the model's tokenizer is not GPT-2's: the text that training goes on with must have the model's tokens, "
              "and data.tokenizer bpe has them only on the corpus that it was trained on")
     logits.tell(comparison, tell)

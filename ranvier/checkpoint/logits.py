@@ -1,6 +1,7 @@
-"""Whether two copies of a GPT compute the same: logits of one short text, block by block where that saves memory.
+"""Whether two copies of a model compute the same: logits of a short text or an image, block by block where that saves
+memory.
 
-The other copy is transformers' GPT-2 where it is installed and fits into memory, since that is what a file in Hugging
+The other copy is transformers' where it is installed and fits into memory, since that is what a file in Hugging
 Face's form is for; else the file is read again as ours.
 """
 
@@ -14,12 +15,15 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ranvier.checkpoint.pretrained import Pretrained
 from ranvier.errors import CheckpointError
 from ranvier.machine import available_memory_bytes
 from ranvier.models import hf
-from ranvier.models.gpt import gpt
+from ranvier.models.block import Model, State
+from ranvier.models.families import module_of
+from ranvier.models.vit import CHANNELS
 from ranvier.run import Transformer
 
 TOLERANCE = 1e-3
@@ -35,12 +39,12 @@ Read = Callable[[str], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """largest: difference of two logits; scale: their standard deviation over the vocabulary; peer: who computed the
-    others; note: why that was not transformers."""
+    """largest: difference of two logits; scale: their standard deviation over the vocabulary, or where there is none
+    their root mean square; what: they are of; peer: who computed the others; note: why that was not transformers."""
 
     largest: float
     scale: float
-    num_tokens: int
+    what: str
     peer: str
     note: str | None = None
 
@@ -49,41 +53,66 @@ class Comparison:
         return self.largest <= TOLERANCE * self.scale  # of NaN too
 
     def __str__(self) -> str:
-        return (f"logits of {self.num_tokens} tokens against {self.peer}: largest difference {self.largest:.2g}, their "
-                f"standard deviation being {self.scale:.2g}")
+        return (f"logits of {self.what} against {self.peer}: largest difference {self.largest:.2g}, their "
+                f"scale being {self.scale:.2g}")
 
 
-def token_ids(config: Transformer) -> Tensor:
-    """[1, tokens]: a fixed text from all over the vocabulary."""
-    return (torch.arange(min(_TOKENS, config.sequence)) * 7919 % config.vocab)[None]
+def inputs_of(config: Transformer) -> State:
+    """A fixed text from all over the vocabulary; two of them, one padded, for BERT; two images for ViT."""
+    if config.family == "vit":
+        shape = (2, CHANNELS, config.image_size, config.image_size)
+        return torch.sin(torch.arange(prod(shape)) * 0.7919 % 100).view(shape)
+    length = min(_TOKENS, config.sequence)
+    if config.family != "bert":
+        return (torch.arange(length) * 7919 % config.vocab)[None]
+    ids = (torch.arange(2 * length) * 7919 % config.vocab).view(2, length)
+    place = torch.arange(length).expand(2, length)
+    return {"ids": ids, "mask": (place < torch.tensor([[length], [(length + 1) // 2]])).long(),
+            "types": (place >= length // 2).long()}
+
+
+def in_words(config: Transformer) -> str:
+    """What the logits are of."""
+    if config.family == "vit":
+        return "2 images"
+    return "2 texts" if config.family == "bert" else f"{min(_TOKENS, config.sequence)} tokens"
 
 
 @torch.no_grad()
-def logits(config: Transformer, read: Read, ids: Tensor) -> Tensor:
-    """[batch, tokens, vocabulary] in fp32, with one block in memory at a time."""
-    state = ids
-    for name, build in gpt(config).blocks.items():
+def logits(config: Transformer, read: Read, inputs: State, head: str = "tokens") -> Tensor:
+    """The output of the head in fp32, with one block in memory at a time; of GPT [batch, tokens, vocabulary]."""
+    state, tied = inputs, hf.form_of(config).tied
+    for name, build in _model(config, head).blocks.items():
         with torch.device("meta"):
             block = build()
         block.to_empty(device="cpu").eval()
         for inner, parameter in block.named_parameters():
             ours = f"{name}.{inner}"
-            parameter.copy_(read(hf.TIED.get(ours, ours)))
+            parameter.copy_(read(tied.get(ours, ours)))
         state = block(state)
     return state
 
 
-def compare(config: Transformer, read: Read, folder: Path, settings: dict[str, object] | None = None) -> Comparison:
+def _model(config: Transformer, head: str) -> Model:
+    return module_of("gpt" if config.family == "auto" else config.family).model(config, head)
+
+
+def compare(config: Transformer, read: Read, folder: Path, *, head: str = "tokens",
+            source: Pretrained | None = None) -> Comparison:
     """The logits of our parameters against those of the files in `folder`.
 
-    settings: build transformers' model from these and the tensors of `folder` that were looked at, and leave all else
-    that may be there alone; by default it loads the folder as any user would.
+    source: build transformers' model from what was looked at in `folder`, and leave all else that may be there alone;
+    what a head lacks there is then ours. By default transformers loads the folder as any user would.
     """
-    ids = token_ids(config)
-    ours = logits(config, read, ids)
-    theirs, peer, note = _theirs(config, folder, settings, ids)
-    return Comparison(largest=float((ours - theirs).abs().max()), scale=float(ours.std(-1).square().mean().sqrt()),
-                      num_tokens=ids.shape[1], peer=peer, note=note)
+    inputs = inputs_of(config)
+    ours = logits(config, read, inputs, head)
+    theirs, peer, note = _theirs(config, head, read, folder, source, inputs)
+    if head == "span":
+        is_token = inputs["mask"].bool()
+        ours, theirs = ours[is_token], theirs[is_token]
+    scale = ours.std(-1).square().mean() if head == "tokens" else ours.square().mean()
+    return Comparison(largest=float((ours - theirs).abs().max()), scale=float(scale.sqrt()), what=in_words(config),
+                      peer=peer, note=note)
 
 
 def check(comparison: Comparison, where: Path) -> None:
@@ -100,30 +129,55 @@ def tell(comparison: Comparison, line: Callable[[str], None]) -> None:
     line(str(comparison))
 
 
-def _theirs(config: Transformer, folder: Path, settings: dict[str, object] | None,
-            ids: Tensor) -> tuple[Tensor, str, str | None]:
+def _theirs(config: Transformer, head: str, read: Read, folder: Path, source: Pretrained | None,
+            inputs: State) -> tuple[Tensor, str, str | None]:
     """The logits of the files in `folder`, who computed them, and why that was not transformers."""
     try:
         import transformers
     except ImportError:
-        return _ours_again(folder, ids), "Ranvier's own reading of the files", "transformers is not installed"
-    needed = _SPARE_BYTES + _COPIES * sum(4 * prod(hf.shape(name, config)) for name in hf.names(config))
+        return _ours_again(folder, head, read, inputs), "Ranvier's own reading of the files", (
+            "transformers is not installed")
+    sizes = (prod(place.shape) for place in hf.form_of(config).places(config, head).values())
+    needed = _SPARE_BYTES + _COPIES * 4 * sum(sizes)
     if (free := available_memory_bytes()) < needed:
-        return (_ours_again(folder, ids), "Ranvier's own reading of the files",
+        return (_ours_again(folder, head, read, inputs), "Ranvier's own reading of the files",
                 f"transformers' model needs {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} are free")
-    with _quiet(transformers):
-        if settings is None:
-            model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    with _quiet(transformers), torch.no_grad():
+        if source is None:
+            kind = getattr(transformers, hf.form_of(config).class_of[head])
+            model = kind.from_pretrained(folder, local_files_only=True)
         else:
-            model = transformers.GPT2LMHeadModel.from_pretrained(
-                None, config=transformers.GPT2Config(**settings), state_dict=Pretrained(folder).state_dict())
-    with torch.no_grad():
-        return model.float().eval()(ids).logits, f"transformers {transformers.__version__}", None
+            model = _built(transformers, source, head, read)
+        found = _forward(model.float().eval(), inputs, head)
+    if source is not None and source.form.write is None:  # features of the first token
+        found = functional.linear(found, read("head.classifier.weight").float(), read("head.classifier.bias").float())
+    return found, f"transformers {transformers.__version__}", None
 
 
-def _ours_again(folder: Path, ids: Tensor) -> Tensor:
+def _built(transformers, source: Pretrained, head: str, read: Read):
+    """transformers' model of a folder's settings and tensors, and of what it lacks of a head, which is ours."""
+    kind = getattr(transformers, source.form.class_of[head])
+    tensors = source.state_dict()
+    if source.form.write is None:
+        tensors = {name.removeprefix(source.form.prefix): tensor for name, tensor in tensors.items()}
+    else:
+        places = source.form.places(source.config, head)
+        for ours in source.missing:
+            tensors |= zip(places[ours].names, hf.tensors_there(places[ours], read(ours).float()), strict=True)
+    return kind.from_pretrained(None, config=kind.config_class(**source.settings), state_dict=tensors)
+
+
+def _forward(model, inputs: State, head: str) -> Tensor:
+    if isinstance(inputs, Tensor):
+        found = model(inputs)
+        return found.last_hidden_state[:, 0] if "logits" not in found else found.logits
+    found = model(input_ids=inputs["ids"], attention_mask=inputs["mask"], token_type_ids=inputs["types"])
+    return torch.stack([found.start_logits, found.end_logits], -1) if head == "span" else found.logits
+
+
+def _ours_again(folder: Path, head: str, read: Read, inputs: State) -> Tensor:
     found = Pretrained(folder)
-    return logits(found.config, found.read, ids)
+    return logits(found.config, lambda ours: read(ours) if ours in found.missing else found.read(ours), inputs, head)
 
 
 @contextmanager

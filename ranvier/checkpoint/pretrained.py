@@ -13,6 +13,7 @@ import re
 import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -27,9 +28,9 @@ from ranvier.models import hf
 _CONFIG_BYTES = 1 << 20
 _INDEX_BYTES = 1 << 27
 _FORMATS = {name: dtype for dtype, name in STORED.items()}
-_MASK = re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)")
-"""The causal mask, which old files have among the parameters."""
 _ROWS_BYTES = 1 << 24
+_SHARED = ("lm_head.weight", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias")
+"""Ends of ties, which old files have a second time without numbers of their own."""
 
 
 class Tensors(Protocol):
@@ -43,72 +44,136 @@ class Tensors(Protocol):
 
 
 class Pretrained:
-    """The model in `folder`. ModelError or CheckpointError when it is not one that `ranvier.models.gpt` computes.
+    """The model in `folder`. ModelError or CheckpointError when it is not one that we compute.
 
-    config: its settings; notes: what of its training they do not have; settings: the part of config.json that counts.
+    form: whose names and layout it has; config: its settings, family included; head: which it has, or could have;
+    notes: what of its training the settings do not have; settings: the part of config.json that counts;
+    missing: our parameters that it lacks, all of them of the head; left_out: its tensors of other heads.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         document = _json(folder, "config.json", _CONFIG_BYTES)
-        self.config, self.notes = hf.from_gpt2_config(document)
-        self.settings = {key: value for key, value in document.items() if key in hf.CONFIG_KEYS}
+        self.form = hf.form(document.get("model_type"))
+        self.config, self.notes = self.form.read(document)
+        self.settings = {key: value for key, value in document.items() if key in self.form.keys}
+        self.head = _head(self.form, document)
         self._tensors = _open(folder)
         heads = self._tensors.heads()
-        self._names = self._named(heads)
+        if self.form.per_layer * self.config.num_layers > len(heads):
+            raise self._wrong(f"has too few tensors for {self.form.layers_key} {self.config.num_layers}", len(heads))
+        self.places = {ours: place for ours, place in self.form.places(self.config, self.head).items()
+                       if not self.form.any_head or _is_needed(ours, place, heads, self.form.prefix)}
+        self._called = self._names_of_files(heads)
         self._check(heads)
-        self.dtypes = {heads[name][0] for name in self._names.values()}
+        self.missing = tuple(ours for ours in hf.form_of(self.config).places(self.config, self.head)
+                             if ours not in self.places)
+        if "head.classifier.weight" not in self.places:
+            self.config = replace(self.config, num_classes="auto")
+        self.dtypes = {heads[name][0] for name in self._called.values()}
 
     def read(self, ours: str) -> Tensor:
         """Our parameter `ours`, in our layout and the file's number format."""
-        return hf.tensor_from_hf(ours, self._tensors.read(self._names[ours]), self.config)
+        place = self.places[self.form.tied.get(ours, ours)]
+        return hf.tensor_here(place, [self._tensors.read(self._called[name]) for name in place.names])
+
+    def notes_on_tensors(self) -> list[str]:
+        """What a user should know of the head."""
+        found = []
+        if self.left_out:
+            found.append(f"left out: {len(self.left_out)} tensors of other heads ({', '.join(self.left_out[:3])}"
+                         f"{', ...' if len(self.left_out) > 3 else ''})")
+        if self.missing:
+            found.append(f"not in the files, so from the seed: {', '.join(self.missing)}")
+        return found
 
     def state_dict(self) -> dict[str, Tensor]:
         """All tensors as transformers has them: under its names, in its layout, in fp32."""
-        there = hf.names(self.config)
-        found = {there[ours]: self._tensors.read(name).float() for ours, name in self._names.items()}
-        return found | {there[tied]: found[there[owner]] for tied, owner in hf.TIED.items()}
+        return {name: self._tensors.read(called).float() for name, called in self._called.items()}
 
-    def _named(self, heads: Mapping[str, object]) -> dict[str, str]:
-        """Our names but those of tied ends -> the files' names, which may begin with `transformer.` or not."""
-        if 12 * self.config.num_layers > len(heads):
-            raise _wrong(self.folder, f"has too few tensors for n_layer {self.config.num_layers}", len(heads))
-        prefix = "transformer." if any(name.startswith("transformer.") for name in heads) else ""
-        return {ours: prefix + theirs.removeprefix("transformer.") for ours, theirs in hf.names(self.config).items()
-                if ours not in hf.TIED}
+    def _names_of_files(self, heads: Mapping[str, object]) -> dict[str, str]:
+        """Names in Hugging Face's full form -> the files', which may leave out the prefix, or be of an old form."""
+        prefix = self.form.prefix
+        if any(name.startswith(prefix) for name in heads):
+            prefix = ""
+        found = {}
+        for place in self.places.values():
+            for name in place.names:
+                found[name] = called = name.removeprefix(prefix)
+                if called not in heads and _old(called) in heads:
+                    found[name] = _old(called)
+        return found
 
     def _check(self, heads: Mapping[str, tuple[torch.dtype | str, tuple[int, ...]]]) -> None:
-        for ours, name in self._names.items():
-            if name not in heads:
-                raise _wrong(self.folder, f"has no tensor {name}")
-            dtype, shape = heads[name]
-            if shape != (wanted := hf.shape_there(ours, self.config)):
-                raise _wrong(self.folder, f"has a tensor {name} of another shape than config.json's {wanted}", shape)
-            if dtype not in STORED:
-                raise _wrong(self.folder, f"has a tensor {name} in a number format that parameters do not have",
-                             str(dtype))
-        known = {*self._names.values(), "lm_head.weight"}
-        more = [name for name in heads if name not in known and not _MASK.fullmatch(name)]
-        if more:
-            raise _wrong(self.folder, f"has {len(more)} tensors that GPT-2's language model does not have, {more[0]} "
-                                      "among them")
-        if "lm_head.weight" in heads:
-            self._check_tied(heads)
+        for place in self.places.values():
+            for there, wanted in zip(place.names, place.shapes, strict=True):
+                name = self._called[there]
+                if name not in heads:
+                    raise self._wrong(f"has no tensor {name}")
+                dtype, shape = heads[name]
+                if shape != wanted:
+                    raise self._wrong(f"has a tensor {name} of another shape than config.json's {wanted}", shape)
+                if dtype not in STORED:
+                    raise self._wrong(f"has a tensor {name} in a number format that parameters do not have", str(dtype))
+        tied = [("lm_head.weight", owner) for owner in self.form.tied.values()]
+        known = {*self._called.values(), *(end for end, _ in tied)}
+        more = [name for name in heads if name not in known and not re.fullmatch(self.form.aside, name)]
+        self.left_out = tuple(name for name in more if self.form.any_head and self._is_of_a_head(name, heads))
+        if len(more) > len(self.left_out):
+            name = next(name for name in more if name not in self.left_out)
+            raise self._wrong(f"has {len(more) - len(self.left_out)} tensors that {self.form.title} does not have, "
+                              f"{name} among them")
+        for end, owner in tied:
+            if end in heads:
+                self._check_tied(heads, end, self._called[self.places[owner].names[0]])
 
-    def _check_tied(self, heads: Mapping[str, tuple[torch.dtype | str, tuple[int, ...]]]) -> None:
+    def _is_of_a_head(self, name: str, heads: Mapping[str, object]) -> bool:
+        """Whether a tensor lies outside of what all heads have in common."""
+        prefix = self.form.prefix
+        if name.removeprefix(prefix).startswith("pooler."):
+            return True
+        if any(other.startswith(prefix) for other in heads):
+            return not name.startswith(prefix)
+        return name.partition(".")[0] not in ("embeddings", "encoder", "layernorm")
+
+    def _check_tied(self, heads: Mapping[str, tuple[torch.dtype | str, tuple[int, ...]]], end: str, owner: str) -> None:
         """The head is the token embedding, here as there."""
-        owner = self._names["embedding.token.weight"]
         rows = max(1, _ROWS_BYTES // (8 * self.config.hidden))
-        if heads["lm_head.weight"] != heads[owner] or not all(
-                torch.equal(self._tensors.read("lm_head.weight", part), self._tensors.read(owner, part))
+        if heads[end] != heads[owner] or not all(
+                torch.equal(self._tensors.read(end, part), self._tensors.read(owner, part))
                 for start in range(0, self.config.vocab, rows) for part in [slice(start, start + rows)]):
-            raise _wrong(self.folder, f"has a head (lm_head.weight) that is not its token embedding ({owner}): untied "
-                                      "heads cannot be imported")
+            raise self._wrong(f"has a head ({end}) that is not its token embedding ({owner}): untied heads cannot be "
+                              "imported")
+
+    def _wrong(self, what: str, value: object = None) -> CheckpointError:
+        return _wrong(self.folder, what, value)
+
+
+def _head(form: hf.Form, document: Mapping[str, object]) -> str:
+    """The head that config.json tells of, or the form's first."""
+    named = document.get("architectures")
+    named = named if isinstance(named, list) else []
+    return next((head for head, kind in form.class_of.items() if kind in named), next(iter(form.class_of)))
+
+
+def _is_needed(ours: str, place: hf.Place, heads: Mapping[str, object], prefix: str) -> bool:
+    """False for a part of a head that files need not have, and these do not have at all."""
+    if not ours.startswith("head.") or ours.startswith("head.norm."):
+        return True
+    stem = place.names[0].rpartition(".")[0]
+    return any(f"{one}.{kind}" in heads for one in (stem, stem.removeprefix(prefix)) for kind in ("weight", "bias"))
+
+
+def _old(name: str) -> str:
+    """What the first files of BERT call a norm's parameters."""
+    for new, old in (("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")):
+        name = name.removesuffix(new) + old if name.endswith(new) else name
+    return name
 
 
 def _wrong(folder: Path, what: str, value: object = None) -> CheckpointError:
     return CheckpointError(what, where=f"model {folder}", value=value,
-                           remedy="Name a folder with a whole GPT-2 language model, as save_pretrained writes it.")
+                           remedy="Name a folder with a whole model, as save_pretrained writes it.")
 
 
 def own_file(folder: Path, name: str) -> Path:
@@ -219,7 +284,7 @@ class _TorchFile:
                 isinstance(name, str) and isinstance(tensor, Tensor) and tensor.layout is torch.strided
                 and tensor.device.type == "cpu" for name, tensor in found.items()):
             raise _wrong(folder, "has a pytorch_model.bin that is not a plain dict of tensors")
-        claimed = sum(tensor.nbytes for name, tensor in found.items() if name != "lm_head.weight")
+        claimed = sum(tensor.nbytes for name, tensor in found.items() if name not in _SHARED)
         if claimed > path.stat().st_size:
             raise _wrong(folder, "has a pytorch_model.bin that claims more numbers than it has")
         self._found: dict[str, Tensor] = {name: tensor.detach() for name, tensor in found.items()}

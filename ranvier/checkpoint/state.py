@@ -12,7 +12,7 @@ Who holds what follows from the layout, so whatever mesh reads them needs boxes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -233,6 +233,23 @@ def fill(engine: Engine, source: Source) -> None:
             if piece.name in source.manifest.tensors.get("buffer", {}):
                 _check_shape(source, piece)
                 source.read_into("buffer", piece.name, piece.box, piece.tensor)
+
+
+def set_parameters(engine: Engine, value: Callable[[str], Tensor | None]) -> None:
+    """Parameters of this rank, and their master copies, become their boxes of whole ones, as the engine's first step
+    will find them. value: a parameter's name (of a tied group, its owner's) -> all of it; None leaves it as it is."""
+    at, layout, ends = engine.coordinates, engine.layout, _ends_here(engine)
+    with torch.no_grad():
+        for key, parameter in engine.named_parameters().items():
+            if (found := value(layout[key].owner)) is not None:
+                parameter.copy_(_view(found, whole(found.shape), layout.box(ends[key], at.row, at.col)))
+        for name, start, stop, states in _flat_states(engine):
+            if "master" in states and (found := value(layout[name].owner)) is not None:
+                for piece in _pieces(engine, "master", name, start, stop, states["master"]):
+                    piece.tensor.copy_(_view(found, whole(found.shape), piece.box))
+    scale = engine.loss_scale
+    engine.go_on_from(engine.steps, optimizer_steps=engine.flat_optimizer and engine.flat_optimizer.steps,
+                      loss_scale=None if scale is None else asdict(scale))
 
 
 def go_on(engine: Engine, manifest: Manifest) -> None:

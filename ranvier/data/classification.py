@@ -18,8 +18,9 @@ from ranvier.data.accuracy import Accuracy
 from ranvier.data.arrays import Arrays, made_once, write_arrays
 from ranvier.data.corpus import fingerprint
 from ranvier.data.named_files import name_problems, text_only
+from ranvier.data.prepare import cache_folder
 from ranvier.data.publish import Progress
-from ranvier.data.run_tokenizer import cache_of, run_tokenizer
+from ranvier.data.run_tokenizer import run_tokenizer
 from ranvier.data.sentences import NAMES, Sentence, Sentences, open_part, read_sentences
 from ranvier.data.subset import chosen, some
 from ranvier.data.task import Prepared
@@ -62,7 +63,7 @@ def problems(run: Run) -> list[RanvierError]:
 
 def prepare(run: Run, progress: Progress = lambda line: None) -> Prepared:
     """Tokenised sentences of this run (see ranvier.data.prepare). Sentences longer than the sequence are cut."""
-    cache, data = cache_of(run), run.data
+    cache, data = cache_folder(run), run.data
     train = open_part(data.train, "train", cache, progress)
     held = None if data.eval is None else open_part(data.eval, "eval", cache, progress)
     source = fingerprint(train.fingerprint, held and held.fingerprint)

@@ -23,8 +23,8 @@ from ranvier.data.cifar import Cifar, open_cifar
 from ranvier.data.corpus import fingerprint
 from ranvier.data.image_files import Images, open_images
 from ranvier.data.named_files import name_problems
+from ranvier.data.prepare import cache_folder
 from ranvier.data.publish import Progress
-from ranvier.data.run_tokenizer import cache_of
 from ranvier.data.subset import chosen, first_of_order, some
 from ranvier.data.task import Prepared
 from ranvier.errors import DataError, RanvierError
@@ -99,7 +99,7 @@ def problems(run: Run) -> list[RanvierError]:
 
 def prepare(run: Run, progress: Progress = lambda line: None) -> Prepared:
     """Decoded images of this run (see ranvier.data.prepare); `train` is augmented where the run says so."""
-    cifar = open_cifar(run.data.train, cache_of(run), progress)
+    cifar = open_cifar(run.data.train, cache_folder(run), progress)
     train, held, classes, same = _cifar(run, cifar, progress) if cifar else _files(run, progress)
     augment, repeats = run.data.augment, run.data.augment == "none" or run.data.augment_repeats
     transform = fingerprint("pixels", run.model.image_size, "bicubic", _MEAN, _STD, augment,
@@ -126,7 +126,7 @@ def _cifar(run: Run, cifar: Cifar, progress: Progress):
         for name, (images, labels) in (("eval", held), ("train", train)):
             write_arrays(folder / name, {"images": images, "labels": labels}, {"classes": list(classes)})
 
-    folder = cache_of(run) / "images" / cifar.fingerprint
+    folder = cache_folder(run) / "images" / cifar.fingerprint
     train, held = made_once(folder, make, progress)
     parts = [some(_stored(part, run, augment), count, run.seed, f"data.{name}-samples") for name, part, count, augment
              in (("train", train, run.data.train_samples, _augment(run)), ("eval", held, run.data.eval_samples, None))]
@@ -157,7 +157,7 @@ def _files(run: Run, progress: Progress):
                      "labels": Form(dtype="int64", shape=(count,))}
             write_in_pieces(folder / name, forms, _pieces(part, size, progress), {"classes": list(part.classes)})
 
-    folder = cache_of(run) / "images" / fingerprint(train.state, held.state, size)
+    folder = cache_folder(run) / "images" / fingerprint(train.state, held.state, size)
     stored = made_once(folder, make, progress)
     return (*(_stored(part, run, augment) for part, augment in zip(stored, (_augment(run), None), strict=True)),
             train.classes, [part.digest for part in stored])

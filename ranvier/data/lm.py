@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import platformdirs
 import torch
 from torch import Tensor
 
 from ranvier.data import tokenizer as tokenizers
 from ranvier.data.corpus import HELD_OUT_EVERY, Corpus, fingerprint, missing_path, open_corpus, split
+from ranvier.data.prepare import cache_folder
 from ranvier.data.publish import Progress, one_writer
 from ranvier.data.task import Prepared
 from ranvier.data.tokenizer import GPT2_VOCAB, SMALLEST_VOCAB, Tokenizer
@@ -52,7 +52,7 @@ def problems(run: Run) -> list[DataError]:
 def prepare(run: Run, progress: Progress = lambda line: None) -> Prepared:
     """Tokenizer and token files of this run (see ranvier.data.prepare). DataError when there is too little text for one
     sequence."""
-    cache = run.data.cache_dir.expanduser() if run.data.cache_dir else Path(platformdirs.user_cache_dir("ranvier"))
+    cache = cache_folder(run)
     corpus = open_corpus(run.data.corpus, cache, progress)
     tokenizer = _tokenizer(run, corpus, cache, progress)
     if tokenizer.vocab > run.model.vocab:

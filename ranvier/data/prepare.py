@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
+
+import platformdirs
 
 from ranvier.data.publish import Progress
 from ranvier.data.task import Prepared
@@ -25,6 +28,11 @@ def prepare(run: Run, progress: Progress = lambda line: None) -> Prepared:
     for problem in problems(run):
         raise problem
     return _task(run).prepare(run, progress)
+
+
+def cache_folder(run: Run) -> Path:
+    """Where fetched files, tokenizers and prepared samples are kept."""
+    return run.data.cache_dir.expanduser() if run.data.cache_dir else Path(platformdirs.user_cache_dir("ranvier"))
 
 
 def _task(run: Run) -> ModuleType:

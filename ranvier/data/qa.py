@@ -19,8 +19,9 @@ from ranvier.data.answers import Answers
 from ranvier.data.arrays import Arrays, made_once, write_arrays
 from ranvier.data.corpus import fingerprint
 from ranvier.data.named_files import name_problems, text_only
+from ranvier.data.prepare import cache_folder
 from ranvier.data.publish import Progress
-from ranvier.data.run_tokenizer import cache_of, run_tokenizer
+from ranvier.data.run_tokenizer import run_tokenizer
 from ranvier.data.squad import NAMES, Question, open_part, read_questions
 from ranvier.data.subset import chosen, first_of_order
 from ranvier.data.task import Prepared
@@ -76,7 +77,7 @@ def problems(run: Run) -> list[RanvierError]:
 
 def prepare(run: Run, progress: Progress = lambda line: None) -> Prepared:
     """Tokenised windows of this run (see ranvier.data.prepare). train_samples and eval_samples count questions."""
-    cache, data, sequence = cache_of(run), run.data, run.model.sequence
+    cache, data, sequence = cache_folder(run), run.data, run.model.sequence
     train = open_part(data.train, "train", progress)
     held = None if data.eval is None else open_part(data.eval, "eval", progress)
     source = fingerprint(train.fingerprint, held and held.fingerprint)

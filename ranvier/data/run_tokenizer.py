@@ -6,19 +6,14 @@ import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import platformdirs
-
 from ranvier.data import wordpiece
 from ranvier.data.corpus import fingerprint
+from ranvier.data.prepare import cache_folder
+from ranvier.data.pretrained_models import folder_of
 from ranvier.data.publish import Progress, one_writer
 from ranvier.data.wordpiece import SMALLEST_VOCAB, WordPiece
 from ranvier.errors import DataError
 from ranvier.run import Run
-
-
-def cache_of(run: Run) -> Path:
-    """The folder for what is fetched and made."""
-    return run.data.cache_dir.expanduser() if run.data.cache_dir else Path(platformdirs.user_cache_dir("ranvier"))
 
 
 def problems(run: Run) -> list[DataError]:
@@ -30,9 +25,9 @@ def problems(run: Run) -> list[DataError]:
 def run_tokenizer(run: Run, texts: Callable[[], Iterable[str]], source: str, progress: Progress) -> WordPiece:
     """texts: gives the training text, where the run has no pretrained model; source: its fingerprint. DataError when
     the model has a smaller vocabulary than the tokenizer."""
-    cache = cache_of(run)
+    cache = cache_folder(run)
     if run.model.pretrained is not None:
-        folder = _folder(run.model.pretrained, cache, progress)
+        folder = folder_of(run.model.pretrained, cache, progress)
         tokenizer = wordpiece.from_folder(folder)
         vocab = _vocab_of(folder, run.model.vocab)
         if tokenizer.vocab > vocab:
@@ -47,15 +42,6 @@ def run_tokenizer(run: Run, texts: Callable[[], Iterable[str]], source: str, pro
                 progress(f"training a tokenizer of {run.model.vocab} entries on {run.data.train}")
                 wordpiece.train(texts(), run.model.vocab).save(path)
     return wordpiece.load(path)
-
-
-def _folder(name: str, cache: Path, progress: Progress) -> Path:
-    """Where the pretrained model is."""
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        raise DataError("is not a folder that exists", where="model.pretrained", value=name,
-                        remedy="Give a folder in Hugging Face's form.")
-    return folder
 
 
 def _vocab_of(folder: Path, default: int) -> int:

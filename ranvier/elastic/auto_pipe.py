@@ -198,7 +198,8 @@ class Choice:
         mesh = f"pipe {self.pipe} x data {self.data}"
         if self.seconds is None:
             return f"{mesh}: dropped: {self.reason}"
-        return f"{mesh}: {self.seconds:.3g} s a step with {self.microbatches} microbatches; {self.reason}"
+        count = "1 microbatch" if self.microbatches == 1 else f"{self.microbatches} microbatches"
+        return f"{mesh}: {self.seconds:.3g} s a step with {count}; {self.reason}"
 
 
 def choices(situation: Situation) -> list[Choice]:

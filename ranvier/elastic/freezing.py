@@ -19,7 +19,7 @@ from math import ceil, expm1, inf, isfinite, log1p
 from typing import Protocol
 
 from ranvier.errors import ConfigError, ModelError
-from ranvier.layout import Parameter
+from ranvier.layout import Parameter, frozen_blocks
 
 _SPURIOUS = 1e-9
 """What a product of floats may be above the integer that it stands for."""
@@ -196,17 +196,6 @@ def warnings(elastic: Settings) -> Iterator[ConfigError]:
 
 
 # ---------------------------------------------------------------------- layers and blocks
-
-def frozen_blocks(layers: Sequence[Sequence[str]], blocks: Sequence[str], frozen: int) -> int:
-    """How many of the model's `blocks` are frozen with the first `frozen` of its `layers` (names of blocks, in order).
-
-    They are a prefix: all blocks up to the last one of the last frozen layer, and so the embedding with layer 0.
-    """
-    if not frozen:
-        return 0
-    last = set(layers[frozen - 1])
-    return 1 + max(number for number, name in enumerate(blocks) if name in last)
-
 
 def tie_problem(parameters: Sequence[Parameter], layers: Sequence[Sequence[str]], blocks: Sequence[str],
                 frozen: int) -> ModelError | None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ranvier import keyed_random
 from ranvier.errors import ModelError
+from ranvier.layout import frozen_blocks
 
 State = Tensor | dict[str, Tensor]
 INITIAL_PIECE = 1 << 16
@@ -64,24 +65,21 @@ class Model:
         return nn.ModuleDict({name.replace(".", "__"): build() for name, build in self.blocks.items()})
 
 
-def frozen_blocks(model: Model, num_layers: int) -> int:
-    """How many blocks are frozen with the first `num_layers` layers: all up to the last of theirs, so with layer 0
-    what comes before it. ModelError where the model does not say what its layers are, or has fewer."""
-    if num_layers == 0:
-        return 0
+def frozen_prefix(model: Model, num_layers: int) -> int:
+    """How many blocks are frozen with the first `num_layers` layers (see `ranvier.layout.frozen_blocks`). ModelError
+    where the model does not say what its layers are, or has fewer."""
     if not 0 <= num_layers <= len(model.layers):
         raise ModelError(f"is not a number of layers that the model has ({len(model.layers)})", where="frozen layers",
                          value=num_layers, remedy="Freeze fewer layers, or declare them: Model(layers=...).")
-    names = list(model.blocks)
-    return 1 + max(names.index(block) for layer in model.layers[:num_layers] for block in layer)
+    return frozen_blocks(model.layers, list(model.blocks), num_layers)
 
 
 def freeze(model: Model, num_layers: int) -> Model:
-    """The same model with its first layers (see `frozen_blocks`) not to be trained."""
+    """The same model with its first layers (see `frozen_prefix`) not to be trained."""
     def build(whole: Callable[[], nn.Module]) -> nn.Module:
         return whole().requires_grad_(False)
 
-    names = list(model.blocks)[:frozen_blocks(model, num_layers)]
+    names = list(model.blocks)[:frozen_prefix(model, num_layers)]
     return replace(model, blocks={**model.blocks, **{name: partial(build, model.blocks[name]) for name in names}})
 
 

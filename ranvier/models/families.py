@@ -28,15 +28,25 @@ def family_of(run: Run) -> str:
     return _FAMILIES[run.data.task] if run.model.family == "auto" else run.model.family
 
 
+def head_of(task: str) -> Head:
+    """What a model gives that learns `task`."""
+    return _HEADS[task]
+
+
+def module_of(family: str) -> ModuleType:
+    """A family's file."""
+    return import_module(f"ranvier.models.{family}")
+
+
 def _module(run: Run) -> ModuleType:
-    return import_module(f"ranvier.models.{family_of(run)}")
+    return module_of(family_of(run))
 
 
 def model_of(run: Run, *, dtype: torch.dtype = torch.float32) -> Model:
     """The blocks of the run's model, its loss and its start; ConfigError for one that cannot be."""
     for problem in problems(run):
         raise problem
-    return _module(run).model(run.model, _HEADS[run.data.task], dtype=dtype)
+    return _module(run).model(run.model, head_of(run.data.task), dtype=dtype)
 
 
 def problems(run: Run) -> list[ConfigError]:
@@ -53,6 +63,17 @@ def flops_per_sample(run: Run, *, recomputed: bool = False) -> float:
     return _module(run).flops_per_sequence(run.model, recomputed=recomputed)
 
 
+def text(run: Run) -> str:
+    """The model in words."""
+    model = run.model
+    sizes = [f"{family_of(run)}, {model.num_layers} layers, hidden {model.hidden}, {model.heads} heads"]
+    if family_of(run) == "vit":
+        sizes.append(f"images of {model.image_size} in patches of {model.patch_size}")
+    else:
+        sizes.append(f"vocabulary {model.vocab}, sequence {model.sequence}")
+    return ", ".join(sizes)
+
+
 def num_blocks(run: Run) -> int:
     """Embedding, two for each layer, head."""
     return 2 * run.model.num_layers + 2
@@ -60,4 +81,4 @@ def num_blocks(run: Run) -> int:
 
 def sample_of(run: Run, count: int) -> tuple[State, Tensor | dict[str, Tensor]]:
     """Inputs and targets of `count` samples; zeros, where a device context says."""
-    return _module(run).sample(run.model, _HEADS[run.data.task], count)
+    return _module(run).sample(run.model, head_of(run.data.task), count)

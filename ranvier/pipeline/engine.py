@@ -32,7 +32,7 @@ from ranvier.comm.message import Kind, Message
 from ranvier.comm.protocol import Group, Transport, Work
 from ranvier.errors import ConfigError, ModelError
 from ranvier.mesh import Mesh
-from ranvier.models.block import Loss, Model, State, as_model, freeze, frozen_blocks, named
+from ranvier.models.block import Loss, Model, State, as_model, freeze, frozen_prefix, named
 from ranvier.optim.gradients import GradientSpec
 from ranvier.optim.groups import problems as group_problems
 from ranvier.optim.guard import BadSteps, guard_problems, looks_before_update
@@ -131,8 +131,9 @@ class Engine:
 
         model, tensor = freeze(as_model(model, loss), frozen), tensor or TensorParallel()
         self.layers, self.frozen = model.layers, frozen
-        self._block_names = list(model.blocks)
-        still = range(0 if frozen_dropout else frozen_blocks(model, frozen))
+        self.block_names = list(model.blocks)
+        self.frozen_blocks = frozen_prefix(model, frozen)
+        still = range(0 if frozen_dropout else self.frozen_blocks)
         for problem in tensor_problems(mesh, tensor):
             raise problem
         self.stages, self.layout = cut(model, mesh, boundaries=boundaries, how=partition, sample=sample, dtype=dtype,
@@ -354,6 +355,29 @@ class Engine:
         self._board.doing = _OUTSIDE
         return cause
 
+    def frozen_stage_blocks(self) -> list[tuple[int, str, nn.Module]]:
+        """The blocks of the frozen prefix that this rank's stage has: (number in the model, name, module)."""
+        return [block for block in self._stage.blocks if block[0] < self.frozen_blocks]
+
+    def use_cache(self, forward: Callable[[Tensor, State, Callable], State] | None, num_blocks: int) -> None:
+        """On the first stage: have its first `num_blocks` blocks, which are frozen, computed by `forward(samples,
+        inputs, compute)` in training (see `ranvier.elastic.auto_cache.AutoCache.forward`); None: by themselves."""
+        self._stage.use_cache(forward, num_blocks)
+
+    @property
+    def cached_blocks(self) -> int:
+        """Blocks of this rank whose outputs come from a cache."""
+        return self._stage.cached_blocks
+
+    def agree(self, mine: bool) -> bool:
+        """Whether `mine` is true on all ranks of this stage of this replica; they all call it."""
+        if self._tensor_mesh is None:
+            return mine
+        least = torch.tensor([int(mine)], dtype=torch.int32)
+        for group in (self._tensor_mesh.over_cols, self._tensor_mesh.over_rows):
+            group.all_reduce(least, "min").wait()
+        return bool(least)
+
     def watch_layers(self, watch: bool = True) -> None:
         """Have the steps from here on sum up each layer's gradient, for `layer_gradient_norms`."""
         self._updater.watch_blocks(self.layout.num_blocks if watch else 0)
@@ -363,7 +387,7 @@ class Engine:
         Collective, and the same on every rank. Of a tied parameter the block of its first end has it."""
         squared = self._updater.squared_by_block()
         self._all.all_reduce(squared).wait()
-        names = self._block_names
+        names = self.block_names
         return tuple(float(sum(squared[names.index(block)] for block in layer)) ** 0.5 for layer in self.layers)
 
     def compare_replicas(self) -> None:

@@ -71,6 +71,7 @@ class Stage:
                  block_passed: Callable[[int], None], weight_gradients: WeightGradients,
                  segments: Sequence[range] = (), still: range = range(0)) -> None:
         self.blocks, self._loss, self._seed, self._device = blocks, loss, seed, device
+        self.training = False
         self._progress, self._block_passed, self._still = progress, block_passed, still
         self.observe: Callable[[int, State], None] | None = None
         """Given each microbatch's number and what the last block has returned for it."""
@@ -89,7 +90,10 @@ class Stage:
         for layer in (layer for segment in segments for place in segment for layer in modules[place].modules()):
             if isinstance(layer, SplitLinear):
                 layer.recomputed = True
-        self._runs = runs_of(len(blocks), segments)
+        self._runs, self._segments = runs_of(len(blocks), segments), segments
+        self._cache: Callable[[Tensor, State, Callable], State] | None = None
+        self.cached_blocks = 0
+        """Blocks that `use_cache` has given to a cache."""
         at_once = {place for segment in segments for place in segment}
         at_once |= {len(modules) - 1} if loss is not None else set()
         postpone_weight_gradients([module for place, module in enumerate(modules) if place not in at_once],
@@ -98,6 +102,7 @@ class Stage:
     def begin(self, training: bool) -> None:
         """A new batch."""
         self.loss_and_weight.zero_()
+        self.training = training
         self.outputs = []
         self.forget_weights()
         for block, _, module in self.blocks:
@@ -113,6 +118,13 @@ class Stage:
     def gathered_weights(self) -> list[Tensor]:
         """What stays gathered between microbatches."""
         return [layer.gathered for layer in self._split_linears if layer.gathered is not None]
+
+    def use_cache(self, forward: Callable[[Tensor, State, Callable], State] | None, num_blocks: int) -> None:
+        """The first blocks, which are frozen, are computed by `forward` in training, or (None) again by themselves."""
+        self._cache, self.cached_blocks = forward, num_blocks if forward is not None else 0
+        rest = [range(max(segment.start, self.cached_blocks), segment.stop) for segment in self._segments]
+        self._runs = [run for run in runs_of(len(self.blocks), [segment for segment in rest if len(segment)])
+                      if run[0].start >= self.cached_blocks]
 
     @property
     def stored(self) -> int:
@@ -150,7 +162,10 @@ class Stage:
 
     def _run_blocks(self, state: State, step: int, microbatch: Microbatch, number: int) -> State:
         samples = microbatch.samples if microbatch.samples is not None else torch.zeros(0, dtype=torch.int64)
-        for run, checkpointed in self._runs:
+        if self._cache is not None and self.training:
+            state = self._cached(state, step, samples, number)
+        runs = self._runs if self.training or self._cache is None else runs_of(len(self.blocks), ())
+        for run, checkpointed in runs:
             part = partial(self._run_some, run, step, samples, number)
             if checkpointed and torch.is_grad_enabled():
                 state = checkpoint(part, state, use_reentrant=False)
@@ -160,6 +175,15 @@ class Stage:
             if run[-1] != len(self.blocks) - 1:
                 self._watch_boundary(named(state, f"block {name}"), block + 1)
         return state
+
+    def _cached(self, state: State, step: int, samples: Tensor, number: int) -> State:
+        """The state after the cached blocks."""
+        def compute(first: int, state: State, rows: Tensor | None) -> State:
+            theirs = samples if rows is None else samples[rows]
+            return self._run_some(range(first, self.cached_blocks), step, theirs, number, state)
+
+        with torch.no_grad():
+            return self._cache(samples, state, compute)
 
     def _run_some(self, run: range, step: int, samples: Tensor, number: int, state: State) -> State:
         """Blocks `run`, one after the other; under checkpointing again in the backward, with the same randomness."""

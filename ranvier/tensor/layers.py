@@ -151,6 +151,51 @@ class PositionEmbedding(_Layer, nn.Embedding):
         return self.weight[:length]
 
 
+class SmallEmbedding(_Layer, nn.Embedding):
+    """An embedding of few kinds, such as which text a token is of: kinds [B, S] int64 to the residual stream. Every
+    rank has all kinds, of the features that are its own."""
+
+    def splits(self, settings: Settings) -> dict[str, Split]:
+        features = _feature_split(layout_of(settings.scheme, settings.sequence_sharding))
+        return {"weight": Split(((), *features.dims), features.summed)}
+
+    def cannot(self, mesh: TensorMesh) -> Iterator[tuple[str, int, str, int]]:
+        if mesh.activations.name == "hidden":
+            yield "features", self.embedding_dim, "col", mesh.num_cols
+
+
+class PatchEmbedding(_Layer, nn.Module):
+    """Projected patches behind a learnt first token: patches [B, S - 1, F], whole on every rank of a row, to the
+    residual stream. Patches are inputs of a model and get no gradient.
+
+    length: S, where it is known beforehand, so that a mesh that cannot share it is refused before it runs.
+    """
+
+    def __init__(self, in_features: int, hidden: int, *, length: int | None = None,
+                 dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.hidden, self.length = hidden, length
+        self.weight = nn.Parameter(torch.empty(hidden, in_features, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(hidden, dtype=dtype))
+        self.first = nn.Parameter(torch.empty(hidden, dtype=dtype))
+        nn.init.trunc_normal_(self.weight, std=0.02)
+        nn.init.trunc_normal_(self.first, std=0.02)
+
+    def splits(self, settings: Settings) -> dict[str, Split]:
+        features = _feature_split(layout_of(settings.scheme, settings.sequence_sharding))
+        return {"weight": Split((*features.dims, ()), features.summed), "bias": features, "first": features}
+
+    def cannot(self, mesh: TensorMesh) -> Iterator[tuple[str, int, str, int]]:
+        if mesh.activations.name == "hidden":
+            yield "features", self.hidden, "col", mesh.num_cols
+        if mesh.activations.name == "sequence" and self.length is not None:
+            yield "tokens of an image, the first one included,", self.length, "col", mesh.num_cols
+
+    def forward(self, patches: Tensor) -> Tensor:
+        first = self.first.expand(len(patches), 1, -1)
+        return torch.cat([first, functional.linear(patches.detach(), self.weight, self.bias)], dim=1)
+
+
 class LayerNorm(_Layer, nn.LayerNorm):
     """Layer norm over the last dim of the residual stream."""
 
@@ -164,11 +209,14 @@ class LayerNorm(_Layer, nn.LayerNorm):
 
 
 class Dropout(_Layer, nn.Module):
-    """Dropout of the residual stream, or of what is added to it; masks are keyed by place, the same on any mesh."""
+    """Dropout of the residual stream, or of what is added to it; masks are keyed by place, the same on any mesh.
 
-    def __init__(self, probability: float) -> None:
+    whole: its input is one that every rank of a row has all of, such as what a `TokenLinear` returns.
+    """
+
+    def __init__(self, probability: float, *, whole: bool = False) -> None:
         super().__init__()
-        self.probability = probability
+        self.probability, self.whole = probability, whole
 
     def splits(self, settings: Settings) -> dict[str, Split]:
         return {}
@@ -181,20 +229,23 @@ class Dropout(_Layer, nn.Module):
 
 
 class TokenLinear(_Layer, nn.Linear):
-    """A classification head on one token: [B, S, H] to [B, classes], whole on every rank of a row.
+    """A head on one token, [B, S, H] to [B, classes], or on each, to [B, S, classes]; whole on every rank of a row.
 
-    token: its place in the sequence.
+    token: its place in the sequence; None for each.
     """
 
-    def __init__(self, hidden: int, classes: int, bias: bool = True, *, token: int = 0,
+    def __init__(self, hidden: int, classes: int, bias: bool = True, *, token: int | None = 0,
                  dtype: torch.dtype | None = None) -> None:
         super().__init__(hidden, classes, bias, dtype=dtype)
         self.token = token
 
     def splits(self, settings: Settings) -> dict[str, Split]:
-        features = _feature_split(layout_of(settings.scheme, settings.sequence_sharding))
-        # every column sees the whole sum, so the bias' gradient is that of a row on each of them
-        summed = tuple(axis for axis in features.summed if axis == "row")
+        layout = layout_of(settings.scheme, settings.sequence_sharding)
+        features = _feature_split(layout)
+        # A column sees the gradients of all scores, and with them the bias' of its row; but where columns share the
+        # sequence and each token has scores, those of its own tokens.
+        shares = self.token is None and layout == "sequence"
+        summed = features.summed if shares else tuple(axis for axis in features.summed if axis == "row")
         found = {"weight": Split(((), *features.dims), summed)}
         return found | ({"bias": Split(((),), summed)} if self.bias is not None else {})
 
@@ -203,32 +254,46 @@ class TokenLinear(_Layer, nn.Linear):
             yield "features", self.in_features, "col", mesh.num_cols
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x[:, self.token], self.weight, self.bias)
+        return functional.linear(x if self.token is None else x[:, self.token], self.weight, self.bias)
 
 
-def gelu(x: Tensor) -> Tensor:
-    """GELU by its tanh approximation, of a tensor that nobody else needs in a backward, such as a product's output.
+class WholeLinear(_Layer, nn.Linear):
+    """y = x W^T + b of what every rank of a row has all of, such as what a `TokenLinear` returns; so it is with y."""
+
+    def splits(self, settings: Settings) -> dict[str, Split]:
+        found = {"weight": Split(((), ()), summed=("row",))}
+        return found | ({"bias": Split(((),), summed=("row",))} if self.bias is not None else {})
+
+    def cannot(self, mesh: TensorMesh) -> Iterator[tuple[str, int, str, int]]:
+        yield from ()
+
+
+def gelu(x: Tensor, *, approximate: Literal["tanh", "none"] = "tanh") -> Tensor:
+    """GELU, by its tanh approximation or exact ("none"), of a tensor that nobody else needs in a backward, such as a
+    product's output.
 
     Its gradient takes x's place in memory (Xu et al., 2021, section 3.2.3, method 1), so the backward runs once;
     autograd raises a RuntimeError where someone else would see the changed values.
     """
-    return _GELU.apply(x)
+    return _GELU.apply(x, approximate)
 
 
 class _GELU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, approximate: str) -> Tensor:
         ctx.save_for_backward(x)
-        return functional.gelu(x, approximate="tanh")
+        ctx.approximate = approximate
+        return functional.gelu(x, approximate=approximate)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor) -> Tensor:
         x, = ctx.saved_tensors
-        return torch.ops.aten.gelu_backward.grad_input(dy, x, approximate="tanh", grad_input=x)
+        return torch.ops.aten.gelu_backward.grad_input(dy, x, approximate=ctx.approximate, grad_input=x), None
 
 
-Layer = Linear | VocabularyLinear | Embedding | PositionEmbedding | LayerNorm | Dropout | TokenLinear
+Layer = (Linear | VocabularyLinear | Embedding | PositionEmbedding | SmallEmbedding | PatchEmbedding | LayerNorm
+         | Dropout | TokenLinear | WholeLinear)
 
 
 def _feature_split(layout: str) -> Split:

@@ -1,4 +1,4 @@
-"""Next-token cross-entropy, whole or with the vocabulary split over columns.
+"""Cross-entropies: of the next token, whole or with the vocabulary split over columns; of classes; of spans.
 
 With x the logits of one position, L its loss is log(sum exp(x - m)) + m - x[target], m the largest logit. Columns find
 their part's m and sum; two small reductions make them the row's: the largest m, then the sums, rescaled to it. Every
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from ranvier.errors import ModelError
 from ranvier.layout import part
@@ -67,9 +68,50 @@ def next_token_loss(logits_BSV: Tensor, targets: object) -> tuple[Tensor, Tensor
 
 def _check_targets(logits_BSV: Tensor, targets: object) -> None:
     if not isinstance(targets, Tensor) or targets.shape != logits_BSV.shape[:-1]:
-        shape = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
-        raise ModelError(f"do not fit logits of shape {tuple(logits_BSV.shape)}", where="targets", value=shape,
-                         remedy="Give int64 targets of shape [batch, sequence].")
+        raise _unfit(logits_BSV, targets, "Give int64 targets of shape [batch, sequence].")
+
+
+class ClassLoss(nn.Module):
+    """Sum of the cross-entropies of logits [B, C] whose targets [B] int64 are not `IGNORED`, and their number.
+
+    The sum is fp32 for half-precision logits, else in their dtype. On a mesh every column has all logits and finds the
+    same. ModelError when the shapes do not fit.
+    """
+
+    def forward(self, logits_BC: Tensor, targets: object) -> tuple[Tensor, Tensor]:
+        if not isinstance(targets, Tensor) or targets.shape != logits_BC.shape[:1]:
+            raise _unfit(logits_BC, targets, "Give int64 targets of shape [batch].")
+        return _cross_entropies(logits_BC, targets).sum(), (targets != IGNORED).sum()
+
+
+class SpanLoss(nn.Module):
+    """Of logits [B, S, 2], the scores of being an answer's first and its last token: sum over samples of the mean of
+    both cross-entropies over the S tokens, and the number of samples. A sample with an `IGNORED` end does not count.
+
+    targets: {"start": [B], "end": [B]} int64, places in the sequence. Number formats and columns as for `ClassLoss`.
+    ModelError when the shapes do not fit.
+    """
+
+    def forward(self, logits_BS2: Tensor, targets: object) -> tuple[Tensor, Tensor]:
+        if not isinstance(targets, dict) or set(targets) != {"start", "end"} or any(
+                targets[end].shape != logits_BS2.shape[:1] for end in targets):
+            raise _unfit(logits_BS2, targets, "Give a dict of int64 targets 'start' and 'end' of shape [batch].")
+        counted_B = (targets["start"] != IGNORED) & (targets["end"] != IGNORED)
+        ends_B = [_cross_entropies(logits_BS, targets[end].where(counted_B, IGNORED))
+                  for end, logits_BS in zip(("start", "end"), logits_BS2.unbind(2), strict=True)]
+        return (ends_B[0] + ends_B[1]).sum() / 2, counted_B.sum()
+
+
+def _cross_entropies(logits_BC: Tensor, targets_B: Tensor) -> Tensor:
+    """One for each sample, 0 where there is no target."""
+    wide = logits_BC.to(torch.promote_types(logits_BC.dtype, torch.float32))
+    return functional.cross_entropy(wide, targets_B, ignore_index=IGNORED, reduction="none")
+
+
+def _unfit(logits: Tensor, targets: object, remedy: str) -> ModelError:
+    shapes = {name: tuple(tensor.shape) for name, tensor in targets.items()} if isinstance(targets, dict) else (
+        tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__)
+    return ModelError(f"do not fit logits of shape {tuple(logits.shape)}", where="targets", value=shapes, remedy=remedy)
 
 
 class _NextTokenLoss(torch.autograd.Function):

@@ -22,23 +22,36 @@ from torch.nn import functional
 
 from ranvier import keyed_random
 from ranvier.errors import ModelError
-from ranvier.layout import Split, part
+from ranvier.layout import part
 from ranvier.tensor.layers import (
     Dropout,
     Embedding,
     Layer,
     LayerNorm,
     Linear,
+    PatchEmbedding,
     PositionEmbedding,
+    SmallEmbedding,
     Splittable,
     TokenLinear,
     VocabularyLinear,
+    WholeLinear,
     check_plain,
 )
 from ranvier.tensor.loss import NextTokenLoss, SplitNextTokenLoss
 from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.own_part import SplitLayer, own_part
 from ranvier.tensor.products import InputStationary, OutputStationary, Product, SummaProduct, SummaVocabulary
-from ranvier.tensor.stationary import gather_weight, gather_whole, scatter
+from ranvier.tensor.split_embeddings import (
+    HiddenEmbedding,
+    SplitPatchEmbedding,
+    SplitPositionEmbedding,
+    SplitSmallEmbedding,
+    SummaEmbedding,
+    VocabularyEmbedding,
+)
+from ranvier.tensor.split_heads import SplitTokenLinear
+from ranvier.tensor.stationary import gather_weight
 
 if TYPE_CHECKING:
     from ranvier.pipeline.weight_gradients import WeightGradients
@@ -115,41 +128,26 @@ def split_layer(layer: Layer, mesh: TensorMesh) -> nn.Module:
             return kinds[mesh.settings.scheme](layer, mesh)
         case PositionEmbedding():
             return SplitPositionEmbedding(layer, mesh)
+        case SmallEmbedding():
+            return SplitSmallEmbedding(layer, mesh)
+        case PatchEmbedding():
+            return SplitPatchEmbedding(layer, mesh)
         case LayerNorm():
-            return SplitLayerNorm(layer, mesh) if mesh.activations.name == "hidden" else _own_norm(layer, mesh)
+            return SplitLayerNorm(layer, mesh) if mesh.activations.name == "hidden" else _with_own(layer, mesh)
         case Dropout():
-            return SplitDropout(layer, mesh)
+            return _with_own(layer, mesh) if layer.whole else SplitDropout(layer, mesh)
         case TokenLinear():
             return SplitTokenLinear(layer, mesh)
+        case WholeLinear():
+            return _with_own(layer, mesh)
 
 
-def _own_part(parameter: nn.Parameter, split: Split, mesh: TensorMesh) -> nn.Parameter:
-    """This rank's part of a whole parameter."""
-    box = split.box(parameter.shape, (mesh.num_rows, mesh.num_cols), (mesh.row, mesh.col))
-    if parameter.is_meta:
-        values = torch.empty([stop - start for start, stop in box], dtype=parameter.dtype)
-    else:
-        values = parameter.detach()[tuple(slice(start, stop) for start, stop in box)].clone()
-    return nn.Parameter(values, requires_grad=parameter.requires_grad)
-
-
-class SplitLayer(nn.Module):
-    """A layer's own part of its parameters, and its place."""
-
-    def __init__(self, layer: Layer, mesh: TensorMesh) -> None:
-        super().__init__()
-        self.mesh = mesh
-        splits = layer.splits(mesh.settings)
-        for name, parameter in layer._parameters.items():
-            self.register_parameter(name, None if parameter is None else _own_part(parameter, splits[name], mesh))
-
-
-def _own_norm(layer: LayerNorm, mesh: TensorMesh) -> nn.LayerNorm:
-    """A norm whose features are all here."""
-    norm, splits = copy.copy(layer), layer.splits(mesh.settings)
-    norm._parameters = {name: None if parameter is None else _own_part(parameter, splits[name], mesh)
-                        for name, parameter in layer._parameters.items()}
-    return norm
+def _with_own(layer: LayerNorm | Dropout | WholeLinear, mesh: TensorMesh) -> nn.Module:
+    """A layer that computes alone what it computes unsplit: it has its parameters of its own."""
+    copied, splits = copy.copy(layer), layer.splits(mesh.settings)
+    copied._parameters = {name: None if parameter is None else own_part(parameter, splits[name], mesh)
+                          for name, parameter in layer._parameters.items()}
+    return copied
 
 
 # ---------------------------------------------------------------------- products
@@ -339,157 +337,6 @@ class SplitVocabularyLinear(SplitLinear):
         return torch.cat([one[..., :size] for one, size in zip(whole, sizes, strict=True)], dim=-1)
 
 
-# ---------------------------------------------------------------------- embeddings
-
-
-def _check_ids(ids: Tensor, vocab: int) -> None:
-    """IndexError, as torch's embedding, for ids outside the vocabulary; on CUDA, where asking would wait, not asked."""
-    if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
-        raise IndexError(f"a token is out of range of the vocabulary of {vocab}: {int(ids.min())} to {int(ids.max())}")
-
-
-class HiddenEmbedding(SplitLayer):
-    """Each rank has a part of every token's features; the tokens of a column's rows travel once, in one all-to-all.
-
-    The table is cut as [V, (col, row)]: what a column's ranks have of one token is that column's part of it.
-    """
-
-    def __init__(self, layer: Embedding, mesh: TensorMesh) -> None:
-        super().__init__(layer, mesh)
-        self._padding = layer.padding_idx
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return _AllToAllEmbedding.apply(self.weight, ids, self.mesh, self._padding)
-
-
-class _AllToAllEmbedding(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, table: Tensor, ids: Tensor, mesh: TensorMesh, padding: int | None) -> Tensor:
-        rows = mesh.num_rows
-        everyones = ids.reshape(1, -1)
-        if rows > 1:
-            everyones = ids.new_empty(rows, ids.numel())
-            mesh.over_rows.all_gather(everyones, ids.reshape(-1)).wait()
-        ctx.save_for_backward(everyones)
-        ctx.mesh, ctx.shape, ctx.padding = mesh, table.shape, -1 if padding is None else padding
-        found = functional.embedding(everyones, table)  # [rows, tokens, part of a row's share]
-        if rows > 1:
-            received = torch.empty_like(found)
-            mesh.over_rows.all_to_all(received, found).wait()
-            found = received
-        return found.movedim(0, 1).reshape(*ids.shape, rows * table.shape[1])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dx: Tensor):
-        everyones, = ctx.saved_tensors
-        rows, width = ctx.mesh.num_rows, ctx.shape[1]
-        parts = dx.reshape(-1, rows, width).movedim(1, 0).contiguous()
-        if rows > 1:
-            received = torch.empty_like(parts)
-            ctx.mesh.over_rows.all_to_all(received, parts).wait()
-            parts = received
-        table = torch.ops.aten.embedding_dense_backward(parts, everyones, ctx.shape[0], ctx.padding, False)
-        return table, None, None, None
-
-
-class SummaEmbedding(SplitLayer):
-    """Optimus' embedding: the blocks [V_i, H_j] of a column's table are broadcast down it, one after the other."""
-
-    def __init__(self, layer: Embedding, mesh: TensorMesh) -> None:
-        super().__init__(layer, mesh)
-        self._vocab, self._padding = layer.num_embeddings, layer.padding_idx
-
-    def forward(self, ids: Tensor) -> Tensor:
-        _check_ids(ids, self._vocab)
-        return _BroadcastEmbedding.apply(self.weight, ids, self.mesh, self._vocab, self._padding)
-
-
-class _BroadcastEmbedding(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, table: Tensor, ids: Tensor, mesh: TensorMesh, vocab: int, padding: int | None) -> Tensor:
-        ctx.save_for_backward(ids)
-        ctx.mesh, ctx.vocab, ctx.padding = mesh, vocab, padding
-        x = table.new_zeros(*ids.shape, table.shape[1])
-        for row in range(mesh.num_rows):
-            start, stop = part(vocab, mesh.num_rows, row)
-            block = table if row == mesh.row else mesh.workspace.take("table", (stop - start, table.shape[1]), table)
-            if mesh.num_rows > 1:
-                mesh.over_rows.broadcast(block, row).wait()
-            x += _rows_of(block, ids, start)
-        return x
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dx: Tensor):
-        ids, = ctx.saved_tensors
-        mesh, own = ctx.mesh, None
-        for row in range(mesh.num_rows):
-            start, stop = part(ctx.vocab, mesh.num_rows, row)
-            gradient = _table_gradient(dx, ids, start, stop, ctx.padding)
-            if mesh.num_rows > 1:
-                mesh.over_rows.reduce(gradient, row).wait()
-            if row == mesh.row:
-                own = gradient
-        return own, None, None, None, None
-
-
-def _rows_of(block: Tensor, ids: Tensor, start: int) -> Tensor:
-    """Embeddings of those ids that are in `block`, whose first is `start`; zero for others."""
-    inside = (ids >= start) & (ids < start + len(block))
-    return functional.embedding((ids - start).where(inside, 0), block) * inside.unsqueeze(-1)
-
-
-def _table_gradient(dx: Tensor, ids: Tensor, start: int, stop: int, padding: int | None) -> Tensor:
-    """Gradient of the rows start..stop of a table; the token `padding` has none."""
-    inside = (ids >= start) & (ids < stop)
-    if padding is not None:
-        inside &= ids != padding
-    gradient = dx.new_zeros(stop - start, dx.shape[-1])
-    return gradient.index_add_(0, (ids - start).where(inside, 0).flatten(),
-                               (dx * inside.unsqueeze(-1)).reshape(-1, dx.shape[-1]))
-
-
-class VocabularyEmbedding(SplitLayer):
-    """Megatron's embedding: columns have parts of the vocabulary, and their sum is what a column's activations are."""
-
-    def __init__(self, layer: Embedding, mesh: TensorMesh) -> None:
-        super().__init__(layer, mesh)
-        self._vocab = layer.num_embeddings
-        self._places = (*part(self._vocab, mesh.num_cols, mesh.col), layer.padding_idx)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        _check_ids(ids, self._vocab)
-        return _SumEmbedding.apply(self.weight, ids, self.mesh, self._places)
-
-
-class _SumEmbedding(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, table: Tensor, ids: Tensor, mesh: TensorMesh, places: tuple[int, int, int | None]) -> Tensor:
-        ctx.save_for_backward(ids)
-        ctx.mesh, ctx.places = mesh, places
-        out = table.new_empty(*mesh.activations.own_dims(ids.shape), table.shape[1])
-        rows = _rows_of(table, ids.flatten(), places[0])
-        return scatter(mesh, out, lambda where, slabs: slabs.copy_(rows[where]))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dx: Tensor):
-        ids, = ctx.saved_tensors
-        whole = gather_whole(ctx.mesh, dx.contiguous()).flatten(0, 1)
-        return _table_gradient(whole, ids.flatten(), *ctx.places), None, None, None
-
-
-class SplitPositionEmbedding(SplitLayer):
-    """Positions of this rank's part of the residual stream."""
-
-    def forward(self, length: int) -> Tensor:
-        if self.mesh.activations.name != "sequence":
-            return self.weight[:length]
-        own = self.mesh.activations.own_dims((1, length))[1]
-        return self.weight[self.mesh.col * own:(self.mesh.col + 1) * own]
-
-
 # ---------------------------------------------------------------------- the rest
 
 
@@ -565,59 +412,3 @@ class SplitDropout(SplitLayer):
             place = dim - 2  # of (S, H)
             start[place], full[place] = self.mesh.col * sizes[place], self.mesh.num_cols * sizes[place]
         return keyed_random.dropout(x, self._probability, self.training, start=start, full_shape=full)
-
-
-class SplitTokenLinear(SplitLayer):
-    """A classification head; every column has the whole scores."""
-
-    def __init__(self, layer: TokenLinear, mesh: TensorMesh) -> None:
-        super().__init__(layer, mesh)
-        self._token = layer.token
-
-    def forward(self, x: Tensor) -> Tensor:
-        match self.mesh.activations.name:
-            case "whole":
-                return functional.linear(x[:, self._token], self.weight, self.bias)
-            case "sequence":
-                return functional.linear(_TokenOfColumn.apply(x, self._token, self.mesh), self.weight, self.bias)
-        scores = _SumOverColumns.apply(functional.linear(x[:, self._token], self.weight), self.mesh)
-        return scores if self.bias is None else scores + self.bias
-
-
-class _SumOverColumns(torch.autograd.Function):
-    """Forward a sum; every column uses all of it, so that the gradient is each one's own."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, mesh: TensorMesh) -> Tensor:
-        total = x.clone(memory_format=torch.contiguous_format)
-        mesh.over_cols.all_reduce(total).wait()
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy: Tensor):
-        return dy, None
-
-
-class _TokenOfColumn(torch.autograd.Function):
-    """One token of every sequence, from the column that has it: [B, S/c, H] to [B, H]."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, token: int, mesh: TensorMesh) -> Tensor:
-        length = mesh.num_cols * x.shape[1]
-        if not -length <= token < length:
-            raise IndexError(f"token {token} is out of range of a sequence of {length}")
-        token %= length
-        column, ctx.place = divmod(token, x.shape[1])
-        ctx.here, ctx.shape = column == mesh.col, x.shape
-        found = x[:, ctx.place].contiguous() if ctx.here else x.new_empty(x.shape[0], x.shape[2])
-        mesh.over_cols.broadcast(found, column).wait()
-        return found
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy: Tensor):
-        dx = dy.new_zeros(ctx.shape)
-        if ctx.here:
-            dx[:, ctx.place] = dy
-        return dx, None, None

@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ranvier.train.events import EndEvent, Event, NoteEvent, StartEvent, StepEvent, Tracker
+from ranvier.train.events import EndEvent, Event, NoteEvent, StartEvent, StepEvent, Tracker, TransitionEvent
 from ranvier.train.files import mesh_text
 
 PLAIN_LINES = 20
@@ -43,7 +43,11 @@ def step_text(event: StepEvent) -> str:
     text = (f"loss {event.loss:7.4f}  {event.tokens_per_second:9,.0f} tokens/s"
             f"  utilisation {event.model_flops_utilisation:4.0%}  bubble {event.bubble_fraction:4.0%}"
             f"  waits {1e3 * event.wait_seconds:5.0f} ms")
-    return text + (f"  eval {event.eval_loss:.4f}" if event.eval_loss is not None else "")
+    if event.eval_loss is not None:
+        text += f"  eval {event.eval_loss:.4f}"
+    if "eval_accuracy" in event.eval_scores:
+        text += f"  accuracy {event.eval_scores['eval_accuracy']:.2%} of {event.eval_scores['eval_count']:,.0f}"
+    return text
 
 
 def start_text(event: StartEvent) -> str:
@@ -83,7 +87,9 @@ class Notes:
     def __init__(self) -> None:
         self._seen: Counter[str] = Counter()
 
-    def text(self, event: NoteEvent) -> str | None:
+    def text(self, event: NoteEvent | TransitionEvent) -> str | None:
+        if isinstance(event, TransitionEvent):
+            return f"step {event.step}: {event}"
         self._seen[event.event] += 1
         seen = self._seen[event.event]
         if seen > NOTES_OF_A_KIND:
@@ -122,7 +128,7 @@ class PlainConsole:
                 self._print(start_text(event))
             case StepEvent():
                 self._step(event)
-            case NoteEvent():
+            case NoteEvent() | TransitionEvent():
                 self._print(self._notes.text(event))
             case EndEvent():
                 self._print(end_text(event))
@@ -164,7 +170,7 @@ class LiveConsole:
                 if event.step == self._steps or time.monotonic() - self._drawn > 0.1:
                     self._drawn = time.monotonic()
                     self._live.update(self._picture(event, left), refresh=True)
-            case NoteEvent():
+            case NoteEvent() | TransitionEvent():
                 text = self._notes.text(event)
                 if text is not None:
                     self._console.print(text, style="yellow", markup=False)

@@ -62,6 +62,8 @@ class StepEvent:
     """fp16 only: steps skipped for an overflow so far."""
     eval_loss: float | None = None
     """Held-out loss after this step, where it was evaluated."""
+    eval_scores: Mapping[str, float] = field(default_factory=dict)
+    """What the task is judged by, likewise: "eval_accuracy", "eval_count" (samples), ..."""
     checkpoint_stall_seconds: float | None = None
     """Of step_seconds, what rank 0 waited for a checkpoint that was begun in this step."""
 
@@ -78,6 +80,45 @@ class EvalEvent:
     loss: float
     tokens: float
     seconds: float
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """What the task is judged by: "eval_accuracy", "eval_count", ... """
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransitionEvent:
+    """The run has gone to another mesh, or layers were frozen, between `step` and the next."""
+
+    step: int
+    old_mesh: Mesh
+    mesh: Mesh
+    old_frozen: int
+    frozen_layers: int
+    bytes_moved: int
+    """From one rank to another, over all ranks."""
+    seconds: float
+    """From the decision until training went on."""
+    began_ns: int
+    """Of rank 0's monotonic clock."""
+    cache: bool
+    """Whether rank 0 keeps the outputs of frozen layers from now on."""
+    reason: str
+    global_size: int
+    microbatch_size: int
+    stages: str
+    wish: str | None = None
+    """The number of the user's wish that it fulfils."""
+
+    def __str__(self) -> str:
+        parts = []
+        if self.frozen_layers > self.old_frozen:
+            first, last = self.old_frozen, self.frozen_layers - 1
+            parts.append(f"froze layer {last}" if first == last else f"froze layers {first}-{last}")
+        changed = [f"{axis} {getattr(self.old_mesh, axis)} -> {getattr(self.mesh, axis)}" for axis in ("pipe", "data")
+                   if getattr(self.old_mesh, axis) != getattr(self.mesh, axis)]
+        parts += [", ".join(changed)] if changed else []
+        parts.append(f"moved {self.bytes_moved / 1e6:,.1f} MB in {self.seconds:.1f} s")
+        parts += ["cache on"] if self.cache else []
+        return "; ".join(parts) + f" ({self.reason})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +147,7 @@ class EndEvent:
     report: str | None = None
 
 
-Event = StartEvent | StepEvent | EvalEvent | NoteEvent | EndEvent
+Event = StartEvent | StepEvent | EvalEvent | NoteEvent | TransitionEvent | EndEvent
 
 
 class Tracker(Protocol):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ranvier.errors import RanvierError
 from ranvier.mesh import AXES, Mesh
-from ranvier.train.events import EndEvent, EvalEvent, Event, NoteEvent, StartEvent, StepEvent
+from ranvier.train.events import EndEvent, EvalEvent, Event, NoteEvent, StartEvent, StepEvent, TransitionEvent
 
 
 @contextmanager
@@ -105,7 +105,7 @@ def step_fields(event: StepEvent) -> dict[str, object]:
     for name in ("eval_loss", "loss_scale", "skipped_steps", "checkpoint_stall_seconds"):
         if getattr(event, name) is not None:
             fields[name] = getattr(event, name)
-    return fields
+    return fields | event.eval_scores
 
 
 def mesh_fields(mesh: Mesh) -> dict[str, int]:
@@ -155,7 +155,13 @@ def _event_fields(event: Event) -> dict[str, object] | None:
                     "steps": event.steps, **event.settings}
         case EvalEvent():
             return {"step": event.step, "event": "eval", "loss": event.loss, "tokens": int(event.tokens),
-                    "seconds": event.seconds}
+                    "seconds": event.seconds, **event.scores}
+        case TransitionEvent():
+            return {"step": event.step, "event": "transition", "text": str(event), "frozen_layers": event.frozen_layers,
+                    "mesh": mesh_fields(event.mesh), "old_mesh": mesh_fields(event.old_mesh),
+                    "bytes_moved": event.bytes_moved, "seconds": event.seconds, "cache": event.cache,
+                    "reason": event.reason, "global_size": event.global_size,
+                    "microbatch_size": event.microbatch_size, **({} if event.wish is None else {"wish": event.wish})}
         case NoteEvent():
             return {"step": event.step, "event": event.event, "text": event.text, **event.fields}
         case EndEvent():

@@ -10,7 +10,7 @@ Every rank knows at the end of a step whether it was bad, since nothing is updat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NoReturn
 
 from ranvier.errors import RanvierError
@@ -40,6 +40,14 @@ class Guards:
         self._guard, self._engine = guard, engine
         self._tell, self._barrier, self._go_back = tell, barrier, go_back
         self._in_a_row = self._last_bad = 0
+
+    def state(self) -> dict[str, int]:
+        """What ranks of the mesh know alike, as JSON can hold it."""
+        return {"in_a_row": self._in_a_row, "last_bad": self._last_bad}
+
+    def move(self, engine: Engine, state: Mapping[str, int]) -> None:
+        """The run goes on with another engine, and (on a rank that was idle) as others know it."""
+        self._engine, self._in_a_row, self._last_bad = engine, state["in_a_row"], state["last_bad"]
 
     def after_step(self, step: int, result: BatchResult, microbatches: Sequence[Microbatch],
                    publish: Callable[[], None]) -> int:

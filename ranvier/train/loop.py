@@ -1,9 +1,10 @@
 """A training run from its configuration to its folder of results: read this first.
 
-    prepare the text -> build the engine -> (learning rate -> train_batch -> metrics) x steps -> report
+    prepare the data -> form the mesh -> (learning rate -> train_batch -> metrics -> another mesh?) x steps -> report
 
 Every rank runs all of it; only rank 0 has trackers, so only rank 0 prints and writes. Nothing here waits for the step
-that was started last: its numbers are read while the next one is under way.
+that was started last: its numbers are read while the next one is under way. Ranks that the mesh of the moment does not
+take are idle, and do what rank 0 orders.
 """
 
 from __future__ import annotations
@@ -12,46 +13,47 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TextIO
 
 import torch
 
 from ranvier import resolve
-from ranvier.check import tensor_mesh_facts
-from ranvier.data.loader import Loader
-from ranvier.data.prepare import prepare
-from ranvier.data.sampler import Sampler
-from ranvier.data.task import Prepared
-from ranvier.errors import DataError, RanvierError
+from ranvier.checkpoint.from_pretrained import load_pretrained
+from ranvier.comm.protocol import Group
+from ranvier.elastic.transition import hand_over, take
+from ranvier.errors import RanvierError
 from ranvier.models import families
-from ranvier.optim.learning_rate import learning_rate
 from ranvier.optim.optimizer import resolve_bucket_size
 from ranvier.pipeline.engine import Engine
-from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.result import BatchResult
 from ranvier.precision import DTYPES, is_half
 from ranvier.run import Run
 from ranvier.stop import StopRequest
 from ranvier.tensor.activations import layout_of
+from ranvier.train.beginning import agreed, held_out_line, prepared
+from ranvier.train.caching import samples_of
+from ranvier.train.change import Change
 from ranvier.train.console import console
-from ranvier.train.events import EndEvent, EvalEvent, NoteEvent, StartEvent, Tracker, Trackers
-from ranvier.train.files import EventsFile, MetricsFile, open_folder, steps_until, writing
+from ranvier.train.elasticity import Elasticity
+from ranvier.train.evaluation import evaluate
+from ranvier.train.events import EndEvent, NoteEvent, StartEvent, Tracker, Trackers, TransitionEvent
+from ranvier.train.files import EventsFile, MetricsFile, open_folder, plain, steps_until, writing
+from ranvier.train.formation import Formation, formed
 from ranvier.train.guards import Guards
-from ranvier.train.memory import Measured, check_fits, explained, report_text
+from ranvier.train.memory import check_fits, explained, report_text
 from ranvier.train.metrics import Meter, PendingStep
+from ranvier.train.orders import Orders
 from ranvier.train.peak import matrix_product_rate
 from ranvier.train.report import History, rank_facts, summarise, write_report
+from ranvier.train.resize import ResizeRequests
 from ranvier.train.sample import continue_tokens
 from ranvier.train.saving import Saving, Start
 from ranvier.train.tensorboard import TensorBoard
 from ranvier.train.timeline import gather_timelines
 from ranvier.world import World
-
-PROMPT_TOKENS = 24
-"""Tokens of held-out text that the sample continues, at most, where the run has no prompt."""
 
 
 def train(run: Run, recipe: str, world: World, *, trackers: Sequence[Tracker] = (),
@@ -64,7 +66,7 @@ def train(run: Run, recipe: str, world: World, *, trackers: Sequence[Tracker] = 
         stream: where rank 0 prints; standard output by default.
 
     A run that is told to stop (ranvier.stop) saves a checkpoint, leaves no summary.json, and returns {"stopped_after":
-    its last step}. Raises RanvierError where text, settings or folder do not allow the run, and when the loss stops
+    its last step}. Raises RanvierError where data, settings or folder do not allow the run, and when the loss stops
     being a number.
     """
     try:
@@ -72,19 +74,12 @@ def train(run: Run, recipe: str, world: World, *, trackers: Sequence[Tracker] = 
             training = Training(run, recipe, world, trackers, stream or sys.stdout, stop)
             try:
                 training.start()
-                step = training.done
-                while step < run.train.steps:
-                    step = training.step(step + 1)
-                    if training.stops and step < run.train.steps:
-                        summary = training.leave(step)
-                        break
-                else:
-                    summary = training.finish()
+                while training.summary is None:
+                    training.go_on()
             finally:
-                training.saving.checkpoints.close()
-                training.outputs.close()
-        training.engine.close()
-        return summary
+                training.close()
+        training.part()
+        return training.summary
     except Exception as error:
         told = explained(error, run, where=f"rank {world.rank}")
         if told is None:
@@ -93,86 +88,134 @@ def train(run: Run, recipe: str, world: World, *, trackers: Sequence[Tracker] = 
 
 
 class Training:
-    """One run on one rank. Every method is collective."""
+    """One run on one rank. Every method is collective over the ranks of the mesh, but for `close`."""
 
     def __init__(self, run: Run, recipe: str, world: World, trackers: Sequence[Tracker], stream: TextIO,
                  stop: StopRequest) -> None:
         self.recipe, self.world, self._stop = recipe, world, stop
-        self.stops = False
-        """Whether a rank was told to stop; all ranks know it after the same step."""
+        self.stops = self.resizes = False
+        """Whether a rank was told to stop, the run to take another mesh; all ranks know it after the same step."""
+        self.summary: dict[str, object] | None = None
+        """What the run has come to, once it has ended."""
         self.began = time.monotonic()
         self.outputs = Trackers()
-        self.ranks = world.backend.group("train", [tuple(range(world.size))])
-        self.data = _prepare(run, world, stream)
-        self.run = self._agree(run)
+        self.everyone = world.backend.group("everyone", [tuple(range(world.size))])
+        run, self.data, self.pretrained = prepared(run, world, stream)
+        self.run = agreed(run, recipe, self.data, self.everyone, world)
         world.mesh = self.run.mesh
         self.run, self.predicted = check_fits(self.run, world)
-        self.ranks.barrier()  # not before every rank has looked at what is free
-        self.engine = _build(self.run, world, self.data.weight)
-        self.measured = Measured(self.engine, world.device, wanted=run.memory_report)
-        self.train_data, self.eval_data = self._loaders()
+        self.everyone.barrier()  # not before every rank has looked at what is free
+        self.orders = Orders(world)
+        self.now: Formation | None = formed(self.run, world, self.data)
+        self.elastic = Elasticity(self.run, self.data, tell=lambda event: self.outputs.event(event))
         self.saving = Saving(self.run, recipe, self.engine, self.data.fingerprint)
         self.begins = self.saving.start()
         self.done = self.begins.step
-        """Steps that were taken before this run went on."""
-        self.train_data.offset = self.begins.offset
+        """Steps that are taken, those before this run went on among them."""
+        self.now.train_data.offset = self.begins.offset
         self.guards = Guards(self.run.guard, self.engine, tell=lambda event: self.outputs.event(event),
-                             barrier=self.ranks.barrier, go_back=self._go_back)
+                             barrier=lambda: self.ranks.barrier(), go_back=self._go_back)
         self.history = History()
+        self.resize_requests = ResizeRequests(self.run.run_dir) if world.rank == 0 else None
         if world.rank == 0:
             self.outputs = _outputs(self.run.run_dir, self.history, trackers, stream,
                                     begins=self.begins if self.begins.continues else None)
 
+    @property
+    def engine(self) -> Engine:
+        return self.now.engine
+
+    @property
+    def ranks(self) -> Group:
+        """The ranks of the mesh."""
+        return self.now.ranks
+
+    @property
+    def samples(self) -> int:
+        """The place in the data: samples of all steps so far, and those that were left out."""
+        return self.done * self.run.batch.global_size + self.now.train_data.offset
+
     def start(self) -> None:
         """Write what the run has come to, and start the clock."""
+        notes = []
+        if self.pretrained is not None and self.begins.loaded is None:
+            notes = [NoteEvent(step=0, event="pretrained", text=text)
+                     for text in load_pretrained(self.engine, self.pretrained)]
         self.run = resolved(self.run, self.engine, self.world, self.saving.origin)
         if self.world.rank == 0:
             path = self.run.run_dir / "run.toml"
             with writing(path):
                 resolve.write(self.run, path)
-            path = self.run.run_dir / "tokenizer.json"
-            with writing(path):
-                path.write_text(self.data.tokenizer.text(), encoding="utf-8")
+            if self.data.tokenizer is not None:
+                path = self.run.run_dir / "tokenizer.json"
+                with writing(path):
+                    path.write_text(self.data.tokenizer.text(), encoding="utf-8")
         self.outputs.event(StartEvent(recipe=self.recipe, run_dir=self.run.run_dir, mesh=self.run.mesh,
                                       steps=self.run.train.steps, settings=self._settings(),
                                       stages=str(self.engine.stages)))
-        for note in self.begins.notes:
+        for note in (*self.begins.notes, *notes):
             self.outputs.event(note)
-        self.peak_flops_per_second = self._peak()
+        self._rank_flops_per_second = self._peak() / self.world.size
         self.pending: PendingStep | None = None
-        self.meter = Meter(self.engine.timeline, self.ranks, self._stop)
+        asked = None if self.resize_requests is None else self.resize_requests.asked
+        self.meter = Meter(self.engine.timeline, self.ranks, self._stop, resize_asked=asked)
+        if self.begins.elastic:
+            change = self.elastic.take_up(self.begins.elastic, self.run, self.engine)
+            if change is not None:
+                self._change(change)
 
-    def step(self, step: int) -> int:
-        """One optimizer step; publishes the numbers of the step before. Returns the step that the run is at now: this
-        one, or that of the checkpoint that the guard has gone back to."""
-        config = self.run.train
-        rate = learning_rate(config, step)
-        self.engine.learning_rate = rate
-        with self.measured.step():
-            batch = self.train_data.microbatches(step - 1)
+    def go_on(self) -> None:
+        """One step, or on an idle rank whatever is ordered. The run may have ended then."""
+        if self.now is None:
+            self._obey(self.orders.wait())
+            return
+        if self.elastic.left(self.done):
+            self.step(self.done + 1)
+        if self.now is None:
+            return
+        left = self.elastic.left(self.done)
+        if self.stops and left:
+            self._end(self.leave(self.done))
+        elif not left:
+            self._end(self.finish())
+
+    def step(self, step: int) -> None:
+        """One optimizer step; publishes the numbers of the step before. The run is then at this step, or at that of the
+        checkpoint that the guard has gone back to, or on another mesh."""
+        after = self.samples + self.run.batch.global_size
+        rate = self.engine.learning_rate = self.elastic.learning_rate(step)
+        asked = self.elastic.asks_after(step, self.samples, after)
+        self.engine.watch_layers(asked)
+        with self.now.measured.step():
+            batch = self.now.train_data.microbatches(step - 1)
+            self.elastic.caching.prefetch(samples_of(batch))
             result = self.result = self.engine.train_batch(batch)
         reached = self.guards.after_step(step, result, batch, partial(self._publish_all, step, result, rate))
         if reached != step:
-            self._leave_out(step - reached)
-            self.saving.told_step = reached
-            return reached
-        stall = self.saving.save(step, result) if self.saving.due(step) else None
+            self._leave_out(step, reached)
+            return
+        self.done, last = step, not self.elastic.left(step)
+        stall = self._save(step) if last or self.saving.due(step) else None
         self._publish()
         self.pending = self.meter.step(step, result, rate)
         self.pending.checkpoint_stall_seconds = stall
         self.pending.loss_scale = self.engine.loss_scale and replace(self.engine.loss_scale)
-        if step == config.steps or (config.eval_every and step % config.eval_every == 0):
-            self.pending.eval_loss = self._evaluate(step)
+        every = self.run.train.eval_every
+        if last or (every and step % every == 0):
+            event = evaluate(self.now, self.data, step)
+            self.outputs.event(event)
+            self.pending.eval_loss, self.pending.eval_scores = event.loss, event.scores
             self._publish()
             self.meter.resume()
         elif stall is not None:
             self._publish()  # the checkpoint waits for it
-        return step
+        if not last and (asked or self.resizes):
+            self._consider(asked and result.stepped)
 
     def leave(self, step: int) -> dict[str, object]:
         """Save what there is after `step`, and write no report: the run is to go on elsewhere."""
         if self.saving.saved_step != step:
-            self.saving.save(step, self.result)
+            self._save(step)
         self._publish()
         missing = self.saving.finish()
         self._tell_of_checkpoints()
@@ -189,26 +232,114 @@ class Training:
         missing = self.saving.finish()
         self._tell_of_checkpoints()
         timelines = gather_timelines(self.ranks, self.meter.kept)
-        text = self._sample() if run.train.sample_tokens else None
-        facts = self.ranks.gather_objects(rank_facts(self.engine, world.device) | (
-            {"memory": self.measured.facts(self.saving.checkpoints)} if run.memory_report else {}))
+        text = self._sample() if run.train.sample_tokens and run.data.task == "lm" else None
+        facts = self.ranks.gather_objects(rank_facts(self.engine, world.device) | self.elastic.facts() | (
+            {"memory": self.now.measured.facts(self.saving.checkpoints)} if run.memory_report else {}))
         summary: dict[str, object] = {}
         if world.rank == 0:
             summary = summarise(recipe=self.recipe, mesh=run.mesh, history=self.history, ranks=facts,
                                 boundaries=self.engine.boundaries, launcher=world.launcher,
                                 transport=world.backend.name, device=world.device,
-                                seconds=time.monotonic() - self.began)
+                                seconds=time.monotonic() - self.began, frozen=self.now.frozen)
             pictures = write_report(run.run_dir, summary, self.history, timelines, run.mesh, run.pipeline.policy)
             report = report_text(self.predicted, summary["memory"],
                                  lambda rank: run.mesh.coordinates(rank).pipe) if run.memory_report else None
-            self.outputs.event(EndEvent(step=run.train.steps, summary=summary, sample=text, pictures=pictures,
+            self.outputs.event(EndEvent(step=self.done, summary=summary, sample=text, pictures=pictures,
                                         report=report))
         summary = self.ranks.gather_objects(summary)[0]
         if missing is not None:
             raise missing
         return summary
 
+    def close(self) -> None:
+        """Let go of files and threads, however the run went."""
+        if self.now is not None:
+            self.saving.checkpoints.close()
+        self.elastic.close()
+        self.outputs.close()
+
+    def part(self) -> None:
+        """The run has ended well: give back what its ranks have in common."""
+        if self.now is not None:
+            self.now.close()
+
+    def _end(self, summary: dict[str, object]) -> None:
+        """The run has ended on the ranks of the mesh; the idle ones are told."""
+        self.summary = summary
+        if self.world.rank == 0:
+            self.orders.send({"do": "end", "summary": plain(summary)}, first=self.run.mesh.size)
+
+    # ------------------------------------------------------------------ from mesh to mesh
+
+    def _consider(self, asked: bool) -> None:
+        """Freeze layers and go to another mesh, where the policy, the planner or a user's request says so."""
+        self._publish()
+        wanted = None
+        if self.resizes:
+            self.resizes = False
+            wanted = self.ranks.gather_objects(self.resize_requests and self.resize_requests.take())[0]
+        change = self.elastic.decide(self.now, self.done, asked=asked, resize=wanted, busy=self.meter.busy,
+                                     busy_steps=self.meter.busy_steps)
+        if change is not None:
+            self._change(change)
+        if self.now is not None:
+            self.meter.resume()
+
+    def _change(self, change: Change) -> None:
+        """Have all ranks, the idle ones too, make the change."""
+        self._publish()
+        order = {"do": "change", "change": change.document(), "step": self.done, "samples": self.samples,
+                 "elastic": self.elastic.state(self.run, self.now.frozen), "guards": self.guards.state(),
+                 "saved_step": self.saving.saved_step, "run": resolve.document(self.run),
+                 "bad_steps": self.engine.bad_steps and self.engine.bad_steps.state()}
+        if self.world.rank == 0:
+            self.orders.send(order, first=self.run.mesh.size)
+        self._obey(order)
+
+    def _obey(self, order: dict[str, object]) -> None:
+        """Do what rank 0 has ordered; the ranks of the mesh have come to it by themselves."""
+        if order["do"] == "end":
+            self.summary = order["summary"]
+            return
+        began, old, before = time.monotonic_ns(), self.now, self.run.mesh
+        held = None
+        if old is not None:
+            self.saving.finish()
+            self._tell_of_checkpoints()
+            self.saving.checkpoints.close()
+            held = take(old.engine)
+            old.close()
+        else:
+            self.run = resolve.read(order["run"])
+        change = Change.read(order["change"])
+        self.run, self.done = change.applied(self.run), order["step"]
+        self.now = None
+        self.now = formed(self.run, self.world, self.data, frozen=change.frozen, fresh=False)
+        moved = hand_over(held, self.now and self.engine, self.world.backend,
+                          timeout_seconds=self.run.comm.timeout_seconds)
+        if self.now is None:
+            self.elastic.rest()
+            return
+        self.now.train_data.offset = order["samples"] - self.done * self.run.batch.global_size
+        self.saving.move(self.run, self.engine, offset=self.now.train_data.offset, saved_step=order["saved_step"])
+        self.guards.move(self.engine, order["guards"])
+        if order["bad_steps"]:
+            self.engine.bad_steps.load(order["bad_steps"])
+        self.meter.move(self.engine.timeline, self.ranks)
+        seconds = (time.monotonic_ns() - began) * 1e-9
+        self.elastic.load(order["elastic"])
+        cache = self.elastic.enter(self.now, change, moved, seconds, self.done)
+        self.outputs.event(TransitionEvent(step=self.done, old_mesh=before, mesh=self.run.mesh, reason=change.reason,
+                                           old_frozen=change.old_frozen, frozen_layers=change.frozen, cache=cache,
+                                           bytes_moved=moved, seconds=seconds, began_ns=began,
+                                           global_size=self.run.batch.global_size,
+                                           microbatch_size=self.run.batch.microbatch_size,
+                                           stages=str(self.engine.stages), wish=change.wish))
+
     # ------------------------------------------------------------------ parts of a step
+
+    def _save(self, step: int) -> float | None:
+        return self.saving.save(step, self.result, self.elastic.state(self.run, self.now.frozen))
 
     def _go_back(self) -> int | None:
         """Load the last checkpoint; its step, or None where there is none."""
@@ -222,10 +353,11 @@ class Training:
             self.outputs.event(NoteEvent(step=loaded.step, event="checkpoint-skipped", text=text))
         return loaded.step
 
-    def _leave_out(self, steps: int) -> None:
-        """The run has gone back by so many steps, and the data goes on where it is."""
-        self.train_data.offset += steps * self.run.batch.global_size
-        self.saving.offset = self.train_data.offset
+    def _leave_out(self, step: int, reached: int) -> None:
+        """The run has gone back from `step` to an earlier one, and the data goes on where it is."""
+        self.now.train_data.offset += (step - reached) * self.run.batch.global_size
+        self.saving.offset = self.now.train_data.offset
+        self.done = self.saving.told_step = reached
         self.meter.resume()
 
     def _publish_all(self, step: int, result: BatchResult, rate: float) -> None:
@@ -240,9 +372,11 @@ class Training:
         self._tell_of_checkpoints()
         if self.pending is None:
             return
-        flops_per_token = families.flops_per_sample(self.run) / self.data.weight
-        event = self.pending.event(flops_per_token, self.peak_flops_per_second)
+        event = self.pending.event(families.flops_per_sample(self.run) / self.data.weight,
+                                   self._rank_flops_per_second * self.run.mesh.size)
         self.stops |= self.pending.stop_requested
+        self.resizes |= self.pending.resize_requested
+        self.elastic.saw(event)
         bad, self.pending = self.pending.result.bad, None
         if not event.stepped and bad is None:
             text = (f"a gradient overflowed: nothing was updated, and the loss scale is now {event.loss_scale:g}"
@@ -260,14 +394,6 @@ class Training:
         for note in self.saving.tell():
             self.outputs.event(note)
 
-    def _evaluate(self, step: int) -> float:
-        """Held-out loss, the same samples each time."""
-        began = time.monotonic()
-        result = self.engine.evaluate(self.eval_data.microbatches(0))
-        loss = result.loss
-        self.outputs.event(EvalEvent(step=step, loss=loss, tokens=result.weight, seconds=time.monotonic() - began))
-        return loss
-
     def _sample(self) -> str:
         """The prompt, and what the model makes of it."""
         run, tokenizer = self.run, self.data.tokenizer
@@ -280,34 +406,6 @@ class Training:
 
     # ------------------------------------------------------------------ parts of the start
 
-    def _agree(self, run: Run) -> Run:
-        """The run with its folder, as rank 0 names it, and the tensor mesh as it lies best on the nodes. DataError when
-        the ranks have different text."""
-        folder = run.run_dir or resolve.default_folder(self.recipe)
-        everyone = self.ranks.gather_objects({"folder": str(folder), "text": self.data.fingerprint,
-                                              "local_size": self.world.local_size})
-        for rank, other in enumerate(everyone):
-            if other["text"] != everyone[0]["text"]:
-                raise DataError(f"differs from that of rank 0 ({everyone[0]['text']})", where=f"text of rank {rank}",
-                                value=other["text"], remedy="Give all machines the same files and versions, or one "
-                                                            "shared --data.cache-dir.")
-        nodes = {other["local_size"] for other in everyone}
-        facts = tensor_mesh_facts(run, nodes.pop() if len(nodes) == 1 else None)
-        return replace(run, run_dir=Path(everyone[0]["folder"]),
-                       mesh=replace(run.mesh, tile=run.mesh.tile or (facts and facts.tile)))
-
-    def _loaders(self) -> tuple[Loader, Loader]:
-        """Training samples in the seed's order, and held-out ones in their own."""
-        run, engine = self.run, self.engine
-        num_train, num_eval = len(self.data.train), len(self.data.eval)
-        share = {"microbatch_size": run.batch.microbatch_size,
-                 "replica": engine.coordinates.data, "num_replicas": run.mesh.data, "row": engine.coordinates.row,
-                 "num_rows": run.mesh.row, "device": self.world.device,
-                 "needs_inputs": engine.is_first_stage, "needs_targets": engine.is_last_stage}
-        return (Loader(self.data.train, Sampler(num_train, run.seed), global_size=run.batch.global_size, **share),
-                Loader(self.data.eval, Sampler(num_eval, None), global_size=min(run.train.eval_sequences, num_eval),
-                       **share))
-
     def _peak(self) -> float:
         """FLOPs a second that all ranks reach together when they do nothing but matrix products."""
         self.ranks.barrier()
@@ -319,47 +417,30 @@ class Training:
         run, model, world = self.run, self.run.model, self.world
         num_parameters = sum(parameter.numel for parameter in self.engine.layout.parameters
                              if parameter.owner == parameter.name)
+        elastic = self.elastic.text()
         return {
-            "model": f"{model.num_layers} layers, hidden {model.hidden}, {model.heads} heads, "
-                     f"vocabulary {model.vocab}, sequence {model.sequence}: {num_parameters:,} parameters in "
-                     f"{run.precision}",
+            "model": f"{families.text(run)}: {num_parameters:,} parameters in {run.precision}"
+                     + (f", from {model.pretrained}" if model.pretrained else ""),
             "data": self.data.about,
             "batch": f"{run.batch.global_size} sequences in microbatches of {run.batch.microbatch_size}",
             "pipeline": f"{run.pipeline.policy}, at most {self.engine.in_flight} microbatches in flight"
                         + ("" if run.memory.checkpoint == "none" else f", checkpoints: {run.memory.checkpoint}"),
             **({"tensor mesh": tensor_text(run)} if run.mesh.stage_size > 1 else {}),
             "optimizer": optimizer_text(run),
+            **({"elastic": elastic} if elastic else {}),
             "ranks": f"{world.size} over {world.backend.name} on {world.device.type}, threads for each: "
                      f"{torch.get_num_threads()}",
             "folder": str(run.run_dir)}
 
 
-def _prepare(run: Run, world: World, stream: TextIO) -> Prepared:
-    """Tokenizer and token files; whoever comes first on a machine makes them. Rank 0 tells what takes so long."""
-    return prepare(run, (lambda line: print(line, file=stream, flush=True)) if world.rank == 0 else (lambda line: None))
-
-
-def _build(run: Run, world: World, weight: float) -> Engine:
-    """weight: of one sample in the loss."""
-    size = run.batch.microbatch_size // run.mesh.row
-    inputs, targets = families.sample_of(run, size)
-    sample = Microbatch(inputs=inputs, targets=targets, samples=torch.arange(size))
-    return Engine(families.model_of(run), world, mesh=run.mesh, optim=run.optim, checkpoint=run.memory.checkpoint,
-                  policy=run.pipeline.policy,
-                  in_flight=run.pipeline.in_flight, boundaries=run.pipeline.boundaries,
-                  partition=run.pipeline.partition, defer_bytes=run.pipeline.defer_bytes, seed=run.seed,
-                  dtype=DTYPES[run.precision], nominal_weight=run.batch.global_size * weight,
-                  timeout_seconds=run.comm.timeout_seconds, sample=sample, tensor=run.tensor, guard=run.guard)
-
-
-def _outputs(run_dir: Path, history: History, trackers: Sequence[Tracker], stream: TextIO,
-             begins: Start | None) -> Trackers:
+def _outputs(run_dir, history: History, trackers: Sequence[Tracker], stream: TextIO, begins: Start | None) -> Trackers:
     """Everybody who takes the run's events. begins: where a run goes on that has begun in this folder."""
     open_folder(run_dir)
     before, after = [], 0
     if begins is not None:
         after, before = begins.step, steps_until(run_dir, begins.step)
-        (run_dir / "summary.json").unlink(missing_ok=True)  # it is of a run that has ended, and this one goes on
+        with suppress(FileNotFoundError):
+            (run_dir / "summary.json").unlink()  # it is of a run that has ended, and this one goes on
     history.remember(before)
     return Trackers([history, MetricsFile(run_dir, before), EventsFile(run_dir, continues=begins is not None),
                      TensorBoard(run_dir, after), console(stream), *trackers])
@@ -395,10 +476,3 @@ def optimizer_text(run: Run) -> str:
              "stream": f"states streamed from the host, {optim.buckets_in_flight} buckets at once"}[optim.offload]
     shared = f", sharded over {run.mesh.data} replicas" if optim.shard and run.mesh.data > 1 else ""
     return f"{optim.algorithm} in buckets of {optim.bucket_size:,}, {where}{shared}"
-
-
-def held_out_line(data: Prepared) -> list[int]:
-    """The start of the first held-out line of some length, as tokens."""
-    text = data.tokenizer.decode(data.eval.tokens.head(50 * PROMPT_TOKENS))
-    line = next((line for line in text.splitlines() if len(line.split()) >= 4), text)
-    return data.tokenizer.encode(line)[:PROMPT_TOKENS] or data.eval.tokens.head(1)

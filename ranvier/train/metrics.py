@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -62,7 +62,7 @@ class StepSpans:
 @dataclass(kw_only=True)
 class PendingStep:
     """A step whose numbers are still on their way. `sums`, over ranks: step seconds, wait seconds, waited share, and
-    how many ranks were asked to stop."""
+    how many ranks were asked to stop, and to take another mesh."""
 
     step: int
     result: Result
@@ -71,6 +71,7 @@ class PendingStep:
     work: Work
     num_ranks: int
     eval_loss: float | None = None
+    eval_scores: Mapping[str, float] = field(default_factory=dict)
     checkpoint_stall_seconds: float | None = None
     loss_scale: LossScale | None = None
     """As it is after this step, with fp16."""
@@ -81,6 +82,12 @@ class PendingStep:
         self.work.wait()
         return bool(self.sums[3] > 0)
 
+    @property
+    def resize_requested(self) -> bool:
+        """Likewise, whether the run was asked to take another mesh."""
+        self.work.wait()
+        return bool(self.sums[4] > 0)
+
     def event(self, flops_per_token: float, peak_flops_per_second: float) -> StepEvent:
         """Wait for the numbers; they are the same on every rank."""
         self.work.wait()
@@ -90,7 +97,7 @@ class PendingStep:
                          wait_seconds=waited, bubble_fraction=bubble, grad_norm=self.result.grad_norm,
                          learning_rate=self.learning_rate, flops_per_second=flops_per_second,
                          model_flops_utilisation=flops_per_second / peak_flops_per_second,
-                         stepped=self.result.stepped, eval_loss=self.eval_loss,
+                         stepped=self.result.stepped, eval_loss=self.eval_loss, eval_scores=self.eval_scores,
                          checkpoint_stall_seconds=self.checkpoint_stall_seconds,
                          loss_scale=self.loss_scale.scale if self.loss_scale else None,
                          skipped_steps=self.loss_scale.skipped_steps if self.loss_scale else None)
@@ -100,13 +107,25 @@ class Meter:
     """Clocks one rank's steps and keeps the spans that the timeline will show.
 
     ranks: a group of all ranks; they call `step` for the same steps, in the same order as its other collectives.
-    stop: this rank's own; whether it was asked to stop goes with each step's numbers to all ranks.
+    stop: this rank's own; whether it was asked to stop goes with each step's numbers to all ranks. resize_asked:
+    whether this rank knows of a wish for another mesh, likewise.
     """
 
-    def __init__(self, timeline: Timeline, ranks: Group, stop: StopRequest | None = None) -> None:
-        self._timeline, self._ranks, self._stop = timeline, ranks, stop
+    def __init__(self, timeline: Timeline, ranks: Group, stop: StopRequest | None = None,
+                 resize_asked: Callable[[], bool] | None = None) -> None:
+        self._timeline, self._ranks, self._stop, self._resize_asked = timeline, ranks, stop, resize_asked
+        self.busy: dict[str, float] = {}
+        """Seconds in each category of span, in the steps on the mesh of now, the first aside."""
+        self.busy_steps = -1
         self._first: StepSpans | None = None
         self._latest: deque[StepSpans] = deque(maxlen=KEPT_STEPS)
+        self.resume()
+
+    def move(self, timeline: Timeline, ranks: Group) -> None:
+        """The run goes on with another engine, on other ranks. What was kept of the mesh before is let go."""
+        self._timeline, self._ranks, self._first = timeline, ranks, None
+        self._latest.clear()
+        self.busy, self.busy_steps = {}, -1
         self.resume()
 
     def resume(self) -> None:
@@ -121,9 +140,14 @@ class Meter:
         self._start_ns = stop_ns
         self._first = self._first or took
         self._latest.append(took)
+        self.busy_steps += 1
+        if self.busy_steps:
+            for span in took.spans:
+                self.busy[span.category] = self.busy.get(span.category, 0.0) + span.seconds
         share = min(1.0, took.wait_seconds / took.seconds)
         stop = self._stop is not None and self._stop.requested
-        sums = torch.tensor([took.seconds, took.wait_seconds, share, float(stop)], dtype=torch.float64)
+        resize = self._resize_asked is not None and self._resize_asked()
+        sums = torch.tensor([took.seconds, took.wait_seconds, share, stop, resize], dtype=torch.float64)
         return PendingStep(step=number, result=result, learning_rate=learning_rate, sums=sums,
                            work=self._ranks.all_reduce(sums), num_ranks=len(self._ranks.ranks))
 

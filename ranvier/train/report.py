@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 
 from ranvier.mesh import AXES, Mesh
-from ranvier.train.events import EvalEvent, Event, StepEvent
+from ranvier.train.events import EvalEvent, Event, StepEvent, TransitionEvent
 from ranvier.train.files import mesh_fields, mesh_text, write_json
 from ranvier.train.pictures import draw_loss, draw_timeline
 from ranvier.train.timeline import RankTimeline, write_trace
@@ -46,6 +46,11 @@ class History:
         self.step_seconds: list[float] = []
         self.bubbles: list[float] = []
         self.utilisations: list[float] = []
+        self.accuracies: dict[int, float] = {}
+        self.scores: dict[str, float] = {}
+        """What the last evaluation has come to: eval_accuracy, eval_count, ..."""
+        self.transitions: list[TransitionEvent] = []
+        self.samples_per_second: dict[int, float] = {}
 
     def remember(self, steps: Sequence[Mapping[str, object]]) -> None:
         """Steps of the same run before it went on, as metrics.jsonl has them."""
@@ -67,6 +72,11 @@ class History:
             self.utilisations.append(event.model_flops_utilisation)
         elif isinstance(event, EvalEvent):
             self.eval_losses[event.step] = event.loss
+            self.scores = dict(event.scores)
+            if "eval_accuracy" in event.scores:
+                self.accuracies[event.step] = event.scores["eval_accuracy"]
+        elif isinstance(event, TransitionEvent):
+            self.transitions.append(event)
 
     def close(self) -> None:
         """Nothing is open."""
@@ -91,7 +101,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def summarise(*, recipe: str, mesh: Mesh, history: History, ranks: Sequence[Mapping], boundaries: Sequence[int],
-              launcher: str, transport: str, device: torch.device, seconds: float) -> dict[str, object]:
+              launcher: str, transport: str, device: torch.device, seconds: float, frozen: int) -> dict[str, object]:
     """The contents of summary.json.
 
     ranks: every rank's `rank_facts`. Fields with a list have one entry a rank; bytes_received_by_axis adds them up.
@@ -108,6 +118,10 @@ def summarise(*, recipe: str, mesh: Mesh, history: History, ranks: Sequence[Mapp
         "bubble_fraction": steady(history.bubbles),
         "model_flops_utilisation": steady(history.utilisations),
         "mesh": mesh_fields(mesh),
+        **({"frozen_layers": frozen} if frozen else {}),
+        **({"transitions": len(history.transitions), "transition_seconds": sum(
+            event.seconds for event in history.transitions)} if history.transitions else {}),
+        **history.scores,
         "boundaries": list(boundaries),
         "peak_memory_bytes": [row["peak_memory_bytes"] for row in ranks],
         "bytes_sent": [row["bytes_sent"] for row in ranks],

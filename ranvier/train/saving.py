@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -34,6 +34,8 @@ class Start:
     offset: int = 0
     continues: bool = False
     notes: list[NoteEvent] = field(default_factory=list)
+    loaded: Loaded | None = None
+    elastic: Mapping[str, object] = field(default_factory=dict)
 
 
 @checked(frozen=True, kw_only=True, config=ConfigDict(extra="ignore", strict=True))
@@ -46,6 +48,8 @@ class Told:
     """The fingerprint of the tokens."""
     guard: dict[str, list[float]] = field(default_factory=lambda: {"losses": []})
     run: dict[str, object] = field(default_factory=dict)
+    elastic: dict[str, object] = field(default_factory=dict)
+    """What layers are frozen, and how the run came to its mesh: `Elasticity.state`."""
 
     @property
     def values(self) -> dict[str, object]:
@@ -64,6 +68,11 @@ def told_by(loaded: Loaded) -> Told:
         raise damaged(loaded.folder, f"about.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
+def _checkpoints(run: Run, engine: Engine) -> Checkpoints:
+    return Checkpoints(engine, checkpoint_folder(run), keep=run.checkpoint.keep, keep_every=run.checkpoint.keep_every,
+                       timeout_seconds=run.comm.timeout_seconds)
+
+
 def checkpoint_folder(run: Run) -> Path:
     """Where the checkpoints of a run are whose folder is known."""
     return run.checkpoint.dir or run.run_dir / "checkpoint"
@@ -77,9 +86,7 @@ class Saving:
 
     def __init__(self, run: Run, recipe: str, engine: Engine, text: str) -> None:
         self._run, self._recipe, self._engine, self._text = run, recipe, engine, text
-        self.checkpoints = Checkpoints(engine, checkpoint_folder(run), keep=run.checkpoint.keep,
-                                       keep_every=run.checkpoint.keep_every,
-                                       timeout_seconds=run.comm.timeout_seconds)
+        self.checkpoints = _checkpoints(run, engine)
         self.origin = self.checkpoints.of_first(resolve.origin(run.run_dir))
         """The checkpoint elsewhere that the run of this folder began with; none where it began anew."""
         self.offset = 0
@@ -89,6 +96,12 @@ class Saving:
         self.told_step = 0
         """The last step whose numbers are in the run's folder; rank 0 only. No checkpoint of a later one gets its name,
         or a run that died then and went on from it would never tell that step's numbers."""
+
+    def move(self, run: Run, engine: Engine, *, offset: int, saved_step: int | None) -> None:
+        """The run goes on with another engine, on another mesh perhaps; the old checkpoints are closed."""
+        self._run, self._engine, self.offset, self.saved_step = run, engine, offset, saved_step
+        damaged, self.checkpoints = self.checkpoints.damaged, _checkpoints(run, engine)
+        self.checkpoints.damaged |= damaged
 
     # ------------------------------------------------------------------ where the run begins
 
@@ -118,7 +131,8 @@ class Saving:
             self._engine.bad_steps.load(told.guard)
         notes = [NoteEvent(step=loaded.step, event="checkpoint-skipped", text=text) for text in loaded.skipped]
         return Start(step=loaded.step, offset=self.offset, continues=continues,
-                     notes=[*notes, self._note(loaded), *self._differences(loaded.step, told)])
+                     notes=[*notes, self._note(loaded), *self._differences(loaded.step, told)], loaded=loaded,
+                     elastic=told.elastic)
 
     def _check_model(self, loaded: Loaded, told: Told) -> None:
         """What makes another function of parameters of the same shapes."""
@@ -166,11 +180,11 @@ class Saving:
     # ------------------------------------------------------------------ while it trains
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is to be written after `step`."""
-        config, every = self._run.train, self._run.checkpoint.every
-        return step == config.steps or bool(every and step % every == 0)
+        """Whether a checkpoint is to be written after `step`, which is not the last."""
+        every = self._run.checkpoint.every
+        return bool(every and step % every == 0)
 
-    def save(self, step: int, result: BatchResult) -> float | None:
+    def save(self, step: int, result: BatchResult, elastic: Mapping[str, object]) -> float | None:
         """Begin a checkpoint; returns the seconds that training waited for it. None where the step was taken although
         its loss is no number: what comes of it is not kept."""
         if result.stepped and math.isnan(result.loss):
@@ -178,7 +192,7 @@ class Saving:
         self.saved_step = step
         return self.checkpoints.save({
             "recipe": self._recipe, "run": resolve.document(self._run), "text": self._text, "versions": versions(),
-            "samples": step * self._run.batch.global_size + self.offset,
+            "elastic": elastic, "samples": step * self._run.batch.global_size + self.offset,
             **({} if self._engine.bad_steps is None else {"guard": self._engine.bad_steps.state()}),
         }, when=lambda: self.told_step >= step)
 

@@ -9,24 +9,25 @@ from safetensors.torch import save_file
 from ranvier.checkpoint.hf_import import import_model
 from ranvier.checkpoint.manifest import encode
 from ranvier.checkpoint.saved import Saved
-from ranvier.models import hf
+from ranvier.models import hf_gpt2
 from ranvier.run import Transformer
 from tests.checkpoint.anywhere import write_manifest
 
-SMALL = Transformer(num_layers=2, hidden=24, heads=3, vocab=300, sequence=16)
+SMALL = Transformer(family="gpt", num_layers=2, hidden=24, heads=3, vocab=300, sequence=16)
 
 
 def parameters(config=SMALL, dtype=torch.float32, seed=0):
     """Random tensors of a whole model under Hugging Face's names, no two alike."""
     generator = torch.Generator().manual_seed(seed)
-    return {there: (torch.randn(hf.shape_there(ours, config), generator=generator) * 0.3).to(dtype)
-            for ours, there in hf.names(config).items() if ours not in hf.TIED}
+    return {name: (torch.randn(shape, generator=generator) * 0.3).to(dtype)
+            for place in hf_gpt2.places(config).values()
+            for name, shape in zip(place.names, place.shapes, strict=True)}
 
 
 def write_model(folder: Path, tensors=None, config=SMALL, **settings) -> Path:
     """config.json and model.safetensors; settings are laid over those of `config`, and None takes one away."""
     folder.mkdir(parents=True, exist_ok=True)
-    document = {**hf.gpt2_config(config), **settings}
+    document = {**hf_gpt2.write(config), **settings}
     (folder / "config.json").write_text(json.dumps(document))
     save_file(parameters(config) if tensors is None else tensors, folder / "model.safetensors")
     return folder

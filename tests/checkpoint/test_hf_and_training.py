@@ -38,7 +38,7 @@ def run(tmp_path):
             " ".join(choose.choices(words, k=10)) for _ in range(20)))
     return Run(mesh=Mesh(data=1, pipe=2, col=2), batch=Batch(global_size=8, microbatch_size=2),
                train=Train(steps=5, learning_rate=1e-2, eval_sequences=8, sample_tokens=0),
-               model=Transformer(num_layers=2, hidden=16, heads=2, vocab=280, sequence=16, dropout=0.1),
+               model=Transformer(family="gpt", num_layers=2, hidden=16, heads=2, vocab=280, sequence=16, dropout=0.1),
                data=Data(corpus=str(tmp_path / "texts"), cache_dir=tmp_path / "cache"), run_dir=tmp_path / "first")
 
 

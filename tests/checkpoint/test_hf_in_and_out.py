@@ -22,7 +22,7 @@ from ranvier.checkpoint.tensor_file import Slot, shards, write_tensors
 from ranvier.cli import run_command
 from ranvier.data import tokenizer as tokenizers
 from ranvier.errors import CheckpointError
-from ranvier.models import hf
+from ranvier.models import hf, hf_gpt2
 from ranvier.run import Transformer
 
 
@@ -52,7 +52,8 @@ def silent(line):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("config", [
-    SMALL, Transformer(num_layers=1, hidden=8, heads=1, vocab=11, sequence=5, dropout=0.2)], ids=["small", "tiny"])
+    SMALL, Transformer(family="gpt", num_layers=1, hidden=8, heads=1, vocab=11, sequence=5, dropout=0.2)],
+    ids=["small", "tiny"])
 def test_there_and_back_to_the_bit(tmp_path, capsys, dtype, config):
     tensors = parameters(config, dtype)
     model = write_model(tmp_path / "model", tensors, config)
@@ -75,8 +76,8 @@ def test_a_checkpoint_of_an_import(tmp_path):
     assert list(saved.damage()) == []
     assert (manifest.step, manifest.optimizer_steps, manifest.frozen) == (0, 0, ())
     assert set(manifest.tensors) == {"parameter", "master"}
-    ours = hf.from_hf(tensors, SMALL)
-    del ours["head.projection.weight"]
+    ours = {name: hf.tensor_here(place, [tensors[one] for one in place.names])
+            for name, place in hf_gpt2.places(SMALL).items()}
     equal({name: saved.read("master", name) for name in manifest.tensors["master"]}, ours)
     equal({name: saved.read("parameter", name) for name in manifest.tensors["parameter"]},
           {name: tensor.bfloat16() for name, tensor in ours.items()})
@@ -192,7 +193,7 @@ def test_import_computes_what_transformers_computes(tmp_path, capsys, peer, form
         shutil.copy(folder / f"{form}.bin", source / "pytorch_model.bin")
     assert run_command(["import", str(source), str(tmp_path / "run")]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"logits of 16 tokens against transformers \S+: largest difference \d\S*, their standard", out)
+    assert re.search(r"logits of 16 tokens against transformers \S+: largest difference \d\S*, their scale", out)
     assert "attn_pdrop 0.1 is left out" in out
     saved = Saved(step_folder(tmp_path / "run/checkpoint", 0))
     config = Pretrained(source).config
@@ -304,16 +305,18 @@ def test_a_wrong_layout_is_noticed_and_leaves_nothing(tmp_path, monkeypatch, fau
     run = write_checkpoint(tmp_path / "run")
     model = tmp_path / "run-model"
     before = sorted(tmp_path.rglob("*"))
-    right = getattr(hf, "tensor_to_hf" if way == "export" else "tensor_from_hf")
+    right = getattr(hf, "tensors_there" if way == "export" else "tensor_here")
 
-    def wrong(ours, tensor, config):
-        if fault == "transpose" and ours == "layer1.attention.projection.weight":
+    def wrong(place, given):
+        tensor, name = given if way == "export" else given[0], place.names[0]
+        if fault == "transpose" and name.endswith("h.1.attn.c_proj.weight"):
             tensor = tensor.t()
-        if fault == "heads" and ".qkv." in ours:
-            return tensor.t().contiguous() if tensor.dim() == 2 else tensor
-        if fault == "swap" and ours == "layer0.mlp.norm.weight":
+        if fault == "heads" and "c_attn" in name:
+            tensor = tensor.t().contiguous() if tensor.dim() == 2 else tensor
+            return [tensor] if way == "export" else tensor
+        if fault == "swap" and name.endswith("h.0.ln_2.weight"):
             tensor = tensor.flip(0)
-        return right(ours, tensor, config)
+        return right(place, tensor if way == "export" else [tensor])
 
     monkeypatch.setattr(hf, right.__name__, wrong)
     with pytest.raises(CheckpointError, match=r"computes something else than its source: logits of 16 tokens against "
@@ -326,9 +329,9 @@ def test_a_wrong_layout_is_noticed_and_leaves_nothing(tmp_path, monkeypatch, fau
 
 
 def test_logits_that_are_no_numbers_are_not_equal():
-    compared = logits.Comparison(largest=float("nan"), scale=1.0, num_tokens=1, peer="")
+    compared = logits.Comparison(largest=float("nan"), scale=1.0, what="1 tokens", peer="")
     assert not compared.is_equal
-    assert logits.Comparison(largest=0.0, scale=0.0, num_tokens=1, peer="").is_equal
+    assert logits.Comparison(largest=0.0, scale=0.0, what="1 tokens", peer="").is_equal
 
 
 # --- streaming -------------------------------------------------------------------------------------------------------
@@ -336,17 +339,17 @@ def test_logits_that_are_no_numbers_are_not_equal():
 
 def test_one_tensor_at_a_time(tmp_path, monkeypatch):
     run = write_checkpoint(tmp_path / "run")
-    right, seen, alive = hf.tensor_to_hf, [], []
+    right, seen, alive = hf.tensors_there, [], []
 
-    def watched(ours, tensor, config):
-        found = right(ours, tensor, config).clone()
+    def watched(place, tensor):
+        found = [right(place, tensor)[0].clone()]
         alive.append(sum(reference() is not None for reference in seen))
-        seen.append(weakref.ref(found))
+        seen.append(weakref.ref(found[0]))
         return found
 
-    monkeypatch.setattr(hf, "tensor_to_hf", watched)
+    monkeypatch.setattr(hf, "tensors_there", watched)
     export(run, tmp_path / "there", tell=silent)
-    assert len(seen) == len(hf.names(SMALL)) - 1
+    assert len(seen) == len(hf_gpt2.places(SMALL))
     assert max(alive) <= 1
 
 

@@ -18,7 +18,7 @@ from ranvier.checkpoint import logits, new_folder, pretrained
 from ranvier.checkpoint.saved import checksum
 from ranvier.cli import run_command
 from ranvier.data import tokenizer as tokenizers
-from ranvier.models import hf
+from ranvier.models import hf_gpt2
 from ranvier.run import Transformer
 
 
@@ -46,8 +46,8 @@ def refused(capsys, tmp_path, args, text):
 
 
 @pytest.mark.parametrize(("settings", "text"), [
-    ({"model_type": "llama"}, r"model_type in config\.json: must be gpt2 \(got 'llama'\)"),
-    ({"model_type": ["gpt2"]}, r"model_type in config\.json: must be gpt2"),
+    ({"model_type": "llama"}, r"model_type in config\.json: must be gpt2, bert, vit or dinov2 \(got 'llama'\)"),
+    ({"model_type": ["gpt2"]}, r"model_type in config\.json: must be gpt2, "),
     ({"activation_function": "relu"}, r"activation_function in config\.json: must be gelu_new or gelu_pytorch_tanh"),
     ({"layer_norm_epsilon": 1e-6}, r"layer_norm_epsilon in config\.json: must be 1e-05 \(got 1e-06\)"),
     ({"layer_norm_epsilon": float("nan")}, r"layer_norm_epsilon in config\.json"),
@@ -321,7 +321,7 @@ def test_what_was_begun_goes_away(tmp_path, capsys, monkeypatch, way, error):
     source = write_model(tmp_path / "model") if way == "import" else write_checkpoint(tmp_path / "run")
     before = tree(tmp_path)
 
-    def fails(*args):
+    def fails(*args, **options):
         raise error
 
     monkeypatch.setattr(logits, "compare", fails)
@@ -359,12 +359,12 @@ def test_the_newest_whole_checkpoint(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("edit", "text"), [
-    (lambda d: d["about"].pop("run"), "does not say which GPT it is of: about.run.model"),
-    (lambda d: d["about"].update(run=3), "does not say which GPT it is of"),
-    (lambda d: d["about"]["run"].pop("model"), "does not say which GPT it is of"),
+    (lambda d: d["about"].pop("run"), "does not say which model it is of: about.run.model"),
+    (lambda d: d["about"].update(run=3), "does not say which model it is of"),
+    (lambda d: d["about"]["run"].pop("model"), "does not say which model it is of"),
     (lambda d: d["about"]["run"]["model"].update(hidden="24"), r"about\.run\.model\.hidden: Input should be"),
     (lambda d: d["about"]["run"]["model"].update(more=1), r"about\.run\.model\.more: Unexpected"),
-    (lambda d: d["about"]["run"]["model"].update(heads=5), r"is of no possible GPT: model\.heads does not divide"),
+    (lambda d: d["about"]["run"]["model"].update(heads=5), r"is of no possible model: model\.heads does not divide"),
     (lambda d: d["about"]["run"]["model"].update(num_layers=10**12), r"has too few parameters for 10+ layers \(got 28"),
     (lambda d: d["about"]["run"]["model"].update(num_layers=1), r"has a parameter layer1\."),
     (lambda d: d["about"]["run"]["model"].update(hidden=48), r"of another shape than \(300, 48\) \(got \(300, 24\)\)"),
@@ -417,4 +417,5 @@ def test_shapes_are_those_of_the_model():
     blocks = {name: build() for name, build in gpt(SMALL).blocks.items()}
     found = {f"{block}.{name}": tuple(parameter.shape) for block, module in blocks.items()
              for name, parameter in module.named_parameters()}
-    assert {name: hf.shape(name, SMALL) for name in hf.names(SMALL)} == found
+    shapes = {name: place.shape for name, place in hf_gpt2.places(SMALL).items()}
+    assert shapes | {"head.projection.weight": shapes["embedding.token.weight"]} == found

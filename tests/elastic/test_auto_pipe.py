@@ -135,7 +135,7 @@ def test_candidates():
 def test_one_stage_is_the_sum_of_its_work():
     choice = found(situation(), 4, 1)
     assert (choice.seconds, choice.boundaries, choice.samples, choice.microbatches) == (6 * 3 * 2, (), 8, 1)
-    assert str(choice) == ("pipe 1 x data 4: 36 s a step with 1 microbatches; stage 0 is the dearest with 36 s a "
+    assert str(choice) == ("pipe 1 x data 4: 36 s a step with 1 microbatch; stage 0 is the dearest with 36 s a "
                            "microbatch, stages wait 0% of the time, 0 s follow the last backward")
 
 
@@ -230,6 +230,8 @@ def test_memory_decides_where_to_cut_and_what_is_dropped():
     assert str(found(limited, 2, 1)).startswith(
         "pipe 1 x data 2: dropped: no cut fits the memory: with microbatches of 1 stage 0 with blocks 0 to 5 needs "
         "8.0 MiB of 4.0 MiB")
+    assert str(found(limited, 1, 2)).startswith("pipe 2 x data 1: 98 s a step with 8 microbatches; "), (
+        "2 s until stage 1 begins, and 12 s for each")
     assert {(place.data, place.pipe, place.stage) for place in asked} == {(1, 2, 0), (1, 2, 1), (2, 1, 0)}
     assert all(place.num_microbatches * place.microbatch_size >= 8 // place.data for place in asked)
     tight = found(replace(given, limit_bytes=3 * 2**20), 1, 2)

@@ -264,11 +264,42 @@ def test_dropout_drops_what_the_unsplit_layer_drops(rows, cols, scheme):
 # ---------------------------------------------------------------------- heads and losses
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("token", [0, 5, SEQUENCE - 1, -1])
+@pytest.mark.parametrize("token", [0, 5, SEQUENCE - 1, -1, None])
 @pytest.mark.parametrize(("rows", "cols", "scheme"), FEW)
 def test_token_linear(rows, cols, scheme, token, bias):
     make = partial(filled, partial(layers.TokenLinear, HIDDEN, 5, bias, token=token))
-    assert_layer_parity(make, stream(rows), random(2 * rows, 5), rows, cols, scheme, enter=stream_part, leave=row_part)
+    dy = random(2 * rows, 5) if token is not None else random(2 * rows, SEQUENCE, 5)
+    assert_layer_parity(make, stream(rows), dy, rows, cols, scheme, enter=stream_part, leave=row_part)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("rows", "cols", "scheme"), FEW)
+def test_whole_linear(rows, cols, scheme, bias):
+    make = partial(filled, partial(layers.WholeLinear, HIDDEN, 5, bias))
+    assert_layer_parity(make, random(2 * rows, HIDDEN), random(2 * rows, 5), rows, cols, scheme, enter=row_part,
+                        leave=row_part)
+
+
+@pytest.mark.parametrize(("rows", "cols", "scheme"), FEW)
+def test_small_embedding(rows, cols, scheme):
+    kinds = torch.randint(3, (2 * rows, SEQUENCE), generator=torch.Generator().manual_seed(5))
+    make = partial(filled, partial(layers.SmallEmbedding, 3, HIDDEN))
+    assert_layer_parity(make, kinds, stream(rows), rows, cols, scheme, enter=row_part, leave=stream_part)
+
+
+@pytest.mark.parametrize(("rows", "cols", "scheme"), FEW)
+def test_patch_embedding(rows, cols, scheme):
+    """The first token lies on one column of those that share a sequence."""
+    make = partial(filled, partial(layers.PatchEmbedding, 7, HIDDEN, length=SEQUENCE))
+    assert_layer_parity(make, random(2 * rows, SEQUENCE - 1, 7), stream(rows), rows, cols, scheme, enter=row_part,
+                        leave=stream_part)
+
+
+@pytest.mark.parametrize(("rows", "cols", "scheme"), FEW)
+def test_dropout_of_what_all_columns_have(rows, cols, scheme):
+    x = random(2 * rows, HIDDEN)
+    assert_layer_parity(lambda: layers.Dropout(0.5, whole=True), x, random(2 * rows, HIDDEN), rows, cols, scheme,
+                        enter=row_part, leave=row_part)
 
 
 @pytest.mark.parametrize("token", [SEQUENCE, -SEQUENCE - 1])

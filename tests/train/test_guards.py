@@ -15,13 +15,14 @@ from ranvier.data.loader import Loader
 from ranvier.data.sampler import Sampler
 from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
+from ranvier.models import families
 from ranvier.models.gpt import gpt
 from ranvier.pipeline.examine import Cause
 from ranvier.run import Batch, Checkpoint, Data, Guard, Optim, Run, Train, Transformer
 from ranvier.testing.ranks import run_ranks
-from ranvier.train import loop
+from ranvier.train import formation
 from ranvier.train.guards import Guards
-from ranvier.train.loop import Training, train
+from ranvier.train.loop import train
 
 # ---------------------------------------------------------------------- the decisions alone
 
@@ -195,15 +196,15 @@ def break_data(monkeypatch, *bad_batches, size=8):
     """One sample of each of these batches (from 0, as they lie in the data) makes the MLP return nan: one of replica 0,
     microbatch 1. Returns a list that will have the batches that rank 0 takes, in order."""
     taken, bad = [], set()
-    batch_of, loaders_of = Loader.microbatches, Training._loaders
+    batch_of, loaders_of = Loader.microbatches, formation._loaders
 
     def microbatches(self, step):
         if threading.current_thread().name == "rank 0" and self.sampler.seed is not None:
             taken.append(step + self.offset // size)
         return batch_of(self, step)
 
-    def loaders(self):
-        train_data, eval_data = loaders_of(self)
+    def loaders(*args):
+        train_data, eval_data = loaders_of(*args)
         bad.update(int(train_data.sampler.global_batch(batch, size)[3]) for batch in bad_batches)
         return train_data, eval_data
 
@@ -211,8 +212,8 @@ def break_data(monkeypatch, *bad_batches, size=8):
         here = keyed_random._scope.get()
         return output * torch.nan if here is not None and bad & set(here.samples.tolist()) else output
 
-    def broken(config):
-        model = gpt(config)
+    def broken(run, dtype=torch.float32):
+        model = gpt(run.model, dtype=dtype)
 
         def build():
             module = model.blocks["layer0.mlp"]()
@@ -222,8 +223,8 @@ def break_data(monkeypatch, *bad_batches, size=8):
         return replace(model, blocks={**model.blocks, "layer0.mlp": build})
 
     monkeypatch.setattr(Loader, "microbatches", microbatches)
-    monkeypatch.setattr(Training, "_loaders", loaders)
-    monkeypatch.setattr(loop, "gpt", broken)
+    monkeypatch.setattr(formation, "_loaders", loaders)
+    monkeypatch.setattr(families, "model_of", broken)
     return taken
 
 

@@ -12,11 +12,12 @@ import pytest
 from ranvier import check, resolve
 from ranvier.errors import DataError, RanvierError
 from ranvier.mesh import Mesh
+from ranvier.optim.learning_rate import learning_rate
 from ranvier.run import Batch, Data, Guard, Optim, Pipeline, Run, TensorParallel, Train, Transformer
 from ranvier.testing.ranks import run_ranks
 from ranvier.train import loop
 from ranvier.train.events import EndEvent, StartEvent, StepEvent
-from ranvier.train.loop import learning_rate, train
+from ranvier.train.loop import train
 from tests.covering import covering
 
 STEPS = 6
@@ -223,11 +224,12 @@ def test_a_folder_that_cannot_be_written_ends_the_run_at_its_start(corpus, tmp_p
 
 def test_ranks_with_different_text_are_refused(corpus, tmp_path, monkeypatch):
     def other_text(run, world, stream):
-        prepared = loop.prepare(run)
-        return replace(prepared, fingerprint="other") if world.rank == 1 else prepared
+        run, data, model = prepared(run, world, stream)
+        return run, replace(data, fingerprint="other") if world.rank == 1 else data, model
 
-    monkeypatch.setattr(loop, "_prepare", other_text)
-    with pytest.raises(DataError, match="text of rank 1: differs from that of rank 0"):
+    prepared = loop.prepared
+    monkeypatch.setattr(loop, "prepared", other_text)
+    with pytest.raises(DataError, match="data of rank 1: differs from that of rank 0"):
         run_all(tiny(corpus, tmp_path, mesh=Mesh(data=2)))
 
 

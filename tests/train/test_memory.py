@@ -19,7 +19,7 @@ from ranvier.machine import available_memory_bytes
 from ranvier.mesh import Mesh
 from ranvier.planner.memory import remedies, too_large
 from ranvier.run import Batch, Memory, Optim, Run, TensorParallel, Train, Transformer
-from ranvier.train import memory
+from ranvier.train import formation, memory
 from ranvier.train.loop import Training
 from tests.train.test_loop import corpus, lines, run_all, tiny
 
@@ -102,7 +102,7 @@ def test_checkpointing_takes_less(corpus, tmp_path):
 
 def test_a_run_that_cannot_fit_is_refused_before_it_is_built(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "available_memory_bytes", lambda: 10 << 20)
-    monkeypatch.setattr(Training, "_loaders", lambda self: pytest.fail("built"))
+    monkeypatch.setattr(formation, "_loaders", lambda *args: pytest.fail("built"))
     with pytest.raises(ConfigError, match=r"memory of the machine: does not suffice: 4 ranks here need \d\d MiB, "
                                           r"and there are 10; of stage \d: parameters .* In this order: lower "
                                           r"--batch.microbatch-size \(it is 2\); set --memory.checkpoint auto; "):

@@ -1,0 +1,107 @@
+"""Training that starts from a folder in Hugging Face's form: a run gets its sizes, and an engine its parameters.
+
+Each rank reads the parameters of its own blocks, one at a time, and takes its box of each, whatever the mesh. What the
+folder lacks, such as a classifier, keeps its start from the seed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import isqrt
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ranvier.checkpoint import state
+from ranvier.checkpoint.hf_export import finite
+from ranvier.checkpoint.pretrained import Pretrained
+from ranvier.errors import ConfigError, ModelError
+from ranvier.run import Run
+
+if TYPE_CHECKING:
+    from ranvier.pipeline.engine import Engine
+
+_POSITIONS = "embedding.position.weight"
+_SIZES = ("family", "num_layers", "hidden", "heads", "vocab", "intermediate", "norm_epsilon", "patch_size")
+
+
+def with_sizes(run: Run, pretrained: Pretrained) -> Run:
+    """The run with a model of the folder's sizes. Sequence, image size, dropout and classes stay the run's: positions
+    are cut or resized. ConfigError where the sequence is longer than the folder has positions for."""
+    found = pretrained.config
+    if found.family != "vit" and run.model.sequence > found.sequence:
+        raise ConfigError(f"is longer than {pretrained.folder} has positions for, which is {found.sequence}",
+                          where="model.sequence", value=run.model.sequence,
+                          remedy=f"Set --model.sequence {found.sequence}.")
+    sizes = {name: getattr(found, name) for name in _SIZES}
+    if found.family == "vit":
+        del sizes["vocab"]
+    else:
+        del sizes["patch_size"]
+    return replace(run, model=replace(run.model, **sizes))
+
+
+def load_pretrained(engine: Engine, pretrained: Pretrained) -> list[str]:
+    """Every parameter of this rank that the folder has becomes its box of the folder's, and its master copy with it.
+
+    Call it on every rank, before the first step. Returns what a user should know, the same on every rank. ModelError
+    for a parameter of another shape; CheckpointError for numbers that are none.
+    """
+    shapes = {parameter.name: parameter.shape for parameter in engine.layout.parameters if parameter.is_owner}
+    notes, taken = [], set()
+    for name, shape in shapes.items():
+        if name in pretrained.places and _fits(pretrained, name, shape, notes):
+            taken.add(name)
+    left = [name for name in shapes if name not in taken]
+    if left:
+        notes.append(f"not in {pretrained.folder}, so from the seed: {', '.join(left)}")
+    unused = [name for name in pretrained.places if name not in shapes]
+    if unused or pretrained.left_out:
+        notes.append(f"left out of {pretrained.folder}: {', '.join([*unused, *pretrained.left_out])}")
+    dtype = next(iter(engine.named_parameters().values())).dtype if engine.named_parameters() else torch.float32
+
+    def value(name: str) -> Tensor | None:
+        if name not in taken:
+            return None
+        found = resized(pretrained.read(name), name, shapes[name], pretrained.config.family)
+        finite(found.to(dtype), name, pretrained.folder)
+        return found
+
+    state.set_parameters(engine, value)
+    return notes
+
+
+def _fits(pretrained: Pretrained, name: str, shape: tuple[int, ...], notes: list[str]) -> bool:
+    """Whether a parameter of the folder can be the run's, cut or resized; notes say where it is."""
+    there, family = pretrained.places[name].shape, pretrained.config.family
+    if there == shape:
+        return True
+    if name == _POSITIONS and there[1] == shape[1]:
+        if family == "vit":
+            old, new = isqrt(there[0] - 1), isqrt(shape[0] - 1)
+            notes.append(f"positions of {old} x {old} patches are resized to {new} x {new}")
+            return True
+        if shape[0] < there[0]:
+            notes.append(f"the first {shape[0]} of {there[0]} positions are taken")
+            return True
+    if name.startswith("head.classifier."):
+        notes.append(f"{name} has the shape {there} in {pretrained.folder} and {shape} here: it starts from the seed")
+        return False
+    raise ModelError(f"has another shape than in {pretrained.folder}, where it is {there}", where=f"parameter {name}",
+                     value=shape, remedy="Build the model with the folder's sizes: with_sizes(run, pretrained).")
+
+
+def resized(value: Tensor, name: str, shape: tuple[int, ...], family: str) -> Tensor:
+    """`value`, or where it is a table of positions of another number, those of `shape`: the first ones of a text's; of
+    an image's the grid of patches, bicubically interpolated as transformers does (interpolate_pos_encoding)."""
+    if name != _POSITIONS or tuple(value.shape) == tuple(shape):
+        return value
+    if family != "vit":
+        return value[:shape[0]]
+    old, new = isqrt(len(value) - 1), isqrt(shape[0] - 1)
+    wide = value.to(torch.promote_types(value.dtype, torch.float32))
+    grid_1HGG = wide[1:].unflatten(0, (old, old)).permute(2, 0, 1)[None]
+    grid_1HGG = functional.interpolate(grid_1HGG, size=(new, new), mode="bicubic", align_corners=False)
+    return torch.cat([wide[:1], grid_1HGG[0].permute(1, 2, 0).flatten(0, 1)]).to(value.dtype)

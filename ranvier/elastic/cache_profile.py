@@ -1,0 +1,91 @@
+"""Does keeping the outputs of the frozen prefix pay? A decision from measured seconds. Pure.
+
+Of a sample that is not kept yet, with n reads of it still to come (this one included):
+
+    without the cache    n compute
+    with it              compute + write + (n - 1) read
+
+so it pays when (n - 1) (compute - read) > write. Of a sample that is kept, it pays when compute > read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Measured seconds of one sample: the frozen blocks' forward, reading its entry, writing it."""
+
+    compute: float
+    read: float
+    write: float
+
+
+@dataclass(eq=False)
+class Counts:
+    """What the cache of one rank has done. hits, upgraded and misses count rows of microbatches; computed, read,
+    written and unwritten (no room, or a number that half precision has not) different samples in each.
+
+    seconds: hash (of the weights), compute (misses), upgrade (newly frozen blocks), write: of the calling thread;
+    read: of whichever thread read; wait: what the calling thread waited for entries.
+    """
+
+    hits: int = 0
+    upgraded: int = 0
+    misses: int = 0
+    computed: int = 0
+    read: int = 0
+    written: int = 0
+    unwritten: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(
+        ("hash", "read", "wait", "compute", "upgrade", "write"), 0.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """saved_seconds: over the rest of the run, on one rank's samples; negative where the cache would cost time."""
+
+    pays: bool
+    saved_seconds: float
+    why: str
+
+
+def decide(cache_from: Literal["auto"] | int, *, frozen_layers: int, times: Times | None, remaining_reads: int,
+           num_samples: int, kept: int = 0) -> Decision:
+    """Whether the cache is on from now.
+
+    cache_from: the number of frozen layers from which it is on, whatever it costs; "auto" decides by `times`.
+    remaining_reads: (epochs left) x (samples), as this rank will ask for them. num_samples: different ones among them.
+    kept: of these, samples that the files have already.
+    """
+    if frozen_layers < 1:
+        return Decision(pays=False, saved_seconds=0.0, why="nothing is frozen")
+    saved = 0.0 if times is None else _saved(times, remaining_reads, num_samples, kept)
+    if cache_from != "auto":
+        return Decision(pays=frozen_layers >= cache_from, saved_seconds=saved,
+                        why=f"{frozen_layers} layers are frozen, and the cache is on from {cache_from}")
+    if times is None:
+        return Decision(pays=False, saved_seconds=0.0, why="nothing has been measured yet")
+    each = (f"a sample's {frozen_layers} frozen layers take {_ms(times.compute)}, reading their output "
+            f"{_ms(times.read)} and writing it {_ms(times.write)}")
+    if remaining_reads <= num_samples - kept:
+        return Decision(pays=False, saved_seconds=saved, why=f"no sample that would be kept comes again; {each}")
+    if times.compute <= times.read:
+        return Decision(pays=False, saved_seconds=saved, why=f"reading takes no less than computing: {each}")
+    again = f"{remaining_reads} reads of {num_samples} samples are to come"
+    if saved <= 0:
+        return Decision(pays=False, saved_seconds=saved, why=f"writing would not be earned back: {each}; {again}")
+    return Decision(pays=True, saved_seconds=saved, why=f"it saves {saved:.3g} s: {each}; {again}")
+
+
+def _saved(times: Times, remaining_reads: int, num_samples: int, kept: int) -> float:
+    fresh = min(max(0, num_samples - kept), remaining_reads)  # asked for once before their entry is there
+    return (remaining_reads - fresh) * (times.compute - times.read) - fresh * times.write
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"

@@ -1,0 +1,186 @@
+"""BERT's architecture as a list of blocks, with its initial weights, its losses and its FLOP counts.
+
+Shapes are in the names: B batch, S sequence, H hidden, N heads, D = H / N, F = intermediate (4 H by default), C
+classes. The inputs are a dict: "ids" and "types" (0 or 1, which of two texts a token is of), both [B, S] int64, and
+"mask" [B, S], bool or int64, which is 1 where there is a token and 0 where there is padding. The carried state is a
+dict, too: "hidden" x_BSH and "mask" [B, S] bool.
+
+    embedding -> layer0.attention -> layer0.mlp -> layer1.attention -> ... -> head
+
+Each sublayer is norm(x + dropout(projection(f(x)))): the norm follows the residual sum (Devlin et al., 2019). Tokens
+attend to all tokens that are no padding. The first token ([CLS]) always counts as one, so that a sample that is nothing
+but padding computes numbers, too. Attention probabilities have no dropout.
+
+Heads: "classes" is a pooler on the first token and a classifier, [B, C]; "span" has two scores for each token, of being
+an answer's first and its last, [B, S, 2]. Scores of padding are the least number there is, so that no answer begins or
+ends there, nor has the loss a part of it (transformers lets padding take part).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ranvier.errors import ConfigError, ModelError
+from ranvier.models.block import Initial, Model
+from ranvier.run import Transformer
+from ranvier.tensor import layers as tensor
+from ranvier.tensor.loss import ClassLoss, SpanLoss
+
+NORM_EPSILON = 1e-12
+"""As BERT was published."""
+NUM_TYPES = 2
+"""Texts that one input may consist of."""
+State = dict[str, Tensor]
+
+
+def _norm(config: Transformer, dtype: torch.dtype) -> tensor.LayerNorm:
+    return tensor.LayerNorm(config.hidden, eps=config.norm_epsilon or NORM_EPSILON, dtype=dtype)
+
+
+class Embedding(nn.Module):
+    """Sum of the embeddings of tokens, positions and types; norm; dropout."""
+
+    def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.longest = config.sequence
+        self.token = tensor.Embedding(config.vocab, config.hidden, dtype=dtype)
+        self.position = tensor.PositionEmbedding(config.sequence, config.hidden, dtype=dtype)
+        self.token_type = tensor.SmallEmbedding(NUM_TYPES, config.hidden, dtype=dtype)
+        self.norm = _norm(config, dtype)
+        self.dropout = tensor.Dropout(config.dropout)
+
+    def forward(self, inputs: State) -> State:
+        ids_BS, mask_BS = inputs["ids"], inputs["mask"].bool()
+        length = ids_BS.shape[1]
+        if length > self.longest:
+            raise ModelError("is longer than the model has positions for", where="sequence of the inputs", value=length,
+                             remedy=f"Feed at most {self.longest} tokens, or set --model.sequence {length}.")
+        x_BSH = self.token(ids_BS) + self.position(length) + self.token_type(inputs["types"])
+        is_first_S = torch.arange(length, device=mask_BS.device) == 0
+        return {"hidden": self.dropout(self.norm(x_BSH)), "mask": mask_BS | is_first_S}
+
+
+class Attention(nn.Module):
+    """Self-attention of every token to all that are no padding, with its residual and norm.
+
+    `qkv` has the rows of one head's query, key and value together (N, 3, D), so that a range of heads is one slice.
+    """
+
+    def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.head_width = config.hidden // config.heads
+        self.qkv = tensor.Linear(config.hidden, 3 * config.hidden, stationary="output", units=config.heads, dtype=dtype)
+        self.projection = tensor.Linear(config.hidden, config.hidden, stationary="input", units=config.heads,
+                                        dtype=dtype)
+        self.dropout = tensor.Dropout(config.dropout)
+        self.norm = _norm(config, dtype)
+
+    def forward(self, state: State) -> State:
+        x_BSH, mask_BS = state["hidden"], state["mask"]
+        qkv_BSN3D = self.qkv(x_BSH).unflatten(-1, (-1, 3, self.head_width))
+        q_BNSD, k_BNSD, v_BNSD = (part.transpose(1, 2) for part in qkv_BSN3D.unbind(3))
+        y_BNSD = functional.scaled_dot_product_attention(q_BNSD, k_BNSD, v_BNSD, attn_mask=mask_BS[:, None, None])
+        y_BSH = self.dropout(self.projection(y_BNSD.transpose(1, 2).flatten(2)))
+        return {"hidden": self.norm(x_BSH + y_BSH), "mask": mask_BS}
+
+
+class MLP(nn.Module):
+    """The two-layer perceptron with its residual and norm; exact GELU."""
+
+    def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
+        super().__init__()
+        width = config.intermediate or 4 * config.hidden
+        self.fc1 = tensor.Linear(config.hidden, width, stationary="output", dtype=dtype)
+        self.fc2 = tensor.Linear(width, config.hidden, stationary="input", reuse_input=True, dtype=dtype)
+        self.dropout = tensor.Dropout(config.dropout)
+        self.norm = _norm(config, dtype)
+
+    def forward(self, state: State) -> State:
+        x_BSH = state["hidden"]
+        y_BSH = self.dropout(self.fc2(tensor.gelu(self.fc1(x_BSH), approximate="none")))
+        return {"hidden": self.norm(x_BSH + y_BSH), "mask": state["mask"]}
+
+
+class ClassHead(nn.Module):
+    """Pooler (dense and tanh) on the first token, dropout, classifier: logits_BC."""
+
+    def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.pooler = tensor.TokenLinear(config.hidden, config.hidden, token=0, dtype=dtype)
+        self.dropout = tensor.Dropout(config.dropout, whole=True)
+        self.classifier = tensor.WholeLinear(config.hidden, num_classes(config), dtype=dtype)
+
+    def forward(self, state: State) -> Tensor:
+        return self.classifier(self.dropout(torch.tanh(self.pooler(state["hidden"]))))
+
+
+class SpanHead(nn.Module):
+    """Scores of each token as an answer's first and last: logits_BS2."""
+
+    def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.span = tensor.TokenLinear(config.hidden, 2, token=None, dtype=dtype)
+
+    def forward(self, state: State) -> Tensor:
+        logits_BS2 = self.span(state["hidden"])
+        return logits_BS2.masked_fill(~state["mask"][..., None], torch.finfo(logits_BS2.dtype).min)
+
+
+def num_classes(config: Transformer) -> int:
+    """What the head tells apart; 2 where nobody has looked at the data."""
+    return 2 if config.num_classes == "auto" else config.num_classes
+
+
+def model(config: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:
+    """The blocks of a BERT with the head "classes" or "span". Builders honour `torch.device(...)` contexts, "meta"
+    included; ConfigError as `problems`."""
+    for problem in problems(config):
+        raise problem
+    heads = {"classes": (ClassHead, ClassLoss), "span": (SpanHead, SpanLoss)}
+    blocks = {"embedding": partial(Embedding, config, dtype)}
+    layers = tuple((f"layer{index}.attention", f"layer{index}.mlp") for index in range(config.num_layers))
+    for attention, mlp in layers:
+        blocks[attention] = partial(Attention, config, dtype)
+        blocks[mlp] = partial(MLP, config, dtype)
+    kind, loss = heads[head]
+    blocks["head"] = partial(kind, config, dtype)
+    return Model(blocks=blocks, loss=loss(), layers=layers, initial=partial(initial, config))
+
+
+def sample(config: Transformer, head: str, count: int) -> tuple[State, Tensor | dict[str, Tensor]]:
+    """Inputs and targets of `count` samples without padding."""
+    ids_BS = torch.zeros(count, config.sequence, dtype=torch.int64)
+    inputs = {"ids": ids_BS, "mask": torch.ones_like(ids_BS), "types": torch.zeros_like(ids_BS)}
+    targets_B = torch.zeros(count, dtype=torch.int64)
+    return inputs, targets_B if head == "classes" else {"start": targets_B, "end": targets_B.clone()}
+
+
+def problems(config: Transformer) -> list[ConfigError]:
+    """Everything in `config` that no BERT can have."""
+    if config.hidden % config.heads == 0:
+        return []
+    near = next(heads for heads in range(config.heads, 0, -1) if config.hidden % heads == 0)
+    return [ConfigError(f"does not divide model.hidden {config.hidden}", where="model.heads", value=config.heads,
+                        remedy=f"Set --model.heads {near}.")]
+
+
+def initial(config: Transformer, name: str) -> Initial:
+    """BERT's start of one parameter."""
+    if name.endswith(".bias"):
+        return Initial("constant", 0.0)
+    return Initial("constant", 1.0) if name.endswith(".norm.weight") else Initial("normal", 0.02)
+
+
+def flops_per_sequence(config: Transformer, *, recomputed: bool = False) -> float:
+    """FLOPs of training on one sequence of model.sequence tokens, padding counted as tokens, forward and backward.
+
+    Counted are the layers' products, 8 s h^2 + 4 s h f for weights and 4 s^2 h for attention in one layer's forward,
+    three times; with `recomputed` four times, since every layer's forward runs twice. Heads are left out: they are of
+    one token, or two features wide.
+    """
+    s, h, f = config.sequence, config.hidden, config.intermediate or 4 * config.hidden
+    return (4 if recomputed else 3) * config.num_layers * (8 * s * h * h + 4 * s * h * f + 4 * s * s * h)

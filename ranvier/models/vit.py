@@ -1,0 +1,176 @@
+"""The vision transformer as a list of blocks, with its initial weights, its loss and its FLOP counts.
+
+Shapes are in the names: B batch, I image size, P patch size, S = (I / P)^2 + 1 tokens, H hidden, N heads, D = H / N,
+F = intermediate (4 H by default), C classes. The inputs are images [B, 3, I, I] of floats. The carried state is one
+tensor: images into the embedding, x_BSH between blocks, logits_BC out of the head.
+
+    embedding -> layer0.attention -> layer0.mlp -> layer1.attention -> ... -> head
+
+An image's patches, row by row, are its tokens 1, 2, ...; token 0 is learnt and is what the head looks at. Each
+sublayer is x + projection(f(norm(x))), with its residual inside the block (Dosovitskiy et al., 2021). DINOv2's scales
+of sublayer outputs are part of `projection` and `fc2` here, which compute the same; its classifier in transformers, of
+token 0 and the mean of all patches, is one of token 0 here. Attention probabilities have no dropout.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ranvier.errors import ConfigError, ModelError
+from ranvier.models.block import Initial, Model
+from ranvier.run import Transformer
+from ranvier.tensor import layers as tensor
+from ranvier.tensor.loss import ClassLoss
+
+NORM_EPSILON = 1e-6
+"""As the article's own code has it."""
+CHANNELS = 3
+
+
+def num_tokens(config: Transformer) -> int:
+    """Of one image: its patches, and token 0."""
+    return (config.image_size // config.patch_size) ** 2 + 1
+
+
+def patches_of(images_BCII: Tensor, size: int) -> Tensor:
+    """[B, (I / P)^2, C P P]: patches row by row, each with its pixels in the order (channel, row, column)."""
+    cut_BCGGPP = images_BCII.unfold(2, size, size).unfold(3, size, size)
+    return cut_BCGGPP.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
+
+
+def _norm(config: Transformer, dtype: torch.dtype) -> tensor.LayerNorm:
+    return tensor.LayerNorm(config.hidden, eps=config.norm_epsilon or NORM_EPSILON, dtype=dtype)
+
+
+class Embedding(nn.Module):
+    """Projected patches behind token 0, plus positions; dropout."""
+
+    def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.image_size, self.patch_size = config.image_size, config.patch_size
+        self.patch = tensor.PatchEmbedding(CHANNELS * config.patch_size ** 2, config.hidden,
+                                           length=num_tokens(config), dtype=dtype)
+        self.position = tensor.PositionEmbedding(num_tokens(config), config.hidden, dtype=dtype)
+        self.dropout = tensor.Dropout(config.dropout)
+
+    def forward(self, images_BCII: Tensor) -> Tensor:
+        if images_BCII.shape[1:] != (CHANNELS, self.image_size, self.image_size):
+            raise ModelError(f"must be [batch, {CHANNELS}, {self.image_size}, {self.image_size}]",
+                             where="shape of the images", value=tuple(images_BCII.shape),
+                             remedy="Feed images of model.image_size, or set --model.image-size.")
+        patches = patches_of(images_BCII, self.patch_size)
+        x_BSH = self.patch(patches.to(self.patch.weight.dtype))
+        return self.dropout(x_BSH + self.position(patches.shape[1] + 1))
+
+
+class Attention(nn.Module):
+    """Self-attention of every token to all, with its norm and residual.
+
+    `qkv` has the rows of one head's query, key and value together (N, 3, D), so that a range of heads is one slice.
+    """
+
+    def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.head_width = config.hidden // config.heads
+        self.norm = _norm(config, dtype)
+        self.qkv = tensor.Linear(config.hidden, 3 * config.hidden, stationary="output", units=config.heads, dtype=dtype)
+        self.projection = tensor.Linear(config.hidden, config.hidden, stationary="input", units=config.heads,
+                                        dtype=dtype)
+        self.dropout = tensor.Dropout(config.dropout)
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        qkv_BSN3D = self.qkv(self.norm(x_BSH)).unflatten(-1, (-1, 3, self.head_width))
+        q_BNSD, k_BNSD, v_BNSD = (part.transpose(1, 2) for part in qkv_BSN3D.unbind(3))
+        y_BNSD = functional.scaled_dot_product_attention(q_BNSD, k_BNSD, v_BNSD)
+        return x_BSH + self.dropout(self.projection(y_BNSD.transpose(1, 2).flatten(2)))
+
+
+class MLP(nn.Module):
+    """The two-layer perceptron with its norm and residual; exact GELU."""
+
+    def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
+        super().__init__()
+        width = config.intermediate or 4 * config.hidden
+        self.norm = _norm(config, dtype)
+        self.fc1 = tensor.Linear(config.hidden, width, stationary="output", dtype=dtype)
+        self.fc2 = tensor.Linear(width, config.hidden, stationary="input", reuse_input=True, dtype=dtype)
+        self.dropout = tensor.Dropout(config.dropout)
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        return x_BSH + self.dropout(self.fc2(tensor.gelu(self.fc1(self.norm(x_BSH)), approximate="none")))
+
+
+class Head(nn.Module):
+    """Final norm and the classifier on token 0: logits_BC."""
+
+    def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.norm = _norm(config, dtype)
+        self.classifier = tensor.TokenLinear(config.hidden, num_classes(config), token=0, dtype=dtype)
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        return self.classifier(self.norm(x_BSH))
+
+
+def num_classes(config: Transformer) -> int:
+    """What the head tells apart; 2 where nobody has looked at the data."""
+    return 2 if config.num_classes == "auto" else config.num_classes
+
+
+def model(config: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:
+    """The blocks of a ViT, whose only head is "classes". Builders honour `torch.device(...)` contexts, "meta" included;
+    ConfigError as `problems`."""
+    assert head == "classes", head
+    for problem in problems(config):
+        raise problem
+    blocks = {"embedding": partial(Embedding, config, dtype)}
+    layers = tuple((f"layer{index}.attention", f"layer{index}.mlp") for index in range(config.num_layers))
+    for attention, mlp in layers:
+        blocks[attention] = partial(Attention, config, dtype)
+        blocks[mlp] = partial(MLP, config, dtype)
+    blocks["head"] = partial(Head, config, dtype)
+    return Model(blocks=blocks, loss=ClassLoss(), layers=layers, initial=partial(initial, config))
+
+
+def sample(config: Transformer, head: str, count: int) -> tuple[Tensor, Tensor]:
+    """Images and targets of `count` samples."""
+    images_BCII = torch.zeros(count, CHANNELS, config.image_size, config.image_size)
+    return images_BCII, torch.zeros(count, dtype=torch.int64)
+
+
+def problems(config: Transformer) -> list[ConfigError]:
+    """Everything in `config` that no ViT can have."""
+    found = []
+    if config.hidden % config.heads:
+        near = next(heads for heads in range(config.heads, 0, -1) if config.hidden % heads == 0)
+        found.append(ConfigError(f"does not divide model.hidden {config.hidden}", where="model.heads",
+                                 value=config.heads, remedy=f"Set --model.heads {near}."))
+    if config.image_size % config.patch_size:
+        near = max(1, round(config.image_size / config.patch_size)) * config.patch_size
+        found.append(ConfigError(f"is not a multiple of model.patch_size {config.patch_size}", where="model.image_size",
+                                 value=config.image_size, remedy=f"Set --model.image-size {near}."))
+    return found
+
+
+def initial(config: Transformer, name: str) -> Initial:
+    """ViT's start of one parameter."""
+    if name.endswith(".bias"):
+        return Initial("constant", 0.0)
+    return Initial("constant", 1.0) if name.endswith(".norm.weight") else Initial("normal", 0.02)
+
+
+def flops_per_sequence(config: Transformer, *, recomputed: bool = False) -> float:
+    """FLOPs of training on one image, forward and backward.
+
+    Counted are the layers' products, 8 s h^2 + 4 s h f for weights and 4 s^2 h for attention in one layer's forward,
+    three times, or with `recomputed` four times, since every layer's forward runs twice; and the projection of patches,
+    whose inputs need no gradient, twice. The head, which is of one token, is left out.
+    """
+    s, h, f = num_tokens(config), config.hidden, config.intermediate or 4 * config.hidden
+    layer = 8 * s * h * h + 4 * s * h * f + 4 * s * s * h
+    patches = 2 * (s - 1) * CHANNELS * config.patch_size ** 2 * h
+    return (4 if recomputed else 3) * config.num_layers * layer + 2 * patches

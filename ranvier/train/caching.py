@@ -1,0 +1,115 @@
+"""AutoCache in a run: which ranks cache what, when it pays, and what of it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ranvier.data.task import Prepared
+from ranvier.elastic.auto_cache import AutoCache
+from ranvier.elastic.cache_profile import decide
+from ranvier.models.block import State
+from ranvier.run import Run
+from ranvier.train.events import Event, NoteEvent
+from ranvier.train.formation import Formation
+
+_TRIAL_BATCHES = 3
+"""Microbatches that are computed, written and read before it is decided whether the cache pays."""
+
+
+class Caching:
+    """One run's cache on one rank: used on ranks of the first stage, for the frozen layers that it holds."""
+
+    def __init__(self, run: Run, data: Prepared, tell: Callable[[Event], None]) -> None:
+        self._run, self._data, self._tell = run, data, tell
+        self._cache: AutoCache | None = None
+        self._now: Formation | None = None
+        self._reads = self._seen = 0
+        self._refused_at = 0
+        """Frozen layers at which the cache did not pay; it is tried again with more."""
+
+    def wanted(self, frozen: int) -> bool:
+        """Whether outputs of so many layers would be cached, as far as that is known."""
+        least = self._run.elastic.cache_from
+        return self._run.elastic.cache and frozen > (self._refused_at if least == "auto" else least - 1)
+
+    def enter(self, now: Formation, reads: int) -> bool:
+        """Go on with another engine; `reads` samples of the run are still to come. Whether this rank caches now."""
+        self._now, engine = now, now.engine
+        blocks = engine.frozen_stage_blocks()
+        if not (self.wanted(now.frozen) and engine.is_first_stage and blocks):
+            self.leave()
+            return False
+        if self._cache is None:
+            at, mesh = engine.coordinates, engine.mesh
+            self._cache = AutoCache(
+                self._run.elastic.cache_dir, blocks=blocks, fingerprint=self._fingerprint(),
+                num_samples=len(self._data.train), quota_bytes=self._run.elastic.cache_bytes,
+                precision=self._run.elastic.cache_precision, device=now.world.device, tell=self._say,
+                agree=engine.agree if mesh.stage_size > 1 else None,
+                part=f"{self._run.tensor.scheme}, row {at.row} of {mesh.row}, col {at.col} of {mesh.col}"
+                if mesh.stage_size > 1 else "whole")
+        else:
+            self._cache.deepen(blocks)
+        self._reads, self._seen = reads // now.run.mesh.data, 0
+        engine.use_cache(self._forward, len(blocks))
+        return True
+
+    def leave(self) -> None:
+        """This rank does not cache any more, until `enter`."""
+        if self._cache is not None:
+            self._cache.close()
+            self._cache = None
+
+    close = leave
+
+    def prefetch(self, samples: Sequence[Tensor]) -> None:
+        """The samples of the microbatches to come, in order."""
+        if self._cache is not None:
+            self._cache.prefetch(samples)
+
+    def facts(self) -> dict[str, object]:
+        """What was read and computed, for the summary."""
+        if self._cache is None:
+            return {}
+        counts = self._cache.counts
+        return {"cache": {"hits": counts.hits, "upgraded": counts.upgraded, "misses": counts.misses,
+                          "unwritten": counts.unwritten, "bytes_read": counts.bytes_read,
+                          "bytes_written": counts.bytes_written}}
+
+    def _fingerprint(self) -> str:
+        """What outputs depend on beside weights and samples."""
+        run = self._run
+        return f"{self._data.fingerprint} {self._data.transform} {run.precision} {run.model}"
+
+    def _forward(self, samples: Tensor, inputs: State, compute) -> State:
+        state = self._cache.forward(samples, inputs, compute)
+        self._seen += 1
+        if self._seen == _TRIAL_BATCHES and self._run.elastic.cache_from == "auto":
+            self._judge(samples)
+        return state
+
+    def _judge(self, samples: Tensor) -> None:
+        """Whether reading is faster than computing; where it is not, layers are computed from now on."""
+        times = self._cache.times(samples)
+        if times is None:  # all were hits: others have written them
+            return
+        verdict = decide("auto", frozen_layers=self._now.frozen, times=times, remaining_reads=self._reads,
+                         num_samples=min(len(self._data.train), self._reads))
+        engine = self._now.engine
+        pays = verdict.pays if engine.mesh.stage_size == 1 else engine.agree(verdict.pays)
+        if not pays:
+            self._refused_at = self._now.frozen
+            self._say(f"cache off: {verdict.why}")
+            engine.use_cache(None, 0)
+
+    def _say(self, text: str) -> None:
+        step = self._now.engine.steps if self._now is not None else 0
+        self._tell(NoteEvent(step=step, event="cache", text=text))
+
+
+def samples_of(batch: Sequence) -> list[Tensor]:
+    """The sample numbers of microbatches."""
+    return [torch.as_tensor(each.samples) for each in batch]

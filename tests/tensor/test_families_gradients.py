@@ -1,0 +1,168 @@
+"""BERT and ViT on every mesh: raw gradients, losses and norms are those of plain PyTorch, in fp64 to 1e-10."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from ranvier.comm.message import Kind
+from ranvier.errors import RanvierError
+from ranvier.mesh import Mesh
+from ranvier.models import bert, vit
+from ranvier.pipeline.microbatch import Microbatch
+from ranvier.run import Transformer
+from ranvier.testing.reference import Reference, relative_error
+from tests.covering import covering
+from tests.pipeline.parity import frozen
+from tests.tensor.split_parity import IGNORED, SEED, TOLERANCE, assert_parity, legal, on_mesh, share
+
+SIZES = dict(hidden=36, heads=12, vocab=61, dropout=0.1, num_classes=5)
+KINDS = ["classes", "span", "images"]
+FEW = legal([(1, 2), (2, 1), (2, 2), (2, 3)])
+
+
+def make(kind, **changed):
+    """A tiny model in fp64 that every mesh of this folder can split; images have 10 tokens."""
+    if kind == "images":
+        config = Transformer(**SIZES | dict(num_layers=1, image_size=12, patch_size=4) | changed)
+        return vit.model(config, "classes", dtype=torch.float64)
+    config = Transformer(**SIZES | dict(num_layers=1, sequence=12, intermediate=72) | changed)
+    return bert.model(config, kind, dtype=torch.float64)
+
+
+def batches_of(kind, mesh, *, count=2):
+    """`count` microbatches for each replica with one sample for each row and one more; ever more padding, and some
+    samples without a target: in the first microbatch all of the last row's."""
+    batches = []
+    for replica in range(mesh.data):
+        batches.append([])
+        for number in range(count):
+            generator = torch.Generator().manual_seed(10 * replica + number)
+            samples = 2 * mesh.row
+            targets = torch.randint(5, (samples,), generator=generator)
+            targets[(replica + number) % samples] = IGNORED
+            if mesh.row > 1 and number == 0:
+                targets[-2:] = IGNORED
+            if kind == "images":
+                inputs = torch.randn(samples, 3, 12, 12, generator=generator, dtype=torch.float64)
+            else:
+                place = torch.arange(12)
+                lengths = torch.randint(6, 13, (samples, 1), generator=generator)
+                inputs = {"ids": torch.randint(61, (samples, 12), generator=generator),
+                          "mask": (place < lengths).long(), "types": (place >= lengths // 2).long()}
+            if kind == "span":
+                targets = {"start": targets, "end": torch.randint(6, (samples,), generator=generator)}
+            first = (replica * count + number) * samples
+            batches[-1].append(Microbatch(inputs, targets, torch.arange(first, first + samples)))
+    return batches
+
+
+def assert_as_one_process(kind, mesh, *, count=2, change=lambda model: model, **options):
+    """Adding one number to all scores of a span changes nothing, so some of its gradients are roundings of zero."""
+    return assert_parity(lambda: change(make(kind, num_layers=1 if mesh.pipe == 1 else 2)),
+                         batches_of(kind, mesh, count=count), mesh, least=1e-3 if kind == "span" else 0.0, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "cols", "scheme"), FEW)
+def test_on_tensor_meshes(rows, cols, scheme, kind):
+    mesh = Mesh(row=rows, col=cols)
+    assert_as_one_process(kind, mesh, scheme=scheme)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "cols", "scheme", "kind"), [
+    (*one, kind) for one in legal() for kind in KINDS if (kind, *one) != ("images", 1, 4, "sequence")])
+def test_on_all_tensor_meshes(rows, cols, scheme, kind):
+    mesh = Mesh(row=rows, col=cols)
+    assert_as_one_process(kind, mesh, count=3, scheme=scheme)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("mesh", "scheme"), [
+    (Mesh(data=2, pipe=2, row=2, col=2), "stationary"), (Mesh(pipe=2, row=2, col=2), "summa"),
+    (Mesh(data=2, pipe=2, col=2), "sequence"), (Mesh(pipe=3, col=2), "megatron"), (Mesh(data=2, pipe=3), "stationary")],
+    ids=str)
+def test_on_all_axes(mesh, scheme, kind):
+    assert_as_one_process(kind, mesh, scheme=scheme)
+
+
+@pytest.mark.parametrize(("rows", "cols", "scheme", "kind"), covering(
+    [(2, 2, "stationary"), (2, 2, "summa"), (1, 2, "sequence"), (1, 1, "stationary")], KINDS))
+def test_checkpointed_and_postponed(rows, cols, scheme, kind):
+    mesh = Mesh(pipe=2, row=rows, col=cols)
+    assert_as_one_process(kind, mesh, scheme=scheme, checkpoint=1)
+    assert_as_one_process(kind, mesh, scheme=scheme, defer_bytes=1 << 40)
+
+
+@pytest.mark.parametrize(("rows", "cols", "scheme", "kind"), covering(
+    [(2, 2, "stationary"), (2, 2, "summa"), (1, 2, "sequence"), (1, 2, "megatron"), (1, 1, "stationary")], KINDS))
+def test_predictions_are_whole(rows, cols, scheme, kind):
+    """Every rank of a row has all the scores of its samples."""
+    mesh = Mesh(pipe=2, row=rows, col=cols)
+    batches = batches_of(kind, mesh)
+    expected = Reference(make(kind, num_layers=2), seed=SEED, dtype=torch.float64).predict(batches[0])
+
+    def work(engine):
+        found = engine.predict(share(engine, batches))
+        for mine, whole in zip(found or [], expected if engine.is_last_stage else [], strict=True):
+            assert relative_error(mine, whole.chunk(rows)[engine.coordinates.row]) <= TOLERANCE
+
+    on_mesh(partial(make, kind, num_layers=2), mesh, work, scheme=scheme)
+
+
+# ---------------------------------------------------------------------- frozen prefixes
+
+def first_layer(name):
+    return name.startswith(("embedding.", "layer0."))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("boundaries", "backward"), [((3,), 0), ((2,), 0), ((4,), 2)])
+def test_a_frozen_prefix_on_two_stages(kind, boundaries, backward):
+    """Of two layers and a head, the embedding and the first layer are frozen. Where the cut is after or in them no
+    gradient travels back; where the first stage has more than them, one does for each microbatch."""
+    mesh = Mesh(pipe=2)
+    batches, change = batches_of(kind, mesh), partial(frozen, is_frozen=first_layer)
+    outcome = assert_as_one_process(kind, mesh, change=change, boundaries=boundaries)
+    assert not any(map(first_layer, outcome.gradients)) and outcome.gradients
+
+    def work(engine):
+        sent, transport = [], engine._transport
+        send = transport.send
+
+        def watched(to, message):
+            sent.append(message.kind)
+            send(to, message)
+
+        transport.send = watched
+        engine.forward_backward(share(engine, batches))
+        return sent.count(Kind.BACKWARD)
+
+    _, last = on_mesh(lambda: change(make(kind, num_layers=2)), mesh, work, boundaries=boundaries)
+    assert last == backward
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("mesh", "scheme"), [
+    (Mesh(pipe=2, row=2, col=2), "stationary"), (Mesh(pipe=2, col=2), "sequence"), (Mesh(row=2, col=2), "summa"),
+    (Mesh(data=2, pipe=2), "stationary")], ids=str)
+def test_a_frozen_prefix_on_meshes(kind, mesh, scheme):
+    assert_as_one_process(kind, mesh, scheme=scheme, change=partial(frozen, is_frozen=first_layer))
+
+
+# ---------------------------------------------------------------------- what cannot be
+
+@pytest.mark.parametrize(("kind", "mesh", "scheme", "text"), [
+    ("images", Mesh(col=4), "sequence", r"block embedding\.patch: tokens of an image, the first one included, cannot "
+                                        r"be divided by mesh\.col 4 \(got 10\)"),
+    ("classes", Mesh(col=8), "sequence", r"attention\.qkv: units cannot be divided by mesh\.col 8 \(got 12\)"),
+    ("classes", Mesh(col=5), "stationary", r"block embedding\.token: features cannot be divided by mesh\.col 5"),
+    ("images", Mesh(col=5), "summa", r"block embedding\.patch: features cannot be divided by mesh\.col 5"),
+    ("span", Mesh(row=5), "stationary", r"cannot be divided by mesh\.row 5"),
+])
+def test_what_cannot_be_cut_is_named(kind, mesh, scheme, text):
+    with pytest.raises(RanvierError, match=text):
+        on_mesh(partial(make, kind), mesh, lambda engine: None, scheme=scheme)
