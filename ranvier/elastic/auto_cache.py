@@ -139,11 +139,14 @@ class AutoCache:
                      read=entries.seconds / len(entries.places),
                      write=self.counts.seconds["write"] / self.counts.written)
 
-    def close(self) -> None:
-        """End the thread and let the files go; those in a folder that nobody named are removed by the last to go."""
+    def close(self, *, keep: bool = False) -> None:
+        """End the thread and let the files go; those in a folder that nobody named are removed by the last to go.
+
+        keep: leave them there, because another cache of the same run goes on with them.
+        """
         self._close_stores()
         self._reader.close()
-        if not self._folder.given:
+        if not self._folder.given and not keep:
             for key in self._keys:
                 self._folder.drop(key)
             self._folder.leave()

@@ -45,6 +45,7 @@ _WHOLE_PAGES_FROM = 1 << 15
 _PACKED_BYTES = 64
 _MOST_DESCRIPTION_BYTES = 1 << 18
 _PUNCH_HOLE_KEEP_SIZE = 3
+_MOST_REMOVALS = 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,7 +169,7 @@ class Store:
 def _open(path: Path, *, create: bool) -> int | None:
     """A file that is held (shared lock) and still has its name; None when there is none. Nobody removes it then."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_CREAT if create else 0)
-    while True:
+    for _ in range(_MOST_REMOVALS):
         try:
             file = os.open(path, flags, 0o600)
         except FileNotFoundError:
@@ -186,6 +187,7 @@ def _open(path: Path, *, create: bool) -> int | None:
         finally:
             if file >= 0:
                 os.close(file)
+    raise Unfit(f"{path} is removed as often as it is made")
 
 
 def _described(path: Path, key: str, precision: Precision) -> Form | None:

@@ -91,7 +91,7 @@ class Ledger:
         after = calibrated(seconds_before, model_before, model_after) if known else seconds_before
         entry = Entry(step=step, old=old, new=new, moved_bytes=moved_bytes, seconds_before=seconds_before,
                       seconds_after=after, remaining_steps=remaining_steps, expected_cost=cost)
-        where = f"step {step}: {old} -> {new}"
+        where = f"{old} -> {new}"
         if not known:
             return Verdict(False, f"{where} cannot be judged: a step takes {seconds_before:g} s, and {model_before:g} "
                                   f"and {model_after:g} s were predicted", entry)

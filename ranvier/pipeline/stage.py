@@ -162,9 +162,9 @@ class Stage:
 
     def _run_blocks(self, state: State, step: int, microbatch: Microbatch, number: int) -> State:
         samples = microbatch.samples if microbatch.samples is not None else torch.zeros(0, dtype=torch.int64)
-        if self._cache is not None and self.training:
-            state = self._cached(state, step, samples, number)
         runs = self._runs if self.training or self._cache is None else runs_of(len(self.blocks), ())
+        if self._cache is not None and self.training:  # which may end being used in this very call
+            state = self._cached(self.cached_blocks, state, step, samples, number)
         for run, checkpointed in runs:
             part = partial(self._run_some, run, step, samples, number)
             if checkpointed and torch.is_grad_enabled():
@@ -176,11 +176,11 @@ class Stage:
                 self._watch_boundary(named(state, f"block {name}"), block + 1)
         return state
 
-    def _cached(self, state: State, step: int, samples: Tensor, number: int) -> State:
-        """The state after the cached blocks."""
+    def _cached(self, num_blocks: int, state: State, step: int, samples: Tensor, number: int) -> State:
+        """The state after the first blocks, which a cache has."""
         def compute(first: int, state: State, rows: Tensor | None) -> State:
             theirs = samples if rows is None else samples[rows]
-            return self._run_some(range(first, self.cached_blocks), step, theirs, number, state)
+            return self._run_some(range(first, num_blocks), step, theirs, number, state)
 
         with torch.no_grad():
             return self._cache(samples, state, compute)

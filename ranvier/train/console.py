@@ -38,9 +38,9 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def step_text(event: StepEvent) -> str:
+def step_text(event: StepEvent, unit: str = "tokens") -> str:
     """The numbers of one step, at fixed widths."""
-    text = (f"loss {event.loss:7.4f}  {event.tokens_per_second:9,.0f} tokens/s"
+    text = (f"loss {event.loss:7.4f}  {_rate(event.tokens_per_second):>9} {unit}/s"
             f"  utilisation {event.model_flops_utilisation:4.0%}  bubble {event.bubble_fraction:4.0%}"
             f"  waits {1e3 * event.wait_seconds:5.0f} ms")
     if event.eval_loss is not None:
@@ -50,17 +50,21 @@ def step_text(event: StepEvent) -> str:
     return text
 
 
+def _rate(per_second: float) -> str:
+    return f"{per_second:,.1f}" if per_second < 100 else f"{per_second:,.0f}"
+
+
 def start_text(event: StartEvent) -> str:
     settings = "\n".join(f"  {name:<14} {value}" for name, value in event.settings.items())
     return f"{event.recipe}: {event.steps} steps on mesh {mesh_text(event.mesh)}\n{settings}\n{event.stages}"
 
 
-def end_text(event: EndEvent) -> str:
+def end_text(event: EndEvent, unit: str = "tokens") -> str:
     summary = event.summary
     losses = f"loss {summary['final_loss']:.4f}" if summary.get("final_loss") is not None else "no loss"
     if summary.get("eval_loss") is not None:
         losses += f", held-out {summary['eval_loss']:.4f}"
-    lines = [f"done in {duration(summary['seconds'])}: {losses}, {summary['tokens_per_second']:,.0f} tokens/s,"
+    lines = [f"done in {duration(summary['seconds'])}: {losses}, {_rate(summary['tokens_per_second'])} {unit}/s,"
              f" bubble {summary['bubble_fraction']:.1%}"]
     if event.sample:
         lines += ["", event.sample, ""]
@@ -115,6 +119,7 @@ class PlainConsole:
         self._stream = stream
         self._remaining, self._notes = Remaining(), Notes()
         self._steps, self._every, self._last = 0, 1, 0
+        self._unit = "tokens"
 
     def _print(self, text: str | None) -> None:
         if text is not None:
@@ -125,13 +130,14 @@ class PlainConsole:
         match event:
             case StartEvent():
                 self._steps, self._every = event.steps, -(-event.steps // PLAIN_LINES)
+                self._unit = event.unit
                 self._print(start_text(event))
             case StepEvent():
                 self._step(event)
             case NoteEvent() | TransitionEvent():
                 self._print(self._notes.text(event))
             case EndEvent():
-                self._print(end_text(event))
+                self._print(end_text(event, self._unit))
 
     def _step(self, event: StepEvent) -> None:
         left = self._remaining.after(event, self._steps)
@@ -139,7 +145,8 @@ class PlainConsole:
         evaluated = event.eval_loss is not None and 2 * (event.step - self._last) >= self._every
         if due or evaluated:
             self._last = event.step
-            self._print(f"step {event.step:{len(str(self._steps))}}/{self._steps}  {step_text(event)}  {left} left")
+            number = f"{event.step:{len(str(self._steps))}}/{self._steps}"
+            self._print(f"step {number}  {step_text(event, self._unit)}  {left} left")
 
     def close(self) -> None:
         with _without_room():
@@ -152,7 +159,7 @@ class LiveConsole:
     def __init__(self, stream: TextIO) -> None:
         self._console = RichConsole(file=stream)
         self._remaining, self._notes = Remaining(), Notes()
-        self._steps = 0
+        self._steps, self._unit = 0, "tokens"
         self._losses: list[float] = []
         # Drawn by events rather than by a thread of its own: a thread would compete with the rank's compute.
         self._live = Live(console=self._console, auto_refresh=False, transient=False)
@@ -161,7 +168,7 @@ class LiveConsole:
     def event(self, event: Event) -> None:
         match event:
             case StartEvent():
-                self._steps = event.steps
+                self._steps, self._unit = event.steps, event.unit
                 self._console.print(start_text(event), highlight=False, markup=False)
                 self._live.start()
             case StepEvent():
@@ -176,14 +183,14 @@ class LiveConsole:
                     self._console.print(text, style="yellow", markup=False)
             case EndEvent():
                 self._live.stop()
-                self._console.print(end_text(event), highlight=False, markup=False)
+                self._console.print(end_text(event, self._unit), highlight=False, markup=False)
 
     def _picture(self, event: StepEvent, left: str) -> Group:
         bar = Table.grid(padding=(0, 2))
         bar.add_row(Text(f"step {event.step}/{self._steps}", style="bold"),
                     ProgressBar(total=self._steps, completed=event.step, width=30), Text(f"{left} left"),
                     Text(sparkline(self._losses, 16), style="cyan"))
-        return Group(bar, Text(step_text(event)))
+        return Group(bar, Text(step_text(event, self._unit)))
 
     def close(self) -> None:
         self._live.stop()

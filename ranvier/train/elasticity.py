@@ -28,6 +28,7 @@ from ranvier.run import Run
 from ranvier.train.caching import Caching
 from ranvier.train.change import Change
 from ranvier.train.events import Event, NoteEvent, StepEvent
+from ranvier.train.files import mesh_text
 from ranvier.train.formation import Formation
 from ranvier.train.packing import packings, work_of
 
@@ -212,15 +213,15 @@ class Elasticity:
             if not packing.fits:
                 continue
             if (problem := self._too_large(change.applied(run), depth)) is not None:
-                self._note(step, "dropped", f"{mesh} with {depth} frozen layers: {problem.what}", {})
+                self._note(step, "dropped", f"{mesh_text(mesh)} with {depth} frozen layers: {problem.what}", {})
                 continue
             if mesh == run.mesh or elastic.cut == "reference":
                 return change
             if here is None or here.seconds is None:
                 return change
             verdict = self.ledger.pays(
-                step=step, old=str(run.mesh), new=str(mesh), seconds_before=self._seconds(here.seconds, work.seconds),
-                model_before=here.seconds_per_sample, model_after=packing.seconds_per_sample,
+                step=step, old=mesh_text(run.mesh), new=mesh_text(mesh),
+                seconds_before=self._seconds(here.seconds, work.seconds), model_before=here.seconds_per_sample, model_after=packing.seconds_per_sample,
                 remaining_steps=self.left(step), moved_bytes=work.state_bytes * mesh.data)
             self._note(step, "judged", verdict.text, {"pays": verdict.pays})
             if verdict.pays:

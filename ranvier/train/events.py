@@ -28,6 +28,8 @@ class StartEvent:
     steps: int
     settings: Mapping[str, str]
     stages: str
+    unit: str = "tokens"
+    """What a valid target is of: tokens, sentences, questions, images."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,6 +55,9 @@ from ranvier.train.tensorboard import TensorBoard
 from ranvier.train.timeline import gather_timelines
 from ranvier.world import World
 
+UNITS = {"lm": "tokens", "classification": "sentences", "qa": "questions", "images": "images"}
+"""What a task's targets are counted in."""
+
 
 def train(run: Run, recipe: str, world: World, *, trackers: Sequence[Tracker] = (),
           stream: TextIO | None = None) -> dict[str, object]:
@@ -152,7 +155,7 @@ class Training:
                     path.write_text(self.data.tokenizer.text(), encoding="utf-8")
         self.outputs.event(StartEvent(recipe=self.recipe, run_dir=self.run.run_dir, mesh=self.run.mesh,
                                       steps=self.run.train.steps, settings=self._settings(),
-                                      stages=str(self.engine.stages)))
+                                      stages=str(self.engine.stages), unit=UNITS[self.run.data.task]))
         for note in (*self.begins.notes, *notes):
             self.outputs.event(note)
         self._rank_flops_per_second = self._peak() / self.world.size

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ranvier.elastic.auto_cache import AutoCache
+from ranvier.elastic.cache_key import digests
 from ranvier.elastic.cache_store import Store
 from ranvier.testing.ranks import run_ranks
 from tests.elastic.cached import HIT, MISS, NUM_SAMPLES, Cached, Prefix, same
@@ -48,10 +49,13 @@ def test_numbers_beyond_half_precision_are_not_kept(tmp_path):
     """Infinities, as masks have them, are."""
     prefix = Prefix(depth=1)
     prefix.compute = lambda first, state, rows: prefix.calls.append(first) or state * 1.0
-    prefix.x[5, 2, 3], prefix.x[6] = 70000.0, float("-inf")
+    prefix.x[5, 2, 3], prefix.x[6] = 65520.0, float("-inf")
     prefix.x[7, 0, 0] = float("nan")
+    prefix.x[8] = -65519.0
     with Cached(tmp_path, prefix, precision="half") as cached:
+        cached(8)
         cached(4, 5, 6, 7)
+        assert cached(8)[1] == HIT and cached(8)[0].eq(-65504).all()
         assert cached(4, 6, 7)[1] == HIT
         assert cached(6)[0].eq(float("-inf")).all() and cached(7)[0].isnan().sum() == 1
         assert cached(5)[1] == [0] and cached(5)[1] == [0]
@@ -124,6 +128,29 @@ def test_blocks_of_other_names_or_order_are_others(tmp_path):
         assert cached.right(1) == MISS
 
 
+def named_as(names):
+    """A module of two equal tensors under these names."""
+    module = nn.Module()
+    for name in names:
+        setattr(module, name, nn.Parameter(torch.ones(2), requires_grad=False))
+    return module
+
+
+def test_the_hash_is_of_names_formats_and_shapes_too():
+    """Where the bytes are the same."""
+    def weights(module, name="block", number=0):
+        return digests([(number, name, module)])[1]
+
+    plain = weights(named_as(["a", "b"]))
+    assert plain == weights(named_as(["a", "b"]))
+    others = [named_as(["a", "c"]), named_as(["b", "a"]), named_as(["a", "b"]), named_as(["a", "b"])]
+    others[2].a.data = others[2].a.data.view(2, 1)
+    others[3].a.data = others[3].a.data.view(torch.int32)
+    found = {weights(other) for other in others} | {weights(named_as(["a", "b"]), "other")}
+    found |= {weights(named_as(["a", "b"]), number=1)}
+    assert len(found) == 6 and plain not in found
+
+
 def test_some_rows_are_there_and_only_the_others_are_computed(tmp_path):
     with Cached(tmp_path) as cached:
         cached.right(1, 3)
@@ -193,7 +220,9 @@ def test_a_later_run_upgrades_what_an_earlier_one_left(tmp_path):
 def test_a_rank_finds_what_another_writes_meanwhile(tmp_path):
     """Both have opened before there was a file."""
     with Cached(tmp_path) as one, Cached(tmp_path) as other:
+        assert other.right(NUM_SAMPLES) == MISS  # no sample, so nothing is written
         one.right(0)
+        assert other.right(0) == HIT
         assert other.right(1) == MISS
         assert other.right(0, 1) == HIT and one.right(1, 0) == HIT
 
@@ -464,6 +493,41 @@ def test_reading_ahead_across_new_weights_and_depths(tmp_path):
         assert cached.right(0, 1) == [(2, None)]
 
 
+def test_no_file_is_closed_while_it_is_read(tmp_path, monkeypatch):
+    with Cached(tmp_path) as cached:
+        cached.right(0, 1)
+        hold, begun, read = threading.Event(), threading.Event(), Store.read
+
+        def held(self, samples, **how):
+            begun.set()
+            assert hold.wait(20)
+            return read(self, samples, **how)
+
+        monkeypatch.setattr(Store, "read", held)
+        cached.cache.prefetch([torch.tensor([0])])
+        assert begun.wait(20)
+        deepening = threading.Thread(target=cached.deepen, args=(5,))
+        deepening.start()
+        deepening.join(0.1)
+        assert deepening.is_alive()
+        hold.set()
+        deepening.join(20)
+        assert not deepening.is_alive()
+
+
+def test_ranks_vote_on_one_depth_at_a_time_whatever_was_read_ahead(tmp_path):
+    votes = []
+    with Cached(tmp_path, Prefix(depth=1), agree=lambda mine: votes.append(mine) or mine) as cached:
+        cached.right(0, 1)
+        cached.deepen(2)
+        cached.right(2)
+        cached.cache.prefetch([torch.tensor([0, 1])])
+        next(iter(cached.cache._reader._ahead.values())).result()
+        votes.clear()
+        assert cached.right(0, 1) == [(1, None)]
+        assert votes == [True, False, True]  # weights unchanged; not at depth 2; at depth 1
+
+
 def test_the_thread_ends_at_close(tmp_path):
     before = threading.active_count()
     with Cached(tmp_path) as cached:
@@ -480,3 +544,23 @@ def test_times_are_of_what_was_done(tmp_path):
         times = cached.cache.times(torch.tensor([0, 1]))
         assert min(times.compute, times.read, times.write) > 0
         assert times.compute == cached.cache.counts.seconds["compute"] / 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["full", "half"])
+def test_states_on_a_gpu(tmp_path, precision):
+    """They go through pinned memory; what comes back is on the device."""
+    prefix = Prefix(depth=2, state="dict")
+    prefix.x = prefix.x.cuda()
+    for _, _, module in prefix.blocks:
+        module.cuda()
+    with Cached(tmp_path, prefix, precision=precision, device=torch.device("cuda")) as cached:
+        cached.right(0, 1, 2)
+        cached.cache.prefetch([torch.tensor([2, 1])])
+        state, calls = cached(2, 1)
+        truth = prefix.truth([2, 1])
+        assert calls == HIT and state["x"].is_cuda
+        assert torch.allclose(state["x"], truth["x"], rtol=0 if precision == "full" else 2 ** -11, atol=2 ** -25)
+        same(state["mask"].cpu(), truth["mask"].cpu())
+        cached.deepen(4)
+        assert cached(0, 1, 2)[1] == [(2, None)] and cached(0, 5)[1] == [(0, [1])]

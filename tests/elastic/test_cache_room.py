@@ -252,6 +252,16 @@ def test_a_folder_that_nobody_named_goes_with_its_last_run(unnamed):
     assert not unnamed.exists()
 
 
+def test_a_cache_that_another_one_follows_leaves_its_files(unnamed):
+    """The stage is built anew, deeper, and what was kept is upgraded; the last one removes all."""
+    before = Cached(None, Prefix(depth=2))
+    before.right(0, 1)
+    before.cache.close(keep=True)
+    with Cached(None, Prefix(depth=4)) as after:
+        assert after.right(0, 1) == [(2, None)]
+    assert not unnamed.exists()
+
+
 def test_entries_of_other_weights_go_at_once(unnamed):
     with Cached(None) as cached:
         cached.right(0)
@@ -347,3 +357,15 @@ def test_a_file_that_is_removed_while_it_is_opened_is_made_again(tmp_path, monke
         assert cached.right(0) == MISS
         assert cached.right(0) == HIT
     assert removed and depths(tmp_path) == 1
+
+
+def test_a_file_that_is_removed_whenever_it_is_made_is_given_up(tmp_path, monkeypatch):
+    def remove(file, **how):
+        for path in tmp_path.glob("*.bin"):
+            path.unlink()
+        return True
+
+    monkeypatch.setattr(cache_store, "lock", remove)
+    with Cached(tmp_path) as cached:
+        assert cached.right(0) == MISS and cached.right(0) == MISS
+        assert len(cached.told) == 1 and "removed as often as it is made" in cached.told[0]

@@ -1,0 +1,275 @@
+"""Whole runs that transform themselves: what they tell, that they lose nothing, and that they end where others end."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+
+from ranvier.elastic.ledger import Ledger
+from ranvier.errors import RanvierError
+from ranvier.mesh import Mesh
+from ranvier.run import Batch, Checkpoint, Data, Elastic, Optim, Run, Train, Transformer
+from ranvier.stop import StopRequest
+from ranvier.testing.ranks import run_ranks
+from ranvier.train import elasticity, loop, resize
+from ranvier.train.loop import train
+
+WORDS = ["the", "a", "film", "story", "actor", "scene", "plot", "music", "is", "was", "very", "quite", "good", "bad"]
+
+
+packings, pays = elasticity.packings, Ledger.pays
+
+
+@pytest.fixture(scope="module")
+def sentences(tmp_path_factory):
+    """Labelled sentences: of 96 the label is whether "good" is among them."""
+    folder = tmp_path_factory.mktemp("sentences")
+    for name, count, start in (("train", 96, 0), ("eval", 30, 7)):
+        lines = ["label\tsentence"]
+        for number in range(start, start + count):
+            words = [WORDS[(number * step + step) % 12] for step in (1, 5, 7, 11)]
+            lines.append(f"{number % 2}\t{' '.join([*words, WORDS[13 - number % 2]])} {number}")
+        (folder / f"{name}.tsv").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def tiny(sentences, run_dir, *, mesh=None, elastic=None, **changes):
+    """Six layers, twelve batches an epoch, two epochs, in fp64."""
+    changes = {"train": Train(epochs=2, learning_rate=3e-3, eval_every=12), **changes}
+    return Run(mesh=mesh or Mesh(pipe=4), batch=Batch(global_size=8, microbatch_size=2), precision="fp64",
+               model=Transformer(num_layers=6, hidden=16, heads=2, vocab=120, sequence=12),
+               data=Data(task="classification", train=str(sentences / "train.tsv"), eval=str(sentences / "eval.tsv"),
+                         cache_dir=sentences / "cache"), optim=Optim(weight_decay=0.0, offload="none"),
+               elastic=elastic or Elastic(), run_dir=run_dir, **changes)
+
+
+def run_all(run, **options):
+    stream = io.StringIO()
+    results = run_ranks(lambda world: train(run, "tiny", world, stream=stream, **options), run.mesh.size,
+                        timeout_seconds=120)
+    return results, stream.getvalue()
+
+
+def lines(run, name):
+    return [json.loads(line) for line in (run.run_dir / name).read_text().splitlines()]
+
+
+def losses(run):
+    return [line["loss"] for line in lines(run, "metrics.jsonl")]
+
+
+def transitions(run):
+    return [line for line in lines(run, "events.jsonl") if line["event"] == "transition"]
+
+
+BY_HAND = Elastic(freeze="manual", manual=("5:2", "14:4"), auto_pipe=True, auto_dp=True)
+
+
+def always(monkeypatch):
+    """Half the stages are always the best, and any transition pays: ranks that are threads tell nothing of time."""
+    def halved(first, now, *args, **options):
+        found = packings(first, now, *args, **options)
+        return sorted(found, key=lambda packing: abs(packing.pipe - max(1, now.run.mesh.pipe // 2)))
+
+    monkeypatch.setattr(elasticity, "packings", halved)
+    monkeypatch.setattr(Ledger, "pays", lambda ledger, **facts: replace(pays(ledger, **facts), pays=True))
+
+
+@pytest.fixture(scope="module")
+def in_one_process(sentences, tmp_path_factory):
+    """The run that freezes the same layers after the same steps, on one rank."""
+    run = tiny(sentences, tmp_path_factory.mktemp("one") / "run", mesh=Mesh(),
+               elastic=replace(BY_HAND, auto_pipe=False, auto_dp=False))
+    run_all(run)
+    return losses(run)
+
+
+def test_a_run_that_packs_itself_is_the_run_that_does_not(sentences, tmp_path, in_one_process, monkeypatch):
+    always(monkeypatch)
+    run = tiny(sentences, tmp_path / "run", elastic=BY_HAND)
+    results, text = run_all(run)
+    assert losses(run) == pytest.approx(in_one_process, rel=1e-9)
+    assert all(result == results[0] for result in results)
+    told = transitions(run)
+    assert [line["step"] for line in told] == [5, 14]
+    assert [line["frozen_layers"] for line in told] == [2, 4]
+    assert told[-1]["mesh"]["pipe"] < 4 and told[-1]["mesh"]["data"] > 1
+    assert all(line["bytes_moved"] > 0 and line["seconds"] > 0 for line in told)
+    assert "step 5: froze layers 0-1; " in text and "step 14: froze layers 2-3; " in text
+    assert results[0]["frozen_layers"] == 4 and results[0]["transitions"] == 2
+    assert results[0]["eval_count"] == 30
+    evaluated = [line for line in lines(run, "metrics.jsonl") if "eval_accuracy" in line]
+    assert [line["step"] for line in evaluated] == [12, 24] and all(line["eval_count"] == 30 for line in evaluated)
+
+
+def test_idle_ranks_come_to_the_same_end(sentences, tmp_path, in_one_process, monkeypatch):
+    always(monkeypatch)
+    run = tiny(sentences, tmp_path / "run", elastic=replace(BY_HAND, auto_dp=False))
+    results, _ = run_all(run)
+    assert losses(run) == pytest.approx(in_one_process, rel=1e-9)
+    assert results[0]["mesh"]["data"] == 1 and results[0]["mesh"]["pipe"] < 4
+    assert all(result == results[0] for result in results)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(pipe=2, data=2), Mesh(pipe=2, col=2), Mesh(data=4)], ids=str)
+def test_from_other_meshes(sentences, tmp_path, in_one_process, monkeypatch, mesh):
+    always(monkeypatch)
+    run = tiny(sentences, tmp_path / "run", mesh=mesh, elastic=BY_HAND)
+    run_all(run)
+    assert losses(run) == pytest.approx(in_one_process, rel=1e-9)
+
+
+def test_the_cache_changes_nothing(sentences, tmp_path, in_one_process, monkeypatch):
+    always(monkeypatch)
+    for name, elastic in (("here", replace(BY_HAND, cache=True, cache_from=1, cache_precision="full")),
+                          ("there", replace(BY_HAND, cache=True, cache_from=1, cache_precision="full", auto_pipe=False,
+                                            auto_dp=False))):
+        run = tiny(sentences, tmp_path / name, elastic=replace(elastic, cache_dir=tmp_path / f"cache-{name}"))
+        results, _ = run_all(run)
+        assert losses(run) == pytest.approx(in_one_process, rel=1e-9)
+        assert transitions(run)[-1]["cache"]
+        assert sum(rank["cache"]["hits"] + rank["cache"]["upgraded"] for rank in results[0]["ranks"]) > 0
+
+
+def test_half_precision_entries_change_little(sentences, tmp_path, in_one_process):
+    elastic = replace(BY_HAND, cache=True, cache_from=1, cache_dir=tmp_path / "cache", auto_pipe=False, auto_dp=False)
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(), elastic=elastic)
+    run_all(run)
+    assert losses(run) == pytest.approx(in_one_process, rel=1e-2)
+
+
+def test_a_dry_run_tells_and_changes_nothing(sentences, tmp_path):
+    plain, dry = tiny(sentences, tmp_path / "plain"), tiny(sentences, tmp_path / "dry", elastic=Elastic(
+        freeze="gradient-norm", every=4, dry_run=True))
+    run_all(plain)
+    run_all(dry)
+    assert losses(dry) == losses(plain)
+    assert not transitions(dry)
+
+
+@pytest.mark.parametrize("freeze", ["gradient-norm", "cap"])
+def test_policies_freeze_after_each_epoch(sentences, tmp_path, freeze):
+    run = tiny(sentences, tmp_path / "run", elastic=Elastic(freeze=freeze, alpha=0.5))
+    run_all(run)
+    found = [line for line in transitions(run)]
+    if freeze == "cap":
+        assert [(line["step"], line["frozen_layers"]) for line in found] == [(12, 3)]
+    assert all(line["mesh"]["pipe"] == 4 for line in found)
+
+
+def test_the_articles_rule_packs_by_sizes(sentences, tmp_path, in_one_process):
+    run = tiny(sentences, tmp_path / "run", elastic=replace(BY_HAND, cut="reference"))
+    run_all(run)
+    assert losses(run) == pytest.approx(in_one_process, rel=1e-9)
+
+
+@pytest.mark.parametrize(("grows", "rate"), [("grow", 3e-3), ("scale", 6e-3)])
+def test_the_global_batch_may_grow(sentences, tmp_path, monkeypatch, grows, rate):
+    always(monkeypatch)
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=Elastic(
+        freeze="manual", manual=("4:5",), auto_pipe=True, auto_dp=True, global_batch=grows))
+    run_all(run)
+    told, steps = transitions(run), lines(run, "metrics.jsonl")
+    assert told[0]["mesh"]["data"] == 2 and told[0]["global_size"] == 16
+    assert [line["tokens"] for line in steps] == [8] * 4 + [16] * 10  # two epochs of 96, no sample more or less
+    assert steps[-1]["learning_rate"] == pytest.approx(rate)
+
+
+class Wishes:
+    """A tracker that wishes for another mesh after given steps."""
+
+    def __init__(self, run, wishes):
+        self.run, self.wishes = run, wishes
+
+    def event(self, event):
+        wish = self.wishes.get(getattr(event, "step", None))
+        if wish is not None and type(event).__name__ == "StepEvent":
+            resize.ask(self.run.run_dir, **wish)
+
+    def close(self):
+        pass
+
+
+def test_a_run_is_resized_while_it_goes_on(sentences, tmp_path):
+    plain = tiny(sentences, tmp_path / "plain", mesh=Mesh())
+    run_all(plain)
+    run = tiny(sentences, tmp_path / "run")
+    wishes = {2: dict(data=2, pipe=2), 6: dict(data=1, pipe=2), 10: dict(data=4, pipe=1), 14: dict(data=1, pipe=1),
+              18: dict(data=1, pipe=4), 21: dict(data=3, pipe=2)}
+    results, text = run_all(run, trackers=[Wishes(run, wishes)])
+    assert losses(run) == pytest.approx(losses(plain), rel=1e-9)
+    assert [(line["mesh"]["data"], line["mesh"]["pipe"]) for line in transitions(run)] == [
+        (2, 2), (1, 2), (4, 1), (1, 1), (1, 4)]
+    refused = [line for line in lines(run, "events.jsonl") if line["event"] == "resize-refused"]
+    assert "needs 6 stages in all, and the run was started with 4" in refused[0]["text"]
+    assert all(result == results[0] for result in results)
+
+
+def test_what_cannot_be_resized(sentences, tmp_path):
+    run = tiny(sentences, tmp_path / "run")
+
+    class Bad(Wishes):
+        def event(self, event):
+            if type(event).__name__ == "StepEvent" and event.step in self.wishes:
+                (self.run.run_dir / resize.NAME).write_text(self.wishes[event.step])
+
+    run_all(run, trackers=[Bad(run, {2: "{", 5: '{"data": 0, "pipe": 1}', 8: '{"data": 1, "pipe": 4}', 11: "[1]",
+                                     14: '{"data": true, "pipe": 1}'})])
+    refused = [line["text"] for line in lines(run, "events.jsonl") if line["event"] == "resize-refused"]
+    assert len(refused) == 5 and not transitions(run)
+    assert sum("is no mesh" in text for text in refused) == 4 and "is the mesh that the run has" in refused[2]
+    assert not (run.run_dir / resize.NAME).exists()
+
+
+def test_asking_where_no_run_is(tmp_path):
+    with pytest.raises(RanvierError, match="is no run's folder"):
+        resize.ask(tmp_path, data=1, pipe=1)
+    (tmp_path / "run.toml").write_text("")
+    with pytest.raises(RanvierError, match=r"has not answered within 0\.2 s"):
+        resize.ask_and_wait(tmp_path, data=1, pipe=1, seconds=0.2)
+    assert not (tmp_path / resize.NAME).exists()
+    assert "asked" in resize.ask_and_wait(tmp_path, data=1, pipe=1, seconds=0)
+
+
+# ---------------------------------------------------------------------- stopping and going on
+
+class StopAfter:
+    """A tracker that has the run stop after a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def event(self, event):
+        if type(event).__name__ == "StepEvent" and event.step == self.step:
+            stops[-1].request("test")
+
+    def close(self):
+        pass
+
+
+stops: list[StopRequest] = []
+
+
+@pytest.mark.parametrize(("mesh", "stop"), [(Mesh(pipe=4), 7), (Mesh(pipe=4), 16), (Mesh(data=2), 16),
+                                             (Mesh(), 16), (Mesh(pipe=2, data=2), 7)], ids=str)
+def test_an_elastic_run_goes_on_anywhere(sentences, tmp_path, in_one_process, monkeypatch, mesh, stop):
+    always(monkeypatch)
+    first = tiny(sentences, tmp_path / "run", elastic=BY_HAND, checkpoint=Checkpoint(every=0))
+    request_of = loop.StopRequest
+
+    def kept():
+        stops.append(request_of())
+        return stops[-1]
+
+    monkeypatch.setattr(loop, "StopRequest", kept)
+    results, _ = run_all(first, trackers=[StopAfter(stop)])
+    assert results[0].keys() == {"stopped_after"}
+    again = replace(first, resume="auto", mesh=mesh)
+    results, _ = run_all(again)
+    assert losses(again) == pytest.approx(in_one_process, rel=1e-9)
+    assert results[0]["frozen_layers"] == 4
+    back = [line for line in transitions(again) if "interrupted" in line["reason"]]
+    assert [line["frozen_layers"] for line in back] == [2 if stop == 7 else 4]
