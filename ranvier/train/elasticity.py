@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from math import ceil
 from statistics import median
 
 from ranvier.check import laid_out, problems
 from ranvier.data.task import Prepared
 from ranvier.elastic.freezing import Facts, FreezePolicy, decide, policy_of
 from ranvier.elastic.ledger import Ledger
-from ranvier.elastic.microbatch_profile import MicrobatchProfile
+from ranvier.elastic.microbatch_profile import MicrobatchProfile, microbatch_counts
 from ranvier.errors import RanvierError
 from ranvier.machine import available_memory_bytes
 from ranvier.mesh import Mesh
@@ -32,8 +33,31 @@ from ranvier.train.files import mesh_text
 from ranvier.train.formation import Formation
 from ranvier.train.packing import packings, work_of
 
+_TRIAL_STEPS = 3
 _RECENT_STEPS = 8
 """Steps whose median says how long one takes now."""
+
+
+@dataclass(kw_only=True)
+class Trying:
+    """A number of microbatches that is being tried, for a few steps, of which the first warms up."""
+
+    pipe: int
+    data: int
+    frozen: int
+    count: int
+    steps: set[int] = field(default_factory=set)
+    taken: list[float] = field(default_factory=list)
+
+    def took(self, step: int, seconds: float) -> bool:
+        """One more step was measured. Whether that was the last."""
+        if step in self.steps:
+            self.taken.append(seconds)
+        return len(self.taken) == _TRIAL_STEPS
+
+    @property
+    def seconds(self) -> float:
+        return min(self.taken[1:])
 
 
 class Elasticity:
@@ -55,6 +79,9 @@ class Elasticity:
         self._ratio = 1.0
         """The global batch in relation to the first one."""
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._trial: Trying | None = None
+        self._told: set[tuple[int, int]] = set()
+        """(pipe, data) whose best number of microbatches has been told."""
 
     # ------------------------------------------------------------------ the course of the run
 
@@ -84,6 +111,36 @@ class Elasticity:
     def saw(self, event: StepEvent) -> None:
         """One more step has been told."""
         self._recent.append(event.step_seconds)
+        if self._trial is not None and self._trial.took(event.step, event.step_seconds):
+            trial, self._trial = self._trial, None
+            self.profile = self.profile.measured(trial.pipe, trial.data, trial.frozen, trial.count, trial.seconds)
+
+    def microbatch_size(self, now: Formation, step: int) -> int:
+        """Samples in a microbatch of `step`: the run's or, where numbers of them are profiled, of the one that is being
+        tried, or was the fastest. The same on every rank, since all know the same times."""
+        run = now.run
+        if not self._first.elastic.profile_microbatches:
+            return run.batch.microbatch_size
+        pipe, data = run.mesh.pipe, run.mesh.data
+        share = -(-run.batch.global_size // data)
+        counts = microbatch_counts(pipe, share)
+        if self._trial is None and (count := self.profile.next_count(pipe, data, now.frozen, counts)) is not None:
+            self._trial = Trying(pipe=pipe, data=data, frozen=now.frozen, count=count)
+        elif self._trial is None and (pipe, data) not in self._told:
+            self._told.add((pipe, data))
+            tried = {trial.microbatches: trial.seconds for trial in self.profile.trials
+                     if (trial.pipe, trial.data) == (pipe, data)}
+            best = self.profile.best(pipe, data, now.frozen, counts)
+            self._note(step - 1, "microbatches", f"{best} microbatches of {-(-share // best)} are the fastest on "
+                       f"{mesh_text(run.mesh)} (" + ", ".join(f"{count}: {1e3 * seconds:.0f} ms" for count, seconds in
+                                                             sorted(tried.items())) + ")",
+                       {"microbatches": best, "seconds": {str(count): tried[count] for count in sorted(tried)}})
+        count = (self._trial.count if self._trial is not None else
+                 self.profile.best(pipe, data, now.frozen, counts))
+        if self._trial is not None:
+            self._trial.steps.add(step)
+        size = ceil(share / count)
+        return ceil(size / run.mesh.row) * run.mesh.row
 
     # ------------------------------------------------------------------ what goes along
 
@@ -138,6 +195,7 @@ class Elasticity:
         if ratio != self._ratio:
             self._since, self._ratio = (step, self._progress(step)), ratio
         self._recent.clear()
+        self._trial = None
         if self.ledger.entries and self.ledger.entries[-1].measured_cost is None:
             self.ledger = self.ledger.with_measured(cost=seconds)
         return self.caching.enter(now, reads=self.left(step) * now.run.batch.global_size)

@@ -40,7 +40,7 @@ from ranvier.train.console import console
 from ranvier.train.elasticity import Elasticity
 from ranvier.train.evaluation import evaluate
 from ranvier.train.events import EndEvent, NoteEvent, StartEvent, Tracker, Trackers, TransitionEvent
-from ranvier.train.files import EventsFile, MetricsFile, open_folder, plain, steps_until, writing
+from ranvier.train.files import EventsFile, MetricsFile, open_folder, plain, read_lines, steps_until, writing
 from ranvier.train.formation import Formation, formed
 from ranvier.train.guards import Guards
 from ranvier.train.memory import check_fits, explained, report_text
@@ -119,6 +119,8 @@ class Training:
         self.guards = Guards(self.run.guard, self.engine, tell=lambda event: self.outputs.event(event),
                              barrier=lambda: self.ranks.barrier(), go_back=self._go_back)
         self.history = History()
+        self._asked = self.run
+        """The run before `auto` was resolved, from which each change begins."""
         self.resize_requests = ResizeRequests(self.run.run_dir) if world.rank == 0 else None
         if world.rank == 0:
             self.outputs = _outputs(self.run.run_dir, self.history, trackers, stream,
@@ -190,6 +192,7 @@ class Training:
         asked = self.elastic.asks_after(step, self.samples, after)
         self.engine.watch_layers(asked)
         with self.now.measured.step():
+            self.now.train_data.microbatch_size = self.elastic.microbatch_size(self.now, step)
             batch = self.now.train_data.microbatches(step - 1)
             self.elastic.caching.prefetch(samples_of(batch))
             result = self.result = self.engine.train_batch(batch)
@@ -313,7 +316,7 @@ class Training:
             held = take(old.engine)
             old.close()
         change = Change.read(order["change"])
-        self.run, self.done = change.applied(self.run), order["step"]
+        self.run, self.done = change.applied(self._asked), order["step"]
         self.now = None
         self.now = formed(self.run, self.world, self.data, frozen=change.frozen, fresh=False)
         moved = hand_over(held, self.now and self.engine, self.world.backend,
@@ -442,7 +445,8 @@ def _outputs(run_dir, history: History, trackers: Sequence[Tracker], stream: Tex
         after, before = begins.step, steps_until(run_dir, begins.step)
         with suppress(FileNotFoundError):
             (run_dir / "summary.json").unlink()  # it is of a run that has ended, and this one goes on
-    history.remember(before)
+    history.remember(before, [line for line in read_lines(run_dir / "events.jsonl")
+                              if begins is not None and line["step"] <= begins.step])
     return Trackers([history, MetricsFile(run_dir, before), EventsFile(run_dir, continues=begins is not None),
                      TensorBoard(run_dir, after), console(stream), *trackers])
 

@@ -15,6 +15,8 @@ from ranvier.run import Batch, Checkpoint, Data, Elastic, Optim, Run, Train, Tra
 from ranvier.stop import StopRequest
 from ranvier.testing.ranks import run_ranks
 from ranvier.train import elasticity, loop, resize
+from ranvier.train.course import Course
+from ranvier.train.events import StepEvent
 from ranvier.train.loop import train
 
 WORDS = ["the", "a", "film", "story", "actor", "scene", "plot", "music", "is", "was", "very", "quite", "good", "bad"]
@@ -273,3 +275,37 @@ def test_an_elastic_run_goes_on_anywhere(sentences, tmp_path, in_one_process, mo
     assert results[0]["frozen_layers"] == 4
     back = [line for line in transitions(again) if "interrupted" in line["reason"]]
     assert [line["frozen_layers"] for line in back] == [2 if stop == 7 else 4]
+
+
+# ---------------------------------------------------------------------- microbatches, pictures
+
+def test_numbers_of_microbatches_are_tried_and_the_fastest_kept(sentences, tmp_path, in_one_process):
+    elastic = replace(BY_HAND, auto_pipe=False, auto_dp=False, profile_microbatches=True)
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=elastic,
+               train=Train(epochs=4, learning_rate=3e-3))
+    run_all(run)
+    assert losses(run)[:24] == pytest.approx(in_one_process, rel=1e-9)  # the same samples in other pieces
+    told = [line for line in lines(run, "events.jsonl") if line["event"] == "microbatches"]
+    assert len(told) == 1 and set(told[0]["seconds"]) == {"2", "4", "8"}
+    assert str(told[0]["microbatches"]) == min(told[0]["seconds"], key=told[0]["seconds"].get)
+
+
+def test_what_the_run_leaves_to_look_at(sentences, tmp_path, monkeypatch):
+    always(monkeypatch)
+    run = tiny(sentences, tmp_path / "run", elastic=BY_HAND)
+    run_all(run)
+    assert (run.run_dir / "course.png").stat().st_size > 10_000
+    trace = json.loads((run.run_dir / "timeline.json").read_text())["traceEvents"]
+    named = [event["name"] for event in trace if event.get("cat") == "transition"]
+    assert len(named) == 2 and "froze layers 0-1" in named[0]
+
+
+def test_the_picture_knows_the_run_before_it_went_on():
+    course = Course()
+    course.remember([{"step": 1, "tokens_per_second": 5.0}, {"step": 2, "tokens_per_second": 6.0, "eval_accuracy": 0.5}],
+                    [{"step": 0, "event": "start", "mesh": {"pipe": 4, "data": 1}},
+                     {"step": 1, "event": "transition", "frozen_layers": 2, "mesh": {"pipe": 2, "data": 2}}])
+    course.event(StepEvent(step=3, loss=1.0, tokens=8.0, step_seconds=1.0, wait_seconds=0.0, bubble_fraction=0.0,
+                           grad_norm=1.0, learning_rate=1.0, flops_per_second=1.0, model_flops_utilisation=0.1))
+    assert course.is_elastic and course.frozen == {0: 0, 1: 2} and course.meshes == {0: (4, 1), 1: (2, 2)}
+    assert course.speeds == {1: 5.0, 2: 6.0, 3: 8.0} and course.scores == {2: 0.5}
