@@ -104,7 +104,9 @@ def as_dict(problem: RanvierError) -> dict[str, object]:
 
 def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = None) -> Report:
     """Look at `run` as a whole. Never raises for what a user can set."""
-    run, found = with_shape(run, num_ranks)
+    run, found = with_pretrained(run)
+    run, more = with_shape(run, num_ranks)
+    found += more
     found += problems(run, None if found else num_ranks)  # a stand-in has another size
     stages, memory = None, ()
     unclear = ("model.", "mesh.", "tensor.", "pipeline.boundaries", "optim.groups")
@@ -125,6 +127,16 @@ def problems(run: Run, num_ranks: int | None = None) -> list[RanvierError]:
     """What cannot work, as far as that follows from the settings alone."""
     return [*families.problems(run), *_mesh_problems(run, num_ranks), *_batch_problems(run), *_update_problems(run),
             *groups.problems(run.optim), *_data_problems(run), *_resume_problems(run), *rules.problems(run)]
+
+
+def with_pretrained(run: Run) -> tuple[Run, list[RanvierError]]:
+    """The run with the sizes of its pretrained model, and why that may not be possible."""
+    from ranvier.checkpoint.from_pretrained import settled  # which reads files
+
+    try:
+        return settled(run), []
+    except RanvierError as problem:
+        return run, [problem]
 
 
 def with_shape(run: Run, num_ranks: int | None) -> tuple[Run, list[RanvierError]]:

@@ -69,7 +69,7 @@ class Elasticity:
     def __init__(self, run: Run, data: Prepared, *, tell: Callable[[Event], None],
                  policy: FreezePolicy | None = None) -> None:
         self._first, self._num_samples, self._tell = run, len(data.train), tell
-        self.policy = policy or policy_of(run.elastic)
+        self.policy, self._own = policy or policy_of(run.elastic), policy is not None
         self.caching = Caching(run, data, tell)
         self.evaluations = 0
         """Of the freeze policy, so far."""
@@ -102,9 +102,9 @@ class Elasticity:
     def asks_after(self, step: int, before: int, after: int) -> bool:
         """Whether the freeze policy is asked after `step`, which takes the data from sample `before` to `after`."""
         elastic = self._first.elastic
-        if elastic.freeze == "none":
+        if not self.freezes:
             return False
-        if elastic.freeze == "manual":
+        if elastic.freeze == "manual" and not self._own:
             return any(at == step for at, _ in self.policy.depths)
         return step % elastic.every == 0 if elastic.every else after // self._num_samples > before // self._num_samples
 
@@ -146,7 +146,7 @@ class Elasticity:
 
     def state(self, run: Run, frozen: int) -> dict[str, object]:
         """What a checkpoint keeps, and a rank that comes back needs; JSON-serialisable."""
-        if not self._is_elastic and not frozen and run.mesh == self._first.mesh:
+        if not self.freezes and not frozen and run.mesh == self._first.mesh:
             return {}
         return {"frozen": frozen, "data": run.mesh.data, "pipe": run.mesh.pipe, "evaluations": self.evaluations,
                 "boundaries": run.pipeline.boundaries, "global_size": run.batch.global_size,
@@ -155,8 +155,9 @@ class Elasticity:
                 "ledger": self.ledger.to_dict(), "profile": self.profile.to_dict()}
 
     @property
-    def _is_elastic(self) -> bool:
-        return self._first.elastic.freeze != "none"
+    def freezes(self) -> bool:
+        """Whether there is a policy that may freeze layers."""
+        return self._own or self._first.elastic.freeze != "none"
 
     def load(self, state: Mapping[str, object]) -> None:
         """The inverse of `state`, but for what `Change` has."""
@@ -214,14 +215,22 @@ class Elasticity:
     def text(self) -> str:
         """The settings in words; empty where nothing is elastic."""
         elastic = self._first.elastic
-        if elastic.freeze == "none":
+        if not self.freezes:
             return ""
         often = f"every {elastic.every} steps" if elastic.every else "after each epoch"
-        words = [{"manual": f"freezes by hand: {', '.join(elastic.manual)}"}.get(
-            elastic.freeze, f"freezes by {elastic.freeze}, alpha {elastic.alpha:.3g}, {often}")]
+        words = [f"freezes by {self._policy_text}, {often}"]
+        if elastic.freeze == "manual" and not self._own:
+            words = [f"freezes by hand: {', '.join(elastic.manual)}"]
         words += [text for said, text in ((elastic.dry_run, "dry run"), (elastic.auto_pipe, "packs the pipeline"),
                                           (elastic.auto_dp, "adds replicas"), (elastic.cache, "caches")) if said]
         return ", ".join(words)
+
+    @property
+    def _policy_text(self) -> str:
+        elastic = self._first.elastic
+        if self._own:
+            return type(self.policy).__name__
+        return elastic.freeze if elastic.freeze == "manual" else f"{elastic.freeze}, alpha {elastic.alpha:.3g}"
 
     # ------------------------------------------------------------------ deciding
 
@@ -257,7 +266,7 @@ class Elasticity:
     def _packed(self, now: Formation, depth: int, step: int, measured: list[dict]) -> Change | None:
         """The change that follows from `depth` frozen layers."""
         run, elastic = now.run, self._first.elastic
-        reason = f"{elastic.freeze}, evaluation {self.evaluations}"
+        reason = f"{self._policy_text}, evaluation {self.evaluations}"
         stay = self._change(now, run.mesh, depth, now.engine.boundaries or None, reason)
         if not elastic.auto_pipe or depth == now.frozen:
             return stay if depth > now.frozen else None

@@ -23,6 +23,7 @@ import torch
 from ranvier import resolve
 from ranvier.checkpoint.from_pretrained import load_pretrained
 from ranvier.comm.protocol import Group
+from ranvier.elastic.freezing import FreezePolicy
 from ranvier.elastic.transition import hand_over, take
 from ranvier.errors import RanvierError
 from ranvier.models import families
@@ -59,14 +60,16 @@ UNITS = {"lm": "tokens", "classification": "sentences", "qa": "questions", "imag
 """What a task's targets are counted in."""
 
 
-def train(run: Run, recipe: str, world: World, *, trackers: Sequence[Tracker] = (),
-          stream: TextIO | None = None) -> dict[str, object]:
+def train(run: Run, recipe: str, world: World, *, trackers: Sequence[Tracker] = (), stream: TextIO | None = None,
+          freezing: FreezePolicy | None = None) -> dict[str, object]:
     """Train as `run` says and leave the results in its folder. Returns what summary.json says, on every rank.
 
     Args:
         recipe: the run's name in headings and in the default folder's name.
         trackers: more takers of the run's events, beside files, TensorBoard and console; used on rank 0 only.
         stream: where rank 0 prints; standard output by default.
+        freezing: says how many layers are frozen, instead of the policy that elastic.freeze names; asked as often as
+            elastic.every says.
 
     A run that is told to stop (ranvier.stop) saves a checkpoint, leaves no summary.json, and returns {"stopped_after":
     its last step}. Raises RanvierError where data, settings or folder do not allow the run, and when the loss stops
@@ -74,7 +77,7 @@ def train(run: Run, recipe: str, world: World, *, trackers: Sequence[Tracker] = 
     """
     try:
         with StopRequest() as stop:
-            training = Training(run, recipe, world, trackers, stream or sys.stdout, stop)
+            training = Training(run, recipe, world, trackers, stream or sys.stdout, stop, freezing)
             try:
                 training.start()
                 while training.summary is None:
@@ -94,7 +97,7 @@ class Training:
     """One run on one rank. Every method is collective over the ranks of the mesh, but for `close`."""
 
     def __init__(self, run: Run, recipe: str, world: World, trackers: Sequence[Tracker], stream: TextIO,
-                 stop: StopRequest) -> None:
+                 stop: StopRequest, freezing: FreezePolicy | None) -> None:
         self.recipe, self.world, self._stop = recipe, world, stop
         self.stops = self.resizes = False
         """Whether a rank was told to stop, the run to take another mesh; all ranks know it after the same step."""
@@ -110,8 +113,8 @@ class Training:
         self.everyone.barrier()  # not before every rank has looked at what is free
         self.orders = Orders(world)
         self.now: Formation | None = formed(self.run, world, self.data)
-        self.elastic = Elasticity(self.run, self.data, tell=lambda event: self.outputs.event(event))
-        self.saving = Saving(self.run, recipe, self.engine, self.data.fingerprint)
+        self.elastic = Elasticity(self.run, self.data, tell=lambda event: self.outputs.event(event), policy=freezing)
+        self.saving = Saving(self.run, recipe, self.engine, self.data)
         self.begins = self.saving.start()
         self.done = self.begins.step
         """Steps that are taken, those before this run went on among them."""

@@ -302,7 +302,8 @@ def test_what_the_run_leaves_to_look_at(sentences, tmp_path, monkeypatch):
 
 def test_the_picture_knows_the_run_before_it_went_on():
     course = Course()
-    course.remember([{"step": 1, "tokens_per_second": 5.0}, {"step": 2, "tokens_per_second": 6.0, "eval_accuracy": 0.5}],
+    course.remember([{"step": 1, "tokens_per_second": 5.0},
+                     {"step": 2, "tokens_per_second": 6.0, "eval_accuracy": 0.5}],
                     [{"step": 0, "event": "start", "mesh": {"pipe": 4, "data": 1}},
                      {"step": 1, "event": "transition", "frozen_layers": 2, "mesh": {"pipe": 2, "data": 2}}])
     course.event(StepEvent(step=3, loss=1.0, tokens=8.0, step_seconds=1.0, wait_seconds=0.0, bubble_fraction=0.0,
