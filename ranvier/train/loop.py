@@ -206,9 +206,8 @@ class Training:
         self.done, last = step, not self.elastic.left(step)
         stall = self._save(step) if last or self.saving.due(step) else None
         self._publish()
-        self.pending = self.meter.step(step, result, rate)
+        self._await(step, result, rate)
         self.pending.checkpoint_stall_seconds = stall
-        self.pending.loss_scale = self.engine.loss_scale and replace(self.engine.loss_scale)
         every = self.run.train.eval_every
         if last or (every and step % every == 0):
             event = evaluate(self.now, self.data, step)
@@ -370,9 +369,15 @@ class Training:
     def _publish_all(self, step: int, result: BatchResult, rate: float) -> None:
         """Tell the numbers of `step` now, and of the one before where that is still to be done."""
         self._publish()
+        self._await(step, result, rate)
+        self._publish()
+
+    def _await(self, step: int, result: BatchResult, rate: float) -> None:
+        """The numbers of `step` are on their way."""
         self.pending = self.meter.step(step, result, rate)
         self.pending.loss_scale = self.engine.loss_scale and replace(self.engine.loss_scale)
-        self._publish()
+        if self.elastic.freezes or self.now.frozen or self.run.mesh != self._asked.mesh:
+            self.pending.frozen_layers, self.pending.mesh = self.now.frozen, self.run.mesh
 
     def _publish(self) -> None:
         """Wait for the pending step's numbers and tell them. RanvierError when the loss is not a number any more."""
