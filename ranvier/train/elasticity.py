@@ -210,7 +210,8 @@ class Elasticity:
 
     def facts(self) -> dict[str, object]:
         """What this rank adds to the summary."""
-        return self.caching.facts()
+        self._measure_last()
+        return self.caching.facts() | ({"ledger": self.ledger.to_dict()["entries"]} if self.ledger.entries else {})
 
     def text(self) -> str:
         """The settings in words; empty where nothing is elastic."""
@@ -243,6 +244,7 @@ class Elasticity:
         norms = now.engine.layer_gradient_norms() if asked else ()
         measured = now.ranks.gather_objects({"busy": dict(busy), "steps": busy_steps})
         found = None
+        self._measure_last()
         if now.world.rank == 0:
             depth = self._depth(now, step, norms) if asked else now.frozen
             change = (self._resized(now, resize, depth, step) if resize is not None else
@@ -251,6 +253,11 @@ class Elasticity:
         found = now.ranks.gather_objects(found)[0]
         self.load(found["state"])
         return found["change"] and Change.read(found["change"])
+
+    def _measure_last(self) -> None:
+        """What the last transition has come to, in seconds of a step."""
+        if self._recent and self.ledger.entries and self.ledger.entries[-1].measured_after is None:
+            self.ledger = self.ledger.with_measured(after=median(self._recent))
 
     def _depth(self, now: Formation, step: int, norms: tuple[float, ...]) -> int:
         """Frozen layers from now on."""
