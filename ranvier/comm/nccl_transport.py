@@ -14,6 +14,7 @@ behind another, and the host waits nowhere.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -143,8 +144,8 @@ class NcclTransport:
             if message is not None:
                 self._accept(message)
 
-    def flush(self) -> None:
-        self._host.flush()
+    def flush(self, timeout_seconds: float = math.inf) -> bool:
+        return self._host.flush(timeout_seconds)
         for edge in self._destinations.values():
             while edge.sending:
                 self._reap(edge)
