@@ -145,11 +145,16 @@ class NcclTransport:
                 self._accept(message)
 
     def flush(self, timeout_seconds: float = math.inf) -> bool:
-        return self._host.flush(timeout_seconds)
+        deadline = time.monotonic() + timeout_seconds
+        if not self._host.flush(timeout_seconds):
+            return False
         for edge in self._destinations.values():
             while edge.sending:
+                if time.monotonic() > deadline:
+                    return False
                 self._reap(edge)
                 time.sleep(_POLL_SECONDS)
+        return True
 
     def close(self) -> None:
         self._host.close()

@@ -98,7 +98,6 @@ def test_the_cache_on_a_tensor_mesh_outlives_transitions(sentences, tmp_path, in
     assert losses(run) == pytest.approx(in_one_process, rel=1e-9)
 
 
-@pytest.mark.parametrize(("first", "sizes"), [(8, (16, 24)), (12, (16, 20, 28)), (6, (10, 14)), (48, (96,))])
 def test_going_back_over_a_change_of_the_global_batch():
     elastic = object.__new__(Elasticity)
     elastic._first = type("First", (), {"train": Train(steps=24)})
@@ -113,6 +112,7 @@ def test_going_back_over_a_change_of_the_global_batch():
     assert elastic._progress(8) == 12.0 and elastic.left(8) == 4
 
 
+@pytest.mark.parametrize(("first", "sizes"), [(8, (16, 24)), (12, (16, 20, 28)), (6, (10, 14)), (48, (96,))])
 def test_no_step_is_left_over_when_the_global_batch_grows(first, sizes):
     """As many steps as have the samples of the first sizes, at whatever step the size changes."""
     for total in (24, 25, 100):
