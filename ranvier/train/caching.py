@@ -49,7 +49,7 @@ class Caching:
                 self._run.elastic.cache_dir, blocks=blocks, fingerprint=self._fingerprint(),
                 num_samples=len(self._data.train), quota_bytes=self._run.elastic.cache_bytes,
                 precision=self._run.elastic.cache_precision, device=now.world.device, tell=self._say,
-                agree=engine.agree if mesh.stage_size > 1 else None,
+                agree=(lambda mine: self._now.engine.agree(mine)) if mesh.stage_size > 1 else None,
                 part=f"{self._run.tensor.scheme}, row {at.row} of {mesh.row}, col {at.col} of {mesh.col}"
                 if mesh.stage_size > 1 else "whole")
         else:

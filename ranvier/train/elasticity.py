@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+<<<<<<< HEAD
 from dataclasses import dataclass, field, replace
+=======
+from dataclasses import replace
+>>>>>>> helper-faults
 from math import ceil
 from statistics import median
 
@@ -92,7 +96,8 @@ class Elasticity:
 
     def left(self, step: int) -> int:
         """Steps of the present size that are still to come after `step`."""
-        return max(0, -int(-(self._first.train.steps - self._progress(step)) // self._ratio))
+        left = (self._first.train.steps - self._progress(step)) / self._ratio
+        return max(0, ceil(round(left, 6)))  # what rounding has left over is no step
 
     def learning_rate(self, step: int) -> float:
         """That of `step`: the schedule's, at the same place in the data; with "scale" in proportion to the batch."""
@@ -166,6 +171,13 @@ class Elasticity:
             self._since = (int(state["since"][0]), float(state["since"][1]))
             self.ledger = Ledger.from_dict(state["ledger"])
             self.profile = MicrobatchProfile.from_dict(state["profile"])
+
+    def went_back(self, step: int, state: Mapping[str, object]) -> None:
+        """The run is at `step` again, with the weights of a checkpoint that has `state`. Frozen layers, mesh and global
+        batch stay as they are; of the steps of another size, those that were taken back count no more."""
+        if step < self._since[0]:
+            (since, done), ratio = state.get("since", (0, 0.0)), state.get("ratio", 1.0)
+            self._since = (step, done + (step - since) * ratio)
 
     def take_up(self, state: Mapping[str, object], run: Run, engine: Engine) -> Change | None:
         """What a run that goes on must change to be what it was: its frozen layers and, where it is started on the mesh
