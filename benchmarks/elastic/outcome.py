@@ -55,6 +55,7 @@ class Outcome:
     count: int
     course: tuple[dict, ...]
     cache: tuple[dict, ...] = ()
+    transport: str = "gloo"
     process_seconds: float = 0.0
 
     @property
@@ -81,14 +82,15 @@ def read(folder: Path, name: str, seed: int, process_seconds: float = 0.0) -> Ou
     seconds = [step["step_seconds"] for step in steps]
     stalls = sum(step.get("checkpoint_stall_seconds", 0.0) for step in steps)
     summary = folder / "summary.json"
-    cache = json.loads(summary.read_text()).get("cache", []) if summary.exists() else []
+    facts = json.loads(summary.read_text()) if summary.exists() else {}
     return Outcome(
         name=name, seed=seed, samples=sum(step["tokens"] for step in steps),
         losses=tuple(step["loss"] for step in steps), step_seconds=tuple(seconds),
         transition_seconds=transition_seconds, eval_seconds=sum(event["seconds"] for event in evaluations),
         wall_seconds=json.loads((folder / CLOCK).read_text())["seconds"],
         counted_seconds=sum(seconds) + transition_seconds - stalls, accuracy=last.get("eval_accuracy"),
-        count=last.get("eval_count", 0), course=tuple(course), cache=tuple(counts for counts in cache if counts),
+        count=last.get("eval_count", 0), course=tuple(course), cache=tuple(counts for counts in facts.get("cache", ()) if counts),
+        transport=facts.get("transport", "gloo"),
         process_seconds=process_seconds)
 
 
