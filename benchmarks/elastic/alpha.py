@@ -38,7 +38,8 @@ def measure(options: argparse.Namespace) -> dict:
                "frozen_by_epoch": {str(alpha): bound.depths(layers, float(alpha), options.epochs)
                                    for alpha in options.alphas}}
     write(options, f"alpha-{options.task}", results, markdown(head, COLUMNS, [row(line) for line in table]),
-          lambda path: picture.draw_trade([(line.name, line) for line in table], f"{options.task}, all over none", path))
+          lambda path: picture.draw_trade([(line.name, line) for line in table], f"{options.task}, all over none",
+                                           path))
     return results
 
 

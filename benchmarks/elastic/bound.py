@@ -1,8 +1,9 @@
 """How fast freezing can be by compute alone: layers' forwards and backwards counted, everything else free.
 
 A layer's forward is 1 unit and its backward 2. Embedding and head are 0: their products are below 1 % of a layer's. So
-are optimizer, messages, waits, transitions, and reading the cache. What is left out can make a run faster than the
-bound: once the first layer is frozen, the embedding's update goes too, which for BERT's vocabulary is the largest.
+are optimizer, messages, waits, transitions, and reading the cache. What is left out can make a ratio larger than this
+bound: once the first layer is frozen the embedding's update goes too, which for BERT's vocabulary is the largest; and a
+packed pipeline loses bubbles that the run it is compared with has.
 
     unit cost of an epoch with f of L layers frozen                                      L + 2 (L - f)
     with a cache that has the outputs of the g layers frozen in the epoch before         L - g + 2 (L - f)

@@ -3,9 +3,9 @@
     python -m benchmarks.elastic.cache_depth [--task sentiment | cifar10] [--rounds 3] [--depths 1 2 4] [--quick]
 
 One rank with all cores freezes the given number of layers after its first step, with the cache on from one layer on,
-and without it. The first two epochs write; steps of the epochs after them count. With and without are runs of their own,
-one after the other; their ratio is formed within a round. Times are of whole training steps: the layers that go on
-training are the same in both.
+and without it. The first two epochs write; steps of the epochs after them count. With and without are runs of their
+own, one after the other; their ratio is formed within a round. Times are of whole training steps: the layers that go
+on training are the same in both. `hits` tells how many samples were read whole.
 """
 
 from __future__ import annotations
@@ -57,12 +57,13 @@ def measure(options: argparse.Namespace) -> dict:
                     taken.setdefault((depth, cache), []).append(seconds_per_sample(outcome, base))
                     if cache:
                         hits[depth] = sum(counts["hits"] for counts in outcome.cache)
-                    print(f"round {number}, {outcome.name}: {1e3 * taken[depth, cache][-1]:.2f} ms a sample", flush=True)
+                    print(f"round {number}, {outcome.name}: {1e3 * taken[depth, cache][-1]:.2f} ms a sample",
+                          flush=True)
     rows = []
     for depth in depths:
         gain = ratios(taken[depth, False], taken[depth, True])
-        rows.append({"frozen": depth, "computed": taken[depth, False], "cached": taken[depth, True], "hits": hits[depth],
-                     "gain": [gain.least, gain.middle, gain.greatest], "shown": str(gain)})
+        rows.append({"frozen": depth, "computed": taken[depth, False], "cached": taken[depth, True],
+                     "hits": hits[depth], "gain": [gain.least, gain.middle, gain.greatest], "shown": str(gain)})
     pays = next((row["frozen"] for place, row in enumerate(rows)
                  if all(later["gain"][1] > 1.0 for later in rows[place:])), None)
     head = (f"{options.task}: {layers} layers, batch {base.batch.global_size}, one rank; the cache pays "

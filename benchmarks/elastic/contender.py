@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ranvier.mesh import Mesh
 from ranvier.run import Elastic, Run
@@ -22,7 +22,7 @@ class Contender:
     pipe: int = 4
     policy: str = "message-driven"
     microbatch_size: int | None = None
-    elastic: Elastic = Elastic()
+    elastic: Elastic = field(default_factory=Elastic)
     peer: bool = False
 
     def applied(self, base: Run) -> Run:

@@ -89,9 +89,9 @@ def read(folder: Path, name: str, seed: int, process_seconds: float = 0.0) -> Ou
         transition_seconds=transition_seconds, eval_seconds=sum(event["seconds"] for event in evaluations),
         wall_seconds=json.loads((folder / CLOCK).read_text())["seconds"],
         counted_seconds=sum(seconds) + transition_seconds - stalls, accuracy=last.get("eval_accuracy"),
-        count=last.get("eval_count", 0), course=tuple(course), cache=tuple(counts for counts in facts.get("cache", ()) if counts),
-        transport=facts.get("transport", "gloo"),
-        process_seconds=process_seconds)
+        count=last.get("eval_count", 0), course=tuple(course),
+        cache=tuple(counts for counts in facts.get("cache", ()) if counts),
+        transport=facts.get("transport", "gloo"), process_seconds=process_seconds)
 
 
 def _lines(path: Path) -> list[dict]:

@@ -25,11 +25,12 @@ def parser(doc: str) -> argparse.ArgumentParser:
     made.add_argument("--samples", type=int, help="training samples of an epoch")
     made.add_argument("--eval-samples", type=int, help="held-out samples of an evaluation")
     made.add_argument("--dropout", type=float, help="instead of the recipe's")
-    made.add_argument("--transport", choices=["auto", "torch", "mpi"], default="auto", help="of ours; the peer has Gloo")
+    made.add_argument("--transport", choices=["auto", "torch", "mpi"], default="auto",
+                      help="of ours; the peer has Gloo")
     made.add_argument("--quick", action="store_true", help="a tiny model on generated data, ranks as threads: does it "
                                                            "work? (times mean nothing)")
     made.add_argument("--processes", action="store_true", help="--quick with real ranks")
-    made.add_argument("--output", type=Path, help="the file of results; by default benchmarks/results/elastic/NAME-DATE")
+    made.add_argument("--output", type=Path, help="the file of results; by default in benchmarks/results/elastic")
     made.add_argument("--keep", type=Path, help="folder for what the runs leave, which then stays")
     return made
 

@@ -34,8 +34,8 @@ class ContenderFailed(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Stand:
-    """Where contenders run. threads: their ranks are threads of this process, and the peer is one rank in it; for tests,
-    since such times mean nothing. pin: a core for each rank of ours."""
+    """Where contenders run. threads: their ranks are threads of this process, and the peer is one rank in it; for
+    tests, since such times mean nothing. pin: a core for each rank of ours."""
 
     folder: Path
     threads: bool = False

@@ -34,8 +34,9 @@ class Shape:
         return 24.0 * self.tokens * self.hidden ** 2 + 4.0 * self.tokens ** 2 * self.hidden
 
     @property
-    def layer_parameters(self) -> int:
-        return 12 * self.hidden ** 2
+    def parameters(self) -> tuple[int, ...]:
+        """Of each block: attention and MLP in turn."""
+        return (4 * self.hidden ** 2, 8 * self.hidden ** 2) * self.layers
 
 
 SHAPES = (Shape(name="ViT-B/16", layers=12, hidden=768, tokens=197, batch=320),
@@ -59,7 +60,7 @@ def situation(shape: Shape, devices: int, flops_per_second: float, bandwidth: fl
     return Situation(data=1, pipe=devices, global_batch=shape.batch, bandwidth=bandwidth,
                      forward_seconds=(block,) * blocks, backward_seconds=(2 * block,) * blocks,
                      output_bytes=(4 * shape.tokens * shape.hidden,) * blocks,
-                     gradient_bytes=(2 * shape.layer_parameters,) * blocks)
+                     gradient_bytes=tuple(4 * count for count in shape.parameters))
 
 
 def course(start: Situation, frozen: Sequence[int], *, cache: bool, cut: Literal["exact", "reference"]) -> list[Epoch]:

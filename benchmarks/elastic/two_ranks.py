@@ -7,8 +7,8 @@ little. Here two ranks start as pipe 2 on two cores: the run is kept on as many 
 rank has one of them to itself; AutoPipe then takes one core for all that there is, so its choices mean less. Otherwise
 as benchmarks/elastic/parts.py.
 
-Beside it stands the simulation of eight devices (benchmarks/elastic/simulated.py), without any cost of messages and with
---bandwidth. Neither is a measurement.
+Beside it stands the simulation of eight devices (benchmarks/elastic/simulated.py), without any cost of messages and
+with --bandwidth. Neither is a measurement.
 """
 
 from __future__ import annotations
