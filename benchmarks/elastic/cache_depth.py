@@ -26,7 +26,7 @@ from benchmarks.memory.program import ratios
 from ranvier.run import Elastic, Run
 
 _WRITING = 2
-SAMPLES = 128
+SAMPLES = {"sentiment": 128, "cifar10": 128, "quick": 32}
 
 
 def contender(depth: int, cache: bool) -> Contender:
@@ -43,7 +43,7 @@ def seconds_per_sample(outcome: Outcome, base: Run) -> float:
 
 def measure(options: argparse.Namespace) -> dict:
     with stand_of(options) as stand:
-        base = task_run(options.task, stand.folder / "data", samples=options.samples or SAMPLES,
+        base = task_run(options.task, stand.folder / "data", samples=options.samples or SAMPLES[options.task],
                         epochs=_WRITING + options.epochs, eval_samples=options.eval_samples or 8,
                         dropout=options.dropout, transport=options.transport)
         layers = base.model.num_layers

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from fractions import Fraction
 from pathlib import Path
 
 from benchmarks.elastic.contender import Contender
@@ -91,8 +92,7 @@ def write(options: argparse.Namespace, name: str, results: Mapping[str, object],
           draw: Callable[[Path], None]) -> Path:
     """The JSON file of results, the table and the picture beside it; the table is printed, too."""
     path = options.output or results_file("elastic", name)
-    write_results(path, _plain({"options": {key: str(value) if isinstance(value, Path) else value
-                                            for key, value in vars(options).items()}, **results}))
+    write_results(path, _plain({"options": vars(options), **results}))
     path.with_suffix(".md").write_text(table)
     draw(path.with_suffix(".png"))
     print(f"\n{table}\nwrote {path}")
@@ -104,7 +104,9 @@ def documents(outcomes: Sequence[Outcome]) -> list[dict]:
 
 
 def _plain(value):
-    """JSON has no infinity and no NaN."""
+    """As JSON can hold it, which has no infinity, NaN, path or fraction."""
+    if isinstance(value, (Path, Fraction)):
+        return str(value)
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Ten epochs on the article's eight devices, simulated: what freezing, packing and caching could give there.
+"""Ten epochs on the article's eight devices of 10 TFLOP/s, simulated: what freezing, packing and caching could give.
 
 Every layer of a shape is two blocks of equal time, and a backward takes twice a forward; embedding and head take none,
 nor do optimizer, transitions and the cache. The run starts on pipe 8 x data 1; after each epoch layers freeze by the
