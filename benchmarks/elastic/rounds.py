@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from benchmarks.elastic.contender import Contender
@@ -69,7 +70,12 @@ def run_one(contender: Contender, base: Run, stand: Stand) -> Outcome:
         run = write_initial(run, initial)
     began = time.monotonic()
     if stand.threads:
-        _in_threads(run, initial)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            _in_threads(run, initial)
+        finally:
+            torch.set_num_threads(threads)
     else:
         _in_processes(run, initial, place, stand)
     seconds = time.monotonic() - began
