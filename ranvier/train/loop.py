@@ -208,13 +208,9 @@ class Training:
             return
         self.done, last = step, not self.elastic.left(step)
         self._publish()
-<<<<<<< HEAD
-        self._await(step, result, rate)
-=======
         due, considers = last or self.saving.due(step), not last and (asked or self.resizes)
         stall = self._save(step) if due and not considers else None
-        self.pending = self.meter.step(step, result, rate)
->>>>>>> helper-faults
+        self._await(step, result, rate)
         self.pending.checkpoint_stall_seconds = stall
         every = self.run.train.eval_every
         if last or (every and step % every == 0):
@@ -329,15 +325,10 @@ class Training:
             held = take(old.engine)
             old.close()
         change = Change.read(order["change"])
-<<<<<<< HEAD
-        self.run, self.done = change.applied(self._asked), order["step"]
-        self.now = None
-=======
-        self.run, self.done, self.stops = change.applied(self.run), order["step"], order["stops"]
+        self.run, self.done, self.stops = change.applied(self._asked), order["step"], order["stops"]
         self.result = self.now = None
         if self.world.rank == 0:
             tell_mesh(self.world.store, self.run.mesh)
->>>>>>> helper-faults
         self.now = formed(self.run, self.world, self.data, frozen=change.frozen, fresh=False)
         moved = hand_over(held, self.now and self.engine, self.world.backend,
                           timeout_seconds=self.run.comm.timeout_seconds)
