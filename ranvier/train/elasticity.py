@@ -9,11 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-<<<<<<< HEAD
 from dataclasses import dataclass, field, replace
-=======
-from dataclasses import replace
->>>>>>> helper-faults
 from math import ceil
 from statistics import median
 
