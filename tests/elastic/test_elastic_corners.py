@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ranvier.mesh import Mesh
-from ranvier.run import Checkpoint, Elastic, Guard, Train
+from ranvier.run import Batch, Checkpoint, Elastic, Guard, Train
 from ranvier.stop import StopRequest
 from ranvier.train import loop
 from ranvier.train.elasticity import Elasticity
@@ -192,3 +192,18 @@ def test_a_bad_step_after_a_transition_goes_back_over_it(sentences, tmp_path, mo
     told = [line for line in lines(run, "events.jsonl") if line["event"] == "went-back"]
     assert broken and [line["to_step"] for line in told] == [4] and results[0]["steps"] == 24
     assert all(math.isfinite(loss) for loss in losses(run)[-20:]) and results[0]["frozen_layers"] == 4
+
+
+def test_a_run_that_has_not_changed_yet_goes_on_without_a_transition(sentences, tmp_path, requests):
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=BY_HAND, train=Train(steps=4))
+    run_all(run, trackers=[StopAfter(1, requests)])
+    run_all(replace(run, resume="auto"))
+    assert not transitions(run) and len(losses(run)) == 4
+
+
+def test_a_run_goes_on_with_microbatches_that_its_rows_can_share(sentences, tmp_path, requests, in_one_process):
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=replace(BY_HAND, auto_pipe=False, auto_dp=False),
+               batch=Batch(global_size=8, microbatch_size=1))
+    run_all(run, trackers=[StopAfter(7, requests)])
+    run_all(replace(run, resume="auto", mesh=Mesh(pipe=2, row=2), batch=Batch(global_size=8, microbatch_size=2)))
+    assert transitions(run)[-1]["microbatch_size"] == 2 and losses(run) == pytest.approx(in_one_process, rel=1e-9)
