@@ -44,7 +44,7 @@ def failed(world: World, mesh: Mesh, error: BaseException) -> int:
         return code
     # Meanwhile a lost peer gives its own account, or its parent does. Ranks that have failed like this one still say
     # what they do, since all look for as long: those that do not are the culprits.
-    quiet = _quiet(world, mesh) if isinstance(error, TransportError) and mesh.size > 1 else ""
+    quiet = _quiet(world, mesh) if isinstance(error, TransportError) and world.size > 1 else ""
     who = f"rank {world.rank} ({_place(world, mesh, world.rank)})"
     first = in_time(lambda: _is_first(world, code, told))
     if isinstance(error, SystemExit):
@@ -52,10 +52,10 @@ def failed(world: World, mesh: Mesh, error: BaseException) -> int:
     if first is None and not told:
         _say(f"ranvier: {who} stopped: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
     elif told and (first or (first is None and isinstance(error, MessageTimeout))):
-        _say(f"ranvier: error: {error}" + ("" if mesh.size == 1 else f" [{who}]") + quiet)
+        _say(f"ranvier: error: {error}" + ("" if world.size == 1 else f" [{who}]") + quiet)
     elif first:
         text = "".join(traceback.format_exception(error)).rstrip()
-        _say(text if mesh.size == 1 else f"{who} failed:\n{text}")
+        _say(text if world.size == 1 else f"{who} failed:\n{text}")
     return code
 
 

@@ -219,7 +219,8 @@ class Training:
         outside = [*([] if outside is None else [outside]), *(self.wishes(mesh) if self.manual else [])]
         before, left_before = whole_steps(self.checkpoints), leftovers(self.checkpoints)
         ended = attempt(self.soak.args(self.folder, mesh, transport, manual=self.manual), faults,
-                        self.soak.root / "log.txt", deadline_seconds=self.soak.deadline_seconds, as_command=as_command, outside=outside)
+                        self.soak.root / "log.txt", deadline_seconds=self.soak.deadline_seconds, as_command=as_command,
+                        outside=outside)
         self.tally.starts += 1
         self.tally.longest_seconds = max(self.tally.longest_seconds, ended.seconds)
         complete = (self.folder / "summary.json").exists()
@@ -380,7 +381,8 @@ def table(tally: Tally, seed: int) -> str:
     return "\n".join([
         f"{tally.faults} faults in {tally.starts} starts of {tally.runs} runs ({tally.same_mesh_runs} of them on one "
         f"mesh throughout, {tally.elastic_runs} elastic with {tally.transitions} transitions), seed {seed}: "
-        f"{len(tally.errors)} errors. The longest start took {tally.longest_seconds:.0f} s.", "", "| fault | times | how the run ended |", "|---|---|---|", *rows, "",
+        f"{len(tally.errors)} errors. The longest start took {tally.longest_seconds:.0f} s.",
+        "", "| fault | times | how the run ended |", "|---|---|---|", *rows, "",
         *(f"- {error.splitlines()[0]}" for error in tally.errors)])
 
 

@@ -188,10 +188,13 @@ class Elasticity:
         if not frozen and not same and grown == run:
             return None
         if same:
-            boundaries = state["boundaries"]
+            boundaries, was = state["boundaries"], replace(mesh, data=int(state["data"]), pipe=int(state["pipe"]))
+            if not frozen and was == mesh and grown == run:
+                return None
             return Change(data=int(state["data"]), pipe=int(state["pipe"]), frozen=frozen, old_frozen=0,
                           boundaries=None if boundaries is None else tuple(boundaries),
-                          global_size=int(state["global_size"]), microbatch_size=int(state["microbatch_size"]),
+                          global_size=int(state["global_size"]),
+                          microbatch_size=on_mesh(grown, was).batch.microbatch_size,
                           reason="as before the run was interrupted")
         there = on_mesh(grown, mesh)
         return Change(data=mesh.data, pipe=mesh.pipe, frozen=frozen, old_frozen=0, boundaries=engine.boundaries or None,

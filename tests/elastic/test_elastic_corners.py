@@ -6,9 +6,10 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from ranvier.mesh import Mesh
-from ranvier.run import Checkpoint, Train
+from ranvier.run import Batch, Checkpoint, Elastic, Guard, Train
 from ranvier.stop import StopRequest
 from ranvier.train import loop
 from ranvier.train.elasticity import Elasticity
@@ -17,6 +18,7 @@ from tests.elastic.test_elastic_run import (
     Wishes,
     always,
     in_one_process,
+    lines,
     losses,
     run_all,
     sentences,
@@ -130,3 +132,78 @@ def test_no_step_is_left_over_when_the_global_batch_grows(first, sizes):
                     left = math.ceil((total * first - samples) / size)
                     assert elastic.left(step) == left, (total, at, size, step)
                     step, samples = step + 1, samples + size
+
+
+@pytest.fixture(scope="module")
+def all_frozen(sentences, tmp_path_factory):
+    """One rank's run whose layers are all frozen after its second step and the third; its last is its tenth."""
+    run = tiny(sentences, tmp_path_factory.mktemp("frozen") / "run", mesh=Mesh(),
+               train=Train(steps=10, learning_rate=3e-3), elastic=Elastic(freeze="manual", manual=("2:3", "3:6")))
+    run_all(run)
+    return losses(run)
+
+
+def test_all_layers_freeze_in_two_transitions_in_a_row_and_the_run_is_resized_before_its_last_step(
+        sentences, tmp_path, all_frozen):
+    run = tiny(sentences, tmp_path / "run", train=Train(steps=10, learning_rate=3e-3, eval_every=3),
+               checkpoint=Checkpoint(every=3), elastic=Elastic(freeze="manual", manual=("2:3", "3:6")))
+    results, _ = run_all(run, trackers=[Wishes(run, {1: dict(data=4, pipe=1), 7: dict(data=1, pipe=1)})])
+    assert losses(run) == pytest.approx(all_frozen, rel=1e-9)
+    told = transitions(run)
+    assert [line["step"] for line in told[:2]] == [2, 3] and told[1]["frozen_layers"] == 6
+    assert told[1]["mesh"]["data"] == 4 and told[-1]["step"] == 9 and told[-1]["mesh"]["data"] == 1
+    assert (tmp_path / "run" / "checkpoint" / "step-9").exists() and results[3]["steps"] == 10
+
+
+def test_a_finished_elastic_run_is_resumed_and_one_without_its_flags_goes_on_frozen(sentences, tmp_path, all_frozen):
+    flags = Elastic(freeze="manual", manual=("2:3", "3:6"))
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=flags, train=Train(steps=6, learning_rate=3e-3))
+    run_all(run)
+    results, _ = run_all(replace(run, resume="auto"))
+    assert results[0]["steps"] == 6 and results[0]["frozen_layers"] == 6
+    results, _ = run_all(replace(run, resume="auto", elastic=Elastic(), mesh=Mesh(data=2),
+                                 train=replace(run.train, steps=10)))
+    assert losses(run) == pytest.approx(all_frozen, rel=1e-9) and results[0]["frozen_layers"] == 6
+
+
+def test_a_bad_step_after_a_transition_goes_back_over_it(sentences, tmp_path, monkeypatch):
+    """The checkpoint is of another mesh, with fewer frozen layers; the guard and the data go on."""
+    run = tiny(sentences, tmp_path / "run", elastic=replace(BY_HAND, auto_pipe=False, auto_dp=False),
+               checkpoint=Checkpoint(every=4), guard=Guard(bad_step="back"))
+    broken = []
+
+    class Breaks(Wishes):
+        def event(self, event):
+            super().event(event)
+            if type(event).__name__ == "TransitionEvent" and event.mesh.data == 2:
+                broken.append(event.step)
+
+    step = loop.Training.step
+
+    def breaking(training, number):
+        if training.run.mesh.data == 2 and number == 7 and training.now.train_data.offset == 0:
+            with torch.no_grad():  # of this mesh's ranks all know of the bad step
+                for parameter in training.engine.parameters():
+                    parameter.fill_(math.nan)
+        step(training, number)
+
+    monkeypatch.setattr(loop.Training, "step", breaking)
+    results, _ = run_all(run, trackers=[Breaks(run, {2: dict(data=2, pipe=2)})])
+    told = [line for line in lines(run, "events.jsonl") if line["event"] == "went-back"]
+    assert broken and [line["to_step"] for line in told] == [4] and results[0]["steps"] == 24
+    assert all(math.isfinite(loss) for loss in losses(run)[-20:]) and results[0]["frozen_layers"] == 4
+
+
+def test_a_run_that_has_not_changed_yet_goes_on_without_a_transition(sentences, tmp_path, requests):
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=BY_HAND, train=Train(steps=4))
+    run_all(run, trackers=[StopAfter(1, requests)])
+    run_all(replace(run, resume="auto"))
+    assert not transitions(run) and len(losses(run)) == 4
+
+
+def test_a_run_goes_on_with_microbatches_that_its_rows_can_share(sentences, tmp_path, requests, in_one_process):
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=replace(BY_HAND, auto_pipe=False, auto_dp=False),
+               batch=Batch(global_size=8, microbatch_size=1))
+    run_all(run, trackers=[StopAfter(7, requests)])
+    run_all(replace(run, resume="auto", mesh=Mesh(pipe=2, row=2), batch=Batch(global_size=8, microbatch_size=2)))
+    assert transitions(run)[-1]["microbatch_size"] == 2 and losses(run) == pytest.approx(in_one_process, rel=1e-9)

@@ -41,7 +41,8 @@ def sentences(tmp_path_factory):
 def tiny(sentences, run_dir, *, mesh=None, elastic=None, **changes):
     """Six layers, twelve batches an epoch, two epochs, in fp64."""
     changes = {"train": Train(epochs=2, learning_rate=3e-3, eval_every=12), **changes}
-    return Run(mesh=mesh or Mesh(pipe=4), batch=Batch(global_size=8, microbatch_size=2), precision="fp64",
+    changes = {"batch": Batch(global_size=8, microbatch_size=2), **changes}
+    return Run(mesh=mesh or Mesh(pipe=4), precision="fp64",
                model=Transformer(num_layers=6, hidden=16, heads=2, vocab=120, sequence=12),
                data=Data(task="classification", train=str(sentences / "train.tsv"), eval=str(sentences / "eval.tsv"),
                          cache_dir=sentences / "cache"), optim=Optim(weight_decay=0.0, offload="none"),

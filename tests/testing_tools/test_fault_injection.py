@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -32,7 +33,8 @@ MPI = pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.skipif(mpi_availab
 
 EXAMPLES = ["kill:rank=1,call=200", "stop:rank=0,seconds=2.5", "delay:rank=3,message=7,for=1.5",
             "drop:rank=2,message=1", "corrupt:rank=0,message=3,bit=77", "allocation:rank=0,call=1",
-            "disk:rank=0,seconds=0.0,for=3.0,bytes=10"]
+            "disk:rank=0,seconds=0.0,for=3.0,bytes=10", "drop:rank=2,message=1,of=order",
+            "kill:rank=1,call=7,of=transition"]
 
 
 @pytest.mark.parametrize("text", EXAMPLES)
@@ -52,7 +54,9 @@ def test_text_there_and_back(text):
     ("kill:rank=1,seconds=nan", "seconds must be at least 0, and finite"),
     ("kill:rank=1,seconds=inf", "seconds must be at least 0, and finite"),
     ("delay:rank=1,message=1", "a delay needs for=SECONDS"), ("kill:rank=1,call=1,for=3", "for means nothing for kill"),
-    ("drop:rank=1,call=1,bit=3", "bit means nothing for drop"), ("kill:rank=1,call=1,bytes=3", "bytes means nothing")])
+    ("drop:rank=1,call=1,bit=3", "bit means nothing for drop"), ("kill:rank=1,call=1,bytes=3", "bytes means nothing"),
+    ("drop:rank=1,message=1,of=gossip", "of must be one of state, order, transition"),
+    ("drop:rank=1,call=1,of=state", "of=state needs the moment message")])
 def test_what_is_no_fault_is_refused(text, what):
     with pytest.raises(ConfigError, match=rf"^fault: {what}.* Write KIND:rank=R,call=N .*kill, stop, delay, drop, "):
         parse(text)
@@ -120,6 +124,27 @@ def numbers(arrived):
     ("drop:rank=0,seconds=100", [0, 1, 2, 3])])
 def test_one_message_is_dropped(fault, arrived):
     assert numbers(run_ranks(lambda world: sends(world, fault, count=4), 2)[1]) == arrived
+
+
+@pytest.mark.parametrize(("fault", "arrived"), [
+    ("drop:rank=0,message=2,of=state", [0, 1, 2, 4]), ("drop:rank=0,message=1,of=order", [0, 1, 2, 3, 4]),
+    ("drop:rank=0,message=2,of=transition", [0, 1, 2, 4]), ("drop:rank=0,call=3,of=transition", [0, 1, 2, 3])])
+def test_faults_that_are_aimed(fault, arrived):
+    """Messages 1 and 3 carry state; a transition begins before message 2."""
+    def work(world):
+        world = faulty(world, [parse(fault)])
+        transport, _ = everyone(world, "pipe")
+        for number in range(5 if world.rank == 0 else 0):
+            if number == 2:
+                world.backend.subset(1)
+            kind = Kind.STATE if number % 2 else Kind.FORWARD
+            transport.send(1, replace(numbered(number, torch.zeros(1)), kind=kind))
+        if world.rank == 1:
+            world.backend.subset(1)
+        world.backend.group("data", [range(2)]).barrier()
+        return [] if world.rank == 0 else [message.microbatch for message in transport.poll()]
+
+    assert run_ranks(work, 2)[1] == arrived
 
 
 def test_several_faults_of_one_rank():
