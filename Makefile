@@ -48,10 +48,6 @@ bench-checkpoint: $(VENV)/train
 
 bench-elastic: $(VENV)/test
 	$(BIN)/python -m benchmarks.elastic.parts
-	$(BIN)/python -m benchmarks.elastic.alpha
-	$(BIN)/python -m benchmarks.elastic.microbatches
-	$(BIN)/python -m benchmarks.elastic.cache_depth
-	$(BIN)/python -m benchmarks.elastic.two_ranks
 
 clean:
 	rm -rf $(VENV)

@@ -14,6 +14,9 @@ import threading
 import time
 import traceback
 from contextlib import suppress
+from dataclasses import replace
+
+from torch.distributed import Store
 
 from ranvier.comm.board import in_time, silent
 from ranvier.errors import MessageTimeout, RanvierError, TransportError
@@ -22,6 +25,7 @@ from ranvier.world import World
 
 FAILED = "ranvier/failed"
 FINISHED = "ranvier/finished"
+MESH = "ranvier/mesh"
 INTERRUPTED = 130
 _RELAY_SECONDS = 0.3  # mpiexec throws away what it has not yet read when a rank aborts
 
@@ -151,8 +155,25 @@ def _quiet(world: World, mesh: Mesh) -> str:
 
 def _place(world: World, mesh: Mesh, rank: int) -> str:
     """A rank's coordinates on the mesh of the moment, which the run may have changed since its start."""
-    mesh = world.mesh or mesh
+    return place(world.mesh or mesh, rank)
+
+
+def place(mesh: Mesh, rank: int) -> str:
+    """A rank's coordinates in words; "idle" for one that the mesh does not take."""
     return str(mesh.coordinates(rank)) if rank < mesh.size else "idle"
+
+
+def tell_mesh(store: Store, mesh: Mesh) -> None:
+    """The run takes another mesh from now on: for the parent, which names ranks by their coordinates."""
+    store.set(MESH, json.dumps([mesh.data, mesh.pipe]))
+
+
+def mesh_of_now(store: Store, mesh: Mesh) -> Mesh:
+    """The mesh that was told last, in a run that has begun with `mesh`."""
+    if not store.check([MESH]):
+        return mesh
+    data, pipe = json.loads(store.get(MESH))
+    return replace(mesh, data=data, pipe=pipe)
 
 
 def _say(text: str) -> None:

@@ -30,7 +30,7 @@ from torch.distributed import TCPStore
 
 from ranvier import follow
 from ranvier.comm.mpi_launch import mpiexec_command
-from ranvier.failure import FAILED
+from ranvier.failure import FAILED, mesh_of_now, place
 from ranvier.launchers import local_variables
 from ranvier.mesh import Mesh
 from ranvier.stop import STOP_SIGNALS
@@ -61,7 +61,7 @@ class _End:
     code: int
 
     def tell(self, mesh: Mesh) -> str:
-        who = "mpiexec" if self.rank is None else f"rank {self.rank} ({mesh.coordinates(self.rank)})"
+        who = "mpiexec" if self.rank is None else f"rank {self.rank} ({place(mesh, self.rank)})"
         others = "" if mesh.size == 1 else "; the other ranks were stopped"
         if self.code >= 0:
             return f"ranvier: {who} ended with exit code {self.code}{others}"
@@ -111,7 +111,7 @@ def supervise(mesh: Mesh, transport: str, reason: str, command: Sequence[str], v
         return _tell_stopped(asked)  # it came before this rank could save anything
     if record is not None and record["told"] and end.code == record["code"]:
         return end.code  # the rank has printed its one line
-    print(end.tell(mesh), file=sys.stderr)
+    print(end.tell(mesh_of_now(store, mesh)), file=sys.stderr)
     if end.code == -signal.SIGKILL and explain_kill is not None:
         print(explain_kill(), file=sys.stderr)
     return 1

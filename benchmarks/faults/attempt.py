@@ -45,7 +45,7 @@ class Outside:
 
 
 def attempt(args: Sequence[str], faults: Sequence[Fault], log: Path, *, deadline_seconds: float, as_command: bool,
-            outside: Outside | None = None) -> Ended:
+            outside: Sequence[Outside] = ()) -> Ended:
     """Run the ranvier command `args` with `faults` in its ranks, to its end or the deadline; `log` takes its output."""
     began = time.monotonic()
     with log.open("wb") as file:  # by another process: a disk that is full for the run must not cut off what it says
@@ -53,15 +53,15 @@ def attempt(args: Sequence[str], faults: Sequence[Fault], log: Path, *, deadline
     output = relay.stdin.fileno()
     pid = _start_command(args, faults, output) if as_command else _fork(output, partial(_as_parent, args, faults))
     relay.stdin.close()
-    code, waiting = None, outside
+    code, waiting = None, list(outside)
     while time.monotonic() - began < deadline_seconds:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             code = os.waitstatus_to_exitcode(status)
             break
-        if waiting is not None and waiting.when(time.monotonic() - began):
-            waiting.act(pid)
-            waiting = None
+        for one in [one for one in waiting if one.when(time.monotonic() - began)]:
+            one.act(pid)
+            waiting.remove(one)
         time.sleep(0.002)
     seconds = time.monotonic() - began
     left = _all_gone(pid, 10.0 if code is not None else 0.0)

@@ -7,6 +7,9 @@ complete. Something happens to nearly every start, and to its files before it. A
 no process is left, no whole checkpoint is gone, it went on from the newest whole one, and no temporary folder of an
 earlier start is there. After each run: its losses are those of a run that nothing happened to, to the bit where every
 start had the same mesh. Whatever is not so is an error, and the exit code 1.
+
+A share of the runs is elastic: layers freeze by hand after drawn steps, and somebody wishes for other meshes
+(ranvier.train.resize) while they go on; some faults are aimed at the transitions.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from ranvier.comm.mpi_launch import mpi_available
 from ranvier.mesh import Mesh
 from ranvier.testing.faults import Fault
 from ranvier.train.files import read_lines
+from ranvier.train.resize import ask
 
 STEPS, EVERY, KEEP, KEEP_EVERY = 24, 2, 3, 6
 MESHES = (Mesh(data=2), Mesh(pipe=2), Mesh(row=2), Mesh(col=2), Mesh(pipe=3), Mesh(data=2, pipe=2), Mesh(pipe=2, row=2),
@@ -44,13 +48,18 @@ TOLERANCE = 1e-9
 """Relative, of losses in fp64 on other meshes than the reference."""
 INSIDE = {"a rank is killed": "kill", "a rank is stopped": "stop", "a message is late": "delay",
           "a message is lost": "drop", "an allocation fails": "allocation", "the disk is full": "disk"}
+AIMED = {"a rank is killed in a transition": "kill", "a rank is stopped in a transition": "stop",
+         "a rank is late in a transition": "delay", "state or an order is lost": "drop",
+         "state or an order is changed": "corrupt", "an allocation fails in a transition": "allocation"}
+"""Of elastic runs."""
 OUTSIDE = {"a rank is killed while a checkpoint is written": "save", "the supervisor is killed": "KILL",
            "the run is told to stop": "TERM"}
 SAYS = {
     r"was killed by SIGKILL": "says who was killed", r"nothing is heard any more from": "says who is silent",
     r"a message did not come|a collective did not end|announcement did not come": "says who waits for whom",
     r"is lost: that of": "says what is lost", r"ran out of memory": "says where the memory went",
-    r"cannot be written": "says what cannot be written",
+    r"cannot be written": "says what cannot be written", r"(have|has) been changed on": "says what came changed",
+    r"has not come from rank|not all ranks have come|not all that this rank sends": "says who waits for whom",
     r"a collective failed|has gone|could not carry": "says that a peer is gone", r"stopped by SIG|save and stop": ""}
 """What a run says when it ends early, by what is found in its output; the first that fits."""
 
@@ -64,6 +73,8 @@ class Tally:
     starts: int = 0
     runs: int = 0
     same_mesh_runs: int = 0
+    elastic_runs: int = 0
+    transitions: int = 0
     longest_seconds: float = 0.0
 
     @property
@@ -82,8 +93,10 @@ class Soak:
     deadline_seconds: float
     by_command: float
     minutes: float
+    elastic: float = 0.4
 
-    def args(self, run_dir: Path, mesh: Mesh, transport: str = "torch", resume: str = "auto") -> list[str]:
+    def args(self, run_dir: Path, mesh: Mesh, transport: str = "torch", resume: str = "auto",
+             manual: str = "") -> list[str]:
         settings = {
             "model.num-layers": 2, "model.hidden": 32, "model.heads": 2, "model.vocab": 300, "model.sequence": 16,
             "batch.global-size": 8, "batch.microbatch-size": 2, "train.steps": STEPS, "train.warmup-steps": 0,
@@ -93,6 +106,10 @@ class Soak:
             "comm.timeout-seconds": self.timeout_seconds, "comm.transport": transport, "launch.device": "cpu",
             "data.corpus": self.root / "corpus", "data.cache-dir": self.root / "cache", "resume": resume,
             "run-dir": run_dir}
+        if manual:  # a tiny BERT, whose embedding may freeze: it is tied to nothing
+            settings |= {"elastic.freeze": "manual", "elastic.manual": manual, "model.vocab": 120,
+                         "data.task": "classification", "data.train": self.root / "train.tsv",
+                         "data.eval": self.root / "eval.tsv"}
         return ["train", "gpt-tiny", *(str(word) for name, value in settings.items() for word in (f"--{name}", value))]
 
 
@@ -105,6 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--deadline", type=float, default=150.0, help="seconds after which a start counts as hung")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no further run after so long")
     parser.add_argument("--by-command", type=float, default=0.05, help="share of starts by command rather than by fork")
+    parser.add_argument("--elastic", type=float, default=0.4, help="share of runs that change their mesh as they go")
     given = parser.parse_args(argv)
     for name in ("ranvier.train.loop", "ranvier.supervise", "matplotlib.pyplot", "ranvier.train.pictures",
                  "rich.console", "tensorboardX", "tokenizers"):
@@ -113,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="ranvier-soak-") as root:
         tally = run(Soak(root=Path(root), faults=given.faults, seed=given.seed, timeout_seconds=given.timeout,
                          deadline_seconds=given.deadline, by_command=given.by_command,
-                         minutes=given.minutes))
+                         minutes=given.minutes, elastic=given.elastic))
     text = table(tally, given.seed)
     print(text)
     if given.out:
@@ -124,13 +142,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(soak: Soak) -> Tally:
     """All runs, until there were as many faults as there should be."""
     write_corpus(soak.root / "corpus")
-    references: dict[Mesh, list[float]] = {}
+    references: dict[tuple[Mesh, str], list[float]] = {}
     tally, began = Tally(), time.monotonic()
     while tally.faults < soak.faults and time.monotonic() - began < 60 * soak.minutes:
         draw = random.Random(f"{soak.seed} {tally.runs}")
         mesh = draw.choice(MESHES) if draw.random() < 0.5 else None
-        Training(soak, draw, tally, references, mesh).complete()
+        manual = f"{draw.randint(1, 9)}:1,{draw.randint(10, STEPS - 2)}:2" if draw.random() < soak.elastic else ""
+        Training(soak, draw, tally, references, mesh, manual).complete()
         tally.runs += 1
+        tally.elastic_runs += bool(manual)
         tally.same_mesh_runs += mesh is not None
     return tally
 
@@ -139,17 +159,24 @@ def write_corpus(folder: Path) -> None:
     folder.mkdir()
     draw = random.Random(0)
     for number in range(20):
-        (folder / f"{number}.txt").write_text(" ".join(draw.choice(("to", "be", "or", "not", "that", "is", "the"))
-                                                       for _ in range(400)))
+        (folder / f"{number}.txt").write_text(" ".join(draw.choice(_WORDS) for _ in range(400)))
+    for name, count in (("train", 96), ("eval", 16)):
+        lines = [f"{number % 2}\t{' '.join(draw.choice(_WORDS) for _ in range(6))} {number}" for number in range(count)]
+        (folder.parent / f"{name}.tsv").write_text("\n".join(["label\tsentence", *lines]) + "\n")
+
+
+_WORDS = ("to", "be", "or", "not", "that", "is", "the")
 
 
 class Training:
-    """One run from its first start until it is complete. mesh: of all starts; None for another one each time."""
+    """One run from its first start until it is complete. mesh: of all starts; None for another one each time. manual:
+    frozen layers by step, of an elastic run."""
 
-    def __init__(self, soak: Soak, draw: random.Random, tally: Tally, references: dict[Mesh, list[float]],
-                 mesh: Mesh | None) -> None:
+    def __init__(self, soak: Soak, draw: random.Random, tally: Tally, references: dict[tuple[Mesh, str], list[float]],
+                 mesh: Mesh | None, manual: str = "") -> None:
+        self.manual = manual
         self.soak, self.draw, self.tally, self.references, self.mesh = soak, draw, tally, references, mesh
-        self.name = f"run {tally.runs}" + ("" if mesh is None else " (one mesh)")
+        self.name = f"run {tally.runs}" + ("" if mesh is None else " (one mesh)") + (" (elastic)" if manual else "")
         self.folder = soak.root / f"run-{tally.runs}"
         self.checkpoints = self.folder / "checkpoint"
         self.moved = False
@@ -186,12 +213,13 @@ class Training:
         mesh = self.mesh or self.draw.choice(MESHES)
         as_command = self.draw.random() < self.soak.by_command
         transport = "mpi" if as_command and self.draw.random() < 0.5 and mpi_available() is None else "torch"
-        self.moved |= transport == "mpi"
-        what = self.draw.choice([*INSIDE, *OUTSIDE])
+        self.moved |= transport == "mpi" or bool(self.manual)
+        what = self.draw.choice([*INSIDE, *OUTSIDE] if not self.manual else [*INSIDE, *OUTSIDE, *AIMED, *AIMED])
         faults, outside = self.fault(what, mesh)
+        outside = [*([] if outside is None else [outside]), *(self.wishes(mesh) if self.manual else [])]
         before, left_before = whole_steps(self.checkpoints), leftovers(self.checkpoints)
-        ended = attempt(self.soak.args(self.folder, mesh, transport), faults, self.soak.root / "log.txt",
-                        deadline_seconds=self.soak.deadline_seconds, as_command=as_command, outside=outside)
+        ended = attempt(self.soak.args(self.folder, mesh, transport, manual=self.manual), faults,
+                        self.soak.root / "log.txt", deadline_seconds=self.soak.deadline_seconds, as_command=as_command, outside=outside)
         self.tally.starts += 1
         self.tally.longest_seconds = max(self.tally.longest_seconds, ended.seconds)
         complete = (self.folder / "summary.json").exists()
@@ -209,6 +237,8 @@ class Training:
     def fault(self, what: str, mesh: Mesh) -> tuple[list[Fault], Outside | None]:
         """`what`, at a random moment."""
         draw = self.draw
+        if what in AIMED:
+            return [self.aimed(AIMED[what], mesh)], None
         if what in INSIDE:
             moment = draw.choice(({"call": draw.randint(1, LARGEST_CALL)},
                                   {"seconds": round(draw.uniform(0, LONGEST_SECONDS), 3)}))
@@ -225,6 +255,35 @@ class Training:
         number = getattr(signal, f"SIG{OUTSIDE[what]}")
         moment = draw.uniform(0, 2 * LONGEST_SECONDS)
         return [], Outside(when=lambda seconds: seconds >= moment, act=lambda pid: os.kill(pid, number))
+
+    def aimed(self, kind: str, mesh: Mesh) -> Fault:
+        """A fault of `kind` somewhere in a transition."""
+        draw = self.draw
+        of = draw.choice(("state", "order") if kind in ("drop", "corrupt") else ("state", "order", "transition"))
+        moment = {"message": draw.randint(1, 12 if of == "state" else 2)} if of != "transition" else draw.choice((
+            {"call": draw.randint(1, 40)}, {"seconds": round(draw.uniform(0, 0.5), 3)}))
+        more = {"delay": {"for_seconds": round(draw.uniform(0.1, 2.0), 2)}, "corrupt": {"bit": draw.randrange(1 << 20)}}
+        return Fault(kind=kind, rank=0 if of == "order" else draw.randrange(mesh.size), of=of, **moment,
+                     **more.get(kind, {}))
+
+    def wishes(self, mesh: Mesh) -> list[Outside]:
+        """What somebody wishes while the run goes on: other meshes, some of which it refuses, after drawn steps."""
+        sizes = [(data, pipe) for data in (1, 2, 4) for pipe in (1, 2, 3, 4)
+                 if data * pipe <= mesh.data * mesh.pipe]
+
+        def wish(step: int) -> Outside:
+            data, pipe = self.draw.choice(sizes)
+            return Outside(when=lambda seconds: self.steps_told() >= step,
+                           act=lambda pid: ask(self.folder, data=data, pipe=pipe))
+
+        return [wish(self.steps_told() + self.draw.randint(1, STEPS)) for _ in range(self.draw.randint(0, 3))]
+
+    def steps_told(self) -> int:
+        """Steps whose numbers are in the folder."""
+        try:
+            return (self.folder / "metrics.jsonl").read_bytes().count(b"\n")
+        except FileNotFoundError:
+            return 0
 
     def is_writing(self, step: int) -> bool:
         """Whether a checkpoint of a step after `step` has begun to be written."""
@@ -272,7 +331,9 @@ class Training:
         """The losses are those of a run that nothing happened to."""
         lines = read_lines(self.folder / "metrics.jsonl")
         steps, losses = [line["step"] for line in lines], [line["loss"] for line in lines]
-        expected = self.reference(self.mesh or MESHES[0])
+        self.tally.transitions += len([line for line in read_lines(self.folder / "events.jsonl")
+                                       if line["event"] == "transition"])
+        expected = self.reference(self.mesh or MESHES[0], self.manual)
         exact = self.mesh is not None and not self.moved
         if steps != list(range(1, STEPS + 1)):
             self.tally.errors.append(f"{self.name}: metrics.jsonl has steps {steps}")
@@ -282,15 +343,15 @@ class Training:
         if leftovers(self.checkpoints):
             self.tally.errors.append(f"{self.name}: temporary folders are left: {leftovers(self.checkpoints)}")
 
-    def reference(self, mesh: Mesh) -> list[float]:
-        if mesh not in self.references:
+    def reference(self, mesh: Mesh, manual: str = "") -> list[float]:
+        if (mesh, manual) not in self.references:
             folder = self.soak.root / "reference"
-            ended = attempt(self.soak.args(folder, mesh, resume="none"), [], self.soak.root / "log.txt",
+            ended = attempt(self.soak.args(folder, mesh, resume="none", manual=manual), [], self.soak.root / "log.txt",
                             deadline_seconds=self.soak.deadline_seconds, as_command=False)
             assert ended.code == 0, ended.text
-            self.references[mesh] = [line["loss"] for line in read_lines(folder / "metrics.jsonl")]
+            self.references[mesh, manual] = [line["loss"] for line in read_lines(folder / "metrics.jsonl")]
             shutil.rmtree(folder)
-        return self.references[mesh]
+        return self.references[mesh, manual]
 
 
 def describe(ended: Ended, complete: bool) -> str:
@@ -312,14 +373,14 @@ def describe(ended: Ended, complete: bool) -> str:
 def table(tally: Tally, seed: int) -> str:
     """What happened, in Markdown."""
     rows = []
-    for what in [*INSIDE, *OUTSIDE, *DAMAGE]:
+    for what in [*INSIDE, *AIMED, *OUTSIDE, *DAMAGE]:
         counts = tally.outcomes.get(what, Counter())
         outcomes = "; ".join(f"{text}: {count}" for text, count in counts.most_common())
         rows.append(f"| {what} | {sum(counts.values())} | {outcomes} |")
     return "\n".join([
         f"{tally.faults} faults in {tally.starts} starts of {tally.runs} runs ({tally.same_mesh_runs} of them on one "
-        f"mesh throughout), seed {seed}: {len(tally.errors)} errors. The longest start took "
-        f"{tally.longest_seconds:.0f} s.", "", "| fault | times | how the run ended |", "|---|---|---|", *rows, "",
+        f"mesh throughout, {tally.elastic_runs} elastic with {tally.transitions} transitions), seed {seed}: "
+        f"{len(tally.errors)} errors. The longest start took {tally.longest_seconds:.0f} s.", "", "| fault | times | how the run ended |", "|---|---|---|", *rows, "",
         *(f"- {error.splitlines()[0]}" for error in tally.errors)])
 
 

@@ -9,6 +9,7 @@ that results are the same to the bit on every member and in every interleaving. 
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -200,8 +201,9 @@ class InProcessTransport:
     def progress(self) -> None:
         """Messages move when they are sent."""
 
-    def flush(self) -> None:
+    def flush(self, timeout_seconds: float = math.inf) -> bool:
         """Messages have left when `send` returns."""
+        return True
 
     def close(self) -> None:
         self._edges.closed = True

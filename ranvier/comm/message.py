@@ -169,6 +169,12 @@ def pack(message: Message, device: torch.device) -> Tensor:
     return wire
 
 
+def checksum(tensor: Tensor) -> Tensor:
+    """CRC-32 of the tensor's bytes, to travel beside it where a changed bit would stay."""
+    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return torch.tensor(zlib.crc32(raw.numpy()), dtype=torch.int64)
+
+
 def _unpack(raw: memoryview) -> tuple[int, int, int, int, int, int, int]:
     """Kind, step, microbatch, sent_ns, total bytes, description bytes, the description's checksum."""
     if len(raw) < PREAMBLE_BYTES:

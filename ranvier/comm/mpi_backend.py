@@ -116,12 +116,14 @@ class MPIBackend:
         return comm
 
     def transport(self, purpose: str) -> MPITransport:
+        self._meet(f"transport {purpose!r}")
         comm = self._communicator(self._world.Dup())
         self._transports.append(MPITransport(self._mpi, comm, purpose, self._device))
         return self._transports[-1]
 
     def group(self, purpose: str, partition: Sequence[Sequence[int]]) -> MPIGroup:
         ranks, index = place_in(partition, self.rank, self.size, purpose)
+        self._meet(f"group {purpose!r}")
         comm = self._communicator(self._world.Split(min(ranks), index))
         self._groups.append(MPIGroup(self._mpi, comm, purpose, ranks, index, self._aware, self._timeout,
                                      direct=self._device.type == "cpu"))
@@ -129,9 +131,18 @@ class MPIBackend:
 
     def subset(self, count: int) -> MPIBackend | None:
         check_subset(count, self.size)
+        self._meet(f"subset of {count}")
         member = self.rank < count
         comm = self._world.Split(0 if member else self._mpi.UNDEFINED, self.rank)
         return MPIBackend(self._device, self._timeout, comm=comm) if member else None
+
+    def _meet(self, what: str) -> None:
+        """Return when all ranks are about to make `what`: MPI's own call would wait without end for one that has
+        stopped, and take the cores of those that are still computing. MessageTimeout when one does not come."""
+        if not self._until(self._world.Ibarrier().Test, self._timeout):
+            raise MessageTimeout("not all ranks have come to make it", where=f"{what} on rank {self.rank}",
+                                 value=f"{self._timeout:g} s",
+                                 remedy="See what the others do, or raise --comm.timeout-seconds.")
 
     def abort(self, code: int) -> None:
         """End all ranks of MPI's world at once. Does not return."""
@@ -303,11 +314,12 @@ class MPITransport:
                 return self._arrived.popleft()
         return None
 
-    def flush(self) -> None:
-        for _ in _rounds(math.inf):
+    def flush(self, timeout_seconds: float = math.inf) -> bool:
+        for _ in _rounds(timeout_seconds):
             if not self.sends_under_way:
-                return
+                return True
             self.advance()
+        return False
 
     def close(self) -> None:
         if self._edges.closed:

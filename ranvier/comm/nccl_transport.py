@@ -14,6 +14,7 @@ behind another, and the host waits nowhere.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -143,12 +144,17 @@ class NcclTransport:
             if message is not None:
                 self._accept(message)
 
-    def flush(self) -> None:
-        self._host.flush()
+    def flush(self, timeout_seconds: float = math.inf) -> bool:
+        deadline = time.monotonic() + timeout_seconds
+        if not self._host.flush(timeout_seconds):
+            return False
         for edge in self._destinations.values():
             while edge.sending:
+                if time.monotonic() > deadline:
+                    return False
                 self._reap(edge)
                 time.sleep(_POLL_SECONDS)
+        return True
 
     def close(self) -> None:
         self._host.close()

@@ -8,6 +8,7 @@ another. All three pass tests/comm/conformance.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -48,8 +49,8 @@ class Transport(Protocol):
     def progress(self) -> None:
         """Let messages move; cheap, called at every block boundary. A no-op where a thread or the kernel does it."""
 
-    def flush(self) -> None:
-        """Return when every send has left this rank."""
+    def flush(self, timeout_seconds: float = inf) -> bool:
+        """Return when every send has left this rank; False when some have not in time."""
 
     def close(self) -> None:
         """Stop receiving and free what was posted. Idempotent."""

@@ -163,8 +163,8 @@ class _ThrottledTransport:
     def progress(self) -> None:
         self._inner.progress()
 
-    def flush(self) -> None:
-        self._inner.flush()
+    def flush(self, timeout_seconds: float = math.inf) -> bool:
+        return self._inner.flush(timeout_seconds)
 
     def close(self) -> None:
         self._inner.close()

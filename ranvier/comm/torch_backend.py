@@ -12,6 +12,7 @@ thread that were still in a receive while the interpreter ends would bring the p
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import sys
@@ -271,9 +272,10 @@ class GlooTransport:
     def progress(self) -> None:
         """Gloo's threads move messages."""
 
-    def flush(self) -> None:
+    def flush(self, timeout_seconds: float = math.inf) -> bool:
         with self._moved:
-            self._moved.wait_for(lambda: self._left == self._handed)
+            return self._moved.wait_for(lambda: self._left == self._handed,
+                                        None if math.isinf(timeout_seconds) else timeout_seconds)
 
     def close(self) -> None:
         if self.edges.closed:

@@ -25,7 +25,8 @@ from torch import Tensor
 from ranvier.checkpoint import state
 from ranvier.checkpoint.manifest import ITEM_BYTES, Manifest, SavedTensor, ScaleState
 from ranvier.checkpoint.state import Piece
-from ranvier.comm.message import Kind, Message
+from ranvier.comm.edges import no_message
+from ranvier.comm.message import Kind, Message, checksum
 from ranvier.comm.protocol import Backend, Transport
 from ranvier.errors import CheckpointError, MessageTimeout
 from ranvier.layout import Box, Move, box_size, moves_between
@@ -215,16 +216,28 @@ def _carry_out(moves: Sequence[Move], source: _Ranks, transport: Transport, rank
                 if rank == move.source == move.destination:
                     source.copy(move, source.cut(move))
                 elif rank == move.source:
-                    elements = {"": source.cut(move).contiguous()}
-                    transport.send(move.destination, Message(Kind.STATE, 0, number, elements))
+                    elements = source.cut(move).contiguous()
+                    transport.send(move.destination, Message(Kind.STATE, 0, number, {
+                        "": elements, "checksum": checksum(elements)}))
                 elif rank == move.destination:
                     awaited.add(number)
             while missing := awaited - came:
                 message = _next(transport, moves, missing, timeout_seconds)
-                source.copy(moves[message.microbatch], message.tensors[""])
+                source.copy(moves[message.microbatch], _whole(message))
                 came.add(message.microbatch)
-            transport.flush()
+            if not transport.flush(timeout_seconds):
+                raise MessageTimeout("not all that this rank sends has left it", where="transition",
+                                     value=f"{timeout_seconds:g} s",
+                                     remedy="See what the others do, or raise --comm.timeout-seconds.")
     transport.close()
+
+
+def _whole(message: Message) -> Tensor:
+    """What a message has brought, as it was sent: a bit that changed on its way would stay in the weights."""
+    elements = message.tensors[""]
+    if int(message.tensors["checksum"]) != int(checksum(elements)):
+        raise no_message("transition", message.source, "its elements have been changed on their way")
+    return elements
 
 
 def _rounds(moves: Sequence[Move], source: _Ranks) -> Iterator[list[tuple[int, Move]]]:

@@ -6,7 +6,8 @@
 
 A fault belongs to one rank and acts once, when its moment has come: at that rank's N-th `call` (a message that it sends
 or a collective that it starts; both are the same from run to run, as polls and waits are not), at the N-th `message`
-that it sends, or so many `seconds` after the start.
+that it sends, or so many `seconds` after the start. With `of` it is aimed: `of=state` and `of=order` count the messages
+of that kind alone, `of=transition` counts from the first transition to another mesh on.
 
     kind        what happens                                                          more
     kill        SIGKILL: the process is gone at once, whatever it was doing
@@ -29,6 +30,7 @@ import resource
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
@@ -47,6 +49,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 _OF_MESSAGES = ("delay", "drop", "corrupt")
 _OF_PROCESSES = ("kill", "stop", "disk")
 _MOMENTS = ("call", "message", "seconds")
+_AIMS = ("state", "order", "transition")
 _MORE_THAN_THERE_IS = 1 << 60
 _REMEDY = (f"Write KIND:rank=R,call=N (or message=N, or seconds=T), where KIND is one of {', '.join(KINDS)}, for "
            "example kill:rank=1,call=200.")
@@ -58,6 +61,7 @@ class Fault:
 
     call, message, seconds: its moment; exactly one of them. Calls and messages count from 1, seconds from `faulty`.
     for_seconds: how long a delay lasts, or a full disk, which otherwise stays full.
+    of: what is counted: messages of a kind, or whatever follows the begin of a run's first transition.
     bit: which bit of the tensors' bytes is flipped, modulo their number.
     limit_bytes: the size beyond which files do not grow; small ones, such as a log, can so still be written.
     """
@@ -68,6 +72,7 @@ class Fault:
     message: int | None = None
     seconds: float | None = None
     for_seconds: float | None = None
+    of: str | None = None
     bit: int = 0
     limit_bytes: int = 1 << 16
 
@@ -76,6 +81,10 @@ class Fault:
             raise _wrong(f"there is no kind {self.kind!r}", self)
         if len([name for name in _MOMENTS if getattr(self, name) is not None]) != 1:
             raise _wrong("needs one moment: call, message or seconds", self)
+        if self.of not in (None, *_AIMS):
+            raise _wrong(f"of must be one of {', '.join(_AIMS)}", self)
+        if self.of in ("state", "order") and self.message is None:
+            raise _wrong(f"of={self.of} needs the moment message", self)
         for name, least in (("rank", 0), ("call", 1), ("message", 1), ("seconds", 0), ("for_seconds", 0), ("bit", 0),
                             ("limit_bytes", 0)):
             value = getattr(self, name)
@@ -112,7 +121,7 @@ def parse(text: str) -> Fault:
         key, sign, value = part.partition("=")
         if key not in names or not sign:
             raise _wrong(f"{part!r} is none of {'=, '.join(names)}=", text)
-        name, number = names[key].name, float if "seconds" in names[key].name else int
+        name, number = names[key].name, float if "seconds" in names[key].name else str if key == "of" else int
         if name in found:
             raise _wrong(f"{key} is there twice", text)
         try:
@@ -156,26 +165,50 @@ class _Plan:
     def __init__(self, faults: Sequence[Fault], device: torch.device) -> None:
         self._device, self._began = device, time.monotonic()
         self._calls = self._messages = 0
+        self._by_kind: Counter[str] = Counter()
+        self._transition: tuple[int, int, float] | None = None
+        """Calls, messages and the time when the first transition began."""
         self._lock = threading.Lock()  # a checkpoint may be written, and told of, on another thread
-        timed = [fault for fault in faults if fault.kind in _OF_PROCESSES and fault.seconds is not None]
-        self._waiting = [fault for fault in faults if fault not in timed]
-        for fault in timed:
-            _later(fault.seconds, self._act, fault)
+        self._timed = [fault for fault in faults if fault.kind in _OF_PROCESSES and fault.seconds is not None]
+        self._waiting = [fault for fault in faults if fault not in self._timed]
+        self._begin_timed(None)
+
+    def _begin_timed(self, aim: str | None) -> None:
+        for fault in self._timed:
+            if fault.of == aim:
+                _later(fault.seconds, self._act, fault)
+
+    def transition(self) -> None:
+        """Called before the ranks of another mesh find together."""
+        if self._transition is None:
+            self._transition = (self._calls, self._messages, time.monotonic())
+            self._begin_timed("transition")
 
     def _take(self, message: Message | None) -> list[Fault]:
         """Those whose moment has come, and which a message (or a collective, None) can have."""
         with self._lock:
             self._calls, self._messages = self._calls + 1, self._messages + (message is not None)
+            kind = None if message is None else message.kind.name.lower()
+            self._by_kind[kind] += 1
             taken = [fault for fault in self._waiting if self._is_due(fault) and (
+                fault.of not in ("state", "order") or fault.of == kind) and (
                 fault.kind not in _OF_MESSAGES or (message is not None and (
                     fault.kind != "corrupt" or message.payload_bytes > 0)))]
             self._waiting = [fault for fault in self._waiting if fault not in taken]
             return taken
 
     def _is_due(self, fault: Fault) -> bool:
+        calls, messages, began = 0, 0, self._began
+        if fault.of == "transition":
+            if self._transition is None:
+                return False
+            calls, messages, began = self._transition
         if fault.seconds is not None:
-            return time.monotonic() - self._began >= fault.seconds
-        return self._calls >= fault.call if fault.call is not None else self._messages >= fault.message
+            return time.monotonic() - began >= fault.seconds
+        if fault.call is not None:
+            return self._calls - calls >= fault.call
+        sent = self._messages - messages if fault.of in (None, "transition") else self._by_kind[fault.of]
+        return sent >= fault.message
 
     def collective(self) -> None:
         """Called before a collective starts."""
@@ -250,6 +283,7 @@ class _FaultyBackend:
         return _FaultyGroup(self._inner.group(purpose, partition), self._plan)
 
     def subset(self, count: int) -> Backend | None:
+        self._plan.transition()
         inner = self._inner.subset(count)
         return inner and _FaultyBackend(inner, self._plan)
 

@@ -92,7 +92,8 @@ class Elasticity:
 
     def left(self, step: int) -> int:
         """Steps of the present size that are still to come after `step`."""
-        return max(0, -int(-(self._first.train.steps - self._progress(step)) // self._ratio))
+        left = (self._first.train.steps - self._progress(step)) / self._ratio
+        return max(0, ceil(round(left, 6)))  # what rounding has left over is no step
 
     def learning_rate(self, step: int) -> float:
         """That of `step`: the schedule's, at the same place in the data; with "scale" in proportion to the batch."""
@@ -167,6 +168,13 @@ class Elasticity:
             self.ledger = Ledger.from_dict(state["ledger"])
             self.profile = MicrobatchProfile.from_dict(state["profile"])
 
+    def went_back(self, step: int, state: Mapping[str, object]) -> None:
+        """The run is at `step` again, with the weights of a checkpoint that has `state`. Frozen layers, mesh and global
+        batch stay as they are; of the steps of another size, those that were taken back count no more."""
+        if step < self._since[0]:
+            (since, done), ratio = state.get("since", (0, 0.0)), state.get("ratio", 1.0)
+            self._since = (step, done + (step - since) * ratio)
+
     def take_up(self, state: Mapping[str, object], run: Run, engine: Engine) -> Change | None:
         """What a run that goes on must change to be what it was: its frozen layers and, where it is started on the mesh
         that it was started on before, the mesh that it had come to."""
@@ -210,7 +218,8 @@ class Elasticity:
 
     def facts(self) -> dict[str, object]:
         """What this rank adds to the summary."""
-        return self.caching.facts()
+        self._measure_last()
+        return self.caching.facts() | ({"ledger": self.ledger.to_dict()["entries"]} if self.ledger.entries else {})
 
     def text(self) -> str:
         """The settings in words; empty where nothing is elastic."""
@@ -243,6 +252,7 @@ class Elasticity:
         norms = now.engine.layer_gradient_norms() if asked else ()
         measured = now.ranks.gather_objects({"busy": dict(busy), "steps": busy_steps})
         found = None
+        self._measure_last()
         if now.world.rank == 0:
             depth = self._depth(now, step, norms) if asked else now.frozen
             change = (self._resized(now, resize, depth, step) if resize is not None else
@@ -251,6 +261,11 @@ class Elasticity:
         found = now.ranks.gather_objects(found)[0]
         self.load(found["state"])
         return found["change"] and Change.read(found["change"])
+
+    def _measure_last(self) -> None:
+        """What the last transition has come to, in seconds of a step."""
+        if self._recent and self.ledger.entries and self.ledger.entries[-1].measured_after is None:
+            self.ledger = self.ledger.with_measured(after=median(self._recent))
 
     def _depth(self, now: Formation, step: int, norms: tuple[float, ...]) -> int:
         """Frozen layers from now on."""

@@ -21,11 +21,13 @@ from typing import TextIO
 import torch
 
 from ranvier import resolve
+from ranvier.check import laid_out
 from ranvier.checkpoint.from_pretrained import load_pretrained
 from ranvier.comm.protocol import Group
 from ranvier.elastic.freezing import FreezePolicy
 from ranvier.elastic.transition import hand_over, take
 from ranvier.errors import RanvierError
+from ranvier.failure import tell_mesh
 from ranvier.models import families
 from ranvier.optim.optimizer import resolve_bucket_size
 from ranvier.pipeline.engine import Engine
@@ -51,7 +53,7 @@ from ranvier.train.peak import matrix_product_rate
 from ranvier.train.report import History, rank_facts, summarise, write_report
 from ranvier.train.resize import ResizeRequests
 from ranvier.train.sample import continue_tokens
-from ranvier.train.saving import Saving, Start
+from ranvier.train.saving import Saving, Start, told_by
 from ranvier.train.tensorboard import TensorBoard
 from ranvier.train.timeline import gather_timelines
 from ranvier.world import World
@@ -109,13 +111,15 @@ class Training:
         run, self.data, self.pretrained = prepared(run, world, stream)
         self.run = agreed(run, recipe, self.data, self.everyone, world)
         world.mesh = self.run.mesh
-        self.run, self.predicted = check_fits(self.run, world)
+        self.run, _ = check_fits(self.run, world)
         self.everyone.barrier()  # not before every rank has looked at what is free
         self.orders = Orders(world)
         self.now: Formation | None = formed(self.run, world, self.data)
         self.elastic = Elasticity(self.run, self.data, tell=lambda event: self.outputs.event(event), policy=freezing)
         self.saving = Saving(self.run, recipe, self.engine, self.data)
         self.begins = self.saving.start()
+        self.result: BatchResult | None = None
+        """Of the last step on this mesh."""
         self.done = self.begins.step
         """Steps that are taken, those before this run went on among them."""
         self.now.train_data.offset = self.begins.offset
@@ -175,11 +179,10 @@ class Training:
     def go_on(self) -> None:
         """One step, or on an idle rank whatever is ordered. The run may have ended then."""
         if self.now is None:
-            self._obey(self.orders.wait())
-            return
-        if self.elastic.left(self.done):
+            self._obey(self.orders.wait(self.run.comm.timeout_seconds))
+        elif self.elastic.left(self.done):
             self.step(self.done + 1)
-        if self.now is None:
+        if self.now is None:  # a rank that has just come back goes on here: the others may stop after the transition
             return
         left = self.elastic.left(self.done)
         if self.stops and left:
@@ -204,11 +207,11 @@ class Training:
             self._leave_out(step, reached)
             return
         self.done, last = step, not self.elastic.left(step)
-        stall = self._save(step) if last or self.saving.due(step) else None
         self._publish()
-        self.pending = self.meter.step(step, result, rate)
+        due, considers = last or self.saving.due(step), not last and (asked or self.resizes)
+        stall = self._save(step) if due and not considers else None
+        self._await(step, result, rate)
         self.pending.checkpoint_stall_seconds = stall
-        self.pending.loss_scale = self.engine.loss_scale and replace(self.engine.loss_scale)
         every = self.run.train.eval_every
         if last or (every and step % every == 0):
             event = evaluate(self.now, self.data, step)
@@ -218,8 +221,8 @@ class Training:
             self.meter.resume()
         elif stall is not None:
             self._publish()  # the checkpoint waits for it
-        if not last and (asked or self.resizes):
-            self._consider(asked and result.stepped)
+        if considers:
+            self._consider(asked and result.stepped, save=due)
 
     def leave(self, step: int) -> dict[str, object]:
         """Save what there is after `step`, and write no report: the run is to go on elsewhere."""
@@ -251,7 +254,7 @@ class Training:
                                 transport=world.backend.name, device=world.device,
                                 seconds=time.monotonic() - self.began, frozen=self.now.frozen)
             pictures = write_report(run.run_dir, summary, self.history, timelines, run.mesh, run.pipeline.policy)
-            report = report_text(self.predicted, summary["memory"],
+            report = report_text(laid_out(run, self.now.frozen)[1], summary["memory"],
                                  lambda rank: run.mesh.coordinates(rank).pipe) if run.memory_report else None
             self.outputs.event(EndEvent(step=self.done, summary=summary, sample=text, pictures=pictures,
                                         report=report))
@@ -280,8 +283,9 @@ class Training:
 
     # ------------------------------------------------------------------ from mesh to mesh
 
-    def _consider(self, asked: bool) -> None:
-        """Freeze layers and go to another mesh, where the policy, the planner or a user's request says so."""
+    def _consider(self, asked: bool, save: bool) -> None:
+        """Freeze layers and go to another mesh, where the policy, the planner or a user's request says so. save: a
+        checkpoint of this step is due; it has what was decided, since a run that goes on from it asks nobody again."""
         self._publish()
         wanted = None
         if self.resizes:
@@ -290,16 +294,18 @@ class Training:
         change = self.elastic.decide(self.now, self.done, asked=asked, resize=wanted, busy=self.meter.busy,
                                      busy_steps=self.meter.busy_steps)
         if change is not None:
-            self._change(change)
+            self._change(change, save=save)
+        elif save:
+            self._save(self.done)
         if self.now is not None:
             self.meter.resume()
 
-    def _change(self, change: Change) -> None:
-        """Have all ranks, the idle ones too, make the change."""
+    def _change(self, change: Change, save: bool = False) -> None:
+        """Have all ranks, the idle ones too, make the change, and save what has come of it."""
         self._publish()
         order = {"do": "change", "change": change.document(), "step": self.done, "samples": self.samples,
                  "elastic": self.elastic.state(self.run, self.now.frozen), "guards": self.guards.state(),
-                 "saved_step": self.saving.saved_step,
+                 "saved_step": self.saving.saved_step, "save": save, "stops": self.stops,
                  "bad_steps": self.engine.bad_steps and self.engine.bad_steps.state()}
         if self.world.rank == 0:
             self.orders.send(order, first=self.run.mesh.size)
@@ -319,8 +325,10 @@ class Training:
             held = take(old.engine)
             old.close()
         change = Change.read(order["change"])
-        self.run, self.done = change.applied(self._asked), order["step"]
-        self.now = None
+        self.run, self.done, self.stops = change.applied(self._asked), order["step"], order["stops"]
+        self.result = self.now = None
+        if self.world.rank == 0:
+            tell_mesh(self.world.store, self.run.mesh)
         self.now = formed(self.run, self.world, self.data, frozen=change.frozen, fresh=False)
         moved = hand_over(held, self.now and self.engine, self.world.backend,
                           timeout_seconds=self.run.comm.timeout_seconds)
@@ -342,6 +350,8 @@ class Training:
                                            global_size=self.run.batch.global_size,
                                            microbatch_size=self.run.batch.microbatch_size,
                                            stages=str(self.engine.stages), wish=change.wish))
+        if order["save"]:
+            self._save(self.done)
 
     # ------------------------------------------------------------------ parts of a step
 
@@ -355,6 +365,7 @@ class Training:
         loaded = self.saving.checkpoints.load()
         if loaded is None:
             return None
+        self.elastic.went_back(loaded.step, told_by(loaded).elastic)
         self.saving.saved_step = None  # what a run that stops now saves has another place in the data
         for text in loaded.skipped:
             self.outputs.event(NoteEvent(step=loaded.step, event="checkpoint-skipped", text=text))
@@ -370,9 +381,15 @@ class Training:
     def _publish_all(self, step: int, result: BatchResult, rate: float) -> None:
         """Tell the numbers of `step` now, and of the one before where that is still to be done."""
         self._publish()
+        self._await(step, result, rate)
+        self._publish()
+
+    def _await(self, step: int, result: BatchResult, rate: float) -> None:
+        """The numbers of `step` are on their way."""
         self.pending = self.meter.step(step, result, rate)
         self.pending.loss_scale = self.engine.loss_scale and replace(self.engine.loss_scale)
-        self._publish()
+        if self.elastic.freezes or self.now.frozen or self.run.mesh != self._asked.mesh:
+            self.pending.frozen_layers, self.pending.mesh = self.now.frozen, self.run.mesh
 
     def _publish(self) -> None:
         """Wait for the pending step's numbers and tell them. RanvierError when the loss is not a number any more."""

@@ -129,6 +129,7 @@ def summarise(*, recipe: str, mesh: Mesh, history: History, ranks: Sequence[Mapp
                                    for axis in AXES},
         "longest_gap_seconds": [row["longest_gap_seconds"] for row in ranks],
         **({"memory": [row["memory"] for row in ranks]} if "memory" in ranks[0] else {}),
+        **({"ledger": ranks[0]["ledger"]} if "ledger" in ranks[0] else {}),
         **({"cache": [row.get("cache") for row in ranks]} if any("cache" in row for row in ranks) else {}),
         "launcher": launcher,
         "transport": transport,

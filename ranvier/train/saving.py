@@ -186,10 +186,10 @@ class Saving:
         every = self._run.checkpoint.every
         return bool(every and step % every == 0)
 
-    def save(self, step: int, result: BatchResult, elastic: Mapping[str, object]) -> float | None:
+    def save(self, step: int, result: BatchResult | None, elastic: Mapping[str, object]) -> float | None:
         """Begin a checkpoint; returns the seconds that training waited for it. None where the step was taken although
-        its loss is no number: what comes of it is not kept."""
-        if result.stepped and math.isnan(result.loss):
+        its loss is no number: what comes of it is not kept. result: the step's, None where that was told as good."""
+        if result is not None and result.stepped and math.isnan(result.loss):
             return None
         self.saved_step = step
         return self.checkpoints.save({

@@ -111,7 +111,8 @@ def test_losses_of_a_complete_run(monkeypatch, tmp_path, losses, mesh, wrong):
     training = object.__new__(soak.Training)
     training.name, training.folder, training.checkpoints = "run", tmp_path, tmp_path / "checkpoint"
     training.mesh, training.moved, training.tally = mesh, False, soak.Tally()
-    training.references = {mesh or soak.MESHES[0]: [1.0, 0.5]}
+    training.manual = ""
+    training.references = {(mesh or soak.MESHES[0], ""): [1.0, 0.5]}
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "loss": {loss!r}}}\n'
                                                     for step, loss in enumerate(losses, 1)))
     training.compare()

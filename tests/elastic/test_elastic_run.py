@@ -100,8 +100,14 @@ def test_a_run_that_packs_itself_is_the_run_that_does_not(sentences, tmp_path, i
     assert [line["frozen_layers"] for line in told] == [2, 4]
     assert told[-1]["mesh"]["pipe"] < 4 and told[-1]["mesh"]["data"] > 1
     assert all(line["bytes_moved"] > 0 and line["seconds"] > 0 for line in told)
+    steps = lines(run, "metrics.jsonl")
+    assert [line["frozen_layers"] for line in steps] == [0] * 5 + [2] * 9 + [4] * 10
+    assert (steps[0]["data"], steps[0]["pipe"]) == (1, 4)
+    assert (steps[-1]["data"], steps[-1]["pipe"]) == (told[-1]["mesh"]["data"], told[-1]["mesh"]["pipe"])
     assert "step 5: froze layers 0-1; " in text and "step 14: froze layers 2-3; " in text
     assert results[0]["frozen_layers"] == 4 and results[0]["transitions"] == 2
+    assert [entry["step"] for entry in results[0]["ledger"]] == [5, 14]
+    assert all(entry["measured_cost"] > 0 and entry["measured_after"] > 0 for entry in results[0]["ledger"])
     assert results[0]["eval_count"] == 30
     evaluated = [line for line in lines(run, "metrics.jsonl") if "eval_accuracy" in line]
     assert [line["step"] for line in evaluated] == [12, 24] and all(line["eval_count"] == 30 for line in evaluated)

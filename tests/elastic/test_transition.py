@@ -9,18 +9,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ranvier.comm.message import Kind
 from ranvier.data.lm import Sequences
 from ranvier.data.loader import Loader
 from ranvier.data.sampler import Sampler
 from ranvier.elastic.transition import hand_over, take
+from ranvier.errors import MessageTimeout, TransportError
 from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
 from ranvier.pipeline.engine import Engine
 from ranvier.run import Optim, TensorParallel
+from ranvier.testing.faults import flipped
 from ranvier.testing.ranks import run_ranks
 from tests.checkpoint.anywhere import CONFIG, GLOBAL_SIZE, SEED, TOKENS
 from tests.covering import covering
 
+HAND_OVER_SECONDS = 30.0
 SAMPLES = Sequences(TOKENS, CONFIG.sequence)
 MESHES = [Mesh(data=data, pipe=pipe, row=row, col=col) for data in (1, 2, 4) for pipe in (1, 2, 4) for row in (1, 2)
           for col in (1, 2) if data * pipe * row * col <= 4]
@@ -54,7 +58,7 @@ class Layouts:
             self.backend.close()
         self.engine = None
         self.build(mesh, frozen)
-        self.moved.append(hand_over(held, self.engine, self.world.backend, timeout_seconds=30.0))
+        self.moved.append(hand_over(held, self.engine, self.world.backend, timeout_seconds=HAND_OVER_SECONDS))
 
     def step(self, step):
         if self.engine is None:
@@ -155,3 +159,52 @@ def test_schemes_of_the_tensor_mesh():
         found, _, _ = trained(meshes, tensor=TensorParallel(scheme=scheme))
         expected, _, _ = trained([Mesh()], steps=6, size=1)
         assert_same_runs(found, expected)
+
+
+class Meddling:
+    """A backend whose rank's first message of the state is another, or none."""
+
+    def __init__(self, inner, change):
+        self.inner, self.change = inner, change
+        self.name, self.rank, self.size, self.group, self.close = (
+            inner.name, inner.rank, inner.size, inner.group, inner.close)
+
+    def subset(self, count):
+        inner = self.inner.subset(count)
+        return inner and Meddling(inner, self.change)
+
+    def transport(self, purpose):
+        transport = self.inner.transport(purpose)
+        send, done = transport.send, []
+
+        def meddled(destination, message):
+            changed = message
+            if message.kind is Kind.STATE and not done:
+                done.append(True)
+                changed = self.change(message)
+            if changed is not None:
+                send(destination, changed)
+
+        transport.send = meddled
+        return transport
+
+
+def moved_under(change):
+    def work(world):
+        layouts = Layouts(world, Mesh(pipe=2), tied=True)
+        layouts.step(0)
+        layouts.world = replace(world, backend=Meddling(world.backend, change) if world.rank == 1 else world.backend)
+        layouts.move(Mesh(data=2))
+
+    run_ranks(work, 2, timeout_seconds=60.0)
+
+
+def test_a_bit_that_changes_on_its_way_is_seen():
+    with pytest.raises(TransportError, match="its elements have been changed on their way"):
+        moved_under(lambda message: flipped(message, 12345))
+
+
+def test_a_message_that_does_not_come_is_missed(monkeypatch):
+    monkeypatch.setattr("tests.elastic.test_transition.HAND_OVER_SECONDS", 0.5)
+    with pytest.raises(MessageTimeout, match=r"the (parameter|exp_avg\w*) of \S+ has not come from rank 1"):
+        moved_under(lambda message: None)
