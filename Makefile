@@ -46,7 +46,7 @@ bench-tensor: $(VENV)/train
 bench-checkpoint: $(VENV)/train
 	$(BIN)/python -m benchmarks.checkpoint.stall
 
-bench-elastic: $(VENV)/train
+bench-elastic: $(VENV)/test
 	$(BIN)/python -m benchmarks.elastic.parts
 
 clean:
