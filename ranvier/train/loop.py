@@ -171,6 +171,10 @@ class Training:
             change = self.elastic.take_up(self.begins.elastic, self.run, self.engine)
             if change is not None:
                 self._change(change)
+        if self.now is not None:
+            self.elastic.begins(self.done, self.engine, self.now.frozen)
+            if self.elastic.asked and self.elastic.left(self.done):
+                self._consider()
 
     def go_on(self) -> None:
         """One step, or on an idle rank whatever is ordered. The run may have ended then."""
@@ -192,7 +196,7 @@ class Training:
         checkpoint that the guard has gone back to, or on another mesh."""
         after = self.samples + self.run.batch.global_size
         rate = self.engine.learning_rate = self.elastic.learning_rate(step)
-        asked = self.elastic.asks_after(step, self.samples, after)
+        asked = self.elastic.asks_after(step, self.samples, after, self.now.frozen)
         self.engine.watch_layers(asked)
         with self.now.measured.step():
             self.now.train_data.microbatch_size = self.elastic.microbatch_size(self.now, step)
@@ -203,6 +207,8 @@ class Training:
         if reached != step:
             self._leave_out(step, reached)
             return
+        if asked and result.stepped:
+            self.elastic.saw_gradients(self.engine)
         self.done, last = step, not self.elastic.left(step)
         stall = self._save(step) if last or self.saving.due(step) else None
         self._publish()
@@ -217,8 +223,8 @@ class Training:
             self.meter.resume()
         elif stall is not None:
             self._publish()  # the checkpoint waits for it
-        if not last and (asked or self.resizes):
-            self._consider(asked and result.stepped)
+        if not last and (self.elastic.asked or self.resizes):
+            self._consider()
 
     def leave(self, step: int) -> dict[str, object]:
         """Save what there is after `step`, and write no report: the run is to go on elsewhere."""
@@ -279,14 +285,14 @@ class Training:
 
     # ------------------------------------------------------------------ from mesh to mesh
 
-    def _consider(self, asked: bool) -> None:
+    def _consider(self) -> None:
         """Freeze layers and go to another mesh, where the policy, the planner or a user's request says so."""
         self._publish()
         wanted = None
         if self.resizes:
             self.resizes = False
             wanted = self.ranks.gather_objects(self.resize_requests and self.resize_requests.take())[0]
-        change = self.elastic.decide(self.now, self.done, asked=asked, resize=wanted, busy=self.meter.busy,
+        change = self.elastic.decide(self.now, self.done, resize=wanted, busy=self.meter.busy,
                                      busy_steps=self.meter.busy_steps)
         if change is not None:
             self._change(change)
