@@ -381,7 +381,8 @@ def _optim_warnings(run: Run) -> Iterator[ConfigError]:
     if optim.offload not in ("stream", "host"):
         unused.append(("buckets_in_flight", Optim.buckets_in_flight, f"offload is {optim.offload}"))
     if run.mesh.data == run.mesh.row == 1 and (run.mesh.col == 1 or _volume_scheme(run.tensor) != "megatron-sequence"):
-        unused += [("shard", False, "mesh.data is 1"), ("reduce_dtype", "auto", "mesh.data is 1")]
+        unused += [] if run.elastic.auto_dp else [(name, default, "mesh.data is 1") for name, default in (
+            ("shard", False), ("reduce_dtype", "auto"))]
     for name, default, why in unused:
         if getattr(optim, name) != default:
             yield ConfigError(f"has no effect: {why}", where=f"optim.{name.replace('_', '-')}",

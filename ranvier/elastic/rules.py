@@ -42,7 +42,7 @@ def warnings(run: Run) -> Iterator[ConfigError]:
     elastic = run.elastic
     yield from freezing.warnings(elastic)
     if elastic.freeze == "none":
-        for name in ("every", "dry_run", "auto_pipe", "auto_dp", "cache"):
+        for name in ("every", "dry_run", "auto_pipe", "auto_dp", "cut", "cache", "frozen_dropout"):
             if getattr(elastic, name) != getattr(Elastic, name):
                 yield _unused(name, getattr(elastic, name), "nothing is frozen: elastic.freeze is none")
     elif not elastic.auto_pipe:

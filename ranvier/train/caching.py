@@ -49,7 +49,7 @@ class Caching:
                 self._run.elastic.cache_dir, blocks=blocks, fingerprint=self._fingerprint(),
                 num_samples=len(self._data.train), quota_bytes=self._run.elastic.cache_bytes,
                 precision=self._run.elastic.cache_precision, device=now.world.device, tell=self._say,
-                agree=(lambda mine: self._now.engine.agree(mine)) if mesh.stage_size > 1 else None,
+                agree=self._agree if mesh.stage_size > 1 else None,
                 part=f"{self._run.tensor.scheme}, row {at.row} of {mesh.row}, col {at.col} of {mesh.col}"
                 if mesh.stage_size > 1 else "whole")
         else:
@@ -80,6 +80,10 @@ class Caching:
         return {"cache": {"hits": counts.hits, "upgraded": counts.upgraded, "misses": counts.misses,
                           "unwritten": counts.unwritten, "bytes_read": counts.bytes_read,
                           "bytes_written": counts.bytes_written}}
+
+    def _agree(self, mine: bool) -> bool:
+        """Whether all ranks of the stage say so, of the engine that there is now: the cache outlives a transition."""
+        return self._now.engine.agree(mine)
 
     def _fingerprint(self) -> str:
         """What outputs depend on beside weights and samples."""

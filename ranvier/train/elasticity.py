@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from math import ceil
+from math import ceil, inf, isfinite
 from statistics import median
 
 from ranvier.check import laid_out, problems
@@ -70,14 +70,19 @@ class Elasticity:
                  policy: FreezePolicy | None = None) -> None:
         self._first, self._num_samples, self._tell = run, len(data.train), tell
         self.policy, self._own = policy or policy_of(run.elastic), policy is not None
+        self._by_hand = run.elastic.freeze == "manual" and not self._own
         self.caching = Caching(run, data, tell)
         self.evaluations = 0
         """Of the freeze policy, so far."""
         self.ledger, self.profile = Ledger(), MicrobatchProfile()
-        self._since = (0, 0.0)
-        """Step of the last change of the global batch, and the steps of the first size that were done by then."""
-        self._ratio = 1.0
-        """The global batch in relation to the first one."""
+        self._size = run.batch.global_size
+        """The global batch now."""
+        self._since = (0, 0)
+        """Step of its last change, and the samples that were taken by then."""
+        self._due = False
+        """Whether the policy is still to be asked: the step after which it should have been may have been left out."""
+        self._norms: tuple[float, ...] | None = None
+        """Of the layers' gradients in the last step, where the policy is asked after it."""
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._trial: Trying | None = None
         self._told: set[tuple[int, int]] = set()
@@ -85,29 +90,51 @@ class Elasticity:
 
     # ------------------------------------------------------------------ the course of the run
 
-    def _progress(self, step: int) -> float:
-        """How many steps of the first size `step` steps come to."""
-        since, done = self._since
-        return step if self._ratio == 1.0 and not since else done + (step - since) * self._ratio
+    def _taken(self, step: int) -> int:
+        """Samples that `step` steps come to."""
+        since, taken = self._since
+        return taken + (step - since) * self._size
 
     def left(self, step: int) -> int:
         """Steps of the present size that are still to come after `step`."""
-        left = (self._first.train.steps - self._progress(step)) / self._ratio
-        return max(0, ceil(round(left, 6)))  # what rounding has left over is no step
+        total = self._first.train.steps * self._first.batch.global_size
+        return max(0, -(-(total - self._taken(step)) // self._size))
 
     def learning_rate(self, step: int) -> float:
         """That of `step`: the schedule's, at the same place in the data; with "scale" in proportion to the batch."""
-        rate = learning_rate(self._first.train, min(self._progress(step), self._first.train.steps))
-        return rate * self._ratio if self._first.elastic.global_batch == "scale" else rate
+        first = self._first.batch.global_size
+        rate = learning_rate(self._first.train, min(self._taken(step) / first, self._first.train.steps))
+        return rate * self._size / first if self._first.elastic.global_batch == "scale" else rate
 
-    def asks_after(self, step: int, before: int, after: int) -> bool:
-        """Whether the freeze policy is asked after `step`, which takes the data from sample `before` to `after`."""
+    def asks_after(self, step: int, before: int, after: int, frozen: int) -> bool:
+        """Whether the freeze policy is asked after `step`, which takes the data from sample `before` to `after`. Once
+        it is to be asked, it is after each step until one has gradients to be judged by (`saw_gradients`)."""
         elastic = self._first.elastic
         if not self.freezes:
             return False
-        if elastic.freeze == "manual" and not self._own:
-            return any(at == step for at, _ in self.policy.depths)
-        return step % elastic.every == 0 if elastic.every else after // self._num_samples > before // self._num_samples
+        if self._by_hand:
+            due = any(at == step or (at < step and layers > frozen and not elastic.dry_run)
+                      for at, layers in self.policy.depths)
+        elif elastic.every:
+            due = step % elastic.every == 0
+        else:
+            due = after // self._num_samples > before // self._num_samples
+        self._due |= due
+        return self._due
+
+    def saw_gradients(self, engine: Engine) -> None:
+        """The last step was one after which the policy is asked. Collective."""
+        self._norms = engine.layer_gradient_norms()
+
+    def begins(self, step: int, engine: Engine, frozen: int) -> None:
+        """The run begins, or goes on, after `step`: depths given by hand for earlier steps hold at once."""
+        if self._by_hand and self.asks_after(step, 0, 0, frozen):
+            self._norms = (0.0,) * len(engine.layers)
+
+    @property
+    def asked(self) -> bool:
+        """Whether the policy has something to decide on."""
+        return self._norms is not None
 
     def saw(self, event: StepEvent) -> None:
         """One more step has been told."""
@@ -147,12 +174,14 @@ class Elasticity:
 
     def state(self, run: Run, frozen: int) -> dict[str, object]:
         """What a checkpoint keeps, and a rank that comes back needs; JSON-serialisable."""
-        if not self.freezes and not frozen and run.mesh == self._first.mesh:
+        if not self.freezes and not frozen and run.mesh == self._first.mesh and self._since == (0, 0):
             return {}
         return {"frozen": frozen, "data": run.mesh.data, "pipe": run.mesh.pipe, "evaluations": self.evaluations,
                 "boundaries": run.pipeline.boundaries, "global_size": run.batch.global_size,
                 "microbatch_size": run.batch.microbatch_size, "first_data": self._first.mesh.data,
-                "first_pipe": self._first.mesh.pipe, "since": list(self._since), "ratio": self._ratio,
+                "first_pipe": self._first.mesh.pipe, "since": list(self._since), "size": self._size,
+                "due": self._due,
+                "norms": self._norms and [norm if isfinite(norm) else None for norm in self._norms],
                 "ledger": self.ledger.to_dict(), "profile": self.profile.to_dict()}
 
     @property
@@ -163,8 +192,10 @@ class Elasticity:
     def load(self, state: Mapping[str, object]) -> None:
         """The inverse of `state`, but for what `Change` has."""
         if state:
-            self.evaluations, self._ratio = int(state["evaluations"]), float(state["ratio"])
-            self._since = (int(state["since"][0]), float(state["since"][1]))
+            self.evaluations, self._size = int(state["evaluations"]), int(state["size"])
+            self._since = (int(state["since"][0]), int(state["since"][1]))
+            self._due, norms = bool(state["due"]), state["norms"]
+            self._norms = norms and tuple(inf if norm is None else float(norm) for norm in norms)
             self.ledger = Ledger.from_dict(state["ledger"])
             self.profile = MicrobatchProfile.from_dict(state["profile"])
 
@@ -203,9 +234,9 @@ class Elasticity:
 
     def enter(self, now: Formation, change: Change, moved: int, seconds: float, step: int) -> bool:
         """The change has been made. Returns whether this rank caches from now on."""
-        ratio = now.run.batch.global_size / self._first.batch.global_size
-        if ratio != self._ratio:
-            self._since, self._ratio = (step, self._progress(step)), ratio
+        size = now.run.batch.global_size
+        if size != self._size:
+            self._since, self._size = (step, self._taken(step)), size
         self._recent.clear()
         self._trial = None
         if self.ledger.entries and self.ledger.entries[-1].measured_cost is None:
@@ -231,7 +262,7 @@ class Elasticity:
             return ""
         often = f"every {elastic.every} steps" if elastic.every else "after each epoch"
         words = [f"freezes by {self._policy_text}, {often}"]
-        if elastic.freeze == "manual" and not self._own:
+        if self._by_hand:
             words = [f"freezes by hand: {', '.join(elastic.manual)}"]
         words += [text for said, text in ((elastic.dry_run, "dry run"), (elastic.auto_pipe, "packs the pipeline"),
                                           (elastic.auto_dp, "adds replicas"), (elastic.cache, "caches")) if said]
@@ -246,18 +277,19 @@ class Elasticity:
 
     # ------------------------------------------------------------------ deciding
 
-    def decide(self, now: Formation, step: int, *, asked: bool, resize: Mapping | None,
-               busy: Mapping[str, float], busy_steps: int) -> Change | None:
+    def decide(self, now: Formation, step: int, *, resize: Mapping | None, busy: Mapping[str, float],
+               busy_steps: int) -> Change | None:
         """What is to change after `step`; the same on every rank. resize: a user's wish for another mesh.
 
         busy: seconds in each category of span on this rank, in `busy_steps` steps. Collective.
         """
-        norms = now.engine.layer_gradient_norms() if asked else ()
+        norms, self._norms = self._norms, None
+        self._due &= norms is None
         measured = now.ranks.gather_objects({"busy": dict(busy), "steps": busy_steps})
         found = None
         self._measure_last()
         if now.world.rank == 0:
-            depth = self._depth(now, step, norms) if asked else now.frozen
+            depth = now.frozen if norms is None else self._depth(now, step, norms)
             change = (self._resized(now, resize, depth, step) if resize is not None else
                       self._packed(now, depth, step, measured))
             found = {"change": change and change.document(), "state": self.state(now.run, now.frozen)}
@@ -297,8 +329,9 @@ class Elasticity:
             change = self._change(now, mesh, depth, packing.boundaries or None, reason)
             if not packing.fits:
                 continue
-            if (problem := self._too_large(change.applied(run), depth)) is not None:
-                self._note(step, "dropped", f"{mesh_text(mesh)} with {depth} frozen layers: {problem.what}", {})
+            if mesh != run.mesh and (problem := self._problem(change.applied(run), depth)) is not None:
+                self._note(step, "dropped", f"{mesh_text(mesh)} with {depth} frozen layers: {problem.where} "
+                                            f"{problem.what}", {})
                 continue
             if mesh == run.mesh or elastic.cut == "reference":
                 return change
@@ -323,8 +356,10 @@ class Elasticity:
             return model_now
         return median(self._recent) * (model_now / model_before if model_before else 1.0)
 
-    def _too_large(self, run: Run, frozen: int) -> RanvierError | None:
-        """What does not fit on this machine, if all of the run's ranks were here."""
+    def _problem(self, run: Run, frozen: int) -> RanvierError | None:
+        """Why the run cannot go on as `run`: a setting, or what does not fit on this machine, were all ranks here."""
+        if found := problems(run):
+            return found[0]
         on_cuda = run.launch.device == "cuda"
         try:
             memory = laid_out(run, frozen)[1]
@@ -351,7 +386,7 @@ class Elasticity:
             mesh = replace(run.mesh, data=data, pipe=pipe)
             change = replace(self._change(now, mesh, depth, None, "as asked with ranvier resize"), wish=wish["wish"])
             there = change.applied(run)
-            found = next(iter(problems(there)), None) or self._too_large(there, depth)
+            found = self._problem(there, depth)
             if found is None:
                 return change
             problem = f"cannot be: {found}"

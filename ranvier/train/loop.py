@@ -175,6 +175,10 @@ class Training:
             change = self.elastic.take_up(self.begins.elastic, self.run, self.engine)
             if change is not None:
                 self._change(change)
+        if self.now is not None:
+            self.elastic.begins(self.done, self.engine, self.now.frozen)
+            if self.elastic.asked and self.elastic.left(self.done):
+                self._consider()
 
     def go_on(self) -> None:
         """One step, or on an idle rank whatever is ordered. The run may have ended then."""
@@ -195,7 +199,7 @@ class Training:
         checkpoint that the guard has gone back to, or on another mesh."""
         after = self.samples + self.run.batch.global_size
         rate = self.engine.learning_rate = self.elastic.learning_rate(step)
-        asked = self.elastic.asks_after(step, self.samples, after)
+        asked = self.elastic.asks_after(step, self.samples, after, self.now.frozen)
         self.engine.watch_layers(asked)
         with self.now.measured.step():
             self.now.train_data.microbatch_size = self.elastic.microbatch_size(self.now, step)
@@ -206,9 +210,11 @@ class Training:
         if reached != step:
             self._leave_out(step, reached)
             return
+        if asked and result.stepped:
+            self.elastic.saw_gradients(self.engine)
         self.done, last = step, not self.elastic.left(step)
         self._publish()
-        due, considers = last or self.saving.due(step), not last and (asked or self.resizes)
+        due, considers = last or self.saving.due(step), not last and (self.elastic.asked or self.resizes)
         stall = self._save(step) if due and not considers else None
         self._await(step, result, rate)
         self.pending.checkpoint_stall_seconds = stall
@@ -222,7 +228,7 @@ class Training:
         elif stall is not None:
             self._publish()  # the checkpoint waits for it
         if considers:
-            self._consider(asked and result.stepped, save=due)
+            self._consider(save=due)
 
     def leave(self, step: int) -> dict[str, object]:
         """Save what there is after `step`, and write no report: the run is to go on elsewhere."""
@@ -283,7 +289,7 @@ class Training:
 
     # ------------------------------------------------------------------ from mesh to mesh
 
-    def _consider(self, asked: bool, save: bool) -> None:
+    def _consider(self, save: bool) -> None:
         """Freeze layers and go to another mesh, where the policy, the planner or a user's request says so. save: a
         checkpoint of this step is due; it has what was decided, since a run that goes on from it asks nobody again."""
         self._publish()
@@ -291,7 +297,7 @@ class Training:
         if self.resizes:
             self.resizes = False
             wanted = self.ranks.gather_objects(self.resize_requests and self.resize_requests.take())[0]
-        change = self.elastic.decide(self.now, self.done, asked=asked, resize=wanted, busy=self.meter.busy,
+        change = self.elastic.decide(self.now, self.done, resize=wanted, busy=self.meter.busy,
                                      busy_steps=self.meter.busy_steps)
         if change is not None:
             self._change(change, save=save)

@@ -52,6 +52,7 @@ def test_what_may_be_asked(run):
 
 @pytest.mark.parametrize(("elastic", "where"), [
     (Elastic(auto_pipe=True), "elastic.auto-pipe"), (Elastic(cache=True), "elastic.cache"),
+    (Elastic(cut="reference"), "elastic.cut"), (Elastic(frozen_dropout=False), "elastic.frozen-dropout"),
     (Elastic(every=5), "elastic.every"), (Elastic(dry_run=True), "elastic.dry-run"),
     (Elastic(freeze="cap", auto_dp=True), "elastic.auto-dp"), (Elastic(freeze="cap", cut="reference"), "elastic.cut"),
     (Elastic(freeze="cap", cache_from=3), "elastic.cache-from"),
