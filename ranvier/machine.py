@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
 
@@ -17,8 +18,17 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 def available_cores(cgroup: Path = _CGROUP) -> int:
     """Cores this process may use: its affinity mask, within the cgroup's CPU quota (v1 or v2); at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = cpu_quota(cgroup)
+    return shared_cores([affinity()], cgroup)
+
+
+def affinity() -> list[int]:
+    """The numbers of the cores that this process may use; all of the machine's where that cannot be said."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+def shared_cores(masks: Sequence[Sequence[int]], cgroup: Path = _CGROUP) -> int:
+    """Cores that processes of this machine have together: those of any one's mask, within the quota; at least 1."""
+    quota, cores = cpu_quota(cgroup), len({core for mask in masks for core in mask})
     return max(1, cores if quota is None else min(cores, ceil(quota)))
 
 

@@ -69,7 +69,8 @@ class Folder:
         try:
             file = os.open(binary, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
-            self._unlink(key)
+            with suppress(OSError):  # the folder may go meanwhile
+                self._unlink(key)
             return True
         except OSError:
             return False

@@ -19,7 +19,7 @@ from ranvier.elastic.freezing import Facts, FreezePolicy, decide, policy_of
 from ranvier.elastic.ledger import Ledger
 from ranvier.elastic.microbatch_profile import MicrobatchProfile, microbatch_counts
 from ranvier.errors import RanvierError
-from ranvier.machine import available_memory_bytes
+from ranvier.machine import affinity, available_memory_bytes
 from ranvier.mesh import Mesh
 from ranvier.optim.learning_rate import learning_rate
 from ranvier.pipeline.engine import Engine
@@ -285,7 +285,7 @@ class Elasticity:
         """
         norms, self._norms = self._norms, None
         self._due &= norms is None
-        measured = now.ranks.gather_objects({"busy": dict(busy), "steps": busy_steps})
+        measured = now.ranks.gather_objects({"busy": dict(busy), "steps": busy_steps, "cores": affinity()})
         found = None
         self._measure_last()
         if now.world.rank == 0:

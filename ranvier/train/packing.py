@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -11,7 +10,7 @@ import torch
 
 from ranvier.elastic.auto_pipe import Choice, Situation, choices, compress, greedy, stage_sizes
 from ranvier.layout import frozen_blocks
-from ranvier.machine import available_cores
+from ranvier.machine import shared_cores
 from ranvier.mesh import Mesh
 from ranvier.precision import DTYPES
 from ranvier.run import Run
@@ -65,9 +64,11 @@ def work_of(now: Formation, measured: Sequence[Mapping]) -> Work:
     costs, size = engine.stages.costs, max(1, run.batch.microbatch_size // run.mesh.row)
     weights = [cost.weight(now.world.device.type) for cost in costs]
     steps = max((row["steps"] for row in measured), default=0)
-    samples = max(1, steps * run.batch.global_size // run.mesh.row)
-    share = _share_of_a_core(now)
-    busy = {name: share * sum(row["busy"].get(name, 0.0) for row in measured) / samples / run.mesh.col
+    shares = max(1, steps * run.batch.global_size) * run.mesh.stage_size  # of a sample, one for each rank of a stage
+    cores = _cores(now, measured)
+    threads = torch.get_num_threads()
+    share = 1.0 if cores is None else min(1.0, cores / (len(measured) * threads))  # of a core, while others compute
+    busy = {name: share * sum(row["busy"].get(name, 0.0) for row in measured) / shares
             for name in ("forward", "backward", "weight")}
     frozen = engine.frozen_blocks
     cached = engine.cached_blocks
@@ -80,23 +81,23 @@ def work_of(now: Formation, measured: Sequence[Mapping]) -> Work:
     for parameter in engine.layout.parameters:
         if parameter.is_owner:
             parameters[parameter.block] += parameter.numel
-    device = now.world.device.type
-    cores = available_cores() / torch.get_num_threads() / run.mesh.stage_size if device == "cpu" else None
     work = Work(forward=tuple(forward * weight for weight in weights),
                 backward=tuple(backward * weight for weight in weights),
                 output_bytes=tuple(-(-cost.output_bytes // size) for cost in costs),
-                gradient_bytes=tuple(itemsize * count for count in parameters), cores=cores,
+                gradient_bytes=tuple(itemsize * count for count in parameters),
+                cores=None if cores is None else cores / threads / run.mesh.stage_size,
                 state_bytes=sum(parameters) * (itemsize + 8))
     present = _exact(run, now, frozen, work, cached, run.mesh.data, run.mesh.pipe, run.batch.global_size)
     return replace(work, seconds=present.seconds)
 
 
-def _share_of_a_core(now: Formation) -> float:
-    """Of a busy rank's time, what it computes while others share its core."""
+def _cores(now: Formation, measured: Sequence[Mapping]) -> float | None:
+    """Cores of all machines together, by the masks of their ranks: those of one machine are numbered in a row."""
     if now.world.device.type != "cpu":
-        return 1.0
-    local = min(now.world.local_size, now.run.mesh.size)
-    return min(1.0, ((os.cpu_count() and available_cores()) or 1) / (local * torch.get_num_threads()))
+        return None
+    local = now.world.local_size
+    return sum(shared_cores([row["cores"] for row in measured[first:first + local]])
+               for first in range(0, len(measured), local))
 
 
 def packings(first: Run, now: Formation, depth: int, work: Work, *, cached: bool,

@@ -1,0 +1,131 @@
+"""From what ranks have measured to times of blocks: whatever the mesh, a block costs what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ranvier import machine
+from ranvier.elastic.auto_pipe import compress, greedy, stage_sizes
+from ranvier.machine import shared_cores
+from ranvier.mesh import Mesh
+from ranvier.run import Batch, Elastic, Run
+from ranvier.train import packing
+from ranvier.train.packing import packings, work_of
+
+BLOCKS, SECONDS = 8, 0.002
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A block as `ranvier.pipeline.partition.BlockCost` has it."""
+
+    output_bytes: int = 800
+
+    def weight(self, device):
+        return 5.0
+
+
+def formation(mesh, *, frozen=0, cached=0, device="cpu"):
+    """As much of one as packing looks at: eight blocks of one layer each, of a million parameters each."""
+    parameters = [SimpleNamespace(is_owner=True, block=number, numel=1_000_000) for number in range(BLOCKS)]
+    names = [f"layer{number}" for number in range(BLOCKS)]
+    engine = SimpleNamespace(stages=SimpleNamespace(costs=[Cost()] * BLOCKS), frozen_blocks=frozen,
+                             cached_blocks=cached, layers=tuple((name,) for name in names), block_names=names,
+                             layout=SimpleNamespace(num_blocks=BLOCKS, parameters=parameters))
+    world = SimpleNamespace(device=torch.device(device), local_size=mesh.size,
+                            backend=SimpleNamespace(name="in-process"))
+    return SimpleNamespace(run=Run(mesh=mesh, batch=Batch(global_size=32, microbatch_size=4)), engine=engine,
+                           world=world)
+
+
+def rows(mesh, *, steps=10, cores=range(64), frozen=0, cached=0):
+    """What ranks have measured that compute alone: a share of a sample takes SECONDS a block forward, twice that
+    backward."""
+    shares = steps * 32 / mesh.data / mesh.pipe / mesh.row / mesh.col * mesh.row * mesh.col / mesh.row / mesh.col
+    return [{"busy": {"forward": SECONDS * (BLOCKS - cached) * shares, "backward": SECONDS * (BLOCKS - frozen) * shares,
+                      "weight": SECONDS * (BLOCKS - frozen) * shares}, "steps": steps, "cores": list(cores)}
+            for _ in range(mesh.size)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(machine, "cpu_quota", lambda cgroup: None)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=4), Mesh(data=2, pipe=2), Mesh(row=2, col=2), Mesh(pipe=2, row=2)],
+                         ids=str)
+@pytest.mark.parametrize(("frozen", "cached"), [(0, 0), (3, 0), (3, 3)])
+def test_times_are_those_of_a_share_of_a_sample(mesh, frozen, cached):
+    work = work_of(formation(mesh, frozen=frozen, cached=cached), rows(mesh, frozen=frozen, cached=cached))
+    each = SECONDS / mesh.row / mesh.col
+    assert work.forward == pytest.approx((each,) * BLOCKS) and work.backward == pytest.approx((2 * each,) * BLOCKS)
+    assert work.gradient_bytes == (4_000_000,) * BLOCKS and work.output_bytes == (200 * mesh.row,) * BLOCKS
+
+
+def test_ranks_that_share_cores_are_busy_longer_than_they_compute():
+    mesh = Mesh(pipe=4)
+    alone, shared = (work_of(formation(mesh), rows(mesh, cores=range(count))) for count in (4, 2))
+    assert shared.forward == pytest.approx(tuple(seconds / 2 for seconds in alone.forward))
+    assert (alone.cores, shared.cores) == (4, 2)
+
+
+def test_ranks_that_are_bound_to_a_core_each_do_not_share_it():
+    mesh = Mesh(pipe=4)
+    bound = [row | {"cores": [rank]} for rank, row in enumerate(rows(mesh))]
+    assert work_of(formation(mesh), bound).cores == 4
+    assert shared_cores([[0], [1], [1, 2]]) == 3 and shared_cores([[]]) == 1
+
+
+def test_on_devices_nothing_is_shared():
+    mesh = Mesh(pipe=2)
+    assert work_of(formation(mesh, device="cuda"), rows(mesh, cores=range(1))).cores is None
+
+
+def chosen(now, depth, *, cached=False, grows=False, **elastic):
+    first = replace(now.run, elastic=Elastic(**elastic))
+    return packings(first, now, depth, work_of(now, rows(now.run.mesh)), cached=cached,
+                    batch=lambda data: 32 * data if grows else 32)
+
+
+def test_candidates_are_all_meshes_of_all_ranks():
+    found = chosen(formation(Mesh(pipe=4)), 4, auto_pipe=True, auto_dp=True)
+    assert {(packing.data, packing.pipe) for packing in found} == {(1, 4), (2, 2), (4, 1)}
+    assert [packing.seconds_per_sample for packing in found] == sorted(packing.seconds_per_sample for packing in found)
+    assert all(packing.samples == 32 for packing in found)
+    grown = chosen(formation(Mesh(pipe=4)), 4, auto_pipe=True, auto_dp=True, grows=True)
+    assert {packing.data: packing.samples for packing in grown} == {1: 32, 2: 64, 4: 128}
+
+
+def test_without_replicas_the_others_are_idle():
+    found = chosen(formation(Mesh(pipe=4)), 4, auto_pipe=True)
+    assert {(packing.data, packing.pipe) for packing in found} == {(1, 4), (1, 2), (1, 1)}
+
+
+def test_cached_layers_are_on_the_first_stage():
+    here = next(packing for packing in chosen(formation(Mesh(pipe=4)), 5, auto_pipe=True, auto_dp=True, cached=True)
+                if packing.pipe == 2)
+    assert here.boundaries[0] >= 5
+
+
+def test_the_articles_rule_goes_by_sizes():
+    sizes, lengths = [1.0] * BLOCKS, []
+    for depth in range(BLOCKS + 1):
+        (only,) = chosen(formation(Mesh(pipe=4)), depth, auto_pipe=True, auto_dp=True, cut="reference")
+        counts = greedy(sizes, only.pipe, depth)
+        assert only.data * only.pipe == 4 and only.seconds is None and only.fits
+        assert only.boundaries == tuple(sum(counts[:stage]) for stage in range(1, only.pipe))
+        assert only.pipe == compress(sizes, 4, depth, max(stage_sizes(sizes, greedy(sizes, 4))))
+        lengths.append(only.pipe)
+    assert lengths[0] == 4 and lengths[-1] == 1 and lengths == sorted(lengths, reverse=True)
+
+
+def test_without_a_measurement_costs_decide(monkeypatch):
+    now = formation(Mesh(pipe=4))
+    work = work_of(now, [{"busy": {}, "steps": 0, "cores": [0]} for _ in range(4)])
+    assert all(backward == 2 * forward > 0 for forward, backward in zip(work.forward, work.backward, strict=True))
+    assert packing.LINKS["in-process"][1] == 0.0
