@@ -5,12 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help train test test-all lint bench-pipeline bench-transports bench-meshes bench-memory bench-tensor bench-checkpoint clean
+.PHONY: help train test test-all lint bench-pipeline bench-transports bench-meshes bench-memory bench-tensor bench-checkpoint bench-elastic clean
 
 help:
 	@echo "make train              train the smallest GPT on four local ranks, with a picture of what each did when"
 	@echo "make test               lint and the tests; test-all adds the slow ones"
-	@echo "make bench-pipeline     compare with other pipelines; bench-transports, bench-meshes, bench-memory, bench-tensor, bench-checkpoint likewise"
+	@echo "make bench-pipeline     compare with other pipelines; bench-transports, bench-meshes, bench-memory, bench-tensor, bench-checkpoint, bench-elastic likewise"
 	@echo "make clean              remove $(VENV)"
 
 train: $(VENV)/train
@@ -45,6 +45,9 @@ bench-tensor: $(VENV)/train
 
 bench-checkpoint: $(VENV)/train
 	$(BIN)/python -m benchmarks.checkpoint.stall
+
+bench-elastic: $(VENV)/test
+	$(BIN)/python -m benchmarks.elastic.parts
 
 clean:
 	rm -rf $(VENV)

@@ -1,20 +1,25 @@
-"""A freeze policy of your own: `python examples/own_freezing.py`.
+"""A freeze policy of your own, in a run on two ranks: `python examples/own_freezing.py`.
 
 A freeze policy answers one question, how many layers shall be frozen, from each layer's gradient norm. This one is
 AutoFreeze's (Liu et al., 2021): a layer has converged when its gradient changes less from one evaluation to the next
 than that of the median active layer, and the layers below the first that has not are frozen. (The article's gradients
-are sums since the last evaluation; here they are those of the step.) A plain loop on one rank asks it, and `decide`
-checks every answer.
+are sums since the last evaluation; here they are those of the step.) Everything else is the run's: engines are built
+again, the pipeline packs itself, freed ranks become replicas.
+
+The task is made up: whether a sentence has more good words than bad ones.
 """
 
+import random
+from pathlib import Path
 from statistics import median
 
-import torch
-from torch import nn
+import ranvier
+from ranvier.mesh import Mesh
+from ranvier.run import Batch, Data, Elastic, Run, Train, Transformer
+from ranvier.train.loop import train
 
-from ranvier.elastic.freezing import Facts, decide
-
-LAYERS, WIDTH, STEPS, EVERY = 8, 16, 160, 20
+GOOD, BAD = ["lovely", "great", "fine", "warm"], ["awful", "dull", "poor", "weak"]
+OTHER = ["the", "film", "is", "a", "story", "was"]
 
 
 class GradientChange:
@@ -33,31 +38,27 @@ class GradientChange:
         return next((layer for layer in active if change[layer] >= least), facts.frozen)
 
 
-def gradient_norms(layers, frozen):
-    """L2 norm of each layer's gradient, 0.0 for frozen ones."""
-    return tuple(0.0 if number < frozen else torch.cat([p.grad.flatten() for p in layer.parameters()]).norm().item()
-                 for number, layer in enumerate(layers))
-
-
-def main():
-    torch.manual_seed(0)
-    layers = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)])
-    head, policy, frozen = nn.Linear(WIDTH, 1), GradientChange(), 0
-    optimizer = torch.optim.Adam([*layers.parameters(), *head.parameters()], lr=3e-3)
-    inputs = torch.randn(256, WIDTH)
-    targets = inputs[:, :4].sum(1, keepdim=True).sin()
-    for step in range(1, STEPS + 1):
-        loss = (head(layers(inputs)) - targets).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        if step % EVERY == 0:
-            facts = Facts(step=step, evaluation=step // EVERY, frozen=frozen, num_layers=LAYERS,
-                          gradient_norms=gradient_norms(layers, frozen))
-            frozen = decide(policy, facts)
-            layers[:frozen].requires_grad_(False)
-            print(f"step {step}: loss {loss.item():.4f}, {frozen} of {LAYERS} layers frozen")
-        optimizer.step()
+def write_sentences(path, count, seed):
+    """Labelled sentences as TSV."""
+    chance, lines = random.Random(seed), ["label\tsentence"]
+    for _ in range(count):
+        good = chance.random() < 0.5
+        words = chance.sample(OTHER, 4) + chance.choices(GOOD if good else BAD, k=2)
+        chance.shuffle(words)
+        lines.append(f"{int(good)}\t{' '.join(words)}")
+    path.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    folder = Path("runs") / "own-freezing-data"
+    run = Run(mesh=Mesh(pipe=2), batch=Batch(global_size=16, microbatch_size=4),
+              model=Transformer(num_layers=4, hidden=32, heads=2, vocab=60, sequence=10),
+              data=Data(task="classification", train=str(folder / "train.tsv"), eval=str(folder / "eval.tsv")),
+              train=Train(epochs=3, learning_rate=3e-3), elastic=Elastic(every=8, auto_pipe=True, auto_dp=True))
+    folder.mkdir(parents=True, exist_ok=True)
+    world = ranvier.start(run.mesh)
+    if world.rank == 0:
+        write_sentences(folder / "train.tsv", 320, seed=1)
+        write_sentences(folder / "eval.tsv", 100, seed=2)
+    world.backend.group("example", [range(world.size)]).barrier()  # the files are there
+    train(run, "own-freezing", world, freezing=GradientChange())

@@ -104,7 +104,9 @@ def as_dict(problem: RanvierError) -> dict[str, object]:
 
 def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = None) -> Report:
     """Look at `run` as a whole. Never raises for what a user can set."""
-    run, found = with_shape(run, num_ranks)
+    run, found = with_pretrained(run)
+    run, more = with_shape(run, num_ranks)
+    found += more
     found += problems(run, None if found else num_ranks)  # a stand-in has another size
     stages, memory = None, ()
     unclear = ("model.", "mesh.", "tensor.", "pipeline.boundaries", "optim.groups")
@@ -125,6 +127,16 @@ def problems(run: Run, num_ranks: int | None = None) -> list[RanvierError]:
     """What cannot work, as far as that follows from the settings alone."""
     return [*families.problems(run), *_mesh_problems(run, num_ranks), *_batch_problems(run), *_update_problems(run),
             *groups.problems(run.optim), *_data_problems(run), *_resume_problems(run), *rules.problems(run)]
+
+
+def with_pretrained(run: Run) -> tuple[Run, list[RanvierError]]:
+    """The run with the sizes of its pretrained model, and why that may not be possible."""
+    from ranvier.checkpoint.from_pretrained import settled  # which reads files
+
+    try:
+        return settled(run), []
+    except RanvierError as problem:
+        return run, [problem]
 
 
 def with_shape(run: Run, num_ranks: int | None) -> tuple[Run, list[RanvierError]]:
@@ -369,7 +381,8 @@ def _optim_warnings(run: Run) -> Iterator[ConfigError]:
     if optim.offload not in ("stream", "host"):
         unused.append(("buckets_in_flight", Optim.buckets_in_flight, f"offload is {optim.offload}"))
     if run.mesh.data == run.mesh.row == 1 and (run.mesh.col == 1 or _volume_scheme(run.tensor) != "megatron-sequence"):
-        unused += [("shard", False, "mesh.data is 1"), ("reduce_dtype", "auto", "mesh.data is 1")]
+        unused += [] if run.elastic.auto_dp else [(name, default, "mesh.data is 1") for name, default in (
+            ("shard", False), ("reduce_dtype", "auto"))]
     for name, default, why in unused:
         if getattr(optim, name) != default:
             yield ConfigError(f"has no effect: {why}", where=f"optim.{name.replace('_', '-')}",

@@ -125,8 +125,9 @@ def train(change_world: Callable[[World], World] | None, recipe: str, **flags: s
     from ranvier.refit import refit
 
     started = detect(os.environ, resolved.run.launch.launcher)
-    run, open_problems = check.with_shape(resolved.run, None if started is None else started.size)
-    warnings, problems = [], [*resolved.problems, *check.problems(run)]
+    settled, unsettled = check.with_pretrained(resolved.run)
+    run, open_problems = check.with_shape(settled, None if started is None else started.size)
+    warnings, problems = [], [*resolved.problems, *unsettled, *check.problems(run)]
     if started is not None and started.size != run.mesh.size and run.resume == "auto" and not problems:
         run, warning = refit(run, started.size, started.launcher)
         warnings, open_problems = [warning], []

@@ -20,6 +20,8 @@ def blocks(language: str) -> list[str]:
 COMMANDS = [line for block in blocks("bash") for line in block.splitlines() if line.strip()]
 RUNNABLE = [command for command in COMMANDS if not command.startswith("make ")]
 HELPS = [command for command in RUNNABLE if command.startswith("python -m ") and command.endswith(" --help")]
+FETCHED = ("bert-sentiment", "vit-cifar10")
+"""Recipes whose data and models are fetched."""
 FEW_STEPS = "--train.steps 3 --train.eval-sequences 8 --train.sample-tokens 8"
 
 
@@ -27,7 +29,7 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess:
     """`command` in a shell, as in an activated environment with the checkout at hand."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
                    "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def test_readme_has_what_is_tested_here() -> None:
@@ -51,7 +53,8 @@ def in_make_test() -> list:
     for command in RUNNABLE:
         if command not in HELPS:
             alike = re.sub(r"--(mesh\.data|mesh\.pipe|run-dir) \S+ ?", "", command)
-            params.append(pytest.param(quick(command), marks=pytest.mark.slow if alike in seen else ()))
+            params.append(pytest.param(quick(command), marks=pytest.mark.slow if alike in seen or any(
+                name in command for name in FETCHED) else ()))
             seen.add(alike)
     return params
 

@@ -6,8 +6,10 @@ folder lacks, such as a classifier, keeps its start from the seed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from math import isqrt
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,8 +19,9 @@ from torch.nn import functional
 from ranvier.checkpoint import state
 from ranvier.checkpoint.hf_export import finite
 from ranvier.checkpoint.pretrained import Pretrained
+from ranvier.data.pretrained_models import sizes_of
 from ranvier.errors import ConfigError, ModelError
-from ranvier.run import Run
+from ranvier.run import Run, Transformer
 
 if TYPE_CHECKING:
     from ranvier.pipeline.engine import Engine
@@ -41,6 +44,36 @@ def with_sizes(run: Run, pretrained: Pretrained) -> Run:
     else:
         del sizes["patch_size"]
     return replace(run, model=replace(run.model, **sizes))
+
+
+def with_model(run: Run, pretrained: Pretrained) -> Run:
+    """`with_sizes`; ConfigError where a setting of the run says something else than the folder."""
+    found = with_sizes(run, pretrained)
+    _check_same(run, {name: getattr(found.model, name) for name in _SIZES if name != "family"})
+    return found
+
+
+def settled(run: Run) -> Run:
+    """The run with the sizes of its pretrained model, as far as they are known without fetching anything. RanvierError
+    where the folder is none, or a setting says something else."""
+    name = run.model.pretrained
+    if name is None:
+        return run
+    sizes = sizes_of(name)
+    if not sizes:
+        folder = Path(name).expanduser()
+        return with_model(run, Pretrained(folder)) if folder.is_dir() else run
+    _check_same(run, sizes)
+    return replace(run, model=replace(run.model, **sizes))
+
+
+def _check_same(run: Run, sizes: Mapping[str, object]) -> None:
+    for name, there in sizes.items():
+        wanted = getattr(run.model, name)
+        if wanted not in (getattr(Transformer, name), there):
+            raise ConfigError(f"is not that of the pretrained model, {there}",
+                              where=f"model.{name.replace('_', '-')}", value=wanted,
+                              remedy="Leave it out, or choose another --model.pretrained.")
 
 
 def load_pretrained(engine: Engine, pretrained: Pretrained) -> list[str]:

@@ -21,9 +21,8 @@ class Accuracy:
     def add(self, output: State, targets: Tensor, samples: Tensor) -> None:
         """output: [b, classes], or a dict of this one tensor; targets: [b]."""
         logits = output if isinstance(output, Tensor) else next(iter(output.values()))
-        counts = targets != IGNORED
-        self._right.append(((logits.argmax(-1) == targets) & counts).sum())
-        self._count.append(counts.sum())
+        self._right.append((logits.argmax(-1) == targets).sum())
+        self._count.append((targets != IGNORED).sum())
 
     def part(self) -> dict[str, int]:
         return {"right": sum(int(right) for right in self._right), "count": sum(int(count) for count in self._count)}

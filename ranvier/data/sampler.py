@@ -5,6 +5,8 @@ The whole state is the number of the step, so a run resumes anywhere and on any 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -55,6 +57,25 @@ def share(total: int, parts: int, index: int) -> slice:
     size, extra = divmod(total, parts)
     start = index * size + min(index, extra)
     return slice(start, start + size + (index < extra))
+
+
+def at_home(samples: np.ndarray, nodes: Sequence[int]) -> np.ndarray:
+    """Places in `samples` in an order in which the shares of replicas on `nodes` (one number each) have as many samples
+    as can be whose home is that node. A sample's home depends on its number alone, so that what one epoch has left on a
+    machine is there in the next. The set of samples stays; within a share they keep their order."""
+    order = sorted(set(nodes))
+    homes = np.array(order)[samples % len(order)]
+    sizes = [share(len(samples), len(nodes), index) for index in range(len(nodes))]
+    taken: list[list[int]] = [[] for _ in nodes]
+    left = []
+    for place, home in enumerate(homes):
+        mine = next((index for index, node in enumerate(nodes)
+                     if node == home and len(taken[index]) < sizes[index].stop - sizes[index].start), None)
+        (left if mine is None else taken[mine]).append(place)
+    for index, size in enumerate(sizes):
+        missing = size.stop - size.start - len(taken[index])
+        taken[index], left = sorted(taken[index] + left[:missing]), left[missing:]
+    return np.array([place for part in taken for place in part], dtype=np.int64)
 
 
 def microbatches(samples: np.ndarray, size: int) -> list[np.ndarray]:

@@ -76,6 +76,8 @@ class AutoCache:
         self._agree, self._together = agree or (lambda mine: mine), agree is not None
         self._tell, self._told = tell, set()
         self.counts = Counts()
+        self.writes = True
+        """Whether what is computed is kept; without, what is there already is still read."""
         self._reader = Reader(prefetch_bytes, pinned=self._device.type == "cuda")
         self._writer = Writer(self._folder, num_samples, self.counts, self._say, self._let_go)
         self._inputs: list | None = None
@@ -110,7 +112,7 @@ class AutoCache:
             state = self._assemble(rows, found, inputs, compute, new)
         except Unfit as why:
             usable, state = self._not_kept(why), self._run("compute", compute, 0, inputs, None)
-        if new and usable and self._unchanged_by_computing():
+        if new and usable and self.writes and self._unchanged_by_computing():
             self._keep(rows, new)
         return state
 
@@ -125,7 +127,7 @@ class AutoCache:
     def deepen(self, blocks: Sequence[Block]) -> None:
         """Other blocks are frozen from now. What was kept at smaller depths of the same weights is upgraded."""
         self._close_stores()
-        self._blocks, self._stamp = list(blocks), None
+        self._blocks, self._stamp, self.writes = list(blocks), None, True
 
     def times(self, samples: Tensor) -> Times | None:
         """Seconds per sample so far, for `cache_profile.decide`; `samples`, that were just kept, are read once for it.

@@ -341,7 +341,8 @@ class _Candidate:
             return carried[min(source, destination)]
 
         simulated = simulate(whole, self.count, given.policy or MessageDriven(),
-                             given.in_flight or auto_in_flight(self.pipe), hop=hop,
+                             given.in_flight or auto_in_flight(self.pipe, sum(not stage.trains for stage in whole)),
+                             hop=hop,
                              defer_bytes="auto", jitter=lambda stage, action:
                              shares[stage] if action.microbatch == self.count - 1 else 1.0)
         stops = [actions[-1][2] for actions in simulated.actions]

@@ -28,6 +28,10 @@ def problems(run: Run) -> Iterator[ConfigError]:
         yield ConfigError(f"would keep what one epoch's augmentation has made (data.augment is {run.data.augment})",
                           where="elastic.cache", value=True,
                           remedy="Set --data.augment-repeats true: each epoch then repeats the first one's.")
+    if run.optim.update_in_backward and elastic.profile_microbatches:
+        yield ConfigError("tries several microbatches, and updates in the backward need one",
+                          where="elastic.profile-microbatches", value=True,
+                          remedy="Leave out --optim.update-in-backward.")
     if run.optim.update_in_backward and elastic.global_batch != "keep":
         yield ConfigError("needs batches of one microbatch, and this one grows", where="elastic.global-batch",
                           value=elastic.global_batch, remedy="Leave out --optim.update-in-backward.")
@@ -38,7 +42,7 @@ def warnings(run: Run) -> Iterator[ConfigError]:
     elastic = run.elastic
     yield from freezing.warnings(elastic)
     if elastic.freeze == "none":
-        for name in ("every", "dry_run", "auto_pipe", "auto_dp", "cache", "profile_microbatches"):
+        for name in ("every", "dry_run", "auto_pipe", "auto_dp", "cut", "cache", "frozen_dropout"):
             if getattr(elastic, name) != getattr(Elastic, name):
                 yield _unused(name, getattr(elastic, name), "nothing is frozen: elastic.freeze is none")
     elif not elastic.auto_pipe:

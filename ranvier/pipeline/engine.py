@@ -77,7 +77,8 @@ class Engine:
             only. Not called on a rank that owns no trainable parameter. Gradients add up in the parameters' format.
         policy: a name or a `Policy` of your own: which ready action a stage runs next.
         partition: cut by cost, or into equal numbers of blocks. seed: of initial weights and dropout.
-        in_flight: most microbatches of a replica between the first stage's forward and their return.
+        in_flight: most microbatches of a replica between the first stage's forward and their return; auto is the number
+            of stages, and of those that train nothing once more.
         boundaries: first block of each stage after the first; None cuts by `partition`, from the costs that `sample`
             gives (or numbers of parameters, without).
         defer_bytes: most bytes that postponed weight gradients keep alive on this rank; 0 postpones nothing. auto is
@@ -117,8 +118,7 @@ class Engine:
                               remedy="Make data x pipe x row x col equal to the number of ranks.")
         self.world, self.mesh, self.coordinates = world, mesh, mesh.coordinates(world.rank)
         self._policy = policy_named(policy)
-        self.in_flight = auto_in_flight(mesh.pipe) if in_flight == "auto" else in_flight
-        if self.in_flight < 1:
+        if in_flight != "auto" and in_flight < 1:
             raise ConfigError("must be at least 1", where="pipeline.in-flight", value=in_flight,
                               remedy="Use auto, or at least the number of stages.")
         self.defer_bytes = 0 if defer_bytes == "auto" else defer_bytes
@@ -138,6 +138,8 @@ class Engine:
             raise problem
         self.stages, self.layout = cut(model, mesh, boundaries=boundaries, how=partition, sample=sample, dtype=dtype,
                                        device=world.device.type, tensor=tensor)
+        idle = sum(not row.num_trainable for row in self.stages.rows)
+        self.in_flight = auto_in_flight(mesh.pipe, idle) if in_flight == "auto" else in_flight
         self._tensor_mesh = self._open_tensor_mesh(tensor)
         if self._tensor_mesh is not None:
             model = split_model(model, self._tensor_mesh)

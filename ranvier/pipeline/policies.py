@@ -87,14 +87,16 @@ def policy_named(name: str | Policy) -> Policy:
                       remedy="Choose one of " + ", ".join(policy.name for policy in POLICIES) + ".")
 
 
-def auto_in_flight(num_stages: int) -> int:
-    """The in-flight limit that `auto` stands for: the depth of the pipeline.
+def auto_in_flight(num_stages: int, frozen_stages: int = 0) -> int:
+    """The in-flight limit that `auto` stands for: the depth of the pipeline, and once more those of its stages that
+    train nothing. They store no activations, and a credit waits while one of them is busy: with 3 stages, 2 of them
+    frozen, the simulator gives 0.70 of what the work allows at 3 in flight, and 0.89 at 5.
 
     More does not help once weight gradients fill the waits: with 4 stages, 16 microbatches and a hop of 0.3 forward
     times, and one microbatch postponed, the simulator gives 0.86 of four stages that never wait at 4, 5 and 8 in flight
     (0.67, 0.77 and 0.82 without deferral).
     """
-    return num_stages
+    return num_stages + frozen_stages
 
 
 def auto_defer_microbatches(stage: int, num_stages: int) -> int:

@@ -77,11 +77,11 @@ def predict(run: Run, model: Model, stages: StageTable, layout: Layout) -> tuple
     for row in stages.rows:
         blocks = layout.blocks(row.stage)
         costs = stages.costs[blocks.start:blocks.stop] if stages.costs else ()
-        segments = _segments(run, model, row.blocks, costs, row.stage)
+        segments = _segments(run, model, row.blocks, costs, row.stage, _limit(run, stages))
         memory = _states(run, layout, row.stage, [range(blocks.start + places.start, blocks.start + places.stop)
                                                   for places, _ in runs_of(len(blocks), segments)])
         if costs:
-            memory["device"] |= _activations(run, costs, row.stage, segments, kept)
+            memory["device"] |= _activations(run, costs, row.stage, segments, kept, _limit(run, stages))
         if buffers:
             memory["device"]["tensor mesh"] = buffers[row.stage]
         found.append(RankMemory(pipe=row.stage, ranks=run.mesh.data * run.mesh.stage_size, **memory))
@@ -168,7 +168,8 @@ def _tensor_mesh(run: Run, model: Model, stages: StageTable, layout: Layout) -> 
     for row in stages.rows:
         largest: dict[object, int] = {}
         blocks, costs = layout.blocks(row.stage), stages.costs
-        segments = _segments(run, model, row.blocks, costs[blocks.start:blocks.stop], row.stage)
+        segments = _segments(run, model, row.blocks, costs[blocks.start:blocks.stop], row.stage,
+                             _limit(run, stages))
         recomputed = {place for segment in segments for place in segment}
         kept = 0
         for place, name in enumerate(row.blocks):
@@ -197,10 +198,17 @@ def _tensor_mesh(run: Run, model: Model, stages: StageTable, layout: Layout) -> 
     return found, kept_again
 
 
-def _segments(run: Run, model: Model, blocks: Sequence[str], costs: Sequence[BlockCost], stage: int) -> list[range]:
+def _limit(run: Run, stages: StageTable) -> int:
+    """Most microbatches of a replica on their way."""
+    if run.pipeline.in_flight != "auto":
+        return run.pipeline.in_flight
+    return auto_in_flight(run.mesh.pipe, sum(not row.num_trainable for row in stages.rows))
+
+
+def _segments(run: Run, model: Model, blocks: Sequence[str], costs: Sequence[BlockCost], stage: int,
+              limit: int) -> list[range]:
     """The runs of a stage's blocks that are computed again, as places in `blocks`."""
     policy = policy_named(run.pipeline.policy)
-    limit = auto_in_flight(run.mesh.pipe) if run.pipeline.in_flight == "auto" else run.pipeline.in_flight
     if run.memory.checkpoint == "auto" and not costs:
         return []
     return stage_segments(run.memory.checkpoint, blocks, model.layers, [cost.kept_bytes for cost in costs],
@@ -209,13 +217,12 @@ def _segments(run: Run, model: Model, blocks: Sequence[str], costs: Sequence[Blo
 
 
 def _activations(run: Run, costs: Sequence[BlockCost], stage: int, segments: Sequence[range],
-                 kept_again: Mapping[str, int]) -> dict[str, int]:
-    """What the microbatches on their way keep alive on a stage of these blocks. kept_again: block -> what it keeps when
-    it is recomputed, where that differs."""
+                 kept_again: Mapping[str, int], limit: int) -> dict[str, int]:
+    """What the microbatches on their way, `limit` at most, keep alive on a stage of these blocks. kept_again: block ->
+    what it keeps when it is recomputed, where that differs."""
     mesh, policy = run.mesh, policy_named(run.pipeline.policy)
     share = -(-run.batch.global_size // mesh.data)
     count = -(-share // run.batch.microbatch_size)
-    limit = auto_in_flight(mesh.pipe) if run.pipeline.in_flight == "auto" else run.pipeline.in_flight
     stored = min(policy.stored(policy.in_flight(limit, count), stage, mesh.pipe), count)
     kept = [cost.kept_bytes for cost in costs]
     inside = {place for segment in segments for place in segment}

@@ -8,14 +8,14 @@ from typing import TextIO
 
 from ranvier import resolve
 from ranvier.check import tensor_mesh_facts
-from ranvier.checkpoint.from_pretrained import with_sizes
+from ranvier.checkpoint.from_pretrained import with_model
 from ranvier.checkpoint.pretrained import Pretrained
 from ranvier.comm.protocol import Group
 from ranvier.data.prepare import cache_folder, prepare
 from ranvier.data.pretrained_models import folder_of
 from ranvier.data.task import Prepared
 from ranvier.errors import ConfigError, DataError
-from ranvier.run import Run, Transformer
+from ranvier.run import Run
 from ranvier.world import World
 
 PROMPT_TOKENS = 24
@@ -35,18 +35,6 @@ def prepared(run: Run, world: World, stream: TextIO) -> tuple[Run, Prepared, Pre
         run = with_model(run, pretrained)
     data = prepare(run, tell)
     return with_data(run, data), data, pretrained
-
-
-def with_model(run: Run, pretrained: Pretrained) -> Run:
-    """The run with the sizes of its pretrained model. ConfigError where a setting says something else."""
-    found = with_sizes(run, pretrained)
-    for name in ("num_layers", "hidden", "heads", "vocab", "intermediate", "patch_size", "norm_epsilon"):
-        wanted, there = getattr(run.model, name), getattr(found.model, name)
-        if wanted not in (getattr(Transformer, name), there):
-            raise ConfigError(f"is not that of the pretrained model, {there}",
-                              where=f"model.{name.replace('_', '-')}", value=wanted,
-                              remedy="Leave it out, or choose another --model.pretrained.")
-    return found
 
 
 def with_data(run: Run, data: Prepared) -> Run:

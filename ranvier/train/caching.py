@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ranvier.data.task import Prepared
 from ranvier.elastic.auto_cache import AutoCache
-from ranvier.elastic.cache_profile import decide
+from ranvier.elastic.cache_profile import Times, decide
 from ranvier.models.block import State
 from ranvier.run import Run
 from ranvier.train.events import Event, NoteEvent
@@ -48,12 +49,13 @@ class Caching:
                 self._run.elastic.cache_dir, blocks=blocks, fingerprint=self._fingerprint(),
                 num_samples=len(self._data.train), quota_bytes=self._run.elastic.cache_bytes,
                 precision=self._run.elastic.cache_precision, device=now.world.device, tell=self._say,
-                agree=(lambda mine: self._now.engine.agree(mine)) if mesh.stage_size > 1 else None,
+                agree=self._agree if mesh.stage_size > 1 else None,
                 part=f"{self._run.tensor.scheme}, row {at.row} of {mesh.row}, col {at.col} of {mesh.col}"
                 if mesh.stage_size > 1 else "whole")
         else:
             self._cache.deepen(blocks)
         self._reads, self._seen = reads // now.run.mesh.data, 0
+        self._before = replace(self._cache.counts, seconds=dict(self._cache.counts.seconds))
         engine.use_cache(self._forward, len(blocks))
         return True
 
@@ -67,7 +69,7 @@ class Caching:
 
     def prefetch(self, samples: Sequence[Tensor]) -> None:
         """The samples of the microbatches to come, in order."""
-        if self._cache is not None:
+        if self._cache is not None and self._now.engine.cached_blocks:
             self._cache.prefetch(samples)
 
     def facts(self) -> dict[str, object]:
@@ -78,6 +80,10 @@ class Caching:
         return {"cache": {"hits": counts.hits, "upgraded": counts.upgraded, "misses": counts.misses,
                           "unwritten": counts.unwritten, "bytes_read": counts.bytes_read,
                           "bytes_written": counts.bytes_written}}
+
+    def _agree(self, mine: bool) -> bool:
+        """Whether all ranks of the stage say so, of the engine that there is now: the cache outlives a transition."""
+        return self._now.engine.agree(mine)
 
     def _fingerprint(self) -> str:
         """What outputs depend on beside weights and samples."""
@@ -92,18 +98,36 @@ class Caching:
         return state
 
     def _judge(self, samples: Tensor) -> None:
-        """Whether reading is faster than computing; where it is not, layers are computed from now on."""
-        times = self._cache.times(samples)
+        """Whether reading is faster than computing. Where it is not, layers are computed from now on; where there are
+        outputs of fewer layers, only the others are, and their outputs are not kept."""
+        times = self._times(samples)
         if times is None:  # all were hits: others have written them
             return
         verdict = decide("auto", frozen_layers=self._now.frozen, times=times, remaining_reads=self._reads,
                          num_samples=min(len(self._data.train), self._reads))
         engine = self._now.engine
         pays = verdict.pays if engine.mesh.stage_size == 1 else engine.agree(verdict.pays)
-        if not pays:
-            self._refused_at = self._now.frozen
-            self._say(f"cache off: {verdict.why}")
-            engine.use_cache(None, 0)
+        if pays:
+            return
+        if self._cache.counts.upgraded > self._before.upgraded:
+            self._cache.writes = False
+            self._say(f"outputs of the layers frozen before are read, and those of the new ones are not kept: "
+                      f"{verdict.why}")
+            return
+        self._refused_at = self._now.frozen
+        self._say(f"cache off: {verdict.why}")
+        engine.use_cache(None, 0)
+
+    def _times(self, samples: Tensor) -> Times | None:
+        """Seconds of a sample since the last transition: what an entry saves, reading it and writing it."""
+        times, now, before = self._cache.times(samples), self._cache.counts, self._before
+        upgraded, computed = now.upgraded - before.upgraded, now.computed - before.computed
+        if times is None or not (upgraded or computed):
+            return None
+        if upgraded:
+            seconds = (now.seconds["upgrade"] - before.seconds["upgrade"]) / upgraded
+            return replace(times, compute=times.read + seconds)
+        return replace(times, compute=(now.seconds["compute"] - before.seconds["compute"]) / computed)
 
     def _say(self, text: str) -> None:
         step = self._now.engine.steps if self._now is not None else 0

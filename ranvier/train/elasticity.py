@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from math import ceil
+from dataclasses import dataclass, field, replace
+from math import ceil, inf, isfinite
 from statistics import median
 
 from ranvier.check import laid_out, problems
 from ranvier.data.task import Prepared
 from ranvier.elastic.freezing import Facts, FreezePolicy, decide, policy_of
 from ranvier.elastic.ledger import Ledger
-from ranvier.elastic.microbatch_profile import MicrobatchProfile
+from ranvier.elastic.microbatch_profile import MicrobatchProfile, microbatch_counts
 from ranvier.errors import RanvierError
 from ranvier.machine import available_memory_bytes
 from ranvier.mesh import Mesh
@@ -33,8 +33,31 @@ from ranvier.train.files import mesh_text
 from ranvier.train.formation import Formation
 from ranvier.train.packing import packings, work_of
 
+_TRIAL_STEPS = 3
 _RECENT_STEPS = 8
 """Steps whose median says how long one takes now."""
+
+
+@dataclass(kw_only=True)
+class Trying:
+    """A number of microbatches that is being tried, for a few steps, of which the first warms up."""
+
+    pipe: int
+    data: int
+    frozen: int
+    count: int
+    steps: set[int] = field(default_factory=set)
+    taken: list[float] = field(default_factory=list)
+
+    def took(self, step: int, seconds: float) -> bool:
+        """One more step was measured. Whether that was the last."""
+        if step in self.steps:
+            self.taken.append(seconds)
+        return len(self.taken) == _TRIAL_STEPS
+
+    @property
+    def seconds(self) -> float:
+        return min(self.taken[1:])
 
 
 class Elasticity:
@@ -46,68 +69,133 @@ class Elasticity:
     def __init__(self, run: Run, data: Prepared, *, tell: Callable[[Event], None],
                  policy: FreezePolicy | None = None) -> None:
         self._first, self._num_samples, self._tell = run, len(data.train), tell
-        self.policy = policy or policy_of(run.elastic)
+        self.policy, self._own = policy or policy_of(run.elastic), policy is not None
+        self._by_hand = run.elastic.freeze == "manual" and not self._own
         self.caching = Caching(run, data, tell)
         self.evaluations = 0
         """Of the freeze policy, so far."""
         self.ledger, self.profile = Ledger(), MicrobatchProfile()
-        self._since = (0, 0.0)
-        """Step of the last change of the global batch, and the steps of the first size that were done by then."""
-        self._ratio = 1.0
-        """The global batch in relation to the first one."""
+        self._size = run.batch.global_size
+        """The global batch now."""
+        self._since = (0, 0)
+        """Step of its last change, and the samples that were taken by then."""
+        self._due = False
+        """Whether the policy is still to be asked: the step after which it should have been may have been left out."""
+        self._norms: tuple[float, ...] | None = None
+        """Of the layers' gradients in the last step, where the policy is asked after it."""
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._trial: Trying | None = None
+        self._told: set[tuple[int, int]] = set()
+        """(pipe, data) whose best number of microbatches has been told."""
 
     # ------------------------------------------------------------------ the course of the run
 
-    def _progress(self, step: int) -> float:
-        """How many steps of the first size `step` steps come to."""
-        since, done = self._since
-        return step if self._ratio == 1.0 and not since else done + (step - since) * self._ratio
+    def _taken(self, step: int) -> int:
+        """Samples that `step` steps come to."""
+        since, taken = self._since
+        return taken + (step - since) * self._size
 
     def left(self, step: int) -> int:
         """Steps of the present size that are still to come after `step`."""
-        left = (self._first.train.steps - self._progress(step)) / self._ratio
-        return max(0, ceil(round(left, 6)))  # what rounding has left over is no step
+        total = self._first.train.steps * self._first.batch.global_size
+        return max(0, -(-(total - self._taken(step)) // self._size))
 
     def learning_rate(self, step: int) -> float:
         """That of `step`: the schedule's, at the same place in the data; with "scale" in proportion to the batch."""
-        rate = learning_rate(self._first.train, min(self._progress(step), self._first.train.steps))
-        return rate * self._ratio if self._first.elastic.global_batch == "scale" else rate
+        first = self._first.batch.global_size
+        rate = learning_rate(self._first.train, min(self._taken(step) / first, self._first.train.steps))
+        return rate * self._size / first if self._first.elastic.global_batch == "scale" else rate
 
-    def asks_after(self, step: int, before: int, after: int) -> bool:
-        """Whether the freeze policy is asked after `step`, which takes the data from sample `before` to `after`."""
+    def asks_after(self, step: int, before: int, after: int, frozen: int) -> bool:
+        """Whether the freeze policy is asked after `step`, which takes the data from sample `before` to `after`. Once
+        it is to be asked, it is after each step until one has gradients to be judged by (`saw_gradients`)."""
         elastic = self._first.elastic
-        if elastic.freeze == "none":
+        if not self.freezes:
             return False
-        if elastic.freeze == "manual":
-            return any(at == step for at, _ in self.policy.depths)
-        return step % elastic.every == 0 if elastic.every else after // self._num_samples > before // self._num_samples
+        if self._by_hand:
+            due = any(at == step or (at < step and layers > frozen and not elastic.dry_run)
+                      for at, layers in self.policy.depths)
+        elif elastic.every:
+            due = step % elastic.every == 0
+        else:
+            due = after // self._num_samples > before // self._num_samples
+        self._due |= due
+        return self._due
+
+    def saw_gradients(self, engine: Engine) -> None:
+        """The last step was one after which the policy is asked. Collective."""
+        self._norms = engine.layer_gradient_norms()
+
+    def begins(self, step: int, engine: Engine, frozen: int) -> None:
+        """The run begins, or goes on, after `step`: depths given by hand for earlier steps hold at once."""
+        if self._by_hand and self.asks_after(step, 0, 0, frozen):
+            self._norms = (0.0,) * len(engine.layers)
+
+    @property
+    def asked(self) -> bool:
+        """Whether the policy has something to decide on."""
+        return self._norms is not None
 
     def saw(self, event: StepEvent) -> None:
         """One more step has been told."""
         self._recent.append(event.step_seconds)
+        if self._trial is not None and self._trial.took(event.step, event.step_seconds):
+            trial, self._trial = self._trial, None
+            self.profile = self.profile.measured(trial.pipe, trial.data, trial.frozen, trial.count, trial.seconds)
+
+    def microbatch_size(self, now: Formation, step: int) -> int:
+        """Samples in a microbatch of `step`: the run's or, where numbers of them are profiled, of the one that is being
+        tried, or was the fastest. The same on every rank, since all know the same times."""
+        run = now.run
+        if not self._first.elastic.profile_microbatches:
+            return run.batch.microbatch_size
+        pipe, data = run.mesh.pipe, run.mesh.data
+        share = -(-run.batch.global_size // data)
+        counts = microbatch_counts(pipe, share)
+        if self._trial is None and (count := self.profile.next_count(pipe, data, now.frozen, counts)) is not None:
+            self._trial = Trying(pipe=pipe, data=data, frozen=now.frozen, count=count)
+        elif self._trial is None and (pipe, data) not in self._told:
+            self._told.add((pipe, data))
+            tried = {trial.microbatches: trial.seconds for trial in self.profile.trials
+                     if (trial.pipe, trial.data) == (pipe, data)}
+            best = self.profile.best(pipe, data, now.frozen, counts)
+            self._note(step - 1, "microbatches", f"{best} microbatches of {-(-share // best)} are the fastest on "
+                       f"{mesh_text(run.mesh)} (" + ", ".join(f"{count}: {1e3 * seconds:.0f} ms" for count, seconds in
+                                                             sorted(tried.items())) + ")",
+                       {"microbatches": best, "seconds": {str(count): tried[count] for count in sorted(tried)}})
+        count = (self._trial.count if self._trial is not None else
+                 self.profile.best(pipe, data, now.frozen, counts))
+        if self._trial is not None:
+            self._trial.steps.add(step)
+        size = ceil(share / count)
+        return ceil(size / run.mesh.row) * run.mesh.row
 
     # ------------------------------------------------------------------ what goes along
 
     def state(self, run: Run, frozen: int) -> dict[str, object]:
         """What a checkpoint keeps, and a rank that comes back needs; JSON-serialisable."""
-        if not self._is_elastic and not frozen and run.mesh == self._first.mesh:
+        if not self.freezes and not frozen and run.mesh == self._first.mesh and self._since == (0, 0):
             return {}
         return {"frozen": frozen, "data": run.mesh.data, "pipe": run.mesh.pipe, "evaluations": self.evaluations,
                 "boundaries": run.pipeline.boundaries, "global_size": run.batch.global_size,
                 "microbatch_size": run.batch.microbatch_size, "first_data": self._first.mesh.data,
-                "first_pipe": self._first.mesh.pipe, "since": list(self._since), "ratio": self._ratio,
+                "first_pipe": self._first.mesh.pipe, "since": list(self._since), "size": self._size,
+                "due": self._due,
+                "norms": self._norms and [norm if isfinite(norm) else None for norm in self._norms],
                 "ledger": self.ledger.to_dict(), "profile": self.profile.to_dict()}
 
     @property
-    def _is_elastic(self) -> bool:
-        return self._first.elastic.freeze != "none"
+    def freezes(self) -> bool:
+        """Whether there is a policy that may freeze layers."""
+        return self._own or self._first.elastic.freeze != "none"
 
     def load(self, state: Mapping[str, object]) -> None:
         """The inverse of `state`, but for what `Change` has."""
         if state:
-            self.evaluations, self._ratio = int(state["evaluations"]), float(state["ratio"])
-            self._since = (int(state["since"][0]), float(state["since"][1]))
+            self.evaluations, self._size = int(state["evaluations"]), int(state["size"])
+            self._since = (int(state["since"][0]), int(state["since"][1]))
+            self._due, norms = bool(state["due"]), state["norms"]
+            self._norms = norms and tuple(inf if norm is None else float(norm) for norm in norms)
             self.ledger = Ledger.from_dict(state["ledger"])
             self.profile = MicrobatchProfile.from_dict(state["profile"])
 
@@ -146,10 +234,11 @@ class Elasticity:
 
     def enter(self, now: Formation, change: Change, moved: int, seconds: float, step: int) -> bool:
         """The change has been made. Returns whether this rank caches from now on."""
-        ratio = now.run.batch.global_size / self._first.batch.global_size
-        if ratio != self._ratio:
-            self._since, self._ratio = (step, self._progress(step)), ratio
+        size = now.run.batch.global_size
+        if size != self._size:
+            self._since, self._size = (step, self._taken(step)), size
         self._recent.clear()
+        self._trial = None
         if self.ledger.entries and self.ledger.entries[-1].measured_cost is None:
             self.ledger = self.ledger.with_measured(cost=seconds)
         return self.caching.enter(now, reads=self.left(step) * now.run.batch.global_size)
@@ -163,39 +252,55 @@ class Elasticity:
 
     def facts(self) -> dict[str, object]:
         """What this rank adds to the summary."""
-        return self.caching.facts()
+        self._measure_last()
+        return self.caching.facts() | ({"ledger": self.ledger.to_dict()["entries"]} if self.ledger.entries else {})
 
     def text(self) -> str:
         """The settings in words; empty where nothing is elastic."""
         elastic = self._first.elastic
-        if elastic.freeze == "none":
+        if not self.freezes:
             return ""
         often = f"every {elastic.every} steps" if elastic.every else "after each epoch"
-        words = [{"manual": f"freezes by hand: {', '.join(elastic.manual)}"}.get(
-            elastic.freeze, f"freezes by {elastic.freeze}, alpha {elastic.alpha:.3g}, {often}")]
+        words = [f"freezes by {self._policy_text}, {often}"]
+        if self._by_hand:
+            words = [f"freezes by hand: {', '.join(elastic.manual)}"]
         words += [text for said, text in ((elastic.dry_run, "dry run"), (elastic.auto_pipe, "packs the pipeline"),
                                           (elastic.auto_dp, "adds replicas"), (elastic.cache, "caches")) if said]
         return ", ".join(words)
 
+    @property
+    def _policy_text(self) -> str:
+        elastic = self._first.elastic
+        if self._own:
+            return type(self.policy).__name__
+        return elastic.freeze if elastic.freeze == "manual" else f"{elastic.freeze}, alpha {elastic.alpha:.3g}"
+
     # ------------------------------------------------------------------ deciding
 
-    def decide(self, now: Formation, step: int, *, asked: bool, resize: Mapping | None,
-               busy: Mapping[str, float], busy_steps: int) -> Change | None:
+    def decide(self, now: Formation, step: int, *, resize: Mapping | None, busy: Mapping[str, float],
+               busy_steps: int) -> Change | None:
         """What is to change after `step`; the same on every rank. resize: a user's wish for another mesh.
 
         busy: seconds in each category of span on this rank, in `busy_steps` steps. Collective.
         """
-        norms = now.engine.layer_gradient_norms() if asked else ()
+        norms, self._norms = self._norms, None
+        self._due &= norms is None
         measured = now.ranks.gather_objects({"busy": dict(busy), "steps": busy_steps})
         found = None
+        self._measure_last()
         if now.world.rank == 0:
-            depth = self._depth(now, step, norms) if asked else now.frozen
+            depth = now.frozen if norms is None else self._depth(now, step, norms)
             change = (self._resized(now, resize, depth, step) if resize is not None else
                       self._packed(now, depth, step, measured))
             found = {"change": change and change.document(), "state": self.state(now.run, now.frozen)}
         found = now.ranks.gather_objects(found)[0]
         self.load(found["state"])
         return found["change"] and Change.read(found["change"])
+
+    def _measure_last(self) -> None:
+        """What the last transition has come to, in seconds of a step."""
+        if self._recent and self.ledger.entries and self.ledger.entries[-1].measured_after is None:
+            self.ledger = self.ledger.with_measured(after=median(self._recent))
 
     def _depth(self, now: Formation, step: int, norms: tuple[float, ...]) -> int:
         """Frozen layers from now on."""
@@ -211,7 +316,7 @@ class Elasticity:
     def _packed(self, now: Formation, depth: int, step: int, measured: list[dict]) -> Change | None:
         """The change that follows from `depth` frozen layers."""
         run, elastic = now.run, self._first.elastic
-        reason = f"{elastic.freeze}, evaluation {self.evaluations}"
+        reason = f"{self._policy_text}, evaluation {self.evaluations}"
         stay = self._change(now, run.mesh, depth, now.engine.boundaries or None, reason)
         if not elastic.auto_pipe or depth == now.frozen:
             return stay if depth > now.frozen else None
@@ -224,8 +329,9 @@ class Elasticity:
             change = self._change(now, mesh, depth, packing.boundaries or None, reason)
             if not packing.fits:
                 continue
-            if (problem := self._too_large(change.applied(run), depth)) is not None:
-                self._note(step, "dropped", f"{mesh_text(mesh)} with {depth} frozen layers: {problem.what}", {})
+            if mesh != run.mesh and (problem := self._problem(change.applied(run), depth)) is not None:
+                self._note(step, "dropped", f"{mesh_text(mesh)} with {depth} frozen layers: {problem.where} "
+                                            f"{problem.what}", {})
                 continue
             if mesh == run.mesh or elastic.cut == "reference":
                 return change
@@ -250,8 +356,10 @@ class Elasticity:
             return model_now
         return median(self._recent) * (model_now / model_before if model_before else 1.0)
 
-    def _too_large(self, run: Run, frozen: int) -> RanvierError | None:
-        """What does not fit on this machine, if all of the run's ranks were here."""
+    def _problem(self, run: Run, frozen: int) -> RanvierError | None:
+        """Why the run cannot go on as `run`: a setting, or what does not fit on this machine, were all ranks here."""
+        if found := problems(run):
+            return found[0]
         on_cuda = run.launch.device == "cuda"
         try:
             memory = laid_out(run, frozen)[1]
@@ -278,7 +386,7 @@ class Elasticity:
             mesh = replace(run.mesh, data=data, pipe=pipe)
             change = replace(self._change(now, mesh, depth, None, "as asked with ranvier resize"), wish=wish["wish"])
             there = change.applied(run)
-            found = next(iter(problems(there)), None) or self._too_large(there, depth)
+            found = self._problem(there, depth)
             if found is None:
                 return change
             problem = f"cannot be: {found}"

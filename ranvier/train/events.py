@@ -66,6 +66,10 @@ class StepEvent:
     """Held-out loss after this step, where it was evaluated."""
     eval_scores: Mapping[str, float] = field(default_factory=dict)
     """What the task is judged by, likewise: "eval_accuracy", "eval_count" (samples), ..."""
+    frozen_layers: int | None = None
+    """Layers that did not train in this step; None in a run in which none ever do."""
+    mesh: Mesh | None = None
+    """On which it was taken, likewise."""
     checkpoint_stall_seconds: float | None = None
     """Of step_seconds, what rank 0 waited for a checkpoint that was begun in this step."""
 

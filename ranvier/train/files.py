@@ -105,6 +105,8 @@ def step_fields(event: StepEvent) -> dict[str, object]:
     for name in ("eval_loss", "loss_scale", "skipped_steps", "checkpoint_stall_seconds"):
         if getattr(event, name) is not None:
             fields[name] = getattr(event, name)
+    if event.frozen_layers is not None:
+        fields |= {"frozen_layers": event.frozen_layers, "data": event.mesh.data, "pipe": event.mesh.pipe}
     return fields | event.eval_scores
 
 

@@ -13,6 +13,7 @@ from ranvier.comm.protocol import Group
 from ranvier.data.loader import Loader
 from ranvier.data.sampler import Sampler
 from ranvier.data.task import Prepared
+from ranvier.mesh import Coordinates
 from ranvier.models import families
 from ranvier.models.block import Initial, Model
 from ranvier.pipeline.engine import Engine
@@ -90,8 +91,15 @@ def _loaders(run: Run, engine: Engine, data: Prepared) -> tuple[Loader, Loader]:
              "needs_targets": engine.is_last_stage}
     total = len(data.eval) if data.scoring is not None else min(run.train.eval_sequences, len(data.eval))
     at_once = total if data.scoring is None else min(total, max(run.batch.global_size, _EVAL_SAMPLES * run.mesh.data))
-    return (Loader(data.train, Sampler(len(data.train), run.seed), global_size=run.batch.global_size, **share),
+    nodes = _nodes(run, engine.world) if run.elastic.cache else ()
+    return (Loader(data.train, Sampler(len(data.train), run.seed), global_size=run.batch.global_size, nodes=nodes,
+                   **share),
             Loader(data.eval, Sampler(len(data.eval), None), global_size=at_once, total=total, **share))
+
+
+def _nodes(run: Run, world: World) -> list[int]:
+    """The machine of each replica's first stage."""
+    return [run.mesh.rank(Coordinates(data=replica)) // world.local_size for replica in range(run.mesh.data)]
 
 
 _EVAL_SAMPLES = 256

@@ -24,6 +24,7 @@ from ranvier import resolve
 from ranvier.check import laid_out
 from ranvier.checkpoint.from_pretrained import load_pretrained
 from ranvier.comm.protocol import Group
+from ranvier.elastic.freezing import FreezePolicy
 from ranvier.elastic.transition import hand_over, take
 from ranvier.errors import RanvierError
 from ranvier.failure import tell_mesh
@@ -42,7 +43,7 @@ from ranvier.train.console import console
 from ranvier.train.elasticity import Elasticity
 from ranvier.train.evaluation import evaluate
 from ranvier.train.events import EndEvent, NoteEvent, StartEvent, Tracker, Trackers, TransitionEvent
-from ranvier.train.files import EventsFile, MetricsFile, open_folder, plain, steps_until, writing
+from ranvier.train.files import EventsFile, MetricsFile, open_folder, plain, read_lines, steps_until, writing
 from ranvier.train.formation import Formation, formed
 from ranvier.train.guards import Guards
 from ranvier.train.memory import check_fits, explained, report_text
@@ -61,14 +62,16 @@ UNITS = {"lm": "tokens", "classification": "sentences", "qa": "questions", "imag
 """What a task's targets are counted in."""
 
 
-def train(run: Run, recipe: str, world: World, *, trackers: Sequence[Tracker] = (),
-          stream: TextIO | None = None) -> dict[str, object]:
+def train(run: Run, recipe: str, world: World, *, trackers: Sequence[Tracker] = (), stream: TextIO | None = None,
+          freezing: FreezePolicy | None = None) -> dict[str, object]:
     """Train as `run` says and leave the results in its folder. Returns what summary.json says, on every rank.
 
     Args:
         recipe: the run's name in headings and in the default folder's name.
         trackers: more takers of the run's events, beside files, TensorBoard and console; used on rank 0 only.
         stream: where rank 0 prints; standard output by default.
+        freezing: says how many layers are frozen, instead of the policy that elastic.freeze names; asked as often as
+            elastic.every says.
 
     A run that is told to stop (ranvier.stop) saves a checkpoint, leaves no summary.json, and returns {"stopped_after":
     its last step}. Raises RanvierError where data, settings or folder do not allow the run, and when the loss stops
@@ -76,7 +79,7 @@ def train(run: Run, recipe: str, world: World, *, trackers: Sequence[Tracker] = 
     """
     try:
         with StopRequest() as stop:
-            training = Training(run, recipe, world, trackers, stream or sys.stdout, stop)
+            training = Training(run, recipe, world, trackers, stream or sys.stdout, stop, freezing)
             try:
                 training.start()
                 while training.summary is None:
@@ -96,7 +99,7 @@ class Training:
     """One run on one rank. Every method is collective over the ranks of the mesh, but for `close`."""
 
     def __init__(self, run: Run, recipe: str, world: World, trackers: Sequence[Tracker], stream: TextIO,
-                 stop: StopRequest) -> None:
+                 stop: StopRequest, freezing: FreezePolicy | None) -> None:
         self.recipe, self.world, self._stop = recipe, world, stop
         self.stops = self.resizes = False
         """Whether a rank was told to stop, the run to take another mesh; all ranks know it after the same step."""
@@ -112,8 +115,8 @@ class Training:
         self.everyone.barrier()  # not before every rank has looked at what is free
         self.orders = Orders(world)
         self.now: Formation | None = formed(self.run, world, self.data)
-        self.elastic = Elasticity(self.run, self.data, tell=lambda event: self.outputs.event(event))
-        self.saving = Saving(self.run, recipe, self.engine, self.data.fingerprint)
+        self.elastic = Elasticity(self.run, self.data, tell=lambda event: self.outputs.event(event), policy=freezing)
+        self.saving = Saving(self.run, recipe, self.engine, self.data)
         self.begins = self.saving.start()
         self.result: BatchResult | None = None
         """Of the last step on this mesh."""
@@ -123,6 +126,8 @@ class Training:
         self.guards = Guards(self.run.guard, self.engine, tell=lambda event: self.outputs.event(event),
                              barrier=lambda: self.ranks.barrier(), go_back=self._go_back)
         self.history = History()
+        self._asked = self.run
+        """The run before `auto` was resolved, from which each change begins."""
         self.resize_requests = ResizeRequests(self.run.run_dir) if world.rank == 0 else None
         if world.rank == 0:
             self.outputs = _outputs(self.run.run_dir, self.history, trackers, stream,
@@ -170,6 +175,10 @@ class Training:
             change = self.elastic.take_up(self.begins.elastic, self.run, self.engine)
             if change is not None:
                 self._change(change)
+        if self.now is not None:
+            self.elastic.begins(self.done, self.engine, self.now.frozen)
+            if self.elastic.asked and self.elastic.left(self.done):
+                self._consider()
 
     def go_on(self) -> None:
         """One step, or on an idle rank whatever is ordered. The run may have ended then."""
@@ -190,9 +199,10 @@ class Training:
         checkpoint that the guard has gone back to, or on another mesh."""
         after = self.samples + self.run.batch.global_size
         rate = self.engine.learning_rate = self.elastic.learning_rate(step)
-        asked = self.elastic.asks_after(step, self.samples, after)
+        asked = self.elastic.asks_after(step, self.samples, after, self.now.frozen)
         self.engine.watch_layers(asked)
         with self.now.measured.step():
+            self.now.train_data.microbatch_size = self.elastic.microbatch_size(self.now, step)
             batch = self.now.train_data.microbatches(step - 1)
             self.elastic.caching.prefetch(samples_of(batch))
             result = self.result = self.engine.train_batch(batch)
@@ -200,13 +210,14 @@ class Training:
         if reached != step:
             self._leave_out(step, reached)
             return
+        if asked and result.stepped:
+            self.elastic.saw_gradients(self.engine)
         self.done, last = step, not self.elastic.left(step)
         self._publish()
-        due, considers = last or self.saving.due(step), not last and (asked or self.resizes)
+        due, considers = last or self.saving.due(step), not last and (self.elastic.asked or self.resizes)
         stall = self._save(step) if due and not considers else None
-        self.pending = self.meter.step(step, result, rate)
+        self._await(step, result, rate)
         self.pending.checkpoint_stall_seconds = stall
-        self.pending.loss_scale = self.engine.loss_scale and replace(self.engine.loss_scale)
         every = self.run.train.eval_every
         if last or (every and step % every == 0):
             event = evaluate(self.now, self.data, step)
@@ -217,7 +228,7 @@ class Training:
         elif stall is not None:
             self._publish()  # the checkpoint waits for it
         if considers:
-            self._consider(asked and result.stepped, save=due)
+            self._consider(save=due)
 
     def leave(self, step: int) -> dict[str, object]:
         """Save what there is after `step`, and write no report: the run is to go on elsewhere."""
@@ -278,7 +289,7 @@ class Training:
 
     # ------------------------------------------------------------------ from mesh to mesh
 
-    def _consider(self, asked: bool, save: bool) -> None:
+    def _consider(self, save: bool) -> None:
         """Freeze layers and go to another mesh, where the policy, the planner or a user's request says so. save: a
         checkpoint of this step is due; it has what was decided, since a run that goes on from it asks nobody again."""
         self._publish()
@@ -286,7 +297,7 @@ class Training:
         if self.resizes:
             self.resizes = False
             wanted = self.ranks.gather_objects(self.resize_requests and self.resize_requests.take())[0]
-        change = self.elastic.decide(self.now, self.done, asked=asked, resize=wanted, busy=self.meter.busy,
+        change = self.elastic.decide(self.now, self.done, resize=wanted, busy=self.meter.busy,
                                      busy_steps=self.meter.busy_steps)
         if change is not None:
             self._change(change, save=save)
@@ -320,7 +331,7 @@ class Training:
             held = take(old.engine)
             old.close()
         change = Change.read(order["change"])
-        self.run, self.done, self.stops = change.applied(self.run), order["step"], order["stops"]
+        self.run, self.done, self.stops = change.applied(self._asked), order["step"], order["stops"]
         self.result = self.now = None
         if self.world.rank == 0:
             tell_mesh(self.world.store, self.run.mesh)
@@ -376,9 +387,15 @@ class Training:
     def _publish_all(self, step: int, result: BatchResult, rate: float) -> None:
         """Tell the numbers of `step` now, and of the one before where that is still to be done."""
         self._publish()
+        self._await(step, result, rate)
+        self._publish()
+
+    def _await(self, step: int, result: BatchResult, rate: float) -> None:
+        """The numbers of `step` are on their way."""
         self.pending = self.meter.step(step, result, rate)
         self.pending.loss_scale = self.engine.loss_scale and replace(self.engine.loss_scale)
-        self._publish()
+        if self.elastic.freezes or self.now.frozen or self.run.mesh != self._asked.mesh:
+            self.pending.frozen_layers, self.pending.mesh = self.now.frozen, self.run.mesh
 
     def _publish(self) -> None:
         """Wait for the pending step's numbers and tell them. RanvierError when the loss is not a number any more."""
@@ -454,7 +471,8 @@ def _outputs(run_dir, history: History, trackers: Sequence[Tracker], stream: Tex
         after, before = begins.step, steps_until(run_dir, begins.step)
         with suppress(FileNotFoundError):
             (run_dir / "summary.json").unlink()  # it is of a run that has ended, and this one goes on
-    history.remember(before)
+    history.remember(before, [line for line in read_lines(run_dir / "events.jsonl")
+                              if begins is not None and line["step"] <= begins.step])
     return Trackers([history, MetricsFile(run_dir, before), EventsFile(run_dir, continues=begins is not None),
                      TensorBoard(run_dir, after), console(stream), *trackers])
 

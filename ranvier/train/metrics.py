@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 
 from ranvier.comm.protocol import Group, Work
+from ranvier.mesh import Mesh
 from ranvier.optim.loss_scale import LossScale
 from ranvier.pipeline.timeline import Span, Timeline
 from ranvier.stop import StopRequest
@@ -72,6 +73,8 @@ class PendingStep:
     num_ranks: int
     eval_loss: float | None = None
     eval_scores: Mapping[str, float] = field(default_factory=dict)
+    frozen_layers: int | None = None
+    mesh: Mesh | None = None
     checkpoint_stall_seconds: float | None = None
     loss_scale: LossScale | None = None
     """As it is after this step, with fp16."""
@@ -98,6 +101,7 @@ class PendingStep:
                          learning_rate=self.learning_rate, flops_per_second=flops_per_second,
                          model_flops_utilisation=flops_per_second / peak_flops_per_second,
                          stepped=self.result.stepped, eval_loss=self.eval_loss, eval_scores=self.eval_scores,
+                         frozen_layers=self.frozen_layers, mesh=self.mesh,
                          checkpoint_stall_seconds=self.checkpoint_stall_seconds,
                          loss_scale=self.loss_scale.scale if self.loss_scale else None,
                          skipped_steps=self.loss_scale.skipped_steps if self.loss_scale else None)

@@ -25,23 +25,23 @@ COLOURS: dict[Category, str] = {"forward": "#2B6CB0", "backward": "#E8912D", "we
 """Apart in lightness as well as in hue, so that they stay apart for colour-blind readers and in grey print."""
 _DARK = frozenset({"forward", "reduce", "optimizer"})
 _NAMES = {"weight": "weight gradient", "reduce": "gradient averaging"}
-_INK, _FAINT = "#222222", "#8A8A8A"
+INK, FAINT = "#222222", "#8A8A8A"
 _MAX_RANKS = 64
 _DPI = 150
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
     figure = Figure(figsize=(width, height), dpi=_DPI, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
-def _clean(axes) -> None:
+def clean(axes) -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
         axes.spines[side].set_color("#BBBBBB")
-    axes.tick_params(colors=_INK, labelsize=9, length=3)
+    axes.tick_params(colors=INK, labelsize=9, length=3)
 
 
 def representative_step(timelines: Sequence[RankTimeline]) -> int | None:
@@ -66,9 +66,9 @@ def draw_timeline(path: Path, timelines: Sequence[RankTimeline], mesh: Mesh, pol
     zero_ns = min(step.start_ns for _, step in rows)
     span_ms = (max(step.stop_ns for _, step in rows) - zero_ns) * 1e-6
     rows = [(rank, joined(step, gap_ns=span_ms * 1e6 / 1000)) for rank, step in rows]
-    figure = _figure(14, 1.75 + 0.42 * len(rows) + 0.12 * mesh.data)
+    figure = new_figure(14, 1.75 + 0.42 * len(rows) + 0.12 * mesh.data)
     axes = figure.subplots()
-    _clean(axes)
+    clean(axes)
     places = _rows(mesh, [rank for rank, _ in rows])
     axes.set_xlim(0, span_ms)
     axes.set_ylim(max(places.values()) + 0.6, -0.6)
@@ -77,15 +77,15 @@ def draw_timeline(path: Path, timelines: Sequence[RankTimeline], mesh: Mesh, pol
     axes.set_yticks([places[rank] for rank, _ in rows], [_row_name(mesh, rank) for rank, _ in rows])
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    axes.set_xlabel(f"milliseconds since step {number} began", fontsize=9, color=_INK)
+    axes.set_xlabel(f"milliseconds since step {number} began", fontsize=9, color=INK)
     waits = axes.secondary_yaxis("right")
     waits.set_yticks([places[rank] for rank, _ in rows], [f"waits {_waited(step):.0%}" for _, step in rows])
-    waits.tick_params(length=0, labelsize=9, colors=_FAINT)
+    waits.tick_params(length=0, labelsize=9, colors=FAINT)
     waits.spines["right"].set_visible(False)
     bubble = statistics.fmean(_waited(step) for _, step in rows)
     shown = "" if len(rows) == len(timelines) else f"; first {len(rows)} of {len(timelines)} ranks"
     figure.suptitle(f"Step {number} on mesh {mesh_text(mesh)}, {policy}: {span_ms:,.0f} ms, bubble {bubble:.1%}{shown}",
-                    fontsize=12, color=_INK, x=0.01, ha="left")
+                    fontsize=12, color=INK, x=0.01, ha="left")
     figure.legend(handles=_legend([step for _, step in rows]), loc="outside lower left", ncols=6, fontsize=9,
                   frameon=False, handlelength=1.2, handleheight=1.0)
     figure.canvas.draw()  # lays out the axes, so that widths of bars in pixels are known
@@ -142,7 +142,7 @@ def _label_row(axes, step: StepSpans, zero_ns: int, place: float) -> None:
         size = min(8.0, (width - 0.5) / (0.65 * len(text))) if text else 0.0
         if size >= 4:
             axes.text((span.start_ns + span.stop_ns - 2 * zero_ns) * 0.5e-6, place, text, ha="center",
-                      va="center_baseline", fontsize=size, color="white" if span.category in _DARK else _INK)
+                      va="center_baseline", fontsize=size, color="white" if span.category in _DARK else INK)
 
 
 def _bar_text(span: Span) -> str:
@@ -162,14 +162,15 @@ def _legend(steps: Sequence[StepSpans]) -> list[Patch]:
     return handles
 
 
-def draw_loss(path: Path, losses: Mapping[int, float], eval_losses: Mapping[int, float], title: str) -> None:
+def draw_loss(path: Path, losses: Mapping[int, float], eval_losses: Mapping[int, float], title: str,
+              unit: str = "tokens") -> None:
     """Training loss over steps, smoothed where there are enough of them, and held-out loss where it was evaluated.
 
-    losses, eval_losses: step -> loss. RanvierError when the file cannot be written.
+    losses, eval_losses: step -> loss; unit: what targets are of. RanvierError when the file cannot be written.
     """
-    figure = _figure(9, 5)
+    figure = new_figure(9, 5)
     axes = figure.subplots()
-    _clean(axes)
+    clean(axes)
     axes.grid(axis="y", color="#E6E6E6", linewidth=0.8)
     axes.set_axisbelow(True)
     points = [(step, loss) for step, loss in losses.items() if math.isfinite(loss)]
@@ -183,13 +184,13 @@ def draw_loss(path: Path, losses: Mapping[int, float], eval_losses: Mapping[int,
         axes.plot(steps, values, color=COLOURS["forward"], linewidth=2, marker="o", markersize=3, label="training")
     if eval_losses:
         axes.plot(list(eval_losses), list(eval_losses.values()), color=COLOURS["backward"], marker="o", markersize=6,
-                  linewidth=1.2, linestyle="--", markeredgecolor="white", label="held-out text")
+                  linewidth=1.2, linestyle="--", markeredgecolor="white", label="held-out")
         last = max(eval_losses)
         axes.annotate(f"{eval_losses[last]:.3f}", (last, eval_losses[last]), xytext=(0, 8), ha="right",
-                      textcoords="offset points", fontsize=9, color=_INK)
-    axes.set_xlabel("step", fontsize=10, color=_INK)
-    axes.set_ylabel("loss (nats per token)", fontsize=10, color=_INK)
-    axes.set_title(title, fontsize=12, color=_INK, loc="left")
+                      textcoords="offset points", fontsize=9, color=INK)
+    axes.set_xlabel("step", fontsize=10, color=INK)
+    axes.set_ylabel(f"loss (nats per {unit.removesuffix('s')})", fontsize=10, color=INK)
+    axes.set_title(title, fontsize=12, color=INK, loc="left")
     axes.margins(x=0.02)
     axes.legend(frameon=False, fontsize=9)
     with writing(path):

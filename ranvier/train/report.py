@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 
 from ranvier.mesh import AXES, Mesh
+from ranvier.train.course import Course, draw_course
 from ranvier.train.events import EvalEvent, Event, StepEvent, TransitionEvent
 from ranvier.train.files import mesh_fields, mesh_text, write_json
 from ranvier.train.pictures import draw_loss, draw_timeline
@@ -46,14 +47,14 @@ class History:
         self.step_seconds: list[float] = []
         self.bubbles: list[float] = []
         self.utilisations: list[float] = []
-        self.accuracies: dict[int, float] = {}
+        self.course = Course()
         self.scores: dict[str, float] = {}
         """What the last evaluation has come to: eval_accuracy, eval_count, ..."""
         self.transitions: list[TransitionEvent] = []
-        self.samples_per_second: dict[int, float] = {}
 
-    def remember(self, steps: Sequence[Mapping[str, object]]) -> None:
-        """Steps of the same run before it went on, as metrics.jsonl has them."""
+    def remember(self, steps: Sequence[Mapping[str, object]], events: Sequence[Mapping[str, object]] = ()) -> None:
+        """Steps of the same run before it went on, as metrics.jsonl has them, and its events."""
+        self.course.remember(steps, events)
         for line in steps:
             self.losses[line["step"]] = math.nan if line.get("loss") is None else line["loss"]
             if line.get("eval_loss") is not None:
@@ -64,6 +65,7 @@ class History:
                     values.append(line[name])
 
     def event(self, event: Event) -> None:
+        self.course.event(event)
         if isinstance(event, StepEvent):
             self.losses[event.step] = event.loss
             self.tokens_per_second.append(event.tokens_per_second)
@@ -73,8 +75,6 @@ class History:
         elif isinstance(event, EvalEvent):
             self.eval_losses[event.step] = event.loss
             self.scores = dict(event.scores)
-            if "eval_accuracy" in event.scores:
-                self.accuracies[event.step] = event.scores["eval_accuracy"]
         elif isinstance(event, TransitionEvent):
             self.transitions.append(event)
 
@@ -129,6 +129,7 @@ def summarise(*, recipe: str, mesh: Mesh, history: History, ranks: Sequence[Mapp
                                    for axis in AXES},
         "longest_gap_seconds": [row["longest_gap_seconds"] for row in ranks],
         **({"memory": [row["memory"] for row in ranks]} if "memory" in ranks[0] else {}),
+        **({"ledger": ranks[0]["ledger"]} if "ledger" in ranks[0] else {}),
         **({"cache": [row.get("cache") for row in ranks]} if any("cache" in row for row in ranks) else {}),
         "launcher": launcher,
         "transport": transport,
@@ -169,9 +170,12 @@ def commit() -> str | None:
 def write_report(run_dir: Path, summary: Mapping[str, object], history: History, timelines: Sequence[RankTimeline],
                  mesh: Mesh, policy: str) -> list[Path]:
     """Write everything that a finished run leaves; returns the pictures. RanvierError when a file cannot be written."""
-    timeline, loss = run_dir / "timeline.png", run_dir / "loss.png"
+    timeline, loss, course = run_dir / "timeline.png", run_dir / "loss.png", run_dir / "course.png"
     write_json(run_dir / "summary.json", summary)
-    write_trace(run_dir / "timeline.json", timelines, mesh)
+    write_trace(run_dir / "timeline.json", timelines, mesh, history.transitions)
     draw_timeline(timeline, timelines, mesh, policy)
-    draw_loss(loss, history.losses, history.eval_losses, f"{summary['recipe']} on mesh {mesh_text(mesh)}")
-    return [picture for picture in (timeline, loss) if picture.exists()]
+    draw_loss(loss, history.losses, history.eval_losses, f"{summary['recipe']} on mesh {mesh_text(mesh)}",
+              history.course.unit)
+    if history.course.is_elastic:
+        draw_course(course, history.course, str(summary["recipe"]))
+    return [picture for picture in (course, timeline, loss) if picture.exists()]

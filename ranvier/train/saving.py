@@ -17,6 +17,7 @@ from ranvier import resolve
 from ranvier.checkpoint.checkpoints import Checkpoints, Loaded, Written
 from ranvier.checkpoint.manifest import checkpoints as listed
 from ranvier.checkpoint.manifest import damaged, step_of
+from ranvier.data.task import Prepared
 from ranvier.errors import CheckpointError, ConfigError
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.result import BatchResult
@@ -81,11 +82,12 @@ def checkpoint_folder(run: Run) -> Path:
 class Saving:
     """What the loop does with checkpoints. Methods are collective, but for `tell`.
 
-    text: the fingerprint of the tokens that the run reads.
+    data: what the run reads.
     """
 
-    def __init__(self, run: Run, recipe: str, engine: Engine, text: str) -> None:
-        self._run, self._recipe, self._engine, self._text = run, recipe, engine, text
+    def __init__(self, run: Run, recipe: str, engine: Engine, data: Prepared) -> None:
+        self._run, self._recipe, self._engine, self._text = run, recipe, engine, data.fingerprint
+        self._labels = list(data.class_names)
         self.checkpoints = _checkpoints(run, engine)
         self.origin = self.checkpoints.of_first(resolve.origin(run.run_dir))
         """The checkpoint elsewhere that the run of this folder began with; none where it began anew."""
@@ -192,7 +194,8 @@ class Saving:
         self.saved_step = step
         return self.checkpoints.save({
             "recipe": self._recipe, "run": resolve.document(self._run), "text": self._text, "versions": versions(),
-            "elastic": elastic, "samples": step * self._run.batch.global_size + self.offset,
+            **({"labels": self._labels} if self._labels else {}), "elastic": elastic,
+            "samples": step * self._run.batch.global_size + self.offset,
             **({} if self._engine.bad_steps is None else {"guard": self._engine.bad_steps.state()}),
         }, when=lambda: self.told_step >= step)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tensorboardX import SummaryWriter
 
-from ranvier.train.events import EndEvent, EvalEvent, Event, NoteEvent, StepEvent
+from ranvier.train.events import EndEvent, EvalEvent, Event, NoteEvent, StepEvent, TransitionEvent
 from ranvier.train.files import step_fields, writing
 
 
@@ -32,6 +32,10 @@ class TensorBoard:
                     self._step(event)
                 case EvalEvent():
                     self._writer.add_scalar("eval/loss", event.loss, event.step)
+                    for name, score in event.scores.items():
+                        self._writer.add_scalar(f"eval/{name.removeprefix('eval_')}", score, event.step)
+                case TransitionEvent():
+                    self._writer.add_text("notes/transition", str(event), event.step)
                 case NoteEvent():
                     self._writer.add_text(f"notes/{event.event}", event.text, event.step)
                 case EndEvent() if event.sample:
@@ -44,10 +48,10 @@ class TensorBoard:
         for name in ("tokens_per_second", "step_seconds", "bubble_fraction", "wait_seconds", "flops_per_second",
                      "model_flops_utilisation"):
             self._writer.add_scalar(f"speed/{name}", fields[name], event.step)
-
-        for name in ("loss_scale", "skipped_steps"):
+        for name in ("loss_scale", "skipped_steps", "frozen_layers", "data", "pipe"):
             if name in fields:
-                self._writer.add_scalar(f"train/{name}", fields[name], event.step)
+                group = "mesh" if name in ("data", "pipe") else "train"
+                self._writer.add_scalar(f"{group}/{name}", fields[name], event.step)
 
     def close(self) -> None:
         self._writer.close()

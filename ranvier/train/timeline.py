@@ -16,6 +16,7 @@ from pathlib import Path
 from ranvier.comm.protocol import Group
 from ranvier.mesh import Mesh
 from ranvier.pipeline.timeline import Category, Span
+from ranvier.train.events import TransitionEvent
 from ranvier.train.files import write_json
 from ranvier.train.metrics import StepSpans
 
@@ -76,13 +77,21 @@ def _unpack(row: list, offset_ns: int) -> StepSpans:
         Span(category, label, number, begin + offset_ns, end + offset_ns) for category, label, begin, end in spans])
 
 
-def write_trace(path: Path, timelines: Sequence[RankTimeline], mesh: Mesh) -> None:
-    """Write the spans in Chrome's trace format: a process per replica, a thread per rank; times in microseconds.
+def write_trace(path: Path, timelines: Sequence[RankTimeline], mesh: Mesh,
+                transitions: Sequence[TransitionEvent] = ()) -> None:
+    """Write the spans in Chrome's trace format: a process per replica, a thread per rank, and one more for the run's
+    transitions; times in microseconds.
 
     RanvierError when the file cannot be written.
     """
-    zero_ns = min((step.start_ns for timeline in timelines for step in timeline.steps), default=0)
+    zero_ns = min([*(step.start_ns for timeline in timelines for step in timeline.steps),
+                   *(event.began_ns for event in transitions)], default=0)
     events = [_named("process_name", replica, 0, f"replica {replica} (data {replica})") for replica in range(mesh.data)]
+    if transitions:
+        events.append(_named("process_name", mesh.data, 0, "run"))
+        events += [{"ph": "X", "name": str(event), "cat": "transition", "cname": "terrible", "pid": mesh.data, "tid": 0,
+                    "ts": (event.began_ns - zero_ns) / 1000, "dur": 1e6 * event.seconds,
+                    "args": {"step": event.step, "category": "transition"}} for event in transitions]
     for timeline in timelines:
         at = mesh.coordinates(timeline.rank)
         events.append(_named("thread_name", at.data, timeline.rank, f"rank {timeline.rank} ({at})"))

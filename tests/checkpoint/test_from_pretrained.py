@@ -107,6 +107,8 @@ def test_notes_are_the_same_on_every_rank(folder_of):
     run = with_sizes(run_of(kind, num_classes=5, sequence=8), Pretrained(folder_of(kind)))
     ranks = started(run, folder_of(kind), Mesh(pipe=2))
     assert ranks[0][3] == ranks[1][3]
+    positions = Pretrained(folder_of(kind)).read("embedding.position.weight")
+    assert torch.equal(ranks[0][1]["embedding.position.weight"], positions[:8])
     said = [note.replace(str(folder_of(kind)), "FOLDER") for note in ranks[0][3]]
     assert said == [
         "the first 8 of 12 positions are taken",

@@ -85,6 +85,19 @@ def test_stages_and_memory():
         assert entry.device_bytes > 16 * row.num_parameters + 16 * owned
 
 
+@pytest.mark.parametrize("scheme", ["stationary", "summa", "megatron"])
+@pytest.mark.parametrize(("task", "data"), [("classification", "sst2"), ("qa", "squad"), ("images", "cifar10")])
+def test_stages_and_memory_of_other_families(task, data, scheme):
+    """Their carried states are dicts, or their inputs images."""
+    rows = {} if scheme == "megatron" else {"mesh__row": "2"}
+    report = check.check(run_with(data__task=task, data__train=data, mesh__pipe="2", mesh__col="2",
+                                  tensor__scheme=scheme, memory__checkpoint="1", **rows))
+    assert report.problems == ()
+    assert report.stages.rows[0].blocks[0] == "embedding" and report.stages.rows[-1].blocks[-1] == "head"
+    for entry in report.memory:
+        assert entry.device["activations"] > 0 and (entry.device["tensor mesh"] > 0 or scheme == "megatron")
+
+
 def test_memory_follows_the_microbatches_in_flight():
     def activations(**flags):
         return [entry.device["activations"] for entry in check.check(run_with(mesh__pipe="4", **flags)).memory]

@@ -259,7 +259,7 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch):
 def test_a_pretrained_model_that_does_not_fit_its_tokenizer(tmp_path):
     folder = model_folder(tmp_path / "model", config={"vocab_size": 9})
     refused(made(tmp_path, pretrained=str(folder)), r"a smaller vocabulary than its tokenizer, which has 10 \(got 9")
-    refused(made(tmp_path, pretrained=str(tmp_path / "none")), "model.pretrained: is not a folder that exists")
+    refused(made(tmp_path, pretrained=str(tmp_path / "none")), "model.pretrained: is neither a folder nor a model")
     model_folder(tmp_path / "model", config={"vocab_size": 12})
     assert prepare(made(tmp_path, pretrained=str(folder), vocab=5)).tokenizer.vocab == 10
 

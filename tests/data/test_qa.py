@@ -254,6 +254,14 @@ def test_the_best_span_is_that_of_a_plain_search(seed, length, data):
         assert score[0] == scores[0, start[0], 0] + scores[0, end[0], 1]
 
 
+@pytest.mark.parametrize("tokens", [1, 30, 31])
+def test_answers_have_at_most_thirty_tokens(tokens):
+    scores = torch.zeros(1, 40, 2)
+    scores[0, 4, 0] = scores[0, 4 + tokens - 1, 1] = 9.0
+    score, _, _ = best_spans(scores, torch.tensor([3]), torch.tensor([40]))
+    assert score == (18.0 if tokens <= 30 else 9.0)
+
+
 @pytest.mark.parametrize(("answer", "right", "exact", "f1"), [
     ("The Cat!", "cat", 1, 1), ("a  cat sat", "cat", 0, 2 / 3), ("dog", "cat", 0, 0), ("", "cat", 0, 0),
     ("the", "an", 1, 0), ("theatre", "atre", 0, 0), ("to be or not to be", "to be", 0, 0.5), ("U.S.", "us", 1, 1),
@@ -282,6 +290,9 @@ def changed(*path, value=None, drop=False):
 
 QAS = ("data", 0, "paragraphs", 1, "qas")
 ANSWER = (*QAS, 0, "answers", 0)
+CONTEXT = GOOD["data"][0]["paragraphs"][1]["context"]
+NEGATIVE = CONTEXT.index("w4") - len(CONTEXT)
+"""Python would count it from the end."""
 
 
 @pytest.mark.parametrize(("data", "message"), [
@@ -300,6 +311,7 @@ ANSWER = (*QAS, 0, "answers", 0)
     (changed(*ANSWER, "answer_start", value=1.0), "has no whole number 'answer_start'"),
     (changed(*ANSWER, "answer_start", value=1), r"qas\[0\]: has an answer that is not at its place .*\('w4', 1\)"),
     (changed(*ANSWER, "answer_start", value=-1), "has an answer that is not at its place"),
+    (changed(*ANSWER, "answer_start", value=NEGATIVE), "has an answer that is not at its place"),
     (changed(*ANSWER, "answer_start", value=10**30), "has an answer that is not at its place"),
     (changed(*ANSWER, "text", value=""), "has an answer that is not at its place"),
     (changed(*QAS, 0, "question", value="\ud800"), r"qas\[0\]: has half of a surrogate pair")])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranvier.data.lm import Sequences
 from ranvier.data.loader import Loader
-from ranvier.data.sampler import Sampler, microbatches, share
+from ranvier.data.sampler import Sampler, at_home, microbatches, share
 from ranvier.data.tokens import open_tokens, write_tokens
 
 
@@ -132,3 +132,32 @@ def test_a_stage_reads_only_what_it_needs(tokens):
 def test_more_replicas_than_samples_leave_some_without(tokens):
     loaders = [loader(tokens, global_size=2, replica=replica, num_replicas=3) for replica in range(3)]
     assert [len(each.microbatches(0)) for each in loaders] == [1, 1, 0]
+
+
+# ---------------------------------------------------------------------- samples that have a home
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 200), max_size=40, unique=True), st.lists(st.integers(0, 2), min_size=1, max_size=6))
+def test_samples_come_home(samples, nodes):
+    """The set stays, shares are as large as ever, and no replica has a stranger while its own sample is elsewhere."""
+    samples = np.array(samples, dtype=np.int64)
+    order = at_home(samples, nodes)
+    assert sorted(order) == list(range(len(samples)))
+    known = sorted(set(nodes))
+    homes = [known[number % len(known)] for number in samples]
+    placed = [(nodes[replica], homes[place]) for replica in range(len(nodes))
+              for place in order[share(len(samples), len(nodes), replica)]]
+    strangers = {node for node, home in placed if node != home}
+    away = {home for node, home in placed if node != home}
+    assert not strangers & away
+
+
+def test_a_sample_is_on_one_machine_in_every_epoch(tokens):
+    nodes, seen = (0, 0, 1, 1), {}
+    for replica in range(4):
+        reads = loader(tokens, global_size=40, microbatch_size=40, replica=replica, num_replicas=4, nodes=nodes)
+        for epoch in range(3):
+            for batch in reads.microbatches(epoch):
+                for sample in batch.samples.tolist():
+                    seen.setdefault(sample, []).append(nodes[replica])
+    assert len(seen) == 40 and all(len(places) == 3 and len(set(places)) == 1 for places in seen.values())

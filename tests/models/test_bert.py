@@ -95,6 +95,17 @@ def test_spans_have_no_part_in_padding(tmp_path):
     assert all(torch.isfinite(parameter.grad).all() for parameter in parameters(blocks).values())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_padding_is_no_number_too_large(dtype):
+    """The least number of a format survives the loss and its gradients."""
+    blocks = {name: build() for name, build in bert.model(tiny(), "span", dtype=dtype).blocks.items()}
+    target = torch.tensor([1, 2, 0])
+    total, weight = SpanLoss()(forward(blocks, inputs_of()), {"start": target, "end": target})
+    assert weight == 3 and total.isfinite() and total.dtype is torch.float32
+    total.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in parameters(blocks).values())
+
+
 def tiny(**changed) -> Transformer:
     return Transformer(**dict(family="bert", num_layers=2, hidden=24, heads=3, vocab=37, sequence=12) | changed)
 
@@ -111,9 +122,14 @@ def test_padding_changes_nothing(head):
 
 @pytest.mark.parametrize("head", ["classes", "span"])
 def test_a_sample_of_padding_alone_is_no_nan(head):
+    """Its first token counts as one, so it has something to attend to."""
     model = bert.model(tiny(), head, dtype=torch.float64)
     blocks = {name: build() for name, build in model.blocks.items()}
     inputs = {name: torch.zeros(2, 5, dtype=torch.int64) for name in ("ids", "mask", "types")}
+    assert blocks["embedding"](inputs)["mask"].tolist() == [[True, False, False, False, False]] * 2
+    one = {name: tensor[:, :1] for name, tensor in inputs.items()} | {"mask": torch.ones(2, 1)}
+    found, expected = forward(blocks, inputs), forward(blocks, one)
+    assert relative(found if head == "classes" else found[:, :1], expected) < 1e-12
     ignored = torch.full((2,), IGNORED)
     total, weight = model.loss(forward(blocks, inputs), ignored if head == "classes" else {
         "start": ignored, "end": ignored})

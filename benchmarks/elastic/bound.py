@@ -1,0 +1,37 @@
+"""How fast freezing can be by compute alone: layers' forwards and backwards counted, everything else free.
+
+A layer's forward is 1 unit and its backward 2. Embedding and head are 0: their products are below 1 % of a layer's. So
+are optimizer, messages, waits, transitions, and reading the cache. What is left out can make a ratio larger than this
+bound: once the first layer is frozen the embedding's update goes too, which for BERT's vocabulary is the largest; and a
+packed pipeline loses bubbles that the run it is compared with has.
+
+    unit cost of an epoch with f of L layers frozen                                      L + 2 (L - f)
+    with a cache that has the outputs of the g layers frozen in the epoch before         L - g + 2 (L - f)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ranvier.elastic.freezing import Cap, Facts
+
+
+def depths(layers: int, alpha: float, epochs: int) -> list[int]:
+    """Frozen layers in each epoch, by the cap, which is asked after each."""
+    found = [0]
+    for evaluation in range(1, epochs):
+        facts = Facts(step=evaluation, evaluation=evaluation, frozen=found[-1], num_layers=layers,
+                      gradient_norms=(0.0,) * layers)
+        found.append(Cap(alpha).frozen_layers(facts))
+    return found
+
+
+def units(layers: int, frozen: Sequence[int], *, cache: bool) -> int:
+    """Of all epochs, with so many frozen layers in each."""
+    known = [0, *frozen[:-1]] if cache else [0] * len(frozen)
+    return sum(layers - there + 2 * (layers - deep) for deep, there in zip(frozen, known, strict=True))
+
+
+def speedup(layers: int, alpha: float, epochs: int, *, cache: bool) -> float:
+    """The bound, over training all layers in all epochs."""
+    return 3 * layers * epochs / units(layers, depths(layers, alpha, epochs), cache=cache)

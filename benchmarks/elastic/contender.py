@@ -1,0 +1,59 @@
+"""Who takes part, and what each changes in the task's run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from ranvier.mesh import Mesh
+from ranvier.run import Elastic, Run
+
+PEER = "ddp-torch"
+ENDS = ("none", "all")
+"""What is compared over all seeds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """One line of a table. microbatch_size: None is the run's. peer: torch's DDP on transformers' model."""
+
+    name: str
+    data: int = 1
+    pipe: int = 4
+    policy: str = "message-driven"
+    microbatch_size: int | None = None
+    elastic: Elastic = field(default_factory=Elastic)
+    peer: bool = False
+
+    def applied(self, base: Run) -> Run:
+        """The run of this contender."""
+        size = self.microbatch_size or base.batch.microbatch_size
+        return replace(base, mesh=Mesh(data=self.data, pipe=self.pipe), elastic=self.elastic,
+                       pipeline=replace(base.pipeline, policy=self.policy),
+                       batch=replace(base.batch, microbatch_size=size))
+
+
+def contenders(base: Run, *, ranks: int = 4, alpha: float = 1 / 3, cut: str = "exact") -> list[Contender]:
+    """All of them, in the order of the table. Frozen layers drop nothing, with and without the cache."""
+    frozen = Elastic(freeze="cap", alpha=alpha, frozen_dropout=False)
+    packed = replace(frozen, auto_pipe=True, cut=cut)
+    share = base.batch.global_size // ranks
+    return [
+        Contender(name="none", pipe=ranks),
+        Contender(name="gpipe-dp", data=ranks // 2, pipe=2, policy="gpipe"),
+        Contender(name="freeze", pipe=ranks, elastic=frozen),
+        Contender(name="pipe-cache", pipe=ranks, elastic=replace(packed, cache=True)),
+        Contender(name="pipe-dp", pipe=ranks, elastic=replace(packed, auto_dp=True)),
+        Contender(name="all", pipe=ranks, elastic=replace(packed, auto_dp=True, cache=True)),
+        Contender(name="ddp-cache", data=ranks, pipe=1, microbatch_size=share, elastic=replace(frozen, cache=True)),
+        Contender(name=PEER, data=ranks, pipe=1, microbatch_size=share, peer=True),
+    ]
+
+
+def named(found: Sequence[Contender], names: Sequence[str]) -> list[Contender]:
+    """Those with these names, in their own order. ValueError for a name that nobody has."""
+    unknown = sorted(set(names) - {one.name for one in found})
+    if unknown:
+        raise ValueError(f"no contender is called {', '.join(unknown)}; there are "
+                         f"{', '.join(one.name for one in found)}")
+    return [one for one in found if one.name in names]

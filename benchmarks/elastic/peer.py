@@ -1,0 +1,155 @@
+"""The peer: a plain loop of torch's DDP over Gloo, fine-tuning transformers' model from the same weights.
+
+    torchrun --nproc-per-node 4 -m benchmarks.elastic.peer RUN.toml INITIAL_FOLDER
+
+Samples and their order, batch, number format, learning rates, AdamW's settings and which parameters decay, clipping and
+dropout rates are the run's. Each rank takes its share of a batch in one piece; attention is torch's
+scaled_dot_product_attention, as in ours; AdamW is torch's fused one; gradients are bucket views.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.elastic.outcome import CLOCK
+from ranvier import resolve
+from ranvier.data.loader import Loader
+from ranvier.data.prepare import prepare
+from ranvier.data.sampler import Sampler
+from ranvier.data.task import Prepared
+from ranvier.machine import threads_per_rank
+from ranvier.optim.learning_rate import learning_rate
+from ranvier.precision import DTYPES
+from ranvier.run import Optim, Run
+
+_CLASSES = {"bert": transformers.BertForSequenceClassification, "vit": transformers.ViTForImageClassification}
+_EVAL_SAMPLES = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    step: int
+    loss: float
+    accuracy: float
+    count: int
+    seconds: float
+
+
+def network_of(initial: Path, dtype: torch.dtype) -> nn.Module:
+    """transformers' model of the folder, ready to train."""
+    kind = json.loads((initial / "config.json").read_text())["model_type"]
+    return _CLASSES[kind].from_pretrained(initial).to(dtype).train()
+
+
+def optimizer_of(network: nn.Module, optim: Optim) -> torch.optim.AdamW:
+    """AdamW with the run's settings. Our class token is a vector, which does not decay; theirs has three dims."""
+    assert optim.algorithm == "adamw" and not optim.groups
+    decaying, others = [], []
+    for name, parameter in network.named_parameters():
+        decays = optim.decay == "all" or (parameter.dim() > 1 and not name.endswith("cls_token"))
+        (decaying if decays else others).append(parameter)
+    return torch.optim.AdamW([{"params": decaying, "weight_decay": optim.weight_decay},
+                              {"params": others, "weight_decay": 0.0}], lr=1.0, betas=optim.betas, eps=optim.epsilon,
+                             fused=True)
+
+
+def logits_of(network: nn.Module, inputs: Tensor | dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+    if isinstance(inputs, Tensor):
+        return network(pixel_values=inputs.to(dtype)).logits
+    return network(input_ids=inputs["ids"], attention_mask=inputs["mask"], token_type_ids=inputs["types"]).logits
+
+
+def train_peer(run: Run, initial: Path) -> None:
+    """Train as `run` says and leave metrics.jsonl, events.jsonl and the clock in its folder, in our form. Collective
+    over the default process group; every rank must have an equal share of a batch."""
+    rank, size, dtype = dist.get_rank(), dist.get_world_size(), DTYPES[run.precision]
+    assert run.batch.global_size % size == 0
+    data = prepare(run)
+    network = network_of(initial, dtype)
+    whole = DistributedDataParallel(network, gradient_as_bucket_view=True)
+    optimizer = optimizer_of(network, run.optim)
+    loader = Loader(data.train, Sampler(len(data.train), run.seed), global_size=run.batch.global_size,
+                    microbatch_size=run.batch.global_size // size, replica=rank, num_replicas=size)
+    torch.manual_seed(run.seed + rank)  # dropout
+    losses, seconds, evaluations = torch.zeros(run.train.steps, dtype=torch.float64), [], []
+    dist.barrier()
+    began = before = time.monotonic()
+    for step in range(1, run.train.steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(run.train, step)
+        (batch,) = loader.microbatches(step - 1)
+        loss = functional.cross_entropy(logits_of(whole, batch.inputs, dtype), batch.targets)
+        optimizer.zero_grad()
+        loss.backward()
+        if run.optim.clip_norm:
+            nn.utils.clip_grad_norm_(network.parameters(), run.optim.clip_norm)
+        optimizer.step()
+        losses[step - 1] = loss.detach()
+        now = time.monotonic()
+        seconds.append(now - before)
+        if step == run.train.steps or (run.train.eval_every and step % run.train.eval_every == 0):
+            evaluations.append(evaluate(network, data, dtype, step))
+        before = time.monotonic()
+    wall = time.monotonic() - began
+    dist.all_reduce(losses)
+    if rank == 0:
+        write(run, size, (losses / size).tolist(), seconds, evaluations, wall)
+
+
+def evaluate(network: nn.Module, data: Prepared, dtype: torch.dtype, step: int) -> Evaluation:
+    """All held-out samples once, each rank a share of each batch."""
+    began, rank, size = time.monotonic(), dist.get_rank(), dist.get_world_size()
+    loader = Loader(data.eval, Sampler(len(data.eval), None), global_size=_EVAL_SAMPLES * size,
+                    microbatch_size=_EVAL_SAMPLES, replica=rank, num_replicas=size, total=len(data.eval))
+    sums = torch.zeros(3, dtype=torch.float64)
+    network.eval()
+    with torch.inference_mode():
+        for number in range(-(-len(data.eval) // loader.global_size)):
+            for batch in loader.microbatches(number):
+                logits = logits_of(network, batch.inputs, dtype)
+                sums += torch.tensor([functional.cross_entropy(logits, batch.targets, reduction="sum").item(),
+                                      (logits.argmax(-1) == batch.targets).sum().item(), len(batch.targets)])
+    network.train()
+    dist.all_reduce(sums)
+    loss, right, count = sums.tolist()
+    return Evaluation(step=step, loss=loss / count, accuracy=right / count, count=int(count),
+                      seconds=time.monotonic() - began)
+
+
+def write(run: Run, size: int, losses: list[float], seconds: list[float], evaluations: list[Evaluation],
+          wall: float) -> None:
+    """The files of a run's folder that are read here."""
+    folder = run.run_dir
+    folder.mkdir(parents=True, exist_ok=True)
+    steps = [{"step": step, "loss": loss, "tokens": run.batch.global_size, "step_seconds": took}
+             for step, (loss, took) in enumerate(zip(losses, seconds, strict=True), start=1)]
+    events = [{"step": 0, "event": "start", "mesh": {"data": size, "pipe": 1}}]
+    events += [{"step": one.step, "event": "eval", "loss": one.loss, "seconds": one.seconds,
+                "eval_accuracy": one.accuracy, "eval_count": one.count} for one in evaluations]
+    for name, lines in (("metrics.jsonl", steps), ("events.jsonl", events)):
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / CLOCK).write_text(json.dumps({"seconds": wall}) + "\n")
+
+
+def main(path: str, initial: str) -> None:
+    torch.set_num_threads(threads_per_rank(int(os.environ["LOCAL_WORLD_SIZE"])))
+    dist.init_process_group("gloo")
+    train_peer(resolve.resolve([resolve.load(path)[1]]).run, Path(initial))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

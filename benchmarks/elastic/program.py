@@ -1,0 +1,114 @@
+"""What the programs of this folder share: their options, the run of all contenders, and where results go."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from fractions import Fraction
+from pathlib import Path
+
+from benchmarks.elastic.contender import Contender
+from benchmarks.elastic.outcome import Outcome
+from benchmarks.elastic.rounds import Stand, in_turn, run_one
+from benchmarks.elastic.task import task_run
+from benchmarks.record import results_file, write_results
+from ranvier.run import Run
+
+
+def parser(doc: str) -> argparse.ArgumentParser:
+    """A parser with the options that all of these programs have."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--task", choices=["sentiment", "cifar10"], default="sentiment")
+    made.add_argument("--samples", type=int, help="training samples of an epoch")
+    made.add_argument("--eval-samples", type=int, help="held-out samples of an evaluation")
+    made.add_argument("--dropout", type=float, help="instead of the recipe's")
+    made.add_argument("--transport", choices=["auto", "torch", "mpi"], default="auto",
+                      help="of ours; the peer has Gloo")
+    made.add_argument("--quick", action="store_true", help="a tiny model on generated data, ranks as threads: does it "
+                                                           "work? (times mean nothing)")
+    made.add_argument("--processes", action="store_true", help="--quick with real ranks")
+    made.add_argument("--output", type=Path, help="the file of results; by default in benchmarks/results/elastic")
+    made.add_argument("--keep", type=Path, help="folder for what the runs leave, which then stays")
+    return made
+
+
+def epochs_parser(doc: str, seeds: Sequence[int]) -> argparse.ArgumentParser:
+    """Likewise, for programs that train for epochs and compare accuracies."""
+    made = parser(doc)
+    made.add_argument("--seeds", type=int, nargs="+", help=f"default: {' '.join(map(str, seeds))}")
+    made.add_argument("--epochs", type=int, help="default: 10")
+    made.add_argument("--eval-epochs", type=int, default=0, help="epochs between evaluations; 0: one at the end")
+    made.add_argument("--cut", choices=["exact", "reference"], default="exact", help="how AutoPipe packs")
+    return made
+
+
+def finish(options: argparse.Namespace, seeds: Sequence[int]) -> argparse.Namespace:
+    """Fill in what --quick changes."""
+    if options.quick:
+        options.task = "quick"
+    if hasattr(options, "seeds"):
+        options.seeds = options.seeds or ([0] if options.quick else list(seeds))
+        options.epochs = options.epochs or (3 if options.quick else 10)
+    return options
+
+
+@contextmanager
+def stand_of(options: argparse.Namespace, pin: bool = False):
+    """The stand, in a folder that goes at the end unless --keep names one."""
+    threads = options.quick and not options.processes
+    if options.keep is not None:
+        options.keep.mkdir(parents=True, exist_ok=True)
+        yield Stand(folder=options.keep, threads=threads, pin=pin)
+        return
+    with tempfile.TemporaryDirectory(prefix="elastic-") as folder:
+        yield Stand(folder=Path(folder), threads=threads, pin=pin)
+
+
+def base_run(options: argparse.Namespace, stand: Stand, seed: int) -> Run:
+    """The task's run, as the options of `epochs_parser` change it."""
+    return task_run(options.task, stand.folder / "data", seed=seed, epochs=options.epochs, samples=options.samples,
+                    eval_samples=options.eval_samples, eval_epochs=options.eval_epochs, dropout=options.dropout,
+                    transport=options.transport)
+
+
+def run_all(options: argparse.Namespace, stand: Stand, found: Sequence[Contender], few: Sequence[int] | None = None,
+            ends: Sequence[str] = ()) -> list[Outcome]:
+    """Every contender for its seeds, one after the other; each is told when it is over."""
+    outcomes = []
+    for seed, contender in in_turn(options.seeds, found, few, ends):
+        outcome = run_one(contender, base_run(options, stand, seed), stand)
+        accuracy = "" if outcome.accuracy is None else f", {100 * outcome.accuracy:.1f} % of {outcome.count}"
+        print(f"seed {seed}, {contender.name}: {outcome.seconds:.1f} s, {outcome.samples_per_second:.1f} samples/s, "
+              f"{len(outcome.course) - 1} transitions{accuracy}", flush=True)
+        outcomes.append(outcome)
+    return sorted(outcomes, key=lambda one: [each.name for each in found].index(one.name))
+
+
+def write(options: argparse.Namespace, name: str, results: Mapping[str, object], table: str,
+          draw: Callable[[Path], None]) -> Path:
+    """The JSON file of results, the table and the picture beside it; the table is printed, too."""
+    path = options.output or results_file("elastic", name)
+    write_results(path, _plain({"options": vars(options), **results}))
+    path.with_suffix(".md").write_text(table)
+    draw(path.with_suffix(".png"))
+    print(f"\n{table}\nwrote {path}")
+    return path
+
+
+def documents(outcomes: Sequence[Outcome]) -> list[dict]:
+    return [asdict(one) | {"seconds": one.seconds, "samples_per_second": one.samples_per_second} for one in outcomes]
+
+
+def _plain(value):
+    """As JSON can hold it, which has no infinity, NaN, path or fraction."""
+    if isinstance(value, (Path, Fraction)):
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

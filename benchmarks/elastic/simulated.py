@@ -1,0 +1,111 @@
+"""Ten epochs on the article's eight devices of 10 TFLOP/s, simulated: what freezing, packing and caching could give.
+
+Every layer of a shape is two blocks of equal time, and a backward takes twice a forward; embedding and head take none,
+nor do optimizer, transitions and the cache. The run starts on pipe 8 x data 1; after each epoch layers freeze by the
+cap. Then either AutoPipe's exact choice (no account is taken of memory, so replicas of the whole model are always
+allowed) or the article's own rule decides the mesh; both are timed by the engine's schedule on a simulated clock
+(ranvier.planner.simulator), with the best number of microbatches for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Literal
+
+from benchmarks.elastic.bound import depths, speedup
+from ranvier.elastic.auto_pipe import Choice, Situation, choices, compress, greedy, stage_sizes
+from ranvier.pipeline.policies import GPipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A transformer. flops: of one layer's forward on one sample; the batch is of all devices."""
+
+    name: str
+    layers: int
+    hidden: int
+    tokens: int
+    batch: int
+
+    @property
+    def layer_flops(self) -> float:
+        return 24.0 * self.tokens * self.hidden ** 2 + 4.0 * self.tokens ** 2 * self.hidden
+
+    @property
+    def parameters(self) -> tuple[int, ...]:
+        """Of each block: attention and MLP in turn."""
+        return (4 * self.hidden ** 2, 8 * self.hidden ** 2) * self.layers
+
+
+SHAPES = (Shape(name="ViT-B/16", layers=12, hidden=768, tokens=197, batch=320),
+          Shape(name="BERT-base", layers=12, hidden=768, tokens=128, batch=320))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Epoch:
+    """One epoch's mesh and time, in seconds of a step."""
+
+    frozen: int
+    data: int
+    pipe: int
+    seconds: float
+
+
+def situation(shape: Shape, devices: int, flops_per_second: float, bandwidth: float) -> Situation:
+    """The start on pipe `devices`. bandwidth: bytes a second between two devices."""
+    block = shape.layer_flops / flops_per_second / 2
+    blocks = 2 * shape.layers
+    return Situation(data=1, pipe=devices, global_batch=shape.batch, bandwidth=bandwidth,
+                     forward_seconds=(block,) * blocks, backward_seconds=(2 * block,) * blocks,
+                     output_bytes=(4 * shape.tokens * shape.hidden,) * blocks,
+                     gradient_bytes=tuple(4 * count for count in shape.parameters))
+
+
+def course(start: Situation, frozen: Sequence[int], *, cache: bool, cut: Literal["exact", "reference"]) -> list[Epoch]:
+    """The epochs with so many frozen layers in each. An epoch reads what the one before it had frozen."""
+    found, before, pipe = [], 0, start.pipe
+    for number, depth in enumerate(frozen):
+        here = replace(start, frozen=2 * depth, cached=2 * before if cache else 0)
+        if number == 0:
+            best = _on(here, start.data, start.pipe)
+        elif cut == "exact":
+            best = choices(here)[0]
+        else:
+            pipe = _packed(start, pipe, 2 * depth)
+            best = _on(here, start.data * start.pipe // pipe, pipe)
+        found.append(Epoch(frozen=depth, data=best.data, pipe=best.pipe, seconds=best.seconds))
+        before = depth
+    return found
+
+
+def _on(here: Situation, data: int, pipe: int) -> Choice:
+    """The best cut of one mesh; with fewer cached layers where its stages need them."""
+    fewer = min(here.cached, here.num_blocks - pipe + 1)
+    return choices(replace(here, data=data, pipe=pipe, cached=fewer, auto_pipe=False))[0]
+
+
+def _packed(start: Situation, pipe: int, frozen: int) -> int:
+    """The article's pipeline length, by sizes."""
+    sizes = [size / 4e6 for size in start.gradient_bytes]
+    largest = max(stage_sizes(sizes, greedy(sizes, start.pipe)))
+    return compress(sizes, pipe, frozen, largest)
+
+
+def simulate_all(shape: Shape, *, devices: int = 8, alpha: float = 1 / 3, epochs: int = 10,
+                 flops_per_second: float = 10e12, bandwidth: float = inf) -> dict[str, dict]:
+    """Contender -> its epochs, and the speed-up over `none`."""
+    start, frozen = situation(shape, devices, flops_per_second, bandwidth), depths(shape.layers, alpha, epochs)
+    none = course(start, [0] * epochs, cache=False, cut="reference")
+    gpipe = _on(replace(start, policy=GPipe()), 2, devices // 2)
+    found = {"none": none, "gpipe-dp": [Epoch(frozen=0, data=2, pipe=devices // 2, seconds=gpipe.seconds)] * epochs}
+    for cut in ("exact", "reference"):
+        for name, cache in (("pipe-dp", False), ("all", True)):
+            found[f"{name}, {cut}"] = course(start, frozen, cache=cache, cut=cut)
+    whole = sum(epoch.seconds for epoch in none)
+    bounds = {cache: speedup(shape.layers, alpha, epochs, cache=cache) for cache in (False, True)}
+    return {name: {"speedup": whole / sum(epoch.seconds for epoch in mine),
+                   "bound": bounds["all" in name] if mine[-1].frozen else 1.0,
+                   "course": [(epoch.frozen, epoch.data, epoch.pipe) for epoch in mine]}
+            for name, mine in found.items()}

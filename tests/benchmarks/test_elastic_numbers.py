@@ -1,0 +1,111 @@
+"""What the benchmarks of elastic runs compute from what they measure: bounds, intervals, ratios, turns."""
+
+import json
+from dataclasses import replace
+from fractions import Fraction
+from math import inf
+from pathlib import Path
+
+import pytest
+
+from benchmarks.elastic import bound, compare, intervals, outcome
+from benchmarks.elastic.contender import ENDS, PEER, contenders, named
+from benchmarks.elastic.program import _plain
+from benchmarks.elastic.rounds import in_turn
+from benchmarks.elastic.simulated import SHAPES, course, simulate_all, situation
+from benchmarks.elastic.task import checked, task_run
+from ranvier.train.events import StepEvent
+
+
+def test_units_of_frozen_epochs():
+    assert bound.depths(12, 1 / 3, 5) == [0, 4, 7, 9, 10]
+    assert bound.units(12, [0, 4, 7], cache=False) == 36 + 12 + 16 + 12 + 10
+    assert bound.units(12, [0, 4, 7], cache=True) == 36 + 12 + 16 + (12 - 4) + 10
+    assert bound.speedup(12, 1 / 3, 1, cache=True) == 1.0
+    assert bound.speedup(12, 1 / 3, 10, cache=False) < bound.speedup(12, 1 / 3, 10, cache=True)
+
+
+@pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.706), (2, 4.303), (4, 2.776), (30, 2.042)])
+def test_quantiles_of_t(freedom, quantile):
+    assert intervals.t_quantile(freedom) == pytest.approx(quantile, abs=2e-3)
+
+
+def test_intervals_of_accuracies():
+    found = intervals.paired([0.80, 0.82, 0.81], [0.81, 0.81, 0.81])
+    assert found.middle == pytest.approx(0.0) and found.half == pytest.approx(4.303 * 1.0 / 3 ** 0.5, rel=1e-3)
+    assert intervals.paired([0.9], [0.8]).half == inf and str(intervals.paired([0.9], [0.8])) == "+10.00"
+    assert intervals.binomial(0.8, 0.8, 1000).half == pytest.approx(196.0 * (2 * 0.16 / 1000) ** 0.5, rel=1e-3)
+
+
+def _outcome(name, seed, seconds, accuracy, evaluated=1.0):
+    return outcome.Outcome(name=name, seed=seed, samples=100, losses=(), step_seconds=(), transition_seconds=0.0,
+                           eval_seconds=evaluated, wall_seconds=seconds + evaluated, counted_seconds=seconds - 0.5,
+                           accuracy=accuracy, count=1000, course=({"step": 0, "frozen": 0, "data": 1, "pipe": 4,
+                                                                   "cache": False},))
+
+
+def test_ratios_are_formed_within_a_seed():
+    outcomes = [_outcome("none", 0, 10.0, 0.8), _outcome("none", 1, 30.0, 0.9),
+                _outcome("all", 1, 10.0, 0.9), _outcome("all", 0, 5.0, 0.79)]
+    none, both = compare.lines(outcomes, "none", {"all": 3.0})
+    assert (both.speedup.least, both.speedup.greatest) == (2.0, 3.0) and none.speedup.middle == 1.0
+    assert both.with_eval.least == pytest.approx(11 / 6)
+    assert both.by_seed.middle == pytest.approx(-0.5) and both.count == 2000 and both.bound == 3.0
+    assert both.decided_seconds == pytest.approx(0.5)
+    assert len(compare.row(both)) == len(compare.COLUMNS)
+
+
+def test_turns_go_seed_by_seed_and_turn_round():
+    base = task_run_of()
+    found = named(contenders(base), ["none", "freeze", "all"])
+    assert [(seed, one.name) for seed, one in in_turn([0, 1, 2], found, [0, 1], ENDS)] == [
+        (0, "none"), (0, "freeze"), (0, "all"), (1, "all"), (1, "freeze"), (1, "none"), (2, "none"), (2, "all")]
+    with pytest.raises(ValueError, match="no contender is called nobody"):
+        named(contenders(base), ["nobody"])
+
+
+def task_run_of(task="sentiment", **options):
+    return task_run(task, folder=None, **options)
+
+
+@pytest.mark.parametrize("task", ["sentiment", "cifar10"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_contender_can_be(task, ranks):
+    base = task_run_of(task, samples=100, eval_epochs=2)
+    assert base.data.train_samples == 96 and base.train.eval_every == 6 and base.train.epochs == 10
+    for one in contenders(base, ranks=ranks):
+        run = checked(one.applied(base))
+        assert run.mesh.size == ranks and run.train == base.train and run.optim == base.optim and run.data == base.data
+        assert run.elastic.freeze == ("none" if one.name in ("none", "gpipe-dp", PEER) else "cap")
+        assert run.elastic.cache == (one.name in ("pipe-cache", "all", "ddp-cache"))
+        assert run.elastic.auto_dp == (one.name in ("pipe-dp", "all"))
+
+
+def test_eight_devices_simulated():
+    shape = replace(SHAPES[0], batch=64)
+    found = simulate_all(shape)
+    assert found["none"]["speedup"] == 1.0 and found["none"]["course"] == [(0, 1, 8)] * 10
+    assert found["pipe-dp, exact"]["speedup"] >= found["pipe-dp, reference"]["speedup"] > 1.5
+    assert found["all, exact"]["speedup"] >= found["all, reference"]["speedup"] > found["pipe-dp, reference"]["speedup"]
+    assert all(data * pipe == 8 for one in found.values() for _, data, pipe in one["course"])
+    start = situation(shape, 8, 1e12, inf)
+    (first,) = course(start, [0], cache=True, cut="exact")
+    ideal = 3 * 12 * shape.layer_flops * shape.batch / 8 / 1e12
+    assert ideal < first.seconds < 1.3 * ideal and (first.data, first.pipe) == (1, 8)
+
+
+def test_the_clock_begins_with_the_first_step(tmp_path, monkeypatch):
+    times = iter([100.0, 103.0, 110.0])
+    monkeypatch.setattr(outcome.time, "monotonic", lambda: next(times))
+    clock = outcome.Clock(tmp_path)
+    for step, seconds in ((1, 2.0), (2, 3.0), (3, 4.0)):
+        clock.event(StepEvent(step=step, loss=1.0, tokens=8, step_seconds=seconds, wait_seconds=0.0,
+                              bubble_fraction=0.0, grad_norm=1.0, learning_rate=1.0, flops_per_second=1.0,
+                              model_flops_utilisation=1.0))
+    clock.close()
+    assert json.loads((tmp_path / outcome.CLOCK).read_text()) == {"seconds": 15.0}
+
+
+def test_what_json_lacks():
+    assert _plain({"a": inf, "b": [Fraction(1, 3)], "c": Path("x"), "d": 1.5}) == {
+        "a": None, "b": ["1/3"], "c": "x", "d": 1.5}

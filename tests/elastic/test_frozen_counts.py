@@ -1,0 +1,109 @@
+"""What a frozen prefix does not do: no gradients go back into it, it keeps no activations, and no optimizer states."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ranvier.comm.message import Kind
+from ranvier.data.lm import Sequences
+from ranvier.data.loader import Loader
+from ranvier.data.sampler import Sampler
+from ranvier.errors import ModelError
+from ranvier.layout import frozen_blocks
+from ranvier.mesh import Mesh
+from ranvier.models.block import freeze, frozen_prefix
+from ranvier.models.gpt import gpt
+from ranvier.pipeline.engine import Engine
+from ranvier.run import Optim
+from ranvier.testing.ranks import run_ranks
+from tests.checkpoint.anywhere import CONFIG, GLOBAL_SIZE, SEED, TOKENS
+
+SAMPLES = Sequences(TOKENS, CONFIG.sequence)
+UNTIED = replace(gpt(CONFIG, dtype=torch.float64), tied=())
+
+
+def counted(frozen, boundaries, **options):
+    """Of each of three stages: kinds of messages sent back, most graphs kept at once, bytes of states, blocks run in a
+    backward."""
+    mesh = Mesh(pipe=3)
+
+    def work(world):
+        engine = Engine(UNTIED, world, mesh=mesh, seed=SEED, dtype=torch.float64, learning_rate=1e-2, frozen=frozen,
+                        boundaries=boundaries, optim=Optim(bucket_size=64), **options)
+        sent, stored, send, forward = Counter(), [0], engine._transport.send, engine._stage.forward
+
+        def counting_send(destination, message):
+            if message.kind in (Kind.BACKWARD, Kind.CREDIT):
+                sent[message.kind.name] += 1
+            send(destination, message)
+
+        def counting_forward(*args, **kwargs):
+            outcome = forward(*args, **kwargs)
+            stored.append(engine._stage.stored)
+            return outcome
+
+        engine._transport.send, engine._stage.forward = counting_send, counting_forward
+        loader = Loader(SAMPLES, Sampler(len(SAMPLES), SEED), global_size=GLOBAL_SIZE, microbatch_size=2,
+                        needs_inputs=engine.is_first_stage, needs_targets=engine.is_last_stage)
+        batch = loader.microbatches(0)
+        loss = engine.train_batch(batch).loss
+        states = sum(size for place in engine.memory().values() for name, size in place.items()
+                     if name in ("moments", "gradients"))
+        in_flight = engine.in_flight
+        engine.close()
+        return dict(sent), max(stored), states, loss, len(batch), in_flight
+
+    return run_ranks(work, 3, timeout_seconds=60.0)
+
+
+def test_a_frozen_stage_gets_credits_and_keeps_nothing():
+    first, second, third = counted(1, (3, 5))  # embedding and layer 0; layer 1's two blocks; head
+    batch = first[4]
+    assert first[0] == {} and first[1:3] == (0, 0)
+    assert second[0] == {"CREDIT": batch} and second[1] > 0 and second[2] > 0
+    assert third[0] == {"BACKWARD": batch} and third[2] > 0
+
+
+def test_stages_that_only_pass_on():
+    first, second, third = counted(2, (3, 5))  # only the head trains
+    batch = first[4]
+    assert [stage[1:3] for stage in (first, second)] == [(0, 0), (0, 0)]
+    assert (second[0], third[0]) == ({"CREDIT": batch}, {"CREDIT": batch})
+    assert third[1] > 0
+    assert first[5] == 5  # three stages in flight, and the two that store nothing once more
+
+
+def test_nothing_frozen_sends_gradients_everywhere():
+    first, second, third = counted(0, (3, 5))
+    assert (second[0], third[0]) == ({"BACKWARD": first[4]}, {"BACKWARD": first[4]})
+    assert all(stage[1] > 0 and stage[2] > 0 for stage in (first, second, third))
+    assert first[5] == 3
+
+
+def test_frozen_layers_drop_out_unless_they_are_told_not_to():
+    dropping, still = counted(1, (3, 5)), counted(1, (3, 5), frozen_dropout=False)
+    assert CONFIG.dropout > 0
+    assert dropping[0][3] != still[0][3]
+
+
+def test_which_blocks_are_frozen_with_a_layer():
+    names = list(UNTIED.blocks)
+    assert [frozen_blocks(UNTIED.layers, names, depth) for depth in (0, 1, 2)] == [0, 3, 5]
+    assert [frozen_prefix(UNTIED, depth) for depth in (0, 1, 2)] == [0, 3, 5]
+    trainable = [next(build().parameters()).requires_grad for build in freeze(UNTIED, 1).blocks.values()]
+    assert trainable == [False, False, False, True, True, True]
+    for depth in (-1, 3):
+        with pytest.raises(ModelError, match=r"frozen layers: is not a number of layers that the model has \(2\)"):
+            frozen_prefix(UNTIED, depth)
+
+
+def test_a_tied_end_cannot_be_frozen_alone():
+    def work(world):
+        with pytest.raises(ModelError, match="only one of the two is frozen"):
+            Engine(gpt(CONFIG), world, frozen=1, optim=Optim())
+
+    run_ranks(work, 1)

@@ -1,0 +1,72 @@
+"""What cannot be asked of an elastic run is told before it starts, all of it at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ranvier.check import check
+from ranvier.cli import run_command
+from ranvier.elastic import rules
+from ranvier.run import Data, Elastic, Optim, Run, Transformer
+
+BERT = Run(model=Transformer(num_layers=4, hidden=16, heads=2, vocab=100, sequence=8),
+           data=Data(task="classification", train="sentiment"))
+VIT = Run(model=Transformer(num_layers=4, hidden=16, heads=2), data=Data(task="images", train="cifar10"))
+
+
+@pytest.mark.parametrize(("run", "where", "message"), [
+    (replace(BERT, elastic=Elastic(freeze="manual")), "elastic.freeze", "needs entries"),
+    (replace(BERT, elastic=Elastic(freeze="manual", manual=("3:5",))), "elastic.manual", "more than the model's 4"),
+    (Run(elastic=Elastic(freeze="cap")), "elastic.freeze", "tied to the head"),
+    (replace(BERT, model=replace(BERT.model, num_layers=1), elastic=Elastic(freeze="gradient-norm")), "elastic.freeze",
+     "nothing to compare in a model of one layer"),
+    (replace(BERT, model=replace(BERT.model, dropout=0.1), elastic=Elastic(freeze="cap", cache=True)), "elastic.cache",
+     r"one epoch's dropout has made \(model.dropout is 0.1\)"),
+    (replace(VIT, data=replace(VIT.data, augment="flip-crop"), elastic=Elastic(freeze="cap", cache=True)),
+     "elastic.cache", r"one epoch's augmentation has made \(data.augment is flip-crop\)"),
+    (replace(BERT, optim=Optim(update_in_backward=True), elastic=Elastic(profile_microbatches=True)),
+     "elastic.profile-microbatches", "tries several microbatches"),
+    (replace(BERT, optim=Optim(update_in_backward=True), elastic=Elastic(global_batch="grow")), "elastic.global-batch",
+     "needs batches of one microbatch, and this one grows"),
+])
+def test_contradictions_are_found(run, where, message):
+    (problem,) = [problem for problem in check(run).problems if problem.where == where]
+    assert problem.remedy
+    with pytest.raises(type(problem), match=message):
+        raise problem
+
+
+@pytest.mark.parametrize("run", [
+    replace(BERT, elastic=Elastic(freeze="cap", cache=True)),
+    replace(BERT, model=replace(BERT.model, dropout=0.1), elastic=Elastic(freeze="cap", cache=True,
+                                                                         frozen_dropout=False)),
+    replace(VIT, data=replace(VIT.data, augment="flip-crop", augment_repeats=True),
+            elastic=Elastic(freeze="gradient-norm", cache=True)),
+    replace(BERT, elastic=Elastic(freeze="manual", manual=("3:2", "5:4"), auto_pipe=True, auto_dp=True)), Run()])
+def test_what_may_be_asked(run):
+    assert list(rules.problems(run)) == [] and list(rules.warnings(run)) == []
+
+
+@pytest.mark.parametrize(("elastic", "where"), [
+    (Elastic(auto_pipe=True), "elastic.auto-pipe"), (Elastic(cache=True), "elastic.cache"),
+    (Elastic(cut="reference"), "elastic.cut"), (Elastic(frozen_dropout=False), "elastic.frozen-dropout"),
+    (Elastic(every=5), "elastic.every"), (Elastic(dry_run=True), "elastic.dry-run"),
+    (Elastic(freeze="cap", auto_dp=True), "elastic.auto-dp"), (Elastic(freeze="cap", cut="reference"), "elastic.cut"),
+    (Elastic(freeze="cap", cache_from=3), "elastic.cache-from"),
+    (Elastic(freeze="cap", cache_dir=Path("x")), "elastic.cache-dir"), (Elastic(alpha=0.5), "elastic.alpha")])
+def test_settings_without_effect_are_told(elastic, where):
+    assert [warning.where for warning in rules.warnings(replace(BERT, elastic=elastic))] == [where]
+
+
+def test_resize_says_what_is_wrong(tmp_path, capsys):
+    assert run_command(["resize", str(tmp_path), "--data", "1", "--pipe", "2"]) == 2
+    assert "is no run's folder: it has no run.toml" in capsys.readouterr().err
+    (tmp_path / "run.toml").write_text("")
+    assert run_command(["resize", str(tmp_path), "--data", "0", "--pipe", "2"]) == 2
+    assert run_command(["resize", str(tmp_path), "--data", "1", "--pipe", "2", "--wait", "0.1"]) == 2
+    assert "has not answered within 0.1 s" in capsys.readouterr().err
+    assert run_command(["resize", str(tmp_path), "--data", "1", "--pipe", "2", "--wait", "0"]) == 0
+    assert "asked" in capsys.readouterr().out
