@@ -165,7 +165,8 @@ def test_a_mesh_that_the_settings_forbid_is_passed_over(sentences, tmp_path, mon
     run_all(run)
     assert [line["mesh"]["data"] for line in transitions(run)] == [1]
     assert [line["frozen_layers"] for line in transitions(run)] == [5]
-    assert any("mesh.row does not divide" in line["text"] for line in lines(run, "events.jsonl") if line["event"] == "dropped")
+    assert any("mesh.row does not divide" in line["text"] for line in lines(run, "events.jsonl")
+               if line["event"] == "dropped")
 
 
 def test_half_precision_entries_change_little(sentences, tmp_path, in_one_process):
