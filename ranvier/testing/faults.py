@@ -191,7 +191,6 @@ class _Plan:
             kind = None if message is None else message.kind.name.lower()
             self._by_kind[kind] += 1
             taken = [fault for fault in self._waiting if self._is_due(fault) and (
-                fault.of not in ("state", "order") or fault.of == kind) and (
                 fault.kind not in _OF_MESSAGES or (message is not None and (
                     fault.kind != "corrupt" or message.payload_bytes > 0)))]
             self._waiting = [fault for fault in self._waiting if fault not in taken]

@@ -203,8 +203,8 @@ class Elasticity:
         """The run is at `step` again, with the weights of a checkpoint that has `state`. Frozen layers, mesh and global
         batch stay as they are; of the steps of another size, those that were taken back count no more."""
         if step < self._since[0]:
-            (since, done), ratio = state.get("since", (0, 0.0)), state.get("ratio", 1.0)
-            self._since = (step, done + (step - since) * ratio)
+            (since, taken), size = state.get("since", (0, 0)), state.get("global_size", self._first.batch.global_size)
+            self._since = (step, taken + (step - since) * size)
 
     def take_up(self, state: Mapping[str, object], run: Run, engine: Engine) -> Change | None:
         """What a run that goes on must change to be what it was: its frozen layers and, where it is started on the mesh

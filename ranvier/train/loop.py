@@ -289,7 +289,7 @@ class Training:
 
     # ------------------------------------------------------------------ from mesh to mesh
 
-    def _consider(self, save: bool) -> None:
+    def _consider(self, save: bool = False) -> None:
         """Freeze layers and go to another mesh, where the policy, the planner or a user's request says so. save: a
         checkpoint of this step is due; it has what was decided, since a run that goes on from it asks nobody again."""
         self._publish()

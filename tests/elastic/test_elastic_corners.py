@@ -100,18 +100,25 @@ def test_the_cache_on_a_tensor_mesh_outlives_transitions(sentences, tmp_path, in
     assert losses(run) == pytest.approx(in_one_process, rel=1e-9)
 
 
-def test_going_back_over_a_change_of_the_global_batch():
+def course(steps, size):
+    """An elasticity that knows the length of its run and nothing else."""
     elastic = object.__new__(Elasticity)
-    elastic._first = type("First", (), {"train": Train(steps=24)})
-    elastic._since, elastic._ratio = (5, 5.0), 2.0
+    elastic._first = type("First", (), {"train": Train(steps=steps), "batch": Batch(global_size=size)})
+    elastic._since, elastic._size = (0, 0), size
+    return elastic
+
+
+def test_going_back_over_a_change_of_the_global_batch():
+    elastic = course(24, 8)
+    elastic._since, elastic._size = (5, 40), 16
     assert elastic.left(7) == 8
-    elastic.went_back(6, {"since": [5, 5.0], "ratio": 2.0})
+    elastic.went_back(6, {"since": [5, 40], "global_size": 16})
     assert elastic.left(6) == 9
     elastic.went_back(4, {})
-    assert elastic.left(4) == 10 and elastic._progress(6) == 8.0
-    elastic._since, elastic._ratio = (10, 14.0), 3.0
-    elastic.went_back(8, {"since": [4, 4.0], "ratio": 2.0})
-    assert elastic._progress(8) == 12.0 and elastic.left(8) == 4
+    assert elastic.left(4) == 10 and elastic._taken(6) == 64
+    elastic._since, elastic._size = (10, 112), 24
+    elastic.went_back(8, {"since": [4, 32], "global_size": 16})
+    assert elastic._taken(8) == 96 and elastic.left(8) == 4
 
 
 @pytest.mark.parametrize(("first", "sizes"), [(8, (16, 24)), (12, (16, 20, 28)), (6, (10, 14)), (48, (96,))])
@@ -119,18 +126,13 @@ def test_no_step_is_left_over_when_the_global_batch_grows(first, sizes):
     """As many steps as have the samples of the first sizes, at whatever step the size changes."""
     for total in (24, 25, 100):
         for at in range(1, total, 7):
-            elastic = object.__new__(Elasticity)
-            elastic._first = type("First", (), {"train": Train(steps=total)})
-            elastic._since, elastic._ratio, step, samples = (0, 0.0), 1.0, 0, 0
+            elastic, step, samples = course(total, first), 0, 0
             for size in (first, *sizes):
-                ratio = size / first
-                if ratio != 1.0:
-                    elastic._since, elastic._ratio = (step, elastic._progress(step)), ratio
+                elastic._since, elastic._size = (step, elastic._taken(step)), size
                 for _ in range(at):
                     if not elastic.left(step):
                         break
-                    left = math.ceil((total * first - samples) / size)
-                    assert elastic.left(step) == left, (total, at, size, step)
+                    assert elastic.left(step) == math.ceil((total * first - samples) / size), (total, at, size, step)
                     step, samples = step + 1, samples + size
 
 

@@ -159,7 +159,8 @@ def test_a_run_is_resized_from_outside_and_told_to_stop_while_ranks_are_idle(sta
     assert again.transitions[-1]["mesh"]["data"] == again.transitions[-1]["mesh"]["pipe"] == 1
 
 
-@MOSTLY_TORCH
+@pytest.mark.slow
+@BOTH
 def test_an_idle_rank_that_is_killed_ends_the_run(start, transport):
     run = start(transport, ranks=2, manual="", train__steps=10**6)
     run.wait_until(lambda: run.losses)
@@ -171,7 +172,7 @@ def test_an_idle_rank_that_is_killed_ends_the_run(start, transport):
     assert "Traceback" not in text
 
 
-@pytest.mark.parametrize("transport", ["torch", SLOW_MPI])
+@MOSTLY_TORCH
 def test_a_rank_that_is_killed_while_state_travels(start, transport):
     run = start(transport, ranks=2, manual="", train__steps=10**6, faults=["kill:rank=1,message=3,of=state"])
     run.wait_until(lambda: run.losses)
