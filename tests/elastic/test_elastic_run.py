@@ -12,10 +12,10 @@ from ranvier.data.prepare import prepare
 from ranvier.elastic.ledger import Ledger
 from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
-from ranvier.run import Batch, Checkpoint, Data, Elastic, Optim, Run, Train, Transformer
+from ranvier.run import Batch, Checkpoint, Comm, Data, Elastic, Optim, Run, Train, Transformer
 from ranvier.stop import StopRequest
 from ranvier.testing.ranks import run_ranks
-from ranvier.train import elasticity, formation, loop, resize
+from ranvier.train import caching, elasticity, formation, loop, resize
 from ranvier.train.course import Course
 from ranvier.train.elasticity import Elasticity
 from ranvier.train.events import StepEvent
@@ -164,7 +164,24 @@ def test_a_mesh_that_the_settings_forbid_is_passed_over(sentences, tmp_path, mon
     run_all(run)
     assert [line["mesh"]["data"] for line in transitions(run)] == [1]
     assert [line["frozen_layers"] for line in transitions(run)] == [5]
-    assert any("mesh.row does not divide" in line["text"] for line in lines(run, "events.jsonl") if line["event"] == "dropped")
+    dropped = [line["text"] for line in lines(run, "events.jsonl") if line["event"] == "dropped"]
+    assert dropped and all("mesh.row does not divide" in text for text in dropped)
+
+
+def test_ranks_of_a_stage_judge_the_cache_together(sentences, tmp_path, in_one_process, monkeypatch):
+    """One of them could write nothing, for want of room or of range, and knows no times."""
+    measured, asked = caching.Caching._times, []
+
+    def times(self, samples):
+        asked.append(self._now.engine.coordinates.col)
+        return measured(self, samples) if asked[-1] else None
+
+    monkeypatch.setattr(caching.Caching, "_times", times)
+    elastic = replace(BY_HAND, cache=True, cache_precision="full", auto_pipe=False, auto_dp=False)
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2, col=2), comm=Comm(timeout_seconds=10),
+               elastic=replace(elastic, cache_dir=tmp_path / "cache"))
+    run_all(run)
+    assert set(asked) == {0, 1} and losses(run) == pytest.approx(in_one_process, rel=1e-9)
 
 
 def test_half_precision_entries_change_little(sentences, tmp_path, in_one_process):
