@@ -1,4 +1,4 @@
-"""Elastic runs where something comes together: checkpoints and freezing, rows and small batches, a cache and columns."""
+"""Elastic runs where two things meet: checkpoints and freezing, small batches and rows, caches and columns."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from test_elastic_run import (  # noqa: F401 (fixtures)
 
 from ranvier.data.prepare import prepare
 from ranvier.elastic.cache_profile import Times
+from ranvier.elastic.ledger import Ledger
 from ranvier.mesh import Mesh
 from ranvier.run import Batch, Checkpoint, Comm, Elastic, Train
 from ranvier.train import caching, formation
@@ -65,6 +66,16 @@ def test_a_cache_of_other_data_is_not_read(sentences, tmp_path):  # noqa: F811
         run_all(run)
         found.append(losses(run))
     assert found[0] == found[1] != losses(first)
+
+
+def test_a_transition_that_does_not_pay_is_not_made(sentences, tmp_path, monkeypatch):  # noqa: F811
+    always(monkeypatch)
+    judge = Ledger.pays
+    monkeypatch.setattr(Ledger, "pays", lambda ledger, **facts: replace(judge(ledger, **facts), pays=False))
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=BY_HAND)
+    results, _ = run_all(run)
+    assert [line["mesh"]["pipe"] for line in transitions(run)] == [2, 2] and "ledger" not in results[0]
+    assert not any(line["pays"] for line in lines(run, "events.jsonl") if line["event"] == "judged")
 
 
 @pytest.mark.parametrize(("times", "pays"), [(Times(compute=1.0, read=1e-6, write=1e-6), True),
