@@ -83,7 +83,8 @@ class Caching:
 
     def _agree(self, mine: bool) -> bool:
         """Whether all ranks of the stage say so, of the engine that there is now: the cache outlives a transition."""
-        return self._now.engine.agree(mine)
+        engine = self._now.engine
+        return mine if engine.mesh.stage_size == 1 else engine.agree(mine)
 
     def _fingerprint(self) -> str:
         """What outputs depend on beside weights and samples."""
@@ -101,13 +102,11 @@ class Caching:
         """Whether reading is faster than computing. Where it is not, layers are computed from now on; where there are
         outputs of fewer layers, only the others are, and their outputs are not kept."""
         times = self._times(samples)
-        if times is None:  # all were hits: others have written them
+        if not self._agree(times is not None):  # all were hits, which others have written; or nothing could be written
             return
         verdict = decide("auto", frozen_layers=self._now.frozen, times=times, remaining_reads=self._reads,
                          num_samples=min(len(self._data.train), self._reads))
-        engine = self._now.engine
-        pays = verdict.pays if engine.mesh.stage_size == 1 else engine.agree(verdict.pays)
-        if pays:
+        if self._agree(verdict.pays):
             return
         if self._cache.counts.upgraded > self._before.upgraded:
             self._cache.writes = False
@@ -116,7 +115,7 @@ class Caching:
             return
         self._refused_at = self._now.frozen
         self._say(f"cache off: {verdict.why}")
-        engine.use_cache(None, 0)
+        self._now.engine.use_cache(None, 0)
 
     def _times(self, samples: Tensor) -> Times | None:
         """Seconds of a sample since the last transition: what an entry saves, reading it and writing it."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ranvier.checkpoint.from_pretrained import load_pretrained, resized, with_sizes
+from ranvier.checkpoint.from_pretrained import load_pretrained, resized, settled, with_model, with_sizes
 from ranvier.checkpoint.pretrained import Pretrained
 from ranvier.errors import CheckpointError, ConfigError, ModelError
 from ranvier.mesh import Mesh
@@ -192,3 +192,17 @@ def test_an_engine_takes_resized_positions(folder_of):
     name = "embedding.position.weight"
     assert torch.equal(after[name], resized(found.read(name), name, (26, 24), "vit"))
     assert torch.equal(after[name][0], found.read(name)[0])
+
+
+def test_settings_that_are_not_the_folders_are_refused(folder_of):
+    folder = folder_of("BertModel")
+    there = Pretrained(folder).config
+    with pytest.raises(ConfigError, match=f"model.hidden: is not that of the pretrained model, {there.hidden}"):
+        with_model(run_of("BertModel", hidden=there.hidden + 8), Pretrained(folder))
+    same = run_of("BertModel", hidden=there.hidden, pretrained=str(folder))
+    assert with_model(same, Pretrained(folder)).model.num_layers == there.num_layers
+    assert settled(same).model.num_layers == there.num_layers
+    with pytest.raises(ConfigError, match=r"model.num-layers: is not that of the pretrained model, 6 \(got 5\)"):
+        settled(run_of("BertModel", num_layers=5, pretrained="minilm"))
+    away = run_of("BertModel", pretrained="a-folder-elsewhere")
+    assert settled(away) == away

@@ -144,6 +144,9 @@ def test_samples_come_home(samples, nodes):
     order = at_home(samples, nodes)
     assert sorted(order) == list(range(len(samples)))
     known = sorted(set(nodes))
+    for replica in range(len(nodes)):
+        mine = list(order[share(len(samples), len(nodes), replica)])
+        assert mine == sorted(mine)  # they keep their order
     homes = [known[number % len(known)] for number in samples]
     placed = [(nodes[replica], homes[place]) for replica in range(len(nodes))
               for place in order[share(len(samples), len(nodes), replica)]]

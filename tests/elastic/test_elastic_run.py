@@ -8,16 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from ranvier.data.prepare import prepare
 from ranvier.elastic.ledger import Ledger
 from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
 from ranvier.run import Batch, Checkpoint, Data, Elastic, Optim, Run, Train, Transformer
 from ranvier.stop import StopRequest
 from ranvier.testing.ranks import run_ranks
-from ranvier.train import elasticity, formation, loop, resize
+from ranvier.train import elasticity, loop, resize
 from ranvier.train.course import Course
-from ranvier.train.elasticity import Elasticity
 from ranvier.train.events import StepEvent
 from ranvier.train.loop import train
 
@@ -143,30 +141,6 @@ def test_the_cache_changes_nothing(sentences, tmp_path, in_one_process, monkeypa
         assert losses(run) == pytest.approx(in_one_process, rel=1e-9)
         assert transitions(run)[-1]["cache"]
         assert sum(counts["hits"] + counts["upgraded"] for counts in results[0]["cache"] if counts) > 0
-
-
-@pytest.mark.parametrize("mesh", [Mesh(pipe=2, col=2), Mesh(pipe=2, row=2)], ids=str)
-def test_the_cache_on_a_tensor_mesh_goes_through_transitions(sentences, tmp_path, in_one_process, mesh):
-    elastic = replace(BY_HAND, cache=True, cache_from=1, cache_precision="full", auto_pipe=False, auto_dp=False)
-    run = tiny(sentences, tmp_path / "run", mesh=mesh, elastic=replace(elastic, cache_dir=tmp_path / "cache"))
-    results, _ = run_all(run)
-    assert losses(run) == pytest.approx(in_one_process, rel=1e-9)
-    assert [line["cache"] for line in transitions(run)] == [True, True]
-    assert all(counts["hits"] > 0 and counts["upgraded"] > 0 for counts in results[0]["cache"] if counts)
-
-
-@pytest.mark.parametrize("cut", ["exact", "reference"])
-def test_a_mesh_that_the_settings_forbid_is_passed_over(sentences, tmp_path, monkeypatch, cut):
-    """Two replicas of two rows would have microbatches of one sample."""
-    always(monkeypatch)
-    run = replace(tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2, row=2), train=Train(steps=6),
-                       elastic=replace(BY_HAND, cut=cut, manual=("2:5",))),
-                  batch=Batch(global_size=2, microbatch_size=2))
-    run_all(run)
-    assert [line["mesh"]["data"] for line in transitions(run)] == [1]
-    assert [line["frozen_layers"] for line in transitions(run)] == [5]
-    dropped = [line["text"] for line in lines(run, "events.jsonl") if line["event"] == "dropped"]
-    assert any("mesh.row does not divide" in text for text in dropped)
 
 
 def test_half_precision_entries_change_little(sentences, tmp_path, in_one_process):
@@ -308,90 +282,6 @@ def test_an_elastic_run_goes_on_anywhere(sentences, tmp_path, in_one_process, mo
     assert results[0]["frozen_layers"] == 4
     back = [line for line in transitions(again) if "interrupted" in line["reason"]]
     assert [line["frozen_layers"] for line in back] == [2 if stop == 7 else 4]
-
-
-class OneMoreByNorms:
-    """A policy of one's own that needs gradients."""
-
-    def frozen_layers(self, facts):
-        assert all(facts.gradient_norms[facts.frozen:])
-        return min(facts.frozen + 1, facts.num_layers)
-
-
-@pytest.mark.parametrize("elastic", [
-    BY_HAND, Elastic(freeze="cap", alpha=0.4, every=5), Elastic(freeze="none", every=5)], ids=lambda each: each.freeze)
-def test_what_a_checkpoint_comes_before_is_frozen_when_the_run_goes_on(sentences, tmp_path, elastic):
-    """The checkpoint after step 5 is written before the policy is asked after step 5."""
-    elastic = replace(elastic, auto_pipe=False, auto_dp=False)
-    own = OneMoreByNorms() if elastic.freeze == "none" else None
-    whole = tiny(sentences, tmp_path / "whole", mesh=Mesh(), elastic=elastic, checkpoint=Checkpoint(every=5, keep=9))
-    run_all(whole, freezing=own)
-    assert transitions(whole)[0]["step"] == 5
-    again = replace(whole, resume=str(whole.run_dir / "checkpoint" / "step-5"), run_dir=tmp_path / "again")
-    run_all(again, freezing=own)
-    assert losses(again) == losses(whole)[5:]
-    assert [line["frozen_layers"] for line in lines(again, "metrics.jsonl")] == [
-        line["frozen_layers"] for line in lines(whole, "metrics.jsonl")][5:]
-
-
-def test_depths_from_the_start(sentences, tmp_path):
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(), elastic=Elastic(freeze="manual", manual=("0:2", "7:3")))
-    run_all(run)
-    assert [line["frozen_layers"] for line in lines(run, "metrics.jsonl")] == [2] * 7 + [3] * 17
-
-
-class Overflows:
-    """A tracker that has gradients of one step overflow, by the loss scale that the engine has before it."""
-
-    def __init__(self, before):
-        self.before = before
-
-    def event(self, event):
-        if type(event).__name__ == "StepEvent" and event.step == self.before:
-            engines[-1].loss_scale.scale = 2.0 ** 20
-
-    def close(self):
-        pass
-
-
-engines: list = []
-
-
-def test_a_step_without_gradients_puts_the_policy_off(sentences, tmp_path, monkeypatch):
-    build = formation.build_engine
-
-    def kept(*args, **options):
-        engines.append(build(*args, **options))
-        return engines[-1]
-
-    monkeypatch.setattr(formation, "build_engine", kept)
-    run = replace(tiny(sentences, tmp_path / "run", mesh=Mesh(), elastic=Elastic(freeze="cap", alpha=0.5)),
-                  precision="fp16")
-    run_all(run, trackers=[Overflows(10)])
-    steps = lines(run, "metrics.jsonl")
-    assert 12 in [line["step"] for line in lines(run, "events.jsonl") if line["event"] == "skipped"]
-    assert steps[12]["frozen_layers"] == 0 and 12 < transitions(run)[0]["step"] < 20
-    assert transitions(run)[0]["frozen_layers"] == 3
-
-
-def test_a_smaller_global_batch_takes_as_many_samples(sentences, tmp_path):
-    """Also where a step is a third of what it was, which no float is."""
-    run = replace(tiny(sentences, tmp_path / "run"), train=Train(steps=10), mesh=Mesh(data=3))
-    elastic = Elasticity(run, prepare(run), tell=print)
-    elastic.load(elastic.state(run, 1) | {"since": [1, 8], "size": 3})
-    assert [elastic.left(step) for step in (1, 2, 24, 25)] == [24, 23, 1, 0]
-    elastic.load(elastic.state(run, 1) | {"since": [0, 0], "size": 24})
-    assert [elastic.left(step) for step in (0, 3, 4)] == [4, 1, 0]
-
-
-def test_a_global_batch_that_changed_is_known_where_the_mesh_is_the_first_again(sentences, tmp_path):
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(data=2), elastic=Elastic(global_batch="grow"))
-    elastic = Elasticity(run, prepare(run), tell=print)
-    assert elastic.state(run, 0) == {}
-    elastic.load(elastic.state(run, 1) | {"since": [6, 36]})
-    again = Elasticity(run, prepare(run), tell=print)
-    again.load(elastic.state(run, 0))
-    assert again.left(6) == elastic.left(6) and again.learning_rate(7) == elastic.learning_rate(7)
 
 
 # ---------------------------------------------------------------------- microbatches, pictures

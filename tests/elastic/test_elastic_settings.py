@@ -1,0 +1,212 @@
+"""Elastic runs where two things meet: checkpoints and freezing, small batches and rows, caches and columns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from test_elastic_run import (  # noqa: F401 (fixtures)
+    BY_HAND,
+    always,
+    in_one_process,
+    lines,
+    losses,
+    run_all,
+    sentences,
+    tiny,
+    transitions,
+)
+
+from ranvier.data.prepare import prepare
+from ranvier.elastic.cache_profile import Times
+from ranvier.elastic.ledger import Ledger
+from ranvier.mesh import Mesh
+from ranvier.run import Batch, Checkpoint, Comm, Elastic, Train
+from ranvier.train import caching, formation
+from ranvier.train.elasticity import Elasticity
+
+
+@pytest.mark.parametrize("mesh", [Mesh(data=4), Mesh(pipe=2, col=2), Mesh(data=2, row=2), Mesh(data=3)], ids=str)
+def test_each_held_out_sample_counts_once_on_every_mesh(sentences, tmp_path, monkeypatch, mesh):  # noqa: F811
+    """In pieces of 8, of which the last has 6 and rows must be filled up."""
+    found = []
+    for name, shape in (("one", Mesh()), ("many", mesh)):
+        run = tiny(sentences, tmp_path / name, mesh=shape, train=Train(steps=2))
+        run_all(run)
+        found.append(next(line for line in lines(run, "events.jsonl") if line["event"] == "eval"))
+        monkeypatch.setattr(formation, "_EVAL_SAMPLES", 1)
+    one, many = found
+    assert many["eval_count"] == many["tokens"] == 30 and many["eval_accuracy"] == one["eval_accuracy"]
+    assert many["loss"] == pytest.approx(one["loss"], rel=1e-12) and 0.5 < one["loss"] < 1
+
+
+def test_the_cache_is_on_from_as_many_frozen_layers_as_are_asked_for(sentences, tmp_path):  # noqa: F811
+    for least, on in ((2, [True, True]), (3, [False, True])):
+        run = tiny(sentences, tmp_path / f"{least}", mesh=Mesh(), elastic=replace(
+            BY_HAND, auto_pipe=False, auto_dp=False, cache=True, cache_from=least, cache_dir=tmp_path / "cache"))
+        run_all(run)
+        assert [line["cache"] for line in transitions(run)] == on
+
+
+def test_a_cache_of_other_data_is_not_read(sentences, tmp_path):  # noqa: F811
+    """Weights are the same, which freeze before the first step; only the samples' inputs differ."""
+    frozen = Elastic(freeze="manual", manual=("0:2",))
+    cached = replace(frozen, cache=True, cache_from=1, cache_precision="full", cache_dir=tmp_path / "cache")
+    swapped = [line.partition("\t") for line in (sentences / "train.tsv").read_text().splitlines()]
+    texts = [text for _, _, text in swapped[1:]]
+    other = tmp_path / "other.tsv"
+    other.write_text("\n".join(["label\tsentence", *(f"{label}\t{text}" for (label, _, _), text in
+                                                    zip(swapped[1:], reversed(texts), strict=True))]))
+    first = tiny(sentences, tmp_path / "first", mesh=Mesh(), elastic=cached)
+    run_all(first)
+    found = []
+    for name, elastic in (("plain", frozen), ("cached", cached)):
+        run = tiny(sentences, tmp_path / name, mesh=Mesh(), elastic=elastic)
+        run = replace(run, data=replace(run.data, train=str(other)))
+        run_all(run)
+        found.append(losses(run))
+    assert found[0] == found[1] != losses(first)
+
+
+def test_a_transition_that_does_not_pay_is_not_made(sentences, tmp_path, monkeypatch):  # noqa: F811
+    always(monkeypatch)
+    judge = Ledger.pays
+    monkeypatch.setattr(Ledger, "pays", lambda ledger, **facts: replace(judge(ledger, **facts), pays=False))
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=BY_HAND)
+    results, _ = run_all(run)
+    assert [line["mesh"]["pipe"] for line in transitions(run)] == [2, 2] and "ledger" not in results[0]
+    assert not any(line["pays"] for line in lines(run, "events.jsonl") if line["event"] == "judged")
+
+
+@pytest.mark.parametrize(("times", "pays"), [(Times(compute=1.0, read=1e-6, write=1e-6), True),
+                                             (Times(compute=1e-6, read=1.0, write=1e-6), False)])
+def test_the_cache_stays_on_where_it_pays(sentences, tmp_path, monkeypatch, times, pays):  # noqa: F811
+    monkeypatch.setattr(caching.Caching, "_times", lambda self, samples: times)
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(), elastic=Elastic(
+        freeze="manual", manual=("5:2",), cache=True, cache_dir=tmp_path / "cache"))
+    results, text = run_all(run)
+    assert (results[0]["cache"][0]["hits"] > 0) == pays and ("cache off: reading takes no less" in text) != pays
+
+
+@pytest.mark.parametrize("mesh", [Mesh(pipe=2, col=2), Mesh(pipe=2, row=2)], ids=str)
+def test_the_cache_on_a_tensor_mesh_goes_through_transitions(sentences, tmp_path, in_one_process, mesh):  # noqa: F811
+    elastic = replace(BY_HAND, cache=True, cache_from=1, cache_precision="full", auto_pipe=False, auto_dp=False)
+    run = tiny(sentences, tmp_path / "run", mesh=mesh, elastic=replace(elastic, cache_dir=tmp_path / "cache"))
+    results, _ = run_all(run)
+    assert losses(run) == pytest.approx(in_one_process, rel=1e-9)
+    assert [line["cache"] for line in transitions(run)] == [True, True]
+    assert all(counts["hits"] > 0 and counts["upgraded"] > 0 for counts in results[0]["cache"] if counts)
+
+
+@pytest.mark.parametrize("cut", ["exact", "reference"])
+def test_a_mesh_that_the_settings_forbid_is_passed_over(sentences, tmp_path, monkeypatch, cut):  # noqa: F811
+    """Two replicas of two rows would have microbatches of one sample."""
+    always(monkeypatch)
+    run = replace(tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2, row=2), train=Train(steps=6),
+                       elastic=replace(BY_HAND, cut=cut, manual=("2:5",))),
+                  batch=Batch(global_size=2, microbatch_size=2))
+    run_all(run)
+    assert [line["mesh"]["data"] for line in transitions(run)] == [1]
+    assert [line["frozen_layers"] for line in transitions(run)] == [5]
+    dropped = [line["text"] for line in lines(run, "events.jsonl") if line["event"] == "dropped"]
+    assert dropped and all("mesh.row does not divide" in text for text in dropped)
+
+
+def test_ranks_of_a_stage_judge_the_cache_together(sentences, tmp_path, in_one_process, monkeypatch):  # noqa: F811
+    """One of them could write nothing, for want of room or of range, and knows no times."""
+    measured, asked = caching.Caching._times, []
+
+    def times(self, samples):
+        asked.append(self._now.engine.coordinates.col)
+        return measured(self, samples) if asked[-1] else None
+
+    monkeypatch.setattr(caching.Caching, "_times", times)
+    elastic = replace(BY_HAND, cache=True, cache_precision="full", auto_pipe=False, auto_dp=False)
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2, col=2), comm=Comm(timeout_seconds=10),
+               elastic=replace(elastic, cache_dir=tmp_path / "cache"))
+    run_all(run)
+    assert set(asked) == {0, 1} and losses(run) == pytest.approx(in_one_process, rel=1e-9)
+
+
+class OneMoreByNorms:
+    """A policy of one's own that needs gradients."""
+
+    def frozen_layers(self, facts):
+        assert all(facts.gradient_norms[facts.frozen:])
+        return min(facts.frozen + 1, facts.num_layers)
+
+
+@pytest.mark.parametrize("elastic", [
+    BY_HAND, Elastic(freeze="cap", alpha=0.4, every=5), Elastic(freeze="none", every=5)], ids=lambda each: each.freeze)
+def test_what_a_checkpoint_comes_before_is_frozen_when_the_run_goes_on(sentences, tmp_path, elastic):  # noqa: F811
+    """The checkpoint after step 5 is written before the policy is asked after step 5."""
+    elastic = replace(elastic, auto_pipe=False, auto_dp=False)
+    own = OneMoreByNorms() if elastic.freeze == "none" else None
+    whole = tiny(sentences, tmp_path / "whole", mesh=Mesh(), elastic=elastic, checkpoint=Checkpoint(every=5, keep=9))
+    run_all(whole, freezing=own)
+    assert transitions(whole)[0]["step"] == 5
+    again = replace(whole, resume=str(whole.run_dir / "checkpoint" / "step-5"), run_dir=tmp_path / "again")
+    run_all(again, freezing=own)
+    assert losses(again) == losses(whole)[5:]
+    assert [line["frozen_layers"] for line in lines(again, "metrics.jsonl")] == [
+        line["frozen_layers"] for line in lines(whole, "metrics.jsonl")][5:]
+
+
+def test_depths_from_the_start(sentences, tmp_path):  # noqa: F811
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(), elastic=Elastic(freeze="manual", manual=("0:2", "7:3")))
+    run_all(run)
+    assert [line["frozen_layers"] for line in lines(run, "metrics.jsonl")] == [2] * 7 + [3] * 17
+
+
+class Overflows:
+    """A tracker that has gradients of one step overflow, by the loss scale that the engine has before it."""
+
+    def __init__(self, before):
+        self.before = before
+
+    def event(self, event):
+        if type(event).__name__ == "StepEvent" and event.step == self.before:
+            engines[-1].loss_scale.scale = 2.0 ** 20
+
+    def close(self):
+        pass
+
+
+engines: list = []
+
+
+def test_a_step_without_gradients_puts_the_policy_off(sentences, tmp_path, monkeypatch):  # noqa: F811
+    build = formation.build_engine
+
+    def kept(*args, **options):
+        engines.append(build(*args, **options))
+        return engines[-1]
+
+    monkeypatch.setattr(formation, "build_engine", kept)
+    run = replace(tiny(sentences, tmp_path / "run", mesh=Mesh(), elastic=Elastic(freeze="cap", alpha=0.5)),
+                  precision="fp16")
+    run_all(run, trackers=[Overflows(10)])
+    steps = lines(run, "metrics.jsonl")
+    assert 12 in [line["step"] for line in lines(run, "events.jsonl") if line["event"] == "skipped"]
+    assert steps[12]["frozen_layers"] == 0 and 12 < transitions(run)[0]["step"] < 20
+    assert transitions(run)[0]["frozen_layers"] == 3
+
+
+def test_a_smaller_global_batch_takes_as_many_samples(sentences, tmp_path):  # noqa: F811
+    """Also where a step is a third of what it was, which no float is."""
+    run = replace(tiny(sentences, tmp_path / "run"), train=Train(steps=10), mesh=Mesh(data=3))
+    elastic = Elasticity(run, prepare(run), tell=print)
+    elastic.load(elastic.state(run, 1) | {"since": [1, 8], "size": 3})
+    assert [elastic.left(step) for step in (1, 2, 24, 25)] == [24, 23, 1, 0]
+    elastic.load(elastic.state(run, 1) | {"since": [0, 0], "size": 24})
+    assert [elastic.left(step) for step in (0, 3, 4)] == [4, 1, 0]
+
+
+def test_a_global_batch_that_changed_is_known_where_the_mesh_is_the_first_again(sentences, tmp_path):  # noqa: F811
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(data=2), elastic=Elastic(global_batch="grow"))
+    elastic = Elasticity(run, prepare(run), tell=print)
+    assert elastic.state(run, 0) == {}
+    elastic.load(elastic.state(run, 1) | {"since": [6, 36]})
+    again = Elasticity(run, prepare(run), tell=print)
+    again.load(elastic.state(run, 0))
+    assert again.left(6) == elastic.left(6) and again.learning_rate(7) == elastic.learning_rate(7)
