@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ranvier.errors import ConfigError, ModelError
-from ranvier.models.block import Initial, Model
+from ranvier.models.block import Initial, Model, repeated
 from ranvier.run import Transformer
 from ranvier.tensor import layers as tensor
 from ranvier.tensor.loss import ClassLoss, SpanLoss
@@ -148,7 +148,8 @@ def model(config: Transformer, head: str, *, dtype: torch.dtype = torch.float32)
         blocks[mlp] = partial(MLP, config, dtype)
     kind, loss = heads[head]
     blocks["head"] = partial(kind, config, dtype)
-    return Model(blocks=blocks, loss=loss(), layers=layers, initial=partial(initial, config))
+    return Model(blocks=blocks, loss=loss(), layers=layers, initial=partial(initial, config),
+                 alike=repeated(layers))
 
 
 def sample(config: Transformer, head: str, count: int) -> tuple[State, Tensor | dict[str, Tensor]]:

@@ -9,7 +9,7 @@ targets, and how many those are. Blocks are built lazily, so that a rank builds 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
@@ -44,6 +44,8 @@ class Model:
     tied: groups of full parameter names ("block.parameter") that are one parameter; the first is its owner.
     initial: full parameter name -> its start, from the seed; None keeps the values that the builders produce.
     layers: block names grouped into the layers that checkpoint intervals and freezing count; () where unknown.
+    alike: block -> an earlier one that computes the same with parameters of the same shapes, so that one of them is
+        enough to be counted.
     """
 
     blocks: Mapping[str, Callable[[], nn.Module]]
@@ -51,6 +53,7 @@ class Model:
     tied: tuple[tuple[str, ...], ...] = ()
     initial: Callable[[str], Initial] | None = None
     layers: tuple[tuple[str, ...], ...] = ()
+    alike: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.blocks:
@@ -63,6 +66,11 @@ class Model:
     def build(self) -> nn.ModuleDict:
         """All blocks in one process, initialised by nothing but their builders: for references and exports."""
         return nn.ModuleDict({name.replace(".", "__"): build() for name, build in self.blocks.items()})
+
+
+def repeated(layers: Sequence[Sequence[str]]) -> dict[str, str]:
+    """`Model.alike` where all layers are like the first."""
+    return {block: first for layer in layers[1:] for block, first in zip(layer, layers[0], strict=True)}
 
 
 def frozen_prefix(model: Model, num_layers: int) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ranvier.errors import ConfigError, ModelError
-from ranvier.models.block import Initial, Model
+from ranvier.models.block import Initial, Model, repeated
 from ranvier.run import Transformer
 from ranvier.tensor import layers as tensor
 from ranvier.tensor.loss import NextTokenLoss
@@ -102,6 +102,7 @@ def gpt(config: Transformer, *, dtype: torch.dtype = torch.float32) -> Model:
         blocks[mlp] = partial(MLP, config, dtype)
     blocks["head"] = partial(Head, config, dtype)
     return Model(blocks=blocks, loss=NextTokenLoss(config.vocab), layers=layers, initial=partial(initial, config),
+                 alike=repeated(layers),
                  tied=(("embedding.token.weight", "head.projection.weight"),))
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ranvier.errors import ConfigError, ModelError
-from ranvier.models.block import Initial, Model
+from ranvier.models.block import Initial, Model, repeated
 from ranvier.run import Transformer
 from ranvier.tensor import layers as tensor
 from ranvier.tensor.loss import ClassLoss
@@ -133,7 +133,8 @@ def model(config: Transformer, head: str, *, dtype: torch.dtype = torch.float32)
         blocks[attention] = partial(Attention, config, dtype)
         blocks[mlp] = partial(MLP, config, dtype)
     blocks["head"] = partial(Head, config, dtype)
-    return Model(blocks=blocks, loss=ClassLoss(), layers=layers, initial=partial(initial, config))
+    return Model(blocks=blocks, loss=ClassLoss(), layers=layers, initial=partial(initial, config),
+                 alike=repeated(layers))
 
 
 def sample(config: Transformer, head: str, count: int) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ the forward pass, plus the bytes that its operations write, weighed by the machi
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import prod
 
@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from ranvier.errors import ConfigError, ModelError
@@ -130,11 +130,20 @@ def block_costs(model: Model, inputs: State, targets: object = None,
     first block that does not take what the block before it returns, or the loss.
     """
     state, costs, before, trains = _to_meta(inputs), [], "the inputs", False
+    known: dict[object, tuple[BlockCost, State]] = {}
     counted = {_FUSED_ATTENTION: _attention_flops, torch.ops.aten.addmm_: _added_product_flops}
     for name, module in build_on_meta(model).items():
         tensors = {key: value.detach().to("meta", dtype if value.is_floating_point() else value.dtype)
                    .requires_grad_(value.requires_grad) for key, value in
                    (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))}
+        alike = (model.alike.get(name, name), trains, _shapes(state), tuple(
+            tensor.requires_grad for tensor in tensors.values()))
+        if alike in known:
+            cost, state = known[alike]
+            costs.append(replace(cost, name=name))
+            trains |= any(tensor.requires_grad for tensor in tensors.values())
+            before = f"what block {name} returns"
+            continue
         written, kept, entered = _WrittenBytes(), KeptBytes(tensors.values()), _state_bytes(state)
         state = _as_leaves(state, trains)
         trains |= any(tensor.requires_grad for tensor in tensors.values())
@@ -153,10 +162,16 @@ def block_costs(model: Model, inputs: State, targets: object = None,
                                allocated_bytes=written.allocated,
                                kept_bytes=kept.count, input_bytes=entered, output_bytes=_state_bytes(outputs),
                                num_parameters=sum(p.numel() for p in module.parameters())))
+        known[alike] = costs[-1], state
         before = f"what block {name} returns"
     if targets is not None:
         check_loss(model, state, _to_meta(targets))
     return costs
+
+
+def _shapes(state: State) -> tuple:
+    leaves, spec = tree_flatten(state)
+    return str(spec), tuple((leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def _state_bytes(state: State) -> int:

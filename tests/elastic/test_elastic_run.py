@@ -297,6 +297,7 @@ def test_numbers_of_microbatches_are_tried_and_the_fastest_kept(sentences, tmp_p
     assert str(told[0]["microbatches"]) == min(told[0]["seconds"], key=told[0]["seconds"].get)
 
 
+@pytest.mark.pictures
 def test_what_the_run_leaves_to_look_at(sentences, tmp_path, monkeypatch):
     always(monkeypatch)
     run = tiny(sentences, tmp_path / "run", elastic=BY_HAND)
