@@ -19,7 +19,7 @@ from torch.nn import functional
 from ranvier.checkpoint import state
 from ranvier.checkpoint.hf_export import finite
 from ranvier.checkpoint.pretrained import Pretrained
-from ranvier.data.pretrained_models import sizes_of
+from ranvier.data.pretrained_models import names, sizes_of
 from ranvier.errors import ConfigError, ModelError
 from ranvier.run import Run, Transformer
 
@@ -62,7 +62,11 @@ def settled(run: Run) -> Run:
     sizes = sizes_of(name)
     if not sizes:
         folder = Path(name).expanduser()
-        return with_model(run, Pretrained(folder)) if folder.is_dir() else run
+        if not folder.is_dir():
+            raise ConfigError("is neither a folder that exists nor the name of a model", where="model.pretrained",
+                              value=name, remedy="Give a folder in Hugging Face's form, or one of: "
+                                                 f"{', '.join(names())}.")
+        return with_model(run, Pretrained(folder))
     _check_same(run, sizes)
     return replace(run, model=replace(run.model, **sizes))
 

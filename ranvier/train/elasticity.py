@@ -178,7 +178,8 @@ class Elasticity:
             return {}
         return {"frozen": frozen, "data": run.mesh.data, "pipe": run.mesh.pipe, "evaluations": self.evaluations,
                 "boundaries": run.pipeline.boundaries, "global_size": run.batch.global_size,
-                "microbatch_size": run.batch.microbatch_size, "first_data": self._first.mesh.data,
+                "first_data": self._first.mesh.data,
+                "first_size": self._first.batch.global_size,
                 "first_pipe": self._first.mesh.pipe, "since": list(self._since), "size": self._size,
                 "due": self._due,
                 "norms": self._norms and [norm if isfinite(norm) else None for norm in self._norms],
@@ -215,22 +216,19 @@ class Elasticity:
             raise RanvierError(f"has {frozen} frozen layers, and the model {len(engine.layers)}", where="checkpoint",
                                remedy="Resume with the model that it was written with.")
         same = (mesh.data, mesh.pipe) == (state["first_data"], state["first_pipe"])
-        grown = replace(run, batch=replace(run.batch, global_size=int(state["global_size"])))
-        if not frozen and not same and grown == run:
+        size, boundaries = int(state["global_size"]), engine.boundaries or None
+        if state["first_size"] != self._first.batch.global_size:  # another one is asked for now
+            self._since, self._size = (0, 0), self._first.batch.global_size
+            size = self._global_size(int(state["data"]) if same else mesh.data)
+        was = replace(mesh, data=int(state["data"]), pipe=int(state["pipe"])) if same else mesh
+        if not frozen and was == mesh and size == run.batch.global_size:
             return None
+        reason = "frozen layers as before the run was interrupted"
         if same:
-            boundaries, was = state["boundaries"], replace(mesh, data=int(state["data"]), pipe=int(state["pipe"]))
-            if not frozen and was == mesh and grown == run:
-                return None
-            return Change(data=int(state["data"]), pipe=int(state["pipe"]), frozen=frozen, old_frozen=0,
-                          boundaries=None if boundaries is None else tuple(boundaries),
-                          global_size=int(state["global_size"]),
-                          microbatch_size=on_mesh(grown, was).batch.microbatch_size,
-                          reason="as before the run was interrupted")
-        there = on_mesh(grown, mesh)
-        return Change(data=mesh.data, pipe=mesh.pipe, frozen=frozen, old_frozen=0, boundaries=engine.boundaries or None,
-                      global_size=there.batch.global_size, microbatch_size=there.batch.microbatch_size,
-                      reason="frozen layers as before the run was interrupted")
+            reason, boundaries = "as before the run was interrupted", state["boundaries"] and tuple(state["boundaries"])
+        there = on_mesh(replace(run, batch=replace(run.batch, global_size=size)), was)
+        return Change(data=was.data, pipe=was.pipe, frozen=frozen, old_frozen=0, boundaries=boundaries,
+                      global_size=size, microbatch_size=there.batch.microbatch_size, reason=reason)
 
     def enter(self, now: Formation, change: Change, moved: int, seconds: float, step: int) -> bool:
         """The change has been made. Returns whether this rank caches from now on."""

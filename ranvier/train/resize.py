@@ -67,10 +67,13 @@ def ask_and_wait(run_dir: Path, *, data: int, pipe: int, seconds: float) -> str:
 
 
 def ask(run_dir: Path, *, data: int, pipe: int) -> str:
-    """Leave a wish in the folder of a run; returns its number. RanvierError where there is no such run."""
+    """Leave a wish in the folder of a run; returns its number. RanvierError where there is no such run, or it has
+    ended."""
     if not (run_dir / "run.toml").is_file():
         raise RanvierError("is no run's folder: it has no run.toml", where="RUN", value=str(run_dir),
                            remedy="Name the folder that the run has printed as its own (--run-dir).")
+    if (run_dir / "summary.json").exists():
+        raise RanvierError("has ended", where=f"run {run_dir}", remedy="Resize runs that are under way.")
     wish, fresh = secrets.token_hex(8), run_dir / f".{NAME}.{os.getpid()}"
     try:
         fresh.write_text(json.dumps({"data": data, "pipe": pipe, "wish": wish}), encoding="utf-8")

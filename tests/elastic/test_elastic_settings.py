@@ -152,10 +152,26 @@ def test_what_a_checkpoint_comes_before_is_frozen_when_the_run_goes_on(sentences
         line["frozen_layers"] for line in lines(whole, "metrics.jsonl")][5:]
 
 
+def test_another_batch_that_is_asked_for_is_taken(sentences, tmp_path):  # noqa: F811
+    """Where a run with frozen layers goes on."""
+    first = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=replace(BY_HAND, auto_pipe=False,
+                                                                                 auto_dp=False))
+    run_all(first)
+    again = replace(first, resume="auto", train=Train(steps=27), batch=Batch(global_size=16, microbatch_size=4))
+    run_all(again)
+    assert [line["tokens"] for line in lines(again, "metrics.jsonl")] == [8] * 24 + [16] * 3
+    assert lines(again, "events.jsonl")[-1]["event"] == "end" and transitions(again)[-1]["frozen_layers"] == 4
+    assert transitions(again)[-1]["global_size"] == 16
+
+
 def test_depths_from_the_start(sentences, tmp_path):  # noqa: F811
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(), elastic=Elastic(freeze="manual", manual=("0:2", "7:3")))
     run_all(run)
     assert [line["frozen_layers"] for line in lines(run, "metrics.jsonl")] == [2] * 7 + [3] * 17
+    # where a run goes on with depths that it did not have before, they hold at once; a dry run tells each of them once
+    for dry, asked in ((False, [True, False]), (True, [False, False])):
+        elastic = Elasticity(replace(run, elastic=replace(run.elastic, dry_run=dry)), prepare(run), tell=print)
+        assert [elastic.asks_after(9, 0, 0, 3), elastic.asks_after(9, 0, 0, 2)] == asked[::-1]
 
 
 class Overflows:

@@ -70,3 +70,6 @@ def test_resize_says_what_is_wrong(tmp_path, capsys):
     assert "has not answered within 0.1 s" in capsys.readouterr().err
     assert run_command(["resize", str(tmp_path), "--data", "1", "--pipe", "2", "--wait", "0"]) == 0
     assert "asked" in capsys.readouterr().out
+    (tmp_path / "summary.json").write_text("{}")
+    assert run_command(["resize", str(tmp_path), "--data", "1", "--pipe", "2"]) == 2
+    assert "has ended" in capsys.readouterr().err
