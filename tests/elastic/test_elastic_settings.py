@@ -26,7 +26,9 @@ from ranvier.train import caching, formation
 from ranvier.train.elasticity import Elasticity
 
 
-@pytest.mark.parametrize("mesh", [Mesh(data=4), Mesh(pipe=2, col=2), Mesh(data=2, row=2), Mesh(data=3)], ids=str)
+@pytest.mark.parametrize("mesh", [
+    Mesh(data=3), Mesh(data=2, row=2), *(pytest.param(each, marks=pytest.mark.slow)
+                                         for each in (Mesh(data=4), Mesh(pipe=2, col=2)))], ids=str)
 def test_each_held_out_sample_counts_once_on_every_mesh(sentences, tmp_path, monkeypatch, mesh):  # noqa: F811
     """In pieces of 8, of which the last has 6 and rows must be filled up."""
     found = []
@@ -88,6 +90,7 @@ def test_the_cache_stays_on_where_it_pays(sentences, tmp_path, monkeypatch, time
     assert (results[0]["cache"][0]["hits"] > 0) == pays and ("cache off: reading takes no less" in text) != pays
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [Mesh(pipe=2, col=2), Mesh(pipe=2, row=2)], ids=str)
 def test_the_cache_on_a_tensor_mesh_goes_through_transitions(sentences, tmp_path, in_one_process, mesh):  # noqa: F811
     elastic = replace(BY_HAND, cache=True, cache_from=1, cache_precision="full", auto_pipe=False, auto_dp=False)
