@@ -26,13 +26,13 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ranvier import keyed_random, precision
 from ranvier.errors import ConfigError
 from ranvier.layout import Layout
 from ranvier.models import families
-from ranvier.models.block import Model, named
+from ranvier.models.block import Model, State, named
 from ranvier.optim.buckets import buckets_of
 from ranvier.optim.gradients import Gradients
 from ranvier.optim.optimizer import resolve_bucket_size
@@ -45,7 +45,7 @@ from ranvier.pipeline.stage import runs_of
 from ranvier.pipeline.ties import gradient_specs
 from ranvier.precision import DTYPES
 from ranvier.run import Run
-from ranvier.tensor.mesh import Workspace
+from ranvier.tensor.mesh import TensorMesh, Workspace
 from ranvier.tensor.split import SplitLinear
 
 PROCESS_BYTES = 330 << 20
@@ -163,6 +163,7 @@ def _tensor_mesh(run: Run, model: Model, stages: StageTable, layout: Layout) -> 
     forward and backward through every block."""
     mesh = meta_mesh(run.mesh, run.tensor)
     part, found, kept_again = split_model(model, mesh), {}, {}
+    known: dict[object, _BlockNeeds] = {}
     with torch.device("meta"):
         state, targets = families.sample_of(run, run.batch.microbatch_size // run.mesh.row)
     for row in stages.rows:
@@ -171,31 +172,56 @@ def _tensor_mesh(run: Run, model: Model, stages: StageTable, layout: Layout) -> 
         segments = _segments(run, model, row.blocks, costs[blocks.start:blocks.stop], row.stage,
                              _limit(run, stages))
         recomputed = {place for segment in segments for place in segment}
-        kept = 0
+        gathered = 0
         for place, name in enumerate(row.blocks):
-            mesh.workspace = Workspace()
-            with torch.device("meta"):
-                block = part.blocks[name]().to(DTYPES[run.precision])
-            for layer in block.modules():
-                if isinstance(layer, SplitLinear):
-                    layer.weight_gradients, layer.recomputed = _AtOnce(), place in recomputed
-                    layer.weight.grad_dtype = _gradient_dtype(run)
-                    layer.weight.grad = torch.empty_like(layer.weight, dtype=_gradient_dtype(run))
-                    kept += layer.kept_bytes
-            kept_bytes = KeptBytes(block.parameters())
-            with keyed_random.scope(0, 0, torch.zeros(1, dtype=torch.int64), name), kept_bytes:
-                state = block(state)
-                kept_again[name] = kept_bytes.count
-                last = row is stages.rows[-1] and name == row.blocks[-1]
-                ends = [part.loss(state, targets)[0]] if last else named(state, name).values()
-            wanted = [tensor.sum() for tensor in ends if tensor.requires_grad]
-            if wanted:
-                sum(wanted).backward()
-            state = tree_map(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), state)
-            for key, size in mesh.workspace.sizes().items():
+            last = row is stages.rows[-1] and name == row.blocks[-1]
+            trains = tuple(p.trainable for p in layout.parameters if p.block == blocks.start + place)
+            alike = (model.alike.get(name, name), place in recomputed, trains, tuple(
+                (leaf.shape, leaf.requires_grad) for leaf in tree_leaves(state)))
+            if alike not in known:
+                known[alike] = _block_needs(run, part, mesh, name, state, targets if last else None,
+                                            recomputed=place in recomputed)
+            needs = known[alike]
+            state, kept_again[name] = needs.state, needs.kept_bytes
+            gathered += needs.gathered_bytes
+            for key, size in needs.workspace.items():
                 largest[key] = max(largest.get(key, 0), size)
-        found[row.stage] = sum(largest.values()) + kept
+        found[row.stage] = sum(largest.values()) + gathered
     return found, kept_again
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _BlockNeeds:
+    """What one block takes on a tensor mesh, and the state after it, without values."""
+
+    workspace: dict[object, int]
+    gathered_bytes: int
+    kept_bytes: int
+    state: State
+
+
+def _block_needs(run: Run, part: Model, mesh: TensorMesh, name: str, state: State, targets: object, *,
+                 recomputed: bool) -> _BlockNeeds:
+    """Forward and backward of a block; with targets it is the last one, and the loss follows."""
+    mesh.workspace, gathered = Workspace(), 0
+    with torch.device("meta"):
+        block = part.blocks[name]().to(DTYPES[run.precision])
+    for layer in block.modules():
+        if isinstance(layer, SplitLinear):
+            layer.weight_gradients, layer.recomputed = _AtOnce(), recomputed
+            layer.weight.grad_dtype = _gradient_dtype(run)
+            layer.weight.grad = torch.empty_like(layer.weight, dtype=_gradient_dtype(run))
+            gathered += layer.kept_bytes
+    kept = KeptBytes(block.parameters())
+    with keyed_random.scope(0, 0, torch.zeros(1, dtype=torch.int64), name), kept:
+        state = block(state)
+        kept_bytes = kept.count
+        ends = named(state, name).values() if targets is None else [part.loss(state, targets)[0]]
+    wanted = [tensor.sum() for tensor in ends if tensor.requires_grad]
+    if wanted:
+        sum(wanted).backward()
+    return _BlockNeeds(workspace=dict(mesh.workspace.sizes()), gathered_bytes=gathered, kept_bytes=kept_bytes,
+                       state=tree_map(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), state))
 
 
 def _limit(run: Run, stages: StageTable) -> int:
