@@ -29,10 +29,9 @@ from ranvier.elastic.transition import hand_over, take
 from ranvier.errors import RanvierError
 from ranvier.failure import tell_mesh
 from ranvier.models import families
-from ranvier.optim.optimizer import resolve_bucket_size
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.result import BatchResult
-from ranvier.precision import DTYPES, is_half
+from ranvier.precision import DTYPES
 from ranvier.run import Run
 from ranvier.stop import StopRequest
 from ranvier.tensor.activations import layout_of
@@ -46,6 +45,7 @@ from ranvier.train.events import EndEvent, NoteEvent, StartEvent, Tracker, Track
 from ranvier.train.files import EventsFile, MetricsFile, open_folder, plain, read_lines, steps_until, writing
 from ranvier.train.formation import Formation, formed
 from ranvier.train.guards import Guards
+from ranvier.train.headings import UNITS, resolved, settings_text
 from ranvier.train.memory import check_fits, explained, report_text
 from ranvier.train.metrics import Meter, PendingStep
 from ranvier.train.orders import Orders
@@ -57,9 +57,6 @@ from ranvier.train.saving import Saving, Start, told_by
 from ranvier.train.tensorboard import TensorBoard
 from ranvier.train.timeline import gather_timelines
 from ranvier.world import World
-
-UNITS = {"lm": "tokens", "classification": "sentences", "qa": "questions", "images": "images"}
-"""What a task's targets are counted in."""
 
 
 def train(run: Run, recipe: str, world: World, *, trackers: Sequence[Tracker] = (), stream: TextIO | None = None,
@@ -162,9 +159,10 @@ class Training:
                 path = self.run.run_dir / "tokenizer.json"
                 with writing(path):
                     path.write_text(self.data.tokenizer.text(), encoding="utf-8")
-        self.outputs.event(StartEvent(recipe=self.recipe, run_dir=self.run.run_dir, mesh=self.run.mesh,
-                                      steps=self.run.train.steps, settings=self._settings(),
-                                      stages=str(self.engine.stages), unit=UNITS[self.run.data.task]))
+        self.outputs.event(StartEvent(
+            recipe=self.recipe, run_dir=self.run.run_dir, mesh=self.run.mesh, steps=self.run.train.steps,
+            settings=settings_text(self.run, self.engine, self.world, self.data, self.elastic.text()),
+            stages=str(self.engine.stages), unit=UNITS[self.run.data.task]))
         for note in (*self.begins.notes, *notes):
             self.outputs.event(note)
         self._rank_flops_per_second = self._peak() / self.world.size
@@ -443,25 +441,6 @@ class Training:
         self.ranks.all_reduce(total).wait()
         return float(total)
 
-    def _settings(self) -> dict[str, str]:
-        run, model, world = self.run, self.run.model, self.world
-        num_parameters = sum(parameter.numel for parameter in self.engine.layout.parameters
-                             if parameter.owner == parameter.name)
-        elastic = self.elastic.text()
-        return {
-            "model": f"{families.text(run)}: {num_parameters:,} parameters in {run.precision}"
-                     + (f", from {model.pretrained}" if model.pretrained else ""),
-            "data": self.data.about,
-            "batch": f"{run.batch.global_size} sequences in microbatches of {run.batch.microbatch_size}",
-            "pipeline": f"{run.pipeline.policy}, at most {self.engine.in_flight} microbatches in flight"
-                        + ("" if run.memory.checkpoint == "none" else f", checkpoints: {run.memory.checkpoint}"),
-            **({"tensor mesh": tensor_text(run)} if run.mesh.stage_size > 1 else {}),
-            "optimizer": optimizer_text(run),
-            **({"elastic": elastic} if elastic else {}),
-            "ranks": f"{world.size} over {world.backend.name} on {world.device.type}, threads for each: "
-                     f"{torch.get_num_threads()}",
-            "folder": str(run.run_dir)}
-
 
 def _outputs(run_dir, history: History, trackers: Sequence[Tracker], stream: TextIO, begins: Start | None) -> Trackers:
     """Everybody who takes the run's events. begins: where a run goes on that has begun in this folder."""
@@ -475,35 +454,3 @@ def _outputs(run_dir, history: History, trackers: Sequence[Tracker], stream: Tex
                               if begins is not None and line["step"] <= begins.step])
     return Trackers([history, MetricsFile(run_dir, before), EventsFile(run_dir, continues=begins is not None),
                      TensorBoard(run_dir, after), console(stream), *trackers])
-
-
-def resolved(run: Run, engine: Engine, world: World, origin: str = "none") -> Run:
-    """`run` with every `auto` replaced by what it has come to on these ranks. origin: with which checkpoint the run of
-    this folder began, or none."""
-    transport = {} if world.backend.name == "in-process" else {"transport": world.backend.name}
-    optim = replace(run.optim, offload=engine.flat_optimizer.offload,
-                    bucket_size=resolve_bucket_size(run.optim, world.device.type))
-    if is_half(DTYPES[run.precision]) and run.mesh.data > 1:
-        optim = replace(optim, reduce_dtype="half" if optim.reduce_dtype == "auto" else optim.reduce_dtype)
-    resume = origin if run.resume == "auto" else run.resume  # who repeats the run from its file begins as it did
-    return replace(run, resume=resume, pipeline=replace(run.pipeline, boundaries=engine.boundaries or None,
-                                         in_flight=engine.in_flight), optim=optim,
-                   comm=replace(run.comm, **transport),
-                   launch=replace(run.launch, threads=torch.get_num_threads(), device=world.device.type))
-
-
-def tensor_text(run: Run) -> str:
-    """The split of blocks in words."""
-    tensor = run.tensor
-    more = [text for said, text in ((tensor.sequence_sharding, "sequence sharded"),
-                                    (tensor.keep_weights, "gathered weights kept")) if said]
-    return ", ".join([f"{run.mesh.row} x {run.mesh.col}", tensor.scheme, *more])
-
-
-def optimizer_text(run: Run) -> str:
-    """The optimizer in words, its settings resolved."""
-    optim = run.optim
-    where = {"none": "states on the device", "host": "states and updates on the host",
-             "stream": f"states streamed from the host, {optim.buckets_in_flight} buckets at once"}[optim.offload]
-    shared = f", sharded over {run.mesh.data} replicas" if optim.shard and run.mesh.data > 1 else ""
-    return f"{optim.algorithm} in buckets of {optim.bucket_size:,}, {where}{shared}"
