@@ -101,7 +101,8 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def summarise(*, recipe: str, mesh: Mesh, history: History, ranks: Sequence[Mapping], boundaries: Sequence[int],
-              launcher: str, transport: str, device: torch.device, seconds: float, frozen: int) -> dict[str, object]:
+              launcher: str, transport: str, device: torch.device, seconds: float, frozen: int = 0
+              ) -> dict[str, object]:
     """The contents of summary.json.
 
     ranks: every rank's `rank_facts`. Fields with a list have one entry a rank; bytes_received_by_axis adds them up.

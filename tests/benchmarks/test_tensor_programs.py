@@ -94,6 +94,7 @@ def test_the_largest_that_fits():
 
 @pytest.mark.mpi
 @pytest.mark.skipif(mpi_available() is not None, reason=str(mpi_available()))
+@pytest.mark.slow
 def test_scaling(tmp_path, capsys):
     path = tmp_path / "scaling.json"
     scaling.main(["--quick", "--kind", "weak", "--only", "stationary-2x2", "--output", str(path)])

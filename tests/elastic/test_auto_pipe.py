@@ -173,10 +173,11 @@ def test_states_travel_to_stages_that_do_not_train():
 
 def test_nothing_is_postponed_where_no_stage_before_waits_for_a_gradient():
     """The credit comes after the whole backward, and waits while stage 1 computes: with three microbatches in flight
-    stage 0 waits 3 s for it after the first three."""
+    stage 0 waits 3 s for it after the first three, and with two more, as auto has it, it does not."""
     given = situation(pipe=3, forward_seconds=(3.0, 3.0, 1.0), backward_seconds=(6.0, 6.0, 2.0), global_batch=6,
                       microbatches=(6,), frozen=2)
-    assert found(given, 1, 3).seconds == 27
+    assert found(replace(given, in_flight=3), 1, 3).seconds == 27
+    assert found(given, 1, 3).seconds == 24
 
 
 def test_boundaries_are_improved_on_the_simulated_clock():

@@ -26,6 +26,7 @@ __all__ = ["sentences"]  # a fixture
 MPI = pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.skipif(mpi_available() is not None, reason="no MPI")])
 SLOW_MPI = pytest.param("mpi", marks=[*MPI.marks, pytest.mark.slow])
 BOTH = pytest.mark.parametrize("transport", ["torch", MPI])
+MOSTLY_MPI = pytest.mark.parametrize("transport", [pytest.param("torch", marks=pytest.mark.slow), MPI])
 MOSTLY_TORCH = pytest.mark.parametrize("transport", ["torch", SLOW_MPI])
 DEADLINE_SECONDS = 120
 
@@ -124,7 +125,7 @@ def resize(run, data, pipe, wait=60):
                           check=False)
 
 
-@BOTH
+@MOSTLY_MPI
 def test_losses_are_those_of_one_rank_in_this_process(start, tmp_path, transport):
     run = start(transport, elastic__auto_pipe="true", elastic__auto_dp="true", elastic__cut="reference")
     code, text = run.end()

@@ -205,6 +205,6 @@ def test_a_bit_that_changes_on_its_way_is_seen():
 
 
 def test_a_message_that_does_not_come_is_missed(monkeypatch):
-    monkeypatch.setattr("tests.elastic.test_transition.HAND_OVER_SECONDS", 0.5)
+    monkeypatch.setitem(globals(), "HAND_OVER_SECONDS", 0.5)
     with pytest.raises(MessageTimeout, match=r"the (parameter|exp_avg\w*) of \S+ has not come from rank 1"):
         moved_under(lambda message: None)
