@@ -363,7 +363,7 @@ class Elasticity:
             memory = laid_out(run, frozen)[1]
         except RanvierError as problem:
             return problem
-        ranks = [entry for entry in memory for _ in range(entry.ranks * run.mesh.data)]
+        ranks = [entry for entry in memory for _ in range(entry.ranks)]
         before = sum(entry.host_bytes + (0 if on_cuda else entry.device_bytes)
                      for entry in laid_out(self._first)[1] for _ in range(entry.ranks))
         return too_large(ranks, place="host" if on_cuda else "both", processes=len(ranks), run=run,

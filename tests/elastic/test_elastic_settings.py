@@ -17,12 +17,13 @@ from test_elastic_run import (  # noqa: F401 (fixtures)
     transitions,
 )
 
+from ranvier.check import laid_out
 from ranvier.data.prepare import prepare
 from ranvier.elastic.cache_profile import Times
 from ranvier.elastic.ledger import Ledger
 from ranvier.mesh import Mesh
 from ranvier.run import Batch, Checkpoint, Comm, Elastic, Train
-from ranvier.train import caching, formation
+from ranvier.train import caching, elasticity, formation
 from ranvier.train.elasticity import Elasticity
 
 
@@ -229,3 +230,16 @@ def test_a_global_batch_that_changed_is_known_where_the_mesh_is_the_first_again(
     again = Elasticity(run, prepare(run), tell=print)
     again.load(elastic.state(run, 0))
     assert again.left(6) == elastic.left(6) and again.learning_rate(7) == elastic.learning_rate(7)
+
+
+@pytest.mark.parametrize(("more", "fits"), [(0, True), (-1, False)])
+def test_a_mesh_fits_where_all_its_ranks_do(sentences, tmp_path, monkeypatch, more, fits):  # noqa: F811
+    """Together, each counted once, in what is free and what the run's first mesh has taken."""
+    run = tiny(sentences, tmp_path / "run")
+    there = replace(run, mesh=Mesh(data=4))
+    first, second = (sum(entry.ranks * (entry.device_bytes + entry.host_bytes) for entry in laid_out(each)[1])
+                     for each in (run, there))
+    monkeypatch.setattr(elasticity, "available_memory_bytes", lambda: second - first + more)
+    problem = Elasticity(run, prepare(run), tell=print)._problem(there, 0)
+    assert (problem is None) == fits
+    assert fits or "4 ranks here need" in str(problem)
