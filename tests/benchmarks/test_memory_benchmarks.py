@@ -75,6 +75,7 @@ def test_peers_train_the_same(tmp_path):
     assert states["ours data 2 sharded"] == pytest.approx(states["ours data 2"] / 2, rel=0.01)
 
 
+@pytest.mark.slow
 def test_overlap(tmp_path):
     results, _ = run("overlap", tmp_path)
     assert_pictures(tmp_path, "overlap.png", "overlap-curve.png")
@@ -97,6 +98,7 @@ def test_covered_time_counts_what_overlaps_once_and_nothing_before_zero():
     assert covered([("a", -5.0, -1.0), ("b", -2.0, 2.0)]) == 2.0
 
 
+@pytest.mark.slow
 def test_saved(tmp_path):
     results, text = run("saved", tmp_path)
     assert_pictures(tmp_path, "saved.png", "saved-pipe.png")

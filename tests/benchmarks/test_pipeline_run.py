@@ -20,6 +20,7 @@ def _run(folder, *arguments: str) -> tuple[dict, str]:
     return json.loads(path.read_text()), path.with_suffix(".md").read_text()
 
 
+@pytest.mark.slow
 def test_results_are_complete(tmp_path, capsys):
     result, table = _run(tmp_path, "--only", "torch-1f1b", "ours-message-driven-gloo")
     assert {"date", "commit", "machine", "versions", "command", "allocator", "rounds", "cases"} <= result.keys()

@@ -158,6 +158,7 @@ def test_work_within_rounding_passes_and_other_work_does_not():
         check_work("a", [1.0], [1.0, 2.0, 3.0])
 
 
+@pytest.mark.slow
 def test_results_are_complete(tmp_path, capsys):
     path = tmp_path / "result.json"
     main([*TINY, "--ranks", "2", "--only", "dtensor", "fsdp2", "--base", "dtensor", "--output", str(path)])

@@ -45,6 +45,7 @@ def test_a_difference_is_told(tmp_path, monkeypatch, capsys):
     assert "10 of 12 counts equal" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_limits(tmp_path, capsys):
     path = tmp_path / "limits.json"
     limits.main(["--quick", "--ranks", "4", "9", "--output", str(path)])
