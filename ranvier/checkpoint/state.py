@@ -90,7 +90,7 @@ def _parameters_to_write(engine: Engine, own: Mapping[str, Slice]) -> Iterator[P
         shape = engine.layout[name].shape
         for box in piece.boxes() or [piece.box]:
             yield Piece(kind="parameter", name=name, shape=shape, box=box,
-                        tensor=_view(parameters[name].detach(), piece.box, box))
+                        tensor=view_of(parameters[name].detach(), piece.box, box))
 
 
 def _states_to_write(engine: Engine, own: Mapping[str, Slice]) -> Iterator[Piece]:
@@ -242,11 +242,11 @@ def set_parameters(engine: Engine, value: Callable[[str], Tensor | None]) -> Non
     with torch.no_grad():
         for key, parameter in engine.named_parameters().items():
             if (found := value(layout[key].owner)) is not None:
-                parameter.copy_(_view(found, whole(found.shape), layout.box(ends[key], at.row, at.col)))
+                parameter.copy_(view_of(found, whole(found.shape), layout.box(ends[key], at.row, at.col)))
         for name, start, stop, states in _flat_states(engine):
             if "master" in states and (found := value(layout[name].owner)) is not None:
                 for piece in _pieces(engine, "master", name, start, stop, states["master"]):
-                    piece.tensor.copy_(_view(found, whole(found.shape), piece.box))
+                    piece.tensor.copy_(view_of(found, whole(found.shape), piece.box))
     scale = engine.loss_scale
     engine.go_on_from(engine.steps, optimizer_steps=engine.flat_optimizer and engine.flat_optimizer.steps,
                       loss_scale=None if scale is None else asdict(scale))
@@ -362,7 +362,7 @@ def _pieces(engine: Engine, kind: str, name: str, start: int, stop: int, flat: T
         at += size
 
 
-def _view(tensor: Tensor, held: Box, box: Box) -> Tensor:
+def view_of(tensor: Tensor, held: Box, box: Box) -> Tensor:
     """The part `box` of a tensor that has `held`."""
     return tensor[tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(
         box, held, strict=True))]

@@ -167,14 +167,14 @@ class _Ranks:
         """The elements of a move that begins here."""
         for rank, box in self._have[move.parameter]:
             if rank == move.source and _is_within(move.box, box):
-                return _view(self._own[self._pieces[move.parameter, rank, box]], box, move.box)
+                return state.view_of(self._own[self._pieces[move.parameter, rank, box]], box, move.box)
         raise AssertionError(f"nothing here holds {move}")
 
     def copy(self, move: Move, elements: Tensor) -> None:
         """The elements of a move that ends here go to whoever has asked for them."""
         for box, target in self.wanted[move.parameter]:
             if _is_within(move.box, box):
-                _view(target, box, move.box).copy_(elements)
+                state.view_of(target, box, move.box).copy_(elements)
 
 
 def _key(kind: str, name: str) -> str:
@@ -184,12 +184,6 @@ def _key(kind: str, name: str) -> str:
 
 def _is_within(inner: Box, outer: Box) -> bool:
     return all(low <= start and stop <= high for (start, stop), (low, high) in zip(inner, outer, strict=True))
-
-
-def _view(tensor: Tensor, held: Box, box: Box) -> Tensor:
-    """The part `box` of a tensor that has `held`."""
-    return tensor[tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(
-        box, held, strict=True))]
 
 
 def _in_pieces(move: Move, item_bytes: int) -> Iterator[Move]:

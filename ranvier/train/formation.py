@@ -38,6 +38,13 @@ class Formation:
     measured: Measured
     own: bool
 
+    def work_share(self) -> float:
+        """What of a step's operations is done, of those of one in which all layers train: frozen blocks have no
+        backward, and of those that this rank reads from the cache nothing is computed."""
+        flops = [cost.flops for cost in self.engine.stages.costs]
+        left_out = 2 * sum(flops[:self.engine.frozen_blocks]) + sum(flops[:self.engine.cached_blocks])
+        return 1.0 - left_out / (3 * sum(flops))
+
     def close(self) -> None:
         """Collective over its ranks: its communicators are freed, but for those of the world that was there before."""
         self.engine.close()

@@ -400,7 +400,7 @@ class Training:
         self._tell_of_checkpoints()
         if self.pending is None:
             return
-        event = self.pending.event(families.flops_per_sample(self.run) / self.data.weight,
+        event = self.pending.event(self.now.work_share() * families.flops_per_sample(self.run) / self.data.weight,
                                    self._rank_flops_per_second * self.run.mesh.size)
         self.stops |= self.pending.stop_requested
         self.resizes |= self.pending.resize_requested

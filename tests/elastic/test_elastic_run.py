@@ -104,6 +104,9 @@ def test_a_run_that_packs_itself_is_the_run_that_does_not(sentences, tmp_path, i
     steps = lines(run, "metrics.jsonl")
     assert [line["frozen_layers"] for line in steps] == [0] * 5 + [2] * 9 + [4] * 10
     assert (steps[0]["data"], steps[0]["pipe"]) == (1, 4)
+    work = [line["flops_per_second"] * line["step_seconds"] / line["tokens"] for line in steps]
+    # six layers alike, and a head that is small beside them: of frozen ones a third is left
+    assert [work[step] / work[0] for step in (8, 20)] == pytest.approx([1 - 2 / 3 * 2 / 6, 1 - 2 / 3 * 4 / 6], rel=0.02)
     assert (steps[-1]["data"], steps[-1]["pipe"]) == (told[-1]["mesh"]["data"], told[-1]["mesh"]["pipe"])
     assert "step 5: froze layers 0-1; " in text and "step 14: froze layers 2-3; " in text
     assert results[0]["frozen_layers"] == 4 and results[0]["transitions"] == 2
