@@ -16,10 +16,14 @@ from collections.abc import Sequence
 from ranvier.elastic.freezing import Cap, Facts
 
 
-def depths(layers: int, alpha: float, epochs: int) -> list[int]:
-    """Frozen layers in each epoch, by the cap, which is asked after each."""
+def depths(layers: int, alpha: float, epochs: int, every: int = 1) -> list[int]:
+    """Frozen layers in each epoch, by the cap, which is asked after each, or after every so many."""
     found = [0]
-    for evaluation in range(1, epochs):
+    for epoch in range(1, epochs):
+        evaluation, rest = divmod(epoch, every)
+        if rest:
+            found.append(found[-1])
+            continue
         facts = Facts(step=evaluation, evaluation=evaluation, frozen=found[-1], num_layers=layers,
                       gradient_norms=(0.0,) * layers)
         found.append(Cap(alpha).frozen_layers(facts))
@@ -32,6 +36,6 @@ def units(layers: int, frozen: Sequence[int], *, cache: bool) -> int:
     return sum(layers - there + 2 * (layers - deep) for deep, there in zip(frozen, known, strict=True))
 
 
-def speedup(layers: int, alpha: float, epochs: int, *, cache: bool) -> float:
+def speedup(layers: int, alpha: float, epochs: int, *, cache: bool, every: int = 1) -> float:
     """The bound, over training all layers in all epochs."""
-    return 3 * layers * epochs / units(layers, depths(layers, alpha, epochs), cache=cache)
+    return 3 * layers * epochs / units(layers, depths(layers, alpha, epochs, every), cache=cache)

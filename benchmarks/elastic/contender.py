@@ -33,9 +33,11 @@ class Contender:
                        batch=replace(base.batch, microbatch_size=size))
 
 
-def contenders(base: Run, *, ranks: int = 4, alpha: float = 1 / 3, cut: str = "exact") -> list[Contender]:
-    """All of them, in the order of the table. Frozen layers drop nothing, with and without the cache."""
-    frozen = Elastic(freeze="cap", alpha=alpha, frozen_dropout=False)
+def contenders(base: Run, *, ranks: int = 4, alpha: float = 1 / 3, cut: str = "exact", every: int = 0
+               ) -> list[Contender]:
+    """All of them, in the order of the table. Frozen layers drop nothing, with and without the cache. every: steps
+    between evaluations of the policy, 0 for an epoch."""
+    frozen = Elastic(freeze="cap", alpha=alpha, frozen_dropout=False, every=every)
     packed = replace(frozen, auto_pipe=True, cut=cut)
     share = base.batch.global_size // ranks
     return [

@@ -56,7 +56,8 @@ def measure(options: argparse.Namespace) -> dict:
     head = (f"{options.task}: {layers} layers, {options.epochs} epochs of {base.data.train_samples} samples, batch "
             f"{base.batch.global_size}, alpha {options.alpha:.3g}, cut {options.cut}\n\n{WANTED}")
     results = {"lines": [line.document() for line in table], "bounds": limits,
-               "frozen_by_epoch": bound.depths(layers, options.alpha, options.epochs), "outcomes": documents(outcomes)}
+               "frozen_by_epoch": bound.depths(layers, options.alpha, options.epochs),
+               "outcomes": documents(outcomes, options)}
     write(options, f"parts-{options.task}", results, markdown(head, COLUMNS, [row(line) for line in table]),
           lambda path: picture.draw_parts(table, outcomes, f"{options.task}, {options.epochs} epochs", path))
     return results

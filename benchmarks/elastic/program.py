@@ -12,6 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from benchmarks.elastic.contender import Contender
+from benchmarks.elastic.kept import Kept
 from benchmarks.elastic.outcome import Outcome
 from benchmarks.elastic.rounds import Stand, in_turn, run_one
 from benchmarks.elastic.task import task_run
@@ -32,6 +33,8 @@ def parser(doc: str) -> argparse.ArgumentParser:
                                                            "work? (times mean nothing)")
     made.add_argument("--processes", action="store_true", help="--quick with real ranks")
     made.add_argument("--output", type=Path, help="the file of results; by default in benchmarks/results/elastic")
+    made.add_argument("--outcomes", type=Path, help="a file that each run is added to at once; runs that are in it are "
+                                                    "not repeated")
     made.add_argument("--keep", type=Path, help="folder for what the runs leave, which then stays")
     return made
 
@@ -78,9 +81,13 @@ def base_run(options: argparse.Namespace, stand: Stand, seed: int) -> Run:
 def run_all(options: argparse.Namespace, stand: Stand, found: Sequence[Contender], few: Sequence[int] | None = None,
             ends: Sequence[str] = ()) -> list[Outcome]:
     """Every contender for its seeds, one after the other; each is told when it is over."""
-    outcomes = []
+    outcomes, kept = [], Kept(options.outcomes)
     for seed, contender in in_turn(options.seeds, found, few, ends):
-        outcome = run_one(contender, base_run(options, stand, seed), stand)
+        base = base_run(options, stand, seed)
+        outcome = kept.get(contender, base, stand)
+        if outcome is None:
+            outcome = run_one(contender, base, stand)
+            kept.add(contender, base, stand, outcome)
         accuracy = "" if outcome.accuracy is None else f", {100 * outcome.accuracy:.1f} % of {outcome.count}"
         print(f"seed {seed}, {contender.name}: {outcome.seconds:.1f} s, {outcome.samples_per_second:.1f} samples/s, "
               f"{len(outcome.course) - 1} transitions{accuracy}", flush=True)
@@ -99,8 +106,13 @@ def write(options: argparse.Namespace, name: str, results: Mapping[str, object],
     return path
 
 
-def documents(outcomes: Sequence[Outcome]) -> list[dict]:
-    return [asdict(one) | {"seconds": one.seconds, "samples_per_second": one.samples_per_second} for one in outcomes]
+def documents(outcomes: Sequence[Outcome], options: argparse.Namespace) -> list[dict]:
+    """Each outcome; without what is there for each step where a file of outcomes has that."""
+    found = [asdict(one) | {"seconds": one.seconds, "samples_per_second": one.samples_per_second} for one in outcomes]
+    if options.outcomes is not None:
+        for one in found:
+            del one["losses"], one["step_seconds"]
+    return found
 
 
 def _plain(value):

@@ -50,7 +50,8 @@ def measure(options: argparse.Namespace) -> dict:
             for shape, all_found in simulated.items() for name, found in all_found.items()]
     text = "\n".join([markdown(head, COLUMNS, [row(line) for line in table]), markdown(
         "Simulated: 8 devices", ("shape", "contender", "x of none", "bound", "frozen: data x pipe, by epoch"), rows)])
-    results = {"lines": [line.document() for line in table], "outcomes": documents(outcomes), "simulated": simulated}
+    results = {"lines": [line.document() for line in table], "outcomes": documents(outcomes, options),
+               "simulated": simulated}
     write(options, f"two-ranks-{options.task}", results, text,
           lambda path: picture.draw_parts(table, outcomes, f"{options.task}, {RANKS} ranks", path))
     return results

@@ -9,7 +9,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from benchmarks.elastic import alpha, cache_depth, microbatches, parts, two_ranks
+from benchmarks.elastic import alpha, cache_depth, microbatches, parts, program, two_ranks
 from benchmarks.elastic.contender import PEER, contenders, named
 from benchmarks.elastic.rounds import ContenderFailed, Stand, run_one
 from benchmarks.elastic.task import task_run
@@ -63,6 +63,7 @@ def test_the_same_losses_without_freezing_and_the_same_order_with_it(tmp_path, t
     assert not (tmp_path / f"seed3-{PEER}" / "initial").exists()
 
 
+@pytest.mark.slow
 def test_images(tmp_path):
     """The ViT of transformers trains as ours does: class token, positions and patches decay alike."""
     import numpy as np
@@ -101,6 +102,18 @@ def test_cache_depth(tmp_path):
     assert row["gain"][0] > 0 and found["pays_from"] in (2, None)
 
 
+def test_outcomes_that_are_kept_are_not_run_again(tmp_path, monkeypatch):
+    options = ["--quick", "--epochs", "1", "--only", "none", "--keep", str(tmp_path / "runs"), "--outcomes",
+               str(tmp_path / "kept.jsonl"), "--output", str(tmp_path / "x.json")]
+    first = parts.measure(parts.parse(options))["outcomes"]
+    monkeypatch.setattr(program, "run_one", lambda contender, base, stand: pytest.fail("runs again"))
+    assert parts.measure(parts.parse(options))["outcomes"] == first
+    with pytest.raises(pytest.fail.Exception, match="runs again"):
+        parts.measure(parts.parse([*options, "--seeds", "1"]))
+    with pytest.raises(pytest.fail.Exception, match="runs again"):
+        parts.measure(parts.parse([*options, "--dropout", "0.2"]))
+
+
 @pytest.mark.slow
 def test_parts_with_real_ranks(tmp_path):
     parts.measure(parts.parse(["--quick", "--processes", "--dropout", "0", "--epochs", "2", "--only", "none", "all",
@@ -125,11 +138,11 @@ def test_a_contender_that_fails_is_told_with_its_output(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [alpha, microbatches, two_ranks])
-def test_programs(tmp_path, program):
-    program.measure(program.parse(["--quick", "--output", str(tmp_path / "x.json")]))
+@pytest.mark.parametrize("measured", [alpha, microbatches, two_ranks])
+def test_programs(tmp_path, measured):
+    measured.measure(measured.parse(["--quick", "--output", str(tmp_path / "x.json")]))
     found, table = result(tmp_path, "x")
-    match program.__name__.rpartition(".")[2]:
+    match measured.__name__.rpartition(".")[2]:
         case "alpha":
             assert [line["name"] for line in found["lines"]] == ["none", "alpha 1/3", "alpha 1/2"] and len(table) == 4
         case "microbatches":

@@ -19,6 +19,7 @@ from ranvier.train.events import StepEvent
 
 def test_units_of_frozen_epochs():
     assert bound.depths(12, 1 / 3, 5) == [0, 4, 7, 9, 10]
+    assert bound.depths(6, 0.6, 7, every=2) == [0, 0, 4, 4, 6, 6, 6]
     assert bound.units(12, [0, 4, 7], cache=False) == 36 + 12 + 16 + 12 + 10
     assert bound.units(12, [0, 4, 7], cache=True) == 36 + 12 + 16 + (12 - 4) + 10
     assert bound.speedup(12, 1 / 3, 1, cache=True) == 1.0
@@ -72,7 +73,7 @@ def task_run_of(task="sentiment", **options):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_contender_can_be(task, ranks):
     base = task_run_of(task, samples=100, eval_epochs=2)
-    assert base.data.train_samples == 96 and base.train.eval_every == 6 and base.train.epochs == 10
+    assert base.data.train_samples == 96 and base.train.eval_every == 12 and base.train.epochs == 10
     for one in contenders(base, ranks=ranks):
         run = checked(one.applied(base))
         assert run.mesh.size == ranks and run.train == base.train and run.optim == base.optim and run.data == base.data

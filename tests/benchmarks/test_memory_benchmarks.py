@@ -55,6 +55,7 @@ def test_formulas_of_device_bytes():
         assert predicted_bytes(Optim(offload=offload, accumulate=accumulate, **sizes), 1000) == size
 
 
+@pytest.mark.slow
 def test_peers_train_the_same(tmp_path):
     results, text = run("peers", tmp_path)
     assert "losses differ" not in text

@@ -113,6 +113,7 @@ def test_all_contenders_over_gloo_compute_what_plain_pytorch_does(over_gloo):
     _check(over_gloo, "gloo")
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.skipif(UNUSABLE is not None, reason=str(UNUSABLE))
 @pytest.mark.skipif(all(one.transport != "mpi" for one in contenders(RANKS)), reason="no contender over MPI")
@@ -189,6 +190,7 @@ def _measured(tmp_path, contender: Contender, rounds: int = 1) -> list[dict]:
     return measure(STEM, [contender], stand, rounds=rounds, steps=1, say=lambda text: None)
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.skipif(UNUSABLE is not None, reason=str(UNUSABLE))
 def test_ranks_are_started_by_mpiexec_too(tmp_path):

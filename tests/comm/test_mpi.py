@@ -23,7 +23,7 @@ def mpi(function):
 
 
 @mpi
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_conformance(size):
     """All cases in one start, the failing one is named."""
     cases = [*conformance.MESSAGES, *conformance.COLLECTIVES]

@@ -15,9 +15,10 @@ from ranvier.world import World
 from tests.comm import conformance
 
 HERE = "tests.comm.test_torch"
+SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=SLOW), 3, pytest.param(4, marks=SLOW)])
 def test_conformance(size):
     """All cases in one start, the failing one is named."""
     cases = [*conformance.MESSAGES, *conformance.COLLECTIVES]

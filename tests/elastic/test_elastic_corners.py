@@ -91,6 +91,7 @@ def test_a_memory_report_after_the_pipeline_has_packed(sentences, tmp_path, monk
     assert "stage 1: predicted" in text and "stage 2: predicted" not in text
 
 
+@pytest.mark.slow
 def test_the_cache_on_a_tensor_mesh_outlives_transitions(sentences, tmp_path, in_one_process):
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2, col=2), elastic=replace(
         BY_HAND, auto_pipe=False, auto_dp=False, cache=True, cache_from=1, cache_precision="full",

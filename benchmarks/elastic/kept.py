@@ -1,0 +1,48 @@
+"""Outcomes that stay in a file, a line each, as soon as they are there: a series that was interrupted goes on, and
+programs that need the same run share it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from benchmarks.elastic.contender import Contender
+from benchmarks.elastic.outcome import Outcome
+from benchmarks.elastic.rounds import Stand
+from benchmarks.record import circumstances
+from ranvier import resolve
+from ranvier.run import Run
+
+_TUPLES = ("losses", "step_seconds", "course", "cache")
+
+
+class Kept:
+    """The outcomes of a file; without a path of none, and nothing is kept."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._known: dict[str, Outcome] = {}
+        for line in path.read_text().splitlines() if path is not None and path.exists() else ():
+            entry = json.loads(line)
+            fields = entry["outcome"]
+            self._known[entry["key"]] = Outcome(**fields | {name: tuple(fields[name]) for name in _TUPLES})
+
+    def get(self, contender: Contender, base: Run, stand: Stand) -> Outcome | None:
+        """The outcome of the same run with the same seed on as many cores, by whatever name it ran."""
+        found = self._known.get(_key(contender, base, stand))
+        return None if found is None else replace(found, name=contender.name)
+
+    def add(self, contender: Contender, base: Run, stand: Stand, outcome: Outcome) -> None:
+        if self._path is not None:
+            entry = {"key": _key(contender, base, stand), **circumstances(), "outcome": asdict(outcome)}
+            with self._path.open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+
+
+def _key(contender: Contender, base: Run, stand: Stand) -> str:
+    what = [resolve.document(contender.applied(base)), contender.peer, stand.pin, stand.threads,
+            len(os.sched_getaffinity(0))]
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
