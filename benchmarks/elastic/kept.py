@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.elastic.contender import Contender
 from benchmarks.elastic.outcome import Outcome
 from benchmarks.elastic.rounds import Stand
-from benchmarks.record import circumstances
+from benchmarks.record import circumstances, machine
 from ranvier import resolve
 from ranvier.run import Run
 
@@ -20,13 +20,15 @@ _TUPLES = ("losses", "step_seconds", "course", "cache")
 
 
 class Kept:
-    """The outcomes of a file; without a path of none, and nothing is kept."""
+    """The outcomes of a file that are of a machine like this one; without a path of none, and nothing is kept."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._known: dict[str, Outcome] = {}
         for line in path.read_text().splitlines() if path is not None and path.exists() else ():
             entry = json.loads(line)
+            if entry["machine"]["cpu"] != machine()["cpu"]:
+                continue
             fields = entry["outcome"]
             self._known[entry["key"]] = Outcome(**fields | {name: tuple(fields[name]) for name in _TUPLES})
 
