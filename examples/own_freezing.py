@@ -37,6 +37,13 @@ class GradientChange:
         least = median(change.values())
         return next((layer for layer in active if change[layer] >= least), facts.frozen)
 
+    def state_dict(self):
+        """What a checkpoint keeps."""
+        return {"before": self.before}
+
+    def load_state_dict(self, state):
+        self.before = state["before"]
+
 
 def write_sentences(path, count, seed):
     """Labelled sentences as TSV."""

@@ -48,11 +48,8 @@ class Loader:
 
         inputs and targets: those of the task, b / rows of them, on `device`; samples: int64 on the CPU.
         """
-        size = self.size(step)
-        mine = share(size, self.num_replicas, self.replica)
-        batch = self.sampler.global_batch(step, self.global_size, self.offset)[:size]
-        mine = at_home(batch, self.nodes)[mine] if len(set(self.nodes)) > 1 else mine
-        batch, epochs = batch[mine], self.sampler.epochs(step, self.global_size, self.offset)[:size][mine]
+        batch, mine = self._taken(step)
+        epochs = self.sampler.epochs(step, self.global_size, self.offset)[:self.size(step)][mine]
         found = []
         for whole, theirs in zip(microbatches(batch, self.microbatch_size), microbatches(epochs, self.microbatch_size),
                                  strict=True):
@@ -61,6 +58,19 @@ class Loader:
             targets = self._on_device(_without(self.data.targets(samples), valid)) if self.needs_targets else None
             found.append(Microbatch(inputs=inputs, targets=targets, samples=torch.from_numpy(samples.copy())))
         return found
+
+    def samples(self, step: int) -> list[Tensor]:
+        """The numbers of the samples of each of these microbatches, without reading them."""
+        batch, _ = self._taken(step)
+        return [torch.from_numpy(self._of_row(whole)[0].copy()) for whole in microbatches(batch, self.microbatch_size)]
+
+    def _taken(self, step: int) -> tuple[np.ndarray, slice | np.ndarray]:
+        """This replica's samples of a step, and which of all replicas' they are."""
+        size = self.size(step)
+        mine = share(size, self.num_replicas, self.replica)
+        batch = self.sampler.global_batch(step, self.global_size, self.offset)[:size]
+        mine = at_home(batch, self.nodes)[mine] if len(set(self.nodes)) > 1 else mine
+        return batch[mine], mine
 
     def _of_row(self, samples: np.ndarray) -> tuple[np.ndarray, int]:
         """This row's share of a microbatch, and how many of it count; the last sample is repeated where it must."""

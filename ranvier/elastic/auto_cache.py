@@ -124,6 +124,12 @@ class AutoCache:
         self._look_for_newest()
         self._reader.prefetch([Rows(each.tolist(), self._num_samples).numbers for each in samples], self._stores())
 
+    def look_again(self) -> None:
+        """Compare the weights' bytes: what was changed in a way that torch does not count (`.data`) is served until
+        then."""
+        if self._stamp is not None and cache_key.digests(self._blocks) != self._digests:
+            self._stamp = None
+
     def deepen(self, blocks: Sequence[Block]) -> None:
         """Other blocks are frozen from now. What was kept at smaller depths of the same weights is upgraded."""
         self._close_stores()

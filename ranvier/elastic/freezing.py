@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, expm1, inf, isfinite, log1p
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ranvier.errors import ConfigError, ModelError
 from ranvier.layout import Parameter, frozen_blocks
@@ -42,6 +42,16 @@ class Facts:
 
     def __post_init__(self) -> None:
         assert 0 <= self.frozen <= self.num_layers == len(self.gradient_norms) and self.evaluation >= 1
+
+
+@runtime_checkable
+class Remembers(Protocol):
+    """A policy that knows something from one evaluation to the next: it goes into checkpoints, and comes back from
+    them, where the policy has these two beside `frozen_layers`. What they exchange is JSON-serialisable."""
+
+    def state_dict(self) -> dict[str, object]: ...
+
+    def load_state_dict(self, state: dict[str, object]) -> None: ...
 
 
 class FreezePolicy(Protocol):

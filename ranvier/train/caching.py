@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from ranvier.data.loader import Loader
 from ranvier.data.task import Prepared
 from ranvier.elastic.auto_cache import AutoCache
 from ranvier.elastic.cache_profile import Times, decide
@@ -67,10 +68,16 @@ class Caching:
 
     close = leave
 
-    def prefetch(self, samples: Sequence[Tensor]) -> None:
-        """The samples of the microbatches to come, in order."""
+    def prefetch(self, loader: Loader, step: int, *, more: bool) -> None:
+        """Read ahead what `step`, counted from 0, has and, where there are more, the step behind it: its first microbatch
+        is read while this step computes."""
         if self._cache is not None and self._now.engine.cached_blocks:
-            self._cache.prefetch(samples)
+            self._cache.prefetch([*loader.samples(step), *(loader.samples(step + 1) if more else ())])
+
+    def look_again(self) -> None:
+        """An epoch has gone by: weights that were changed in a way that torch does not count are noticed now."""
+        if self._cache is not None:
+            self._cache.look_again()
 
     def facts(self) -> dict[str, object]:
         """What was read and computed, for the summary."""
@@ -131,8 +138,3 @@ class Caching:
     def _say(self, text: str) -> None:
         step = self._now.engine.steps if self._now is not None else 0
         self._tell(NoteEvent(step=step, event="cache", text=text))
-
-
-def samples_of(batch: Sequence) -> list[Tensor]:
-    """The sample numbers of microbatches."""
-    return [torch.as_tensor(each.samples) for each in batch]

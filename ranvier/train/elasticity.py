@@ -15,7 +15,7 @@ from statistics import median
 
 from ranvier.check import laid_out, problems
 from ranvier.data.task import Prepared
-from ranvier.elastic.freezing import Facts, FreezePolicy, decide, policy_of
+from ranvier.elastic.freezing import Facts, FreezePolicy, Remembers, decide, policy_of
 from ranvier.elastic.ledger import Ledger
 from ranvier.elastic.microbatch_profile import MicrobatchProfile, microbatch_counts
 from ranvier.errors import RanvierError
@@ -183,7 +183,8 @@ class Elasticity:
                 "first_pipe": self._first.mesh.pipe, "since": list(self._since), "size": self._size,
                 "due": self._due,
                 "norms": self._norms and [norm if isfinite(norm) else None for norm in self._norms],
-                "ledger": self.ledger.to_dict(), "profile": self.profile.to_dict()}
+                "ledger": self.ledger.to_dict(), "profile": self.profile.to_dict(),
+                "policy": self.policy.state_dict() if isinstance(self.policy, Remembers) else None}
 
     @property
     def freezes(self) -> bool:
@@ -199,6 +200,8 @@ class Elasticity:
             self._norms = norms and tuple(inf if norm is None else float(norm) for norm in norms)
             self.ledger = Ledger.from_dict(state["ledger"])
             self.profile = MicrobatchProfile.from_dict(state["profile"])
+            if isinstance(self.policy, Remembers) and state.get("policy") is not None:
+                self.policy.load_state_dict(state["policy"])
 
     def went_back(self, step: int, state: Mapping[str, object]) -> None:
         """The run is at `step` again, with the weights of a checkpoint that has `state`. Frozen layers, mesh and global

@@ -36,7 +36,6 @@ from ranvier.run import Run
 from ranvier.stop import StopRequest
 from ranvier.tensor.activations import layout_of
 from ranvier.train.beginning import agreed, held_out_line, prepared
-from ranvier.train.caching import samples_of
 from ranvier.train.change import Change
 from ranvier.train.console import console
 from ranvier.train.elasticity import Elasticity
@@ -196,13 +195,15 @@ class Training:
         """One optimizer step; publishes the numbers of the step before. The run is then at this step, or at that of the
         checkpoint that the guard has gone back to, or on another mesh."""
         after = self.samples + self.run.batch.global_size
+        if after // len(self.data.train) > self.samples // len(self.data.train):
+            self.elastic.caching.look_again()
         rate = self.engine.learning_rate = self.elastic.learning_rate(step)
         asked = self.elastic.asks_after(step, self.samples, after, self.now.frozen)
         self.engine.watch_layers(asked)
         with self.now.measured.step():
             self.now.train_data.microbatch_size = self.elastic.microbatch_size(self.now, step)
             batch = self.now.train_data.microbatches(step - 1)
-            self.elastic.caching.prefetch(samples_of(batch))
+            self.elastic.caching.prefetch(self.now.train_data, step - 1, more=self.elastic.left(step) > 0)
             result = self.result = self.engine.train_batch(batch)
         reached = self.guards.after_step(step, result, batch, partial(self._publish_all, step, result, rate))
         if reached != step:

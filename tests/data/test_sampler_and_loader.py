@@ -93,8 +93,12 @@ def test_targets_are_the_inputs_shifted_by_one(tokens):
 @pytest.mark.parametrize("microbatch_size", [1, 2, 3, 100])
 def test_replicas_take_the_same_global_batch_whatever_their_number(tokens, num_replicas, microbatch_size):
     whole = torch.cat([batch.samples for batch in loader(tokens).microbatches(6)])
-    parts = [loader(tokens, microbatch_size=microbatch_size, replica=replica, num_replicas=num_replicas).microbatches(6)
-             for replica in range(num_replicas)]
+    loaders = [loader(tokens, microbatch_size=microbatch_size, replica=replica, num_replicas=num_replicas)
+               for replica in range(num_replicas)]
+    parts = [each.microbatches(6) for each in loaders]
+    for each, part in zip(loaders, parts, strict=True):
+        assert all(map(torch.equal, each.samples(6), (batch.samples for batch in part)))
+        assert len(each.samples(6)) == len(part)
     assert torch.equal(torch.cat([batch.samples for part in parts for batch in part]), whole)
     for part in parts:
         assert all(len(batch.samples) == microbatch_size for batch in part[:-1])

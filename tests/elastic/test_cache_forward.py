@@ -104,11 +104,14 @@ def test_weights_that_change_and_change_back_are_a_hit(tmp_path):
         assert cached.right(1, 2) == HIT
 
 
-def test_weights_changed_behind_torchs_back_are_seen_when_more_are_frozen(tmp_path):
+@pytest.mark.parametrize("when", ["epoch", "depth"])
+def test_weights_changed_behind_torchs_back_are_seen_after_an_epoch_and_when_more_are_frozen(tmp_path, when):
     with Cached(tmp_path) as cached:
         cached.right(1, 2)
+        cached.cache.look_again()
+        assert cached.right(1, 2) == HIT
         cached.prefix.blocks[0][2].scale.data.mul_(2)
-        cached.deepen(5)
+        cached.deepen(5) if when == "depth" else cached.cache.look_again()
         assert cached.right(1, 2) == MISS
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from test_elastic_run import (  # noqa: F401 (fixtures)
@@ -19,6 +20,7 @@ from test_elastic_run import (  # noqa: F401 (fixtures)
 
 from ranvier.check import laid_out
 from ranvier.data.prepare import prepare
+from ranvier.elastic.auto_cache import AutoCache
 from ranvier.elastic.cache_profile import Times
 from ranvier.elastic.ledger import Ledger
 from ranvier.mesh import Mesh
@@ -154,6 +156,55 @@ def test_what_a_checkpoint_comes_before_is_frozen_when_the_run_goes_on(sentences
     assert losses(again) == losses(whole)[5:]
     assert [line["frozen_layers"] for line in lines(again, "metrics.jsonl")] == [
         line["frozen_layers"] for line in lines(whole, "metrics.jsonl")][5:]
+
+
+class EverySecond:
+    """A policy of one's own that remembers whether it froze a layer when it was asked last."""
+
+    def __init__(self):
+        self.rests = False
+
+    def frozen_layers(self, facts):
+        self.rests = not self.rests
+        return facts.frozen + self.rests
+
+    def state_dict(self):
+        return {"rests": self.rests}
+
+    def load_state_dict(self, state):
+        self.rests = state["rests"]
+
+
+def test_what_a_policy_of_ones_own_remembers_comes_back_with_a_checkpoint(sentences, tmp_path):  # noqa: F811
+    """It is asked after steps 4, 8, 12 ..., and freezes a layer after 4, 12, 20; the run goes on from step 6."""
+    whole = tiny(sentences, tmp_path / "whole", mesh=Mesh(), elastic=Elastic(every=4),
+                 checkpoint=Checkpoint(every=6, keep=9))
+    run_all(whole, freezing=EverySecond())
+    again = replace(whole, resume=str(whole.run_dir / "checkpoint" / "step-6"), run_dir=tmp_path / "again")
+    run_all(again, freezing=EverySecond())
+    assert [line["step"] for line in transitions(whole)] == [4, 12, 20]
+    assert [line["step"] for line in transitions(again)] == [6, 12, 20]  # the first brings back what was frozen
+    assert losses(again) == losses(whole)[6:]
+
+
+def test_the_cache_reads_a_step_ahead_and_looks_again_after_each_epoch(  # noqa: F811
+        sentences, tmp_path, monkeypatch):
+    """Two epochs of twelve steps of four microbatches of two, frozen from the first step on."""
+    named, looked = [], []
+    prefetch, look_again = AutoCache.prefetch, AutoCache.look_again
+
+    def noted(cache, samples):
+        named.append([each.tolist() for each in samples])
+        prefetch(cache, samples)
+
+    monkeypatch.setattr(AutoCache, "prefetch", noted)
+    monkeypatch.setattr(AutoCache, "look_again", lambda cache: (looked.append(1), look_again(cache)))
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(), elastic=Elastic(
+        freeze="manual", manual=("0:2",), cache=True, cache_from=1, cache_dir=tmp_path / "cache"))
+    results, _ = run_all(run)
+    assert len(named) == 24 and [len(each) for each in named] == [8] * 23 + [4]
+    assert all(now[4:] == following[:4] for now, following in pairwise(named))
+    assert len(looked) == 2 and results[0]["cache"][0]["hits"] == 96
 
 
 def test_another_batch_that_is_asked_for_is_taken(sentences, tmp_path):  # noqa: F811
