@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from ranvier.data.loader import Loader
@@ -69,8 +68,8 @@ class Caching:
     close = leave
 
     def prefetch(self, loader: Loader, step: int, *, more: bool) -> None:
-        """Read ahead what `step`, counted from 0, has and, where there are more, the step behind it: its first microbatch
-        is read while this step computes."""
+        """Read ahead what `step`, counted from 0, has and, where there are more, the step behind it: its first
+        microbatch is read while this step computes."""
         if self._cache is not None and self._now.engine.cached_blocks:
             self._cache.prefetch([*loader.samples(step), *(loader.samples(step + 1) if more else ())])
 

@@ -187,8 +187,7 @@ def test_what_a_policy_of_ones_own_remembers_comes_back_with_a_checkpoint(senten
     assert losses(again) == losses(whole)[6:]
 
 
-def test_the_cache_reads_a_step_ahead_and_looks_again_after_each_epoch(  # noqa: F811
-        sentences, tmp_path, monkeypatch):
+def test_the_cache_reads_a_step_ahead_and_looks_again_each_epoch(sentences, tmp_path, monkeypatch):  # noqa: F811
     """Two epochs of twelve steps of four microbatches of two, frozen from the first step on."""
     named, looked = [], []
     prefetch, look_again = AutoCache.prefetch, AutoCache.look_again
