@@ -24,10 +24,11 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -52,6 +53,11 @@ AIMED = {"a rank is killed in a transition": "kill", "a rank is stopped in a tra
          "a rank is late in a transition": "delay", "state or an order is lost": "drop",
          "state or an order is changed": "corrupt", "an allocation fails in a transition": "allocation"}
 """Of elastic runs."""
+_CACHED = {"elastic.cache": "true", "elastic.cache-from": 1, "elastic.cache-precision": "full",
+           "elastic.frozen-dropout": "false"}
+_PACKED = {"elastic.auto-pipe": "true", "elastic.auto-dp": "true"}
+ALSO = ({}, _CACHED, _PACKED, _CACHED | _PACKED)
+"""What else elastic runs do, one of these each: read frozen layers' outputs, pack their pipeline."""
 OUTSIDE = {"a rank is killed while a checkpoint is written": "save", "the supervisor is killed": "KILL",
            "the run is told to stop": "TERM"}
 SAYS = {
@@ -96,7 +102,7 @@ class Soak:
     elastic: float = 0.4
 
     def args(self, run_dir: Path, mesh: Mesh, transport: str = "torch", resume: str = "auto",
-             manual: str = "") -> list[str]:
+             manual: str = "", also: Mapping[str, object] = MappingProxyType({})) -> list[str]:
         settings = {
             "model.num-layers": 2, "model.hidden": 32, "model.heads": 2, "model.vocab": 300, "model.sequence": 16,
             "batch.global-size": 8, "batch.microbatch-size": 2, "train.steps": STEPS, "train.warmup-steps": 0,
@@ -109,7 +115,7 @@ class Soak:
         if manual:  # a tiny BERT, whose embedding may freeze: it is tied to nothing
             settings |= {"elastic.freeze": "manual", "elastic.manual": manual, "model.vocab": 120,
                          "data.task": "classification", "data.train": self.root / "train.tsv",
-                         "data.eval": self.root / "eval.tsv"}
+                         "data.eval": self.root / "eval.tsv"} | also
         return ["train", "gpt-tiny", *(str(word) for name, value in settings.items() for word in (f"--{name}", value))]
 
 
@@ -148,7 +154,8 @@ def run(soak: Soak) -> Tally:
         draw = random.Random(f"{soak.seed} {tally.runs}")
         mesh = draw.choice(MESHES) if draw.random() < 0.5 else None
         manual = f"{draw.randint(1, 9)}:1,{draw.randint(10, STEPS - 2)}:2" if draw.random() < soak.elastic else ""
-        Training(soak, draw, tally, references, mesh, manual).complete()
+        also = random.Random(f"{soak.seed} {tally.runs} also").choice(ALSO) if manual else {}
+        Training(soak, draw, tally, references, mesh, manual, also).complete()
         tally.runs += 1
         tally.elastic_runs += bool(manual)
         tally.same_mesh_runs += mesh is not None
@@ -173,10 +180,12 @@ class Training:
     frozen layers by step, of an elastic run."""
 
     def __init__(self, soak: Soak, draw: random.Random, tally: Tally, references: dict[tuple[Mesh, str], list[float]],
-                 mesh: Mesh | None, manual: str = "") -> None:
-        self.manual = manual
+                 mesh: Mesh | None, manual: str = "", also: Mapping[str, object] = MappingProxyType({})) -> None:
+        self.manual, self.also = manual, also
         self.soak, self.draw, self.tally, self.references, self.mesh = soak, draw, tally, references, mesh
-        self.name = f"run {tally.runs}" + ("" if mesh is None else " (one mesh)") + (" (elastic)" if manual else "")
+        self.name = f"run {tally.runs}" + ("" if mesh is None else " (one mesh)") + (
+            f" (elastic{', caches' if _CACHED.keys() <= also.keys() else ''}"
+            f"{', packs' if _PACKED.keys() <= also.keys() else ''})" if manual else "")
         self.folder = soak.root / f"run-{tally.runs}"
         self.checkpoints = self.folder / "checkpoint"
         self.moved = False
@@ -218,7 +227,8 @@ class Training:
         faults, outside = self.fault(what, mesh)
         outside = [*([] if outside is None else [outside]), *(self.wishes(mesh) if self.manual else [])]
         before, left_before = whole_steps(self.checkpoints), leftovers(self.checkpoints)
-        ended = attempt(self.soak.args(self.folder, mesh, transport, manual=self.manual), faults,
+        ended = attempt(self.soak.args(self.folder, mesh, transport, manual=self.manual,
+                                          also=self.also), faults,
                         self.soak.root / "log.txt", deadline_seconds=self.soak.deadline_seconds, as_command=as_command,
                         outside=outside)
         self.tally.starts += 1
