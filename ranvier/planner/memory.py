@@ -96,13 +96,13 @@ def _cut_of(run: Run, frozen: int) -> tuple[Model, StageTable, Layout]:
 
 def predict(run: Run, model: Model, stages: StageTable, layout: Layout) -> tuple[RankMemory, ...]:
     """One prediction for each stage. `layout` may be that of one replica: replicas differ in nothing."""
-    found = []
+    found, limit = [], _limit(run, layout)
     buffers, kept = _tensor_mesh(run, model, stages, layout) if run.mesh.stage_size > 1 and stages.costs else ({}, {})
     for row in stages.rows:
-        costs, segments, runs = _computed(run, model, stages, layout, row.stage)
+        costs, segments, runs = _computed(run, model, stages, layout, row.stage, limit)
         memory = _states(run, layout, row.stage, runs)
         if costs:
-            memory["device"] |= _activations(run, costs, row.stage, segments, kept, _limit(run, layout))
+            memory["device"] |= _activations(run, costs, row.stage, segments, kept, limit)
         if buffers:
             memory["device"]["tensor mesh"] = buffers[row.stage]
         found.append(RankMemory(pipe=row.stage, ranks=run.mesh.data * run.mesh.stage_size, **memory))
@@ -126,23 +126,24 @@ def device_bytes_of_stages(run: Run, frozen: int = 0) -> Callable[[int, int, int
     def needed(stage: int, start: int, stop: int) -> int:
         there = replace(layout, boundaries=(*range(start - stage + 1, start + 1),
                                             *range(stop, stop + run.mesh.pipe - stage - 1)))
-        costs, segments, runs = _computed(run, model, stages, there, stage)
+        limit = _limit(run, there)
+        costs, segments, runs = _computed(run, model, stages, there, stage, limit)
         if (start, stop, runs) not in lasting:  # on whichever stage they are
             lasting[start, stop, runs] = sum(_states(run, there, stage, runs)["device"].values())
-        passing = _activations(run, costs, stage, segments, kept, _limit(run, there))
+        passing = _activations(run, costs, stage, segments, kept, limit)
         return lasting[start, stop, runs] + sum(passing.values()) + gathered
 
     return needed
 
 
-def _computed(run: Run, model: Model, stages: StageTable, layout: Layout, stage: int
+def _computed(run: Run, model: Model, stages: StageTable, layout: Layout, stage: int, limit: int
               ) -> tuple[Sequence[BlockCost], list[range], tuple[range, ...]]:
     """The costs of a stage's blocks, which runs of them are computed again (as places on the stage), and all its runs
     (as numbers in the model)."""
     blocks = layout.blocks(stage)
     costs = stages.costs[blocks.start:blocks.stop] if stages.costs else ()
     names = tuple(model.blocks)[blocks.start:blocks.stop]
-    segments = _segments(run, model, names, costs, stage, _limit(run, layout))
+    segments = _segments(run, model, names, costs, stage, limit)
     return costs, segments, tuple(range(blocks.start + places.start, blocks.start + places.stop)
                                   for places, _ in runs_of(len(blocks), segments))
 
@@ -223,13 +224,13 @@ def _tensor_mesh(run: Run, model: Model, stages: StageTable, layout: Layout) -> 
     mesh = meta_mesh(run.mesh, run.tensor)
     part, found, kept_again = split_model(model, mesh), {}, {}
     known: dict[object, _BlockNeeds] = {}
+    limit = _limit(run, layout)
     with torch.device("meta"):
         state, targets = families.sample_of(run, run.batch.microbatch_size // run.mesh.row)
     for row in stages.rows:
         largest: dict[object, int] = {}
         blocks, costs = layout.blocks(row.stage), stages.costs
-        segments = _segments(run, model, row.blocks, costs[blocks.start:blocks.stop], row.stage,
-                             _limit(run, layout))
+        segments = _segments(run, model, row.blocks, costs[blocks.start:blocks.stop], row.stage, limit)
         recomputed = {place for segment in segments for place in segment}
         gathered = 0
         for place, name in enumerate(row.blocks):
@@ -288,7 +289,8 @@ def _limit(run: Run, layout: Layout) -> int:
     if run.pipeline.in_flight != "auto":
         return run.pipeline.in_flight
     trained = {parameter.block for parameter in layout.parameters if parameter.trainable}
-    return auto_in_flight(run.mesh.pipe, sum(trained.isdisjoint(layout.blocks(stage)) for stage in range(run.mesh.pipe)))
+    idle = sum(trained.isdisjoint(layout.blocks(stage)) for stage in range(run.mesh.pipe))
+    return auto_in_flight(run.mesh.pipe, idle)
 
 
 def _segments(run: Run, model: Model, blocks: Sequence[str], costs: Sequence[BlockCost], stage: int,
