@@ -119,8 +119,8 @@ class Meter:
                  resize_asked: Callable[[], bool] | None = None) -> None:
         self._timeline, self._ranks, self._stop, self._resize_asked = timeline, ranks, stop, resize_asked
         self.busy: dict[str, float] = {}
-        """Seconds in each category of span, in the steps on the mesh of now, the first aside. The verdict is left out: a
-        rank that weighs it waits for the others."""
+        """Seconds in each category of span, in the steps on the mesh of now, the first aside. The verdict is left out:
+        who weighs it waits for the others."""
         self.busy_steps = -1
         self._first: StepSpans | None = None
         self._latest: deque[StepSpans] = deque(maxlen=KEPT_STEPS)
