@@ -12,22 +12,18 @@ from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-import torch
-
 from ranvier.data.prepare import problems as data_problems
 from ranvier.data.tokenizer import GPT2_VOCAB, SMALLEST_VOCAB
 from ranvier.elastic import rules
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.machine import available_memory_bytes
 from ranvier.models import families
-from ranvier.models.block import freeze
 from ranvier.optim import groups
 from ranvier.optim.guard import guard_problems
 from ranvier.optim.step import in_backward_problems
-from ranvier.pipeline.build import StageTable, cut
-from ranvier.pipeline.microbatch import Microbatch
+from ranvier.pipeline.build import StageTable
 from ranvier.pipeline.partition import check_boundaries
-from ranvier.planner.memory import PROCESS_BYTES, RankMemory, predict, remedies
+from ranvier.planner.memory import PROCESS_BYTES, RankMemory, laid_out, remedies
 from ranvier.precision import DTYPES
 from ranvier.run import Optim, Run, TensorParallel
 from ranvier.tensor.mesh import tensor_problems
@@ -220,22 +216,6 @@ def tensor_mesh_facts(run: Run, ranks_per_node: int | None) -> TensorMeshFacts |
     by_row = (max(1, ranks_per_node // mesh.col), min(mesh.col, ranks_per_node))
     return replace(facts, tile=tile, node_bytes=round(bytes_between_nodes(mesh.row, mesh.col, tile, **received)),
                    node_bytes_row_by_row=round(bytes_between_nodes(mesh.row, mesh.col, by_row, **received)))
-
-
-def laid_out(run: Run, frozen: int = 0) -> tuple[StageTable, tuple[RankMemory, ...]]:
-    """The cut of the run's model with its first `frozen` layers frozen, and what each stage's ranks need. ConfigError
-    when the settings allow no cut."""
-    with torch.device("meta"):
-        inputs, targets = families.sample_of(run, run.batch.microbatch_size // run.mesh.row)
-    sample = Microbatch(inputs=inputs, targets=targets, samples=torch.arange(1))
-    # Replicas do not change the cut, and there may be very many of them.
-    model = freeze(families.model_of(run, dtype=DTYPES[run.precision]), frozen)
-    stages, layout = cut(model, replace(run.mesh, data=1), boundaries=run.pipeline.boundaries,
-                         how=run.pipeline.partition, sample=sample, dtype=DTYPES[run.precision],
-                         device="cuda" if run.launch.device == "cuda" else "cpu", tensor=run.tensor)
-    for problem in groups.problems(run.optim, [parameter.name for parameter in layout.parameters]):
-        raise problem
-    return stages, predict(run, model, stages, layout)
 
 
 def _mesh_problems(run: Run, num_ranks: int | None) -> Iterator[RanvierError]:

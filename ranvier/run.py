@@ -261,7 +261,8 @@ class Elastic:
     """What becomes of the global batch when replicas are added: it stays; it grows with them, and the learning rate
     with it; or it grows alone, as in the article."""
     profile_microbatches: bool = False
-    """Try several numbers of microbatches for each pipeline length, in steps of the run, and keep the fastest."""
+    """Try several numbers of microbatches for each pair of pipeline length and replicas, in steps of the run, and keep
+    the fastest."""
     cache: bool = False
     """Keep the outputs of frozen layers, and read them in the epochs that follow instead of computing them again."""
     cache_from: Positive | Literal["auto"] = "auto"

@@ -184,6 +184,8 @@ class Choice:
     """Predicted, of one step; None where the candidate was dropped."""
     reason: str
     """What decides its time, or why it cannot be."""
+    too_large: bool = False
+    """Whether it was dropped because no cut fits the memory."""
 
     @property
     def fits(self) -> bool:
@@ -254,7 +256,7 @@ class _Candidate:
             lean = cut(self.situation.num_blocks, self.pipe, lambda *stage: inf if self._excess(*stage) > 0
                        else self._cost(*stage))
             if self._too_much(lean) is not None:
-                return self._chosen(boundaries, None, too_much)
+                return replace(self._chosen(boundaries, None, too_much), too_large=True)
             boundaries = lean
         return self._chosen(boundaries, *self._predict(boundaries))
 

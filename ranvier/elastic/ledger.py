@@ -4,7 +4,7 @@ A transition costs seconds once (tensors travel, groups and engines are built) a
 PipeTransformer (He et al., 2021) changes the pipeline whenever its memory criterion allows; here only when the gain is
 larger than the cost. Neither number is a model's alone: a prediction is the measured time of a step, scaled by what the
 model says of the two meshes, so that what it leaves out on both cancels; a cost is what earlier transitions cost, by
-the bytes that they moved.
+the bytes that they moved, whatever they were made for.
 
 Seconds per step are of steps with equally many samples. Where the global batch grows with the replicas, scale them, and
 count what remains in the steps of before.
@@ -24,7 +24,8 @@ PRIOR_BYTES_PER_SECOND = 500e6
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One transition: what was expected of it, and what was measured (None as long as nothing was)."""
+    """One transition: what was expected of it (None where nobody judged it: layers froze and the mesh stayed, the
+    article's rule, a user's wish), and what was measured (None as long as nothing was)."""
 
     step: int
     """Optimizer steps done before it."""
@@ -32,12 +33,13 @@ class Entry:
     """The mesh that it came from, in words, and the one that it went to."""
     new: str
     moved_bytes: int
-    seconds_before: float
+    """From rank to rank: as expected, then as measured."""
+    seconds_before: float | None = None
     """Per step, measured."""
-    seconds_after: float
+    seconds_after: float | None = None
     """Per step, predicted."""
     remaining_steps: int
-    expected_cost: float
+    expected_cost: float | None = None
     """Seconds."""
     measured_cost: float | None = None
     """Seconds."""
@@ -45,13 +47,15 @@ class Entry:
     """Seconds per step."""
 
     def __str__(self) -> str:
-        text = f"step {self.step}: {self.old} -> {self.new}: "
+        parts = []
         if self.measured_cost is not None:
-            text += f"cost {self.measured_cost:.1f} s, "
-        text += f"{self.seconds_before:.3g} s a step before"
+            parts.append(f"cost {self.measured_cost:.1f} s")
+        if self.seconds_before is not None:
+            parts.append(f"{self.seconds_before:.3g} s a step before")
         if self.measured_after is not None:
-            text += f", {self.measured_after:.3g} s after"
-        return text + f" ({self.seconds_after:.3g} s were predicted)"
+            parts.append(f"{self.measured_after:.3g} s after")
+        predicted = "" if self.seconds_after is None else f" ({self.seconds_after:.3g} s were predicted)"
+        return f"step {self.step}: {self.old} -> {self.new}: {', '.join(parts)}{predicted}"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How many microbatches a replica's share is cut into: a search over measured steps, once per pipeline length.
+"""How many microbatches a replica's share is cut into: a search over measured steps, once per (pipe, data).
 
 PipeTransformer (He et al., 2021, section 3.2) tries K to 6 K microbatches on K stages. So does this; what was measured
 is plain data and goes into checkpoints.
@@ -33,6 +33,12 @@ def microbatch_counts(stages: int, share: int) -> tuple[int, ...]:
                          for wanted in range(stages, most + 1, stages)}))
 
 
+def size_of(share: int, count: int, rows: int) -> int:
+    """Samples in a microbatch where a `share` is cut into `count`, such that `rows` can share each."""
+    size = -(-share // count)
+    return -(-size // rows) * rows
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trial:
     """Seconds of a step as measured, the least where there were several measurements."""
@@ -64,10 +70,20 @@ class MicrobatchProfile:
 
     def best(self, pipe: int, data: int, frozen: int, candidates: Sequence[int]) -> int:
         """The fastest count of the finished search, else of what was tried at this depth, else the first candidate."""
-        searched = self._searched(pipe, data, candidates)
-        tried = self._trials(pipe, data, frozen if searched is None else searched)
+        found = self.found(pipe, data, candidates)
+        if found is not None:
+            return found
+        tried = self._trials(pipe, data, frozen)
         known = [count for count in candidates if count in tried]
         return min(known, key=lambda count: tried[count]) if known else candidates[0]
+
+    def found(self, pipe: int, data: int, candidates: Sequence[int]) -> int | None:
+        """The fastest count of the finished search; None as long as none is finished."""
+        searched = self._searched(pipe, data, candidates)
+        if searched is None:
+            return None
+        tried = self._trials(pipe, data, searched)
+        return min(candidates, key=lambda count: tried[count])
 
     def measured(self, pipe: int, data: int, frozen: int, microbatches: int, seconds: float) -> MicrobatchProfile:
         """The profile with one more measurement. One that is no finite number of seconds is left out."""

@@ -19,8 +19,9 @@ operations of one microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import prod
 from typing import Literal
 
@@ -32,13 +33,15 @@ from ranvier import keyed_random, precision
 from ranvier.errors import ConfigError
 from ranvier.layout import Layout
 from ranvier.models import families
-from ranvier.models.block import Model, State, named
+from ranvier.models.block import Model, State, freeze, named
+from ranvier.optim import groups
 from ranvier.optim.buckets import buckets_of
 from ranvier.optim.gradients import Gradients
 from ranvier.optim.optimizer import resolve_bucket_size
 from ranvier.optim.rules import rule_of
-from ranvier.pipeline.build import StageTable, meta_mesh, split_model
+from ranvier.pipeline.build import StageTable, cut, meta_mesh, split_model
 from ranvier.pipeline.checkpointing import stage_segments
+from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.partition import BlockCost, KeptBytes
 from ranvier.pipeline.policies import MANY, auto_defer_microbatches, auto_in_flight, policy_named
 from ranvier.pipeline.stage import runs_of
@@ -70,22 +73,79 @@ class RankMemory:
         return sum(self.host.values())
 
 
+def laid_out(run: Run, frozen: int = 0) -> tuple[StageTable, tuple[RankMemory, ...]]:
+    """The cut of the run's model with its first `frozen` layers frozen, and what each stage's ranks need. ConfigError
+    when the settings allow no cut."""
+    model, stages, layout = _cut_of(run, frozen)
+    return stages, predict(run, model, stages, layout)
+
+
+def _cut_of(run: Run, frozen: int) -> tuple[Model, StageTable, Layout]:
+    with torch.device("meta"):
+        inputs, targets = families.sample_of(run, run.batch.microbatch_size // run.mesh.row)
+    sample = Microbatch(inputs=inputs, targets=targets, samples=torch.arange(1))
+    # Replicas do not change the cut, and there may be very many of them.
+    model = freeze(families.model_of(run, dtype=DTYPES[run.precision]), frozen)
+    stages, layout = cut(model, replace(run.mesh, data=1), boundaries=run.pipeline.boundaries,
+                         how=run.pipeline.partition, sample=sample, dtype=DTYPES[run.precision],
+                         device="cuda" if run.launch.device == "cuda" else "cpu", tensor=run.tensor)
+    for problem in groups.problems(run.optim, [parameter.name for parameter in layout.parameters]):
+        raise problem
+    return model, stages, layout
+
+
 def predict(run: Run, model: Model, stages: StageTable, layout: Layout) -> tuple[RankMemory, ...]:
     """One prediction for each stage. `layout` may be that of one replica: replicas differ in nothing."""
-    found = []
+    found, limit = [], _limit(run, layout)
     buffers, kept = _tensor_mesh(run, model, stages, layout) if run.mesh.stage_size > 1 and stages.costs else ({}, {})
     for row in stages.rows:
-        blocks = layout.blocks(row.stage)
-        costs = stages.costs[blocks.start:blocks.stop] if stages.costs else ()
-        segments = _segments(run, model, row.blocks, costs, row.stage, _limit(run, stages))
-        memory = _states(run, layout, row.stage, [range(blocks.start + places.start, blocks.start + places.stop)
-                                                  for places, _ in runs_of(len(blocks), segments)])
+        costs, segments, runs = _computed(run, model, stages, layout, row.stage, limit)
+        memory = _states(run, layout, row.stage, runs)
         if costs:
-            memory["device"] |= _activations(run, costs, row.stage, segments, kept, _limit(run, stages))
+            memory["device"] |= _activations(run, costs, row.stage, segments, kept, limit)
         if buffers:
             memory["device"]["tensor mesh"] = buffers[row.stage]
         found.append(RankMemory(pipe=row.stage, ranks=run.mesh.data * run.mesh.stage_size, **memory))
     return tuple(found)
+
+
+def device_bytes_of_stages(run: Run, frozen: int = 0) -> Callable[[int, int, int], int]:
+    """(stage, start, stop) -> what a rank of that stage needs of its device when it has blocks start .. stop - 1, for
+    the search of a cut. ConfigError when the settings allow none.
+
+    As `laid_out` says it, but for what depends on the other stages too: of those before it all but the first are taken
+    to have one block (which matters where some of them train nothing), and what products on several rows and columns
+    gather into is the most of any stage of the run's own cut.
+    """
+    model, stages, layout = _cut_of(run, frozen)
+    buffers, kept = _tensor_mesh(run, model, stages, layout) if run.mesh.stage_size > 1 else ({}, {})
+    gathered = max(buffers.values(), default=0)
+    lasting: dict[object, int] = {}
+
+    @cache
+    def needed(stage: int, start: int, stop: int) -> int:
+        there = replace(layout, boundaries=(*range(start - stage + 1, start + 1),
+                                            *range(stop, stop + run.mesh.pipe - stage - 1)))
+        limit = _limit(run, there)
+        costs, segments, runs = _computed(run, model, stages, there, stage, limit)
+        if (start, stop, runs) not in lasting:  # on whichever stage they are
+            lasting[start, stop, runs] = sum(_states(run, there, stage, runs)["device"].values())
+        passing = _activations(run, costs, stage, segments, kept, limit)
+        return lasting[start, stop, runs] + sum(passing.values()) + gathered
+
+    return needed
+
+
+def _computed(run: Run, model: Model, stages: StageTable, layout: Layout, stage: int, limit: int
+              ) -> tuple[Sequence[BlockCost], list[range], tuple[range, ...]]:
+    """The costs of a stage's blocks, which runs of them are computed again (as places on the stage), and all its runs
+    (as numbers in the model)."""
+    blocks = layout.blocks(stage)
+    costs = stages.costs[blocks.start:blocks.stop] if stages.costs else ()
+    names = tuple(model.blocks)[blocks.start:blocks.stop]
+    segments = _segments(run, model, names, costs, stage, limit)
+    return costs, segments, tuple(range(blocks.start + places.start, blocks.start + places.stop)
+                                  for places, _ in runs_of(len(blocks), segments))
 
 
 class _Members:
@@ -164,13 +224,13 @@ def _tensor_mesh(run: Run, model: Model, stages: StageTable, layout: Layout) -> 
     mesh = meta_mesh(run.mesh, run.tensor)
     part, found, kept_again = split_model(model, mesh), {}, {}
     known: dict[object, _BlockNeeds] = {}
+    limit = _limit(run, layout)
     with torch.device("meta"):
         state, targets = families.sample_of(run, run.batch.microbatch_size // run.mesh.row)
     for row in stages.rows:
         largest: dict[object, int] = {}
         blocks, costs = layout.blocks(row.stage), stages.costs
-        segments = _segments(run, model, row.blocks, costs[blocks.start:blocks.stop], row.stage,
-                             _limit(run, stages))
+        segments = _segments(run, model, row.blocks, costs[blocks.start:blocks.stop], row.stage, limit)
         recomputed = {place for segment in segments for place in segment}
         gathered = 0
         for place, name in enumerate(row.blocks):
@@ -224,11 +284,13 @@ def _block_needs(run: Run, part: Model, mesh: TensorMesh, name: str, state: Stat
                        state=tree_map(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), state))
 
 
-def _limit(run: Run, stages: StageTable) -> int:
+def _limit(run: Run, layout: Layout) -> int:
     """Most microbatches of a replica on their way."""
     if run.pipeline.in_flight != "auto":
         return run.pipeline.in_flight
-    return auto_in_flight(run.mesh.pipe, sum(not row.num_trainable for row in stages.rows))
+    trained = {parameter.block for parameter in layout.parameters if parameter.trainable}
+    idle = sum(trained.isdisjoint(layout.blocks(stage)) for stage in range(run.mesh.pipe))
+    return auto_in_flight(run.mesh.pipe, idle)
 
 
 def _segments(run: Run, model: Model, blocks: Sequence[str], costs: Sequence[BlockCost], stage: int,

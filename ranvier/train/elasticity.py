@@ -10,20 +10,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from math import ceil, inf, isfinite
+from math import inf, isfinite
 from statistics import median
 
-from ranvier.check import laid_out, problems
 from ranvier.data.task import Prepared
 from ranvier.elastic.freezing import Facts, FreezePolicy, Remembers, decide, policy_of
-from ranvier.elastic.ledger import Ledger
-from ranvier.elastic.microbatch_profile import MicrobatchProfile, microbatch_counts
+from ranvier.elastic.ledger import Entry, Ledger
+from ranvier.elastic.microbatch_profile import MicrobatchProfile, microbatch_counts, size_of
 from ranvier.errors import RanvierError
-from ranvier.machine import affinity, available_memory_bytes
+from ranvier.machine import affinity
 from ranvier.mesh import Mesh
 from ranvier.optim.learning_rate import learning_rate
 from ranvier.pipeline.engine import Engine
-from ranvier.planner.memory import too_large
 from ranvier.refit import on_mesh
 from ranvier.run import Run
 from ranvier.train.caching import Caching
@@ -31,7 +29,9 @@ from ranvier.train.change import Change
 from ranvier.train.events import Event, NoteEvent, StepEvent
 from ranvier.train.files import mesh_text
 from ranvier.train.formation import Formation
-from ranvier.train.packing import packings, work_of
+from ranvier.train.judging import Judge
+from ranvier.train.packing import Packing, packings, work_of
+from ranvier.train.room import Room, device_bytes
 
 _TRIAL_STEPS = 3
 _RECENT_STEPS = 8
@@ -74,7 +74,7 @@ class Elasticity:
         self.caching = Caching(run, data, tell)
         self.evaluations = 0
         """Of the freeze policy, so far."""
-        self.ledger, self.profile = Ledger(), MicrobatchProfile()
+        self.ledger, self.profile, self.judge = Ledger(), MicrobatchProfile(), Judge(run, self._note)
         self._size = run.batch.global_size
         """The global batch now."""
         self._since = (0, 0)
@@ -167,14 +167,14 @@ class Elasticity:
                  self.profile.best(pipe, data, now.frozen, counts))
         if self._trial is not None:
             self._trial.steps.add(step)
-        size = ceil(share / count)
-        return ceil(size / run.mesh.row) * run.mesh.row
+        return size_of(share, count, run.mesh.row)
 
     # ------------------------------------------------------------------ what goes along
 
     def state(self, run: Run, frozen: int) -> dict[str, object]:
         """What a checkpoint keeps, and a rank that comes back needs; JSON-serialisable."""
-        if not self.freezes and not frozen and run.mesh == self._first.mesh and self._since == (0, 0):
+        changed = frozen or self.ledger.entries or run.mesh != self._first.mesh or self._since != (0, 0)
+        if not self.freezes and not changed:
             return {}
         return {"frozen": frozen, "data": run.mesh.data, "pipe": run.mesh.pipe, "evaluations": self.evaluations,
                 "boundaries": run.pipeline.boundaries, "global_size": run.batch.global_size,
@@ -184,7 +184,8 @@ class Elasticity:
                 "due": self._due,
                 "norms": self._norms and [norm if isfinite(norm) else None for norm in self._norms],
                 "ledger": self.ledger.to_dict(), "profile": self.profile.to_dict(),
-                "policy": self.policy.state_dict() if isinstance(self.policy, Remembers) else None}
+                "policy": self.policy.state_dict() if isinstance(self.policy, Remembers) else None,
+                "refused": [list(mesh) for mesh in sorted(self.judge.refused)]}
 
     @property
     def freezes(self) -> bool:
@@ -202,6 +203,7 @@ class Elasticity:
             self.profile = MicrobatchProfile.from_dict(state["profile"])
             if isinstance(self.policy, Remembers) and state.get("policy") is not None:
                 self.policy.load_state_dict(state["policy"])
+            self.judge.refused = {tuple(mesh) for mesh in state.get("refused", ())}  # older checkpoints have none
 
     def went_back(self, step: int, state: Mapping[str, object]) -> None:
         """The run is at `step` again, with the weights of a checkpoint that has `state`. Frozen layers, mesh and global
@@ -233,15 +235,20 @@ class Elasticity:
         return Change(data=was.data, pipe=was.pipe, frozen=frozen, old_frozen=0, boundaries=boundaries,
                       global_size=size, microbatch_size=there.batch.microbatch_size, reason=reason)
 
-    def enter(self, now: Formation, change: Change, moved: int, seconds: float, step: int) -> bool:
-        """The change has been made. Returns whether this rank caches from now on."""
+    def enter(self, now: Formation, change: Change, old: Mesh, moved: int, seconds: float, step: int) -> bool:
+        """The change from mesh `old` has been made. Returns whether this rank caches from now on."""
+        if not self.ledger.entries or self.ledger.entries[-1].measured_cost is not None:  # nobody has judged it
+            self.ledger = self.ledger.with_entry(Entry(
+                step=step, old=mesh_text(old), new=mesh_text(now.run.mesh), moved_bytes=moved,
+                seconds_before=median(self._recent) if self._recent else None, remaining_steps=self.left(step)))
+        self.ledger = self.ledger.with_measured(cost=seconds, moved_bytes=moved)
+        if change.wish is not None:
+            self.judge.refused.clear()  # the user has chosen, and that holds until more layers freeze
         size = now.run.batch.global_size
         if size != self._size:
             self._since, self._size = (step, self._taken(step)), size
         self._recent.clear()
         self._trial = None
-        if self.ledger.entries and self.ledger.entries[-1].measured_cost is None:
-            self.ledger = self.ledger.with_measured(cost=seconds)
         return self.caching.enter(now, reads=self.left(step) * now.run.batch.global_size)
 
     def rest(self) -> None:
@@ -286,13 +293,16 @@ class Elasticity:
         """
         norms, self._norms = self._norms, None
         self._due &= norms is None
-        measured = now.ranks.gather_objects({"busy": dict(busy), "steps": busy_steps, "cores": affinity()})
+        measured = now.ranks.gather_objects({"busy": dict(busy), "steps": busy_steps, "cores": affinity(),
+                                             "device_bytes": device_bytes(now.world.device)})
         found = None
         self._measure_last()
         if now.world.rank == 0:
             depth = now.frozen if norms is None else self._depth(now, step, norms)
-            change = (self._resized(now, resize, depth, step) if resize is not None else
-                      self._packed(now, depth, step, measured))
+            sizes = [row["device_bytes"] for row in measured if row["device_bytes"] is not None]
+            room = Room(first=self._first, frozen=depth, device_bytes=min(sizes, default=None))
+            change = (self._resized(now, resize, room, step) if resize is not None else
+                      self._packed(now, room, step, measured))
             found = {"change": change and change.document(), "state": self.state(now.run, now.frozen)}
         found = now.ranks.gather_objects(found)[0]
         self.load(found["state"])
@@ -314,67 +324,34 @@ class Elasticity:
             return now.frozen
         return depth
 
-    def _packed(self, now: Formation, depth: int, step: int, measured: list[dict]) -> Change | None:
-        """The change that follows from `depth` frozen layers."""
-        run, elastic = now.run, self._first.elastic
+    def _packed(self, now: Formation, room: Room, step: int, measured: list[dict]) -> Change | None:
+        """The change that follows from as many frozen layers as `room` is for."""
+        run, elastic, depth = now.run, self._first.elastic, room.frozen
+        deeper, again = depth > now.frozen, self.judge.refused_at(depth)
         reason = f"{self._policy_text}, evaluation {self.evaluations}"
-        stay = self._change(now, run.mesh, depth, now.engine.boundaries or None, reason)
-        if not elastic.auto_pipe or depth == now.frozen:
-            return stay if depth > now.frozen else None
-        work = work_of(now, measured)
-        cached = elastic.cache and self.caching.wanted(depth)
-        found = packings(self._first, now, depth, work, cached=cached, batch=self._global_size)
-        here = next((packing for packing in found if packing.mesh(run.mesh) == run.mesh), None)
-        for packing in found:
-            mesh = packing.mesh(run.mesh)
-            change = self._change(now, mesh, depth, packing.boundaries or None, reason)
-            if not packing.fits:
-                continue
-            if mesh != run.mesh and (problem := self._problem(change.applied(run), depth)) is not None:
-                self._note(step, "dropped", f"{mesh_text(mesh)} with {depth} frozen layers: {problem.where} "
-                                            f"{problem.what}", {})
-                continue
-            if mesh == run.mesh or elastic.cut == "reference":
-                return change
-            if here is None or here.seconds is None:
-                return change
-            verdict = self.ledger.pays(
-                step=step, old=mesh_text(run.mesh), new=mesh_text(mesh),
-                seconds_before=self._seconds(here.seconds, work.seconds), model_before=here.seconds_per_sample,
-                model_after=packing.seconds_per_sample, remaining_steps=self.left(step),
-                moved_bytes=work.state_bytes * mesh.data)
-            self._note(step, "judged", verdict.text, {"pays": verdict.pays})
-            if verdict.pays:
-                self.ledger = self.ledger.with_entry(verdict.entry)
-                return change
-        return self._change(now, run.mesh, depth, here.boundaries if here is not None and here.fits else
-                            now.engine.boundaries or None, reason)
 
-    def _seconds(self, model_now: float, model_before: float | None) -> float:
-        """Of a step on the present mesh with the layers that are about to be frozen: as measured without them, scaled
-        as the model is."""
-        if not self._recent:
-            return model_now
-        return median(self._recent) * (model_now / model_before if model_before else 1.0)
+        def change(packing: Packing) -> Change:
+            return self._change(now, packing.mesh(run.mesh), depth, packing.boundaries or None, reason)
 
-    def _problem(self, run: Run, frozen: int) -> RanvierError | None:
-        """Why the run cannot go on as `run`: a setting, or what does not fit on this machine, were all ranks here."""
-        if found := problems(run):
-            return found[0]
-        on_cuda = run.launch.device == "cuda"
-        try:
-            memory = laid_out(run, frozen)[1]
-        except RanvierError as problem:
-            return problem
-        ranks = [entry for entry in memory for _ in range(entry.ranks)]
-        before = sum(entry.host_bytes + (0 if on_cuda else entry.device_bytes)
-                     for entry in laid_out(self._first)[1] for _ in range(entry.ranks))
-        return too_large(ranks, place="host" if on_cuda else "both", processes=len(ranks), run=run,
-                         available_bytes=available_memory_bytes() + before)
+        chosen = None
+        if elastic.auto_pipe and (deeper or again):
+            profile = self.profile if elastic.profile_microbatches else None
+            work = work_of(now, measured, profile)
+            found = packings(self._first, now, depth, work, cached=elastic.cache and self.caching.wanted(depth),
+                             batch=self._global_size, profile=profile, room=room, among=None if deeper else again)
+            chosen, entry = self.judge.chosen(
+                now, found, work, room, step=step, ledger=self.ledger, remaining_steps=self.left(step),
+                seconds=median(self._recent) if self._recent else None,
+                there=lambda packing: change(packing).applied(run))
+            if entry is not None:
+                self.ledger = self.ledger.with_entry(entry)
+        if chosen is not None:
+            return change(chosen)
+        return self._change(now, run.mesh, depth, now.engine.boundaries or None, reason) if deeper else None
 
-    def _resized(self, now: Formation, wish: Mapping, depth: int, step: int) -> Change | None:
+    def _resized(self, now: Formation, wish: Mapping, room: Room, step: int) -> Change | None:
         """A user's wish, if it can be: other replicas or stages of the ranks that the run was started with."""
-        run, problem = now.run, None
+        run, depth, problem = now.run, room.frozen, None
         most = self._first.mesh.data * self._first.mesh.pipe
         data, pipe = wish.get("data"), wish.get("pipe")
         if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in (data, pipe)):
@@ -387,7 +364,7 @@ class Elasticity:
             mesh = replace(run.mesh, data=data, pipe=pipe)
             change = replace(self._change(now, mesh, depth, None, "as asked with ranvier resize"), wish=wish["wish"])
             there = change.applied(run)
-            found = self._problem(there, depth)
+            found = room.problem(there)
             if found is None:
                 return change
             problem = f"cannot be: {found}"

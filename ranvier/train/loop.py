@@ -348,7 +348,7 @@ class Training:
         self.meter.move(self.engine.timeline, self.ranks)
         seconds = (time.monotonic_ns() - began) * 1e-9
         self.elastic.load(order["elastic"])
-        cache = self.elastic.enter(self.now, change, moved, seconds, self.done)
+        cache = self.elastic.enter(self.now, change, before, moved, seconds, self.done)
         self.outputs.event(TransitionEvent(step=self.done, old_mesh=before, mesh=self.run.mesh, reason=change.reason,
                                            old_frozen=change.old_frozen, frozen_layers=change.frozen, cache=cache,
                                            bytes_moved=moved, seconds=seconds, began_ns=began,

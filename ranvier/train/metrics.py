@@ -119,7 +119,8 @@ class Meter:
                  resize_asked: Callable[[], bool] | None = None) -> None:
         self._timeline, self._ranks, self._stop, self._resize_asked = timeline, ranks, stop, resize_asked
         self.busy: dict[str, float] = {}
-        """Seconds in each category of span, in the steps on the mesh of now, the first aside."""
+        """Seconds in each category of span, in the steps on the mesh of now, the first aside. The verdict is left out:
+        who weighs it waits for the others."""
         self.busy_steps = -1
         self._first: StepSpans | None = None
         self._latest: deque[StepSpans] = deque(maxlen=KEPT_STEPS)
@@ -147,7 +148,8 @@ class Meter:
         self.busy_steps += 1
         if self.busy_steps:
             for span in took.spans:
-                self.busy[span.category] = self.busy.get(span.category, 0.0) + span.seconds
+                if span.label != "weigh":
+                    self.busy[span.category] = self.busy.get(span.category, 0.0) + span.seconds
         share = min(1.0, took.wait_seconds / took.seconds)
         stop = self._stop is not None and self._stop.requested
         resize = self._resize_asked is not None and self._resize_asked()

@@ -25,7 +25,7 @@ from ranvier.elastic.cache_profile import Times
 from ranvier.elastic.ledger import Ledger
 from ranvier.mesh import Mesh
 from ranvier.run import Batch, Checkpoint, Comm, Elastic, Train
-from ranvier.train import caching, elasticity, formation
+from ranvier.train import caching, formation, room
 from ranvier.train.elasticity import Elasticity
 
 
@@ -79,7 +79,8 @@ def test_a_transition_that_does_not_pay_is_not_made(sentences, tmp_path, monkeyp
     monkeypatch.setattr(Ledger, "pays", lambda ledger, **facts: replace(judge(ledger, **facts), pays=False))
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=BY_HAND)
     results, _ = run_all(run)
-    assert [line["mesh"]["pipe"] for line in transitions(run)] == [2, 2] and "ledger" not in results[0]
+    assert [line["mesh"]["pipe"] for line in transitions(run)] == [2, 2]
+    assert [entry["expected_cost"] for entry in results[0]["ledger"]] == [None, None]
     assert not any(line["pays"] for line in lines(run, "events.jsonl") if line["event"] == "judged")
 
 
@@ -289,7 +290,7 @@ def test_a_mesh_fits_where_all_its_ranks_do(sentences, tmp_path, monkeypatch, mo
     there = replace(run, mesh=Mesh(data=4))
     first, second = (sum(entry.ranks * (entry.device_bytes + entry.host_bytes) for entry in laid_out(each)[1])
                      for each in (run, there))
-    monkeypatch.setattr(elasticity, "available_memory_bytes", lambda: second - first + more)
-    problem = Elasticity(run, prepare(run), tell=print)._problem(there, 0)
+    monkeypatch.setattr(room, "available_memory_bytes", lambda: second - first + more)
+    problem = room.Room(first=run, frozen=0).problem(there)
     assert (problem is None) == fits
     assert fits or "4 ranks here need" in str(problem)

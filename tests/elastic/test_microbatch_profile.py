@@ -6,7 +6,7 @@ from math import inf, nan
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ranvier.elastic.microbatch_profile import MicrobatchProfile, Trial
+from ranvier.elastic.microbatch_profile import MicrobatchProfile, Trial, size_of
 
 
 def search(profile, seconds, *, pipe=4, data=1, frozen=0, candidates=(4, 8, 12)):
@@ -81,3 +81,14 @@ def test_it_survives_json_and_ends(measurements):
     done, tried = search(profile, {4: 1.0, 8: 1.0, 12: 1.0}, pipe=1, data=1)
     assert len(tried) <= 3 and done.next_count(1, 1, 0, (4, 8, 12)) is None
     assert done.best(1, 1, 0, (4, 8, 12)) in (4, 8, 12)
+
+
+def test_what_is_found_is_of_a_finished_search_alone():
+    profile = MicrobatchProfile().measured(4, 1, 0, 8, 1.0).measured(4, 1, 0, 4, 2.0)
+    assert profile.found(4, 1, (4, 8, 12)) is None and profile.found(4, 1, (4, 8)) == 8
+    assert profile.found(2, 1, (4, 8)) is None and profile.found(4, 2, (4, 8)) is None
+
+
+def test_sizes_that_rows_can_share():
+    assert [size_of(16, count, 1) for count in (1, 3, 8, 16, 32)] == [16, 6, 2, 1, 1]
+    assert [size_of(16, count, 4) for count in (1, 3, 8, 16)] == [16, 8, 4, 4]

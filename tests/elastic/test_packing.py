@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from ranvier import machine
-from ranvier.elastic.auto_pipe import compress, greedy, stage_sizes
+from ranvier.elastic.auto_pipe import choices, compress, greedy, stage_sizes
+from ranvier.elastic.microbatch_profile import MicrobatchProfile, microbatch_counts
 from ranvier.machine import shared_cores
 from ranvier.mesh import Mesh
-from ranvier.run import Batch, Elastic, Run
+from ranvier.run import Batch, Elastic, Optim, Pipeline, Run
 from ranvier.train import packing
 from ranvier.train.packing import packings, work_of
 
@@ -129,3 +130,97 @@ def test_without_a_measurement_costs_decide(monkeypatch):
     work = work_of(now, [{"busy": {}, "steps": 0, "cores": [0]} for _ in range(4)])
     assert all(backward == 2 * forward > 0 for forward, backward in zip(work.forward, work.backward, strict=True))
     assert packing.LINKS["in-process"][1] == 0.0
+
+
+# ---------------------------------------------------------------------- as the run goes
+
+def asked(monkeypatch, now, first=None, **options):
+    """(data, pipe) -> the situation of which a choice was wanted, and the packings."""
+    situations = {}
+
+    def spy(situation):
+        situations[situation.data, situation.pipe] = situation
+        return choices(situation)
+
+    work = work_of(now, rows(now.run.mesh))
+    monkeypatch.setattr(packing, "choices", spy)
+    first = replace(first or now.run, elastic=Elastic(auto_pipe=True, auto_dp=True))
+    found = packings(first, now, 4, work, **{"cached": False, "batch": lambda data: 32, **options})
+    return situations, {(each.data, each.pipe): each for each in found}
+
+
+def test_predictions_are_of_the_runs_own_schedule(monkeypatch):
+    now = formation(Mesh(pipe=4))
+    situations, auto = asked(monkeypatch, now)
+    assert {(each.policy.name, each.in_flight) for each in situations.values()} == {("message-driven", None)}
+    first = replace(now.run, pipeline=Pipeline(policy="gpipe", in_flight=3))
+    situations, gpipe = asked(monkeypatch, now, first)
+    assert {(each.policy.name, each.in_flight) for each in situations.values()} == {("gpipe", 3)}
+    assert gpipe[2, 2].seconds > auto[2, 2].seconds and gpipe[4, 1].seconds == pytest.approx(auto[4, 1].seconds)
+
+
+def test_the_best_number_of_microbatches_is_the_profiled_one(monkeypatch):
+    counts, profile = microbatch_counts(2, 16), MicrobatchProfile()
+    for count in counts:
+        profile = profile.measured(2, 2, 0, count, 1.0 / count)
+    begun = profile.measured(4, 1, 0, microbatch_counts(4, 32)[-1], 0.1)
+    now, given = formation(Mesh(pipe=4)), []
+    room = SimpleNamespace(device_bytes=1, stage_bytes=lambda run: given.append(run) or (lambda place: 0))
+    situations, _ = asked(monkeypatch, now, profile=begun, room=room)
+    assert {mesh: each.microbatches for mesh, each in situations.items()} == {
+        (2, 2): (counts[-1],), (1, 4): (8,), (4, 1): (2,)} and counts[-1] != 4
+    assert {run.mesh.pipe: run.batch.microbatch_size for run in given} == {2: -(-16 // counts[-1]), 4: 4, 1: 4}
+    assert {mesh: each.microbatches for mesh, each in asked(monkeypatch, now)[0].items()} == {
+        (2, 2): (4,), (1, 4): (8,), (4, 1): (2,)}
+    here = formation(Mesh(data=2, pipe=2))
+    assert work_of(here, rows(here.run.mesh), profile).seconds != work_of(here, rows(here.run.mesh)).seconds
+
+
+def test_a_cut_that_does_not_fit_the_devices_is_made_leaner(monkeypatch):
+    now = formation(Mesh(pipe=4))
+    room = SimpleNamespace(device_bytes=4, stage_bytes=lambda run: lambda place: place.stop - place.start)
+    _, free = asked(monkeypatch, now)
+    _, found = asked(monkeypatch, now, room=room)
+    assert free[2, 2].boundaries != (4,) and found[2, 2].boundaries == (4,) and found[2, 2].fits
+    assert found[2, 2].seconds > free[2, 2].seconds
+    assert (found[4, 1].fits, found[4, 1].too_large) == (False, True) and "no cut fits" in found[4, 1].reason
+    assert not any(each.too_large for each in free.values())
+
+
+@pytest.mark.parametrize(("optim", "frozen", "each", "holders"), [
+    (Optim(), 0, 0.1 / 8, 1), (Optim(), 4, 0.1 / 4, 1), (Optim(shard=True), 0, 0.2 / 8, 4),
+    (Optim(update_in_backward=True), 0, 0.0, 1)], ids=str)
+def test_what_the_optimizer_takes_is_measured(optim, frozen, each, holders):
+    """0.2 s a step, of all ranks. With sharded states each of four replicas would update a quarter."""
+    now = formation(Mesh(data=2, pipe=2), frozen=frozen)
+    now.run = replace(now.run, optim=optim)
+    work = work_of(now, [row | {"busy": row["busy"] | {"optimizer": 0.5}} for row in rows(now.run.mesh)])
+    assert work.update == pytest.approx((each,) * BLOCKS)
+    first = replace(now.run, elastic=Elastic(auto_pipe=True, auto_dp=True))
+    seconds = [next(found.seconds for found in packings(first, now, 4, given, cached=False, batch=lambda data: 32)
+                    if found.data == 4) for given in (work, replace(work, update=(0.0,) * BLOCKS))]
+    assert seconds[0] - seconds[1] == pytest.approx(4 * each / holders)  # one stage, of which four blocks train
+
+
+def test_nothing_is_made_of_what_was_not_measured():
+    """No step has been taken since the last transition."""
+    work = work_of(formation(Mesh(pipe=4)), [{"busy": {}, "steps": -1, "cores": [0]} for _ in range(4)])
+    assert work.update == (0.0,) * BLOCKS and all(seconds > 0 for seconds in work.forward)
+
+
+def test_among_some_meshes_and_the_present_one(monkeypatch):
+    assert set(asked(monkeypatch, formation(Mesh(pipe=4)), among={(4, 1)})[1]) == {(4, 1), (1, 4)}
+
+
+@pytest.mark.parametrize(("optim", "moved"), [(Optim(), 16 + 48 + 24 + 24), (Optim(shard=True), 12 + 32 + 20 + 16)])
+def test_what_a_transition_moves(optim, moved):
+    """Of blocks that a rank has not had: 4 MB of parameters each, and 8 MB of states where they train."""
+    now = formation(Mesh(pipe=4))
+    now.run, now.engine.boundaries = replace(now.run, optim=optim), (2, 4, 6)
+    there = packing.Packing(data=2, pipe=2, boundaries=(4,), samples=32, seconds=1.0, fits=True, reason="")
+    work = work_of(now, rows(now.run.mesh))
+    assert packing.moved_bytes(now, there, work, 3) == moved * 1_000_000
+    back = formation(Mesh(pipe=2))
+    back.engine.boundaries = (4,)
+    grown = packing.Packing(data=1, pipe=4, boundaries=(2, 4, 6), samples=32, seconds=1.0, fits=True, reason="")
+    assert packing.moved_bytes(back, grown, work_of(back, rows(back.run.mesh)), 0) == (2 + 2 + 2) * 12_000_000

@@ -212,3 +212,19 @@ def test_the_products_of_one_weight_gradient_are_one_bar():
                    ("weight", "W1", 4, 5), ("weight", "W1", 15, 16))
     bars = [(span.label, span.start_ns // MS, span.stop_ns // MS) for span in joined(step, gap_ns=MS).spans]
     assert bars == [("W0", 0, 2), ("W1", 2, 3), ("B1", 3, 4), ("W1", 4, 5), ("W1", 15, 16)]
+
+
+def test_what_a_rank_is_busy_with_is_no_waiting_for_a_verdict():
+    """From the second step on."""
+    def rank(world):
+        timeline = Timeline()
+        meter = Meter(timeline, world.backend.group("train", [range(1)]))
+        for number in (1, 2, 3):
+            now = time.monotonic_ns()
+            timeline.add("optimizer", "weigh", number, now - 10**12)
+            timeline.add("optimizer", "update", number, now - 10**11)
+            meter.step(number, FixedResult(), 1e-3)
+        return meter.busy_steps, meter.busy
+
+    steps, busy = run_ranks(rank, 1)[0]
+    assert steps == 2 and busy.keys() == {"optimizer"} and 200 <= busy["optimizer"] < 300
