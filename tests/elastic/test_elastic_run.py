@@ -5,11 +5,9 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import replace
-from math import ceil, hypot
 
 import pytest
 
-from ranvier.elastic.freezing import GradientNorm
 from ranvier.elastic.ledger import Ledger
 from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
@@ -84,7 +82,6 @@ def assert_rates(run, places=range(1, NUM_STEPS + 1), factors=(1.0,) * NUM_STEPS
     schedule = replace(TRAIN, steps=NUM_STEPS)
     expected = [learning_rate(schedule, place) * factor for place, factor in zip(places, factors, strict=False)]
     assert [line["learning_rate"] for line in lines(run, "metrics.jsonl")] == pytest.approx(expected, rel=1e-12)
-    assert len(set(expected)) == len(expected)
 
 
 def read_rows(results):
@@ -180,70 +177,6 @@ def test_half_precision_entries_change_little(sentences, tmp_path, in_one_proces
     assert losses(run) != pytest.approx(in_one_process, rel=1e-9)  # eleven bits are not 53
 
 
-def frozen_after(run):
-    """(step, layers) of each freezing."""
-    return [(line["step"], line["frozen_layers"]) for line in transitions(run)]
-
-
-def test_a_dry_run_tells_and_changes_nothing(sentences, tmp_path):
-    """What it tells is what the same policy does, by the cap's formula for 1, 2, ... evaluations."""
-    elastic = Elastic(freeze="cap", every=4)
-    plain, dry = tiny(sentences, tmp_path / "plain"), tiny(sentences, tmp_path / "dry",
-                                                           elastic=replace(elastic, dry_run=True))
-    freezes = tiny(sentences, tmp_path / "freezes", mesh=Mesh(), elastic=elastic)
-    for run in (plain, dry, freezes):
-        run_all(run)
-    assert losses(dry) == losses(plain)
-    assert not transitions(dry) and {line["frozen_layers"] for line in lines(dry, "metrics.jsonl")} == {0}
-    told = events(dry, "would-freeze")
-    assert [(line["step"], line["layers"]) for line in told] == [(4, 2), (8, 4), (12, 5), (16, 5), (20, 6)]
-    assert told[1]["text"] == "would freeze layers 0-3 (a dry run: nothing changes)"
-    assert all(len(line["gradient_norms"]) == NUM_LAYERS and min(line["gradient_norms"]) > 0 for line in told)
-    assert frozen_after(freezes) == [(4, 2), (8, 4), (12, 5), (20, 6)]
-
-
-def test_a_policy_is_asked_after_each_epoch(sentences, tmp_path):
-    run = tiny(sentences, tmp_path / "run", elastic=Elastic(freeze="cap", alpha=0.5))
-    run_all(run)
-    assert frozen_after(run) == [(12, 3)] and transitions(run)[0]["mesh"]["pipe"] == 4
-
-
-def asked_for_norms(run, monkeypatch):
-    """What the policy gradient-norm is asked in a run."""
-    asked, rule = [], GradientNorm.frozen_layers
-    with monkeypatch.context() as patch:
-        patch.setattr(GradientNorm, "frozen_layers", lambda policy, facts: asked.append(facts) or rule(policy, facts))
-        run_all(run)
-    return asked
-
-
-def test_depths_follow_from_the_norms_of_the_gradients(sentences, tmp_path, monkeypatch):
-    elastic = Elastic(freeze="gradient-norm", alpha=0.5, every=2)
-    one = tiny(sentences, tmp_path / "one", mesh=Mesh(), elastic=elastic)
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2, data=2), elastic=elastic)
-    dry = tiny(sentences, tmp_path / "dry", mesh=Mesh(), elastic=replace(elastic, dry_run=True))
-    alone, asked = asked_for_norms(one, monkeypatch), asked_for_norms(run, monkeypatch)
-    frozen, depths, steps = 0, [], lines(run, "metrics.jsonl")
-    for number, (facts, other) in enumerate(zip(asked, alone, strict=True), 1):
-        norms = facts.gradient_norms
-        assert norms == pytest.approx(other.gradient_norms, rel=1e-6)
-        assert (facts.step, facts.evaluation, facts.frozen) == (2 * number, number, frozen)
-        assert not any(norms[:frozen]) and min(norms[frozen:]) > 0
-        assert hypot(*norms) < steps[facts.step - 1]["grad_norm"]  # the head is in no layer
-        least = min(range(frozen, NUM_LAYERS), key=norms.__getitem__)
-        depth = min(frozen + ceil((NUM_LAYERS - frozen) / 2), least)
-        depths += [(facts.step, depth)] if depth > frozen else []
-        frozen = depth
-    assert depths and frozen_after(run) == frozen_after(one) == depths
-    run_all(dry)
-    told = events(dry, "would-freeze")
-    first = next(facts for facts in alone if facts.step == depths[0][0])  # nothing is frozen yet in either of the two
-    assert (told[0]["step"], told[0]["layers"]) == depths[0] and told[0]["gradient_norms"] == [*first.gradient_norms]
-    for line in told:
-        norms = line["gradient_norms"]
-        assert line["layers"] == min(NUM_LAYERS // 2, norms.index(min(norms)))
-
-
 def test_the_articles_rule_packs_by_sizes(sentences, tmp_path, in_one_process):
     """Of 22,162 parameters the largest of four stages has 6,866. With two layers frozen, which weigh a sixth, the
     larger one of two would have 9,026; with four it has 5,746."""
@@ -291,7 +224,7 @@ def test_a_run_is_resized_while_it_goes_on(sentences, tmp_path):
     assert_rates(run)
     assert [(line["mesh"]["data"], line["mesh"]["pipe"]) for line in transitions(run)] == [
         (2, 2), (1, 2), (4, 1), (1, 1), (1, 4)]
-    refused = [line for line in lines(run, "events.jsonl") if line["event"] == "resize-refused"]
+    refused = events(run, "resize-refused")
     assert "needs 6 stages in all, and the run was started with 4" in refused[0]["text"]
     assert all(result == results[0] for result in results)
 
@@ -306,7 +239,7 @@ def test_what_cannot_be_resized(sentences, tmp_path):
 
     run_all(run, trackers=[Bad(run, {2: "{", 5: '{"data": 0, "pipe": 1}', 8: '{"data": 1, "pipe": 4}', 11: "[1]",
                                      14: '{"data": true, "pipe": 1}'})])
-    refused = [line["text"] for line in lines(run, "events.jsonl") if line["event"] == "resize-refused"]
+    refused = [line["text"] for line in events(run, "resize-refused")]
     assert len(refused) == 5 and not transitions(run)
     assert sum("is no mesh" in text for text in refused) == 4 and "is the mesh that the run has" in refused[2]
     assert not (run.run_dir / resize.NAME).exists()
