@@ -1,6 +1,7 @@
 """The soak: a few faults in `make test`, many in `make test-all`, and that it would notice what it looks for."""
 
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -24,10 +25,14 @@ def run(*args, timeout):
 
 @pytest.mark.timeout(600)
 def test_a_few_random_faults(tmp_path):
+    """By this seed the first run is elastic."""
     done = run("--faults", 2, "--minutes", 0.2, "--seed", 3, "--by-command", 0, "--timeout", 6, "--out",
                tmp_path / "table.md", timeout=580)
     assert done.returncode == 0, done.stdout + done.stderr[-5000:]
-    assert ": 0 errors." in (tmp_path / "table.md").read_text()
+    text = (tmp_path / "table.md").read_text()
+    assert ": 0 errors." in text
+    elastic, transitions = map(int, re.search(r"(\d+) elastic with (\d+) transitions", text).groups())
+    assert elastic > 0 and transitions > 1
 
 
 @pytest.mark.slow

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from ranvier.mesh import Mesh
-from ranvier.run import Batch, Checkpoint, Elastic, Guard, Train
+from ranvier.run import Batch, Checkpoint, Elastic, Guard, Optim, Train
 from ranvier.stop import StopRequest
 from ranvier.train import loop
 from ranvier.train.elasticity import Elasticity
+from tests.checkpoint.anywhere import assert_same, everything
 from tests.elastic.test_elastic_run import (
     BY_HAND,
     Wishes,
@@ -172,7 +173,7 @@ def test_a_finished_elastic_run_is_resumed_and_one_without_its_flags_goes_on_fro
 def test_a_bad_step_after_a_transition_goes_back_over_it(sentences, tmp_path, monkeypatch):
     """The checkpoint is of another mesh, with fewer frozen layers; the guard and the data go on."""
     run = tiny(sentences, tmp_path / "run", elastic=replace(BY_HAND, auto_pipe=False, auto_dp=False),
-               checkpoint=Checkpoint(every=4), guard=Guard(bad_step="back"))
+               checkpoint=Checkpoint(every=4, keep=9), guard=Guard(bad_step="back"))
     broken = []
 
     class Breaks(Wishes):
@@ -195,6 +196,63 @@ def test_a_bad_step_after_a_transition_goes_back_over_it(sentences, tmp_path, mo
     told = [line for line in lines(run, "events.jsonl") if line["event"] == "went-back"]
     assert broken and [line["to_step"] for line in told] == [4] and results[0]["steps"] == 24
     assert all(math.isfinite(loss) for loss in losses(run)[-20:]) and results[0]["frozen_layers"] == 4
+    # step 5 is taken again with what froze after it, and nothing freezes a second time
+    steps = lines(run, "metrics.jsonl")[-20:]
+    assert [(line["step"], line["frozen_layers"]) for line in steps] == [
+        (step, 2 if step <= 14 else 4) for step in range(5, 25)]
+    assert [line["frozen_layers"] for line in transitions(run)] == [0, 2, 4]
+    before, after = (everything(run.run_dir / "checkpoint" / f"step-{step}") for step in (4, 12))
+    changed = {name.partition(".")[0] for (kind, name), tensor in before.items()
+               if kind == "parameter" and not torch.equal(tensor, after[kind, name])}
+    assert changed == {"layer2", "layer3", "layer4", "layer5", "head"}
+
+
+class Stays:
+    """A policy that freezes nothing."""
+
+    def frozen_layers(self, facts):
+        return facts.frozen
+
+
+def changing_nothing(monkeypatch, through):
+    """Wherever its policy is asked, a run goes to the mesh and the cut that it has: at once, or `through` another
+    mesh, without a step there."""
+    change = loop.Training._change
+
+    def there_and_back(training, back, save=False):
+        if through is not None:
+            change(training, replace(back, data=through.data, pipe=through.pipe, boundaries=None))
+        if training.now is not None:  # the others are idle, and hear of it
+            change(training, back, save)
+
+    monkeypatch.setattr(loop.Training, "_change", there_and_back)
+    monkeypatch.setattr(Elasticity, "_packed", lambda elastic, now, depth, step, measured: elastic._change(
+        now, now.run.mesh, depth, now.engine.boundaries or None, "nothing changes"))
+
+
+@pytest.mark.parametrize(("mesh", "through", "precision", "optim"), [
+    (Mesh(pipe=4), None, "fp64", Optim(offload="none", clip_norm=0.1)),
+    (Mesh(pipe=2, data=2), None, "bf16", Optim(offload="none", shard=True)),
+    (Mesh(pipe=2, data=2), Mesh(pipe=4), "fp32", Optim(offload="none", shard=True)),
+    (Mesh(data=4), Mesh(), "fp16", Optim(offload="stream", initial_loss_scale=1024.0))], ids=str)
+def test_a_transition_that_changes_nothing_leaves_a_run_as_it_was_to_the_bit(sentences, tmp_path, monkeypatch, mesh,
+                                                                            through, precision, optim):
+    plain, run = (replace(tiny(sentences, tmp_path / name, mesh=mesh, train=Train(steps=6, learning_rate=3e-3),
+                               elastic=Elastic(freeze="none", every=3) if name == "run" else None),
+                          precision=precision, optim=optim) for name in ("plain", "run"))
+    run_all(plain)
+    changing_nothing(monkeypatch, through)
+    results, _ = run_all(run, freezing=Stays())
+    there = [] if through is None else [(through.data, through.pipe)]
+    told = transitions(run)
+    assert [(line["mesh"]["data"], line["mesh"]["pipe"]) for line in told] == [*there, (mesh.data, mesh.pipe)]
+    assert {line["step"] for line in told} == {3} and all((line["bytes_moved"] > 0) == bool(there) for line in told)
+    assert all(result == results[0] for result in results)
+    assert losses(run) == losses(plain)
+    before, after = (everything(each.run_dir / "checkpoint" / "step-6") for each in (plain, run))
+    kinds = {kind for kind, _ in before}
+    assert kinds >= {"parameter", "exp_avg", "exp_avg_sq"} and ("master" in kinds) == (precision in ("bf16", "fp16"))
+    assert_same(before, after)
 
 
 def test_a_run_that_has_not_changed_yet_goes_on_without_a_transition(sentences, tmp_path, requests):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from ranvier.comm.message import Kind
 from ranvier.data.lm import Sequences
@@ -82,6 +83,55 @@ def test_nothing_frozen_sends_gradients_everywhere():
     assert (second[0], third[0]) == ({"BACKWARD": first[4]}, {"BACKWARD": first[4]})
     assert all(stage[1] > 0 and stage[2] > 0 for stage in (first, second, third))
     assert first[5] == 3
+
+
+def count_saved(module, name, found):
+    """Add to `found` the bytes that autograd saves in forwards of `module`."""
+    hooks = []
+
+    def pack(tensor):
+        found[name] += tensor.nbytes
+        return tensor
+
+    def enter(*_):
+        hooks.append(saved_tensors_hooks(pack, lambda tensor: tensor))
+        hooks[-1].__enter__()
+
+    def leave(*_):
+        hooks.pop().__exit__(None, None, None)
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave)
+
+
+def kept(frozen):
+    """Bytes that each block of both stages keeps in a batch; the edge is within layer 1."""
+    def work(world):
+        engine = Engine(UNTIED, world, mesh=Mesh(pipe=2), seed=SEED, dtype=torch.float64, learning_rate=1e-2,
+                        frozen=frozen, boundaries=(4,), optim=Optim(bucket_size=64))
+        found = Counter()
+        for _, name, module in engine._stage.blocks:
+            count_saved(module, name, found)
+        loader = Loader(SAMPLES, Sampler(len(SAMPLES), SEED), global_size=GLOBAL_SIZE, microbatch_size=2,
+                        needs_inputs=engine.is_first_stage, needs_targets=engine.is_last_stage)
+        engine.train_batch(loader.microbatches(0))
+        engine.close()
+        return found
+
+    return run_ranks(work, 2, timeout_seconds=60.0)
+
+
+def test_frozen_blocks_of_a_stage_that_trains_others_keep_nothing():
+    """Nor does layer 1, once it is frozen too, on the two stages that share it."""
+    names = list(UNTIED.blocks)
+    first, second = kept(0)
+    assert [name for name in names if first[name]] == names[:4]
+    assert [name for name in names if second[name]] == names[4:]
+    part, rest = kept(1)
+    assert [name for name in names if part[name]] == ["layer1.attention"]
+    assert 0 < part["layer1.attention"] <= first["layer1.attention"] and rest == second
+    part, rest = kept(2)
+    assert not sum(part.values()) and [name for name in names if rest[name]] == ["head"]
 
 
 def test_frozen_layers_drop_out_unless_they_are_told_not_to():

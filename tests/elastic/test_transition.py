@@ -9,12 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ranvier.checkpoint.state import pieces_held
 from ranvier.comm.message import Kind
 from ranvier.data.lm import Sequences
 from ranvier.data.loader import Loader
 from ranvier.data.sampler import Sampler
+from ranvier.elastic import transition
 from ranvier.elastic.transition import hand_over, take
 from ranvier.errors import MessageTimeout, TransportError
+from ranvier.layout import box_size
 from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
 from ranvier.pipeline.engine import Engine
@@ -28,36 +31,38 @@ HAND_OVER_SECONDS = 30.0
 SAMPLES = Sequences(TOKENS, CONFIG.sequence)
 MESHES = [Mesh(data=data, pipe=pipe, row=row, col=col) for data in (1, 2, 4) for pipe in (1, 2, 4) for row in (1, 2)
           for col in (1, 2) if data * pipe * row * col <= 4]
+NUM_BLOCKS = 2 + 2 * CONFIG.num_layers
 
 
 class Layouts:
     """One run on `world`, whose engine moves from mesh to mesh; ranks that a mesh does not take are idle."""
 
-    def __init__(self, world, mesh, *, tied=True, **options):
+    def __init__(self, world, mesh, *, tied=True, frozen=0, boundaries=None, **options):
         self.world, self.options = world, options
         self.model = gpt(CONFIG, dtype=options.get("dtype", torch.float64))
         if not tied:
             self.model = replace(self.model, tied=())
         self.engine = self.backend = None
         self.moved = []
-        self.build(mesh, 0)
+        self.build(mesh, frozen, boundaries)
 
-    def build(self, mesh, frozen):
+    def build(self, mesh, frozen, boundaries):
         self.backend = self.world.backend.subset(mesh.size)
         if self.backend is not None:
             here = replace(self.world, backend=self.backend, mesh=mesh)
             options = {"dtype": torch.float64, "optim": Optim(bucket_size=64, chunk_buckets=2), **self.options}
             self.engine = Engine(self.model, here, mesh=mesh, seed=SEED, learning_rate=1e-2, frozen=frozen,
-                                 nominal_weight=float(GLOBAL_SIZE * CONFIG.sequence), **options)
+                                 boundaries=boundaries, nominal_weight=float(GLOBAL_SIZE * CONFIG.sequence),
+                                 **options)
 
-    def move(self, mesh, frozen=0):
+    def move(self, mesh, frozen=0, boundaries=None):
         held = None
         if self.engine is not None:
             held = take(self.engine)
             self.engine.close()
             self.backend.close()
         self.engine = None
-        self.build(mesh, frozen)
+        self.build(mesh, frozen, boundaries)
         self.moved.append(hand_over(held, self.engine, self.world.backend, timeout_seconds=HAND_OVER_SECONDS))
 
     def step(self, step):
@@ -77,14 +82,20 @@ class Layouts:
             self.backend.close()
 
 
-def trained(meshes, steps=2, size=4, freezing=None, **options):
-    """Losses and norms of `steps` steps on each of `meshes`, and what moved. freezing: frozen layers on each."""
+def trained(meshes, steps=2, size=4, freezing=None, cuts=None, **options):
+    """Losses and norms of `steps` steps on each of `meshes`, and what moved. steps: of each, or one number for all.
+    freezing: frozen layers on each. cuts: boundaries on each, None by cost."""
+    counts = [steps] * len(meshes) if isinstance(steps, int) else steps
+    depths, cuts = freezing or [0] * len(meshes), cuts or [None] * len(meshes)
+
     def work(world):
-        layouts, found = Layouts(world, meshes[0], tied=freezing is None, **options), []
+        layouts, found, done = Layouts(world, meshes[0], tied=freezing is None, frozen=depths[0], boundaries=cuts[0],
+                                       **options), [], 0
         for number, mesh in enumerate(meshes):
             if number:
-                layouts.move(mesh, 0 if freezing is None else freezing[number])
-            found += [layouts.step(number * steps + each) for each in range(steps)]
+                layouts.move(mesh, depths[number], cuts[number])
+            found += [layouts.step(done + each) for each in range(counts[number])]
+            done += counts[number]
         layouts.close()
         return found, layouts.moved
 
@@ -120,21 +131,90 @@ def test_nothing_travels_where_nothing_changes():
         assert trained([mesh, mesh], steps=1)[1] == [0]
 
 
-@settings(max_examples=6, deadline=None)
-@given(st.lists(st.sampled_from(MESHES), min_size=2, max_size=4), st.sampled_from([False, True]),
-       st.sampled_from(["none", "stream"]))
-def test_any_way_through_layouts_is_the_run_without(meshes, shard, offload):
+@st.composite
+def ways(draw):
+    """Meshes and, on each, steps (perhaps none), boundaries (None by cost) and, of a model without ties, frozen
+    layers."""
+    meshes = draw(st.lists(st.sampled_from(MESHES), min_size=2, max_size=4))
+    steps = [draw(st.integers(0, 2)) for _ in meshes]
+    cuts = [draw(st.none() | st.lists(st.integers(1, NUM_BLOCKS - 1), min_size=mesh.pipe - 1, max_size=mesh.pipe - 1,
+                                      unique=True).map(lambda cut: tuple(sorted(cut)))) for mesh in meshes]
+    depths = st.lists(st.integers(0, CONFIG.num_layers), min_size=len(meshes), max_size=len(meshes)).map(sorted)
+    return meshes, steps, cuts, draw(st.none() | depths)
+
+
+@settings(max_examples=8, deadline=None)
+@given(ways(), st.sampled_from([False, True]), st.sampled_from(["none", "stream"]))
+def test_any_way_through_layouts_is_the_run_without(way, shard, offload):
+    meshes, steps, cuts, freezing = way
     optim = Optim(bucket_size=64, chunk_buckets=2, shard=shard, offload=offload)
-    found, _, results = trained(meshes, optim=optim)
-    expected, _, _ = trained([Mesh()], steps=2 * len(meshes), size=1)
+    found, _, results = trained(meshes, steps, freezing=freezing, cuts=cuts, optim=optim)
+    if freezing is None:
+        expected, _, _ = trained([Mesh()], steps=sum(steps), size=1)
+    else:
+        expected, _, _ = trained([Mesh()] * len(meshes), steps, size=1, freezing=freezing)
     assert_same_runs([each for each in found if each], expected)
     for rank, (told, _) in enumerate(results):  # ranks without a part in a mesh are idle, and come back
-        assert [each is not None for each in told] == [rank < mesh.size for mesh in meshes for _ in range(2)]
+        assert [each is not None for each in told] == [
+            rank < mesh.size for mesh, count in zip(meshes, steps, strict=True) for _ in range(count)]
 
 
 def test_every_rank_knows_how_much_has_moved():
     _, moved, results = trained([Mesh(pipe=4), Mesh(data=2, pipe=2), Mesh(data=4)], steps=1)
     assert all(other == moved for _, other in results) and all(bytes_ > 0 for bytes_ in moved)
+
+
+def held_after(meshes, **options):
+    """What each rank holds on the last of `meshes`, after a step on each before it, and what moved."""
+    def work(world):
+        layouts = Layouts(world, meshes[0], **options)
+        for number, mesh in enumerate(meshes[1:]):
+            layouts.step(number)
+            layouts.move(mesh)
+        found = {} if layouts.engine is None else {
+            (piece.kind, piece.name, piece.box): piece.tensor.clone() for piece in pieces_held(layouts.engine)}
+        layouts.close()
+        return found, layouts.moved
+
+    return run_ranks(work, 4, timeout_seconds=120.0)
+
+
+@pytest.mark.parametrize(("message_bytes", "round_bytes"), [(1000, 3000), (50, 200)])
+def test_large_boxes_travel_in_pieces_and_many_of_them_in_rounds(monkeypatch, message_bytes, round_bytes):
+    """Also where one index is more than a message should be, or than a round: a row of most weights has 64 bytes, of
+    others 256."""
+    meshes = [Mesh(pipe=4), Mesh(data=2, pipe=2), Mesh(row=2, col=2), Mesh(data=3)]
+    optim = Optim(bucket_size=64, chunk_buckets=2, shard=True)
+    whole = held_after(meshes, optim=optim)
+    in_pieces, in_rounds = transition._in_pieces, transition._rounds
+    pieces, rounds = [], []
+
+    def cut(move, item_bytes):
+        found = list(in_pieces(move, item_bytes))
+        for piece in found:
+            assert box_size(piece.box) * item_bytes <= message_bytes or piece.box[0][1] - piece.box[0][0] == 1
+        pieces.append(len(found))
+        return iter(found)
+
+    def dealt(moves, source):
+        found = list(in_rounds(moves, source))
+        assert [entry for part in found for entry in part] == list(enumerate(moves))
+        for part in found:
+            for rank in range(4):
+                sizes = [source.size_bytes(move) for _, move in part if rank == move.source != move.destination]
+                assert sum(sizes) <= round_bytes or sum(size > 0 for size in sizes) == 1
+        rounds.append(len(found))
+        return iter(found)
+
+    for name, value in (("MESSAGE_BYTES", message_bytes), ("ROUND_BYTES", round_bytes), ("_in_pieces", cut),
+                        ("_rounds", dealt)):
+        monkeypatch.setattr(transition, name, value)
+    parts = held_after(meshes, optim=optim)
+    assert max(pieces) > 2 and min(rounds) > 2
+    for (one, moved), (other, also_moved) in zip(whole, parts, strict=True):
+        assert moved == also_moved and one.keys() == other.keys()
+        assert all(torch.equal(tensor, other[key]) for key, tensor in one.items())
+    assert {kind for kind, _, _ in whole[0][0]} >= {"parameter", "exp_avg", "exp_avg_sq"} and not whole[3][0]
 
 
 def test_layers_that_freeze_on_the_way_are_the_frozen_ones_of_one_process():
