@@ -17,10 +17,11 @@ from ranvier import check, resolve
 from ranvier.run import Batch, Checkpoint, Data, Launch, Optim, Run, Train, Transformer
 
 RECIPES = {"sentiment": "bert-sentiment", "cifar10": "vit-cifar10"}
-SAMPLES = {"sentiment": 1600, "cifar10": 480, "quick": 96}
+SAMPLES = {"sentiment": 1600, "cifar10": 960, "quick": 96}
 """Training samples of an epoch, by default."""
 EVAL_SAMPLES = {"sentiment": 1000, "cifar10": 1000, "quick": 30}
-_SEQUENCE = {"sentiment": 40}
+_MODEL = {"sentiment": {"sequence": 40}, "cifar10": {"image_size": 56}}
+_LEARNING_RATE = {"cifar10": 1e-4}
 _BATCH = 16
 _WARMUP_SHARE = 0.03
 _WORDS = ["the", "a", "film", "story", "actor", "scene", "plot", "music", "is", "was", "very", "quite", "good", "bad"]
@@ -50,7 +51,8 @@ def task_run(task: str, folder: Path, *, seed: int = 0, epochs: int = 10, sample
 def _recipe(task: str) -> Run:
     run = resolve.resolve([resolve.load(RECIPES[task])[1]]).run
     return replace(run, batch=replace(run.batch, global_size=_BATCH),
-                   model=replace(run.model, sequence=_SEQUENCE.get(task, run.model.sequence)))
+                   model=replace(run.model, **_MODEL[task]),
+                   train=replace(run.train, learning_rate=_LEARNING_RATE.get(task, run.train.learning_rate)))
 
 
 def _quick(folder: Path) -> Run:
