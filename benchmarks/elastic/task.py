@@ -4,7 +4,7 @@ What differs from the recipes is chosen so that an epoch has many updates and te
 batches of 16, 40 tokens a sentence (nine of ten have no more). Layers freeze once an epoch, so that a short epoch means
 that the first layers hardly learn at all: with 768 sentences freezing costs three points of accuracy, with 1,600 about
 one (docs/experiments.md). A sentence of 40 tokens takes 2.6 GFLOP forward and backward through MiniLM (3 x 6 x
-(8 s h^2 + 4 s h f + 4 s^2 h)), an image of 50 tokens 6.5 GFLOP through the ViT; two cores reach about 100 GFLOP a
+(8 s h^2 + 4 s h f + 4 s^2 h)), an image of 17 tokens 2.2 GFLOP through the ViT; two cores reach about 100 GFLOP a
 second in such runs.
 """
 
