@@ -109,14 +109,17 @@ class Ledger:
         """The ledger with one more transition."""
         return Ledger((*self.entries, entry))
 
-    def with_measured(self, *, cost: float | None = None, after: float | None = None) -> Ledger:
-        """The ledger with what was measured of its last transition: its cost in seconds, seconds per step after it.
-        What is no finite number is left out."""
+    def with_measured(self, *, cost: float | None = None, after: float | None = None,
+                      moved_bytes: int | None = None) -> Ledger:
+        """The ledger with what was measured of its last transition: its cost in seconds, seconds per step after it,
+        what it moved. What is no finite number is left out."""
         *earlier, last = self.entries
         if cost is not None and isfinite(cost):
             last = replace(last, measured_cost=cost)
         if after is not None and isfinite(after):
             last = replace(last, measured_after=after)
+        if moved_bytes is not None:
+            last = replace(last, moved_bytes=moved_bytes)
         return Ledger((*earlier, last))
 
     def to_dict(self) -> dict:

@@ -12,6 +12,7 @@ from ranvier.elastic.ledger import Ledger
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.run import Batch, Elastic, Run, Train
+from ranvier.train import elasticity
 from ranvier.train.elasticity import Elasticity
 from ranvier.train.judging import Judge
 from ranvier.train.packing import Packing, Work
@@ -114,16 +115,22 @@ def test_the_articles_rule_weighs_no_costs_but_must_fit():
 
 def test_a_mesh_is_taken_at_a_later_evaluation_at_which_it_pays(sentences, tmp_path, monkeypatch):
     always(monkeypatch)
-    forced, asked = Ledger.pays, []
+    forced, found, asked, among = Ledger.pays, elasticity.packings, [], []
+
+    def packings(*args, **options):
+        among.append(options["among"])
+        return found(*args, **options)
 
     def pays(ledger, *, step, **facts):
         asked.append(step)
         return replace(forced(ledger, step=step, **facts), pays=step >= 12)
 
+    monkeypatch.setattr(elasticity, "packings", packings)
     monkeypatch.setattr(Ledger, "pays", pays)
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=Elastic(
         freeze="cap", alpha=0.9, every=4, auto_pipe=True, auto_dp=True))
     results, _ = run_all(run)
+    assert among == [None, {(2, 1)}, {(2, 1)}]
     assert asked == [4, 8, 12] and results[0]["steps"] == 24
     assert [(line["step"], line["mesh"]["data"], line["frozen_layers"]) for line in transitions(run)] == [
         (4, 1, 6), (12, 2, 6)]
@@ -177,7 +184,7 @@ def test_what_is_to_move_is_known_beforehand(sentences, tmp_path, monkeypatch):
 
     def pays(ledger, **facts):
         expected.append(facts["moved_bytes"])
-        return forced(ledger, **facts)
+        return forced(ledger, **facts | {"moved_bytes": 1})  # what is measured takes its place
 
     monkeypatch.setattr(Ledger, "pays", pays)
     run = tiny(sentences, tmp_path / "run", elastic=replace(BY_HAND, manual=("5:2",)), train=Train(steps=8))

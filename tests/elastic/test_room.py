@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from ranvier.check import laid_out
 from ranvier.elastic.auto_pipe import Place
 from ranvier.mesh import Mesh
 from ranvier.planner.memory import device_bytes_of_stages
-from ranvier.run import Batch, Elastic, Launch, Memory, Optim, Run, Train, Transformer
+from ranvier.run import Batch, Data, Elastic, Launch, Memory, Optim, Run, Train, Transformer
 from ranvier.train import elasticity, room
 from ranvier.train.room import Room, device_bytes
 from tests.elastic.test_elastic_run import BY_HAND, Wishes, always, lines, run_all, sentences, tiny, transitions
@@ -19,9 +20,10 @@ from tests.elastic.test_elastic_run import BY_HAND, Wishes, always, lines, run_a
 __all__ = ["sentences"]  # fixture
 
 
-def small(**changed):
-    """Four layers: ten blocks."""
+def small(folder=Path("nowhere"), **changed):
+    """Four layers: ten blocks. folder: of the sentences, where somebody looks at them."""
     return replace(Run(model=Transformer(num_layers=4, hidden=64, heads=2, vocab=300, sequence=64),
+                       data=Data(task="classification", train=str(folder / "train.tsv"), eval=str(folder / "eval.tsv")),
                        mesh=Mesh(pipe=2), batch=Batch(global_size=16, microbatch_size=2),
                        launch=Launch(device="cuda")), **changed)
 
@@ -33,9 +35,9 @@ def test_a_device_has_what_is_free_and_what_this_process_holds(monkeypatch):
     assert device_bytes(torch.device("cpu")) is None
 
 
-def test_each_rank_must_fit_its_device_alone(monkeypatch):
+def test_each_rank_must_fit_its_device_alone(sentences, monkeypatch):
     monkeypatch.setattr(room, "available_memory_bytes", lambda: 1 << 40)
-    run = small(mesh=Mesh(data=2, pipe=2))
+    run = small(sentences, mesh=Mesh(data=2, pipe=2))
     for frozen in (0, 3):
         most = max(entry.device_bytes for entry in laid_out(run, frozen)[1])
         assert Room(first=run, frozen=frozen, device_bytes=most).problem(run) is None
@@ -44,8 +46,8 @@ def test_each_rank_must_fit_its_device_alone(monkeypatch):
     assert Room(first=run, frozen=0).problem(run) is None  # where host and device are one, ranks are judged together
 
 
-def test_hosts_of_devices_are_judged_too(monkeypatch):
-    run = small(precision="bf16", optim=Optim(offload="host"))
+def test_hosts_of_devices_are_judged_too(sentences, monkeypatch):
+    run = small(sentences, precision="bf16", optim=Optim(offload="host"))
     needed = sum(entry.ranks * entry.host_bytes for entry in laid_out(run, 0)[1])
     there = replace(run, mesh=Mesh(data=2, pipe=2))
     more = sum(entry.ranks * entry.host_bytes for entry in laid_out(there, 0)[1]) - needed
@@ -79,12 +81,12 @@ def test_on_rows_and_columns_a_stage_needs_no_less():
     assert found == [entry.device_bytes - entry.device["tensor mesh"] + most for entry in memory]
 
 
-def test_stages_are_judged_alone_on_devices_only():
+def test_stages_are_judged_alone_on_devices_only(sentences):
     place = Place(data=1, pipe=2, stage=0, start=0, stop=4, num_microbatches=8, microbatch_size=2)
-    run = small()
+    run = small(sentences)
     assert Room(first=run, frozen=0).stage_bytes(run) is None
     assert Room(first=run, frozen=0, device_bytes=1).stage_bytes(run)(place) == device_bytes_of_stages(run)(0, 0, 4)
-    forbidden = small(mesh=Mesh(pipe=2, row=2), batch=Batch(global_size=1, microbatch_size=1))
+    forbidden = small(sentences, mesh=Mesh(pipe=2, row=2), batch=Batch(global_size=1, microbatch_size=1))
     assert Room(first=run, frozen=0, device_bytes=1).stage_bytes(forbidden) is None
 
 
