@@ -232,9 +232,9 @@ def changing_nothing(monkeypatch, through):
 
 @pytest.mark.parametrize(("mesh", "through", "precision", "optim"), [
     (Mesh(pipe=2, data=2), None, "bf16", Optim(offload="none", shard=True, clip_norm=0.1)),
-    (Mesh(pipe=2, data=2), Mesh(pipe=4), "fp32", Optim(offload="none", shard=True)),
+    (Mesh(pipe=2, data=2), Mesh(pipe=4), "fp64", Optim(offload="none", shard=True)),
     (Mesh(data=2), Mesh(), "fp16", Optim(offload="stream", initial_loss_scale=1024.0))],
-    ids=["bf16", "fp32", "fp16"])
+    ids=["bf16", "fp64", "fp16"])
 def test_a_transition_that_changes_nothing_leaves_a_run_as_it_was_to_the_bit(sentences, tmp_path, monkeypatch, mesh,
                                                                             through, precision, optim):
     plain, run = (replace(tiny(sentences, tmp_path / name, mesh=mesh, train=Train(steps=4, learning_rate=3e-3),
