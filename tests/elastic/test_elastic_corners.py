@@ -231,14 +231,14 @@ def changing_nothing(monkeypatch, through):
 
 
 @pytest.mark.parametrize(("mesh", "through", "precision", "optim"), [
-    (Mesh(pipe=4), None, "fp64", Optim(offload="none", clip_norm=0.1)),
-    (Mesh(pipe=2, data=2), None, "bf16", Optim(offload="none", shard=True)),
-    (Mesh(pipe=2, data=2), Mesh(pipe=4), "fp32", Optim(offload="none", shard=True)),
-    (Mesh(data=4), Mesh(), "fp16", Optim(offload="stream", initial_loss_scale=1024.0))], ids=str)
+    (Mesh(pipe=2, data=2), None, "bf16", Optim(offload="none", shard=True, clip_norm=0.1)),
+    (Mesh(pipe=2, data=2), Mesh(pipe=4), "fp64", Optim(offload="none", shard=True)),
+    (Mesh(data=2), Mesh(), "fp16", Optim(offload="stream", initial_loss_scale=1024.0))],
+    ids=["bf16", "fp64", "fp16"])
 def test_a_transition_that_changes_nothing_leaves_a_run_as_it_was_to_the_bit(sentences, tmp_path, monkeypatch, mesh,
                                                                             through, precision, optim):
-    plain, run = (replace(tiny(sentences, tmp_path / name, mesh=mesh, train=Train(steps=6, learning_rate=3e-3),
-                               elastic=Elastic(freeze="none", every=3) if name == "run" else None),
+    plain, run = (replace(tiny(sentences, tmp_path / name, mesh=mesh, train=Train(steps=4, learning_rate=3e-3),
+                               elastic=Elastic(freeze="none", every=2) if name == "run" else None),
                           precision=precision, optim=optim) for name in ("plain", "run"))
     run_all(plain)
     changing_nothing(monkeypatch, through)
@@ -246,10 +246,10 @@ def test_a_transition_that_changes_nothing_leaves_a_run_as_it_was_to_the_bit(sen
     there = [] if through is None else [(through.data, through.pipe)]
     told = transitions(run)
     assert [(line["mesh"]["data"], line["mesh"]["pipe"]) for line in told] == [*there, (mesh.data, mesh.pipe)]
-    assert {line["step"] for line in told} == {3} and all((line["bytes_moved"] > 0) == bool(there) for line in told)
+    assert {line["step"] for line in told} == {2} and any(line["bytes_moved"] for line in told) == bool(there)
     assert all(result == results[0] for result in results)
     assert losses(run) == losses(plain)
-    before, after = (everything(each.run_dir / "checkpoint" / "step-6") for each in (plain, run))
+    before, after = (everything(each.run_dir / "checkpoint" / "step-4") for each in (plain, run))
     kinds = {kind for kind, _ in before}
     assert kinds >= {"parameter", "exp_avg", "exp_avg_sq"} and ("master" in kinds) == (precision in ("bf16", "fp16"))
     assert_same(before, after)

@@ -23,8 +23,8 @@ def frozen_after(run):
 def test_a_dry_run_tells_and_changes_nothing(sentences, tmp_path):
     """What it tells is what the same policy does, by the cap's formula for 1, 2, ... evaluations."""
     elastic = Elastic(freeze="cap", every=4)
-    plain, dry = tiny(sentences, tmp_path / "plain"), tiny(sentences, tmp_path / "dry",
-                                                           elastic=replace(elastic, dry_run=True))
+    plain = tiny(sentences, tmp_path / "plain", mesh=Mesh(pipe=2))
+    dry = replace(plain, run_dir=tmp_path / "dry", elastic=replace(elastic, dry_run=True))
     freezes = tiny(sentences, tmp_path / "freezes", mesh=Mesh(), elastic=elastic)
     for run in (plain, dry, freezes):
         run_all(run)
@@ -55,7 +55,7 @@ def asked_for_norms(run, monkeypatch):
 def test_depths_follow_from_the_norms_of_the_gradients(sentences, tmp_path, monkeypatch):
     elastic = Elastic(freeze="gradient-norm", alpha=0.5, every=2)
     one = tiny(sentences, tmp_path / "one", mesh=Mesh(), elastic=elastic)
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2, data=2), elastic=elastic)
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=elastic)
     dry = tiny(sentences, tmp_path / "dry", mesh=Mesh(), elastic=replace(elastic, dry_run=True))
     alone, asked = asked_for_norms(one, monkeypatch), asked_for_norms(run, monkeypatch)
     frozen, depths, steps = 0, [], lines(run, "metrics.jsonl")

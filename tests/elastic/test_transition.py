@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ranvier.checkpoint.state import pieces_held
@@ -145,6 +145,7 @@ def ways(draw):
 
 @settings(max_examples=8, deadline=None)
 @given(ways(), st.sampled_from([False, True]), st.sampled_from(["none", "stream"]))
+@example(([Mesh(pipe=2), Mesh(data=2)], [0, 2], [(1,), None], None), True, "none")  # before any step
 def test_any_way_through_layouts_is_the_run_without(way, shard, offload):
     meshes, steps, cuts, freezing = way
     optim = Optim(bucket_size=64, chunk_buckets=2, shard=shard, offload=offload)
