@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import accumulate, combinations, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ranvier.elastic.auto_pipe import Choice, Situation, choices, compress, greedy, stage_sizes
@@ -344,7 +344,9 @@ def test_freezing_more_never_makes_one_stage_slower(given):
 @given(situations)
 def test_freezing_more_hardly_ever_makes_the_best_choice_slower(given):
     """With a pipeline up to a quarter: a greedy schedule can take longer with less to do (Graham, 1969), and so does
-    the engine's. Over 2,243 random cases 57 were slower, the worst by 14 % (one by 3 % with 1f1b)."""
+    the engine's. Over 2,243 random cases 57 were slower, the worst by 14 % (one by 3 % with 1f1b). Not where messages
+    are all that takes time."""
+    assume(any(given.forward_seconds))
     given = replace(given, cached=0, limit_bytes=None)
     times = [choices(replace(given, frozen=frozen))[0].seconds_per_sample for frozen in range(given.num_blocks + 1)]
     assert all(later <= earlier * 1.25 + 1e-9 for earlier, later in pairwise(times))
