@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -107,10 +108,15 @@ def _digest(about: object) -> str:
     return hashlib.blake2b(json.dumps(about).encode(), digest_size=8).hexdigest()
 
 
+_HEADERS = threading.Lock()
+"""NumPy parses headers as literals, and CPython 3.11 may miscount when several threads do so at once (SystemError)."""
+
+
 def _open(path: Path, form: Form) -> np.ndarray:
     if form.dtype not in _TYPES or not path.is_file():
         raise ValueError(f"{path.name}: no file of a known format")
-    array = np.load(path, mmap_mode="r", allow_pickle=False)
+    with _HEADERS:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
     if array.dtype != np.dtype(form.dtype).newbyteorder("<") or array.shape != form.shape or not array.ndim:
         raise ValueError(f"{path.name} has {array.dtype} {array.shape} instead of {form.dtype} {form.shape}")
     if array.nbytes <= _MOST_READ_BYTES:

@@ -63,7 +63,8 @@ class Reader:
         future = self._ahead.pop(tuple(samples), None)
         if future is not None and not future.cancel():
             try:
-                ready = [one for one in future.result() if stores.get(one.depth) is one.store]
+                newest = next(iter(stores), None)  # what was found at another depth may be at the newest by now
+                ready = [one for one in future.result() if one.depth == newest and stores[newest] is one.store]
             except Exception:  # whatever the thread met, its samples are read here
                 ready = []
         waited = time.perf_counter() - start

@@ -38,6 +38,7 @@ def order(taken):
     return [[sample for replica in sorted(parts) for sample in parts[replica]] for _, parts in sorted(taken.items())]
 
 
+@pytest.mark.slow
 def test_the_same_losses_without_freezing_and_the_same_order_with_it(tmp_path, taken):
     stand = Stand(folder=tmp_path, threads=True)
     base = task_run("quick", tmp_path / "data", seed=3, epochs=2, dropout=0.0)

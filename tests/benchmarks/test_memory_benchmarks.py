@@ -34,6 +34,7 @@ def assert_pictures(folder: Path, *names: str) -> None:
     assert all((folder / name).stat().st_size > 5_000 for name in names)
 
 
+@pytest.mark.slow
 def test_device_bytes_are_those_of_the_formulas(tmp_path):
     results, text = run("device_bytes", tmp_path)
     rows = results["rows"]

@@ -109,6 +109,7 @@ def _check(ranks: list[dict], transport: str) -> None:
             assert values["unknown"] == values["partial"] == [], name
 
 
+@pytest.mark.slow
 def test_all_contenders_over_gloo_compute_what_plain_pytorch_does(over_gloo):
     _check(over_gloo, "gloo")
 

@@ -70,7 +70,8 @@ def test_a_stop_at_the_step_of_a_transition(sentences, tmp_path, in_one_process,
     assert losses(run) == pytest.approx(in_one_process, rel=1e-9)
 
 
-@pytest.mark.parametrize(("every", "stop", "mesh"), [(5, 6, Mesh(pipe=4)), (7, 14, Mesh(pipe=2))], ids=str)
+@pytest.mark.parametrize(("every", "stop", "mesh"), [
+    (5, 6, Mesh(pipe=4)), pytest.param(7, 14, Mesh(pipe=2), marks=pytest.mark.slow)], ids=str)
 def test_a_checkpoint_of_the_step_at_which_layers_freeze_has_them_frozen(sentences, tmp_path, in_one_process,
                                                                          monkeypatch, requests, every, stop, mesh):
     always(monkeypatch)
@@ -226,12 +227,13 @@ def changing_nothing(monkeypatch, through):
             change(training, back, save)
 
     monkeypatch.setattr(loop.Training, "_change", there_and_back)
-    monkeypatch.setattr(Elasticity, "_packed", lambda elastic, now, depth, step, measured: elastic._change(
-        now, now.run.mesh, depth, now.engine.boundaries or None, "nothing changes"))
+    monkeypatch.setattr(Elasticity, "_packed", lambda elastic, now, room, step, measured: elastic._change(
+        now, now.run.mesh, room.frozen, now.engine.boundaries or None, "nothing changes"))
 
 
 @pytest.mark.parametrize(("mesh", "through", "precision", "optim"), [
-    (Mesh(pipe=2, data=2), None, "bf16", Optim(offload="none", shard=True, clip_norm=0.1)),
+    pytest.param(Mesh(pipe=2, data=2), None, "bf16", Optim(offload="none", shard=True, clip_norm=0.1),
+                 marks=pytest.mark.slow),
     (Mesh(pipe=2, data=2), Mesh(pipe=4), "fp64", Optim(offload="none", shard=True)),
     (Mesh(data=2), Mesh(), "fp16", Optim(offload="stream", initial_loss_scale=1024.0))],
     ids=["bf16", "fp64", "fp16"])
@@ -262,6 +264,7 @@ def test_a_run_that_has_not_changed_yet_goes_on_without_a_transition(sentences, 
     assert not transitions(run) and len(losses(run)) == 4
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_microbatches_that_its_rows_can_share(sentences, tmp_path, requests, in_one_process):
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=replace(BY_HAND, auto_pipe=False, auto_dp=False),
                batch=Batch(global_size=8, microbatch_size=1))

@@ -138,6 +138,7 @@ def test_losses_are_those_of_one_rank_in_this_process(start, tmp_path, transport
     assert [line["step"] for line in run.transitions] == [5, 14] and run.transitions[-1]["mesh"]["data"] > 1
 
 
+@pytest.mark.slow
 @MOSTLY_TORCH
 def test_a_run_is_resized_from_outside_and_told_to_stop_while_ranks_are_idle(start, transport):
     run = start(transport, ranks=3, manual="", train__steps=10**6)

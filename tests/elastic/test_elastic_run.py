@@ -148,8 +148,8 @@ def test_idle_ranks_come_to_the_same_end(sentences, tmp_path, in_one_process, mo
     assert all(result == results[0] for result in results)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(pipe=2, data=2), pytest.param(Mesh(pipe=2, col=2), marks=pytest.mark.slow),
-                                  Mesh(data=4)], ids=str)
+@pytest.mark.parametrize("mesh", [Mesh(pipe=2, data=2), *(pytest.param(each, marks=pytest.mark.slow) for each in (
+    Mesh(pipe=2, col=2), Mesh(data=4)))], ids=str)
 def test_from_other_meshes(sentences, tmp_path, in_one_process, monkeypatch, mesh):
     always(monkeypatch)
     run = tiny(sentences, tmp_path / "run", mesh=mesh, elastic=BY_HAND)
@@ -275,8 +275,8 @@ stops: list[StopRequest] = []
 
 
 @pytest.mark.parametrize(("mesh", "stop"), [
-    (Mesh(pipe=4), 16), (Mesh(pipe=2, data=2), 7), *(pytest.param(*each, marks=pytest.mark.slow) for each in (
-        (Mesh(pipe=4), 7), (Mesh(data=2), 16), (Mesh(), 16)))], ids=str)
+    (Mesh(pipe=2, data=2), 7), *(pytest.param(*each, marks=pytest.mark.slow) for each in (
+        (Mesh(pipe=4), 16), (Mesh(pipe=4), 7), (Mesh(data=2), 16), (Mesh(), 16)))], ids=str)
 def test_an_elastic_run_goes_on_anywhere(sentences, tmp_path, in_one_process, monkeypatch, mesh, stop):
     always(monkeypatch)
     first = tiny(sentences, tmp_path / "run", elastic=BY_HAND, checkpoint=Checkpoint(every=0))

@@ -119,6 +119,7 @@ def test_a_mesh_that_the_settings_forbid_is_passed_over(sentences, tmp_path, mon
     assert dropped and all("mesh.row does not divide" in text for text in dropped)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_stage_judge_the_cache_together(sentences, tmp_path, in_one_process, monkeypatch):  # noqa: F811
     """One of them could write nothing, for want of room or of range, and knows no times."""
     measured, asked = caching.Caching._times, []
