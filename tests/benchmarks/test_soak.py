@@ -23,6 +23,7 @@ def run(*args, timeout):
                           capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_few_random_faults(tmp_path):
     """By this seed the first run is elastic."""

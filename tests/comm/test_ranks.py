@@ -61,7 +61,7 @@ def describe(world: World, *args: object) -> list:
     return [world.rank, world.size, world.backend.name, world.launcher, *args]
 
 
-@pytest.mark.parametrize("transport", ["torch", pytest.param("mpi", marks=pytest.mark.mpi)])
+@pytest.mark.parametrize("transport", ["torch", pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.slow])])
 def test_processes_return_json(transport):
     if transport == "mpi":
         pytest.importorskip("mpi4py")
@@ -101,6 +101,7 @@ def _are_killed(transport: str, folder: Path) -> None:
         assert not os.path.exists(f"/proc/{process}")
 
 
+@pytest.mark.slow
 def test_processes_that_do_not_end_are_killed(tmp_path):
     """Over both transports at the same time, for all of it is waiting."""
     transports = ["torch", "mpi"] if mpi_available() is None else ["torch"]

@@ -18,7 +18,7 @@ HERE = "tests.comm.test_torch"
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=SLOW), 3, pytest.param(4, marks=SLOW)])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=SLOW), pytest.param(4, marks=SLOW)])
 def test_conformance(size):
     """All cases in one start, the failing one is named."""
     cases = [*conformance.MESSAGES, *conformance.COLLECTIVES]
@@ -59,7 +59,8 @@ def lose_a_peer(world: World, how: str) -> list:
     return [text, seconds]
 
 
-@pytest.mark.parametrize("how", ["wait", "poll", "send", "collective"])
+@pytest.mark.parametrize("how", [
+    "wait", pytest.param("poll", marks=SLOW), pytest.param("send", marks=SLOW), "collective"])
 def test_a_lost_peer_is_named(how):
     *results, lost = run_processes(f"{HERE}:lose_a_peer", 3, "torch", args=[how], may_fail=[2])
     assert lost is None

@@ -252,6 +252,7 @@ def test_a_tie_whose_owner_is_behind_the_edge():
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
+@pytest.mark.slow
 def test_own_freezing_freezes_and_learns(tmp_path):
     done = subprocess.run([sys.executable, str(EXAMPLES / "own_freezing.py")], cwd=tmp_path, capture_output=True,
                           text=True, timeout=240)

@@ -169,6 +169,7 @@ def test_the_script_tells_slurm_what_the_page_says():
     assert "`--signal=USR1@120`" in PAGES["slurm"] and "`--requeue`" in PAGES["slurm"]
 
 
+@pytest.mark.slow
 def test_a_job_is_signalled_and_the_next_one_has_fewer_tasks(shell, tmp_path, corpus):
     """Through Slurm's whole circle: told to stop, requeued, and finished on another mesh."""
     train = ["gpt-tiny", "--mesh.data", 1, "--mesh.pipe", 2, *TINY, *corpus]

@@ -57,7 +57,7 @@ def errors_of_all(world: World, cases: list[tuple[int, int, str]]) -> list[list[
     [(2, 2, "message-driven"), (1, 4, "message-driven"), (2, 2, "1f1b")],
     pytest.param([(1, 2, "message-driven"), (1, 2, "1f1b")], marks=pytest.mark.slow),
     pytest.param([(1, 4, "1f1b")], marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("transport", ["torch", pytest.param("mpi", marks=[
+@pytest.mark.parametrize("transport", [pytest.param("torch", marks=pytest.mark.slow), pytest.param("mpi", marks=[
     pytest.mark.mpi, pytest.mark.skipif(UNUSABLE is not None, reason=str(UNUSABLE))])])
 def test_gradients_equal_plain_pytorch(transport, cases):
     data, pipe, _ = cases[0]

@@ -42,7 +42,7 @@ MPI = [pytest.mark.mpi, pytest.mark.skipif(UNUSABLE is not None, reason=str(UNUS
 
 
 @pytest.mark.parametrize(("transport", "scheme"), [
-    ("torch", "stationary"), pytest.param("mpi", "stationary", marks=MPI),
+    pytest.param("torch", "stationary", marks=pytest.mark.slow), pytest.param("mpi", "stationary", marks=MPI),
     pytest.param("torch", "summa", marks=pytest.mark.slow),
     pytest.param("mpi", "summa", marks=[*MPI, pytest.mark.slow])])
 def test_gradients_equal_plain_pytorch(transport, scheme):

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from ranvier.testing.trackers import check_tracker
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -25,6 +27,7 @@ def test_own_model_learns_on_four_ranks(tmp_path):
     assert held_out < losses[0] / 3
 
 
+@pytest.mark.slow
 def test_own_layers_learn_on_two_rows_and_columns(tmp_path):
     done = run_example("own_layers.py", tmp_path)
     assert done.returncode == 0, done.stderr
@@ -34,6 +37,7 @@ def test_own_layers_learn_on_two_rows_and_columns(tmp_path):
     assert held_out < losses[0] / 3
 
 
+@pytest.mark.slow
 def test_own_checkpoints_go_on_from_two_replicas_on_three_stages(tmp_path):
     first = run_example("own_checkpoints.py", tmp_path, "--steps", "50")
     again = run_example("own_checkpoints.py", tmp_path, "--pipe", "3")
@@ -45,6 +49,7 @@ def test_own_checkpoints_go_on_from_two_replicas_on_three_stages(tmp_path):
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-100", "step-75"]
 
 
+@pytest.mark.slow
 def test_own_tracker_tells_the_slowest_step(tmp_path):
     done = run_example("own_tracker.py", tmp_path)
     assert done.returncode == 0, done.stderr

@@ -171,7 +171,7 @@ def test_the_mesh_changes_no_number(data, pipe, policy, finished, corpus, tmp_pa
 @pytest.mark.parametrize("mesh, tensor", [
     pytest.param(Mesh(row=2, col=2), TensorParallel(), marks=pytest.mark.slow),
     (Mesh(row=2, pipe=2, data=2), TensorParallel(keep_weights=True)),
-    (Mesh(row=2, col=2), TensorParallel(scheme="summa")),
+    pytest.param(Mesh(row=2, col=2), TensorParallel(scheme="summa"), marks=pytest.mark.slow),
     pytest.param(Mesh(col=2), TensorParallel(scheme="megatron"), marks=pytest.mark.slow),
     (Mesh(col=2, pipe=2), TensorParallel(scheme="megatron", sequence_sharding=True))])
 def test_rows_and_columns_change_no_number(mesh, tensor, finished, corpus, tmp_path):
@@ -185,6 +185,7 @@ def test_rows_and_columns_change_no_number(mesh, tensor, finished, corpus, tmp_p
     assert tensor.scheme in text
 
 
+@pytest.mark.slow
 def test_the_tensor_mesh_lies_on_nodes_as_it_sends_least(finished, corpus, tmp_path):
     """Two ranks a node: which of the stage's ranks these are follows from bytes, and no number depends on it."""
     run = tiny(corpus, tmp_path, mesh=Mesh(row=2, col=2, data=2))

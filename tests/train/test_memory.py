@@ -51,11 +51,12 @@ def larger(corpus, run_dir, **changed):
     pytest.param("updated in the backward", {"optim": Optim(update_in_backward=True),
                                              "batch": Batch(global_size=4, microbatch_size=2)}, marks=pytest.mark.slow),
     pytest.param("rows and columns", {"mesh": Mesh(row=2, col=2)}, marks=pytest.mark.slow),
-    ("rows, columns and stages, frugal", {
+    pytest.param("rows, columns and stages, frugal", {
         "mesh": Mesh(row=2, col=2, pipe=2), "precision": "bf16",
         "tensor": TensorParallel(keep_weights=True), "batch": Batch(global_size=16, microbatch_size=8),
-        "optim": Optim(offload="stream", bucket_size=5000, shard=True)}),
-    ("summa", {"mesh": Mesh(row=2, col=2), "tensor": TensorParallel(scheme="summa")}),
+        "optim": Optim(offload="stream", bucket_size=5000, shard=True)}, marks=pytest.mark.slow),
+    pytest.param("summa", {"mesh": Mesh(row=2, col=2), "tensor": TensorParallel(scheme="summa")},
+                 marks=pytest.mark.slow),
     pytest.param("megatron", {"mesh": Mesh(col=2, data=2), "tensor": TensorParallel(scheme="megatron")},
                  marks=pytest.mark.slow),
     ("megatron, sequence sharded, updated in the backward", {

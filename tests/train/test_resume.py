@@ -106,7 +106,8 @@ def test_the_metrics_tell_what_checkpoints_cost(whole):
     assert sorted(path.name for path in (whole / "checkpoint").iterdir()) == ["step-4", "step-6", "step-8"]
 
 
-@pytest.mark.parametrize("mesh", [Mesh(data=2), Mesh(pipe=3), Mesh(row=2, col=2)], ids=str)
+@pytest.mark.parametrize("mesh", [
+    Mesh(data=2), Mesh(pipe=3), pytest.param(Mesh(row=2, col=2), marks=pytest.mark.slow)], ids=str)
 def test_a_run_that_dies_goes_on(text, whole, tmp_path, mesh):
     run_all(tiny(text, tmp_path), dies_after=5)
     assert not (tmp_path / "summary.json").exists()
