@@ -125,6 +125,7 @@ def resize(run, data, pipe, wait=60):
                           check=False)
 
 
+@pytest.mark.slow
 @MOSTLY_MPI
 def test_losses_are_those_of_one_rank_in_this_process(start, tmp_path, transport):
     run = start(transport, elastic__auto_pipe="true", elastic__auto_dp="true", elastic__cut="reference")

@@ -157,6 +157,7 @@ def test_from_other_meshes(sentences, tmp_path, in_one_process, monkeypatch, mes
     assert losses(run) == pytest.approx(in_one_process, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_the_cache_changes_nothing(sentences, tmp_path, in_one_process, monkeypatch):
     always(monkeypatch)
     for name, elastic in (("here", replace(BY_HAND, cache=True, cache_from=1, cache_precision="full")),

@@ -82,6 +82,7 @@ def test_one_rank_that_is_told_tells_the_others(start, transport):
     assert len({who.split()[-1] for who in saved}) == 1, "all after the same step"
 
 
+@pytest.mark.slow
 @MOSTLY_TORCH
 def test_a_second_signal_ends_the_ranks_at_once(start, transport):
     process, pids = start("deaf", transport)
