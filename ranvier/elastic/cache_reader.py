@@ -40,7 +40,9 @@ class Reader:
         self._running: list[Future] = []
 
     def prefetch(self, microbatches: Sequence[Sequence[int]], stores: Mapping[int, Store]) -> None:
-        """Begin to read these, in this order, as far as memory is given for it."""
+        """Begin to read these, in this order, as far as memory is given for it, from the newest store: what an older
+        one has may be in the newest when it is taken."""
+        newest = dict(list(stores.items())[:1])
         wanted, room = {}, self._most_bytes
         for samples in microbatches if stores else ():
             room -= len(samples) * max(store.form.payload_bytes for store in stores.values())
@@ -53,7 +55,7 @@ class Reader:
             if samples not in self._ahead:
                 if self._thread is None:
                     self._thread = ThreadPoolExecutor(1, thread_name_prefix="ranvier-cache")
-                self._ahead[samples] = self._thread.submit(_read, samples, dict(stores), self._pinned)
+                self._ahead[samples] = self._thread.submit(_read, samples, newest, self._pinned)
         self._running = [future for future in {*self._running, *self._ahead.values()} if not future.done()]
 
     def take(self, samples: Sequence[int], stores: Mapping[int, Store]) -> list[Found]:
@@ -63,7 +65,7 @@ class Reader:
         future = self._ahead.pop(tuple(samples), None)
         if future is not None and not future.cancel():
             try:
-                newest = next(iter(stores), None)  # what was found at another depth may be at the newest by now
+                newest = next(iter(stores), None)
                 ready = [one for one in future.result() if one.depth == newest and stores[newest] is one.store]
             except Exception:  # whatever the thread met, its samples are read here
                 ready = []

@@ -75,7 +75,7 @@ class Caching:
 
     def look_again(self) -> None:
         """An epoch has gone by: weights that were changed in a way that torch does not count are noticed now."""
-        if self._cache is not None:
+        if self._cache is not None and self._now.engine.cached_blocks:
             self._cache.look_again()
 
     def facts(self) -> dict[str, object]:

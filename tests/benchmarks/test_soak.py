@@ -1,4 +1,4 @@
-"""The soak: a few faults in `make test`, many in `make test-all`, and that it would notice what it looks for."""
+"""The soak, of a few and of many faults, in `make test-all`; and that it would notice what it looks for."""
 
 import random
 import re
