@@ -17,6 +17,7 @@ from ranvier.data.tokenizer import GPT2_VOCAB, SMALLEST_VOCAB
 from ranvier.elastic import rules
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.machine import available_memory_bytes
+from ranvier.mesh import AXES
 from ranvier.models import families
 from ranvier.optim import groups
 from ranvier.optim.guard import guard_problems
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
 
 _MOST_LAYERS = 10_000
 _MOST_LOCAL_RANKS = 64
+_PREVENT_A_CUT = ("model.", "mesh.", "tensor.", "pipeline.boundaries", "optim.groups")
+"""Where problems are that leave no model to cut."""
+TOO_LARGE = (RuntimeError, OverflowError, MemoryError, ValueError, TypeError)
+"""What torch raises for sizes that no tensor can have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +54,8 @@ class Report:
     tensor_mesh: TensorMeshFacts | None
     machine: MachineMemory | None
     """What all ranks would need together here, and what there is; None for more ranks than a machine has."""
+    planned: str | None = None
+    """The mesh and microbatch in the place of auto."""
 
     def document(self) -> dict[str, object]:
         """As JSON can hold it."""
@@ -60,7 +67,7 @@ class Report:
                             "host": dict(entry.host), "device_bytes": entry.device_bytes,
                             "host_bytes": entry.host_bytes} for entry in self.memory],
                 "tensor_mesh": None if self.tensor_mesh is None else asdict(self.tensor_mesh),
-                "machine": None if self.machine is None else asdict(self.machine)}
+                "machine": None if self.machine is None else asdict(self.machine), "planned": self.planned}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,22 +108,29 @@ def as_dict(problem: RanvierError) -> dict[str, object]:
 def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = None) -> Report:
     """Look at `run` as a whole. Never raises for what a user can set."""
     run, found = with_pretrained(run)
-    run, more = with_shape(run, num_ranks)
+    given = run
+    run, more = with_plan(run, num_ranks, ranks_per_node)
+    planned = None if run is given or more else f"{run.mesh}, microbatches of {run.batch.microbatch_size}"
     found += more
     found += problems(run, None if found else num_ranks)  # a stand-in has another size
     stages, memory = None, ()
-    unclear = ("model.", "mesh.", "tensor.", "pipeline.boundaries", "optim.groups")
-    if not any(problem.where.startswith(unclear) for problem in found):
+    if not any(problem.where.startswith(_PREVENT_A_CUT) for problem in found):
         try:
             stages, memory = laid_out(run)
         except RanvierError as problem:
             found.append(problem)
-        except (RuntimeError, OverflowError, MemoryError, ValueError, TypeError) as error:
-            found.append(ConfigError(f"cannot be laid out: {str(error).partition(chr(10))[0]}", where="model",
-                                     remedy="Choose smaller sizes: a tensor of the model is larger than any can be."))
+        except TOO_LARGE as error:
+            found.append(cannot_be_laid_out(error))
     machine = this_machine(run, memory) if memory and run.mesh.size <= _MOST_LOCAL_RANKS else None
     return Report(problems=tuple(found), warnings=(*warnings(run), *_machine_warnings(run, machine)), stages=stages,
-                  memory=memory, tensor_mesh=tensor_mesh_facts(run, ranks_per_node), machine=machine)
+                  memory=memory, tensor_mesh=tensor_mesh_facts(run, ranks_per_node), machine=machine,
+                  planned=planned)
+
+
+def cannot_be_laid_out(error: Exception) -> ConfigError:
+    """What torch raised for a model whose sizes no tensor can have, in words."""
+    return ConfigError(f"cannot be laid out: {str(error).partition(chr(10))[0]}", where="model",
+                       remedy="Choose smaller sizes: a tensor of the model is larger than any can be.")
 
 
 def problems(run: Run, num_ranks: int | None = None) -> list[RanvierError]:
@@ -135,11 +149,39 @@ def with_pretrained(run: Run) -> tuple[Run, list[RanvierError]]:
         return run, [problem]
 
 
-def with_shape(run: Run, num_ranks: int | None) -> tuple[Run, list[RanvierError]]:
-    """The run with rows and columns in the place of auto, and why that may not be possible: they are 1 then.
+def with_plan(run: Run, num_ranks: int | None, ranks_per_node: int | None = None) -> tuple[Run, list[RanvierError]]:
+    """The run with a number in the place of each auto of mesh and microbatch, and why that may not be possible: they
+    are 1 then.
 
     num_ranks: all ranks, as their launcher or the user says.
     """
+    from ranvier.planner.auto import closed, planned  # which looks for problems of what it considers
+
+    mesh = run.mesh
+    if "auto" not in (mesh.data, mesh.pipe, run.batch.microbatch_size):
+        return _with_shape(run, num_ranks)
+    if num_ranks is None and mesh.is_open:
+        return closed(run), [_unknown_ranks(next(axis for axis in AXES if getattr(mesh, axis) == "auto"))]
+    if any(problem.where.startswith(_PREVENT_A_CUT) for problem in problems(closed(run))):
+        where = next((f"mesh.{axis}" for axis in AXES if getattr(mesh, axis) == "auto"), "batch.microbatch-size")
+        return closed(run), [ConfigError("is not planned before the other problems are mended", where=where,
+                                         value="auto", remedy="Mend them, or give a number.")]
+    try:
+        return planned(run, mesh.size if num_ranks is None else num_ranks, ranks_per_node), []
+    except RanvierError as problem:
+        return closed(run), [problem]
+    except TOO_LARGE as error:
+        return closed(run), [cannot_be_laid_out(error)]
+
+
+def _unknown_ranks(axis: str) -> ConfigError:
+    return ConfigError("needs to know how many ranks there are", where=f"mesh.{axis}", value="auto",
+                       remedy="Start them with torchrun, mpiexec or srun (check and simulate: say --ranks N), or set "
+                              f"--mesh.{axis}.")
+
+
+def _with_shape(run: Run, num_ranks: int | None) -> tuple[Run, list[RanvierError]]:
+    """`with_plan` where rows and columns alone are open: the fewest bytes."""
     mesh = run.mesh
     if not mesh.is_open:
         return run, []
@@ -147,9 +189,7 @@ def with_shape(run: Run, num_ranks: int | None) -> tuple[Run, list[RanvierError]
     alone = replace(run, mesh=replace(mesh, row=given.get("row", 1), col=given.get("col", 1), tile=None))
     where = "mesh.col" if "row" in given else "mesh.row"
     if num_ranks is None:
-        return alone, [ConfigError("needs to know how many ranks there are", where=where, value="auto",
-                                   remedy="Start them with torchrun, mpiexec or srun (check: say --ranks N), or set "
-                                          "--mesh.row and --mesh.col.")]
+        return alone, [_unknown_ranks(where.removeprefix("mesh."))]
     stage, rest = divmod(num_ranks, mesh.data * mesh.pipe)
     other = prod(given.values())
     if rest or stage % other or not stage:
@@ -399,6 +439,8 @@ def print_report(report: Report, values: Sequence[tuple[str, str, str]]) -> None
     for row in values:
         settings.add_row(*row, style=None if row[2] == "default" else "bold")
     console.print(settings)
+    if report.planned:
+        console.print(f"\nauto is {report.planned}")
     if report.stages:
         console.print()
         console.print(str(report.stages))

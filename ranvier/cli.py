@@ -1,5 +1,5 @@
-"""The command: `ranvier train | check | resize | doctor | export | import`. Every field of the run is a flag; --help
-imports nothing heavy.
+"""The command: `ranvier train | check | plan | simulate | resize | doctor | export | import`. Every field of the run is
+a flag; --help imports nothing heavy.
 
 Exit codes: 0 done, 1 the run failed, 2 an error of the user's, each in one line on standard error, 130 Ctrl-C.
 """
@@ -126,7 +126,9 @@ def train(change_world: Callable[[World], World] | None, recipe: str, **flags: s
 
     started = detect(os.environ, resolved.run.launch.launcher)
     settled, unsettled = check.with_pretrained(resolved.run)
-    run, open_problems = check.with_shape(settled, None if started is None else started.size)
+    ranks = launch.local_devices(settled.launch.device) if started is None else started.size
+    run, open_problems = check.with_plan(settled, ranks if settled.mesh.is_open or started is not None else None,
+                                         None if started is None else started.local_size)
     warnings, problems = [], [*resolved.problems, *unsettled, *check.problems(run)]
     if started is not None and started.size != run.mesh.size and run.resume == "auto" and not problems:
         run, warning = refit(run, started.size, started.launcher)
@@ -142,9 +144,18 @@ def train(change_world: Callable[[World], World] | None, recipe: str, **flags: s
     world = launch.start(run.mesh, transport=run.comm.transport, launcher=run.launch.launcher,
                          threads=run.launch.threads, device=run.launch.device,
                          timeout_seconds=run.comm.timeout_seconds,
-                         rerun=[*launch.rerun_command(), "--run-dir", str(run.run_dir)] if started is None else None,
+                         rerun=[*launch.rerun_command(), "--run-dir", str(run.run_dir),
+                                *_planned_flags(settled, run)] if started is None else None,
                          explain_kill=lambda: _memory_text(run), saves_on_stop=True)
     return _train_as_rank(run, name, world, change_world)
+
+
+def _planned_flags(before: Run, after: Run) -> list[str]:
+    """What was auto, as flags, so that ranks need not plan again."""
+    values, old = resolve.flatten(after), resolve.flatten(before)
+    names = ["mesh.data", "mesh.pipe", "mesh.row", "mesh.col", "batch.microbatch_size"]
+    return [word for name in names if values[name] != old[name]
+            for word in (f"--{resolve.settings()[name].flag}", resolve.as_text(values[name]))]
 
 
 def _memory_text(run: Run) -> str:
@@ -205,6 +216,61 @@ def check(recipe: str, ranks: int | None, ranks_per_node: int | None, as_json: b
     else:
         print_report(report, rows)
     return 2 if report.problems else 0
+
+
+_CLUSTER = click.option("--cluster", required=True,
+                        help="A shipped cluster (summit, frontera, a100, h100, h200, laptop), or a TOML file.")
+
+
+@command.command(cls=_WithSettings)
+@click.argument("recipe")
+@_CLUSTER
+@click.option("--ranks", type=click.IntRange(min=1),
+              help="Devices to plan for; by default as many as the recipe's mesh has ranks, all where it has one.")
+@click.option("--search", "searched",
+              help="What may change, comma-separated: mesh, microbatch, in-flight, checkpoint, offload, shard, chunks, "
+                   "elastic (all of these by default), scheme, precision.")
+@click.option("--measure", type=click.IntRange(min=1), default=None,
+              help="Run so many of the best for some steps each on this machine, and order the plan by that.")
+@click.option("--out", type=click.Path(path_type=Path), help="Write the best as a run file for `ranvier train`.")
+@click.option("--explain", is_flag=True, help="Say what binds.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def plan(recipe: str, cluster: str, ranks: int | None, searched: str | None, measure: int | None, out: Path | None,
+         explain: bool, as_json: bool, **flags: str | None) -> int:
+    """Find the fastest configuration of RECIPE on a cluster, before anything is started there."""
+    name, resolved = _resolve(recipe, flags)
+    if resolved.problems:
+        raise Refused(resolved.problems)
+    from ranvier.planner import plan as planner
+
+    planner.plan(name, resolved.run, cluster, ranks=ranks, searched=searched, measure=measure or 0, out=out,
+                 explain=explain, as_json=as_json)
+    return 0
+
+
+@command.command(cls=_WithSettings)
+@click.argument("recipe")
+@_CLUSTER
+@click.option("--ranks", type=click.IntRange(min=1), help="Devices, where the mesh is auto.")
+@click.option("--jitter", type=click.FloatRange(min=0, max=3), default=0.0, show_default=True,
+              help="Deviation of an action's time on one rank, as a share of its mean.")
+@click.option("--slow", multiple=True, help="A slow stage of one replica, as REPLICA:STAGE:FACTOR; may be repeated.")
+@click.option("--mtbf-hours", type=click.FloatRange(min=0, min_open=True),
+              help="Mean hours between two failures of one rank: how much of the time is left.")
+@click.option("--draw", type=click.Path(path_type=Path),
+              help="Write a picture: each stage's actions, and each policy's bubble over depth, in flight, jitter.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def simulate(recipe: str, cluster: str, ranks: int | None, jitter: float, slow: Sequence[str], mtbf_hours: float | None,
+             draw: Path | None, as_json: bool, **flags: str | None) -> int:
+    """Run RECIPE's schedule on a cluster that exists on paper only: the engine's own policies on a simulated clock."""
+    name, resolved = _resolve(recipe, flags)
+    if resolved.problems:
+        raise Refused(resolved.problems)
+    from ranvier.planner import plan as planner
+
+    planner.simulate(name, resolved.run, cluster, ranks=ranks, jitter=jitter, slow=slow, mtbf_hours=mtbf_hours,
+                     draw=draw, as_json=as_json)
+    return 0
 
 
 _FORMATS = click.Choice(["fp32", "bf16", "fp16", "fp64"])
@@ -270,10 +336,16 @@ def resize(run: Path, data: int, pipe: int, wait: float) -> int:
 
 
 @command.command()
-def doctor() -> int:
+@click.option("--measure", is_flag=True, help="Measure this machine for `ranvier plan`; takes less than a minute.")
+@click.option("--out", type=click.Path(path_type=Path), help="Where what is measured goes; by default cluster.toml.")
+def doctor(measure: bool, out: Path | None) -> int:
     """Show what this machine has, and what every `auto` comes to on it."""
-    from ranvier.doctor import examine, print_table
+    if out is not None and not measure:
+        raise ConfigError("is for what is measured", where="--out", value=str(out), remedy="Add --measure.")
+    from ranvier.doctor import examine, measure_to, print_table
 
     findings = examine()
     print_table(findings)
+    if measure:
+        measure_to(out or Path("cluster.toml"))
     return 2 if any(finding.remedy for finding in findings) else 0

@@ -125,3 +125,25 @@ def print_table(findings: list[Finding]) -> None:
         table.add_row(topic, finding.name, " ".join(filter(None, [finding.value, finding.remedy])), style=style)
     width = None if sys.stdout.isatty() else 200  # lines in a pipe are not cut to a screen's width
     Console(file=sys.stdout, highlight=False, markup=False, width=width).print(table)
+
+
+def measure_to(path: Path) -> None:
+    """Write what this machine reaches as a cluster file, and say so."""
+    from ranvier.errors import ConfigError
+    from ranvier.planner.cluster_files import write_cluster
+    from ranvier.planner.measure import measure
+
+    folder = path.absolute().parent
+    problem = "it is a folder" if path.is_dir() else _write_problem(folder) if folder.is_dir() else "no such folder"
+    if problem is not None:
+        raise ConfigError(f"cannot be written: {problem}", where="--out", value=str(path),
+                          remedy="Name a .toml file in a folder you own.")
+    cluster = measure(lambda line: print(f"measuring: {line}", file=sys.stderr, flush=True))
+    write_cluster(cluster, path)
+    device = cluster.device
+    for name, rate in device.rates.items():
+        print(f"{name}: {rate.peak_flops * rate.share / 1e9:,.1f} GFLOP/s of {device.name} in blocks of a "
+              f"transformer, {rate.peak_flops / 1e9:,.1f} in large products")
+    print(f"memory {device.memory_bandwidth / 1e9:.1f} GB/s, an operation {device.operation_seconds * 1e6:.1f} us; "
+          f"messages {cluster.inside.bandwidth / 1e9:.2f} GB/s after {cluster.inside.latency_seconds * 1e6:.0f} us")
+    print(f"written to {path}; now: ranvier plan RECIPE --cluster {path}")

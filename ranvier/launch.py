@@ -101,6 +101,13 @@ def _join(mesh: Mesh, started: Started, transport: str, threads: int | str, devi
     return world
 
 
+def local_devices(setting: str) -> int:
+    """How many ranks this machine has devices for: CUDA devices where it has some and they are not ruled out, else
+    cores."""
+    devices = torch.cuda.device_count() if setting != "cpu" and torch.cuda.is_available() else 0
+    return devices or available_cores()
+
+
 def choose_device(setting: str, local_size: int) -> Choice:
     """cpu or cuda. ConfigError when CUDA is asked for and the local ranks outnumber the devices."""
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -8,10 +8,12 @@ transitions and sharded states are users of that one list. Pure: no process grou
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import prod
 from typing import Literal
 
@@ -190,7 +192,7 @@ class Layout:
     state_shards: int = 1
 
     def __post_init__(self) -> None:
-        edges = (0, *self.boundaries, self.num_blocks)
+        edges = self._edges
         if len(edges) != self.mesh.pipe + 1 or any(a >= b for a, b in pairwise(edges)):
             raise ConfigError(f"does not cut {self.num_blocks} blocks into {self.mesh.pipe} stages",
                               where="pipeline.boundaries", value=self.boundaries,
@@ -211,14 +213,34 @@ class Layout:
     def __getitem__(self, name: str) -> Parameter:
         return self._by_name[name]
 
+    @cached_property
+    def _edges(self) -> tuple[int, ...]:
+        return (0, *self.boundaries, self.num_blocks)
+
     def blocks(self, stage: int) -> range:
         """Numbers of the blocks on `stage`."""
-        edges = (0, *self.boundaries, self.num_blocks)
-        return range(edges[stage], edges[stage + 1])
+        return range(self._edges[stage], self._edges[stage + 1])
 
     def stage_of(self, block: int) -> int:
         """The stage that holds `block`."""
-        return next(stage for stage in range(self.mesh.pipe) if block in self.blocks(stage))
+        return bisect_right(self.boundaries, block)
+
+    def parameters_of(self, stage: int) -> tuple[Parameter, ...]:
+        """Those of a stage's blocks, in model order."""
+        return self._by_stage.get(stage, ())
+
+    @cached_property
+    def _by_stage(self) -> dict[int, tuple[Parameter, ...]]:
+        stages = sorted(self.parameters, key=lambda parameter: parameter.block)
+        return {stage: tuple(held) for stage, held in groupby(stages, lambda held: self.stage_of(held.block))}
+
+    def is_tied(self, parameter: Parameter) -> bool:
+        """Whether it is one of several ends."""
+        return self._ends[parameter.owner] > 1
+
+    @cached_property
+    def _ends(self) -> Counter[str]:
+        return Counter(parameter.owner for parameter in self.parameters)
 
     def key(self, parameter: Parameter) -> str:
         """The name under which its stage keeps it: the owner's, unless another end there has that and is cut otherwise;
@@ -231,6 +253,9 @@ class Layout:
         stages: dict[tuple[str, int], dict[object, str]] = {}
         found = {}
         for parameter in sorted(self.parameters, key=lambda parameter: not parameter.is_owner):
+            if not self.is_tied(parameter):
+                found[parameter.name] = parameter.owner
+                continue
             cuts = stages.setdefault((parameter.owner, self.stage_of(parameter.block)), {})
             cut = (tuple(self.box(parameter, row, col) for row in range(self.mesh.row) for col in range(self.mesh.col)),
                    frozenset(axis for axis in parameter.summed if getattr(self.mesh, axis) > 1))
@@ -257,9 +282,8 @@ class Layout:
     def held(self, rank: int) -> list[Slice]:
         """The slices of parameters (for compute) on `rank`, in model order."""
         at = self.mesh.coordinates(rank)
-        blocks = self.blocks(at.pipe)
-        return [Slice(parameter.name, self.box(parameter, at.row, at.col)) for parameter in self.parameters
-                if parameter.block in blocks]
+        return [Slice(parameter.name, self.box(parameter, at.row, at.col))
+                for parameter in self.parameters_of(at.pipe)]
 
     def owned(self, rank: int) -> list[Slice]:
         """The slices whose master copy and optimizer state live on `rank`: every element is owned by one rank.

@@ -50,13 +50,14 @@ class Coordinates:
 class Mesh:
     """All ranks, as data x pipe x row x col. A *replica* is pipe x row x col ranks; a *stage* is row x col ranks."""
 
-    data: Size = 1
-    """Replicas: full copies of the model that share each global batch."""
-    pipe: Size = 1
+    data: Size | Literal["auto"] = 1
+    """Replicas: full copies of the model that share each global batch. auto, here and below: what a plan of all that is
+    auto finds to be fastest on the ranks that there are."""
+    pipe: Size | Literal["auto"] = 1
     """Stages of the pipeline: runs of consecutive blocks."""
     row: Size | Literal["auto"] = 1
-    """Rows of the tensor mesh: they share the microbatch. auto: of all shapes that the ranks allow the one that
-    receives the fewest bytes."""
+    """Rows of the tensor mesh: they share the microbatch. auto, with data and pipe given: of all shapes that the ranks
+    allow the one that receives the fewest bytes."""
     col: Size | Literal["auto"] = 1
     """Columns of the tensor mesh: they share the hidden dimension."""
     tile: tuple[Size, Size] | None = None
@@ -66,7 +67,7 @@ class Mesh:
     def __post_init__(self) -> None:
         for axis in AXES:
             size = getattr(self, axis)
-            if not _is_size(size) and not (size == "auto" and axis in ("row", "col")):
+            if not _is_size(size) and size != "auto":
                 raise ConfigError("must be a whole number of at least 1", where=f"mesh.{axis}", value=size,
                                   remedy=f"Set --mesh.{axis} 1 to leave this axis unused.")
         if self.tile is None or self.is_open:
@@ -80,8 +81,8 @@ class Mesh:
 
     @property
     def is_open(self) -> bool:
-        """Whether row or col is still to be chosen; such a mesh has no size yet."""
-        return "auto" in (self.row, self.col)
+        """Whether an axis is still to be chosen; such a mesh has no size yet."""
+        return "auto" in self.shape
 
     @property
     def _tile(self) -> tuple[int, int]:

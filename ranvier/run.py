@@ -27,8 +27,9 @@ Bytes = Annotated[int, Ge(0)]
 class Batch:
     global_size: Positive = 32
     """Sequences in one step, over all replicas."""
-    microbatch_size: Positive = 4
-    """Sequences that travel the pipeline together. The last microbatch of a replica may be smaller."""
+    microbatch_size: Positive | Literal["auto"] = 4
+    """Sequences that travel the pipeline together. The last microbatch of a replica may be smaller. auto is what a plan
+    finds to be fastest."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_config)
@@ -175,6 +176,9 @@ class Launch:
     """Compute threads per rank; auto shares the cores of the machine among its ranks."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the ranks compute; auto takes CUDA when each local rank can have a device of its own."""
+    cluster: str | None = None
+    """What `auto` in mesh.data, mesh.pipe and batch.microbatch-size is planned for: a shipped cluster or a TOML file
+    (`ranvier doctor --measure`); none takes nominal figures of the devices here."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_config)

@@ -14,7 +14,8 @@ FORBIDDEN = ("torch", "time", "datetime", "socket", "os", "pathlib", "io", "subp
              "secrets", "tempfile", "shutil", "asyncio", "multiprocessing", "mpi4py")
 PURE = ("mesh", "fallback", "layout", "elastic.freezing", "elastic.auto_pipe", "elastic.microbatch_profile",
         "elastic.ledger", "elastic.cache_profile", "pipeline.cut", "pipeline.schedule", "pipeline.policies",
-        "planner.simulator", "tensor.placement", "tensor.shape", "tensor.volume")
+        "planner.simulator", "planner.pipeline_time", "planner.hardware", "planner.collectives", "tensor.placement",
+        "tensor.shape", "tensor.volume")
 
 
 def sources(*names):
@@ -64,7 +65,7 @@ def test_pure_modules_import_pure_modules_only(module):
 
 def test_pure_modules_load_without_torch():
     """A simulation of a hundred thousand ranks starts at once."""
-    program = ("import sys; sys.modules['torch'] = None; sys.modules['socket'] = None\n"
+    program = ("import importlib.metadata, sys; sys.modules['torch'] = None; sys.modules['socket'] = None\n"
                + "\n".join(f"import ranvier.{name}" for name in PURE)
                + "\nfrom ranvier.planner.simulator import StageTimes, simulate\n"
                "from ranvier.pipeline.policies import MessageDriven\n"

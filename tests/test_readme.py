@@ -1,5 +1,5 @@
-"""The README's commands and code do what it says: as they stand there in `make test-all`, in `make test` with fewer
-steps, and of those that differ in the mesh alone one."""
+"""The README's commands and code do what it says: as they stand there in `make test-all`, in `make test` most of them
+with fewer steps, and of those that differ in the mesh alone one."""
 
 import os
 import re
@@ -20,8 +20,8 @@ def blocks(language: str) -> list[str]:
 COMMANDS = [line for block in blocks("bash") for line in block.splitlines() if line.strip()]
 RUNNABLE = [command for command in COMMANDS if not command.startswith("make ")]
 HELPS = [command for command in RUNNABLE if command.startswith("python -m ") and command.endswith(" --help")]
-FETCHED = ("bert-sentiment", "vit-cifar10")
-"""Recipes whose data and models are fetched."""
+SLOW = ("bert-sentiment", "vit-cifar10", "torchrun", "ranvier export", "--mesh.row 2", "runs/kept", "runs/frugal")
+"""In commands that wait for `make test-all`: recipes that fetch, and what tests of its own folder start as well."""
 FEW_STEPS = "--train.steps 3 --train.eval-sequences 8 --train.sample-tokens 8"
 
 
@@ -54,7 +54,7 @@ def in_make_test() -> list:
         if command not in HELPS:
             alike = re.sub(r"--(mesh\.data|mesh\.pipe|run-dir) \S+ ?", "", command)
             params.append(pytest.param(quick(command), marks=pytest.mark.slow if alike in seen or any(
-                name in command for name in FETCHED) else ()))
+                name in command for name in SLOW) else ()))
             seen.add(alike)
     return params
 

@@ -44,8 +44,8 @@ class Model:
     tied: groups of full parameter names ("block.parameter") that are one parameter; the first is its owner.
     initial: full parameter name -> its start, from the seed; None keeps the values that the builders produce.
     layers: block names grouped into the layers that checkpoint intervals and freezing count; () where unknown.
-    alike: block -> an earlier one that computes the same with parameters of the same shapes, so that one of them is
-        enough to be counted.
+    alike: block -> an earlier one that computes the same with parameters of the same shapes, both to be trained or
+        both not, so that one of them is enough to be counted.
     """
 
     blocks: Mapping[str, Callable[[], nn.Module]]
@@ -88,7 +88,13 @@ def freeze(model: Model, num_layers: int) -> Model:
         return whole().requires_grad_(False)
 
     names = list(model.blocks)[:frozen_prefix(model, num_layers)]
-    return replace(model, blocks={**model.blocks, **{name: partial(build, model.blocks[name]) for name in names}})
+    alike, first = {}, {}
+    for name in model.blocks:
+        kind = model.alike.get(name, name), name in names
+        if first.setdefault(kind, name) != name:
+            alike[name] = first[kind]
+    return replace(model, alike=alike,
+                   blocks={**model.blocks, **{name: partial(build, model.blocks[name]) for name in names}})
 
 
 def as_model(model: Model | nn.Sequential | Sequence[nn.Module] | Mapping[str, nn.Module], loss: Loss | None) -> Model:

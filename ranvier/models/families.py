@@ -58,6 +58,11 @@ def problems(run: Run) -> list[ConfigError]:
     return _module(run).problems(run.model)
 
 
+def tokens_of(run: Run) -> int:
+    """Positions of one sample: of an image its patches and what is put before them."""
+    return _module(run).num_tokens(run.model) if family_of(run) == "vit" else run.model.sequence
+
+
 def flops_per_sample(run: Run, *, recomputed: bool = False) -> float:
     """FLOPs of training on one sample, forward and backward."""
     return _module(run).flops_per_sequence(run.model, recomputed=recomputed)

@@ -23,6 +23,7 @@ specs in the same order, with groups along the same axes.
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -159,10 +160,10 @@ class Gradients:
             offset += -(offset - start) % members
             whole = run[0].sent_to_owner or reused is not None
             step = max(1, offset - start) if whole else -(-chunk_size // members) * members
+            starts, stops = zip(*(self.places[spec.parameter] for spec in run), strict=True)
             for begin in range(start, max(offset, start + 1), step):
                 end = min(begin + step, offset)
-                inside = [spec for spec in run
-                          if self.places[spec.parameter][0] < end and self.places[spec.parameter][1] > begin]
+                inside = list(run[bisect_right(stops, begin):bisect_left(starts, end)])
                 for spec in inside:
                     known = self._chunks_of.get(spec.parameter, range(len(self.chunks), 0))
                     self._chunks_of[spec.parameter] = range(known.start, len(self.chunks) + 1)

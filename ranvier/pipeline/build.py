@@ -108,25 +108,45 @@ def cut(model: Model, mesh: Mesh, *, boundaries: Sequence[int] | None, how: Lite
     the costs of one rank are counted and the chain of blocks is checked; without it a block costs its number of
     parameters.
     """
-    modules = build_on_meta(model)
-    parameters = global_parameters(model, modules)
-    shards = None
-    if mesh.stage_size > 1:
-        parameters, shards = _split(parameters, modules, mesh, tensor or TensorParallel())
-        _check_loss(model, list(modules.values())[-1], mesh)
-        model = split_model(model, meta_mesh(mesh, tensor or TensorParallel()))
+    parts = Parts(model, mesh, tensor or TensorParallel())
     costs = None
     if sample is not None and sample.inputs is not None:
-        costs = tuple(block_costs(model, sample.inputs, sample.targets, dtype))
-    weights = [cost.weight(device) for cost in costs] if costs else [
-        1.0 + sum(parameter.numel() for parameter in module.parameters()) for module in modules.values()]
-    if boundaries is not None:
-        boundaries = check_boundaries(boundaries, len(modules), mesh.pipe)
-    else:
-        boundaries = uniform(len(modules), mesh.pipe) if how == "uniform" else partition(weights, mesh.pipe)
-    layout = Layout(mesh=mesh, num_blocks=len(modules), boundaries=boundaries, parameters=parameters, shards=shards)
+        costs = tuple(block_costs(parts.model, sample.inputs, sample.targets, dtype))
+    stages, layout = parts.cut(mesh, costs, boundaries=boundaries, how=how, device=device)
     layout.check()
-    return _table(layout, tuple(modules), weights, costs), layout
+    return stages, layout
+
+
+class Parts:
+    """A model on a tensor mesh, whatever the number of stages: its parameters, and who holds what of them.
+
+    model: with one rank's part of each block.
+    """
+
+    def __init__(self, model: Model, mesh: Mesh, tensor: TensorParallel) -> None:
+        modules = build_on_meta(model)
+        self.names = tuple(modules)
+        self.parameters, self.shards = global_parameters(model, modules), None
+        self._sizes = [1.0 + sum(parameter.numel() for parameter in module.parameters())
+                       for module in modules.values()]
+        if mesh.stage_size > 1:
+            self.parameters, self.shards = _split(self.parameters, modules, mesh, tensor)
+            _check_loss(model, list(modules.values())[-1], mesh)
+            model = split_model(model, meta_mesh(mesh, tensor))
+        self.model = model
+
+    def cut(self, mesh: Mesh, costs: Sequence[BlockCost] | None, *, boundaries: Sequence[int] | None,
+            how: Literal["cost", "uniform"], device: str) -> tuple[StageTable, Layout]:
+        """The stages of a mesh with this tensor mesh, by each block's cost, or number of parameters. Unchecked."""
+        count = len(self.names)
+        weights = [cost.weight(device) for cost in costs] if costs else self._sizes
+        if boundaries is not None:
+            boundaries = check_boundaries(boundaries, count, mesh.pipe)
+        else:
+            boundaries = uniform(count, mesh.pipe) if how == "uniform" else partition(weights, mesh.pipe)
+        layout = Layout(mesh=mesh, num_blocks=count, boundaries=boundaries, parameters=self.parameters,
+                        shards=self.shards)
+        return _table(layout, self.names, weights, tuple(costs) if costs else None), layout
 
 
 def _split(parameters: Sequence[Parameter], modules: Mapping[str, nn.Module], mesh: Mesh, tensor: TensorParallel
@@ -173,8 +193,8 @@ def _table(layout: Layout, names: tuple[str, ...], weights: Sequence[float],
     rows = []
     for stage in range(layout.mesh.pipe):
         blocks = layout.blocks(stage)
-        held = [parameter for parameter in layout.parameters if parameter.block in blocks]
-        counts = {layout.key(parameter): (parameter.numel, parameter.trainable) for parameter in held}
+        counts = {layout.key(parameter): (parameter.numel, parameter.trainable)
+                  for parameter in layout.parameters_of(stage)}
         rows.append(StageRow(stage=stage, blocks=names[blocks.start:blocks.stop],
                              num_parameters=sum(numel for numel, _ in counts.values()),
                              num_trainable=sum(numel for numel, trainable in counts.values() if trainable),

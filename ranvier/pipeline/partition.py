@@ -6,10 +6,11 @@ the forward pass, plus the bytes that its operations write, weighed by the machi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from math import prod
+from math import inf, prod
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ranvier.errors import ConfigError, ModelError
 from ranvier.models.block import Model, State, named
-from ranvier.pipeline.cut import cut
 
 FLOPS_PER_BYTE = {"cpu": 4.0, "cuda": 250.0}
 """Operations that a core, or a GPU, does in the time in which it writes one byte: nominal, for the cut only."""
@@ -38,6 +38,10 @@ class BlockCost:
     """Bytes that the block's operations write."""
     allocated_bytes: int
     """Those of them that are written into new memory."""
+    moved_bytes: int
+    """Bytes that the block's operations read and write, views aside; of the last block the loss's, too."""
+    operations: int
+    """How many they are."""
     kept_bytes: int
     """Bytes of activations that autograd keeps for the backward, parameters aside."""
     input_bytes: int
@@ -45,29 +49,59 @@ class BlockCost:
     output_bytes: int
     """Bytes of the carried state that leaves the block."""
     num_parameters: int
+    num_trainable: int
+    """Of them those that need a gradient."""
+    num_owned: int
+    """Of these those that are the block's own: of a tied parameter's ends the first one's."""
 
     def weight(self, device: str = "cpu") -> float:
         """Relative time, in floating-point operations."""
         return self.flops + FLOPS_PER_BYTE.get(device, FLOPS_PER_BYTE["cpu"]) * self.written_bytes
 
 
-class _WrittenBytes(TorchDispatchMode):
-    """Counts the bytes of what operations return, views aside, and those that are not in an argument's memory."""
+_MOVES_NOTHING = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "scalar_tensor",
+                            "promote_types", "lift_fresh"})
+
+
+class _MovedBytes(TorchDispatchMode):
+    """Counts operations, views and bare allocations aside, and the bytes of what they read and write; of the latter
+    apart those that are in new memory, bare allocations included."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = self.allocated = 0
+        self.operations = self.read = self.written = self.allocated = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-            for leaf in tree_leaves(result):
-                if isinstance(leaf, Tensor):
-                    self.count += leaf.numel() * leaf.element_size()
-                    if leaf.untyped_storage()._cdata not in given:
-                        self.allocated += leaf.numel() * leaf.element_size()
+        if func.is_view:
+            return result
+        storages = {leaf.untyped_storage()._cdata for leaf in _tensors((args, kwargs))}
+        returned = _tensors(result)
+        self.allocated += sum(_tensor_bytes(leaf) for leaf in returned
+                              if leaf.untyped_storage()._cdata not in storages)
+        if func.overloadpacket.__name__ in _MOVES_NOTHING:
+            self.written += sum(map(_tensor_bytes, returned))
+            return result
+        self.operations += 1
+        self.written += sum(map(_tensor_bytes, returned))
+        self.read += sum(map(_tensor_bytes, _tensors(_read_of(func, args, kwargs or {}))))
         return result
+
+
+def _read_of(func, args: Sequence, kwargs: Mapping) -> list:
+    """The arguments that an operation reads: not those that it only writes."""
+    if func.overloadpacket.__name__ == "copy_":
+        return list(args[1:])
+    names = {argument.name for argument in func._schema.arguments if argument.is_out}
+    return [*args, *(value for name, value in kwargs.items() if name not in names)]
+
+
+def _tensors(tree: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _tensor_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 _FUSED_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -131,25 +165,27 @@ def block_costs(model: Model, inputs: State, targets: object = None,
     """
     state, costs, before, trains = _to_meta(inputs), [], "the inputs", False
     known: dict[object, tuple[BlockCost, State]] = {}
+    borrowed = {name for group in model.tied for name in group[1:]}
     counted = {_FUSED_ATTENTION: _attention_flops, torch.ops.aten.addmm_: _added_product_flops}
-    for name, module in build_on_meta(model).items():
-        tensors = {key: value.detach().to("meta", dtype if value.is_floating_point() else value.dtype)
-                   .requires_grad_(value.requires_grad) for key, value in
-                   (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))}
-        alike = (model.alike.get(name, name), trains, _shapes(state), tuple(
-            tensor.requires_grad for tensor in tensors.values()))
+    for name, build in model.blocks.items():
+        alike = model.alike.get(name, name), trains, _shapes(state)
         if alike in known:
             cost, state = known[alike]
             costs.append(replace(cost, name=name))
-            trains |= any(tensor.requires_grad for tensor in tensors.values())
+            trains |= cost.num_trainable > 0
             before = f"what block {name} returns"
             continue
-        written, kept, entered = _WrittenBytes(), KeptBytes(tensors.values()), _state_bytes(state)
+        with torch.device("meta"):
+            module = build()
+        tensors = {key: value.detach().to("meta", dtype if value.is_floating_point() else value.dtype)
+                   .requires_grad_(value.requires_grad) for key, value in
+                   (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))}
+        moved, kept, entered = _MovedBytes(), KeptBytes(tensors.values()), _state_bytes(state)
         state = _as_leaves(state, trains)
         trains |= any(tensor.requires_grad for tensor in tensors.values())
         try:
             with torch.enable_grad(), FlopCounterMode(display=False, custom_mapping=counted) as counter, kept, \
-                    written, _FusedAttention():
+                    moved, _FusedAttention():
                 state = functional_call(module, tensors, (state,), tie_weights=False)
         except ModelError:
             raise
@@ -158,14 +194,22 @@ def block_costs(model: Model, inputs: State, targets: object = None,
                              where=f"block {name}",
                              remedy="Make its forward take and return the carried state.") from error
         outputs = named(state, f"block {name}")
-        costs.append(BlockCost(name=name, flops=counter.get_total_flops(), written_bytes=written.count,
-                               allocated_bytes=written.allocated,
-                               kept_bytes=kept.count, input_bytes=entered, output_bytes=_state_bytes(outputs),
-                               num_parameters=sum(p.numel() for p in module.parameters())))
+        costs.append(BlockCost(name=name, flops=counter.get_total_flops(), written_bytes=moved.written,
+                               allocated_bytes=moved.allocated, moved_bytes=moved.read + moved.written,
+                               operations=moved.operations, kept_bytes=kept.count, input_bytes=entered,
+                               output_bytes=_state_bytes(outputs),
+                               num_parameters=sum(p.numel() for p in module.parameters()),
+                               num_trainable=sum(p.numel() for p in module.parameters() if p.requires_grad),
+                               num_owned=sum(p.numel() for key, p in module.named_parameters()
+                                             if p.requires_grad and f"{name}.{key}" not in borrowed)))
         known[alike] = costs[-1], state
         before = f"what block {name} returns"
     if targets is not None:
-        check_loss(model, state, _to_meta(targets))
+        targets = _to_meta(targets)
+        with _MovedBytes() as moved:
+            check_loss(model, state, targets)
+        costs[-1] = replace(costs[-1], moved_bytes=costs[-1].moved_bytes + moved.read + moved.written,
+                            operations=costs[-1].operations + moved.operations)
     return costs
 
 
@@ -175,7 +219,7 @@ def _shapes(state: State) -> tuple:
 
 
 def _state_bytes(state: State) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tree_leaves(state) if isinstance(tensor, Tensor))
+    return sum(map(_tensor_bytes, _tensors(state)))
 
 
 def _as_leaves(state: State, trains: bool) -> State:
@@ -210,14 +254,31 @@ def loss_parts(result: object) -> tuple[Tensor, Tensor | float | int]:
 def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     """First block of each stage after the first, such that the dearest stage is as cheap as any cut allows.
 
-    As `cut`, with the sum of its blocks' costs for a stage. ConfigError when there are more stages than blocks.
+    As `ranvier.pipeline.cut.cut` where a stage costs what its blocks do together, and not below 0: bisection takes
+    num_stages x num_blocks x log(num_blocks). ConfigError when there are more stages than blocks.
     """
     num_blocks = len(costs)
     if num_stages > num_blocks:
         raise ConfigError(f"is more than the model's {num_blocks} blocks", where="mesh.pipe", value=num_stages,
                           remedy=f"Set --mesh.pipe {num_blocks} or less, or use a deeper model.")
     sums = list(accumulate(costs, initial=0.0))
-    return cut(num_blocks, num_stages, lambda stage, start, stop: sums[stop] - sums[start])
+    dearest = [sums[-1] - begun for begun in sums]  # of blocks first.. in the stages considered so far, from the back
+    chosen: list[list[int]] = []
+    for behind in range(1, num_stages):
+        longer, starts = [inf] * num_blocks, [0] * num_blocks
+        for first in range(num_blocks - behind):
+            options, begun = range(first + 1, num_blocks - behind + 1), sums[first]
+            # This stage's cost rises with the next one's first block, and the dearest of the others falls.
+            crossing = bisect_left(options, True, key=lambda start: sums[start] - begun >= dearest[start])
+            longer[first] = min([sums[start] - begun for start in options[crossing:crossing + 1]]
+                                + [dearest[start] for start in options[max(0, crossing - 1):crossing]])
+            starts[first] = options[bisect_right(options, longer[first], key=lambda start: sums[start] - begun) - 1]
+        dearest = longer
+        chosen.append(starts)
+    edges = [0]
+    for starts in reversed(chosen):
+        edges.append(starts[edges[-1]])
+    return tuple(edges[1:])
 
 
 def uniform(num_blocks: int, num_stages: int) -> tuple[int, ...]:

@@ -124,12 +124,13 @@ def _moves(layout: Layout, data: int, name: str, source: Parameter, destination:
 def gradient_specs(layout: Layout, stage: int, parameters: dict[str, nn.Parameter]) -> list[GradientSpec]:
     """What a stage's gradients are and where they go. parameters: those of the stage, by key."""
     blocks: dict[str, set[int]] = {}
-    for parameter in layout.parameters:
-        if parameter.block in layout.blocks(stage):
-            blocks.setdefault(layout.key(parameter), set()).add(parameter.block)
-    ends, order = _ends(layout), [parameter.owner for parameter in layout.parameters]
+    for parameter in layout.parameters_of(stage):
+        blocks.setdefault(layout.key(parameter), set()).add(parameter.block)
+    ends, order = _ends(layout), {}
+    for place, parameter in enumerate(layout.parameters):
+        order.setdefault(parameter.owner, place)
     specs = []
-    for name in sorted(blocks, key=lambda key: order.index(layout[key].owner)):
+    for name in sorted(blocks, key=lambda key: order[layout[key].owner]):
         owns = layout[name].is_owner and layout.stage_of(layout[name].block) == stage
         if parameters[name].requires_grad:
             specs.append(GradientSpec(name=name, parameter=parameters[name], blocks=frozenset(blocks[name]),

@@ -11,7 +11,7 @@
              workspace    what the widest block writes on the way
              messages     receives that are posted, and what arrives before its turn
              tensor mesh  what products on several rows and columns gather into, and weights that stay gathered
-             reduction    half-precision copies that travel between replicas: of all gradients, where one is late
+             reduction    half-precision copies and sums of gradients that travel between replicas
 
 Parameters, gradients, states and buckets are laid out as the run lays them out; the others are bounds, from the
 operations of one microbatch.
@@ -94,13 +94,20 @@ def _cut_of(run: Run, frozen: int) -> tuple[Model, StageTable, Layout]:
     return model, stages, layout
 
 
-def predict(run: Run, model: Model, stages: StageTable, layout: Layout) -> tuple[RankMemory, ...]:
-    """One prediction for each stage. `layout` may be that of one replica: replicas differ in nothing."""
-    found, limit = [], _limit(run, layout)
-    buffers, kept = _tensor_mesh(run, model, stages, layout) if run.mesh.stage_size > 1 and stages.costs else ({}, {})
+def predict(run: Run, model: Model, stages: StageTable, layout: Layout, needs: dict | None = None
+            ) -> tuple[RankMemory, ...]:
+    """One prediction for each stage. `layout` may be that of one replica: replicas differ in nothing. needs: what
+    earlier predictions for the same model on the same tensor mesh found of its blocks; goes on growing."""
+    found, known, limit = [], {}, _limit(run, layout)
+    buffers, kept = _tensor_mesh(run, model, stages, layout, {} if needs is None else needs
+                                 ) if run.mesh.stage_size > 1 and stages.costs else ({}, {})
     for row in stages.rows:
         costs, segments, runs = _computed(run, model, stages, layout, row.stage, limit)
-        memory = _states(run, layout, row.stage, runs)
+        first = layout.blocks(row.stage).start
+        alike = tuple(range(each.start - first, each.stop - first) for each in runs), _likeness(layout, row.stage)
+        if alike not in known:
+            known[alike] = _states(run, layout, row.stage, runs)
+        memory = {name: dict(parts) for name, parts in known[alike].items()}
         if costs:
             memory["device"] |= _activations(run, costs, row.stage, segments, kept, limit)
         if buffers:
@@ -118,7 +125,7 @@ def device_bytes_of_stages(run: Run, frozen: int = 0) -> Callable[[int, int, int
     gather into is the most of any stage of the run's own cut.
     """
     model, stages, layout = _cut_of(run, frozen)
-    buffers, kept = _tensor_mesh(run, model, stages, layout) if run.mesh.stage_size > 1 else ({}, {})
+    buffers, kept = _tensor_mesh(run, model, stages, layout, {}) if run.mesh.stage_size > 1 else ({}, {})
     gathered = max(buffers.values(), default=0)
     lasting: dict[object, int] = {}
 
@@ -155,11 +162,19 @@ class _Members:
         self.ranks, self.index = tuple(range(count)), 0
 
 
+def _likeness(layout: Layout, stage: int) -> object:
+    """What the bytes of a stage's states depend on; the stage itself where it has an end of a tie."""
+    held, first = layout.parameters_of(stage), layout.blocks(stage).start
+    if any(layout.is_tied(p) for p in held):
+        return stage
+    return tuple((p.block - first, layout.box(p, 0, 0), p.trainable, p.summed, layout.copy_axes(p.name)) for p in held)
+
+
 def _states(run: Run, layout: Layout, stage: int, runs: Sequence[range]) -> dict[str, dict[str, int]]:
     """What lives from step to step, laid out as the run would: to the byte. Of ends of a tie, one has the states."""
     optim, dtype = run.optim, DTYPES[run.precision]
     half, wide = precision.is_half(dtype), precision.wide(dtype)
-    held = {layout.key(p): p for p in layout.parameters if p.block in layout.blocks(stage)}
+    held = {layout.key(p): p for p in layout.parameters_of(stage)}
     shapes = {key: [stop - start for start, stop in layout.box(p, 0, 0)] for key, p in held.items()}  # the largest
     parameters = {key: nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=held[key].trainable)
                   for key, shape in shapes.items()}
@@ -193,9 +208,17 @@ def _states(run: Run, layout: Layout, stage: int, runs: Sequence[range]) -> dict
         device["buckets"] += widened
     owners = [prod(shapes[key]) for key in held if layout[key].block in layout.blocks(stage)]
     host["checkpoint"] = _checkpoint_bytes(run, owners, updated * wide.itemsize * (states + half))
-    travelling = sum(chunk.stop - chunk.start for chunk in gradients.chunks if len(chunk.group.ranks) > 1)
-    device["reduction"] = travelling * dtype.itemsize if half and optim.reduce_dtype != "fp32" else 0
+    device["reduction"] = _reduction_bytes(run, gradients, dtype) if half and optim.reduce_dtype != "fp32" else 0
     return {"device": device, "host": host}
+
+
+def _reduction_bytes(run: Run, gradients: Gradients, dtype: torch.dtype) -> int:
+    """Of what travels between replicas in half precision, where one of them is late: copies of all gradients, or where
+    these add up in half precision themselves, the sums of this rank's shares alone."""
+    travelling = [chunk for chunk in gradients.chunks if len(chunk.group.ranks) > 1]
+    copied = gradients.dtype is not dtype
+    return dtype.itemsize * sum((chunk.stop - chunk.start) // (1 if copied else len(chunk.group.ranks))
+                                for chunk in travelling)
 
 
 def _checkpoint_bytes(run: Run, sizes: Sequence[int], state_bytes: int) -> int:
@@ -217,13 +240,13 @@ class _AtOnce:
     in_pass, postpones, forward_bytes = True, False, 0
 
 
-def _tensor_mesh(run: Run, model: Model, stages: StageTable, layout: Layout) -> tuple[dict[int, int], dict[str, int]]:
+def _tensor_mesh(run: Run, model: Model, stages: StageTable, layout: Layout, known: dict
+                 ) -> tuple[dict[int, int], dict[str, int]]:
     """Stage -> bytes that its products work in, and that keep gathered weights; and block -> bytes that its forward
     keeps when it runs again, what it has gathered included. By the code that runs, on a microbatch without values,
     forward and backward through every block."""
     mesh = meta_mesh(run.mesh, run.tensor)
     part, found, kept_again = split_model(model, mesh), {}, {}
-    known: dict[object, _BlockNeeds] = {}
     limit = _limit(run, layout)
     with torch.device("meta"):
         state, targets = families.sample_of(run, run.batch.microbatch_size // run.mesh.row)
@@ -235,8 +258,8 @@ def _tensor_mesh(run: Run, model: Model, stages: StageTable, layout: Layout) -> 
         gathered = 0
         for place, name in enumerate(row.blocks):
             last = row is stages.rows[-1] and name == row.blocks[-1]
-            trains = tuple(p.trainable for p in layout.parameters if p.block == blocks.start + place)
-            alike = (model.alike.get(name, name), place in recomputed, trains, tuple(
+            trains = tuple(p.trainable for p in layout.parameters_of(row.stage) if p.block == blocks.start + place)
+            alike = (model.alike.get(name, name), place in recomputed, last, trains, tuple(
                 (leaf.shape, leaf.requires_grad) for leaf in tree_leaves(state)))
             if alike not in known:
                 known[alike] = _block_needs(run, part, mesh, name, state, targets if last else None,
@@ -319,8 +342,11 @@ def _activations(run: Run, costs: Sequence[BlockCost], stage: int, segments: Seq
                       for segment in segments), default=0)
     waiting = 0
     if policy.defers and not run.optim.update_in_backward:
-        waiting = (min(count, auto_defer_microbatches(stage, mesh.pipe)) * outside if run.pipeline.defer_bytes == "auto"
-                   else run.pipeline.defer_bytes)
+        last = len(kept) - 1 if stage == mesh.pipe - 1 else len(kept)  # the head, whose gradients never wait
+        operands = sum(kept[place] for place in range(last) if place not in inside and costs[place].flops)
+        most = count - stored  # a microbatch of the batch is on its way or postponed, not both
+        waiting = (min(most, auto_defer_microbatches(stage, mesh.pipe)) * operands
+                   if run.pipeline.defer_bytes == "auto" else run.pipeline.defer_bytes)
     entering = costs[0].input_bytes if stage else 0
     leaving = costs[-1].output_bytes if stage < mesh.pipe - 1 else 0
     return {"activations": stored * (outside + sum(costs[segment.start].input_bytes for segment in segments))

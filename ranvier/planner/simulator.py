@@ -1,13 +1,15 @@
 """The engine's own schedule on a simulated clock.
 
 Discrete events: each stage is a `Schedule`; actions and messages take the times given; messages of one edge keep their
-order. What comes out is the order of actions and the time of the step that the engine would need with these times and
-no other cost: the bound beside which a measured step is judged.
+order and wait for each other; stages that share cores wait for a free one. What comes out is the order of actions and
+the time of the step that the engine would need with these times and no other cost: the bound beside which a measured
+step is judged.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -49,11 +51,14 @@ class Simulated:
 
 
 def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy, in_flight: int, *,
-             hop: float | Callable[[int, int], float] = 0.0, defer_bytes: int | Literal["auto"] = 0,
+             hop: float | Callable[[int, int], float] = 0.0, transfer: float | Callable[[int, int], float] = 0.0,
+             cores: int | None = None, defer_bytes: int | Literal["auto"] = 0,
              training: bool = True, jitter: Callable[[int, Action], float] = lambda stage, action: 1.0) -> Simulated:
     """One batch through the pipeline.
 
-    hop: seconds of a message, or a function of (source, destination); jitter: factor on the time of an action.
+    hop: seconds of a message, or a function of (source, destination). transfer: seconds for which it keeps its edge
+    busy before that, likewise; the next one waits. cores: stages that may compute at once. jitter: factor on the time
+    of an action.
     defer_bytes: as the engine's; auto is that of `auto_defer_microbatches` where the stage before waits for a gradient.
     """
     depth = len(stages)
@@ -64,11 +69,14 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
     schedules = [Schedule(stage=index, num_stages=depth, num_microbatches=num_microbatches, policy=policy,
                           in_flight=in_flight, training=training, defer_bytes=budgets[index]) for index in range(depth)]
     hop_of = hop if callable(hop) else (lambda source, destination: hop)
+    transfer_of = transfer if callable(transfer) else (lambda source, destination: transfer)
     events: list[tuple[float, int, int, str, int | Action]] = []
     busy: list[Action | None] = [None] * depth
     log: list[list[tuple[Action, float, float]]] = [[] for _ in stages]
     most_stored, most_queued = [0] * depth, [0] * depth
     edge_free: dict[tuple[int, int], float] = {}
+    arrived: dict[tuple[int, int], float] = {}
+    without_core: deque[int] = deque()
     counter = iter(range(1 << 62))
 
     def post(when: float, stage: int, what: str, payload) -> None:
@@ -76,12 +84,16 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
 
     def send(now: float, source: int, destination: int, what: str, microbatch: int) -> None:
         if 0 <= destination < depth:
-            arrival = max(now + hop_of(source, destination), edge_free.get((source, destination), 0.0))
-            edge_free[source, destination] = arrival
+            sent = max(now, edge_free.get((source, destination), 0.0)) + transfer_of(source, destination)
+            arrival = max(sent + hop_of(source, destination), arrived.get((source, destination), 0.0))
+            edge_free[source, destination], arrived[source, destination] = sent, arrival
             post(arrival, destination, what, microbatch)
 
     def start(now: float, stage: int) -> None:
-        if busy[stage] is not None:
+        if busy[stage] is not None or stage in without_core:
+            return
+        if cores is not None and len(busy) - busy.count(None) >= cores:
+            without_core.append(stage)
             return
         action = schedules[stage].next_action()
         if isinstance(action, (Wait, Done)):
@@ -117,6 +129,8 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
         else:
             schedules[stage].on_message(what, payload)
         start(now, stage)
+        while without_core and len(busy) - busy.count(None) < (cores or 0):
+            start(now, without_core.popleft())
     stuck = [index for index, schedule in enumerate(schedules) if not isinstance(schedule.next_action(), Done)]
     if stuck:
         raise AssertionError("the schedule ends with unfinished stages:\n" + "\n".join(

@@ -54,11 +54,16 @@ def with_data(run: Run, data: Prepared) -> Run:
 
 def agreed(run: Run, recipe: str, data: Prepared, ranks: Group, world: World) -> Run:
     """The run with its folder, as rank 0 names it, and the tensor mesh as it lies best on the nodes. DataError when
-    the ranks have different data."""
+    the ranks have different data, ConfigError when they have different meshes."""
     folder = run.run_dir or resolve.default_folder(recipe)
     everyone = ranks.gather_objects({"folder": str(folder), "text": data.fingerprint,
-                                     "local_size": world.local_size})
+                                     "local_size": world.local_size,
+                                     "plan": f"{run.mesh}, microbatches of {run.batch.microbatch_size}"})
     for rank, other in enumerate(everyone):
+        if other["plan"] != everyone[0]["plan"]:
+            raise ConfigError(f"differs from that of rank 0 ({everyone[0]['plan']})", where=f"mesh of rank {rank}",
+                              value=other["plan"], remedy="Start all ranks with the same settings; where they are auto "
+                              "and machines differ, name one cluster with --launch.cluster, or give numbers.")
         if other["text"] != everyone[0]["text"]:
             raise DataError(f"differs from that of rank 0 ({everyone[0]['text']})", where=f"data of rank {rank}",
                             value=other["text"], remedy="Give all machines the same files and versions, or one "

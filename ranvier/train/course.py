@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ranvier.figures import COLOURS, FAINT, INK, clean, new_figure
 from ranvier.mesh import Mesh
 from ranvier.train.events import EvalEvent, Event, StartEvent, StepEvent, TransitionEvent
 from ranvier.train.files import writing
-from ranvier.train.pictures import COLOURS, FAINT, INK, clean, new_figure, smoothed
+from ranvier.train.pictures import smoothed
 
 
 class Course:

@@ -120,14 +120,20 @@ def mesh_text(mesh: Mesh) -> str:
 
 
 class MetricsFile:
-    """metrics.jsonl: one object a step, in order. kept: steps of the same run before it went on."""
+    """metrics.jsonl: one object a step, in order; the first one after a transition says what that took. kept: steps of
+    the same run before it went on."""
 
     def __init__(self, run_dir: Path, kept: Sequence[Mapping[str, object]] = ()) -> None:
         self._lines = LineFile(run_dir / "metrics.jsonl", kept)
+        self._transition: dict[str, object] = {}
 
     def event(self, event: Event) -> None:
-        if isinstance(event, StepEvent):
-            self._lines.write(step_fields(event))
+        match event:
+            case TransitionEvent():
+                self._transition = {"transition_seconds": event.seconds, "transition_bytes": event.bytes_moved}
+            case StepEvent():
+                self._lines.write(step_fields(event) | self._transition)
+                self._transition = {}
 
     def close(self) -> None:
         self._lines.close()

@@ -1,7 +1,4 @@
-"""timeline.png and loss.png: what each rank did when, and where the loss went.
-
-Drawn on matplotlib's Agg canvas directly, so that importing this touches no display and no global figure state.
-"""
+"""timeline.png and loss.png: what each rank did when, and where the loss went."""
 
 from __future__ import annotations
 
@@ -10,38 +7,16 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from ranvier.figures import COLOURS, DARK, DPI, FAINT, INK, NAMES, clean, new_figure
 from ranvier.mesh import Mesh
-from ranvier.pipeline.timeline import Category, Span
+from ranvier.pipeline.timeline import Span
 from ranvier.train.files import mesh_text, writing
 from ranvier.train.metrics import StepSpans
 from ranvier.train.timeline import RankTimeline
 
-COLOURS: dict[Category, str] = {"forward": "#2B6CB0", "backward": "#E8912D", "weight": "#8CC5E8", "wait": "#EDEDED",
-                                "reduce": "#C0659B", "optimizer": "#3A9A6B"}
-"""Apart in lightness as well as in hue, so that they stay apart for colour-blind readers and in grey print."""
-_DARK = frozenset({"forward", "reduce", "optimizer"})
-_NAMES = {"weight": "weight gradient", "reduce": "gradient averaging"}
-INK, FAINT = "#222222", "#8A8A8A"
 _MAX_RANKS = 64
-_DPI = 150
-
-
-def new_figure(width: float, height: float) -> Figure:
-    figure = Figure(figsize=(width, height), dpi=_DPI, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def clean(axes) -> None:
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color("#BBBBBB")
-    axes.tick_params(colors=INK, labelsize=9, length=3)
 
 
 def representative_step(timelines: Sequence[RankTimeline]) -> int | None:
@@ -135,14 +110,14 @@ def _draw_row(axes, step: StepSpans, zero_ns: int, place: float, narrow_ms: floa
 
 def _label_row(axes, step: StepSpans, zero_ns: int, place: float) -> None:
     """The microbatch's number on each bar, as small as the bar needs it, and none where nobody could read it."""
-    points_per_ms = (axes.transData.transform((1, 0))[0] - axes.transData.transform((0, 0))[0]) * 72 / _DPI
+    points_per_ms = (axes.transData.transform((1, 0))[0] - axes.transData.transform((0, 0))[0]) * 72 / DPI
     for span in step.spans:
         text = _bar_text(span)
         width = (span.stop_ns - span.start_ns) * 1e-6 * points_per_ms
         size = min(8.0, (width - 0.5) / (0.65 * len(text))) if text else 0.0
         if size >= 4:
             axes.text((span.start_ns + span.stop_ns - 2 * zero_ns) * 0.5e-6, place, text, ha="center",
-                      va="center_baseline", fontsize=size, color="white" if span.category in _DARK else INK)
+                      va="center_baseline", fontsize=size, color="white" if span.category in DARK else INK)
 
 
 def _bar_text(span: Span) -> str:
@@ -158,7 +133,7 @@ def _legend(steps: Sequence[StepSpans]) -> list[Patch]:
     for category, colour in COLOURS.items():
         seconds = sum(span.seconds for step in steps for span in step.spans if span.category == category)
         if seconds:
-            handles.append(Patch(facecolor=colour, label=f"{_NAMES.get(category, category)}  {seconds / total:.0%}"))
+            handles.append(Patch(facecolor=colour, label=f"{NAMES.get(category, category)}  {seconds / total:.0%}"))
     return handles
 
 

@@ -36,6 +36,8 @@ class TensorBoard:
                         self._writer.add_scalar(f"eval/{name.removeprefix('eval_')}", score, event.step)
                 case TransitionEvent():
                     self._writer.add_text("notes/transition", str(event), event.step)
+                    self._writer.add_scalar("mesh/transition_seconds", event.seconds, event.step)
+                    self._writer.add_scalar("mesh/transition_bytes", event.bytes_moved, event.step)
                 case NoteEvent():
                     self._writer.add_text(f"notes/{event.event}", event.text, event.step)
                 case EndEvent() if event.sample:

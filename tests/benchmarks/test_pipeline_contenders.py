@@ -37,6 +37,7 @@ def losses():
             for name in shares[0]}
 
 
+@pytest.mark.slow
 def test_all_contenders_have_the_plain_loop_s_losses(losses):
     plain = losses.pop("one-process")
     broken = losses.pop("ends of the tie not summed")

@@ -122,6 +122,7 @@ def test_all_contenders_over_mpi_compute_what_plain_pytorch_does():
     _check(run_processes(f"{HERE}:compared", RANKS, "mpi", args=["mpi"], timeout_seconds=240), "mpi")
 
 
+@pytest.mark.slow
 def test_peers_move_each_sublayer_s_tensors_once_each_way(over_gloo):
     sublayers = 2 * STEM.num_layers
     for found in over_gloo:
@@ -133,6 +134,7 @@ def test_peers_move_each_sublayer_s_tensors_once_each_way(over_gloo):
                                               "_reduce_scatter_base_": STEM.num_layers}
 
 
+@pytest.mark.slow
 def test_saved_bytes_are_those_of_the_activations(over_gloo):
     """A layer keeps x and x + attention, both norms, qkv and heads, fc1 and GELU, in units of one tensor [B, S, H];
     and four statistics of norms and one a head of the softmax, in units of [B, S]."""

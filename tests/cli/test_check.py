@@ -192,7 +192,7 @@ def test_a_machine_that_is_too_small_is_a_warning(monkeypatch):
     ({"mesh__col": "auto", "mesh__row": "2", "mesh__data": "2"}, 8, (2, 2)),
     ({"mesh__row": "auto", "mesh__col": "auto", "tensor__scheme": "megatron"}, 4, (1, 4))])
 def test_auto_takes_the_shape_that_receives_least(flags, ranks, shape):
-    run, problems = check.with_shape(run_with(**flags), ranks)
+    run, problems = check.with_plan(run_with(**flags), ranks)
     assert not problems and (run.mesh.row, run.mesh.col) == shape and run.mesh.size == ranks
     report = check.check(run_with(**flags), ranks)
     assert not report.problems and report.document()["tensor_mesh"]["row"] == shape[0]
@@ -204,7 +204,7 @@ def test_auto_takes_the_shape_that_receives_least(flags, ranks, shape):
     ({"mesh__row": "auto", "mesh__col": "3"}, 4, "4 ranks are no multiple of 3"),
     ({"mesh__row": "auto", "mesh__col": "auto"}, 7, "does not divide the hidden size 128")])
 def test_auto_that_cannot_be(flags, ranks, text):
-    run, problems = check.with_shape(run_with(**flags), ranks)
+    run, problems = check.with_plan(run_with(**flags), ranks)
     assert len(problems) == 1 and text in str(problems[0]) and problems[0].remedy
     assert not run.mesh.is_open
     assert problems[0].what in {problem.what for problem in check.check(run_with(**flags), ranks).problems}

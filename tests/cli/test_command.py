@@ -133,6 +133,7 @@ def test_doctor_finds_fault(capsys, monkeypatch):
     assert "Start the command with one mpiexec" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_training_leaves_its_results_in_its_folder_only(tmp_path, corpus):
     args = ["train", "gpt-tiny", "--mesh.data", 1, "--mesh.pipe", 2, "--comm.transport", "torch", *TINY, *corpus]
     done = ranvier(*args, cwd=tmp_path)

@@ -48,7 +48,7 @@ def test_flags_are_text(name, text, value):
     ({"batch": {"global_size": 4.0}}, "batch.global-size", "must be a whole number of at least 1"),
     ({"batch": {"global_size": 10**30}}, "batch.global-size", "is larger than anything here can be"),
     ({"seed": True}, "seed", "must be a whole number of at least 0"),
-    ({"mesh": {"pipe": 0}}, "mesh.pipe", "must be a whole number of at least 1"),
+    ({"mesh": {"pipe": 0}}, "mesh.pipe", "must be a whole number of at least 1, or auto"),
     ({"train": {"learning_rate": float("nan")}}, "train.learning-rate", "must be a number above 0"),
     ({"train": {"learning_rate": float("inf")}}, "train.learning-rate", "is larger than anything here can be"),
     ({"comm": {"timeout_seconds": 1e9}}, "comm.timeout-seconds", "must be a number above 0 and of at most 1e+08"),

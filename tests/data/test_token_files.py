@@ -167,6 +167,7 @@ print("fingerprint", prepared.fingerprint, len(prepared.train))
 """
 
 
+@pytest.mark.slow
 def test_processes_that_ask_at_once_share_one_preparation(tmp_path):
     run(tmp_path)
     arguments = [sys.executable, "-c", PREPARE, str(tmp_path / "text.py"), str(tmp_path / "cache")]

@@ -304,6 +304,7 @@ with Cached(folder, Prefix(depth=2)) as cached:
 """
 
 
+@pytest.mark.slow
 def test_processes_that_write_and_read_at_once(tmp_path):
     """Each sees the other's entries, and every state equals the plain one to the bit."""
     pair = [subprocess.Popen([sys.executable, "-c", RUN, str(tmp_path), str(seed)], stdin=subprocess.PIPE,

@@ -125,6 +125,8 @@ def test_a_run_that_packs_itself_is_the_run_that_does_not(sentences, tmp_path, i
     assert all(line["bytes_moved"] > 0 and line["seconds"] > 0 for line in told)
     steps = lines(run, "metrics.jsonl")
     assert [line["frozen_layers"] for line in steps] == [0] * 5 + [2] * 9 + [4] * 10
+    assert [(line["step"] - 1, line["transition_bytes"], line["transition_seconds"]) for line in steps
+            if "transition_bytes" in line] == [(line["step"], line["bytes_moved"], line["seconds"]) for line in told]
     assert (steps[0]["data"], steps[0]["pipe"]) == (1, 4)
     work = [line["flops_per_second"] * line["step_seconds"] / line["tokens"] for line in steps]
     # six layers alike, and a head that is small beside them: of frozen ones a third is left

@@ -225,6 +225,27 @@ def test_layers_that_freeze_on_the_way_are_the_frozen_ones_of_one_process():
     assert_same_runs(found, expected)
 
 
+def test_what_is_frozen_travels_as_it_is():
+    """Read from the engines themselves: two runs that lose the same thing would agree."""
+    def parameters(engine):
+        return {} if engine is None else {piece.name: piece.tensor.detach().clone()
+                                          for piece in pieces_held(engine) if piece.kind == "parameter"}
+
+    def work(world):
+        layouts = Layouts(world, Mesh(pipe=2), tied=False, frozen=1)
+        layouts.step(0)
+        before = parameters(layouts.engine)
+        layouts.move(Mesh(), frozen=1)
+        after = parameters(layouts.engine)
+        layouts.close()
+        return before, after
+
+    (first, whole), (second, _) = run_ranks(work, 2, timeout_seconds=60.0)
+    before = first | second
+    assert before.keys() == whole.keys() and any(name.startswith("layer0") for name in before)
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in before.items())
+
+
 def test_a_users_own_optimizer_comes_along():
     def optimizer(parameters):
         return torch.optim.Adam(parameters, lr=1e-2)

@@ -45,7 +45,7 @@ def _read(path: Path) -> None:
     """Resolve and check the file; a value that is accepted is the one that the file has."""
     _, layer = resolve.load(str(path))
     found = resolve.resolve([layer])
-    run, more = check.with_shape(found.run, 4)
+    run, more = check.with_plan(found.run, 4)
     for problem in (*found.problems, *more, *check.problems(run, 4), *check.warnings(run)):
         assert_in_words(problem)
     if found.problems:
@@ -139,7 +139,7 @@ def values(folder: Path, count: int) -> int:
     def work(value):
         name, text = value
         found = resolve.resolve([resolve.Layer(origin="flag", values={name: text}, is_text=True)])
-        run, more = check.with_shape(found.run, 4)
+        run, more = check.with_plan(found.run, 4)
         for problem in (*found.problems, *more, *check.problems(run, 4)):
             assert_in_words(problem)
         if not found.problems:

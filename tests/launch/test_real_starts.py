@@ -117,6 +117,7 @@ def test_a_rank_that_refuses_its_settings(start, transport):
     assert (code, err) == (2, f"ranvier: error: batch.global-size: cannot be (got 3). Set another. [{RANK_1}]\n")
 
 
+@pytest.mark.slow
 @MOSTLY_TORCH
 def test_a_rank_that_exits_early(start, transport):
     code, _, err = start(sys.executable, SCRIPT, "exit", transport).finish()
@@ -158,6 +159,7 @@ def test_torchrun(start):
     assert out.count("transport torch: torchrun started the ranks") == 1
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_under_torchrun(start):
     code, _, err = start(*torchrun(2, SCRIPT, "raise", "auto")).finish()
     assert code != 0
@@ -165,6 +167,7 @@ def test_a_rank_that_raises_under_torchrun(start):
     assert err.count("ValueError: the user's own fault") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "transport", "message"), [
     pytest.param(2, "mpi", "comm.transport: cannot work under torchrun", marks=pytest.mark.slow),
     (3, "torch", "needs 2 ranks .* but torchrun started 3")])
@@ -213,6 +216,7 @@ def test_a_program_on_standard_input(tmp_path):
     assert re.fullmatch(r"ranvier: error: launch: cannot start ranks from .*\n", done.stderr)
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.skipif(mpi_available() is not None, reason="no MPI")
 def test_a_folder_that_holds_a_run_is_refused_under_mpiexec(start, tmp_path):

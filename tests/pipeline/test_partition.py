@@ -1,7 +1,7 @@
 """What blocks cost, and the cut whose dearest stage is cheapest."""
 
 from functools import partial
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from ranvier.errors import ConfigError, ModelError
 from ranvier.models.block import Model
 from ranvier.models.gpt import flops_per_sequence, gpt
+from ranvier.pipeline.cut import cut
 from ranvier.pipeline.partition import BlockCost, block_costs, check_boundaries, loss_parts, partition, uniform
 from ranvier.run import Transformer
 from tests.pipeline.parity import chain, small_gpt, squared
@@ -27,8 +28,10 @@ def test_partition_is_exact(costs, data):
     stages = data.draw(st.integers(1, len(costs)))
     boundaries = partition(costs, stages)
     assert check_boundaries(boundaries, len(costs), stages) == boundaries
-    best = min(dearest(costs, cut) for cut in combinations(range(1, len(costs)), stages - 1))
+    best = min(dearest(costs, edges) for edges in combinations(range(1, len(costs)), stages - 1))
     assert dearest(costs, boundaries) == best
+    sums = [0, *accumulate(costs)]  # and of equal cuts the one that any costs get
+    assert boundaries == cut(len(costs), stages, lambda stage, start, stop: sums[stop] - sums[start])
 
 
 def test_partition_prefers_few_blocks_in_later_stages():
@@ -43,11 +46,11 @@ def test_uniform(blocks, stages, expected):
     assert uniform(blocks, stages) == expected
 
 
-@pytest.mark.parametrize("cut", [partition, lambda costs, stages: uniform(len(costs), stages)])
-def test_more_stages_than_blocks(cut):
+@pytest.mark.parametrize("cut_into", [partition, lambda costs, stages: uniform(len(costs), stages)])
+def test_more_stages_than_blocks(cut_into):
     with pytest.raises(ConfigError, match=r"mesh.pipe: is more than the model's 2 blocks \(got 3\). "
                                           r"Set --mesh.pipe 2 or less, or use a deeper model."):
-        cut([1.0, 1.0], 3)
+        cut_into([1.0, 1.0], 3)
 
 
 @pytest.mark.parametrize(("boundaries", "says"), [
@@ -64,13 +67,16 @@ def test_boundaries_that_do_not_cut(boundaries, says):
 # ---------------------------------------------------------------------- costs
 
 def test_costs_of_a_chain_of_linear_layers():
-    """2 x in x out operations a row; the output is what is written and what leaves."""
+    """2 x in x out operations a row; the output is what is written and what leaves. Moved are inputs, weights, bias and
+    output, and by the loss, in six operations on 14 numbers and their flags, 558 bytes."""
     model = chain(partial(nn.Linear, 3, 5), partial(nn.Linear, 5, 2, bias=False))
     inputs = torch.zeros(7, 3)
     assert block_costs(model, inputs, torch.zeros(7, 2)) == [
         BlockCost(name="b0", flops=2 * 7 * 3 * 5, written_bytes=7 * 5 * 4, allocated_bytes=7 * 5 * 4,
+                  moved_bytes=4 * (7 * 3 + 3 * 5 + 5 + 7 * 5), operations=1, num_trainable=20, num_owned=20,
                   output_bytes=7 * 5 * 4, num_parameters=20, kept_bytes=7 * 3 * 4, input_bytes=7 * 3 * 4),
         BlockCost(name="b1", flops=2 * 7 * 5 * 2, written_bytes=7 * 2 * 4, allocated_bytes=7 * 2 * 4,
+                  moved_bytes=4 * (7 * 5 + 5 * 2 + 7 * 2) + 558, operations=1 + 6, num_trainable=10, num_owned=10,
                   output_bytes=7 * 2 * 4, num_parameters=10, kept_bytes=7 * 5 * 4, input_bytes=7 * 5 * 4)]
 
 
@@ -93,7 +99,7 @@ def test_flops_of_a_gpt_are_the_formula(sizes):
 
 def test_weights_count_written_bytes():
     cost = BlockCost(name="a", flops=100, written_bytes=10, allocated_bytes=10, output_bytes=0, num_parameters=0,
-                     kept_bytes=0, input_bytes=0)
+                     kept_bytes=0, input_bytes=0, moved_bytes=0, operations=0, num_trainable=0, num_owned=0)
     assert cost.weight("cpu") == 140.0 and cost.weight("cuda") == 2600.0 and cost.weight("xpu") == 140.0
 
 

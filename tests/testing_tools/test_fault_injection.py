@@ -357,6 +357,7 @@ def test_the_command_runs_any_other():
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("ranvier, version")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["torch", pytest.param("mpi", marks=[*MPI.marks, pytest.mark.slow])])
 def test_a_command_whose_rank_is_killed(tiny, transport):
     """Every rank is started with the faults."""

@@ -18,6 +18,7 @@ def run_example(name, folder, *options):
                           timeout=240)
 
 
+@pytest.mark.slow
 def test_own_model_learns_on_four_ranks(tmp_path):
     done = run_example("own_model.py", tmp_path)
     assert done.returncode == 0, done.stderr

@@ -193,6 +193,7 @@ def test_a_real_allocator(corpus, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_that_the_kernel_kills(corpus, tmp_path):
     """The parent's last words are the table."""
     run_dir = tmp_path / "run"

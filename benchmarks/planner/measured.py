@@ -1,0 +1,190 @@
+"""The planner against real runs here: step times and memory of more than 30 configurations on 1, 2 and 4 ranks.
+
+    python -m benchmarks.planner.measured [--cluster FILE] [--again FILE] [--layers 4] [--hidden 256] [--steps 9]
+
+One model and one global batch; what changes is mesh, microbatch, policy, checkpointing and sharding. The cluster is
+measured first unless --cluster names its file. Each configuration is two runs of real processes of its own, one after
+the other: of one the median step counts, of the other the bytes. The table has predicted and measured seconds and
+bytes of each; below are the rank correlation (Spearman), the median errors, and how far the choice of a search over
+meshes, microbatches and checkpoints is from the best that was measured with as many ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+
+import torch
+from pydantic import TypeAdapter
+
+from benchmarks.record import results_file, write_results
+from ranvier import resolve
+from ranvier.comm.mpi_launch import mpi_available
+from ranvier.mesh import Mesh
+from ranvier.planner.cluster_files import load_cluster
+from ranvier.planner.hardware import Cluster
+from ranvier.planner.measure import measure
+from ranvier.planner.search import Found, Work, predict, search
+from ranvier.run import Batch, Checkpoint, Data, Run, Train, Transformer
+from ranvier.testing.ranks import run_processes
+from ranvier.world import World
+
+_WARMUP = 3
+
+
+def configurations(base: Run, quick: bool = False) -> list[Run]:
+    """What is run."""
+    found = []
+
+    def add(mesh: Mesh, size: int, policy: str = "message-driven", checkpoint: object = "none", shard: bool = False
+            ) -> None:
+        found.append(replace(base, mesh=mesh, batch=replace(base.batch, microbatch_size=size),
+                             pipeline=replace(base.pipeline, policy=policy),
+                             memory=replace(base.memory, checkpoint=checkpoint),
+                             optim=replace(base.optim, shard=shard)))
+
+    meshes = [Mesh(), Mesh(data=2), Mesh(pipe=2), Mesh(col=2), Mesh(data=4), Mesh(pipe=4), Mesh(data=2, pipe=2),
+              Mesh(row=2, col=2), Mesh(pipe=2, col=2)]
+    if quick:
+        meshes = [Mesh(), Mesh(pipe=2)]
+    for mesh in meshes:
+        for size in (2, 4, 8):
+            if not quick or size == 4:
+                add(mesh, size)
+    if quick:
+        return found
+    for mesh in (Mesh(), Mesh(pipe=2), Mesh(pipe=4), Mesh(data=2, pipe=2)):
+        add(mesh, 4, checkpoint=1)
+    for mesh in (Mesh(pipe=2), Mesh(pipe=4)):
+        for policy in ("1f1b", "gpipe"):
+            add(mesh, 4, policy=policy)
+    add(Mesh(data=4), 8, shard=True)
+    return found
+
+
+def train_on_rank(world: World, path: str) -> None:
+    """One rank of one configuration, with as many threads as `ranvier train` would give it."""
+    from ranvier.launch import threads_per_rank
+    from ranvier.train.loop import train
+
+    torch.set_num_threads(threads_per_rank(world.backend.size))
+    train(resolve.resolve([resolve.load(path)[1]]).run, "measured", world, stream=io.StringIO())
+
+
+def measured(run: Run, folder: Path, transport: str) -> tuple[float, int]:
+    """Median seconds of a step; and of another run of two steps, where each storage is counted, the peak bytes of the
+    rank that has most."""
+    timed = _trained(run, folder / "timed", transport)
+    counting = replace(run, memory_report=True, train=replace(run.train, steps=2))
+    counted = _trained(counting, folder / "counted", transport)
+    lines = [json.loads(line) for line in (timed / "metrics.jsonl").read_text().splitlines()]
+    memory = json.loads((counted / "summary.json").read_text())["memory"]
+    return (median(line["step_seconds"] for line in lines[_WARMUP:]),
+            max(sum(rank["device"].values()) for rank in memory))
+
+
+def _trained(run: Run, folder: Path, transport: str) -> Path:
+    """The folder of results of a run in processes of its own."""
+    folder.mkdir(parents=True)
+    resolve.write(replace(run, run_dir=None), folder / "job.toml")
+    text = (folder / "job.toml").read_text()
+    (folder / "job.toml").write_text(f"run_dir = {json.dumps(str(folder / 'run'))}\n{text}")
+    run_processes("benchmarks.planner.measured:train_on_rank", run.mesh.size, transport,
+                  args=[str(folder / "job.toml")], timeout_seconds=600.0)
+    return folder / "run"
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """Rank correlation; without ties."""
+    def ranks(values: Sequence[float]) -> list[int]:
+        order = sorted(range(len(values)), key=values.__getitem__)
+        return [order.index(place) for place in range(len(values))]
+
+    count = len(first)
+    apart = sum((a - b) ** 2 for a, b in zip(ranks(first), ranks(second), strict=True))
+    return 1.0 - 6.0 * apart / (count * (count * count - 1)) if count > 1 else 1.0
+
+
+def describe(run: Run) -> str:
+    extra = [f"mb {run.batch.microbatch_size}", run.pipeline.policy if run.mesh.pipe > 1 else "",
+             f"checkpoint {run.memory.checkpoint}" if run.memory.checkpoint != "none" else "",
+             "sharded" if run.optim.shard else ""]
+    return f"{run.mesh}, {', '.join(filter(None, extra))}"
+
+
+def compare(base: Run, cluster: Cluster, runs: Sequence[Run], transport: str, known: Mapping[str, dict]) -> dict:
+    """known: what was measured before, by configuration."""
+    work, rows, runs, chosen = Work(), [], list(runs), {}
+    for count in sorted({run.mesh.size for run in runs} - {1}):
+        run = search(base, cluster, count, ("mesh", "microbatch", "checkpoint"), work=work).best[0].run
+        chosen[count] = describe(run)
+        if chosen[count] not in map(describe, runs):
+            runs.append(run)
+    with tempfile.TemporaryDirectory(prefix="planner-") as folder:
+        for number, run in enumerate(runs):
+            found: Found = predict(run, cluster, work)
+            before = known.get(describe(run))
+            seconds, peak = (before["measured"], before["peak_bytes"]) if before else measured(
+                run, Path(folder) / str(number), transport)
+            rows.append({"configuration": describe(run), "ranks": run.mesh.size, "predicted": found.cost.seconds,
+                         "measured": seconds, "predicted_bytes": max(entry.device_bytes for entry in found.memory),
+                         "peak_bytes": peak})
+            print(f"{rows[-1]['configuration']}: predicted {1e3 * found.cost.seconds:.0f} ms, measured "
+                  f"{1e3 * seconds:.0f} ms ({found.cost.seconds / seconds - 1:+.0%}); "
+                  f"{rows[-1]['predicted_bytes'] / 2**20:.1f} MiB, {peak / 2**20:.1f} "
+                  f"({rows[-1]['predicted_bytes'] / peak - 1:+.1%})", flush=True)
+    predicted, real = [[row[name] for row in rows] for name in ("predicted", "measured")]
+    errors = [abs(one / other - 1.0) for one, other in zip(predicted, real, strict=True)]
+    memory = [abs(row["predicted_bytes"] / row["peak_bytes"] - 1.0) for row in rows]
+    return {"rows": rows, "correlation": spearman(predicted, real), "median_error": median(errors),
+            "memory_median_error": median(memory), "memory_largest_error": max(memory),
+            "choices": [_choice(rows, count, name) for count, name in chosen.items()],
+            "model": asdict(base.model), "batch": base.batch.global_size}
+
+
+def _choice(rows: Sequence[dict], count: int, name: str) -> dict:
+    """What the search chose for so many ranks, and its time over the least that was measured with as many."""
+    seconds = {row["configuration"]: row["measured"] for row in rows if row["ranks"] == count}
+    best = min(seconds, key=seconds.get)
+    return {"ranks": count, "choice": name, "best": best, "choice_over_best": seconds[name] / seconds[best]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cluster", help="a cluster file of this machine; by default it is measured first")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--again", type=Path, help="file of results: predict anew what was measured there")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    before = json.loads(options.again.read_text()) if options.again else {"rows": [], "cluster": None}
+    cluster = load_cluster(options.cluster) if options.cluster else (
+        TypeAdapter(Cluster).validate_python(before["cluster"]) if options.again else measure(print))
+    base = Run(batch=Batch(global_size=32, microbatch_size=4), checkpoint=Checkpoint(every=0),
+               train=Train(steps=_WARMUP + (2 if options.quick else options.steps), sample_tokens=0, eval_sequences=4),
+               model=Transformer(num_layers=options.layers, hidden=options.hidden, heads=4, vocab=2048, sequence=128),
+               data=Data(max_bytes=2_000_000))
+    transport = "torch" if mpi_available() is not None else "mpi"
+    results = compare(base, cluster, configurations(base, options.quick), transport,
+                      {row["configuration"]: row for row in before["rows"]})
+    print(f"rank correlation {results['correlation']:.3f}, median error {results['median_error']:.1%}, of memory "
+          f"{results['memory_median_error']:.1%} (at most {results['memory_largest_error']:.1%})")
+    for one in results["choices"]:
+        print(f"{one['ranks']} ranks: the search chooses {one['choice']}, which takes {one['choice_over_best']:.3f} of "
+              f"the time of the best measured ({one['best']})")
+    path = options.output or results_file("planner", "measured")
+    write_results(path, {"cluster": asdict(cluster), "transport": transport, **results,
+                         "measured_in": options.again and options.again.name})
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

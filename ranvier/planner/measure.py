@@ -1,0 +1,277 @@
+"""The cluster file of the machine at hand, measured in under a minute (`ranvier doctor --measure`).
+
+On a CPU as many processes as there are cores compute at once, each with one thread, since that is what ranks do: one
+alone would have the memory and the clock of all. Blocks of transformers of several widths are timed forward and
+backward, and the three constants of `Device.seconds` are those that come nearest to all of them in relative terms: in
+fp32 (bf16 on CUDA); other number formats have a rate of their own beside the same two constants.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import combinations
+from statistics import fmean, median
+
+import numpy as np
+import psutil
+import torch
+
+from ranvier.comm.message import Kind, Message
+from ranvier.comm.mpi_launch import mpi_available
+from ranvier.machine import available_cores, memory_limit_bytes
+from ranvier.models import families
+from ranvier.optim.rules import rule_of
+from ranvier.pipeline.partition import block_costs
+from ranvier.planner.hardware import Cluster, Device, Host, Link, Rate
+from ranvier.precision import DTYPES
+from ranvier.run import Optim, Run, Transformer
+from ranvier.testing.ranks import run_processes
+from ranvier.world import World
+
+_SHAPES = ((64, 32, 4), (128, 128, 2), (256, 64, 8), (256, 128, 4), (384, 64, 4), (512, 128, 2), (768, 64, 2))
+"""(width, tokens, sequences) of the blocks that are timed."""
+_GPU_SHAPES = ((512, 512, 4), (1024, 512, 4), (2048, 512, 2), (2048, 1024, 4), (4096, 1024, 1), (4096, 1024, 4))
+_PRODUCT = {"cpu": 768, "cuda": 8192}
+_MESSAGES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
+_CROWD_SHAPE = (256, 128, 4)
+_MOST_PROCESSES = 16
+Sample = tuple[float, float, float, float]
+"""FLOPs, bytes moved, operations; and the seconds that they took."""
+
+
+def measure(progress: Callable[[str], None] = lambda line: None) -> Cluster:
+    """This machine as a cluster of one node. Starts processes of its own, which are gone when it returns."""
+    cuda = torch.cuda.is_available()
+    if cuda:
+        progress("computing, on one device")
+        with torch.device("cuda"):
+            found = _compute("cuda")
+        devices = torch.cuda.device_count()
+    else:
+        devices = min(available_cores(), _MOST_PROCESSES)
+        progress(f"computing, on {devices} cores at once")
+        found = _slowest(run_processes("ranvier.planner.measure:compute_on_rank", devices, "torch",
+                                       timeout_seconds=120.0))
+        progress(f"computing, twice as many ranks on {devices} cores")
+        alone, crowded = (fmean(run_processes("ranvier.planner.measure:crowd_on_rank", count, "torch",
+                                              timeout_seconds=120.0)) for count in (devices, 2 * devices))
+        found["crowded_share"] = min(1.0, 2.0 * alone / crowded)
+    progress("messages between two ranks")
+    links = run_processes("ranvier.planner.measure:messages_on_rank", 2,
+                          "torch" if cuda or mpi_available() is not None else "mpi",
+                          timeout_seconds=120.0, device="cuda" if devices > 1 and cuda else "cpu")[0]
+    return _cluster(found, links, devices, "cuda" if cuda else "cpu")
+
+
+def _cluster(found: dict, links: dict, devices: int, kind: str) -> Cluster:
+    memory = min(psutil.virtual_memory().total, memory_limit_bytes() or 1 << 62)
+    rates = {}
+    first = {"cpu": "fp32", "cuda": "bf16"}[kind]
+    _, moved, operation = fit(found["precisions"][first]["samples"])
+    bandwidth = 1.0 / moved if moved else found["update_bandwidth"]
+    for name, one in found["precisions"].items():
+        flops = seconds_of_a_flop(one["samples"], moved, operation)
+        reached = 1.0 / flops if flops else one["product_flops"]
+        peak = max(one["product_flops"], reached)
+        rates[name] = Rate(peak_flops=peak, share=reached / peak)
+    cores = None if kind == "cuda" else available_cores()
+    device = Device(
+        name=torch.cuda.get_device_name() if kind == "cuda" else "one core", cores=cores, rates=rates,
+        memory_bytes=torch.cuda.get_device_properties(0).total_memory if kind == "cuda" else memory,
+        reserved_bytes=1_500_000_000 if kind == "cuda" else 0, memory_bandwidth=bandwidth, memory_share=1.0,
+        update_bandwidth=found["update_bandwidth"], operation_seconds=operation,
+        crowded_share=found.get("crowded_share", 1.0))
+    latency, rate = line([(size, links["messages"][str(size)]) for size in _MESSAGES])
+    link = Link(bandwidth=rate, latency_seconds=latency)
+    return Cluster(
+        name=socket.gethostname(), nodes=1, devices_per_node=devices if kind == "cuda" else 16 * devices,
+        device=device, host=Host(memory_bytes=memory, memory_bandwidth=devices * found["update_bandwidth"]
+                                 if kind == "cpu" else found["host_bandwidth"]),
+        inside=link, between=link, host_link=Link(bandwidth=found["host_link"]),
+        collective_seconds=max(0.0, links["all_reduce"] - 2 * latency),
+        source=f"measured by ranvier doctor --measure, torch {torch.__version__}")
+
+
+# --- computing -------------------------------------------------------------------------------------------------------
+
+
+def compute_on_rank(world: World) -> dict:
+    """One of the processes that compute at once."""
+    torch.set_num_threads(1)
+    world.backend.group("control", [range(world.size)]).barrier()
+    return _compute("cpu")
+
+
+def crowd_on_rank(world: World) -> float:
+    """Seconds of one process's blocks while all compute."""
+    torch.set_num_threads(1)
+    world.backend.group("control", [range(world.size)]).barrier()
+    return sum(seconds for *_, seconds in _blocks(_CROWD_SHAPE, "fp32", lambda step: _timed(step, 1.0, fmean)))
+
+
+def _compute(kind: str) -> dict:
+    precisions = ("fp32", "bf16") if kind == "cpu" else ("bf16", "fp16", "fp32")
+    shapes = _SHAPES if kind == "cpu" else _GPU_SHAPES
+    return {
+        "precisions": {name: {"samples": [sample for shape in shapes for sample in _blocks(shape, name)],
+                              "product_flops": _product(name, _PRODUCT[kind])} for name in precisions},
+        "update_bandwidth": _update(kind), "host_link": _copy(kind), "host_bandwidth": _update("cpu"),
+    }
+
+
+def _blocks(shape: tuple[int, int, int], precision: str, timed: Callable[[Callable], float] | None = None
+            ) -> list[Sample]:
+    """Attention, MLP and head of one shape, forward and backward."""
+    hidden, sequence, count = shape
+    run = Run(precision=precision, model=Transformer(num_layers=1, hidden=hidden, heads=max(1, hidden // 64),
+                                                     vocab=2048, sequence=sequence))
+    dtype = DTYPES[precision]
+    model = families.model_of(run, dtype=dtype)
+    with torch.device("meta"):
+        inputs, targets = families.sample_of(run, count)
+    costs = {cost.name: cost for cost in block_costs(model, inputs, targets, dtype)}
+    state = torch.randn(count, sequence, hidden, dtype=dtype).requires_grad_()
+    found = []
+    for name in (*model.layers[0], "head"):
+        block = model.blocks[name]()
+
+        def step(block=block) -> None:
+            out = block(state)
+            out.backward(torch.ones_like(out))
+            state.grad = None
+            for parameter in block.parameters():
+                parameter.grad = None
+
+        one = costs[name]
+        found.append((3.0 * one.flops, 3.0 * one.moved_bytes, 3.0 * one.operations, (timed or _timed)(step)))
+    return found
+
+
+def _product(precision: str, size: int) -> float:
+    """FLOPs a second of a large square product."""
+    first, second = (torch.randn(size, size).to(DTYPES[precision]) for _ in range(2))
+    return 2 * size ** 3 / _timed(lambda: first @ second)
+
+
+def _update(kind: str) -> float:
+    """Bytes a second that the optimizer moves: 28 for each parameter."""
+    size = 1 << (21 if kind == "cpu" else 26)
+    parameters, gradients, first, second = (torch.zeros(size, device=kind) for _ in range(4))
+    rule = rule_of(Optim())
+    return 28 * size / _timed(lambda: rule.update(
+        parameters, gradients, {"exp_avg": first, "exp_avg_sq": second}, step=1, learning_rate=1e-3, weight_decay=0.0))
+
+
+def _copy(kind: str) -> float:
+    """Bytes a second from the device to the host's memory."""
+    size = 1 << 24
+    source = torch.zeros(size // 4, device=kind)
+    target = torch.zeros(size // 4, device="cpu", pin_memory=kind == "cuda")
+    return size / _timed(lambda: target.copy_(source))
+
+
+def _timed(call: Callable[[], object], seconds: float = 0.15,
+           average: Callable[[Sequence[float]], float] = median) -> float:
+    """Of as many calls as `seconds` allow, at least five."""
+    sync = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    call()
+    sync()
+    times: list[float] = []
+    began = time.perf_counter()
+    while len(times) < 5 or time.perf_counter() - began < seconds:
+        start = time.perf_counter()
+        call()
+        sync()
+        times.append(time.perf_counter() - start)
+    return average(times)
+
+
+def _slowest(found: Sequence[dict]) -> dict:
+    """What all of them reach: the mean of their times."""
+    merged = dict(found[0])
+    merged["precisions"] = {
+        name: {"samples": [(*rows[0][:3], sum(row[3] for row in rows) / len(rows)) for rows in zip(
+            *(one["precisions"][name]["samples"] for one in found), strict=True)],
+            "product_flops": min(one["precisions"][name]["product_flops"] for one in found)}
+        for name in found[0]["precisions"]}
+    merged["update_bandwidth"] = min(one["update_bandwidth"] for one in found)
+    return merged
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+def messages_on_rank(world: World) -> dict:
+    """Seconds of one way for each size, and of an all-reduce of a few numbers."""
+    other, group = 1 - world.rank, world.backend.group("data", [range(2)])
+    transport = world.backend.transport("pipe")
+    transport.connect([other], [other], _MESSAGES[-1] + 4096)
+
+    def exchange(tensor) -> None:
+        for turn in (0, 1):
+            if world.rank == turn:
+                transport.send(other, Message(Kind.FORWARD, 0, 0, {"": tensor}))
+            elif transport.wait(30.0) is None:
+                raise RuntimeError("a message did not come")
+
+    found = {}
+    for size in _MESSAGES:
+        tensor = torch.zeros(size // 4, device=world.device)
+        group.barrier()
+        times = []
+        for _ in range(30 if size < 1 << 20 else 12):
+            start = time.perf_counter()
+            exchange(tensor)
+            times.append((time.perf_counter() - start) / 2)
+        found[str(size)] = median(times)
+    few, times = torch.zeros(64, device=world.device), []
+    for _ in range(30):
+        start = time.perf_counter()
+        group.all_reduce(few).wait()
+        times.append(time.perf_counter() - start)
+    transport.flush()
+    return {"messages": found, "all_reduce": median(times)}
+
+
+# --- from measurements to constants -----------------------------------------------------------------------------------
+
+
+def fit(samples: Sequence[Sample]) -> tuple[float, float, float]:
+    """Seconds of a FLOP, of a byte moved and of an operation that come nearest to the samples, by least squares of
+    relative errors; none is negative."""
+    rows = np.array([[flops / seconds, moved / seconds, operations / seconds]
+                     for flops, moved, operations, seconds in samples])
+    best, least = (0.0, 0.0, 0.0), float("inf")
+    for count in (3, 2, 1):
+        for columns in combinations(range(3), count):
+            scale = np.linalg.norm(rows[:, columns], axis=0)
+            if not scale.all():
+                continue
+            found = np.linalg.lstsq(rows[:, columns] / scale, np.ones(len(rows)), rcond=None)[0] / scale
+            error = float(np.square(rows[:, columns] @ found - 1.0).sum())
+            if (found > 0).all() and error < least:
+                least, best = error, tuple(float(found[columns.index(place)]) if place in columns else 0.0
+                                           for place in range(3))
+    return best
+
+
+def seconds_of_a_flop(samples: Sequence[Sample], moved: float, operation: float) -> float:
+    """What comes nearest where a byte and an operation take so long, likewise; 0 where these explain all of it."""
+    rows = [(flops / seconds, 1.0 - (size * moved + operations * operation) / seconds)
+            for flops, size, operations, seconds in samples]
+    return max(0.0, sum(each * left for each, left in rows) / sum(each * each for each, _ in rows))
+
+
+def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(seconds of no bytes, bytes a second) of a line through (bytes, seconds) in relative terms."""
+    rows = np.array([[1.0 / seconds, size / seconds] for size, seconds in points])
+    latency, each = np.linalg.lstsq(rows, np.ones(len(points)), rcond=None)[0]
+    return max(0.0, float(latency)), 1.0 / max(float(each), 1e-15)
+
+
+def as_one_node(cluster: Cluster, devices: int) -> Cluster:
+    """With another number of ranks on the node."""
+    return replace(cluster, devices_per_node=devices)

@@ -1,0 +1,101 @@
+"""The picture of a simulation: what each stage does when, and how the bubble grows with depth, limit and jitter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING
+
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+
+from ranvier.errors import ConfigError
+from ranvier.figures import COLOURS, INK, clean, new_figure
+from ranvier.pipeline.policies import POLICIES, auto_in_flight
+from ranvier.planner.pipeline_time import Way
+from ranvier.planner.simulation import STEADY, Noise, simulate_step
+from ranvier.planner.simulator import Simulated, StageTimes
+
+if TYPE_CHECKING:
+    from ranvier.planner.plan import Simulation
+
+_KINDS = {"F": "forward", "B": "backward", "W": "weight"}
+_LABELS = {"F": "forward", "B": "backward", "W": "weight gradient"}
+_MOST_ACTIONS = 100
+"""Of a stage."""
+_MOST_STAGES = 24
+
+
+def draw_simulation(found: Simulation, path: Path) -> None:
+    """A PNG of the simulated step and of what changes its bubble."""
+    figure = new_figure(13, 8.5)
+    top, *below = figure.subplot_mosaic([["all"] * 3, ["depth", "limit", "jitter"]]).values()
+    draw_actions(top, found.step.shown)
+    top.set_title(f"{found.cluster.name}: {found.run.mesh}, {found.run.pipeline.policy}, a step of "
+                  f"{found.seconds:.4g} s", color=INK, loc="left")
+    stage = mean_stage([StageTimes(forward=row.forward_seconds, backward=row.backward_seconds,
+                                   weight=row.weight_seconds) for row in found.cost.stages])
+    pipe = max(2, found.run.mesh.pipe)
+    count = min(64, max(len(found.step.shown.actions[0]) // 3, 4))
+    draw_bubbles(below, stage, pipe, count, hop=0.1 * stage.forward)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot be written: {error}", where="--draw", value=str(path),
+                          remedy="Name a .png file in a folder you own.") from error
+
+
+def draw_actions(axes: Axes, shown: Simulated) -> None:
+    """One row for each stage, the first on top (Figure 1 of the AxoNN paper)."""
+    stages = shown.actions[:_MOST_STAGES]
+    end = min((stage[_MOST_ACTIONS - 1][2] for stage in stages if len(stage) > _MOST_ACTIONS), default=shown.seconds)
+    for row, actions in enumerate(stages):
+        for kind, name in _KINDS.items():
+            spans = [(start, stop - start) for action, start, stop in actions if action.kind == kind and start < end]
+            axes.broken_barh(spans, (row - 0.42, 0.84), facecolors=COLOURS[name], edgecolor="white", linewidth=0.3)
+    axes.set_yticks(range(len(stages)), [f"stage {row}" for row in range(len(stages))])
+    axes.set_xlim(0, end)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds" if end >= shown.seconds else f"seconds (of {shown.seconds:.4g})")
+    axes.legend(handles=[Patch(color=COLOURS[name], label=_LABELS[kind]) for kind, name in _KINDS.items()], ncols=3,
+                loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2, frameon=False)
+    clean(axes)
+
+
+def mean_stage(stages: Sequence[StageTimes]) -> StageTimes:
+    """A stage like the average one."""
+    return StageTimes(forward=mean(stage.forward for stage in stages), backward=mean(
+        stage.backward for stage in stages), weight=mean(stage.weight for stage in stages))
+
+
+def bubble(stage: StageTimes, pipe: int, count: int, policy, *, in_flight: int | None = None, hop: float = 0.0,
+           noise: Noise = STEADY) -> float:
+    """Of `pipe` equal stages and `count` microbatches."""
+    way = Way(transfer=(0.0,) * (pipe - 1), latency=(hop,) * (pipe - 1))
+    return simulate_step([stage] * pipe, count, policy, in_flight or auto_in_flight(pipe), way=way,
+                         noise=noise).bubble_fraction
+
+
+def draw_bubbles(axes: Sequence[Axes], stage: StageTimes, pipe: int, count: int, hop: float) -> None:
+    """Over depth, in-flight limit and jitter, for each policy."""
+    pipe = min(pipe, 16)
+    depths = [depth for depth in (1, 2, 4, 8, 12, 16) if depth <= max(4, 2 * pipe)]
+    limits = sorted({max(1, round(pipe * factor)) for factor in (0.5, 1, 1.5, 2, 3)})
+    jitters = (0.0, 0.1, 0.2, 0.4, 0.6)
+    for policy in POLICIES:
+        axes[0].plot(depths, [100 * bubble(stage, depth, count, policy, hop=hop) for depth in depths], "o-",
+                     label=policy.name)
+        axes[1].plot(limits, [100 * bubble(stage, pipe, count, policy, in_flight=limit, hop=hop) for limit in limits],
+                     "o-", label=policy.name)
+        axes[2].plot(jitters, [100 * mean(bubble(stage, pipe, count, policy, hop=hop, noise=Noise(
+            jitter=jitter, seed=seed)) for seed in range(4 if jitter else 1)) for jitter in jitters], "o-",
+                     label=policy.name)
+    for one, what in zip(axes, ("stages", f"microbatches in flight ({pipe} stages)",
+                                f"jitter of an action's time ({pipe} stages)"), strict=True):
+        one.set_xlabel(what)
+        one.set_ylabel("bubble, %")
+        one.set_ylim(bottom=0)
+        clean(one)
+    axes[0].legend()
+    axes[0].set_title(f"{count} microbatches, a message takes 0.1 of a forward", fontsize="medium")

@@ -1,0 +1,241 @@
+"""`ranvier plan` and `ranvier simulate`: from a run and a cluster's name to what is printed, written and drawn."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import get_args
+
+from ranvier import check, resolve
+from ranvier.errors import ConfigError, RanvierError
+from ranvier.pipeline.policies import auto_in_flight, policy_named
+from ranvier.planner import report
+from ranvier.planner.auto import closed
+from ranvier.planner.cluster_files import load_cluster
+from ranvier.planner.costs import Cost, pipeline_of
+from ranvier.planner.hardware import Cluster
+from ranvier.planner.search import SEARCHED, Plan, Setting, Work, check_precision, predict, search
+from ranvier.planner.simulation import STEADY, Failures, Goodput, Noise, StepSimulation, goodput, simulate_step
+from ranvier.planner.trial import measured
+from ranvier.run import Run
+
+
+def ranks_for(run: Run, cluster: Cluster, ranks: int | None) -> int:
+    """As many devices as are asked for; else as the run's mesh has ranks, or all where it has one; of a CPU one for
+    each core."""
+    if ranks is not None:
+        return ranks
+    size = 1 if run.mesh.is_open else run.mesh.size
+    cores = cluster.device.cores
+    most = cluster.num_devices if cores is None else min(cluster.num_devices, max(1, int(cores)) * cluster.nodes)
+    return min(cluster.num_devices, size) if size > 1 else most
+
+
+def settings_of(text: str | None) -> tuple[Setting, ...]:
+    """What may change, from a flag. ConfigError for a name that is none."""
+    if text is None:
+        return SEARCHED
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    unknown = [name for name in names if name not in get_args(Setting)]
+    if unknown or not names:
+        raise ConfigError("is nothing that can be searched", where="--search", value=unknown[0] if unknown else text,
+                          remedy=f"Name some of: {', '.join(get_args(Setting))}.")
+    return names
+
+
+def plan(name: str, run: Run, cluster_name: str, *, ranks: int | None = None, searched: str | None = None,
+         measure: int = 0, out: Path | None = None, explain: bool = False, as_json: bool = False) -> Plan:
+    """Search, run the best `measure` for some steps here, print, and write the best as a run file."""
+    cluster = load_cluster(cluster_name)
+    count = ranks_for(run, cluster, ranks)
+    run, problems = check.with_pretrained(run)
+    for problem in (*problems, *(one for one in check.problems(closed(run)) if one.where.startswith("model."))):
+        raise problem
+    def progress(line: str) -> None:
+        print(f"ranvier: {line}", file=sys.stderr, flush=True)
+
+    try:
+        found = search(run, cluster, count, settings_of(searched), progress=progress)
+    except RanvierError:  # some are ValueErrors
+        raise
+    except check.TOO_LARGE as error:
+        raise check.cannot_be_laid_out(error) from error
+    if measure:
+        found = measured(found, measure, progress)
+    if out is not None:
+        _write(replace(found.best[0].run, launch=run.launch, run_dir=None), out)
+    if as_json:
+        print(json.dumps(report.document(found, name), indent=1))
+        return found
+    print_plan(found, name, explain)
+    for line in report.course_lines(found.best[0]):
+        print(line)
+    freezes = run.elastic.freeze != "none" and not run.elastic.dry_run
+    if found.best[0].course is None and freezes and run.train.epochs is not None:
+        print("\nWhat freezing gives is not predicted: how many steps an epoch has is not known. "
+              "Set --data.train-samples.")
+    if out is not None:
+        print(f"\nwritten to {out}; now: ranvier train {out}")
+    return found
+
+
+def _write(run: Run, path: Path) -> None:
+    try:
+        resolve.write(run, path)
+    except OSError as error:
+        raise ConfigError(f"cannot be written: {error.strerror or error}", where="--out", value=str(path),
+                          remedy="Name a .toml file in a folder you own.") from error
+
+
+def print_plan(found: Plan, name: str, explain: bool) -> None:
+    """For people, on standard output."""
+    from rich.console import Console
+
+    console = Console(file=sys.stdout, soft_wrap=True, highlight=False, markup=False,
+                      width=None if sys.stdout.isatty() else 240)
+    console.print(f"{name} on {found.ranks} of the {found.cluster.num_devices:,} devices of {found.cluster.name} "
+                  f"({found.cluster.device.name}), batch {found.best[0].run.batch.global_size}\n")
+    console.print(report.table(found))
+    if found.measured_over_predicted != 1.0:
+        console.print(f"\nMeasured steps take {found.measured_over_predicted:.2f} times what is predicted (median).")
+    faster = [one for one in found.dropped if one.cost.seconds < found.best[0].cost.seconds]
+    if faster:
+        first = min(faster, key=lambda one: one.cost.seconds)
+        console.print(f"\n{len(faster)} that would be faster do not fit. The fastest: {report.describe(first.run)}, "
+                      f"{first.cost.seconds:.4g} s a step: {first.reason}.")
+    if explain:
+        console.print()
+        for line in report.explanation(found):
+            console.print(line)
+
+
+# --- simulate --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What `ranvier simulate` knows."""
+
+    run: Run
+    cluster: Cluster
+    cost: Cost
+    step: StepSimulation
+    pipeline_seconds: float
+    """As simulated, a partial last microbatch and shared cores considered."""
+    seconds: float
+    """Of the whole step: the pipeline, and what follows it."""
+    stall_seconds: float
+    """For which a checkpoint holds the run up: while copies of weights and states go to the host's memory."""
+    excess: str
+    """What does not fit; empty where all does."""
+
+
+def simulate(name: str, run: Run, cluster_name: str, *, ranks: int | None = None, jitter: float = 0.0,
+             slow: Sequence[str] = (), mtbf_hours: float | None = None, draw: Path | None = None, as_json: bool = False
+             ) -> Simulation:
+    """Simulate a step of the run's own mesh, print it, and draw it."""
+    cluster = load_cluster(cluster_name)
+    run, problems = check.with_pretrained(replace(run, launch=replace(run.launch, cluster=cluster_name)))
+    run, unplanned = check.with_plan(run, ranks)
+    for problem in (*problems, *unplanned, *check.problems(run)):
+        raise problem
+    if run.mesh.size > cluster.num_devices:
+        raise ConfigError(f"needs {run.mesh.size} devices, and {cluster.name} has {cluster.num_devices}", where="mesh",
+                          value=str(run.mesh), remedy="Take a smaller mesh, or a larger cluster.")
+    check_precision(run, cluster)
+    noise = Noise(jitter=jitter, slow=dict(_slow(text, run) for text in slow), seed=run.seed)
+    try:
+        found = simulation(run, cluster, noise)
+    except RanvierError:
+        raise
+    except check.TOO_LARGE as error:
+        raise check.cannot_be_laid_out(error) from error
+    lost = None if mtbf_hours is None else goodput(found.seconds, run.mesh.size, Failures(
+        mtbf_seconds=mtbf_hours * 3600, checkpoint_steps=run.checkpoint.every or run.train.steps,
+        stall_seconds=found.stall_seconds))
+    document = _document(name, found, lost)
+    if draw is not None:
+        from ranvier.planner.picture import draw_simulation
+
+        draw_simulation(found, draw)
+    if as_json:
+        print(json.dumps(document, indent=1))
+    else:
+        _print(found, lost, name)
+        if draw is not None:
+            print(f"drawn in {draw}")
+    return found
+
+
+def simulation(run: Run, cluster: Cluster, noise: Noise = STEADY, work: Work | None = None) -> Simulation:
+    """One step."""
+    work = work or Work()
+    one = predict(run, cluster, work, exact=False)
+    times, count, way, defer_bytes, cores = pipeline_of(one.run, cluster, work.stages(one.run))
+    in_flight = run.pipeline.in_flight if run.pipeline.in_flight != "auto" else auto_in_flight(run.mesh.pipe)
+    step = simulate_step(times, count, policy_named(run.pipeline.policy), in_flight, replicas=run.mesh.data,
+                         stage_size=run.mesh.stage_size, way=way, defer_bytes=defer_bytes, noise=noise,
+                         cores=cores)
+    after = one.cost.seconds - one.cost.pipeline_seconds
+    copied = max((entry.host.get("checkpoint", 0) for entry in one.memory), default=0)
+    pipeline = max(step.seconds - one.cost.partial_seconds, one.cost.cores_seconds)
+    return Simulation(run=one.run, cluster=cluster, cost=one.cost, step=step, excess=one.reason,
+                      stall_seconds=cluster.host_link.seconds(copied), pipeline_seconds=pipeline,
+                      seconds=pipeline + after)
+
+
+def _slow(text: str, run: Run) -> tuple[tuple[int, int], float]:
+    """"3:1:2.5" is stage 1 of replica 3 at 2.5 times its time."""
+    try:
+        replica, stage, factor = text.split(":")
+        found = (int(replica), int(stage)), float(factor)
+        if not (0 <= found[0][0] < run.mesh.data and 0 <= found[0][1] < run.mesh.pipe and 0 < found[1] < 1e6):
+            raise ValueError
+    except ValueError:
+        raise ConfigError("must be REPLICA:STAGE:FACTOR, of a replica and stage that are there", where="--slow",
+                          value=text, remedy=f"There are {run.mesh.data} replicas of {run.mesh.pipe} stages, numbered "
+                                             "from 0; for example --slow 0:0:1.5.") from None
+    return found
+
+
+def _document(name: str, found: Simulation, lost: Goodput | None) -> dict[str, object]:
+    shown = found.step.shown  # the slowest of those with a slow stage, else the first replica
+    return {"recipe": name, "cluster": found.cluster.name, "ranks": found.run.mesh.size,
+            "step_seconds": found.seconds, "pipeline_seconds": found.pipeline_seconds,
+            "bubble_fraction": found.step.bubble_fraction, "replicas": found.step.replicas,
+            "replicas_simulated": found.step.sampled, "replica_seconds": list(found.step.replica_seconds),
+            "predicted": report.cost_dict(found.cost),
+            "goodput": None if lost is None else {"share": lost.share, "failures_per_day": lost.failures_per_day,
+                                                  "best_checkpoint_steps": lost.best_steps},
+            "stages": [{"stage": stage, "busy_seconds": sum(stop - start for _, start, stop in actions),
+                        "most_stored": shown.most_stored[stage],
+                        "actions": " ".join(str(action) for action, _, _ in actions)}
+                       for stage, actions in enumerate(shown.actions)]}
+
+
+def _print(found: Simulation, lost: Goodput | None, name: str) -> None:
+    step, run = found.step, found.run
+    print(f"{name} on {run.mesh.size:,} devices of {found.cluster.name}: {report.describe(run)}")
+    if found.excess:
+        print(f"it would not fit: {found.excess}")
+    pipeline = found.pipeline_seconds
+    print(f"a step takes {found.seconds:.4g} s: the pipeline {pipeline:.4g} s, of which stages wait "
+          f"{step.bubble_fraction:.1%}; then {found.seconds - pipeline:.3g} s")
+    if pipeline > step.seconds:
+        print(f"stages share cores: with one for each the pipeline would take {step.seconds:.4g} s")
+    if step.sampled > 1:
+        print(f"{step.sampled} of {step.replicas:,} replicas were simulated, {min(step.replica_seconds):.4g} to "
+              f"{max(step.replica_seconds):.4g} s; the step is as long as the slowest of all is expected to be")
+    for line in report.stage_lines(found.cost)[:17]:
+        print(line)
+    if len(found.cost.stages) > 16:
+        print(f"  ... {len(found.cost.stages) - 16} more stages")
+    for stage, actions in list(enumerate(step.shown.actions))[:8]:
+        text = " ".join(str(action) for action, _, _ in actions[:24])
+        print(f"stage {stage}: {text}{' ...' if len(actions) > 24 else ''}")
+    if lost is not None:
+        print(f"{lost.failures_per_day:.2g} failures a day leave {lost.share:.1%} of the time, with a checkpoint every "
+              f"{run.checkpoint.every or run.train.steps} steps; {lost.best_steps} steps would lose least")

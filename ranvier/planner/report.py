@@ -1,0 +1,216 @@
+"""A plan for people and for programs: the table, what binds in words, and a JSON document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from ranvier.planner.collectives import placed
+from ranvier.planner.costs import Cost
+from ranvier.planner.elastic_plan import Course
+from ranvier.planner.search import Found, Plan
+from ranvier.run import Run
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_GIB = 2**30
+
+
+def table(plan: Plan, rows: int = 8) -> Table:
+    """The fastest configurations, one a line. Rates are as measured where anything was."""
+    from rich.table import Table
+
+    shown = plan.best[:rows]
+    made = Table("", "data x pipe x row x col", "microbatch", "in flight", "checkpoint", "offload", "shard", "s a step",
+                 "tokens/s", "model FLOPs", "hardware FLOPs", "GiB a device", "days to 3e11 tokens", box=None,
+                 header_style="bold")
+    more = {name: column for name, column in _further(plan, shown).items() if len({*column}) > 1}
+    for name in more:
+        made.add_column(name)
+    for place, found in enumerate(shown):
+        run, cost = found.run, found.cost
+        longer = found.expected_seconds(plan.measured_over_predicted) / cost.seconds
+        made.add_row(str(place + 1), " x ".join(map(str, run.mesh.shape)), str(run.batch.microbatch_size),
+                     str(run.pipeline.in_flight), str(run.memory.checkpoint), run.optim.offload,
+                     "yes" if run.optim.shard else "no", f"{cost.seconds:.4g}",
+                     f"{cost.tokens_per_second / longer:,.0f}", f"{cost.model_utilisation / longer:.1%}",
+                     f"{cost.hardware_utilisation / longer:.1%}", f"{device_bytes(found) / _GIB:.2f}",
+                     f"{cost.days() * longer:,.1f}", *(column[place] for column in more.values()))
+    return made
+
+
+def _further(plan: Plan, shown: Sequence[Found]) -> dict[str, list[str]]:
+    """Columns that stand in the table where not all rows have the same."""
+    return {"postponed": ["no" if found.run.pipeline.defer_bytes == 0 else "yes" for found in shown],
+            "precision": [found.run.precision for found in shown], "scheme": [scheme(found.run) for found in shown],
+            "s the run": [f"{found.course.seconds:.4g}" if found.course else "" for found in shown],
+            "s measured": [f"{found.measured_seconds:.4g}" if found.measured_seconds else "" for found in shown]}
+
+
+def scheme(run: Run) -> str:
+    """Of the tensor mesh."""
+    if run.mesh.stage_size == 1:
+        return ""
+    return run.tensor.scheme + (" by sequence" if run.tensor.scheme == "megatron" and run.tensor.sequence_sharding
+                                else "")
+
+
+def device_bytes(found: Found) -> int:
+    """Of the rank that needs most."""
+    return max((entry.device_bytes for entry in found.memory), default=0)
+
+
+def shares(cost: Cost) -> dict[str, float]:
+    """Where the time of a step goes, on the stage that all others wait for; they add up to 1."""
+    dearest = max(cost.stages, key=lambda stage: stage.microbatch_seconds)
+    busy = 1.0 - cost.bubble_fraction
+    pipeline = cost.pipeline_seconds / cost.seconds
+    exchange = dearest.exchange_seconds / dearest.microbatch_seconds if dearest.microbatch_seconds else 0.0
+    after = cost.reduction_seconds + cost.update_seconds
+    rest = 1.0 - pipeline
+    return {"computing": pipeline * busy * (1.0 - exchange), "messages of the tensor mesh": pipeline * busy * exchange,
+            "the bubble": pipeline * cost.bubble_fraction,
+            "averaging gradients": rest * cost.reduction_seconds / after if after else 0.0,
+            "the optimizer": rest * cost.update_seconds / after if after else 0.0}
+
+
+def explanation(plan: Plan) -> list[str]:
+    """What binds, in sentences."""
+    best, second = plan.best[0], plan.best[1] if len(plan.best) > 1 else None
+    cost = best.cost
+    parts = shares(cost)
+    named = ", ".join(f"{part:.0%} {name}" for name, part in sorted(parts.items(), key=lambda pair: -pair[1])
+                      if part >= 0.005)
+    factor = plan.measured_over_predicted
+    seconds = best.expected_seconds(factor)
+    lines = [f"{describe(best.run)} takes {seconds:.4g} s a step: {named}."]
+    lost = {name: part for name, part in parts.items() if name != "computing"}
+    worst = max(lost, key=lambda name: lost[name])
+    lines.append(_binds(worst, lost[worst], best, plan))
+    if second is not None:
+        lines.append(f"Next is {describe(second.run)}, "
+                     f"{second.ranked_seconds(factor) / best.ranked_seconds(factor) - 1:.1%} slower.")
+    if plan.dropped:
+        tempting = min(plan.dropped, key=lambda found: found.cost.seconds)
+        lines.append(f"Memory binds, too: {describe(tempting.run)} would take {tempting.cost.seconds:.4g} s "
+                     f"({1 - tempting.cost.seconds / cost.seconds:.1%} less), but {tempting.reason}."
+                     if tempting.cost.seconds < cost.seconds else
+                     "Memory does not bind: nothing that does not fit would be faster.")
+    else:
+        lines.append("Memory does not bind: nothing that does not fit would be faster.")
+    return lines
+
+
+def _binds(worst: str, share: float, best: Found, plan: Plan) -> str:
+    mesh, cluster = best.run.mesh, plan.cluster
+    if share < 0.05:
+        return (f"Computing binds: nothing else takes more than {share:.0%}. What would help is a device that computes "
+                "faster, or larger products.")
+    match worst:
+        case "the bubble" if waits_for_link(best.cost):
+            sent = best.cost.link_bytes.get("pipe", 0) / 1e9
+            return ("The link between stages binds: a microbatch's activations take longer on it than a stage "
+                    f"computes, {sent:.2f} GB a rank and step. Fewer stages send less.")
+        case "the bubble":
+            return (f"The bubble binds: {mesh.pipe} stages wait {best.cost.bubble_fraction:.0%} of the time for each "
+                    "other. A larger global batch has more microbatches to fill it.")
+        case "averaging gradients":
+            crossing = "between" if placed(mesh, "data", cluster.devices_per_node).crosses else "inside"
+            return (f"The link {crossing} nodes binds: {best.cost.link_bytes.get('data', 0) / 1e9:.2f} GB a rank and "
+                    "step average the gradients. A larger global batch does so less often.")
+        case "messages of the tensor mesh":
+            sizes = [best.cost.link_bytes.get(axis, 0.0) for axis in ("row", "col")]
+            return (f"The links of the tensor mesh bind: {sum(sizes) / 1e9:.2f} GB a rank and step. Fewer rows and "
+                    "columns need more memory a device.")
+        case _:
+            where = "the host's link" if best.run.optim.offload != "none" else "the device's memory"
+            return f"The optimizer binds, by {where}. A larger global batch needs it less often."
+
+
+def waits_for_link(cost: Cost) -> bool:
+    """Whether stages wait for the messages between them rather than for each other."""
+    return cost.edge_seconds > max(stage.microbatch_seconds for stage in cost.stages)
+
+
+def describe(run: Run) -> str:
+    """A configuration in a few words."""
+    parts = [f"{axis} {size}" for axis, size in zip(("data", "pipe", "row", "col"), run.mesh.shape, strict=True)
+             if size > 1] or ["one rank"]
+    extra = [f"microbatch {run.batch.microbatch_size}"]
+    if run.memory.checkpoint != "none":
+        extra.append(f"checkpoint {run.memory.checkpoint}")
+    if run.optim.offload not in ("none", "auto"):
+        extra.append(f"offload {run.optim.offload}")
+    if run.optim.shard:
+        extra.append("sharded")
+    if run.pipeline.defer_bytes == 0 and run.mesh.pipe > 1:
+        extra.append("nothing postponed")
+    extra += [run.precision, *([scheme(run)] if run.mesh.stage_size > 1 else [])]
+    return f"{' x '.join(parts)} ({', '.join(extra)})"
+
+
+def document(plan: Plan, recipe: str) -> dict[str, object]:
+    """As JSON can hold it."""
+    return {"recipe": recipe, "cluster": plan.cluster.name, "ranks": plan.ranks, "considered": plan.considered,
+            "plans": [as_dict(found) for found in plan.best],
+            "dropped": [as_dict(found) for found in sorted(plan.dropped, key=lambda one: one.cost.seconds)],
+            "elastic": course_dict(plan.best[0].course),
+            "explanation": explanation(plan), "measured_over_predicted": plan.measured_over_predicted}
+
+
+def as_dict(found: Found) -> dict[str, object]:
+    """One configuration."""
+    run, cost = found.run, found.cost
+    return {"mesh": asdict(run.mesh), "microbatch_size": run.batch.microbatch_size,
+            "in_flight": run.pipeline.in_flight, "checkpoint": run.memory.checkpoint, "offload": run.optim.offload,
+            "defer_bytes": run.pipeline.defer_bytes, "sequence_sharding": run.tensor.sequence_sharding,
+            "shard": run.optim.shard, "chunk_buckets": run.optim.chunk_buckets, "precision": run.precision,
+            "scheme": run.tensor.scheme, "reason": found.reason, **cost_dict(cost),
+            "measured_seconds": found.measured_seconds,
+            "device_bytes": device_bytes(found),
+            "memory": [{"pipe": entry.pipe, "ranks": entry.ranks, "device": dict(entry.device),
+                        "host": dict(entry.host)} for entry in found.memory]}
+
+
+def cost_dict(cost: Cost) -> dict[str, object]:
+    """A step's phases and rates."""
+    return {"step_seconds": cost.seconds, "pipeline_seconds": cost.pipeline_seconds,
+            "bubble_fraction": cost.bubble_fraction, "reduction_seconds": cost.reduction_seconds,
+            "update_seconds": cost.update_seconds, "tokens_per_second": cost.tokens_per_second,
+            "model_flops_utilisation": cost.model_utilisation,
+            "hardware_flops_utilisation": cost.hardware_utilisation, "days_to_3e11_tokens": cost.days(),
+            "link_bytes": dict(cost.link_bytes), "shares": shares(cost)}
+
+
+def course_dict(course: Course | None) -> dict[str, object] | None:
+    """An elastic run, period by period."""
+    if course is None:
+        return None
+    return {"seconds": course.seconds, "unfrozen_seconds": course.unfrozen_seconds, "speedup": course.speedup,
+            "periods": [{**asdict(period), "seconds": period.seconds} for period in course.periods]}
+
+
+def course_lines(found: Found) -> list[str]:
+    """For people; nothing where nothing freezes."""
+    course, elastic = found.course, found.run.elastic
+    if course is None:
+        return []
+    used = [text for text, is_used in (("a mesh that packs", elastic.auto_pipe), ("cached outputs", elastic.cache))
+            if is_used]
+    with_what = " and ".join(used) or "the mesh as it is"
+    lines = ["", f"Layers freeze as elastic.freeze says: with {with_what} the run takes {course.seconds:.4g} s "
+                 f"instead of {course.unfrozen_seconds:.4g} s, {course.speedup:.2f} times as fast."]
+    lines += [f"  from step {period.first_step}: {period.frozen} frozen, data {period.mesh.data} x pipe "
+              f"{period.mesh.pipe}, {period.step_seconds:.4g} s a step" for period in course.periods]
+    return lines
+
+
+def stage_lines(cost: Cost) -> Sequence[str]:
+    """Milliseconds of each stage."""
+    return [f"{'stage':>5}  {'forward':>9}  {'backward':>9}  {'weights':>9}  {'of it messages':>14}  {'averaging':>9}  "
+            f"{'update':>9}  milliseconds",
+            *(f"{row.stage:>5}  {1e3 * row.forward_seconds:>9.3f}  {1e3 * row.backward_seconds:>9.3f}  "
+              f"{1e3 * row.weight_seconds:>9.3f}  {1e3 * row.exchange_seconds:>14.3f}  "
+              f"{1e3 * row.reduction_seconds:>9.2f}  {1e3 * row.update_seconds:>9.2f}" for row in cost.stages)]

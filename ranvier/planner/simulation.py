@@ -1,0 +1,188 @@
+"""A whole cluster, simulated: the pipeline of one replica exactly, of many replicas by sampling, and runs that fail.
+
+Replicas do the same at the same times, so that one stands for all of them. With random times each is different and the
+step lasts as long as the slowest: some are simulated, and the largest of all is that of as many draws from a log-normal
+law that fits them (Blom, 1958). A stage of several ranks is as slow as its slowest: its factor
+is drawn from the law of the largest of so many (exactly, by the inverse of its distribution). Of a long batch with
+random times the first part is simulated: what is left takes as long for each microbatch as the second half of that
+part, and what replicas differ by grows as the square root of the number of microbatches.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import NormalDist, mean, stdev
+from typing import Literal
+
+from ranvier.pipeline.schedule import Action, Policy
+from ranvier.planner.pipeline_time import DIRECT, Way
+from ranvier.planner.simulator import Simulated, StageTimes, simulate
+
+_NORMAL = NormalDist()
+SAMPLED = 48
+"""Replicas that are simulated where times are random."""
+_LONG = 256
+"""Microbatches of a batch, or eight times the stages if that is more, of which no further ones are simulated where
+times are random."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """Random times. jitter: coefficient of variation of an action's time on one rank, log-normal with mean 1.
+    slow: (replica, stage) -> factor on all its actions."""
+
+    jitter: float = 0.0
+    slow: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    seed: int = 0
+
+    @property
+    def is_none(self) -> bool:
+        return not self.jitter and not self.slow
+
+
+STEADY = Noise()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSimulation:
+    """One step of all replicas' pipelines. shown: the replica whose actions are kept, the slowest of those with a slow
+    rank, else the first one; of a long batch it has a part of the microbatches. busy_seconds: in which a rank computes,
+    on average over all."""
+
+    seconds: float
+    shown: Simulated
+    replicas: int
+    sampled: int
+    replica_seconds: tuple[float, ...]
+    busy_seconds: float
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of all ranks' time in which they do nothing, until the last replica is done."""
+        return 1.0 - self.busy_seconds / self.seconds if self.seconds else 0.0
+
+
+def simulate_step(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy, in_flight: int, *,
+                  replicas: int = 1, stage_size: int = 1, way: Way = DIRECT,
+                  defer_bytes: int | Literal["auto"] = "auto", noise: Noise = STEADY, sampled: int = SAMPLED,
+                  cores: int | None = None) -> StepSimulation:
+    """One batch through all replicas. stage_size: ranks of a stage. sampled: replicas simulated where each is
+    different; those with a slow rank always are, and count beside the others' largest. cores: stages of a replica that
+    may compute at once."""
+    count = num_microbatches if noise.is_none else min(num_microbatches, max(_LONG, 8 * len(stages)))
+
+    def run(replica: int, count: int = count) -> Simulated:
+        return simulate(stages, count, policy, in_flight, hop=way.hop, transfer=way.busy,
+                        defer_bytes=defer_bytes, cores=cores, jitter=_factor(noise, replica, stage_size))
+
+    slow = sorted({replica for replica, _ in noise.slow if replica < replicas})
+    others = [replica for replica in range(replicas) if replica not in slow]
+    usual = others[:sampled if noise.jitter else 1]
+    seconds, busy, shown, slowest = {}, {}, None, 0.0
+    for replica in (*usual, *slow):
+        part = run(replica)
+        seconds[replica], busy[replica] = part.seconds, _busy_seconds(part)
+        rank = part.seconds if replica in slow else 0.0
+        if shown is None or rank > slowest:
+            shown, slowest = part, rank
+
+    def whole(alike: Sequence[int]) -> list[float]:
+        """Seconds of the whole batch, on replicas that are alike."""
+        if count == num_microbatches or not alike:
+            return [seconds[replica] for replica in alike]
+        times, middle = num_microbatches / count, mean(seconds[replica] for replica in alike)
+        steady = 2 * (middle - mean(run(replica, count // 2).seconds for replica in alike))
+        return [middle + (times - 1.0) * steady + math.sqrt(times) * (seconds[replica] - middle) for replica in alike]
+
+    alike, alone = whole(usual), [each for replica in slow for each in whole([replica])]
+    computed = sum(busy[replica] for replica in slow) + (
+        mean(busy[replica] for replica in usual) * len(others) if usual else 0.0)
+    return StepSimulation(seconds=max([largest_of(alike, len(others)) if alike else 0.0, *alone]), shown=shown,
+                          replicas=replicas, sampled=len(alike) + len(alone), replica_seconds=(*alike, *alone),
+                          busy_seconds=computed / replicas * num_microbatches / count)
+
+
+def _busy_seconds(part: Simulated) -> float:
+    """Of a rank on average."""
+    return sum(stop - start for stage in part.actions for _, start, stop in stage) / len(part.actions)
+
+
+def largest_of(values: Sequence[float], count: int) -> float:
+    """The mean of the largest of `count` draws, of which `values` are some."""
+    if count <= len(values) or len(values) < 2:
+        return max(values)
+    score = _NORMAL.inv_cdf((count - 0.375) / (count + 0.25))
+    logarithms = [math.log(value) for value in values]
+    return max(math.exp(mean(logarithms) + stdev(logarithms) * score), max(values))
+
+
+def _factor(noise: Noise, replica: int, stage_size: int) -> Callable[[int, Action], float]:
+    if noise.is_none:
+        return lambda stage, action: 1.0
+    generator = random.Random(f"{noise.seed} {replica}")
+    sigma = math.sqrt(math.log1p(noise.jitter ** 2))
+
+    def factor(stage: int, action: Action) -> float:
+        slow = noise.slow.get((replica, stage), 1.0)
+        if not sigma:
+            return slow
+        drawn = generator.random() ** (1.0 / stage_size)
+        return slow * math.exp(sigma * _NORMAL.inv_cdf(min(max(drawn, 1e-12), 1.0 - 1e-12)) - sigma * sigma / 2)
+
+    return factor
+
+
+# --- runs that fail --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failures:
+    """mtbf_seconds: mean time between two failures of one rank. restart_seconds: from a failure to the next step.
+    checkpoint_steps: steps between checkpoints; stall_seconds: what one holds the run up."""
+
+    mtbf_seconds: float
+    restart_seconds: float = 300.0
+    checkpoint_steps: int = 100
+    stall_seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goodput:
+    """share: of the time in which steps were made that count. best_steps: between checkpoints, by Daly's formula."""
+
+    share: float
+    failures_per_day: float
+    best_steps: int
+
+
+def goodput(step_seconds: float, ranks: int, failures: Failures, *, steps: int = 20_000, seed: int = 0) -> Goodput:
+    """What is left of a run's time when ranks fail at random: each failure loses the steps since the last checkpoint,
+    and a restart."""
+    generator = random.Random(f"{seed} failures")
+    rate = ranks / failures.mtbf_seconds
+    now, done, saved = 0.0, 0, 0
+    until = now + generator.expovariate(rate)
+    limit = 50 * steps * (step_seconds + failures.stall_seconds)
+    while done < steps and now < limit:
+        length = step_seconds + (failures.stall_seconds if (done + 1) % failures.checkpoint_steps == 0 else 0.0)
+        if now + length >= until:
+            now, done = until + failures.restart_seconds, saved
+            until = now + generator.expovariate(rate)
+            continue
+        now, done = now + length, done + 1
+        if done % failures.checkpoint_steps == 0:
+            saved = done
+    stall = max(failures.stall_seconds, 1e-3)
+    return Goodput(share=min(1.0, done * step_seconds / now) if now else 1.0, failures_per_day=rate * 86400,
+                   best_steps=max(1, round(best_interval(stall, 1.0 / rate) / step_seconds)))
+
+
+def best_interval(stall_seconds: float, mtbf_seconds: float) -> float:
+    """Seconds of work between two checkpoints that lose least, by Daly (2006), equation 37."""
+    if stall_seconds >= 2 * mtbf_seconds:
+        return mtbf_seconds
+    ratio = stall_seconds / (2 * mtbf_seconds)
+    return math.sqrt(2 * stall_seconds * mtbf_seconds) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - stall_seconds

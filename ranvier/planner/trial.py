@@ -1,0 +1,61 @@
+"""The best few of a plan, each run for some steps on this machine, and the plan as they show it.
+
+What the model leaves out is much the same for neighbours in a plan, so that the median of measured over predicted
+corrects the others, too.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+from ranvier import resolve
+from ranvier.errors import LaunchError
+from ranvier.planner.search import Plan
+from ranvier.run import Checkpoint, Elastic, Run
+
+STEPS, WARMUP = 10, 4
+"""Of each run, and those at its start that do not count."""
+_SECONDS = 600.0
+
+
+def measured(plan: Plan, count: int, progress: Callable[[str], None] = lambda line: None) -> Plan:
+    """The plan with the seconds of a step of its first `count` configurations, ordered by what was measured and, where
+    nothing was, by the prediction times the median of measured over predicted. LaunchError where a run fails."""
+    tried = []
+    with tempfile.TemporaryDirectory(prefix="ranvier-plan-") as folder:
+        for number, found in enumerate(plan.best[:count]):
+            seconds = step_seconds(found.run, Path(folder) / str(number))
+            progress(f"{found.run.mesh}, microbatch {found.run.batch.microbatch_size}: {found.cost.seconds:.4g} s a "
+                     f"step predicted, {seconds:.4g} s measured")
+            tried.append(replace(found, measured_seconds=seconds))
+    factor = median(found.measured_seconds / found.cost.seconds for found in tried)
+    best = sorted((*tried, *plan.best[count:]), key=lambda found: found.ranked_seconds(factor))
+    return replace(plan, best=tuple(best), measured_over_predicted=factor)
+
+
+def step_seconds(run: Run, folder: Path) -> float:
+    """The median step of a short run of its own processes."""
+    folder.mkdir(parents=True)
+    run = replace(run, run_dir=None, resume="none", checkpoint=Checkpoint(every=0), elastic=Elastic(),
+                  train=replace(run.train, steps=STEPS, epochs=None, warmup_steps=0, eval_every=0, eval_sequences=1,
+                                sample_tokens=0))
+    resolve.write(run, folder / "run.toml")
+    try:
+        done = subprocess.run([sys.executable, "-m", "ranvier", "train", str(folder / "run.toml"), "--run-dir",
+                               str(folder / "results"), "--launch.launcher", "local"], capture_output=True, text=True,
+                              timeout=_SECONDS, check=False)
+        lines = (folder / "results" / "metrics.jsonl").read_text().splitlines() if done.returncode == 0 else []
+        said = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+    except subprocess.TimeoutExpired:
+        lines, said = [], [f"{STEPS} steps take longer than {_SECONDS:.0f} s"]
+    if not lines:
+        raise LaunchError(f"could not be measured: {said[0]}", where="--measure", value=str(run.mesh),
+                          remedy="Plan for devices that are here, or leave out --measure.")
+    return median(json.loads(line)["step_seconds"] for line in lines[WARMUP:])

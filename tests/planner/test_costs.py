@@ -1,0 +1,200 @@
+"""What a step costs: work is counted once, and what frozen, tied, uneven and badly placed parts change."""
+
+from dataclasses import replace
+
+import pytest
+
+from ranvier.mesh import Mesh
+from ranvier.models import families
+from ranvier.planner import elastic_plan
+from ranvier.planner.cluster_files import load_cluster
+from ranvier.planner.costs import cost, pipeline_of
+from ranvier.planner.elastic_plan import course, ways
+from ranvier.planner.hardware import Link
+from ranvier.planner.plan import simulation
+from ranvier.planner.report import course_lines
+from ranvier.planner.search import Work, search
+from ranvier.run import Batch, Data, Elastic, Run, TensorParallel, Train, Transformer
+
+CLUSTER = load_cluster("h100")
+TINY = Run(model=Transformer(num_layers=4, hidden=64, heads=4, vocab=512, sequence=32), precision="bf16",
+           batch=Batch(global_size=16, microbatch_size=2))
+
+
+def found(run, cluster=CLUSTER, frozen=0, **options):
+    return cost(run, cluster, Work().stages(run, frozen), **options)
+
+
+def test_tied_parameters_are_reduced_and_updated_once():
+    """GPT's head is its embedding: 512 x 64 numbers."""
+    model = families.model_of(TINY)
+    modules = model.build()
+    whole = sum(parameter.numel() for parameter in modules.parameters())
+    (blocks,) = Work().stages(TINY)
+    assert sum(block.num_owned for block in blocks) == whole - 512 * 64
+    assert sum(block.num_trainable for block in blocks) == whole
+    first, last = Work().stages(replace(TINY, mesh=Mesh(pipe=2)))
+    assert last[-1].num_trainable - last[-1].num_owned == first[0].num_trainable - 32 * 64 == 512 * 64
+
+
+def test_frozen_layers_in_front_have_no_backward():
+    """Of four equal layers, the head and the embedding; nothing of what freezes is computed backwards."""
+    whole = found(TINY, exact=False).stages[0]
+    for frozen in (1, 2, 4):
+        stage = found(TINY, frozen=frozen, exact=False).stages[0]
+        assert stage.forward_seconds == pytest.approx(whole.forward_seconds)
+        blocks = Work().blocks(TINY, frozen)
+        begins = next(place for place, block in enumerate(blocks) if block.num_trainable)
+        assert begins == 1 + 2 * frozen
+        behind = CLUSTER.device.seconds(*(sum(getattr(block, name) for block in blocks[begins:]) for name in (
+            "flops", "moved_bytes", "operations")), "bf16")
+        assert stage.backward_seconds + stage.weight_seconds == pytest.approx(2 * behind)
+        assert stage.update_seconds < whole.update_seconds
+    checkpointed = replace(TINY, memory=replace(TINY.memory, checkpoint=1))
+    again = found(checkpointed, frozen=2, exact=False).stages[0]
+    layer = sum(CLUSTER.device.seconds(block.flops, block.moved_bytes, block.operations, "bf16")
+                for block in Work().blocks(TINY)[-5:-1])
+    assert again.backward_seconds + again.weight_seconds == pytest.approx(
+        found(TINY, frozen=2, exact=False).stages[0].microbatch_seconds - again.forward_seconds + layer)
+
+
+def test_a_last_microbatch_that_is_smaller_takes_less():
+    """12 sequences by 8 are one and a half."""
+    run = replace(TINY, batch=Batch(global_size=12, microbatch_size=8))
+    stage = found(run, exact=False).stages[0].microbatch_seconds
+    assert found(run, exact=False).pipeline_seconds == pytest.approx(1.5 * stage)
+
+
+def test_replicas_wait_for_the_one_whose_stages_lie_on_two_nodes():
+    """Six devices a node, four stages: the second replica's ranks are 4, 5 on one node and 6, 7 on the next."""
+    cluster = replace(CLUSTER, devices_per_node=6, between=Link(bandwidth=1e9, latency_seconds=1e-3))
+    run = replace(TINY, mesh=Mesh(pipe=4))
+    _, _, way, *_ = pipeline_of(run, cluster, Work().stages(run))
+    assert set(way.latency) == {CLUSTER.inside.latency_seconds}
+    run = replace(TINY, mesh=Mesh(pipe=4, data=2))
+    _, _, way, *_ = pipeline_of(run, cluster, Work().stages(run))
+    assert way.latency == (CLUSTER.inside.latency_seconds, 1e-3, CLUSTER.inside.latency_seconds)
+
+
+def test_ranks_that_share_cores_take_turns():
+    laptop = load_cluster("laptop")
+    laptop = replace(laptop, device=replace(laptop.device, cores=2))
+    run = replace(TINY, precision="fp32", launch=replace(TINY.launch, device="cpu"))
+    two, four = (found(replace(run, mesh=Mesh(data=data)), laptop) for data in (2, 4))
+    assert two.cores_seconds == pytest.approx(two.pipeline_seconds) and four.cores_seconds == four.pipeline_seconds
+    assert four.pipeline_seconds == pytest.approx(two.pipeline_seconds, rel=0.01)
+    assert four.update_seconds == pytest.approx(2 * two.update_seconds, rel=0.01)
+
+
+def test_weights_that_stay_gathered_cost_messages_once():
+    run = replace(TINY, mesh=Mesh(row=2), tensor=TensorParallel(scheme="stationary"))
+    kept = replace(run, tensor=replace(run.tensor, keep_weights=True))
+    assert found(kept).stages[0].exchange_seconds < found(run).stages[0].exchange_seconds
+
+
+def test_images_have_patches_instead_of_tokens():
+    run = Run(model=Transformer(num_layers=2, hidden=32, heads=2, image_size=28, patch_size=14, num_classes=10),
+              data=Data(task="images", train="cifar10"), batch=Batch(global_size=8, microbatch_size=2))
+    assert families.tokens_of(run) == 5 and found(run).tokens == 40
+
+
+# --- elastic ---------------------------------------------------------------------------------------------------------
+
+
+LARGE = replace(TINY, model=replace(TINY.model, hidden=2048, heads=16, sequence=1024, num_classes=2),
+                batch=Batch(global_size=64, microbatch_size=2), data=Data(task="classification", train="sentiment"))
+
+
+def elastic(run=TINY, **settings):
+    return replace(run, mesh=Mesh(pipe=4), train=Train(steps=100), elastic=Elastic(
+        freeze="manual", manual=("20:2", "60:4"), **settings))
+
+
+def test_the_course_of_a_run_that_freezes():
+    periods = course(elastic(), CLUSTER, Work()).periods
+    assert [(period.first_step, period.frozen) for period in periods if period.step_seconds] == [
+        (0, 0), (20, 2), (60, 4)]
+    assert sum(period.steps for period in periods) == 100
+    seconds = [period.step_seconds for period in periods]
+    assert seconds == sorted(seconds, reverse=True) and {period.mesh for period in periods} == {Mesh(pipe=4)}
+    whole = course(elastic(), CLUSTER, Work())
+    assert whole.speedup > 1 and whole.seconds == sum(period.seconds for period in whole.periods)
+
+
+def test_what_packs_takes_the_quickest_mesh_and_pays_for_the_way(monkeypatch):
+    monkeypatch.setattr(elastic_plan, "_START_SECONDS", 0.25)
+    periods = course(elastic(LARGE, auto_pipe=True, auto_dp=True), CLUSTER, Work()).periods
+    assert periods[0].mesh == Mesh(pipe=4) and periods[-1].mesh == Mesh(data=4)
+    moved = [period.transition_seconds for period in periods]
+    assert sum(seconds > 0.25 for seconds in moved) == len({period.mesh for period in periods}) - 1
+    for period in periods[1:]:
+        work = Work()
+        runs = [replace(LARGE, mesh=mesh) for mesh in (Mesh(pipe=4), Mesh(data=2, pipe=2), Mesh(data=4))]
+        others = [cost(run, CLUSTER, work.stages(run, period.frozen)).seconds for run in runs]
+        assert period.step_seconds == pytest.approx(min(others), rel=0.02)
+    assert {period.mesh.data for period in course(elastic(LARGE, auto_pipe=True), CLUSTER, Work()).periods} == {1}
+
+
+def test_what_is_cached_is_not_computed_after_the_epoch_that_writes_it():
+    run = replace(LARGE, data=replace(LARGE.data, train_samples=64 * 10))
+    plain, cached = (course(elastic(run, cache=cache, frozen_dropout=False), CLUSTER, Work()).periods
+                     for cache in (False, True))
+    at = {period.first_step: period.step_seconds for period in cached}
+    assert set(at) == {0, 20, 30, 60, 70}
+    computed = {period.first_step: period.step_seconds for period in plain}
+    assert at[20] == pytest.approx(computed[20]) and at[30] < at[20] and at[70] <= at[60]
+
+
+def test_what_is_not_known_is_not_predicted():
+    run = elastic()
+    assert course(replace(run, elastic=Elastic()), CLUSTER, Work()) is None
+    assert course(replace(run, elastic=replace(run.elastic, dry_run=True)), CLUSTER, Work()) is None
+    epochs = replace(run, train=Train(epochs=3))
+    assert course(epochs, CLUSTER, Work()) is None
+    known = course(replace(epochs, data=Data(train_samples=16 * 10)), CLUSTER, Work())
+    assert sum(period.steps for period in known.periods) == 30
+
+
+def test_a_search_follows_the_whole_run_where_layers_freeze():
+    """Without dropout in frozen layers outputs may be cached; what is not searched stays."""
+    run = elastic(replace(LARGE, data=replace(LARGE.data, train_samples=64 * 10)), frozen_dropout=False)
+    found = search(run, CLUSTER, 4, ("mesh", "elastic")).best
+    followed = [one.course.seconds for one in found if one.course]
+    assert len(followed) == 6 and followed == sorted(followed) and all(one.course for one in found[:6])
+    best = found[0].run.elastic
+    assert best.cache and best.freeze == "manual"
+    for packs in (False, True):
+        for cache in (False, True):
+            other = replace(found[0].run, elastic=replace(best, auto_pipe=packs, auto_dp=packs, cache=cache))
+            assert course(other, CLUSTER, Work()).seconds >= found[0].course.seconds
+    kept = search(run, CLUSTER, 4, ("mesh",)).best[0]
+    assert kept.run.elastic == run.elastic and kept.course.seconds > found[0].course.seconds
+    lines = "\n".join(course_lines(found[0]))
+    assert "cached outputs" in lines and f"{found[0].course.speedup:.2f} times as fast" in lines
+    steady = search(replace(run, elastic=Elastic()), CLUSTER, 4, ("mesh", "elastic")).best[0]
+    assert steady.course is None and course_lines(steady) == []
+
+
+def test_dropout_in_frozen_layers_leaves_the_cache_out():
+    run = elastic(replace(LARGE, model=replace(LARGE.model, dropout=0.1)))
+    assert {other.elastic.cache for other in ways(run)} == {False} and len(ways(run)) == 2
+
+
+@pytest.mark.parametrize("cluster", ["h100", "laptop"])
+@pytest.mark.parametrize("mesh", [Mesh(data=5), Mesh(data=2, pipe=2), Mesh(pipe=4)], ids=str)
+def test_plan_and_simulation_agree_where_the_last_microbatch_is_not_whole(cluster, mesh):
+    cluster = load_cluster(cluster)
+    run = replace(TINY, mesh=mesh, precision="fp32", batch=Batch(global_size=16, microbatch_size=3))
+    simulated = simulation(run, cluster)
+    assert simulated.seconds == pytest.approx(cost(simulated.run, cluster, Work().stages(simulated.run)).seconds)
+    whole = replace(run, batch=Batch(global_size=18 * mesh.data, microbatch_size=3))
+    assert simulated.pipeline_seconds < simulation(whole, cluster).pipeline_seconds
+
+
+def test_cores_that_are_shared_count_a_partial_microbatch_in_part():
+    """Four ranks on one core: what they compute in all is the same with 4 + 4 + 1 samples as with 3 + 3 + 3."""
+    laptop = load_cluster("laptop")
+    one_core = replace(laptop, device=replace(laptop.device, cores=1))
+    thirds, partial = (found(replace(TINY, mesh=Mesh(data=4), precision="fp32", batch=Batch(
+        global_size=36, microbatch_size=size)), one_core).cores_seconds for size in (3, 4))
+    assert partial == pytest.approx(thirds, rel=0.2)

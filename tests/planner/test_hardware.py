@@ -1,0 +1,66 @@
+"""Times of links, devices and collectives against values worked out by hand; groups where the mesh puts them."""
+
+import pytest
+
+from ranvier.mesh import Mesh
+from ranvier.planner.collectives import Placed, placed, received_seconds, seconds, tree_seconds
+from ranvier.planner.hardware import Cluster, Device, Host, Link, Rate
+
+INSIDE, BETWEEN = Link(bandwidth=100.0, latency_seconds=1.0), Link(bandwidth=20.0, share=0.5, latency_seconds=2.0)
+
+
+def cluster(nodes=4, devices=4, **changes):
+    return Cluster(**{
+        "name": "test", "nodes": nodes, "devices_per_node": devices, "host": Host(memory_bytes=1000),
+        "device": Device(name="d", memory_bytes=100, rates={"fp32": Rate(peak_flops=1000.0, share=0.5)},
+                         memory_bandwidth=100.0, memory_share=0.5, operation_seconds=0.25),
+        "inside": INSIDE, "between": BETWEEN, "host_link": Link(bandwidth=50.0), **changes})
+
+
+def test_links_share_their_bandwidth():
+    assert BETWEEN.rate() == 10.0 and BETWEEN.seconds(30.0) == 5.0 and BETWEEN.seconds(30.0, together=2) == 8.0
+    capped = Link(bandwidth=20.0, single=4.0)
+    assert [capped.rate(together) for together in (1, 4, 5, 10)] == [4.0, 4.0, 4.0, 2.0]
+
+
+def test_an_operation_is_computing_moving_and_starting():
+    device = cluster().device
+    assert device.seconds(1000.0, 100.0, 2, "fp32") == 1000 / 500 + 100 / 50 + 0.5
+    assert device.update_seconds(100.0) == 2.0
+
+
+@pytest.mark.parametrize(("mesh", "axis", "per_node", "found"), [
+    (Mesh(data=8, pipe=6), "data", 6, Placed(members=8, inside=1, together=6)),  # AxoNN: a replica is a node
+    (Mesh(data=2, pipe=24), "data", 6, Placed(members=2, inside=1, together=6)),
+    (Mesh(data=4, pipe=2), "data", 8, Placed(members=4, inside=4, together=0)),
+    (Mesh(data=8, pipe=2), "data", 8, Placed(members=8, inside=4, together=2)),
+    (Mesh(row=4, col=4), "col", 4, Placed(members=4, inside=4, together=0)),
+    (Mesh(row=4, col=4), "row", 4, Placed(members=4, inside=1, together=4)),
+    (Mesh(row=4, col=4, tile=(2, 2)), "col", 4, Placed(members=4, inside=2, together=2)),  # Optimus, Figure 8
+    (Mesh(row=4, col=4, tile=(2, 2)), "row", 4, Placed(members=4, inside=2, together=2)),
+    (Mesh(pipe=3), "data", 4, Placed(members=1, inside=1, together=0)),
+], ids=str)
+def test_where_groups_lie(mesh, axis, per_node, found):
+    assert placed(mesh, axis, per_node) == found
+
+
+def test_collectives():
+    one = Placed(members=4, inside=4, together=0)
+    assert seconds("all-reduce", 400.0, one, cluster()) == 6 * (1 + 1)
+    assert seconds("all-gather", 400.0, one, cluster()) == 3 * (1 + 1)
+    assert seconds("broadcast", 400.0, one, cluster(), "tree") == 2 * (1 + 4)
+    across = Placed(members=4, inside=2, together=2)
+    assert seconds("all-reduce", 400.0, across, cluster()) == 2 + 2 * 1 + 400 / 5  # a pair of trees over two nodes
+    four_nodes = Placed(members=8, inside=2, together=2)
+    assert seconds("all-reduce", 400.0, four_nodes, cluster()) == 14 * (2 + 50 / 5)
+    assert seconds("reduce", 400.0, across, cluster(), "tree") == (1 + 4) + (2 + 400 / 5)
+    assert seconds("all-reduce", 400.0, one, cluster(collective_seconds=5.0)) == 5 + 12
+    assert seconds("all-reduce", 400.0, Placed(members=1), cluster(collective_seconds=5.0)) == 0
+    assert received_seconds(300.0, 3, one, cluster()) == 3 * 1 + 3 and received_seconds(1.0, 1, Placed(members=1),
+                                                                                        cluster()) == 0
+    assert tree_seconds(300.0, across, cluster()) == 400 / 100 + 400 / 5
+
+
+def test_a_ring_waits_for_its_slowest_link():
+    slow_inside = cluster(inside=Link(bandwidth=2.0))
+    assert seconds("all-gather", 400.0, Placed(members=4, inside=2, together=1), slow_inside) == 3 * 100 / 2

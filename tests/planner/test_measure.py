@@ -1,0 +1,50 @@
+"""What is measured: constants are found again, a line through messages, and the file of this machine."""
+
+import random
+
+import pytest
+
+from ranvier.cli import run_command
+from ranvier.planner.cluster_files import load_cluster
+from ranvier.planner.measure import fit, line, seconds_of_a_flop
+
+
+def samples(flops, moved, operations, noise=0.0):
+    generator = random.Random(0)
+    found = []
+    for _ in range(20):
+        work = (10 ** generator.uniform(6, 10), 10 ** generator.uniform(5, 8), float(generator.randint(5, 60)))
+        seconds = work[0] * flops + work[1] * moved + work[2] * operations
+        found.append((*work, seconds * generator.uniform(1 - noise, 1 + noise)))
+    return found
+
+
+def test_the_constants_are_found_again():
+    assert fit(samples(2e-11, 1e-10, 4e-6)) == pytest.approx((2e-11, 1e-10, 4e-6), rel=1e-6)
+    assert fit(samples(2e-11, 1e-10, 4e-6, noise=0.1)) == pytest.approx((2e-11, 1e-10, 4e-6), rel=0.2)
+
+
+def test_no_constant_is_negative():
+    assert fit(samples(2e-11, 0.0, 4e-6)) == pytest.approx((2e-11, 0.0, 4e-6), rel=1e-6, abs=1e-16)
+    assert all(one >= 0 for one in fit([(1.0, 5.0, 1.0, 2.0), (2.0, 1.0, 1.0, 5.0), (3.0, 0.5, 1.0, 9.0)]))
+
+
+def test_another_format_has_a_rate_beside_the_same_constants():
+    measured = samples(5e-11, 1e-10, 4e-6)
+    assert seconds_of_a_flop(measured, 1e-10, 4e-6) == pytest.approx(5e-11, rel=1e-9)
+    assert seconds_of_a_flop(measured, 1.0, 4e-6) == 0.0
+
+
+def test_a_line_through_messages():
+    assert line([(size, 1e-5 + size / 2e9) for size in (1e3, 1e5, 1e7)]) == pytest.approx((1e-5, 2e9), rel=1e-6)
+    assert line([(1e3, 1e-9), (1e6, 1e-3)])[0] == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_this_machine(tmp_path, capsys):
+    assert run_command(["doctor", "--measure", "--out", str(tmp_path / "here.toml")]) in (0, 2)
+    found = load_cluster(str(tmp_path / "here.toml"))
+    assert found.num_devices >= 1 and set(found.device.rates) >= {"fp32"}
+    assert 1e8 < found.device.rates["fp32"].peak_flops < 1e16 and 1e7 < found.inside.rate() < 1e13
+    assert f"ranvier plan RECIPE --cluster {tmp_path / 'here.toml'}" in capsys.readouterr().out

@@ -1,0 +1,308 @@
+"""Searches: what is found is the best of all that fit, its numbers are those of `check`, and what cannot be says so."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from ranvier import check, resolve
+from ranvier.cli import run_command
+from ranvier.errors import ConfigError, LaunchError
+from ranvier.mesh import Mesh
+from ranvier.pipeline.partition import BlockCost
+from ranvier.planner import report, trial
+from ranvier.planner import search as search_module
+from ranvier.planner.cluster_files import load_cluster
+from ranvier.planner.costs import cost
+from ranvier.planner.memory import PROCESS_BYTES
+from ranvier.planner.search import SEARCHED, Work, candidates, predict, search
+from ranvier.run import Batch, Run, Transformer
+
+TINY = Run(model=Transformer(num_layers=4, hidden=64, heads=4, vocab=512, sequence=32),
+           batch=Batch(global_size=16, microbatch_size=2))
+
+
+def gpt(name, **changes):
+    run = resolve.resolve([resolve.load(name)[1]]).run
+    return replace(run, **changes)
+
+
+@pytest.mark.parametrize(("mesh", "size"), [(Mesh(), 3), (Mesh(pipe=2), 4), (Mesh(row=2, col=2), 4),
+                                            (Mesh(pipe=2, col=2), 5)], ids=str)
+def test_scaled_work_is_counted_work(mesh, size):
+    """Counted for two sizes of microbatch, known for all; to the number."""
+    run = replace(TINY, mesh=mesh, batch=Batch(global_size=20, microbatch_size=size))
+    table, _ = check.laid_out(run)
+    assert Work().blocks(run) == list(table.costs)
+    stages = Work().stages(run)
+    assert [tuple(block.name for block in blocks) for blocks in stages] == [row.blocks for row in table.rows]
+    assert all(isinstance(block, BlockCost) for blocks in stages for block in blocks)
+
+
+def test_candidates_are_all_meshes_and_all_of_them_can_be():
+    found = list(candidates(TINY, load_cluster("h100"), 8))
+    assert {run.mesh.shape for run in found} >= {(8, 1, 1, 1), (1, 8, 1, 1), (1, 1, 2, 4), (2, 2, 1, 2)}
+    assert len({(run.mesh, run.batch.microbatch_size) for run in found}) == len(found)
+    assert all(run.mesh.size == 8 and not check.problems(run) for run in found)
+    only = list(candidates(replace(TINY, mesh=Mesh(pipe=2)), load_cluster("h100"), 2, ("microbatch",)))
+    assert {run.mesh for run in only} == {Mesh(pipe=2)}
+    assert {run.batch.microbatch_size for run in only} == {1, 2, 4, 8, 16}
+
+
+def test_the_plan_is_the_fastest_of_all_that_fit():
+    cluster = load_cluster("h100")
+    plan = search(TINY, cluster, 4)
+    seconds = [found.cost.seconds for found in plan.best]
+    assert seconds[0] == min(seconds) and all(found.fits and found.memory for found in plan.best)
+    work = Work()
+    everything = [cost(run, cluster, work.stages(run)).seconds for run in candidates(
+        replace(TINY, launch=replace(TINY.launch, device="cuda")), cluster, 4)]
+    assert plan.considered == len(everything) > len(plan.best) and seconds[0] <= min(everything)
+
+
+def test_what_saves_memory_waits_for_its_turn():
+    """Little memory: the plan is the fastest of all variants that fit, each looked at by itself."""
+    cluster = load_cluster("h100")
+    small = replace(cluster, device=replace(cluster.device, memory_bytes=1_504_000_000))
+    searched = ("microbatch", "checkpoint", "offload")
+    run = replace(TINY, mesh=Mesh(pipe=2))
+    plan = search(run, small, 2, searched)
+    every = [predict(replace(run, batch=replace(run.batch, microbatch_size=size), memory=replace(
+        run.memory, checkpoint=checkpoint), optim=replace(run.optim, offload=offload)), small)
+        for size in (1, 2, 4, 8, 16) for checkpoint in ("none", "auto") for offload in ("none", "stream", "host")]
+    fitting = [found.cost.seconds for found in every if found.fits]
+    assert 0 < len(fitting) < len(every)
+    assert plan.best[0].cost.seconds == pytest.approx(min(fitting), rel=1e-3)
+    assert plan.best[0].run.optim.offload != "none" or plan.best[0].run.memory.checkpoint != "none"
+
+
+@pytest.mark.parametrize(("cluster", "mesh", "settings"), [
+    ("laptop", Mesh(pipe=2, data=2), {}), ("h100", Mesh(pipe=3, col=2), {"checkpoint": "auto"}),
+    ("h100", Mesh(pipe=2, row=2), {"offload": "stream"}), ("summit", Mesh(data=4), {"shard": True}),
+    ("h100", Mesh(pipe=6), {"checkpoint": 1})], ids=str)
+def test_memory_is_what_check_says(cluster, mesh, settings):
+    run = replace(TINY, mesh=mesh, memory=replace(TINY.memory, checkpoint=settings.get("checkpoint", "none")),
+                  optim=replace(TINY.optim, offload=settings.get("offload", "none"), shard="shard" in settings))
+    work = Work()
+    predict(replace(run, batch=replace(run.batch, microbatch_size=4)), load_cluster(cluster), work)  # known blocks
+    found = predict(run, load_cluster(cluster), work)
+    assert found.memory == check.check(found.run).memory and found.fits
+
+
+def test_ranks_of_a_node_share_its_memory():
+    """Two nodes of three ranks: stages 0, 0, 1 and 1, 2, 2. Only the second kind of node is too small."""
+    cluster = replace(load_cluster("laptop"), devices_per_node=3, nodes=2)
+    run = replace(TINY, mesh=Mesh(pipe=3, col=2))
+    memory = predict(run, cluster).memory
+    needed = [PROCESS_BYTES + entry.device_bytes + entry.host_bytes for entry in memory]
+    nodes = sorted([2 * needed[0] + needed[1], needed[1] + 2 * needed[2]])
+    assert nodes[0] != nodes[1]
+    for available, fits in ((nodes[1], True), (nodes[1] - 1, False), (nodes[0], False)):
+        small = replace(cluster, host=replace(cluster.host, memory_bytes=available))
+        assert predict(run, small).fits == fits
+
+
+def test_a_mesh_that_may_not_change_has_as_many_ranks_as_are_planned_for():
+    said = r"mesh: has 2 ranks, not 4, and may not change .*Search mesh, too, or plan for 2"
+    with pytest.raises(ConfigError, match=said):
+        search(replace(TINY, mesh=Mesh(pipe=2)), load_cluster("h100"), 4, ("microbatch",))
+
+
+def test_where_nothing_is_quick_and_fits_the_search_goes_on(monkeypatch):
+    """Even if more do not fit than it usually looks at."""
+    monkeypatch.setattr(search_module, "_LOOKED_AT", 2)
+    cluster = load_cluster("h100")
+    small = replace(cluster, device=replace(cluster.device, memory_bytes=1_504_000_000))
+    assert len(search(TINY, small, 4).dropped) > 2
+
+
+def test_what_does_not_fit_is_dropped_with_its_reason():
+    cluster = load_cluster("h100")
+    small = replace(cluster, device=replace(cluster.device, memory_bytes=1_504_500_000))  # 4.5 MB are left
+    plan = search(TINY, small, 4)
+    assert plan.dropped and all(re.match(r"memory of the device does not suffice: a rank of stage \d needs .* MiB",
+                                         found.reason) for found in plan.dropped)
+    assert max(report.device_bytes(found) for found in plan.best) <= 4_500_000
+    assert any("Memory binds, too" in line for line in report.explanation(plan))
+
+
+@pytest.mark.parametrize(("bandwidth", "flops", "says"), [
+    (1e6, 989e12, "The link between stages binds: a microbatch's activations take longer on it than a stage computes"),
+    (450e9, 1e9, "The bubble binds: 2 stages wait")])
+def test_what_binds_between_stages(bandwidth, flops, says):
+    cluster = load_cluster("h100")
+    cluster = replace(cluster, inside=replace(cluster.inside, bandwidth=bandwidth), device=replace(
+        cluster.device, rates={"fp32": replace(cluster.device.rates["fp32"], peak_flops=flops)}))
+    run = replace(TINY, mesh=Mesh(pipe=2), batch=Batch(global_size=4, microbatch_size=2))
+    assert says in " ".join(report.explanation(search(run, cluster, 2, ("in-flight",))))
+
+
+def test_what_is_asked_for_in_vain(tmp_path):
+    with pytest.raises(ConfigError, match=r"ranks: is more than the 1 devices of H200 \(got 2\)"):
+        search(TINY, load_cluster("h200"), 2)
+    with pytest.raises(ConfigError, match=r"precision: has no rate on Quadro .*Set --precision fp16"):
+        search(replace(TINY, precision="bf16"), load_cluster("frontera"), 2)
+
+
+@pytest.mark.slow
+def test_a_model_that_is_far_too_large_is_told_what_would_work():
+    run = gpt("gpt-100b", mesh=Mesh())
+    with pytest.raises(ConfigError) as caught:
+        search(replace(run, precision="bf16", batch=replace(run.batch, global_size=64)), load_cluster("laptop"), 8)
+    text = str(caught.value)
+    assert re.search(r"model: does not fit 8 devices of Laptop in any of \d+ configurations; the one that needs least "
+                     r"\(.*\): memory of the machine does not suffice: .* MiB", text)
+    words = re.search(r"With --model.num-layers (\d+) --model.hidden (\d+) --model.heads (\d+) it fits here", text)
+    layers, hidden, heads = map(int, words.groups())
+    smaller = replace(run, precision="bf16", batch=replace(run.batch, global_size=64), model=replace(
+        run.model, num_layers=layers, hidden=hidden, heads=heads))
+    assert search(smaller, load_cluster("laptop"), 8).best[0].fits
+
+
+def test_a_model_that_is_too_large_is_told_what_would_work():
+    cluster = load_cluster("h100")
+    small = replace(cluster, nodes=4, device=replace(cluster.device, memory_bytes=1_500_600_000))  # 0.6 MB are left
+    with pytest.raises(ConfigError) as caught:
+        search(TINY, small, 2)
+    text = str(caught.value)
+    assert re.search(r"model: does not fit 2 devices of H100 in any of \d+ configurations; the one that needs least "
+                     r"\(.*\): memory of the device does not suffice: .* MiB", text)
+    assert "it fits here, with microbatches of 1 and all that saves memory." in text
+    flags = {name.replace("-", "_"): int(size) for name, size in re.findall(r"--model.([a-z-]+) (\d+)", text)}
+    assert set(flags) == {"num_layers", "hidden", "heads"} and flags["hidden"] < 64
+    assert search(replace(TINY, model=replace(TINY.model, **flags)), small, 2).best[0].fits
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def command(capsys, *words):
+    code = run_command(list(words))
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_the_command_plans_and_writes_a_run_that_can_be(capsys, tmp_path):
+    code, out, err = command(capsys, "plan", "gpt-tiny", "--cluster", "laptop", "--out", str(tmp_path / "best.toml"),
+                             "--explain")
+    assert code == 0, err
+    assert "gpt-tiny on 4 of the 8 devices of Laptop" in out and "takes" in out and "days to 3e11 tokens" in out
+    run = resolve.resolve([resolve.load(str(tmp_path / "best.toml"))[1]]).run
+    assert run.mesh.size == 4 and not check.check(run, 4).problems
+
+
+def test_what_is_measured_orders_the_plan(monkeypatch):
+    """The prediction's third is the best of the three that are run; the fourth is corrected and not overtaken."""
+    plan = search(TINY, load_cluster("h100"), 4)
+    real = {id(found.run): factor * found.cost.seconds
+            for found, factor in zip(plan.best, (9.0, 6.0, 5.0), strict=False)}
+    monkeypatch.setattr(trial, "step_seconds", lambda run, folder: real[id(run)])
+    after = trial.measured(plan, 3)
+    assert after.measured_over_predicted == pytest.approx(6.0)
+    expected = [found.expected_seconds(after.measured_over_predicted) for found in after.best]
+    assert expected == sorted(expected) and after.best[0] == replace(
+        plan.best[2], measured_seconds=real[id(plan.best[2].run)])
+    assert "s measured" in [column.header for column in report.table(after).columns]
+    said = " ".join(report.explanation(after))
+    assert f"takes {after.best[0].measured_seconds:.4g} s a step" in said and "% slower." in said and "-" not in (
+        said.partition("Next is ")[2].partition("% slower")[0].rpartition(", ")[2])
+    assert report.document(after, "x")["plans"][0]["measured_seconds"] == after.best[0].measured_seconds
+
+
+@pytest.mark.slow
+def test_the_command_measures(capsys):
+    code, out, err = command(capsys, "plan", "gpt-tiny", "--cluster", "laptop", "--ranks", "1", "--measure", "1",
+                             "--model.num-layers", "1", "--model.hidden", "32", "--search", "mesh,microbatch")
+    assert code == 0, err
+    assert "s a step predicted" in err and re.search(r"Measured steps take \d+\.\d\d times what is predicted", out)
+
+
+def test_what_cannot_be_measured(monkeypatch, tmp_path):
+    monkeypatch.setattr(trial, "_SECONDS", 0.01)
+    with pytest.raises(LaunchError, match=r"--measure: could not be measured: 10 steps take longer than 0 s"):
+        trial.step_seconds(TINY, tmp_path / "slow")
+    monkeypatch.setattr(trial, "_SECONDS", 60.0)
+    with pytest.raises(LaunchError, match=r"--measure: could not be measured: .*launch.device"):
+        trial.step_seconds(replace(TINY, launch=replace(TINY.launch, device="cuda")), tmp_path / "none")
+
+
+def test_the_command_prints_json(capsys):
+    code, out, _ = command(capsys, "plan", "gpt-tiny", "--cluster", "h100", "--ranks", "8", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["ranks"] == 8 and found["plans"][0]["reason"] == ""
+    assert sum(found["plans"][0]["shares"].values()) == pytest.approx(1.0)
+    steps = [plan["step_seconds"] for plan in found["plans"]]
+    assert steps[0] == min(steps) and found["plans"][0]["device_bytes"] > 0
+
+
+@pytest.mark.parametrize(("words", "text"), [
+    (["plan", "gpt-tiny", "--cluster", "nowhere"], "cluster: is neither a shipped cluster nor a .toml file"),
+    (["plan", "gpt-tiny", "--cluster", "laptop", "--search", "colour"],
+     "--search: is nothing that can be searched (got 'colour'). Name some of: mesh, microbatch"),
+    (["plan", "gpt-tiny", "--cluster", "laptop", "--ranks", "9"],
+     "ranks: is more than the 8 devices of Laptop (got 9)"),
+    (["plan", "gpt-tiny", "--cluster", "h100", "--ranks", "37"], "mesh: cannot be made of 37 ranks: of their divisors "
+     "none suits the model's 10 blocks, its 4 heads and a batch of 32 (got '37 ranks'). 36 and 38 ranks would do."),
+    (["plan", "gpt-tiny", "--cluster", "summit", "--precision", "bf16"], "precision: has no rate on V100 16 GB"),
+    (["plan", "gpt-tiny", "--cluster", "h100", "--elastic.freeze", "manual", "--elastic.manual", "5:99"],
+     "elastic.manual"),
+    (["plan", "gpt-tiny", "--cluster", "laptop", "--search", ","], "--search: is nothing that can be searched"),
+    (["plan", "gpt-tiny", "--cluster", "laptop", "--batch.global-size", "none"], "batch.global-size: must be"),
+    (["plan", "gpt-tiny", "--cluster", "laptop", "--out", "/no/such/folder/x.toml"],
+     "--out: cannot be written: No such file or directory"),
+    (["simulate", "gpt-tiny", "--cluster", "h200"], "mesh: needs 4 devices, and H200 has 1"),
+    (["simulate", "gpt-tiny", "--cluster", "laptop", "--slow", "0:9:2"],
+     "--slow: must be REPLICA:STAGE:FACTOR, of a replica and stage that are there (got '0:9:2')"),
+    (["simulate", "gpt-tiny", "--cluster", "laptop", "--draw", "/no/such/folder/x.png"],
+     "--draw: cannot be written"),
+    (["simulate", "gpt-tiny", "--cluster", "laptop", "--model.heads", "3"], "model.heads: does not divide"),
+    (["simulate", "gpt-tiny", "--cluster", "summit", "--precision", "bf16"],
+     "precision: has no rate on V100 16 GB (got 'bf16'). Set --precision fp16"),
+    (["simulate", "gpt-tiny", "--cluster", "laptop", "--mesh.data", "auto"], "mesh.data: needs to know how many ranks"),
+    (["plan", "gpt-tiny", "--cluster", "laptop", "--model.hidden", "4000000000000", "--model.heads", "4"],
+     "model: cannot be laid out: "),
+    (["simulate", "gpt-tiny", "--cluster", "laptop", "--model.hidden", "4000000000000", "--model.heads", "4"],
+     "model: cannot be laid out: "),
+    (["plan", "gpt-tiny", "--cluster", "laptop", "--ranks", "2", "--search", "microbatch"],
+     "mesh: has 4 ranks, not 2, and may not change"),
+    (["doctor", "--out", "x.toml"], "--out: is for what is measured (got 'x.toml'). Add --measure."),
+    (["doctor", "--measure", "--out", "/no/such/folder/x.toml"], "--out: cannot be written"),
+])
+def test_what_the_commands_refuse(capsys, words, text):
+    code, _, err = command(capsys, *words)
+    assert code == 2 and any(line.startswith(f"ranvier: error: {text}") for line in err.splitlines()), err
+
+
+def test_the_command_simulates(capsys, tmp_path):
+    code, out, err = command(capsys, "simulate", "gpt-tiny", "--cluster", "laptop", "--jitter", "0.2", "--mesh.data",
+                             "4", "--mesh.pipe", "2", "--slow", "1:0:1.5", "--mtbf-hours", "1000", "--draw",
+                             str(tmp_path / "x.png"), "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["replicas"] == 4 and found["replicas_simulated"] == 4 and len(found["stages"]) == 2
+    assert found["stages"][0]["actions"].startswith("F0 F1 ") and 0 < found["goodput"]["share"] <= 1
+    assert 0 < found["bubble_fraction"] < 1 and (tmp_path / "x.png").stat().st_size > 20_000
+    code, out, _ = command(capsys, "simulate", "gpt-tiny", "--cluster", "laptop")
+    assert code == 0 and "a step takes" in out and "stage 0: F0 " in out
+
+
+def test_searched_settings_have_names():
+    assert set(SEARCHED) == {"mesh", "microbatch", "in-flight", "checkpoint", "offload", "shard", "chunks",
+                             "elastic"}
+
+
+def test_the_table_tells_apart_what_it_ranks():
+    """Columns for what differs between its rows, and for nothing else."""
+    def headers(plan):
+        return {column.header for column in report.table(plan).columns}
+
+    searched = ("microbatch", "precision", "scheme")
+    many = search(replace(TINY, mesh=Mesh(col=4)), load_cluster("h100"), 4, searched)
+    assert {"precision", "scheme"} <= headers(many) and "s measured" not in headers(many)
+    assert {"precision", "scheme", "postponed", "s the run"}.isdisjoint(
+        headers(search(TINY, load_cluster("h100"), 1, ("mesh", "microbatch"))))
+    described = [report.describe(found.run) for found in many.best]
+    assert len(set(described)) == len(described)
+    row = report.as_dict(many.best[0])
+    assert row["defer_bytes"] == "auto" and row["sequence_sharding"] in (True, False)
