@@ -252,11 +252,13 @@ class Checkpoints:
 
     def load(self, path: Path | str | None = None) -> Loaded | None:
         """Go on from the newest checkpoint of the folder that is whole, or from that at `path` (one of them, a folder
-        of them, or a run's folder). None where the folder has none, and nothing has changed then.
+        of them, or a run's folder). None where the folder has none, and nothing has changed then. What `save` has begun
+        is written first, and counts.
 
         CheckpointError when a checkpoint is of another model, when one that `path` names is damaged, and when the
         folder has checkpoints but no whole one.
         """
+        self._join()
         where = self.folder if path is None else Path(path)
         found = [str(folder) for folder in find(where)] if self._rank == 0 else None
         folders = self._ranks.gather_objects(found)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -41,12 +42,16 @@ def test_numbers_of_a_users_optimizer_on_rows_and_columns(tmp_path, mesh):
 
 
 def test_going_back_to_before_a_users_optimizers_first_step(tmp_path):
+    """Which is still being written when the load begins."""
     def rank(world):
         engine = of_the_user(world, Mesh())
         checkpoints = Checkpoints(engine, tmp_path)
-        checkpoints.save()
+        trained = threading.Event()
+        checkpoints.save(when=lambda: trained.wait(30.0) and not time.sleep(0.3))
         first = train(engine, 2)
-        checkpoints.load()
+        assert not list(tmp_path.glob("step-*"))
+        trained.set()
+        assert checkpoints.load().step == 0
         again = train(engine, 2)
         engine.close()
         return first, again
