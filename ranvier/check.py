@@ -114,7 +114,7 @@ def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = N
     found += more
     found += problems(run, None if found else num_ranks)  # a stand-in has another size
     stages, memory = None, ()
-    if not any(problem.where.startswith(_PREVENT_A_CUT) for problem in found):
+    if not more and not any(problem.where.startswith(_PREVENT_A_CUT) for problem in found):
         try:
             stages, memory = laid_out(run)
         except RanvierError as problem:

@@ -17,7 +17,7 @@ from ranvier.planner.hardware import Cluster
 
 _ADAPTER = TypeAdapter(Cluster)
 _SAID = {"missing": "is missing", "unexpected_keyword_argument": "is not a setting of a cluster",
-         "finite_number": "must be a finite number"}
+         "finite_number": "must be a finite number", "value_error": "should be a number"}
 
 
 def cluster_names() -> list[str]:

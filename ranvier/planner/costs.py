@@ -267,7 +267,8 @@ class _Maker:
 
     def _shared_cores(self, rows: Sequence[StageCost]) -> float:
         """Seconds that the work of all ranks of a node keeps its cores busy, where they share them. Where there are
-        more ranks than cores they take turns, in copying messages as well, for which a tensor mesh waits as a whole."""
+        more ranks than cores they take turns, in copying messages as well, and a tensor mesh as a whole waits for them
+        and for members that are not running."""
         cores, crowded = self.cluster.device.cores, self._crowded()
         if cores is None:
             return 0.0
@@ -278,7 +279,8 @@ class _Maker:
             1, self.mesh.size / self.local)
         if crowded == 1.0:
             return busy
-        return busy / self.cluster.device.crowded_share + exchanged * crowded / self.mesh.data
+        turns = microbatches * sum(self._collectives(row.stage) for row in rows) * self.cluster.device.turn_seconds
+        return busy / self.cluster.device.crowded_share + (exchanged * crowded + turns) / self.mesh.data
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
@@ -335,6 +337,14 @@ class _Maker:
         received = reduced_seconds if self._scheme() == "megatron" else received_seconds
         return starts + sum(received(size, round(messages * (group.members - 1)), group, self.cluster)
                             for size, group in both)
+
+    def _collectives(self, stage: int) -> float:
+        """Of one microbatch on the tensor mesh, forward and backward: how many."""
+        axes = [group.members for group in (self.groups["row"], self.groups["col"]) if group.members > 1]
+        forward, backward = (count / 2 * (sum(axes) if self._scheme() == "summa" else len(axes))
+                             for count in _MESSAGES[self._scheme()])  # a layer is two blocks
+        blocks = len(self.stages[stage])
+        return blocks * forward + (blocks - self._first(stage)) * backward
 
     def way(self) -> Way:
         """The edges of the pipeline, as messages beside the computing."""

@@ -7,12 +7,11 @@ are cached (elastic.cache) are read from the host's memory after the epoch that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ranvier import check
-from ranvier.elastic.freezing import Cap, Facts, Manual, decide, policy_of
+from ranvier.elastic.freezing import Cap, Facts, FreezePolicy, Manual, decide, policy_of
 from ranvier.layout import frozen_blocks
 from ranvier.mesh import Mesh
 from ranvier.models import families
@@ -30,10 +29,11 @@ _START_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Period:
-    """Steps with one depth and mesh. transition_seconds: of the transition that begins it."""
+    """Steps with one depth, mesh and global size. transition_seconds: of the transition that begins it."""
 
     first_step: int
     steps: int
+    global_size: int
     frozen: int
     mesh: Mesh
     step_seconds: float
@@ -65,24 +65,65 @@ def course(run: Run, cluster: Cluster, work: Work) -> Course | None:
     steps as the data allows, which nobody knows before reading it."""
     if run.elastic.freeze == "none" or run.elastic.dry_run or _steps(run) is None:
         return None
-    run = replace(run, train=replace(run.train, steps=_steps(run), epochs=None))
-    depths, periods, mesh = list(_depths(run)), [], run.mesh
+    steps, total = _steps(run), _steps(run) * run.batch.global_size
+    policy = Cap(run.elastic.alpha) if run.elastic.freeze == "gradient-norm" else policy_of(run.elastic)
     whole = cost(run, cluster, work.stages(run)).seconds
-    every = _every(run)
-    for place, (step, frozen) in enumerate(depths):
-        stop = depths[place + 1][0] if place + 1 < len(depths) else run.train.steps
-        before, mesh = mesh, _best_mesh(replace(run, mesh=mesh), cluster, work, frozen) if frozen else mesh
-        moved = _moved_seconds(run, cluster, work) if frozen and mesh != before else 0.0
-        now = replace(run, mesh=mesh)
-        cached = depths[place - 1][1] if run.elastic.cache and place else 0
-        first = min(every, stop - step) if frozen and run.elastic.cache else stop - step  # an epoch computes and writes
-        periods.append(Period(first_step=step, steps=first, frozen=frozen, mesh=mesh, transition_seconds=moved,
-                              step_seconds=_seconds(now, cluster, work, frozen, cached)))
-        if stop - step > first:
-            periods.append(Period(first_step=step + first, steps=stop - step - first, frozen=frozen, mesh=mesh,
-                                  step_seconds=_seconds(now, cluster, work, frozen,
-                                                        frozen if run.elastic.cache else 0)))
-    return Course(periods=tuple(periods), unfrozen_seconds=whole * run.train.steps)
+    now, periods = _Now(run), []
+    began, cached, moved = 0, 0, 0.0
+    while now.samples < total:
+        now.go(min(-(-(total - now.samples) // now.size), now.until_asked(policy)))
+        deeper = now.asked(policy) if now.samples < total else now.frozen
+        if deeper == now.frozen and now.samples < total:
+            continue
+        count = now.step - began
+        first = min(now.every, count) if now.frozen and run.elastic.cache else count  # an epoch computes and writes
+        for start, length, read in ((began, first, cached), (began + first, count - first, now.frozen)):
+            if length:
+                periods.append(Period(
+                    first_step=start, steps=length, global_size=now.size, frozen=now.frozen, mesh=now.run.mesh,
+                    step_seconds=_seconds(now.run, cluster, work, now.frozen, read),
+                    transition_seconds=moved if start == began else 0.0))
+        cached, began = now.frozen if run.elastic.cache else 0, now.step
+        mesh = _best_mesh(now.run, run, cluster, work, deeper)
+        moved = _moved_seconds(now.run, cluster, work) if mesh != now.run.mesh else 0.0
+        now.frozen, now.run = deeper, _with_mesh(now.run, run, mesh)
+    return Course(periods=tuple(periods), unfrozen_seconds=whole * steps)
+
+
+class _Now:
+    """A run on its way through its data."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.step, self.samples, self.frozen, self._times = run, 0, 0, 0, 0
+
+    @property
+    def size(self) -> int:
+        """Samples of a step."""
+        return self.run.batch.global_size
+
+    @property
+    def every(self) -> int:
+        """Steps between evaluations of the policy: by default an epoch, and the whole run where that is not known."""
+        epoch = self.run.data.train_samples
+        return self.run.elastic.every or (_steps(self.run) if epoch is None else -(-epoch // self.size))
+
+    def until_asked(self, policy: FreezePolicy) -> int:
+        """Steps until the policy is asked next."""
+        if isinstance(policy, Manual):
+            return min((at - self.step for at, _ in policy.depths if at > self.step), default=_steps(self.run))
+        if not self.run.elastic.every and (epoch := self.run.data.train_samples):
+            return -(-(epoch - self.samples % epoch) // self.size)
+        return self.every - self.step % self.every
+
+    def go(self, steps: int) -> None:
+        self.step, self.samples = self.step + steps, self.samples + steps * self.size
+
+    def asked(self, policy: FreezePolicy) -> int:
+        """The depth from here on."""
+        layers, self._times = self.run.model.num_layers, self._times + 1
+        return max(self.frozen, decide(policy, Facts(
+            step=self.step, evaluation=self._times, frozen=self.frozen, num_layers=layers,
+            gradient_norms=tuple(float(layer >= self.frozen) for layer in range(layers)))))
 
 
 def ways(run: Run) -> list[Run]:
@@ -97,37 +138,12 @@ def ways(run: Run) -> list[Run]:
     return found
 
 
-def _epoch_steps(run: Run) -> int | None:
-    samples = run.data.train_samples
-    return None if samples is None else max(1, samples // run.batch.global_size)
-
-
 def _steps(run: Run) -> int | None:
-    """Of the whole run."""
-    epoch = _epoch_steps(run)
+    """Of the whole run, in batches of the size that it has now."""
+    samples = run.data.train_samples
     if run.train.epochs is None:
         return run.train.steps
-    return None if epoch is None else epoch * run.train.epochs
-
-
-def _every(run: Run) -> int:
-    """Steps between evaluations of the policy: by default an epoch, and the whole run where that is not known."""
-    return run.elastic.every or _epoch_steps(run) or run.train.steps
-
-
-def _depths(run: Run) -> Iterator[tuple[int, int]]:
-    """(step, frozen layers) of each change, the start first."""
-    layers, frozen = run.model.num_layers, 0
-    yield 0, 0
-    policy = Cap(run.elastic.alpha) if run.elastic.freeze == "gradient-norm" else policy_of(run.elastic)
-    every = 1 if isinstance(policy, Manual) else _every(run)
-    for evaluation, step in enumerate(range(every, run.train.steps, every), 1):
-        facts = Facts(step=step, evaluation=evaluation, frozen=frozen, num_layers=layers,
-                      gradient_norms=tuple(float(layer >= frozen) for layer in range(layers)))
-        deeper = decide(policy, facts)
-        if deeper > frozen:
-            frozen = deeper
-            yield step, frozen
+    return None if samples is None else -(-samples * run.train.epochs // run.batch.global_size)
 
 
 def _seconds(run: Run, cluster: Cluster, work: Work, frozen: int, cached: int, *, exact: bool = True) -> float:
@@ -148,23 +164,32 @@ def _nothing(block: BlockCost) -> BlockCost:
     return replace(block, flops=0, written_bytes=0, allocated_bytes=0, moved_bytes=0, operations=0, kept_bytes=0)
 
 
-def _best_mesh(run: Run, cluster: Cluster, work: Work, frozen: int) -> Mesh:
-    """Of all divisors of the ranks, as AutoPipe and AutoDP may choose; the present one where they may not."""
+def _best_mesh(run: Run, first: Run, cluster: Cluster, work: Work, frozen: int) -> Mesh:
+    """Of all divisors of the ranks, as AutoPipe and AutoDP may choose, that with the most samples a second; the present
+    one where they may not. first: the run as it began."""
     elastic, mesh = run.elastic, run.mesh
     if not elastic.auto_pipe:
         return mesh
     ranks = mesh.data * mesh.pipe
-    found = [mesh]
+    found = [run]
     for pipe in range(1, mesh.pipe):
         if mesh.pipe % pipe == 0 and pipe <= families.num_blocks(run):
             data = ranks // pipe if elastic.auto_dp else mesh.data
-            other = replace(mesh, data=data, pipe=pipe)
-            if run.batch.global_size >= data and not check.problems(replace(run, mesh=other, pipeline=replace(
-                    run.pipeline, boundaries=None))):
+            other = _with_mesh(run, first, replace(mesh, data=data, pipe=pipe))
+            if other.batch.global_size >= data and not check.problems(other):
                 found.append(other)
-    return min(found, key=lambda one: _seconds(replace(run, mesh=one, pipeline=replace(
-        run.pipeline, boundaries=None if one != mesh else run.pipeline.boundaries)), cluster, work, frozen, 0,
-        exact=False))
+    return min(found, key=lambda one: _seconds(one, cluster, work, frozen, 0, exact=False) / one.batch.global_size).mesh
+
+
+def _with_mesh(run: Run, first: Run, mesh: Mesh) -> Run:
+    """The run goes on with this mesh, its own cut and the global batch that elastic.global-batch says."""
+    if mesh == run.mesh:
+        return run
+    size = first.batch.global_size
+    if run.elastic.global_batch != "keep":
+        size = max(1, size * mesh.data // first.mesh.data)
+    return replace(run, mesh=mesh, batch=replace(run.batch, global_size=size),
+                   pipeline=replace(run.pipeline, boundaries=None))
 
 
 def _moved_seconds(run: Run, cluster: Cluster, work: Work) -> float:

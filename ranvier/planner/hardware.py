@@ -15,16 +15,25 @@ from dataclasses import replace
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
-from pydantic import ConfigDict
+from pydantic import BeforeValidator, ConfigDict
 from pydantic.dataclasses import dataclass
 
 _config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 Precision = Literal["fp16", "bf16", "fp32", "fp64"]
-Count = Annotated[int, Ge(1)]
-Size = Annotated[float, Gt(0)]
-Share = Annotated[float, Gt(0), Le(1)]
-Seconds = Annotated[float, Ge(0)]
+
+
+def _no_bool(value: object) -> object:
+    if isinstance(value, bool):  # which Python takes for 0 or 1
+        raise ValueError("should be a number")
+    return value
+
+
+_Number = BeforeValidator(_no_bool)
+Count = Annotated[int, Ge(1), _Number]
+Size = Annotated[float, Gt(0), _Number]
+Share = Annotated[float, Gt(0), Le(1), _Number]
+Seconds = Annotated[float, Ge(0), _Number]
 
 
 @dataclass(frozen=True, kw_only=True, config=_config)
@@ -77,14 +86,16 @@ class Device:
     """Bytes a second that the optimizer reaches; none is memory_bandwidth x memory_share."""
     operation_seconds: Seconds = 5e-6
     """What one operation takes beside its numbers: its start."""
-    reserved_bytes: Annotated[int, Ge(0)] = 0
+    reserved_bytes: Annotated[int, Ge(0), _Number] = 0
     """Memory that driver, libraries and fragments take of the device's."""
-    cores: Annotated[float, Gt(0)] | None = None
+    cores: Size | None = None
     """Of a CPU as the device: cores that the ranks of one node share. A rank computes with as many as it has threads;
     `rates` and `memory_bandwidth` are those of one core. None where each rank has a device of its own."""
 
     crowded_share: Share = 1.0
     """Part of the cores' rates that is left where more ranks than cores share them, and take turns."""
+    turn_seconds: Seconds = 0.0
+    """What a collective of the tensor mesh takes longer there: members that are not running are waited for."""
 
     def seconds(self, flops: float, moved_bytes: float, operations: float, precision: Precision) -> float:
         """Of operations that compute and move so much in all."""

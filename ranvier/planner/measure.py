@@ -37,6 +37,9 @@ _GPU_SHAPES = ((512, 512, 4), (1024, 512, 4), (2048, 512, 2), (2048, 1024, 4), (
 _PRODUCT = {"cpu": 768, "cuda": 8192}
 _MESSAGES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
 _CROWD_SHAPE = (256, 128, 4)
+_BETWEEN = (256, 256)
+"""Rows, and width, of the product that is computed between two collectives that are timed: a few tenths of a
+millisecond, as between two of a tensor mesh."""
 _MOST_PROCESSES = 16
 Sample = tuple[float, float, float, float]
 """FLOPs, bytes moved, operations; and the seconds that they took."""
@@ -45,6 +48,7 @@ Sample = tuple[float, float, float, float]
 def measure(progress: Callable[[str], None] = lambda line: None) -> Cluster:
     """This machine as a cluster of one node. Starts processes of its own, which are gone when it returns."""
     cuda = torch.cuda.is_available()
+    transport = "torch" if cuda or mpi_available() is not None else "mpi"
     if cuda:
         progress("computing, on one device")
         with torch.device("cuda"):
@@ -55,14 +59,12 @@ def measure(progress: Callable[[str], None] = lambda line: None) -> Cluster:
         progress(f"computing, on {devices} cores at once")
         found = _slowest(run_processes("ranvier.planner.measure:compute_on_rank", devices, "torch",
                                        timeout_seconds=120.0))
-        progress(f"computing, twice as many ranks on {devices} cores")
-        alone, crowded = (fmean(run_processes("ranvier.planner.measure:crowd_on_rank", count, "torch",
-                                              timeout_seconds=120.0)) for count in (devices, 2 * devices))
-        found["crowded_share"] = min(1.0, 2.0 * alone / crowded)
+        progress(f"computing and exchanging, twice as many ranks on {devices} cores")
+        alone, crowded = (run_processes("ranvier.planner.measure:crowd_on_rank", count, transport,
+                                        timeout_seconds=120.0) for count in (devices, 2 * devices))
+        found |= _crowded(alone, crowded)
     progress("messages between two ranks")
-    links = run_processes("ranvier.planner.measure:messages_on_rank", 2,
-                          "torch" if cuda or mpi_available() is not None else "mpi",
-                          timeout_seconds=120.0, device="cuda" if devices > 1 and cuda else "cpu")[0]
+    links = run_processes("ranvier.planner.measure:messages_on_rank", 2, transport, timeout_seconds=120.0, device="cuda" if devices > 1 and cuda else "cpu")[0]
     return _cluster(found, links, devices, "cuda" if cuda else "cpu")
 
 
@@ -83,7 +85,7 @@ def _cluster(found: dict, links: dict, devices: int, kind: str) -> Cluster:
         memory_bytes=torch.cuda.get_device_properties(0).total_memory if kind == "cuda" else memory,
         reserved_bytes=1_500_000_000 if kind == "cuda" else 0, memory_bandwidth=bandwidth, memory_share=1.0,
         update_bandwidth=found["update_bandwidth"], operation_seconds=operation,
-        crowded_share=found.get("crowded_share", 1.0))
+        crowded_share=found.get("crowded_share", 1.0), turn_seconds=found.get("turn_seconds", 0.0))
     latency, rate = line([(size, links["messages"][str(size)]) for size in _MESSAGES])
     link = Link(bandwidth=rate, latency_seconds=latency)
     return Cluster(
@@ -91,7 +93,7 @@ def _cluster(found: dict, links: dict, devices: int, kind: str) -> Cluster:
         device=device, host=Host(memory_bytes=memory, memory_bandwidth=devices * found["update_bandwidth"]
                                  if kind == "cpu" else found["host_bandwidth"]),
         inside=link, between=link, host_link=Link(bandwidth=found["host_link"]),
-        collective_seconds=max(0.0, links["all_reduce"] - 2 * latency),
+        collective_seconds=max(0.0, links["collective"] - 2 * latency),
         source=f"measured by ranvier doctor --measure, torch {torch.__version__}")
 
 
@@ -105,11 +107,49 @@ def compute_on_rank(world: World) -> dict:
     return _compute("cpu")
 
 
-def crowd_on_rank(world: World) -> float:
-    """Seconds of one process's blocks while all compute."""
+def crowd_on_rank(world: World) -> dict:
+    """Seconds of one process's blocks while all compute; and what a collective of two adds to computing, for those that
+    have a partner."""
     torch.set_num_threads(1)
     world.backend.group("control", [range(world.size)]).barrier()
-    return sum(seconds for *_, seconds in _blocks(_CROWD_SHAPE, "fp32", lambda step: _timed(step, 1.0, fmean)))
+    blocks = sum(seconds for *_, seconds in _blocks(_CROWD_SHAPE, "fp32", lambda step: _timed(step, 1.0, fmean)))
+    return {"blocks": blocks, "collective": _collective(world)}
+
+
+def _collective(world: World) -> float | None:
+    """Seconds that an all-reduce of a few numbers between two ranks adds to what they compute before it: it starts on
+    both, and the faster one waits. All pairs do so at once."""
+    pairs = world.backend.group("data", [range(first, min(first + 2, world.size))
+                                         for first in range(0, world.size, 2)])
+    everyone = world.backend.group("control", [range(world.size)])
+    rows, width = _BETWEEN
+    first, second = (torch.randn(size, width, device=world.device) for size in (rows, width))
+    few = torch.zeros(64, device=world.device)
+
+    def seconds(exchange: bool, count: int = 300) -> float:
+        everyone.barrier()
+        began = time.perf_counter()
+        for _ in range(count):
+            first @ second
+            if exchange:
+                pairs.all_reduce(few).wait()
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - began) / count
+
+    seconds(True, 20)
+    alone, both = seconds(False), seconds(True)
+    everyone.barrier()
+    return max(0.0, both - alone) if len(pairs.ranks) == 2 else None
+
+
+def _crowded(alone: Sequence[dict], crowded: Sequence[dict]) -> dict[str, float]:
+    """What is lost where two ranks take turns on each core: of the rates, and what a collective takes longer than it
+    takes by itself, once for each turn."""
+    blocks = [fmean(one["blocks"] for one in ranks) for ranks in (alone, crowded)]
+    waits = [[one["collective"] for one in ranks if one["collective"] is not None] for ranks in (alone, crowded)]
+    by_itself, in_turns = (fmean(found) if found else 0.0 for found in waits)
+    return {"crowded_share": min(1.0, 2.0 * blocks[0] / blocks[1]), "turn_seconds": max(0.0, in_turns - 2 * by_itself)}
 
 
 def _compute(kind: str) -> dict:
@@ -205,7 +245,7 @@ def _slowest(found: Sequence[dict]) -> dict:
 
 
 def messages_on_rank(world: World) -> dict:
-    """Seconds of one way for each size, and of an all-reduce of a few numbers."""
+    """Seconds of one way for each size, and what a collective adds to computing."""
     other, group = 1 - world.rank, world.backend.group("data", [range(2)])
     transport = world.backend.transport("pipe")
     transport.connect([other], [other], _MESSAGES[-1] + 4096)
@@ -227,13 +267,8 @@ def messages_on_rank(world: World) -> dict:
             exchange(tensor)
             times.append((time.perf_counter() - start) / 2)
         found[str(size)] = median(times)
-    few, times = torch.zeros(64, device=world.device), []
-    for _ in range(30):
-        start = time.perf_counter()
-        group.all_reduce(few).wait()
-        times.append(time.perf_counter() - start)
     transport.flush()
-    return {"messages": found, "all_reduce": median(times)}
+    return {"messages": found, "collective": _collective(world)}
 
 
 # --- from measurements to constants -----------------------------------------------------------------------------------

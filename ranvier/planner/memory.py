@@ -97,14 +97,15 @@ def _cut_of(run: Run, frozen: int) -> tuple[Model, StageTable, Layout]:
 def predict(run: Run, model: Model, stages: StageTable, layout: Layout, needs: dict | None = None
             ) -> tuple[RankMemory, ...]:
     """One prediction for each stage. `layout` may be that of one replica: replicas differ in nothing. needs: what
-    earlier predictions for the same model on the same tensor mesh found of its blocks; goes on growing."""
-    found, known, limit = [], {}, _limit(run, layout)
-    buffers, kept = _tensor_mesh(run, model, stages, layout, {} if needs is None else needs
+    earlier predictions for the same model on the same tensor mesh found; goes on growing."""
+    found, known, limit = [], {} if needs is None else needs, _limit(run, layout)
+    buffers, kept = _tensor_mesh(run, model, stages, layout, known
                                  ) if run.mesh.stage_size > 1 and stages.costs else ({}, {})
     for row in stages.rows:
         costs, segments, runs = _computed(run, model, stages, layout, row.stage, limit)
         first = layout.blocks(row.stage).start
-        alike = tuple(range(each.start - first, each.stop - first) for each in runs), _likeness(layout, row.stage)
+        alike = ("states", run.mesh, run.optim, run.precision, run.launch.device, layout.boundaries,
+                 tuple(range(each.start - first, each.stop - first) for each in runs), _likeness(layout, row.stage))
         if alike not in known:
             known[alike] = _states(run, layout, row.stage, runs)
         memory = {name: dict(parts) for name, parts in known[alike].items()}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
-from math import isqrt
+from math import isqrt, prod
 from typing import Literal
 
 import torch
@@ -426,12 +426,23 @@ def _no_mesh(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting]
 
 def _does_not_fit(run: Run, cluster: Cluster, ranks: int, dropped: Sequence[Found], work: Work) -> ConfigError:
     """What is missing where nothing fits, and the nearest thing that would."""
-    least = min(dropped, key=lambda found: max((entry.device_bytes for entry in found.memory), default=1 << 62))
-    larger, smaller = _larger_cluster(run, cluster, ranks, work), _smaller_model(run, cluster, ranks)
-    remedies = [text for text in (larger, smaller) if text]
+    least = min((*dropped, *_frugal(run, cluster, ranks, work)), key=lambda found: _share_needed(found, cluster))
+    remedies = [text for text in (_larger_cluster(run, cluster, ranks, work), _smaller_model(run, cluster, ranks))
+                if text]
     return ConfigError(f"does not fit {ranks} devices of {cluster.name} in any of {len(dropped)} configurations; the "
                        f"one that needs least ({_short(least.run)}): {least.reason}", where="model",
                        remedy=" ".join(remedies) or "Take a smaller model, or more memory.")
+
+
+def _share_needed(found: Found, cluster: Cluster) -> tuple[float, int]:
+    """Of the memory of a device or of a host, whichever is shorter, what the dearest rank needs; and the microbatch,
+    since where states alone exceed the memory nothing else has been predicted."""
+    device, host = (max((getattr(entry, name) for entry in found.memory), default=1 << 62)
+                    for name in ("device_bytes", "host_bytes"))
+    of_host = cluster.devices_per_node / cluster.host.memory_bytes
+    share = (device + host) * of_host if cluster.device.cores is not None else max(
+        device / (cluster.device.memory_bytes - cluster.device.reserved_bytes), host * of_host)
+    return share, found.run.batch.microbatch_size
 
 
 def _short(run: Run) -> str:
@@ -441,16 +452,22 @@ def _short(run: Run) -> str:
 
 
 def _larger_cluster(run: Run, cluster: Cluster, ranks: int, work: Work) -> str:
-    """How many such nodes would do, doubling them."""
-    per_node = cluster.devices_per_node
-    nodes = max(1, -(-ranks // per_node))
-    for _ in range(12):
-        nodes *= 2
-        if run.batch.global_size * families.num_blocks(run) < nodes * per_node:
-            return ""
-        larger = replace(cluster, nodes=nodes)
-        if _any_fits(run, larger, nodes * per_node, work):
-            return f"It fits {nodes * per_node} devices ({nodes} nodes) with {_SPARING}."
+    """The fewest devices on such nodes that would do, of meshes without rows whose stages and replicas are powers of
+    two, or all blocks."""
+    run, blocks = _on(run, cluster), families.num_blocks(run)
+    pipes = {blocks, *(1 << power for power in range(blocks.bit_length()) if 1 << power < blocks)}
+    datas = [1 << power for power in range(run.batch.global_size.bit_length())]
+    parameters = sum(block.num_parameters for block in work.blocks(replace(run, mesh=Mesh())))
+    for shape in sorted(product(datas, pipes, _cols(run)), key=lambda shape: (prod(shape), shape)):
+        (data, pipe, col), count = shape, prod(shape)
+        nodes = -(-count // cluster.devices_per_node)
+        memory = nodes * cluster.host.memory_bytes if cluster.device.cores is not None else (
+            count * cluster.device.memory_bytes)
+        if count <= ranks or 2 * data * DTYPES[run.precision].itemsize * parameters > memory:
+            continue  # parameters and gradients alone are too much
+        if _sparing(run, replace(cluster, nodes=nodes), Mesh(data=data, pipe=pipe, col=col), work).fits:
+            return (f"It fits {count:,} devices ({nodes:,} nodes) as data {data} x pipe {pipe} x col {col}, with "
+                    f"{_SPARING}.")
     return ""
 
 
@@ -474,22 +491,35 @@ def _smaller_model(run: Run, cluster: Cluster, ranks: int) -> str:
 
 
 def _any_fits(run: Run, cluster: Cluster, ranks: int, work: Work) -> bool:
-    """Whether one of the frugal configurations fits: as many stages as can be, all that saves memory."""
+    """Whether one of the frugal configurations fits."""
+    return any(found.fits for found in _frugal(run, cluster, ranks, work))
+
+
+def _frugal(run: Run, cluster: Cluster, ranks: int, work: Work) -> Iterator[Found]:
+    """Those of as many stages as can be, on one column or many."""
     run = _on(run, cluster)
-    sparing = "none" if cluster.device.cores is not None else "stream"
-    widest = [col for col in _divisors(run.model.heads) if col <= _LARGEST_STAGE and ranks % col == 0]
-    shapes = [(pipe, col) for col in dict.fromkeys((1, *widest[-2:])) for pipe in sorted(
-        (pipe for pipe in _divisors(ranks // col) if pipe <= families.num_blocks(run)), reverse=True)[:3]]
-    for pipe, col in shapes:
-        data = ranks // pipe // col
-        tried = replace(run, mesh=Mesh(data=data, pipe=pipe, col=col), batch=replace(run.batch, microbatch_size=1),
-                        memory=replace(run.memory, checkpoint="auto"),
-                        optim=replace(run.optim, offload=sparing, shard=data > 1),
-                        pipeline=replace(run.pipeline, boundaries=None, in_flight="auto", defer_bytes=0))
-        if run.batch.global_size >= data and not check.problems(tried) and with_memory(
-                Found(run=tried, cost=_NOTHING), cluster, work).fits:
-            return True
-    return False
+    widest = [col for col in _cols(run) if ranks % col == 0]
+    for col in dict.fromkeys((1, *widest[-2:])):
+        for pipe in [pipe for pipe in _divisors(ranks // col) if pipe <= families.num_blocks(run)][:-4:-1]:
+            if ranks // pipe // col <= run.batch.global_size:
+                yield _sparing(run, cluster, Mesh(data=ranks // pipe // col, pipe=pipe, col=col), work)
+
+
+def _cols(run: Run) -> list[int]:
+    """By how many columns the run's heads can be divided."""
+    return [col for col in _divisors(run.model.heads) if col <= _LARGEST_STAGE]
+
+
+def _sparing(run: Run, cluster: Cluster, mesh: Mesh, work: Work) -> Found:
+    """The run on a mesh with all that saves memory."""
+    offload = "none" if cluster.device.cores is not None else "stream"
+    tried = replace(run, mesh=mesh, batch=replace(run.batch, microbatch_size=1),
+                    memory=replace(run.memory, checkpoint="auto"),
+                    optim=replace(run.optim, offload=offload, shard=mesh.data > 1),
+                    pipeline=replace(run.pipeline, boundaries=None, in_flight="auto", defer_bytes=0))
+    if problems := check.problems(tried):
+        return Found(run=tried, cost=_NOTHING, reason=str(problems[0]))
+    return with_memory(Found(run=tried, cost=_NOTHING), cluster, work)
 
 
 _SPARING = "microbatches of 1 and all that saves memory"

@@ -207,7 +207,9 @@ def test_auto_that_cannot_be(flags, ranks, text):
     run, problems = check.with_plan(run_with(**flags), ranks)
     assert len(problems) == 1 and text in str(problems[0]) and problems[0].remedy
     assert not run.mesh.is_open
-    assert problems[0].what in {problem.what for problem in check.check(run_with(**flags), ranks).problems}
+    report = check.check(run_with(**flags), ranks)
+    assert problems[0].what in {problem.what for problem in report.problems}
+    assert report.stages is None and report.memory == () and report.machine is None  # of a mesh that nobody asked for
 
 
 def test_placement_on_nodes_is_shown():

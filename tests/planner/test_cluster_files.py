@@ -51,6 +51,8 @@ def changed(**changes):
     ({"device__colour": 1}, r"cluster's device.colour: is not a setting of a cluster, in file x \(got 1\)"),
     ({"nodes": 0}, r"cluster's nodes: should be greater than or equal to 1, in file x \(got 0\)"),
     ({"nodes": "many"}, "cluster's nodes: should be a valid integer"),
+    ({"devices_per_node": True}, r"cluster's devices_per_node: should be a number, in file x \(got True\)"),
+    ({"device__cores": False}, "cluster's device.cores: should be a number"),
     ({"inside__share": 1.5}, "cluster's inside.share: should be less than or equal to 1"),
     ({"inside__bandwidth": float("inf")}, "cluster's inside.bandwidth: must be a finite number"),
     ({"between__latency_seconds": -1.0}, "cluster's between.latency_seconds: should be greater than or equal to 0"),

@@ -86,6 +86,20 @@ def test_ranks_that_share_cores_take_turns():
     assert four.update_seconds == pytest.approx(2 * two.update_seconds, rel=0.01)
 
 
+@pytest.mark.parametrize(("mesh", "count"), [
+    (Mesh(row=2, col=2), 2 * 10 * (2 + 3)),  # two axes, ten blocks; of a layer's two, 4 forward and 6 backward
+    (Mesh(pipe=2, col=2), 10 * (2 + 3)), (Mesh(data=2, col=2), 10 * (2 + 3) / 2), (Mesh(pipe=4), 0)], ids=str)
+def test_collectives_wait_for_ranks_that_are_not_running(mesh, count):
+    """Where ranks share cores; replicas wait at the same time."""
+    laptop = load_cluster("laptop")
+    run = replace(TINY, mesh=mesh, precision="fp32", batch=Batch(global_size=16 * mesh.data, microbatch_size=4),
+                  launch=replace(TINY.launch, device="cpu"))
+    for cores, expected in ((2, 4 * count * 1e-3), (4, 0.0)):
+        plain, waits = (found(run, replace(laptop, device=replace(laptop.device, cores=cores, turn_seconds=seconds)))
+                        for seconds in (0.0, 1e-3))
+        assert waits.cores_seconds - plain.cores_seconds == pytest.approx(expected)
+
+
 def test_weights_that_stay_gathered_cost_messages_once():
     run = replace(TINY, mesh=Mesh(row=2), tensor=TensorParallel(scheme="stationary"))
     kept = replace(run, tensor=replace(run.tensor, keep_weights=True))
@@ -133,6 +147,23 @@ def test_what_packs_takes_the_quickest_mesh_and_pays_for_the_way(monkeypatch):
         others = [cost(run, CLUSTER, work.stages(run, period.frozen)).seconds for run in runs]
         assert period.step_seconds == pytest.approx(min(others), rel=0.02)
     assert {period.mesh.data for period in course(elastic(LARGE, auto_pipe=True), CLUSTER, Work()).periods} == {1}
+
+
+def test_a_batch_that_grows_takes_fewer_steps():
+    """Every sample is taken once; the policy is asked where the epochs end."""
+    run = replace(LARGE, mesh=Mesh(pipe=4), data=replace(LARGE.data, train_samples=64 * 10), train=Train(epochs=5),
+                  elastic=Elastic(freeze="cap", alpha=0.5, auto_pipe=True, auto_dp=True))
+    keep, grow = (course(replace(run, elastic=replace(run.elastic, global_batch=how)), CLUSTER, Work())
+                  for how in ("keep", "grow"))
+    for periods in (keep.periods, grow.periods):
+        assert all(period.first_step == sum(before.steps for before in periods[:place])
+                   for place, period in enumerate(periods))
+        begun = [sum(before.steps * before.global_size for before in periods[:place]) for place in range(len(periods))]
+        assert [at for at in begun if at % 640 >= periods[-1].global_size] == []
+        assert 0 <= sum(period.steps * period.global_size for period in periods) - 5 * 640 < periods[-1].global_size
+    assert {period.global_size for period in keep.periods} == {64}
+    assert {period.global_size // period.mesh.data for period in grow.periods} == {64}
+    assert grow.periods[-1].mesh.data > 1 and grow.periods[-1].steps < keep.periods[-1].steps
 
 
 def test_what_is_cached_is_not_computed_after_the_epoch_that_writes_it():

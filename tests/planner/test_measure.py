@@ -6,7 +6,8 @@ import pytest
 
 from ranvier.cli import run_command
 from ranvier.planner.cluster_files import load_cluster
-from ranvier.planner.measure import fit, line, seconds_of_a_flop
+from ranvier.planner.measure import _crowded, fit, line, seconds_of_a_flop
+from ranvier.testing.ranks import run_processes
 
 
 def samples(flops, moved, operations, noise=0.0):
@@ -38,6 +39,22 @@ def test_another_format_has_a_rate_beside_the_same_constants():
 def test_a_line_through_messages():
     assert line([(size, 1e-5 + size / 2e9) for size in (1e3, 1e5, 1e7)]) == pytest.approx((1e-5, 2e9), rel=1e-6)
     assert line([(1e3, 1e-9), (1e6, 1e-3)])[0] == 0.0
+
+
+def test_what_taking_turns_costs():
+    alone = [{"blocks": 1.0, "collective": 1e-4}, {"blocks": 3.0, "collective": 3e-4}]
+    crowded = [{"blocks": 5.0, "collective": 9e-4}] * 4
+    assert _crowded(alone, crowded) == pytest.approx({"crowded_share": 0.8, "turn_seconds": 5e-4})
+    assert _crowded([{"blocks": 1.0, "collective": None}], alone) == pytest.approx(  # of one core one has no partner
+        {"crowded_share": 1.0, "turn_seconds": 2e-4})
+    assert _crowded(crowded, alone) == {"crowded_share": 1.0, "turn_seconds": 0.0}
+
+
+@pytest.mark.slow
+def test_a_rank_without_a_partner_computes_alone():
+    found = run_processes("ranvier.planner.measure:crowd_on_rank", 3, "torch")
+    assert [one["collective"] is None for one in found] == [False, False, True]
+    assert all(one["blocks"] > 0 for one in found)
 
 
 @pytest.mark.slow

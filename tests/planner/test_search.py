@@ -145,6 +145,13 @@ def test_what_is_asked_for_in_vain(tmp_path):
         search(replace(TINY, precision="bf16"), load_cluster("frontera"), 2)
 
 
+def larger_cluster_in(text):
+    """Devices, nodes and mesh that are said to do."""
+    words = re.search(r"It fits ([\d,]+) devices \(([\d,]+) nodes\) as data (\d+) x pipe (\d+) x col (\d+), with", text)
+    devices, nodes, *shape = (int(word.replace(",", "")) for word in words.groups())
+    return devices, nodes, Mesh(**dict(zip(("data", "pipe", "col"), shape, strict=True)))
+
+
 @pytest.mark.slow
 def test_a_model_that_is_far_too_large_is_told_what_would_work():
     run = gpt("gpt-100b", mesh=Mesh())
@@ -158,6 +165,12 @@ def test_a_model_that_is_far_too_large_is_told_what_would_work():
     smaller = replace(run, precision="bf16", batch=replace(run.batch, global_size=64), model=replace(
         run.model, num_layers=layers, hidden=hidden, heads=heads))
     assert search(smaller, load_cluster("laptop"), 8).best[0].fits
+    devices, nodes, mesh = larger_cluster_in(text)
+    assert mesh.size == devices == 8 * nodes and devices < 5000
+    sparing = replace(run, precision="bf16", mesh=mesh, batch=replace(run.batch, global_size=64, microbatch_size=1),
+                      memory=replace(run.memory, checkpoint="auto"), optim=replace(run.optim, offload="none"),
+                      pipeline=replace(run.pipeline, defer_bytes=0))
+    assert predict(sparing, replace(load_cluster("laptop"), nodes=nodes)).fits
 
 
 def test_a_model_that_is_too_large_is_told_what_would_work():
@@ -169,6 +182,9 @@ def test_a_model_that_is_too_large_is_told_what_would_work():
     assert re.search(r"model: does not fit 2 devices of H100 in any of \d+ configurations; the one that needs least "
                      r"\(.*\): memory of the device does not suffice: .* MiB", text)
     assert "it fits here, with microbatches of 1 and all that saves memory." in text
+    devices, nodes, mesh = larger_cluster_in(text)
+    assert mesh.size == devices > 2 and nodes == -(-devices // 8)
+    assert search(TINY, replace(small, nodes=nodes), devices, SEARCHED).best[0].fits
     flags = {name.replace("-", "_"): int(size) for name, size in re.findall(r"--model.([a-z-]+) (\d+)", text)}
     assert set(flags) == {"num_layers", "hidden", "heads"} and flags["hidden"] < 64
     assert search(replace(TINY, model=replace(TINY.model, **flags)), small, 2).best[0].fits
