@@ -1,10 +1,13 @@
 """The planner against real runs here: step times and memory of more than 30 configurations on 1, 2 and 4 ranks.
 
     python -m benchmarks.planner.measured [--cluster FILE] [--again FILE] [--layers 4] [--hidden 256] [--steps 9]
+        [--rounds 2]
 
 One model and one global batch; what changes is mesh, microbatch, policy, checkpointing and sharding. The cluster is
-measured first unless --cluster names its file. Each configuration is two runs of real processes of its own, one after
-the other: of one the median step counts, of the other the bytes. The table has predicted and measured seconds and
+measured first unless --cluster names its file. Each configuration is run in real processes of its own, once in each
+round, so that what the machine does meanwhile falls on all alike: the mean of the rounds' median steps counts; one more
+run of two steps counts the bytes. How well the first and the last round agree says how far any prediction can. The
+table has predicted and measured seconds and
 bytes of each; below are the rank correlation (Spearman), the median errors, and how far the choice of a search over
 meshes, microbatches and checkpoints is from the best that was measured with as many ranks.
 """
@@ -15,10 +18,11 @@ import argparse
 import io
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import torch
 from pydantic import TypeAdapter
@@ -30,7 +34,7 @@ from ranvier.mesh import Mesh
 from ranvier.planner.cluster_files import load_cluster
 from ranvier.planner.hardware import Cluster
 from ranvier.planner.measure import measure
-from ranvier.planner.search import Found, Work, predict, search
+from ranvier.planner.search import Work, predict, search
 from ranvier.run import Batch, Checkpoint, Data, Run, Train, Transformer
 from ranvier.testing.ranks import run_processes
 from ranvier.world import World
@@ -77,21 +81,28 @@ def train_on_rank(world: World, path: str) -> None:
     train(resolve.resolve([resolve.load(path)[1]]).run, "measured", world, stream=io.StringIO())
 
 
-def measured(run: Run, folder: Path, transport: str) -> tuple[float, int]:
-    """Median seconds of a step; and of another run of two steps, where each storage is counted, the peak bytes of the
-    rank that has most."""
-    timed = _trained(run, folder / "timed", transport)
-    counting = replace(run, memory_report=True, train=replace(run.train, steps=2))
-    counted = _trained(counting, folder / "counted", transport)
-    lines = [json.loads(line) for line in (timed / "metrics.jsonl").read_text().splitlines()]
-    memory = json.loads((counted / "summary.json").read_text())["memory"]
-    return (median(line["step_seconds"] for line in lines[_WARMUP:]),
-            max(sum(rank["device"].values()) for rank in memory))
+def step_seconds(run: Run, transport: str) -> float:
+    """Median of the steps of a run."""
+    with _trained(run, transport) as folder:
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return median(line["step_seconds"] for line in lines[_WARMUP:])
 
 
-def _trained(run: Run, folder: Path, transport: str) -> Path:
+def peak_bytes(run: Run, transport: str) -> int:
+    """Of the rank that has most, in a run of two steps where each storage is counted."""
+    with _trained(replace(run, memory_report=True, train=replace(run.train, steps=2)), transport) as folder:
+        memory = json.loads((folder / "summary.json").read_text())["memory"]
+    return max(sum(rank["device"].values()) for rank in memory)
+
+
+@contextmanager
+def _trained(run: Run, transport: str) -> Iterator[Path]:
     """The folder of results of a run in processes of its own."""
-    folder.mkdir(parents=True)
+    with tempfile.TemporaryDirectory(prefix="planner-") as name:
+        yield _run(run, Path(name), transport)
+
+
+def _run(run: Run, folder: Path, transport: str) -> Path:
     resolve.write(replace(run, run_dir=None), folder / "job.toml")
     text = (folder / "job.toml").read_text()
     (folder / "job.toml").write_text(f"run_dir = {json.dumps(str(folder / 'run'))}\n{text}")
@@ -118,7 +129,8 @@ def describe(run: Run) -> str:
     return f"{run.mesh}, {', '.join(filter(None, extra))}"
 
 
-def compare(base: Run, cluster: Cluster, runs: Sequence[Run], transport: str, known: Mapping[str, dict]) -> dict:
+def compare(base: Run, cluster: Cluster, runs: Sequence[Run], transport: str, known: Mapping[str, dict],
+            rounds: int) -> dict:
     """known: what was measured before, by configuration."""
     work, rows, runs, chosen = Work(), [], list(runs), {}
     for count in sorted({run.mesh.size for run in runs} - {1}):
@@ -126,23 +138,30 @@ def compare(base: Run, cluster: Cluster, runs: Sequence[Run], transport: str, kn
         chosen[count] = describe(run)
         if chosen[count] not in map(describe, runs):
             runs.append(run)
-    with tempfile.TemporaryDirectory(prefix="planner-") as folder:
-        for number, run in enumerate(runs):
-            found: Found = predict(run, cluster, work)
-            before = known.get(describe(run))
-            seconds, peak = (before["measured"], before["peak_bytes"]) if before else measured(
-                run, Path(folder) / str(number), transport)
-            rows.append({"configuration": describe(run), "ranks": run.mesh.size, "predicted": found.cost.seconds,
-                         "measured": seconds, "predicted_bytes": max(entry.device_bytes for entry in found.memory),
-                         "peak_bytes": peak})
-            print(f"{rows[-1]['configuration']}: predicted {1e3 * found.cost.seconds:.0f} ms, measured "
-                  f"{1e3 * seconds:.0f} ms ({found.cost.seconds / seconds - 1:+.0%}); "
-                  f"{rows[-1]['predicted_bytes'] / 2**20:.1f} MiB, {peak / 2**20:.1f} "
-                  f"({rows[-1]['predicted_bytes'] / peak - 1:+.1%})", flush=True)
+    seconds: dict[str, list[float]] = {name: list(row["rounds"]) for name, row in known.items()}
+    fresh = [run for run in runs if describe(run) not in known]
+    for number in range(rounds):
+        for place, run in enumerate(fresh):
+            seconds.setdefault(describe(run), []).append(step_seconds(run, transport))
+            print(f"round {number + 1}, {place + 1} of {len(fresh)}, {describe(run)}: "
+                  f"{1e3 * seconds[describe(run)][-1]:.0f} ms", flush=True)
+    for run in runs:
+        name, found = describe(run), predict(run, cluster, work)
+        peak = known[name]["peak_bytes"] if name in known else peak_bytes(run, transport)
+        rows.append({"configuration": name, "ranks": run.mesh.size, "predicted": found.cost.seconds,
+                     "measured": fmean(seconds[name]), "rounds": seconds[name], "peak_bytes": peak,
+                     "predicted_bytes": max(entry.device_bytes for entry in found.memory)})
+        row = rows[-1]
+        print(f"{name}: predicted {1e3 * row['predicted']:.0f} ms, measured {1e3 * row['measured']:.0f} ms "
+              f"({row['predicted'] / row['measured'] - 1:+.0%}); {row['predicted_bytes'] / 2**20:.1f} MiB, "
+              f"{peak / 2**20:.1f} ({row['predicted_bytes'] / peak - 1:+.1%})", flush=True)
+    first, last = ([row["rounds"][place] for row in rows] for place in (0, -1))
     predicted, real = [[row[name] for row in rows] for name in ("predicted", "measured")]
     errors = [abs(one / other - 1.0) for one, other in zip(predicted, real, strict=True)]
     memory = [abs(row["predicted_bytes"] / row["peak_bytes"] - 1.0) for row in rows]
     return {"rows": rows, "correlation": spearman(predicted, real), "median_error": median(errors),
+            "rounds": {"correlation": spearman(first, last), "median_difference": median(
+                abs(one / other - 1.0) for one, other in zip(first, last, strict=True))},
             "memory_median_error": median(memory), "memory_largest_error": max(memory),
             "choices": [_choice(rows, count, name) for count, name in chosen.items()],
             "model": asdict(base.model), "batch": base.batch.global_size}
@@ -161,6 +180,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--again", type=Path, help="file of results: predict anew what was measured there")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--output", type=Path)
@@ -174,9 +194,11 @@ def main() -> None:
                data=Data(max_bytes=2_000_000))
     transport = "torch" if mpi_available() is not None else "mpi"
     results = compare(base, cluster, configurations(base, options.quick), transport,
-                      {row["configuration"]: row for row in before["rows"]})
+                      {row["configuration"]: row for row in before["rows"]}, options.rounds)
     print(f"rank correlation {results['correlation']:.3f}, median error {results['median_error']:.1%}, of memory "
           f"{results['memory_median_error']:.1%} (at most {results['memory_largest_error']:.1%})")
+    print(f"the first and the last round: rank correlation {results['rounds']['correlation']:.3f}, median difference "
+          f"{results['rounds']['median_difference']:.1%}")
     for one in results["choices"]:
         print(f"{one['ranks']} ranks: the search chooses {one['choice']}, which takes {one['choice_over_best']:.3f} of "
               f"the time of the best measured ({one['best']})")

@@ -64,7 +64,8 @@ def measure(progress: Callable[[str], None] = lambda line: None) -> Cluster:
                                         timeout_seconds=120.0) for count in (devices, 2 * devices))
         found |= _crowded(alone, crowded)
     progress("messages between two ranks")
-    links = run_processes("ranvier.planner.measure:messages_on_rank", 2, transport, timeout_seconds=120.0, device="cuda" if devices > 1 and cuda else "cpu")[0]
+    links = run_processes("ranvier.planner.measure:messages_on_rank", 2, transport, timeout_seconds=120.0,
+                          device="cuda" if devices > 1 and cuda else "cpu")[0]
     return _cluster(found, links, devices, "cuda" if cuda else "cpu")
 
 
