@@ -129,15 +129,11 @@ def print_table(findings: list[Finding]) -> None:
 
 def measure_to(path: Path) -> None:
     """Write what this machine reaches as a cluster file, and say so."""
-    from ranvier.errors import ConfigError
+    from ranvier import resolve
     from ranvier.planner.cluster_files import write_cluster
     from ranvier.planner.measure import measure
 
-    folder = path.absolute().parent
-    problem = "it is a folder" if path.is_dir() else _write_problem(folder) if folder.is_dir() else "no such folder"
-    if problem is not None:
-        raise ConfigError(f"cannot be written: {problem}", where="--out", value=str(path),
-                          remedy="Name a .toml file in a folder you own.")
+    resolve.check_out(path)
     cluster = measure(lambda line: print(f"measuring: {line}", file=sys.stderr, flush=True))
     write_cluster(cluster, path)
     device = cluster.device

@@ -54,7 +54,7 @@ def configurations(base: Run, quick: bool = False) -> list[Run]:
                              optim=replace(base.optim, shard=shard)))
 
     meshes = [Mesh(), Mesh(data=2), Mesh(pipe=2), Mesh(col=2), Mesh(data=4), Mesh(pipe=4), Mesh(data=2, pipe=2),
-              Mesh(row=2, col=2), Mesh(pipe=2, col=2)]
+              Mesh(row=2, col=2), Mesh(pipe=2, col=2), Mesh(data=2, col=2)]
     if quick:
         meshes = [Mesh(), Mesh(pipe=2)]
     for mesh in meshes:
@@ -197,8 +197,9 @@ def main() -> None:
                       {row["configuration"]: row for row in before["rows"]}, options.rounds)
     print(f"rank correlation {results['correlation']:.3f}, median error {results['median_error']:.1%}, of memory "
           f"{results['memory_median_error']:.1%} (at most {results['memory_largest_error']:.1%})")
-    print(f"the first and the last round: rank correlation {results['rounds']['correlation']:.3f}, median difference "
-          f"{results['rounds']['median_difference']:.1%}")
+    if options.rounds > 1:
+        print(f"the first and the last round: rank correlation {results['rounds']['correlation']:.3f}, median "
+              f"difference {results['rounds']['median_difference']:.1%}")
     for one in results["choices"]:
         print(f"{one['ranks']} ranks: the search chooses {one['choice']}, which takes {one['choice_over_best']:.3f} of "
               f"the time of the best measured ({one['best']})")

@@ -127,7 +127,8 @@ class Checkpoints:
         the write before, where that is still under way, and for the copy.
 
         about: JSON-serialisable, for whoever reads the checkpoint; the same on every rank. when: asked by rank 0's
-        thread until it is true; no sooner does the checkpoint get its name. What cannot be written is
+        thread until it is true; no sooner does the checkpoint get its name, and the next `save`, `wait` or `load` waits
+        for that. What cannot be written is
         told by `written` and `wait`, on rank 0 and on all.
         """
         began = time.monotonic()

@@ -61,7 +61,8 @@ def cluster_for(run: Run, ranks: int, ranks_per_node: int) -> Cluster:
                        host=replace(cluster.host, memory_bytes=min(memory, memory_limit_bytes() or memory)), **here)
     name = torch.cuda.get_device_name()
     for known in map(load_cluster, cluster_names()):
-        if known.device.cores is None and re.search(rf"\b{known.name}\b", name, re.IGNORECASE):
+        kind = re.sub(r" \d+ GB$", "", known.device.name)
+        if known.device.cores is None and re.search(rf"\b{kind}\b", name, re.IGNORECASE):
             device = replace(known.device, memory_bytes=torch.cuda.get_device_properties(0).total_memory)
             return replace(known, device=device, host=replace(known.host, memory_bytes=memory), **here)
     raise ConfigError(f"is not told, and no shipped cluster has a {name}", where="launch.cluster", value=None,

@@ -71,6 +71,10 @@ def cluster_of(tree: Mapping[str, object], origin: str) -> Cluster:
     if not cluster.device.rates:
         raise ConfigError(f"is empty, in {origin}", where="cluster's device.rates",
                           remedy="Give at least one number format: fp32 = { peak_flops = 1e12 }.")
+    if cluster.device.reserved_bytes >= cluster.device.memory_bytes:
+        raise ConfigError(f"leaves nothing of the device's {cluster.device.memory_bytes:,} bytes, in {origin}",
+                          where="cluster's device.reserved_bytes", value=cluster.device.reserved_bytes,
+                          remedy="Give what driver, libraries and fragments take of them.")
     return cluster
 
 

@@ -280,7 +280,7 @@ class _Maker:
         if crowded == 1.0:
             return busy
         turns = microbatches * sum(self._collectives(row.stage) for row in rows) * self.cluster.device.turn_seconds
-        return busy / self.cluster.device.crowded_share + (exchanged * crowded + turns) / self.mesh.data
+        return busy / self.cluster.device.crowded_share + exchanged * crowded + turns
 
     # --- messages ----------------------------------------------------------------------------------------------------
 

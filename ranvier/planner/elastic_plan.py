@@ -1,8 +1,9 @@
 """What freezing would make of a run: the mesh and the time of each depth, the transitions, and the run as a whole.
 
-The policy is asked as in the run; `gradient-norm`, whose norms nobody knows yet, freezes as much as its cap allows. As
-layers freeze the mesh changes where the run says so (elastic.auto_pipe, elastic.auto_dp); frozen layers whose outputs
-are cached (elastic.cache) are read from the host's memory after the epoch that follows their freezing.
+The policy is asked as in the run, with gradients that are smaller the nearer they are to the output: `gradient-norm`,
+whose norms nobody knows yet, then freezes as much as it may. As layers freeze the mesh changes where the run says so
+(elastic.auto_pipe, elastic.auto_dp), that fits, and it pays in the steps that are left; frozen layers whose outputs are
+cached (elastic.cache) are read from the host's memory after the epoch that follows their freezing.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ranvier import check
-from ranvier.elastic.freezing import Cap, Facts, FreezePolicy, Manual, decide, policy_of
+from ranvier.elastic.freezing import Facts, FreezePolicy, Manual, decide, policy_of
 from ranvier.layout import frozen_blocks
 from ranvier.mesh import Mesh
 from ranvier.models import families
 from ranvier.pipeline.partition import BlockCost
 from ranvier.planner.costs import cost
 from ranvier.planner.hardware import Cluster
+from ranvier.refit import on_mesh
 from ranvier.run import Run
 
 if TYPE_CHECKING:
@@ -61,13 +63,15 @@ class Course:
 
 
 def course(run: Run, cluster: Cluster, work: Work) -> Course | None:
-    """Of a configuration that a search has chosen; None where the run freezes nothing, and where an epoch has as many
-    steps as the data allows, which nobody knows before reading it."""
+    """Of a configuration that a search has chosen; None where the run freezes nothing, and where it takes or freezes
+    with epochs of which nobody knows how many steps they have before the data is read."""
     if run.elastic.freeze == "none" or run.elastic.dry_run or _steps(run) is None:
         return None
-    steps, total = _steps(run), _steps(run) * run.batch.global_size
-    policy = Cap(run.elastic.alpha) if run.elastic.freeze == "gradient-norm" else policy_of(run.elastic)
-    whole = cost(run, cluster, work.stages(run)).seconds
+    policy = policy_of(run.elastic)
+    if not isinstance(policy, Manual) and not run.elastic.every and run.data.train_samples is None:
+        return None
+    steps = _steps(run)
+    total, whole = steps * run.batch.global_size, cost(run, cluster, work.stages(run)).seconds
     now, periods = _Now(run), []
     began, cached, moved = 0, 0, 0.0
     while now.samples < total:
@@ -76,17 +80,18 @@ def course(run: Run, cluster: Cluster, work: Work) -> Course | None:
         if deeper == now.frozen and now.samples < total:
             continue
         count = now.step - began
-        first = min(now.every, count) if now.frozen and run.elastic.cache else count  # an epoch computes and writes
+        first = min(now.epoch, count) if now.frozen and run.elastic.cache else count  # an epoch computes and writes
         for start, length, read in ((began, first, cached), (began + first, count - first, now.frozen)):
             if length:
                 periods.append(Period(
                     first_step=start, steps=length, global_size=now.size, frozen=now.frozen, mesh=now.run.mesh,
                     step_seconds=_seconds(now.run, cluster, work, now.frozen, read),
                     transition_seconds=moved if start == began else 0.0))
-        cached, began = now.frozen if run.elastic.cache else 0, now.step
-        mesh = _best_mesh(now.run, run, cluster, work, deeper)
-        moved = _moved_seconds(now.run, cluster, work) if mesh != now.run.mesh else 0.0
-        now.frozen, now.run = deeper, _with_mesh(now.run, run, mesh)
+        if run.elastic.cache and count >= now.epoch:
+            cached = now.frozen
+        began, next_run = now.step, _packed(now.run, run, cluster, work, deeper, total - now.samples)
+        moved = _moved_seconds(now.run, cluster, work, next_run.mesh) if now.samples else 0.0
+        now.frozen, now.run = deeper, next_run
     return Course(periods=tuple(periods), unfrozen_seconds=whole * steps)
 
 
@@ -102,18 +107,20 @@ class _Now:
         return self.run.batch.global_size
 
     @property
-    def every(self) -> int:
-        """Steps between evaluations of the policy: by default an epoch, and the whole run where that is not known."""
-        epoch = self.run.data.train_samples
-        return self.run.elastic.every or (_steps(self.run) if epoch is None else -(-epoch // self.size))
+    def epoch(self) -> int:
+        """Steps of one; all there are where that is not known."""
+        samples = self.run.data.train_samples
+        return _steps(self.run) if samples is None else -(-samples // self.size)
 
     def until_asked(self, policy: FreezePolicy) -> int:
         """Steps until the policy is asked next."""
         if isinstance(policy, Manual):
-            return min((at - self.step for at, _ in policy.depths if at > self.step), default=_steps(self.run))
-        if not self.run.elastic.every and (epoch := self.run.data.train_samples):
+            return min((at - self.step for at, _ in policy.depths if at > self.step or not self._times),
+                       default=_steps(self.run))
+        if not self.run.elastic.every:
+            epoch = self.run.data.train_samples
             return -(-(epoch - self.samples % epoch) // self.size)
-        return self.every - self.step % self.every
+        return self.run.elastic.every - self.step % self.run.elastic.every
 
     def go(self, steps: int) -> None:
         self.step, self.samples = self.step + steps, self.samples + steps * self.size
@@ -121,14 +128,14 @@ class _Now:
     def asked(self, policy: FreezePolicy) -> int:
         """The depth from here on."""
         layers, self._times = self.run.model.num_layers, self._times + 1
-        return max(self.frozen, decide(policy, Facts(
-            step=self.step, evaluation=self._times, frozen=self.frozen, num_layers=layers,
-            gradient_norms=tuple(float(layer >= self.frozen) for layer in range(layers)))))
+        return decide(policy, Facts(step=self.step, evaluation=self._times, frozen=self.frozen, num_layers=layers,
+                                    gradient_norms=tuple(float(layers - layer) for layer in range(layers))))
 
 
 def ways(run: Run) -> list[Run]:
     """A run whose layers freeze, as it is and with what may be made of it: the mesh stays or packs and replicates,
-    outputs are cached or not. Accuracy is the same for all, but for the rounding of what is cached."""
+    outputs are cached or not. Accuracy is the same for all, but for the rounding of what is cached, and where the
+    global batch grows with the replicas."""
     found = [run]
     for packs in (False, True):
         for cache in (False, True):
@@ -164,36 +171,35 @@ def _nothing(block: BlockCost) -> BlockCost:
     return replace(block, flops=0, written_bytes=0, allocated_bytes=0, moved_bytes=0, operations=0, kept_bytes=0)
 
 
-def _best_mesh(run: Run, first: Run, cluster: Cluster, work: Work, frozen: int) -> Mesh:
-    """Of all divisors of the ranks, as AutoPipe and AutoDP may choose, that with the most samples a second; the present
-    one where they may not. first: the run as it began."""
-    elastic, mesh = run.elastic, run.mesh
+def _packed(run: Run, first: Run, cluster: Cluster, work: Work, frozen: int, samples: int) -> Run:
+    """The run, which began as `first`, with the mesh for so many frozen layers: of all divisors of the ranks, as
+    AutoPipe and AutoDP may choose, that with the most samples a second that fits the memory and pays on the samples
+    that are left. The run as it is where it may not change."""
+    elastic, mesh, found = run.elastic, run.mesh, []
     if not elastic.auto_pipe:
-        return mesh
-    ranks = mesh.data * mesh.pipe
-    found = [run]
-    for pipe in range(1, mesh.pipe):
-        if mesh.pipe % pipe == 0 and pipe <= families.num_blocks(run):
-            data = ranks // pipe if elastic.auto_dp else mesh.data
-            other = _with_mesh(run, first, replace(mesh, data=data, pipe=pipe))
-            if other.batch.global_size >= data and not check.problems(other):
-                found.append(other)
-    return min(found, key=lambda one: _seconds(one, cluster, work, frozen, 0, exact=False) / one.batch.global_size).mesh
-
-
-def _with_mesh(run: Run, first: Run, mesh: Mesh) -> Run:
-    """The run goes on with this mesh, its own cut and the global batch that elastic.global-batch says."""
-    if mesh == run.mesh:
         return run
-    size = first.batch.global_size
-    if run.elastic.global_batch != "keep":
-        size = max(1, size * mesh.data // first.mesh.data)
-    return replace(run, mesh=mesh, batch=replace(run.batch, global_size=size),
-                   pipeline=replace(run.pipeline, boundaries=None))
+    ranks = mesh.data * mesh.pipe if elastic.auto_dp else mesh.pipe
+    for pipe in (pipe for pipe in range(1, ranks + 1) if ranks % pipe == 0 and pipe <= families.num_blocks(run)):
+        other = replace(mesh, data=ranks // pipe if elastic.auto_dp else mesh.data, pipe=pipe)
+        size = first.batch.global_size
+        if elastic.global_batch != "keep":
+            size = max(1, size * other.data // first.mesh.data)
+        there = on_mesh(replace(first, batch=replace(first.batch, global_size=size)), other)
+        if other != mesh and size >= other.data and not check.problems(there):
+            found.append((_seconds(there, cluster, work, frozen, 0, exact=False) / size, pipe, there))
+    now = _seconds(run, cluster, work, frozen, 0, exact=False) / run.batch.global_size
+    for each, _, there in sorted(found, key=lambda one: one[:2]):
+        gain = (now - each) * samples
+        if gain > _moved_seconds(run, cluster, work, there.mesh) and not work.excess(there, cluster, frozen):
+            return there
+    return run
 
 
-def _moved_seconds(run: Run, cluster: Cluster, work: Work) -> float:
-    """Of a transition: the largest stage's parameters and states leave a rank and arrive at another."""
+def _moved_seconds(run: Run, cluster: Cluster, work: Work, mesh: Mesh) -> float:
+    """Of a transition to `mesh`: where that is another one, the largest stage's parameters and states leave a rank and
+    arrive at another."""
+    if mesh == run.mesh:
+        return _START_SECONDS
     largest = max(sum(block.num_parameters for block in blocks) for blocks in work.stages(run))
-    return _START_SECONDS + cluster.between.seconds(16 * largest) if run.mesh.size > cluster.devices_per_node else \
-        _START_SECONDS + cluster.inside.seconds(16 * largest)
+    link = cluster.between if run.mesh.size > cluster.devices_per_node else cluster.inside
+    return _START_SECONDS + link.seconds(16 * largest)

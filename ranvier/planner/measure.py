@@ -1,13 +1,14 @@
 """The cluster file of the machine at hand, measured in under a minute (`ranvier doctor --measure`).
 
-On a CPU as many processes as there are cores compute at once, each with one thread, since that is what ranks do: one
-alone would have the memory and the clock of all. Blocks of transformers of several widths are timed forward and
-backward, and the three constants of `Device.seconds` are those that come nearest to all of them in relative terms: in
-fp32 (bf16 on CUDA); other number formats have a rate of their own beside the same two constants.
+On a CPU as many processes as there are cores (16 at most) compute at once, each with one thread, since that is what
+ranks do: one alone would have the memory and the clock of all. Blocks of transformers of several widths are timed
+forward and backward, and the three constants of `Device.seconds` are those that come nearest to all of them in relative
+terms: in fp32 (bf16 on CUDA); other number formats have a rate of their own beside the same two constants.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ import torch
 
 from ranvier.comm.message import Kind, Message
 from ranvier.comm.mpi_launch import mpi_available
+from ranvier.comm.protocol import Group
 from ranvier.machine import available_cores, memory_limit_bytes
 from ranvier.models import families
 from ranvier.optim.rules import rule_of
@@ -37,9 +39,9 @@ _GPU_SHAPES = ((512, 512, 4), (1024, 512, 4), (2048, 512, 2), (2048, 1024, 4), (
 _PRODUCT = {"cpu": 768, "cuda": 8192}
 _MESSAGES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
 _CROWD_SHAPE = (256, 128, 4)
-_BETWEEN = (256, 256)
-"""Rows, and width, of the product that is computed between two collectives that are timed: a few tenths of a
-millisecond, as between two of a tensor mesh."""
+_BETWEEN = (512, 256)
+"""Rows, and width, of the product that is computed between two collectives that are timed: about a millisecond, as
+between two of a tensor mesh."""
 _MOST_PROCESSES = 16
 Sample = tuple[float, float, float, float]
 """FLOPs, bytes moved, operations; and the seconds that they took."""
@@ -60,7 +62,7 @@ def measure(progress: Callable[[str], None] = lambda line: None) -> Cluster:
         found = _slowest(run_processes("ranvier.planner.measure:compute_on_rank", devices, "torch",
                                        timeout_seconds=120.0))
         progress(f"computing and exchanging, twice as many ranks on {devices} cores")
-        alone, crowded = (run_processes("ranvier.planner.measure:crowd_on_rank", count, transport,
+        alone, crowded = (run_processes("ranvier.planner.measure:crowd_on_rank", count, transport, args=[devices],
                                         timeout_seconds=120.0) for count in (devices, 2 * devices))
         found |= _crowded(alone, crowded)
     progress("messages between two ranks")
@@ -108,10 +110,12 @@ def compute_on_rank(world: World) -> dict:
     return _compute("cpu")
 
 
-def crowd_on_rank(world: World) -> dict:
-    """Seconds of one process's blocks while all compute; and what a collective of two adds to computing, for those that
-    have a partner."""
+def crowd_on_rank(world: World, cores: int) -> dict:
+    """Seconds of one process's blocks while all compute on so many cores; and what a collective of two adds to
+    computing, for those that have a partner."""
     torch.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity"):  # there may be more cores than are measured
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
     world.backend.group("control", [range(world.size)]).barrier()
     blocks = sum(seconds for *_, seconds in _blocks(_CROWD_SHAPE, "fp32", lambda step: _timed(step, 1.0, fmean)))
     return {"blocks": blocks, "collective": _collective(world)}
@@ -119,38 +123,46 @@ def crowd_on_rank(world: World) -> dict:
 
 def _collective(world: World) -> float | None:
     """Seconds that an all-reduce of a few numbers between two ranks adds to what they compute before it: it starts on
-    both, and the faster one waits. All pairs do so at once."""
-    pairs = world.backend.group("data", [range(first, min(first + 2, world.size))
-                                         for first in range(0, world.size, 2)])
+    both, and the faster one waits. All pairs do so at once; which ranks are pairs changes, since two that take turns on
+    one core wait longest. None without a partner."""
     everyone = world.backend.group("control", [range(world.size)])
     rows, width = _BETWEEN
     first, second = (torch.randn(size, width, device=world.device) for size in (rows, width))
     few = torch.zeros(64, device=world.device)
 
-    def seconds(exchange: bool, count: int = 300) -> float:
+    def seconds(pair: Group | None, count: int = 100) -> float:
         everyone.barrier()
         began = time.perf_counter()
         for _ in range(count):
             first @ second
-            if exchange:
-                pairs.all_reduce(few).wait()
+            if pair is not None:
+                pair.all_reduce(few).wait()
         if world.device.type == "cuda":
             torch.cuda.synchronize()
         return (time.perf_counter() - began) / count
 
-    seconds(True, 20)
-    alone, both = seconds(False), seconds(True)
+    found = []
+    for apart in (1, 2, 3):
+        pairs = {tuple(sorted({rank, rank ^ apart if rank ^ apart < world.size else rank}))
+                 for rank in range(world.size)}
+        pair = world.backend.group("data", sorted(pairs))
+        seconds(pair, 20)
+        both, alone = zip(*((seconds(pair), seconds(None)) for _ in range(4)), strict=True)
+        if len(pair.ranks) == 2:
+            found.append(fmean(both) - fmean(alone))
     everyone.barrier()
-    return max(0.0, both - alone) if len(pairs.ranks) == 2 else None
+    return max(0.0, fmean(found)) if found else None
 
 
 def _crowded(alone: Sequence[dict], crowded: Sequence[dict]) -> dict[str, float]:
     """What is lost where two ranks take turns on each core: of the rates, and what a collective takes longer than it
-    takes by itself, once for each turn."""
+    takes by itself, once for each turn. On one core no collective is by itself: it has its turns in all that is
+    measured."""
     blocks = [fmean(one["blocks"] for one in ranks) for ranks in (alone, crowded)]
-    waits = [[one["collective"] for one in ranks if one["collective"] is not None] for ranks in (alone, crowded)]
-    by_itself, in_turns = (fmean(found) if found else 0.0 for found in waits)
-    return {"crowded_share": min(1.0, 2.0 * blocks[0] / blocks[1]), "turn_seconds": max(0.0, in_turns - 2 * by_itself)}
+    by_itself, in_turns = ([one["collective"] for one in ranks if one["collective"] is not None]
+                           for ranks in (alone, crowded))
+    waited = fmean(in_turns) - 2 * fmean(by_itself) if by_itself else 0.0
+    return {"crowded_share": min(1.0, 2.0 * blocks[0] / blocks[1]), "turn_seconds": max(0.0, waited)}
 
 
 def _compute(kind: str) -> dict:

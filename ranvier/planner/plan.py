@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 from typing import get_args
 
@@ -50,6 +51,8 @@ def plan(name: str, run: Run, cluster_name: str, *, ranks: int | None = None, se
          measure: int = 0, out: Path | None = None, explain: bool = False, as_json: bool = False) -> Plan:
     """Search, run the best `measure` for some steps here, print, and write the best as a run file."""
     cluster = load_cluster(cluster_name)
+    if out is not None:
+        resolve.check_out(out)
     count = ranks_for(run, cluster, ranks)
     run, problems = check.with_pretrained(run)
     for problem in (*problems, *(one for one in check.problems(closed(run)) if one.where.startswith("model."))):
@@ -74,7 +77,7 @@ def plan(name: str, run: Run, cluster_name: str, *, ranks: int | None = None, se
     for line in report.course_lines(found.best[0]):
         print(line)
     freezes = run.elastic.freeze != "none" and not run.elastic.dry_run
-    if found.best[0].course is None and freezes and run.train.epochs is not None:
+    if found.best[0].course is None and freezes:
         print("\nWhat freezing gives is not predicted: how many steps an epoch has is not known. "
               "Set --data.train-samples.")
     if out is not None:
@@ -138,6 +141,9 @@ def simulate(name: str, run: Run, cluster_name: str, *, ranks: int | None = None
              ) -> Simulation:
     """Simulate a step of the run's own mesh, print it, and draw it."""
     cluster = load_cluster(cluster_name)
+    for where, value in (("--jitter", jitter), ("--mtbf-hours", mtbf_hours or 1.0)):
+        if not isfinite(value):
+            raise ConfigError("must be a finite number", where=where, value=value, remedy="Leave it out for none.")
     run, problems = check.with_pretrained(replace(run, launch=replace(run.launch, cluster=cluster_name)))
     run, unplanned = check.with_plan(run, ranks)
     for problem in (*problems, *unplanned, *check.problems(run)):

@@ -202,8 +202,11 @@ def course_lines(found: Found) -> list[str]:
     with_what = " and ".join(used) or "the mesh as it is"
     lines = ["", f"Layers freeze as elastic.freeze says: with {with_what} the run takes {course.seconds:.4g} s "
                  f"instead of {course.unfrozen_seconds:.4g} s, {course.speedup:.2f} times as fast."]
-    lines += [f"  from step {period.first_step}: {period.frozen} frozen, data {period.mesh.data} x pipe "
-              f"{period.mesh.pipe}, {period.step_seconds:.4g} s a step" for period in course.periods]
+    grows = len({period.global_size for period in course.periods}) > 1
+    for period in course.periods:
+        batch = f", batch {period.global_size}" if grows else ""
+        lines.append(f"  from step {period.first_step}: {period.frozen} frozen, data {period.mesh.data} x pipe "
+                     f"{period.mesh.pipe}{batch}, {period.step_seconds:.4g} s a step")
     return lines
 
 

@@ -127,17 +127,24 @@ class Work:
         blocks = self.blocks(run, frozen)
         return [blocks[start:stop] for start, stop in pairwise([0, *self._edges(run, frozen), len(blocks)])]
 
-    def memory(self, run: Run, *, states_only: bool = False) -> tuple[RankMemory, ...]:
+    def memory(self, run: Run, frozen: int = 0, *, states_only: bool = False) -> tuple[RankMemory, ...]:
         """What `ranvier check` predicts, with the blocks that are counted already. states_only: what lives from step to
         step, which takes far less time to find."""
-        kind = _kind(run)
+        kind = _kind(run), frozen
         if kind not in self._parts:
-            model = families.model_of(run, dtype=DTYPES[run.precision])
+            model = freeze(families.model_of(run, dtype=DTYPES[run.precision]), frozen)
             self._parts[kind] = model, Parts(model, run.mesh, run.tensor)
         model, parts = self._parts[kind]
-        table, layout = parts.cut(replace(run.mesh, data=1), None if states_only else self.blocks(run),
-                                  boundaries=self._edges(run, 0), how="cost", device=run.launch.device)
+        table, layout = parts.cut(replace(run.mesh, data=1), None if states_only else self.blocks(run, frozen),
+                                  boundaries=self._edges(run, frozen), how="cost", device=run.launch.device)
         return predict_memory(run, model, table, layout, self._needs.setdefault(kind, {}))
+
+    def excess(self, run: Run, cluster: Cluster, frozen: int = 0) -> str:
+        """What does not suffice for it; empty where it fits."""
+        try:
+            return _excess(run, cluster, self.memory(run, frozen))
+        except RanvierError as problem:
+            return str(problem)
 
     def _edges(self, run: Run, frozen: int) -> tuple[int, ...]:
         """First block of each stage after the first."""
@@ -228,6 +235,8 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
     best.sort(key=lambda found: found.cost.seconds)
     best[:_FOLLOWED] = sorted((_followed(found, cluster, work, searched) for found in best[:_FOLLOWED]),
                               key=Found.ranked_seconds)
+    if best[0].course:  # the times of others are of steps, not of whole runs
+        best = [found for found in best if found.course]
     best[0] = _followed(_tuned(best[0], cluster, work, "chunks", searched), cluster, work, ())
     slowest = max(found.cost.seconds for found in best)
     dropped = [found for found in dropped if found.cost.seconds < slowest]
@@ -411,6 +420,15 @@ def _no_mesh(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting]
                     pipeline=replace(run.pipeline, boundaries=None))
     if found := check.problems(alone):
         return found[0]
+    if "mesh" not in searched and not run.mesh.is_open:
+        size = run.mesh.row if run.batch.microbatch_size == "auto" else run.batch.microbatch_size
+        given = replace(run, batch=replace(run.batch, microbatch_size=size))
+        if found := check.problems(given):
+            return found[0]
+        try:
+            Work().stages(given)
+        except RanvierError as problem:
+            return problem
     near = [next((count for count in numbers if next(candidates(run, cluster, count, searched), None)), None)
             for numbers in (range(ranks - 1, max(0, ranks - _NEAR), -1), range(ranks + 1, ranks + _NEAR))]
     works = [str(count) for count in near if count is not None]
@@ -426,9 +444,15 @@ def _no_mesh(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting]
 
 def _does_not_fit(run: Run, cluster: Cluster, ranks: int, dropped: Sequence[Found], work: Work) -> ConfigError:
     """What is missing where nothing fits, and the nearest thing that would."""
-    least = min((*dropped, *_frugal(run, cluster, ranks, work)), key=lambda found: _share_needed(found, cluster))
-    remedies = [text for text in (_larger_cluster(run, cluster, ranks, work), _smaller_model(run, cluster, ranks))
-                if text]
+    frugal = list(_frugal(run, cluster, ranks, work))
+    fits = next((found for found in frugal if found.fits), None)
+    least = min((found for found in (*dropped, *frugal) if not found.fits), key=lambda found: _share_needed(
+        found, cluster))
+    if fits is not None:  # which was not looked for
+        remedies = [f"It would fit as {_short(fits.run)}."]
+    else:
+        remedies = [text for text in (_larger_cluster(run, cluster, ranks, work), _smaller_model(run, cluster, ranks))
+                    if text]
     return ConfigError(f"does not fit {ranks} devices of {cluster.name} in any of {len(dropped)} configurations; the "
                        f"one that needs least ({_short(least.run)}): {least.reason}", where="model",
                        remedy=" ".join(remedies) or "Take a smaller model, or more memory.")
@@ -457,7 +481,8 @@ def _larger_cluster(run: Run, cluster: Cluster, ranks: int, work: Work) -> str:
     run, blocks = _on(run, cluster), families.num_blocks(run)
     pipes = {blocks, *(1 << power for power in range(blocks.bit_length()) if 1 << power < blocks)}
     datas = [1 << power for power in range(run.batch.global_size.bit_length())]
-    parameters = sum(block.num_parameters for block in work.blocks(replace(run, mesh=Mesh())))
+    alone = replace(run, mesh=Mesh(), batch=replace(run.batch, microbatch_size=1))
+    parameters = sum(block.num_parameters for block in work.blocks(alone))
     for shape in sorted(product(datas, pipes, _cols(run)), key=lambda shape: (prod(shape), shape)):
         (data, pipe, col), count = shape, prod(shape)
         nodes = -(-count // cluster.devices_per_node)

@@ -81,6 +81,10 @@ def test_nominal_figures_of_the_devices_here(monkeypatch):
     there = cluster_for(replace(OPEN, launch=Launch()), 8, 4)
     assert there.device == replace(load_cluster("h200").device, memory_bytes=150_754_820_096)
     assert there.num_devices == 8 and there.nodes == 2
+    for name, shipped in (("Tesla V100-SXM2-16GB", "summit"), ("Quadro RTX 5000", "frontera"),
+                          ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-80GB", "a100")):
+        monkeypatch.setattr(auto.torch.cuda, "get_device_name", lambda name=name: name)
+        assert cluster_for(replace(OPEN, launch=Launch()), 8, 4).device.name == load_cluster(shipped).device.name
     monkeypatch.setattr(auto.torch.cuda, "get_device_name", lambda: "Voodoo 2")
     _, (problem,) = check.with_plan(replace(OPEN, launch=Launch()), 4)
     assert str(problem) == (

@@ -52,6 +52,8 @@ def changed(**changes):
     ({"nodes": 0}, r"cluster's nodes: should be greater than or equal to 1, in file x \(got 0\)"),
     ({"nodes": "many"}, "cluster's nodes: should be a valid integer"),
     ({"devices_per_node": True}, r"cluster's devices_per_node: should be a number, in file x \(got True\)"),
+    ({"device__reserved_bytes": 17_179_869_184},
+     r"cluster's device.reserved_bytes: leaves nothing of the device's 17,179,869,184 bytes, in file x"),
     ({"device__cores": False}, "cluster's device.cores: should be a number"),
     ({"inside__share": 1.5}, "cluster's inside.share: should be less than or equal to 1"),
     ({"inside__bandwidth": float("inf")}, "cluster's inside.bandwidth: must be a finite number"),

@@ -190,6 +190,24 @@ def test_a_model_that_is_too_large_is_told_what_would_work():
     assert search(replace(TINY, model=replace(TINY.model, **flags)), small, 2).best[0].fits
 
 
+def test_what_would_fit_is_named_where_it_was_not_looked_for():
+    cluster = load_cluster("h100")
+    small = replace(cluster, device=replace(cluster.device, memory_bytes=1_503_000_000))  # 3 MB are left
+    run = replace(TINY, batch=replace(TINY.batch, microbatch_size=4), mesh=Mesh(data=4))
+    text = (r"the one that needs least \(data 4 .*\): memory of the device does not suffice: .*\. "
+            r"It would fit as data 1 x pipe 4 x row 1 x col 1, microbatch 1")
+    with pytest.raises(ConfigError, match=text):
+        search(run, small, 4, ("microbatch",))
+
+
+def test_auto_where_nothing_fits():
+    cluster = load_cluster("h100")
+    small = replace(cluster, nodes=4, device=replace(cluster.device, memory_bytes=1_500_600_000))
+    run = replace(TINY, batch=replace(TINY.batch, microbatch_size="auto"), mesh=Mesh(data="auto"))
+    with pytest.raises(ConfigError, match=r"does not fit 2 devices .*It fits [\d,]+ devices"):
+        search(run, small, 2, ("mesh", "microbatch"))
+
+
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
@@ -266,7 +284,15 @@ def test_the_command_prints_json(capsys):
     (["plan", "gpt-tiny", "--cluster", "laptop", "--search", ","], "--search: is nothing that can be searched"),
     (["plan", "gpt-tiny", "--cluster", "laptop", "--batch.global-size", "none"], "batch.global-size: must be"),
     (["plan", "gpt-tiny", "--cluster", "laptop", "--out", "/no/such/folder/x.toml"],
-     "--out: cannot be written: No such file or directory"),
+     "--out: cannot be written: no such folder"),
+    (["plan", "gpt-tiny", "--cluster", "laptop", "--out", "best"],
+     "--out: is no .toml file, which is how it would be known (got 'best'). Name it best.toml."),
+    (["simulate", "gpt-tiny", "--cluster", "laptop", "--mtbf-hours", "inf"], "--mtbf-hours: must be a finite number"),
+    (["simulate", "gpt-tiny", "--cluster", "laptop", "--jitter", "nan"], "--jitter: must be a finite number"),
+    (["plan", "gpt-tiny", "--cluster", "laptop", "--search", "checkpoint", "--mesh.pipe", "1", "--mesh.data", "4",
+      "--batch.global-size", "8", "--batch.microbatch-size", "4"], "batch.microbatch-size: "),
+    (["plan", "gpt-tiny", "--cluster", "laptop", "--search", "checkpoint", "--pipeline.boundaries", "99"],
+     "pipeline.boundaries: "),
     (["simulate", "gpt-tiny", "--cluster", "h200"], "mesh: needs 4 devices, and H200 has 1"),
     (["simulate", "gpt-tiny", "--cluster", "laptop", "--slow", "0:9:2"],
      "--slow: must be REPLICA:STAGE:FACTOR, of a replica and stage that are there (got '0:9:2')"),
@@ -284,6 +310,7 @@ def test_the_command_prints_json(capsys):
      "mesh: has 4 ranks, not 2, and may not change"),
     (["doctor", "--out", "x.toml"], "--out: is for what is measured (got 'x.toml'). Add --measure."),
     (["doctor", "--measure", "--out", "/no/such/folder/x.toml"], "--out: cannot be written"),
+    (["doctor", "--measure", "--out", "here"], "--out: is no .toml file"),
 ])
 def test_what_the_commands_refuse(capsys, words, text):
     code, _, err = command(capsys, *words)
