@@ -1,7 +1,7 @@
 """The planner against real runs here: step times and memory of more than 30 configurations on 1, 2 and 4 ranks.
 
     python -m benchmarks.planner.measured [--cluster FILE] [--again FILE] [--layers 4] [--hidden 256] [--steps 9]
-        [--rounds 2]
+        [--rounds 2] [--memory FILE]
 
 One model and one global batch; what changes is mesh, microbatch, policy, checkpointing and sharding. The cluster is
 measured first unless --cluster names its file. Each configuration is run in real processes of its own, once in each
@@ -130,8 +130,8 @@ def describe(run: Run) -> str:
 
 
 def compare(base: Run, cluster: Cluster, runs: Sequence[Run], transport: str, known: Mapping[str, dict],
-            rounds: int) -> dict:
-    """known: what was measured before, by configuration."""
+            rounds: int, counted: Mapping[str, int]) -> dict:
+    """known: what was measured before, by configuration. counted: bytes alone."""
     work, rows, runs, chosen = Work(), [], list(runs), {}
     for count in sorted({run.mesh.size for run in runs} - {1}):
         run = search(base, cluster, count, ("mesh", "microbatch", "checkpoint"), work=work).best[0].run
@@ -147,7 +147,7 @@ def compare(base: Run, cluster: Cluster, runs: Sequence[Run], transport: str, kn
                   f"{1e3 * seconds[describe(run)][-1]:.0f} ms", flush=True)
     for run in runs:
         name, found = describe(run), predict(run, cluster, work)
-        peak = known[name]["peak_bytes"] if name in known else peak_bytes(run, transport)
+        peak = counted[name] if name in counted else peak_bytes(run, transport)
         rows.append({"configuration": name, "ranks": run.mesh.size, "predicted": found.cost.seconds,
                      "measured": fmean(seconds[name]), "rounds": seconds[name], "peak_bytes": peak,
                      "predicted_bytes": max(entry.device_bytes for entry in found.memory)})
@@ -182,10 +182,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--again", type=Path, help="file of results: predict anew what was measured there")
+    parser.add_argument("--memory", type=Path, help="file of results: bytes, which no two runs differ in, are as there")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     before = json.loads(options.again.read_text()) if options.again else {"rows": [], "cluster": None}
+    counted = {row["configuration"]: row["peak_bytes"] for row in (
+        json.loads(options.memory.read_text()) if options.memory else before)["rows"]}
     cluster = load_cluster(options.cluster) if options.cluster else (
         TypeAdapter(Cluster).validate_python(before["cluster"]) if options.again else measure(print))
     base = Run(batch=Batch(global_size=32, microbatch_size=4), checkpoint=Checkpoint(every=0),
@@ -194,7 +197,7 @@ def main() -> None:
                data=Data(max_bytes=2_000_000))
     transport = "torch" if mpi_available() is not None else "mpi"
     results = compare(base, cluster, configurations(base, options.quick), transport,
-                      {row["configuration"]: row for row in before["rows"]}, options.rounds)
+                      {row["configuration"]: row for row in before["rows"]}, options.rounds, counted)
     print(f"rank correlation {results['correlation']:.3f}, median error {results['median_error']:.1%}, of memory "
           f"{results['memory_median_error']:.1%} (at most {results['memory_largest_error']:.1%})")
     if options.rounds > 1:

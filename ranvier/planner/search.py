@@ -59,6 +59,8 @@ _TUNED = 4
 """Of those that fit, for how many other in-flight limits are tried."""
 _FOLLOWED = 6
 """Of those that fit, how many are followed through a run whose layers freeze."""
+_ALIKE = 1.03
+"""Times that differ by less are alike: of such plans that comes first whose ranks wait for each other least."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,6 +239,8 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
                               key=Found.ranked_seconds)
     if best[0].course:  # the times of others are of steps, not of whole runs
         best = [found for found in best if found.course]
+    alike = [found for found in best if found.ranked_seconds() <= _ALIKE * best[0].ranked_seconds()]
+    best.insert(0, best.pop(best.index(min(alike, key=lambda found: found.run.mesh.pipe * found.run.mesh.stage_size))))
     best[0] = _followed(_tuned(best[0], cluster, work, "chunks", searched), cluster, work, ())
     slowest = max(found.cost.seconds for found in best)
     dropped = [found for found in dropped if found.cost.seconds < slowest]
