@@ -5,8 +5,8 @@
 
 One model and one global batch; what changes is mesh, microbatch, policy, checkpointing and sharding. The cluster is
 measured first unless --cluster names its file. Each configuration is run in real processes of its own, once in each
-round, so that what the machine does meanwhile falls on all alike: the mean of the rounds' median steps counts; one more
-run of two steps counts the bytes. How well the first and the last round agree says how far any prediction can. The
+round, so that what the machine does meanwhile falls on all alike: the median of the rounds' median steps counts; one
+more run of two steps counts the bytes. How well the first and the last round agree says how far any prediction can. The
 table has predicted and measured seconds and
 bytes of each; below are the rank correlation (Spearman), the median errors, and how far the choice of a search over
 meshes, microbatches and checkpoints is from the best that was measured with as many ranks.
@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 import torch
 from pydantic import TypeAdapter
@@ -149,7 +149,7 @@ def compare(base: Run, cluster: Cluster, runs: Sequence[Run], transport: str, kn
         name, found = describe(run), predict(run, cluster, work)
         peak = counted[name] if name in counted else peak_bytes(run, transport)
         rows.append({"configuration": name, "ranks": run.mesh.size, "predicted": found.cost.seconds,
-                     "measured": fmean(seconds[name]), "rounds": seconds[name], "peak_bytes": peak,
+                     "measured": median(seconds[name]), "rounds": seconds[name], "peak_bytes": peak,
                      "predicted_bytes": max(entry.device_bytes for entry in found.memory)})
         row = rows[-1]
         print(f"{name}: predicted {1e3 * row['predicted']:.0f} ms, measured {1e3 * row['measured']:.0f} ms "
@@ -174,6 +174,16 @@ def _choice(rows: Sequence[dict], count: int, name: str) -> dict:
     return {"ranks": count, "choice": name, "best": best, "choice_over_best": seconds[name] / seconds[best]}
 
 
+def together(results: Sequence[dict]) -> dict:
+    """Of several results those configurations that all have, with all their rounds; the last one's cluster."""
+    if not results:
+        return {"rows": [], "cluster": None}
+    *others, last = ({row["configuration"]: row for row in one["rows"]} for one in results)
+    rows = [{**row, "rounds": [seconds for one in (*others, last) for seconds in one[name]["rounds"]]}
+            for name, row in last.items() if all(name in one for one in others)]
+    return {"rows": rows, "cluster": results[-1]["cluster"]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cluster", help="a cluster file of this machine; by default it is measured first")
@@ -181,12 +191,13 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--again", type=Path, help="file of results: predict anew what was measured there")
+    parser.add_argument("--again", type=Path, nargs="+", default=[], help="files of results: predict anew what was "
+                        "measured there, on the last one's cluster; rounds of several are put together")
     parser.add_argument("--memory", type=Path, help="file of results: bytes, which no two runs differ in, are as there")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    before = json.loads(options.again.read_text()) if options.again else {"rows": [], "cluster": None}
+    before = together([json.loads(path.read_text()) for path in options.again])
     counted = {row["configuration"]: row["peak_bytes"] for row in (
         json.loads(options.memory.read_text()) if options.memory else before)["rows"]}
     cluster = load_cluster(options.cluster) if options.cluster else (
@@ -208,7 +219,7 @@ def main() -> None:
               f"the time of the best measured ({one['best']})")
     path = options.output or results_file("planner", "measured")
     write_results(path, {"cluster": asdict(cluster), "transport": transport, **results,
-                         "measured_in": options.again and options.again.name})
+                         "measured_in": [path.name for path in options.again]})
     print(f"wrote {path}")
 
 
