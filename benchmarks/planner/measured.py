@@ -6,10 +6,10 @@
 One model and one global batch; what changes is mesh, microbatch, policy, checkpointing and sharding. The cluster is
 measured first unless --cluster names its file. Each configuration is run in real processes of its own, once in each
 round, so that what the machine does meanwhile falls on all alike: the median of the rounds' median steps counts; one
-more run of two steps counts the bytes. How well the first and the last round agree says how far any prediction can. The
-table has predicted and measured seconds and
-bytes of each; below are the rank correlation (Spearman), the median errors, and how far the choice of a search over
-meshes, microbatches and checkpoints is from the best that was measured with as many ranks.
+more run of two steps counts the bytes. How well the first and the last round agree says how far any prediction can.
+The table has predicted and measured seconds and bytes of each; below are the rank correlation (Spearman), the median
+errors, and how far the choice of a search over meshes, microbatches and checkpoints is from the best that was measured
+with as many ranks.
 """
 
 from __future__ import annotations

@@ -60,7 +60,8 @@ _TUNED = 4
 _FOLLOWED = 6
 """Of those that fit, how many are followed through a run whose layers freeze."""
 _ALIKE = 1.03
-"""Times that differ by less are alike: of such plans that comes first whose ranks wait for each other least."""
+"""Where ranks share cores, times that differ by less are alike: of such plans that comes first whose ranks wait for
+each other least, since waiting costs more there than the model knows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,8 +240,10 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
                               key=Found.ranked_seconds)
     if best[0].course:  # the times of others are of steps, not of whole runs
         best = [found for found in best if found.course]
-    alike = [found for found in best if found.ranked_seconds() <= _ALIKE * best[0].ranked_seconds()]
-    best.insert(0, best.pop(best.index(min(alike, key=lambda found: found.run.mesh.pipe * found.run.mesh.stage_size))))
+    if cluster.device.cores is not None:
+        alike = [found for found in best if found.ranked_seconds() <= _ALIKE * best[0].ranked_seconds()]
+        simplest = min(alike, key=lambda found: found.run.mesh.pipe * found.run.mesh.stage_size)
+        best.insert(0, best.pop(best.index(simplest)))
     best[0] = _followed(_tuned(best[0], cluster, work, "chunks", searched), cluster, work, ())
     slowest = max(found.cost.seconds for found in best)
     dropped = [found for found in dropped if found.cost.seconds < slowest]

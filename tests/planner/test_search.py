@@ -145,6 +145,24 @@ def test_what_is_asked_for_in_vain(tmp_path):
         search(replace(TINY, precision="bf16"), load_cluster("frontera"), 2)
 
 
+def test_where_cores_are_shared_alike_plans_are_ordered_by_what_waits(monkeypatch):
+    """Replicas before stages that are a little faster; with devices of their own the fastest comes first."""
+    def together(found):
+        return found.run.mesh.pipe * found.run.mesh.stage_size
+
+    laptop = load_cluster("laptop")
+    laptop = replace(laptop, device=replace(laptop.device, cores=2))
+    run = replace(TINY, precision="fp32", launch=replace(TINY.launch, device="cpu"))
+    for cluster in (laptop, load_cluster("h100")):
+        for alike in (1.0, 100.0):
+            monkeypatch.setattr(search_module, "_ALIKE", alike)
+            first, *others = search(run, cluster, 4, ("mesh", "microbatch")).best
+            if alike == 1.0 or cluster is not laptop:
+                assert first.cost.seconds <= min(found.cost.seconds for found in others)
+            else:
+                assert together(first) == min(map(together, others)) and len(set(map(together, others))) > 1
+
+
 def larger_cluster_in(text):
     """Devices, nodes and mesh that are said to do."""
     words = re.search(r"It fits ([\d,]+) devices \(([\d,]+) nodes\) as data (\d+) x pipe (\d+) x col (\d+), with", text)
