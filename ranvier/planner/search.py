@@ -24,6 +24,7 @@ from ranvier.errors import ConfigError, RanvierError
 from ranvier.mesh import AXES, Mesh
 from ranvier.models import families
 from ranvier.models.block import Model, freeze
+from ranvier.optim.optimizer import resolve_bucket_size
 from ranvier.pipeline.build import Parts, meta_mesh, split_model
 from ranvier.pipeline.partition import BlockCost, block_costs, check_boundaries, partition, uniform
 from ranvier.pipeline.policies import policy_named
@@ -412,10 +413,14 @@ def _in_flights(run: Run) -> list[Run]:
 
 
 def _chunks(run: Run) -> list[Run]:
+    """Other sizes of buckets and numbers of them in a chunk."""
     if run.mesh.data == 1:
         return []
-    return [replace(run, optim=replace(run.optim, chunk_buckets=count)) for count in (1, 2, 4, 8, 16)
-            if count != run.optim.chunk_buckets]
+    optim, size = run.optim, resolve_bucket_size(run.optim, run.launch.device)
+    other = [(bucket, count) for bucket in (size // 4, size, 4 * size) for count in (1, 2, 4, 8, 16)]
+    return [replace(run, optim=replace(optim, bucket_size=optim.bucket_size if bucket == size else bucket,
+                                       chunk_buckets=count))
+            for bucket, count in other if bucket and (bucket, count) != (size, optim.chunk_buckets)]
 
 
 # --- nothing fits ----------------------------------------------------------------------------------------------------

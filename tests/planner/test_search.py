@@ -145,6 +145,16 @@ def test_what_is_asked_for_in_vain(tmp_path):
         search(replace(TINY, precision="bf16"), load_cluster("frontera"), 2)
 
 
+def test_chunks_are_large_where_each_is_dear():
+    """TINY has 0.2 million parameters: with buckets of 2048 and one to a chunk a hundred chunks."""
+    cluster = replace(load_cluster("h100"), chunk_seconds=1.0)
+    run = replace(TINY, mesh=Mesh(data=4), optim=replace(TINY.optim, bucket_size=2048, chunk_buckets=1))
+    best = search(run, cluster, 4, ("chunks",)).best[0]
+    assert (best.run.optim.bucket_size, best.run.optim.chunk_buckets) == (8192, 16)
+    assert best.cost.seconds < 0.1 * predict(run, cluster).cost.seconds
+    assert search(run, cluster, 4, ("microbatch",)).best[0].run.optim.bucket_size == 2048
+
+
 def test_where_cores_are_shared_alike_plans_are_ordered_by_what_waits(monkeypatch):
     """Replicas before stages that are a little faster; with devices of their own the fastest comes first."""
     def together(found):
