@@ -402,15 +402,18 @@ def origin(run_dir: Path) -> str:
 
 def check_out(path: Path) -> None:
     """ConfigError where no .toml file can be written to `path` of --out; before the work whose result it is to hold."""
-    if path.suffix != ".toml":
-        raise ConfigError("is no .toml file, which is how it would be known", where="--out", value=str(path),
-                          remedy=f"Name it {path.with_suffix('.toml')}.")
     folder = path.absolute().parent
-    problem = ("it is a folder" if path.is_dir() else "no such folder" if not folder.is_dir() else
-               None if os.access(path if path.exists() else folder, os.W_OK) else "permission denied")
+    try:
+        problem = ("it is a folder" if path.is_dir() else "no such folder" if not folder.is_dir() else
+                   None if os.access(path if path.exists() else folder, os.W_OK) else "permission denied")
+    except OSError as error:
+        problem = error.strerror or str(error)
     if problem is not None:
         raise ConfigError(f"cannot be written: {problem}", where="--out", value=str(path),
                           remedy="Name a .toml file in a folder you own.")
+    if path.suffix != ".toml":
+        raise ConfigError("is no .toml file, which is how it would be known", where="--out", value=str(path),
+                          remedy=f"Name it {path.with_suffix('.toml')}.")
 
 
 def write(run: Run, path: Path) -> None:

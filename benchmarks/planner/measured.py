@@ -160,8 +160,9 @@ def compare(base: Run, cluster: Cluster, runs: Sequence[Run], transport: str, kn
     errors = [abs(one / other - 1.0) for one, other in zip(predicted, real, strict=True)]
     memory = [abs(row["predicted_bytes"] / row["peak_bytes"] - 1.0) for row in rows]
     return {"rows": rows, "correlation": spearman(predicted, real), "median_error": median(errors),
-            "rounds": {"correlation": spearman(first, last), "median_difference": median(
-                abs(one / other - 1.0) for one, other in zip(first, last, strict=True))},
+            "rounds": None if any(len(row["rounds"]) == 1 for row in rows) else {
+                "correlation": spearman(first, last), "median_difference": median(
+                    abs(one / other - 1.0) for one, other in zip(first, last, strict=True))},
             "memory_median_error": median(memory), "memory_largest_error": max(memory),
             "choices": [_choice(rows, count, name) for count, name in chosen.items()],
             "model": asdict(base.model), "batch": base.batch.global_size}
@@ -211,7 +212,7 @@ def main() -> None:
                       {row["configuration"]: row for row in before["rows"]}, options.rounds, counted)
     print(f"rank correlation {results['correlation']:.3f}, median error {results['median_error']:.1%}, of memory "
           f"{results['memory_median_error']:.1%} (at most {results['memory_largest_error']:.1%})")
-    if options.rounds > 1:
+    if results["rounds"] is not None:
         print(f"the first and the last round: rank correlation {results['rounds']['correlation']:.3f}, median "
               f"difference {results['rounds']['median_difference']:.1%}")
     for one in results["choices"]:

@@ -280,7 +280,8 @@ class _Maker:
         if crowded == 1.0:
             return busy
         turns = microbatches * sum(self._collectives(row.stage) for row in rows) * self.cluster.device.turn_seconds
-        return busy / self.cluster.device.crowded_share + exchanged * crowded + turns
+        nodes = max(1, self.mesh.pipe * self.mesh.stage_size / self.local)  # of a replica
+        return busy / self.cluster.device.crowded_share + (exchanged * crowded + turns) / nodes
 
     # --- messages ----------------------------------------------------------------------------------------------------
 

@@ -68,7 +68,7 @@ def course(run: Run, cluster: Cluster, work: Work) -> Course | None:
     if run.elastic.freeze == "none" or run.elastic.dry_run or _steps(run) is None:
         return None
     policy = policy_of(run.elastic)
-    if not isinstance(policy, Manual) and not run.elastic.every and run.data.train_samples is None:
+    if not isinstance(policy, Manual) and not run.elastic.every and _epoch_samples(run) is None:
         return None
     steps = _steps(run)
     total, whole = steps * run.batch.global_size, cost(run, cluster, work.stages(run)).seconds
@@ -109,7 +109,7 @@ class _Now:
     @property
     def epoch(self) -> int:
         """Steps of one; all there are where that is not known."""
-        samples = self.run.data.train_samples
+        samples = _epoch_samples(self.run)
         return _steps(self.run) if samples is None else -(-samples // self.size)
 
     def until_asked(self, policy: FreezePolicy) -> int:
@@ -118,7 +118,7 @@ class _Now:
             return min((at - self.step for at, _ in policy.depths if at > self.step or not self._times),
                        default=_steps(self.run))
         if not self.run.elastic.every:
-            epoch = self.run.data.train_samples
+            epoch = _epoch_samples(self.run)
             return -(-(epoch - self.samples % epoch) // self.size)
         return self.run.elastic.every - self.step % self.run.elastic.every
 
@@ -145,9 +145,14 @@ def ways(run: Run) -> list[Run]:
     return found
 
 
+def _epoch_samples(run: Run) -> int | None:
+    """Of texts nobody says how many sequences they have."""
+    return None if run.data.task == "lm" else run.data.train_samples
+
+
 def _steps(run: Run) -> int | None:
     """Of the whole run, in batches of the size that it has now."""
-    samples = run.data.train_samples
+    samples = _epoch_samples(run)
     if run.train.epochs is None:
         return run.train.steps
     return None if samples is None else -(-samples * run.train.epochs // run.batch.global_size)
@@ -173,12 +178,12 @@ def _nothing(block: BlockCost) -> BlockCost:
 
 def _packed(run: Run, first: Run, cluster: Cluster, work: Work, frozen: int, samples: int) -> Run:
     """The run, which began as `first`, with the mesh for so many frozen layers: of all divisors of the ranks, as
-    AutoPipe and AutoDP may choose, that with the most samples a second that fits the memory and pays on the samples
-    that are left. The run as it is where it may not change."""
+    AutoPipe and AutoDP may choose (without AutoDP of the first number of stages), that with the most samples a second
+    that fits the memory and pays on the samples that are left. The run as it is where it may not change."""
     elastic, mesh, found = run.elastic, run.mesh, []
     if not elastic.auto_pipe:
         return run
-    ranks = mesh.data * mesh.pipe if elastic.auto_dp else mesh.pipe
+    ranks = mesh.data * mesh.pipe if elastic.auto_dp else first.mesh.pipe
     for pipe in (pipe for pipe in range(1, ranks + 1) if ranks % pipe == 0 and pipe <= families.num_blocks(run)):
         other = replace(mesh, data=ranks // pipe if elastic.auto_dp else mesh.data, pipe=pipe)
         size = first.batch.global_size

@@ -78,8 +78,8 @@ def plan(name: str, run: Run, cluster_name: str, *, ranks: int | None = None, se
         print(line)
     freezes = run.elastic.freeze != "none" and not run.elastic.dry_run
     if found.best[0].course is None and freezes:
-        print("\nWhat freezing gives is not predicted: how many steps an epoch has is not known. "
-              "Set --data.train-samples.")
+        print("\nWhat freezing gives is not predicted: how many steps an epoch has is not known. " + (
+            "Set --elastic.every and --train.steps." if run.data.task == "lm" else "Set --data.train-samples."))
     if out is not None:
         print(f"\nwritten to {out}; now: ranvier train {out}")
     return found

@@ -90,8 +90,10 @@ def explanation(plan: Plan) -> list[str]:
     worst = max(lost, key=lambda name: lost[name])
     lines.append(_binds(worst, lost[worst], best, plan))
     if second is not None:
-        lines.append(f"Next is {describe(second.run)}, "
-                     f"{second.ranked_seconds(factor) / best.ranked_seconds(factor) - 1:.1%} slower.")
+        longer = second.ranked_seconds(factor) / best.ranked_seconds(factor) - 1
+        why = "it was not measured" if best.measured_seconds else "more of its ranks wait for each other"
+        lines.append(f"Next is {describe(second.run)}, " + (
+            f"{longer:.1%} slower." if longer >= 0 else f"{-longer:.1%} faster by the prediction, but {why}."))
     if plan.dropped:
         tempting = min(plan.dropped, key=lambda found: found.cost.seconds)
         lines.append(f"Memory binds, too: {describe(tempting.run)} would take {tempting.cost.seconds:.4g} s "

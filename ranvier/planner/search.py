@@ -93,8 +93,8 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a search has found: those that fit, fastest first; those that would be faster and do not fit; and how many
-    there were."""
+    """What a search has found: those that fit, the chosen one first and then by time; those that would be faster and do
+    not fit; and how many there were."""
 
     cluster: Cluster
     ranks: int
@@ -417,7 +417,7 @@ def _chunks(run: Run) -> list[Run]:
     if run.mesh.data == 1:
         return []
     optim, size = run.optim, resolve_bucket_size(run.optim, run.launch.device)
-    other = [(bucket, count) for bucket in (size // 4, size, 4 * size) for count in (1, 2, 4, 8, 16)]
+    other = [(bucket, count) for bucket in (size, size // 4, 4 * size) for count in (1, 2, 4, 8, 16)]
     return [replace(run, optim=replace(optim, bucket_size=optim.bucket_size if bucket == size else bucket,
                                        chunk_buckets=count))
             for bucket, count in other if bucket and (bucket, count) != (size, optim.chunk_buckets)]

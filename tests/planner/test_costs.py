@@ -86,6 +86,18 @@ def test_ranks_that_share_cores_take_turns():
     assert four.update_seconds == pytest.approx(2 * two.update_seconds, rel=0.01)
 
 
+def test_stages_on_several_nodes_wait_at_the_same_time():
+    laptop = load_cluster("laptop")
+    laptop = replace(laptop, devices_per_node=4, device=replace(laptop.device, cores=2, turn_seconds=1e-3))
+    run = replace(TINY, mesh=Mesh(pipe=2, row=2, col=2), precision="fp32", launch=replace(TINY.launch, device="cpu"),
+                  batch=Batch(global_size=16, microbatch_size=4))
+    plain = replace(laptop, device=replace(laptop.device, turn_seconds=0.0))
+    apart, together = (found(run, replace(cluster, nodes=2)).cores_seconds - found(
+        run, replace(plain, devices_per_node=cluster.devices_per_node, nodes=2)).cores_seconds
+        for cluster in (laptop, replace(laptop, devices_per_node=8)))
+    assert together == pytest.approx(2 * apart) and apart > 0
+
+
 @pytest.mark.parametrize(("mesh", "count"), [
     (Mesh(row=2, col=2), 2 * 10 * (2 + 3)),  # two axes, ten blocks; of a layer's two, 4 forward and 6 backward
     (Mesh(pipe=2, col=2), 10 * (2 + 3)), (Mesh(data=2, col=2), 10 * (2 + 3)), (Mesh(pipe=4), 0)], ids=str)
@@ -241,7 +253,9 @@ def test_what_is_not_known_is_not_predicted():
     cap = replace(run, elastic=Elastic(freeze="cap"))
     assert course(cap, CLUSTER, Work()) is None  # it is asked after each epoch
     assert course(replace(cap, elastic=replace(cap.elastic, every=10)), CLUSTER, Work()) is not None
-    known = course(replace(epochs, data=Data(train_samples=16 * 10)), CLUSTER, Work())
+    assert course(replace(epochs, data=Data(train_samples=16 * 10)), CLUSTER, Work()) is None  # of a text
+    known = course(replace(epochs, data=Data(task="classification", train="sentiment", train_samples=16 * 10)),
+                   CLUSTER, Work())
     assert sum(period.steps for period in known.periods) == 30
 
 

@@ -272,6 +272,17 @@ def test_what_is_measured_orders_the_plan(monkeypatch):
     assert report.document(after, "x")["plans"][0]["measured_seconds"] == after.best[0].measured_seconds
 
 
+def test_the_one_that_was_measured_stays_first(monkeypatch):
+    """However the others were predicted: they were not measured."""
+    plan = search(TINY, load_cluster("h100"), 4)
+    plan = replace(plan, best=(plan.best[1], plan.best[0], *plan.best[2:]))
+    monkeypatch.setattr(trial, "step_seconds", lambda run, folder: 1.0)
+    after = trial.measured(plan, 1)
+    assert after.best[0].run == plan.best[0].run and after.best[0].measured_seconds == 1.0
+    assert re.search(r"Next is .* \d+\.\d% faster by the prediction, but it was not measured\.", " ".join(
+        report.explanation(after)))
+
+
 @pytest.mark.slow
 def test_the_command_measures(capsys):
     code, out, err = command(capsys, "plan", "gpt-tiny", "--cluster", "laptop", "--ranks", "1", "--measure", "1",
@@ -339,6 +350,8 @@ def test_the_command_prints_json(capsys):
     (["doctor", "--out", "x.toml"], "--out: is for what is measured (got 'x.toml'). Add --measure."),
     (["doctor", "--measure", "--out", "/no/such/folder/x.toml"], "--out: cannot be written"),
     (["doctor", "--measure", "--out", "here"], "--out: is no .toml file"),
+    (["doctor", "--measure", "--out", "."], "--out: cannot be written: it is a folder"),
+    (["plan", "gpt-tiny", "--cluster", "laptop", "--out", ""], "--out: cannot be written: it is a folder"),
 ])
 def test_what_the_commands_refuse(capsys, words, text):
     code, _, err = command(capsys, *words)
