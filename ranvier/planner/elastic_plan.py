@@ -87,6 +87,8 @@ def course(run: Run, cluster: Cluster, work: Work) -> Course | None:
                     first_step=start, steps=length, global_size=now.size, frozen=now.frozen, mesh=now.run.mesh,
                     step_seconds=_seconds(now.run, cluster, work, now.frozen, read),
                     transition_seconds=moved if start == began else 0.0))
+        if now.samples >= total:
+            break
         if run.elastic.cache and count >= now.epoch:
             cached = now.frozen
         began, next_run = now.step, _packed(now.run, run, cluster, work, deeper, total - now.samples)
