@@ -28,6 +28,7 @@ from ranvier.elastic.freezing import FreezePolicy
 from ranvier.elastic.transition import hand_over, take
 from ranvier.errors import RanvierError
 from ranvier.failure import tell_mesh
+from ranvier.lease import hold
 from ranvier.models import families
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.result import BatchResult
@@ -52,7 +53,7 @@ from ranvier.train.peak import matrix_product_rate
 from ranvier.train.report import History, rank_facts, summarise, write_report
 from ranvier.train.resize import ResizeRequests
 from ranvier.train.sample import continue_tokens
-from ranvier.train.saving import Saving, Start, told_by
+from ranvier.train.saving import Saving, Start, checkpoint_folder, told_by
 from ranvier.train.tensorboard import TensorBoard
 from ranvier.train.timeline import gather_timelines
 from ranvier.world import World
@@ -109,10 +110,12 @@ class Training:
         world.mesh = self.run.mesh
         self.run, _ = check_fits(self.run, world)
         self.everyone.barrier()  # not before every rank has looked at what is free
+        self.lease = hold([self.run.run_dir, checkpoint_folder(self.run)], self.everyone,
+                          tell=lambda line: print(line, file=stream, flush=True))
         self.orders = Orders(world)
         self.now: Formation | None = formed(self.run, world, self.data)
         self.elastic = Elasticity(self.run, self.data, tell=lambda event: self.outputs.event(event), policy=freezing)
-        self.saving = Saving(self.run, recipe, self.engine, self.data)
+        self.saving = Saving(self.run, recipe, self.engine, self.data, self.lease)
         self.begins = self.saving.start()
         self.result: BatchResult | None = None
         """Of the last step on this mesh."""
@@ -231,23 +234,20 @@ class Training:
 
     def leave(self, step: int) -> dict[str, object]:
         """Save what there is after `step`, and write no report: the run is to go on elsewhere."""
+        self._publish()
+        self.saving.finish()
         if self.saving.saved_step != step:
             self._save(step)
-        self._publish()
-        missing = self.saving.finish()
-        self._tell_of_checkpoints()
-        if missing is not None:
-            raise missing
+        self._require_checkpoint(step)
         told = next(reason for reason in self.ranks.gather_objects(self._stop.reason) if reason)
         self.outputs.event(NoteEvent(step=step, event="stopped", fields={"reason": told},
                                      text=f"stopped by {told}; go on with --resume auto --run-dir {self.run.run_dir}"))
         return {"stopped_after": step}
 
     def finish(self) -> dict[str, object]:
-        """Write a sample of text and the report; returns the summary."""
+        """Write a sample of text and the report, once the last checkpoint is on the disk; returns the summary."""
         run, world = self.run, self.world
-        missing = self.saving.finish()
-        self._tell_of_checkpoints()
+        self._require_checkpoint(self.done)
         timelines = gather_timelines(self.ranks, self.meter.kept)
         text = self._sample() if run.train.sample_tokens and run.data.task == "lm" else None
         facts = self.ranks.gather_objects(rank_facts(self.engine, world.device) | self.elastic.facts() | (
@@ -263,17 +263,25 @@ class Training:
                                  lambda rank: run.mesh.coordinates(rank).pipe) if run.memory_report else None
             self.outputs.event(EndEvent(step=self.done, summary=summary, sample=text, pictures=pictures,
                                         report=report))
-        summary = self.ranks.gather_objects(summary)[0]
-        if missing is not None:
-            raise missing
-        return summary
+        return self.ranks.gather_objects(summary)[0]
+
+    def _require_checkpoint(self, step: int) -> None:
+        """The run ends after `step`: UnsavedError unless its checkpoint is there, OwnershipError unless its folders
+        are still its own."""
+        try:
+            self.saving.require(step)
+        finally:
+            self._tell_of_checkpoints()
+        if self.lease is not None:
+            self.lease.verify()
 
     def close(self) -> None:
         """Let go of files and threads, however the run went."""
-        if self.now is not None:
-            self.saving.checkpoints.close()
+        written = self.now is None or self.saving.checkpoints.close()
         self.elastic.close()
         self.outputs.close()
+        if self.lease is not None and written:  # else a thread is still at work there, and ends with this process
+            self.lease.release()
 
     def part(self) -> None:
         """The run has ended well: give back what its ranks have in common."""
@@ -308,6 +316,8 @@ class Training:
     def _change(self, change: Change, save: bool = False) -> None:
         """Have all ranks, the idle ones too, make the change, and save what has come of it."""
         self._publish()
+        self.saving.finish()
+        self._tell_of_checkpoints()
         order = {"do": "change", "change": change.document(), "step": self.done, "samples": self.samples,
                  "elastic": self.elastic.state(self.run, self.now.frozen), "guards": self.guards.state(),
                  "saved_step": self.saving.saved_step, "save": save, "stops": self.stops,
@@ -324,8 +334,6 @@ class Training:
         began, old, before = time.monotonic_ns(), self.now, self.run.mesh
         held = None
         if old is not None:
-            self.saving.finish()
-            self._tell_of_checkpoints()
             self.saving.checkpoints.close()
             held = take(old.engine)
             old.close()
@@ -398,6 +406,8 @@ class Training:
 
     def _publish(self) -> None:
         """Wait for the pending step's numbers and tell them. RanvierError when the loss is not a number any more."""
+        if self.lease is not None:
+            self.lease.check()
         self._tell_of_checkpoints()
         if self.pending is None:
             return
