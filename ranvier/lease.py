@@ -20,7 +20,6 @@ import os
 import re
 import secrets
 import socket
-import stat
 import threading
 import time
 import weakref
@@ -34,6 +33,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ranvier.comm.protocol import Group
 from ranvier.errors import CheckpointError, OwnershipError
+from ranvier.plain_file import open_plain
 
 BEAT_SECONDS = 2.0
 """Between two counts of an owner."""
@@ -105,12 +105,9 @@ def _content(count: int, owner: Owner) -> bytes:
 
 
 def _read(path: Path) -> bytes:
-    """What a lease says; nothing where it is no plain file. Never blocks. FileNotFoundError where it is gone."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        return os.read(handle, _MOST_BYTES) if stat.S_ISREG(os.fstat(handle).st_mode) else b""
-    finally:
-        os.close(handle)
+    """What a lease says. FileNotFoundError where it is gone, another OSError where it cannot be read."""
+    with open_plain(path) as file:
+        return file.read(_MOST_BYTES)
 
 
 def _owner_in(content: bytes) -> Owner | None:
@@ -138,7 +135,7 @@ class _Watch:
         except FileNotFoundError:
             return False  # somebody else has taken the folder since: look again
         except OSError:
-            content = b""  # a link, or not to be read: it counts like one that stands still
+            content = b""  # no plain file, or not to be read: it counts like one that stands still
         owner, now = _owner_in(content), time.monotonic()
         if owner is not None and owner.released:
             return True

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TextIO
 
 import torch
@@ -32,6 +33,7 @@ from ranvier.lease import hold
 from ranvier.models import families
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.result import BatchResult
+from ranvier.plain_file import write_whole
 from ranvier.precision import DTYPES
 from ranvier.run import Run
 from ranvier.stop import StopRequest
@@ -42,10 +44,11 @@ from ranvier.train.console import console
 from ranvier.train.elasticity import Elasticity
 from ranvier.train.evaluation import evaluate
 from ranvier.train.events import EndEvent, NoteEvent, StartEvent, Tracker, Trackers, TransitionEvent
-from ranvier.train.files import EventsFile, MetricsFile, open_folder, plain, read_lines, steps_until, writing
+from ranvier.train.files import EventsFile, MetricsFile, open_folder, plain, writing
 from ranvier.train.formation import Formation, formed
 from ranvier.train.guards import Guards
 from ranvier.train.headings import UNITS, resolved, settings_text
+from ranvier.train.logs import Log, read_events, read_metrics
 from ranvier.train.memory import check_fits, explained, report_text
 from ranvier.train.metrics import Meter, PendingStep
 from ranvier.train.orders import Orders
@@ -129,8 +132,9 @@ class Training:
         """The run before `auto` was resolved, from which each change begins."""
         self.resize_requests = ResizeRequests(self.run.run_dir) if world.rank == 0 else None
         if world.rank == 0:
-            self.outputs = _outputs(self.run.run_dir, self.history, trackers, stream,
-                                    begins=self.begins if self.begins.continues else None)
+            self.outputs, damaged = _outputs(self.run.run_dir, self.history, trackers, stream,
+                                             begins=self.begins if self.begins.continues else None)
+            self.begins.notes.extend([*damaged, *self._refused_requests(self.done, "it was made before the run began")])
 
     @property
     def engine(self) -> Engine:
@@ -160,7 +164,7 @@ class Training:
             if self.data.tokenizer is not None:
                 path = self.run.run_dir / "tokenizer.json"
                 with writing(path):
-                    path.write_text(self.data.tokenizer.text(), encoding="utf-8")
+                    write_whole(path, self.data.tokenizer.text())
         self.outputs.event(StartEvent(
             recipe=self.recipe, run_dir=self.run.run_dir, mesh=self.run.mesh, steps=self.run.train.steps,
             settings=settings_text(self.run, self.engine, self.world, self.data, self.elastic.text()),
@@ -240,6 +244,8 @@ class Training:
             self._save(step)
         self._require_checkpoint(step)
         told = next(reason for reason in self.ranks.gather_objects(self._stop.reason) if reason)
+        for note in self._refused_requests(step, "the run stops"):
+            self.outputs.event(note)
         self.outputs.event(NoteEvent(step=step, event="stopped", fields={"reason": told},
                                      text=f"stopped by {told}; go on with --resume auto --run-dir {self.run.run_dir}"))
         return {"stopped_after": step}
@@ -259,6 +265,8 @@ class Training:
                                 transport=world.backend.name, device=world.device,
                                 seconds=time.monotonic() - self.began, frozen=self.now.frozen)
             pictures = write_report(run.run_dir, summary, self.history, timelines, run.mesh, run.pipeline.policy)
+            for note in self._refused_requests(self.done, "the run ends"):
+                self.outputs.event(note)
             report = report_text(laid_out(run, self.now.frozen)[1], summary["memory"],
                                  lambda rank: run.mesh.coordinates(rank).pipe) if run.memory_report else None
             self.outputs.event(EndEvent(step=self.done, summary=summary, sample=text, pictures=pictures,
@@ -295,6 +303,13 @@ class Training:
             self.orders.send({"do": "end", "summary": plain(summary)}, first=self.run.mesh.size)
 
     # ------------------------------------------------------------------ from mesh to mesh
+
+    def _refused_requests(self, step: int, why: str) -> list[NoteEvent]:
+        """One answer to each request for another mesh that this run cannot look at any more."""
+        requests = [] if self.resize_requests is None else self.resize_requests.take_all()
+        return [NoteEvent(step=step, event="resize-refused",
+                          text=f"the wish for data {one['data']} x pipe {one['pipe']} cannot be: {why}",
+                          fields={name: one[name] for name in ("data", "pipe", "wish")}) for one in requests]
 
     def _consider(self, save: bool = False) -> None:
         """Freeze layers and go to another mesh, where the policy, the planner or a user's request says so. save: a
@@ -453,15 +468,18 @@ class Training:
         return float(total)
 
 
-def _outputs(run_dir, history: History, trackers: Sequence[Tracker], stream: TextIO, begins: Start | None) -> Trackers:
-    """Everybody who takes the run's events. begins: where a run goes on that has begun in this folder."""
+def _outputs(run_dir: Path, history: History, trackers: Sequence[Tracker], stream: TextIO, begins: Start | None
+             ) -> tuple[Trackers, list[NoteEvent]]:
+    """Everybody who takes the run's events, and what was left out of its logs. begins: where a run goes on that has
+    begun in this folder."""
     open_folder(run_dir)
-    before, after = [], 0
+    steps, events, after = Log(name="metrics.jsonl"), Log(name="events.jsonl"), 0
     if begins is not None:
-        after, before = begins.step, steps_until(run_dir, begins.step)
-        with suppress(FileNotFoundError):
+        after, steps, events = begins.step, read_metrics(run_dir, begins.step), read_events(run_dir)
+        with writing(run_dir / "summary.json"), suppress(FileNotFoundError):
             (run_dir / "summary.json").unlink()  # it is of a run that has ended, and this one goes on
-    history.remember(before, [line for line in read_lines(run_dir / "events.jsonl")
-                              if begins is not None and line["step"] <= begins.step])
-    return Trackers([history, MetricsFile(run_dir, before), EventsFile(run_dir, continues=begins is not None),
-                     TensorBoard(run_dir, after), console(stream), *trackers])
+        history.remember(steps.lines, [line for line in events.lines if line["step"] <= after])
+    outputs = Trackers([history, MetricsFile(run_dir, steps.lines), EventsFile(run_dir, events.lines),
+                        TensorBoard(run_dir, after), console(stream), *trackers])
+    return outputs, [NoteEvent(step=after, event="log-damaged", text=log.text()) for log in (steps, events)
+                     if log.problems]

@@ -6,13 +6,14 @@ import random
 import shutil
 import time
 import tomllib
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 from click.testing import CliRunner
 
-from ranvier import cli, failure
+from ranvier import cli, failure, plain_file
 from ranvier.checkpoint import files
 from ranvier.checkpoint.checkpoints import Checkpoints
 from ranvier.checkpoint.saved import Saved
@@ -218,6 +219,76 @@ def test_a_damaged_one_is_named(text, tmp_path):
     assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
 
 
+# ---------------------------------------------------------------------- logs
+
+DAMAGE = (b'{"step": 3, "event": "start", "mesh": null}\n', b'{"step": 2, "loss": {"a": [1, {"b": null}]}}\n',
+          b'{"step": null}\n', b"[" * 100_000 + b"\n", b'\xff\xfe{"step": 2\n', b"\0" * 100 + b"\n",
+          b'{"step": 2, "event": "' + b"x" * 3_000_000 + b'"}\n', b'{"step": 2, "event": "transition", "mes')
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl"])
+def test_no_run_depends_on_its_logs(text, whole, tmp_path, name):
+    """Whatever they say: it goes on from its checkpoint with the same numbers, tells it once, and leaves it out."""
+    run_all(tiny(text, tmp_path, steps=4))
+    content = (tmp_path / name).read_bytes().replace(b'"event": "start"', b'"efent": "start"')
+    (tmp_path / name).write_bytes(DAMAGE[0] + content + b"".join(DAMAGE[1:]))
+    summary, said = run_all(tiny(text, tmp_path, steps=8, resume="auto"))
+    count = 9 if name == "events.jsonl" else 8
+    assert f"left out {count} damaged lines of {name}: line 1 " in said
+    assert losses(tmp_path) == losses(whole) and summary["steps"] == 8
+    _, said = run_all(tiny(text, tmp_path, steps=8, resume="auto"))
+    assert "damaged" not in said
+    told = [line for line in lines(tmp_path / "events.jsonl") if line["event"] == "log-damaged"]
+    assert len(told) == 1 and told[0]["step"] == 4
+
+
+@pytest.mark.parametrize("lost", ["removed", "a folder of its own"])
+def test_a_run_that_is_done_and_has_no_logs(text, whole, tmp_path, lost):
+    """All that is known is in its checkpoint: it ends well, and its summary says that no step was taken."""
+    run = tiny(text, tmp_path, resume="auto", checkpoint=Checkpoint(dir=tmp_path / "checkpoints", every=2))
+    run_all(run)
+    if lost == "removed":
+        for name in ("events.jsonl", "metrics.jsonl", "summary.json", "run.toml", "loss.png"):
+            (tmp_path / name).unlink()
+    else:
+        run = replace(run, run_dir=tmp_path / "new")
+    summary, said = run_all(run)
+    assert summary["final_loss"] is None and summary["steps"] == 0 and "done in" in said
+    assert json.loads((run.run_dir / "summary.json").read_text())["final_loss"] is None
+    assert lines(run.run_dir / "events.jsonl")[-1]["event"] == "end" and not (run.run_dir / "loss.png").exists()
+
+
+@pytest.mark.parametrize("name", ["run.toml", "summary.json", "tokenizer.json"])
+def test_documents_are_there_whole_or_as_they_were(text, tmp_path, monkeypatch, name):
+    """The run dies while it writes one of them again."""
+    run_all(tiny(text, tmp_path, steps=2))
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("*.*") if path.suffix in (".toml", ".json")}
+
+    class Died(BaseException):
+        pass
+
+    def dies(path):
+        if path.name == name:
+            raise Died
+
+    written = plain_file.replacing
+
+    @contextmanager
+    def half(path):
+        with written(path) as file:
+            yield file
+            file.truncate(file.tell() // 2)
+            dies(path)
+
+    monkeypatch.setattr(plain_file, "replacing", half)
+    with pytest.raises(Died):
+        run_all(tiny(text, tmp_path, steps=4, resume="auto"))
+    if name != "summary.json":  # that of the run before goes when this one begins
+        assert (tmp_path / name).read_bytes() == before[name]
+    else:
+        assert not (tmp_path / name).exists()
+
+
 def test_other_text_is_told(text, whole, tmp_path):
     (tmp_path / "other").mkdir()
     for path in (text / "texts").iterdir():
@@ -329,8 +400,7 @@ def test_a_second_start_is_refused(text, tmp_path, folder):
     run = tiny(text, tmp_path / "run", resume="auto", checkpoint=Checkpoint(dir=tmp_path / "checkpoints", every=2))
     theirs = Lease.take([tmp_path / folder], me=elsewhere(1), beat_seconds=0.05)
     with pytest.raises(OwnershipError, match=rf"folder {tmp_path}/{folder}: belongs to a run that is under way: "
-                                             r"process 1 on host1 has it \(generation 1\)\. Wait for that run or end it \(kill "
-                                             "1 on host1\\), or choose another --run-dir and --checkpoint.dir"):
+                                             r"process 1 on host1 has it \(generation 1\)\. Wait for that run or end it"):
         run_all(run)
     assert not (tmp_path / "run" / "run.toml").exists()
     theirs.release()
@@ -369,7 +439,7 @@ def test_a_run_whose_folder_is_removed_ends(text, tmp_path):
             pass
 
     run = tiny(text, tmp_path / "run", steps=8)
-    with pytest.raises((OwnershipError, UnsavedError), match="is gone from it, or the folder itself|is not on the d"):
+    with pytest.raises((OwnershipError, UnsavedError), match=r"is gone from it, or the folder itself|is not on the"):
         run_ranks(lambda world: train(run, "tiny", world, stream=io.StringIO(), trackers=[Removes()]), 2,
                   timeout_seconds=120)
 
