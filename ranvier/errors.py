@@ -46,6 +46,15 @@ class CheckpointError(RanvierError):
     """A checkpoint that cannot be written, is damaged or hostile, or does not fit the model."""
 
 
+class OwnershipError(RanvierError):
+    """A folder that belongs to another run that is under way, or that another run has taken over."""
+
+
+class UnsavedError(CheckpointError):
+    """A run that came to its end without its last checkpoint on the disk: exit code 1, not 2, since no setting is at
+    fault."""
+
+
 class LaunchError(RanvierError):
     """Ranks that could not be started, or a launcher whose variables contradict each other."""
 

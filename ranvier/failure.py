@@ -19,7 +19,7 @@ from dataclasses import replace
 from torch.distributed import Store
 
 from ranvier.comm.board import in_time, silent
-from ranvier.errors import MessageTimeout, RanvierError, TransportError
+from ranvier.errors import MessageTimeout, RanvierError, TransportError, UnsavedError
 from ranvier.mesh import Mesh
 from ranvier.world import World
 
@@ -31,9 +31,11 @@ _RELAY_SECONDS = 0.3  # mpiexec throws away what it has not yet read when a rank
 
 
 def exit_code(error: BaseException) -> int:
-    """2 for a RanvierError, 130 for Ctrl-C, otherwise 1; SystemExit keeps its own."""
+    """2 for a RanvierError, 130 for Ctrl-C, otherwise 1, as for an UnsavedError; SystemExit keeps its own."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, UnsavedError):
+        return 1
     return 2 if isinstance(error, RanvierError) else INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
 
 

@@ -13,6 +13,7 @@ import tomli_w
 from pydantic import TypeAdapter, ValidationError
 
 from ranvier.errors import ConfigError
+from ranvier.plain_file import write_whole
 from ranvier.planner.hardware import Cluster
 
 _ADAPTER = TypeAdapter(Cluster)
@@ -80,7 +81,7 @@ def cluster_of(tree: Mapping[str, object], origin: str) -> Cluster:
 
 def write_cluster(cluster: Cluster, path: Path) -> None:
     """As a file that `load_cluster` reads."""
-    path.write_text(tomli_w.dumps(_without_none(asdict(cluster))), encoding="utf-8")
+    write_whole(path, tomli_w.dumps(_without_none(asdict(cluster))))
 
 
 def _without_none(value):

@@ -194,8 +194,7 @@ def test_the_summary_and_its_files(tmp_path):
 def test_a_full_disk_at_the_end_is_one_clear_error(tmp_path):
     mesh, lines = two_by_two()
     for name, write in (("timeline.png", lambda path: draw_timeline(path, lines, mesh, "gpipe")),
-                        ("loss.png", lambda path: draw_loss(path, {1: 2.0}, {}, "gpt-tiny")),
-                        ("timeline.json", lambda path: write_trace(path, lines, mesh))):
+                        ("loss.png", lambda path: draw_loss(path, {1: 2.0}, {}, "gpt-tiny"))):
         os.symlink("/dev/full", tmp_path / name)
         with pytest.raises(RanvierError, match=f"{name}: cannot be written: No space left on device"):
             write(tmp_path / name)
