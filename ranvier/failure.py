@@ -20,6 +20,7 @@ from torch.distributed import Store
 
 from ranvier.comm.board import in_time, silent
 from ranvier.errors import MessageTimeout, RanvierError, TransportError
+from ranvier.lifeline import Heartbeat
 from ranvier.mesh import Mesh
 from ranvier.world import World
 
@@ -74,7 +75,7 @@ def leave(world: World, code: int) -> None:
         os._exit(code)
 
 
-def end_on_errors(world: World, mesh: Mesh) -> None:
+def end_on_errors(world: World, mesh: Mesh, heartbeat: Heartbeat | None) -> None:
     """From now on an uncaught error, on any thread of this rank, is reported by `failed` and ends all ranks.
 
     The normal end of the program waits until all ranks are there and then closes the backend; sys.exit with an error
@@ -98,13 +99,15 @@ def end_on_errors(world: World, mesh: Mesh) -> None:
         raise SystemExit(code)
 
     sys.excepthook, threading.excepthook, sys.exit = on_error, on_thread_error, on_exit
-    atexit.register(_end, world, mesh, codes)
+    atexit.register(_end, world, mesh, codes, heartbeat)
 
 
-def _end(world: World, mesh: Mesh, codes: list[int]) -> None:
+def _end(world: World, mesh: Mesh, codes: list[int], heartbeat: Heartbeat | None) -> None:
     if world.size > 1:
         if codes[0]:
             leave(world, failed(world, mesh, SystemExit(codes[0])))
+        if heartbeat is not None:
+            heartbeat.close()
         _await_all(world)
     world.backend.close()
 

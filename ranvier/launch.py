@@ -8,11 +8,9 @@ Under plain python the process becomes the parent of local ranks: it runs its ow
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -22,7 +20,7 @@ from typing import Literal
 import torch
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
-from ranvier import failure, follow
+from ranvier import failure
 from ranvier.comm.inprocess import InProcessWorld
 from ranvier.comm.mpi_backend import MPIBackend
 from ranvier.comm.mpi_launch import mpi_available
@@ -30,6 +28,7 @@ from ranvier.comm.protocol import Backend
 from ranvier.comm.torch_backend import TorchBackend
 from ranvier.errors import ConfigError, LaunchError
 from ranvier.launchers import Setting, Started, detect
+from ranvier.lifeline import Heartbeat, follow_launcher
 from ranvier.machine import available_cores, interface_towards, threads_per_rank
 from ranvier.mesh import Mesh
 from ranvier.world import World
@@ -75,15 +74,16 @@ def start(mesh: Mesh | None = None, *, data: int = 1, pipe: int = 1, row: int = 
     _check_size(mesh, started)
     world = _join(mesh, started, transport, threads, device, timeout_seconds)
     if not interactive:
-        failure.end_on_errors(world, mesh)
+        failure.end_on_errors(world, mesh, Heartbeat(world) if world.size > 1 else None)
     return world
 
 
 def _join(mesh: Mesh, started: Started, transport: str, threads: int | str, device: str, timeout_seconds: float
           ) -> World:
     """Set this process up as the rank that `started` says, and connect it."""
+    if started.launcher != "local" or started.size > 1:
+        follow_launcher(started)
     if started.launcher == "local" and started.size > 1:
-        _follow_parent()
         _use_terminals()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -292,21 +292,6 @@ def _mpi_version() -> str:
 
     name, version = MPI.get_vendor()
     return f"{name} {'.'.join(map(str, version))}"
-
-
-def _follow_parent() -> None:
-    """End this rank when its parent ends: by the kernel on Linux, elsewhere by looking once a second."""
-    parent = os.getppid()
-    if sys.platform == "linux":
-        follow.follow(parent, signal.SIGKILL)
-        return
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="ranvier-parent", daemon=True).start()
 
 
 def _use_terminals() -> None:

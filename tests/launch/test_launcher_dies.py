@@ -1,0 +1,201 @@
+"""Whatever started the ranks is killed outright: the ranks end by themselves, within seconds."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ranvier.comm.mpi_launch import find_mpiexec, mpi_available
+from ranvier.launchers import Started
+from ranvier.lifeline import follow_launcher
+from ranvier.processes import Process, ancestors_with, descendants
+
+SCRIPT = str(Path(__file__).parent / "script.py")
+LIMIT_SECONDS = 10
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+NO_MPI = pytest.mark.skipif(mpi_available() is not None, reason="no MPI")
+
+
+class Ranks:
+    """A started command, and the processes that its two ranks have announced."""
+
+    def __init__(self, *command, output, environ=None):
+        self.output = output
+        with output.open("wb") as file:
+            self.process = subprocess.Popen([*map(str, command)], stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                                            env=os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"} | (environ or {}),
+                                            start_new_session=True)
+        self.ranks = []
+
+    @property
+    def text(self):
+        return self.output.read_text(errors="replace")
+
+    def wait_for_ranks(self, count=2):
+        deadline = time.monotonic() + 120
+        while len(pids := re.findall(r"^rank (\d) pid (\d+)", self.text, re.MULTILINE)) < count:
+            assert time.monotonic() < deadline and self.process.poll() is None, self.text
+            time.sleep(0.05)
+        self.ranks = [Process.find(int(pid)) for _, pid in sorted(pids)]
+
+    def assert_ranks_end(self):
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while left := [rank for rank in self.ranks if rank.runs]:
+            assert time.monotonic() < deadline, f"still there: {left}\n{self.text}"
+            time.sleep(0.05)
+
+    def end(self):
+        self.process.kill()
+        for rank in self.ranks:
+            if rank.runs:
+                os.kill(rank.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def start(tmp_path):
+    started = []
+
+    def begin(*command, environ=None):
+        started.append(Ranks(*command, output=tmp_path / f"{len(started)}.txt", environ=environ))
+        return started[-1]
+
+    yield begin
+    for each in started:
+        each.end()
+
+
+def torchrun(*command):
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, *command]
+
+
+SHELL = ["bash", "-c", '"$@"; true', "-"]
+"""A script between the launcher and its ranks: they are not the launcher's children."""
+
+
+@LINUX
+def test_torchruns_agent_is_killed(start):
+    started = [start(*torchrun(SCRIPT, "hang", "torch")),
+               start(*torchrun("--no-python", *SHELL, sys.executable, SCRIPT, "hang", "torch"))]
+    for each in started:
+        each.wait_for_ranks()
+        each.process.kill()
+    for each in started:
+        each.assert_ranks_end()
+        assert re.search(r"^ranvier: rank \d ends: (torchrun's agent has gone \(process \d+\)|the store that torchrun's "
+                         r"agent keeps has gone)", each.text, re.MULTILINE), each.text
+
+
+@LINUX
+@pytest.mark.mpi
+@NO_MPI
+def test_mpiexec_or_its_proxy_is_killed(start):
+    started = [start(find_mpiexec(), "-n", 2, *between, sys.executable, SCRIPT, "hang", "mpi")
+               for between in ([], SHELL)]
+    for each in started:
+        each.wait_for_ranks()
+        proxy = each.ranks[0].parent if each is started[0] else each.ranks[0].parent.parent
+        assert proxy.parent.pid == each.process.pid
+        os.kill(proxy.pid, signal.SIGKILL)
+    for each in started:
+        each.assert_ranks_end()
+
+
+@LINUX
+@pytest.mark.mpi
+@NO_MPI
+@pytest.mark.slow
+def test_mpiexec_of_our_own_starter_is_killed(start):
+    started = [start(sys.executable, SCRIPT, "hang", "mpi") for _ in range(2)]
+    for each, number in zip(started, (1, 2), strict=True):
+        each.wait_for_ranks()
+        proxy = each.ranks[0].parent
+        os.kill((proxy.parent if number == 1 else proxy).pid, signal.SIGKILL)
+    for each in started:
+        each.assert_ranks_end()
+        assert each.process.wait(LIMIT_SECONDS) == 1
+
+
+def slurm(rank):
+    return {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_PROCID": str(rank), "SLURM_NTASKS": "2",
+            "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0", "SLURM_TASKS_PER_NODE": "2",
+            "SLURM_STEP_NODELIST": "localhost"}
+
+
+@LINUX
+def test_the_store_goes_with_rank_0_under_srun(start):
+    """Tasks of srun know nothing of each other, and Slurm leaves the others running."""
+    first, second = (start(sys.executable, SCRIPT, "hang", "torch", environ=slurm(rank)) for rank in range(2))
+    for each in (first, second):
+        each.wait_for_ranks(1)
+    first.process.kill()
+    second.assert_ranks_end()
+    assert re.search(r"^ranvier: rank 1 ends: the store that rank 0 keeps has gone \(", second.text, re.MULTILINE)
+    assert second.process.wait() == 1
+
+
+@LINUX
+@pytest.mark.parametrize("how", ["a parent", "a shell in between"])
+def test_slurms_step_daemon_is_killed(tmp_path, how):
+    """A stand-in starts tasks, as the daemon does."""
+    program = ("import subprocess, sys, os, time\n"
+               f"environ = os.environ | {slurm(0)!r}\n"
+               "subprocess.Popen(sys.argv[1:], env=environ)\n"
+               "time.sleep(100)\n")
+    task = ("import os, sys, time\nfrom ranvier.launchers import detect\nfrom ranvier.lifeline import follow_launcher\n"
+            "follow_launcher(detect(os.environ))\nopen(sys.argv[1], 'w').write(str(os.getpid()))\ntime.sleep(100)\n")
+    between = SHELL if how != "a parent" else []
+    daemon = subprocess.Popen([sys.executable, "-c", program, *between, sys.executable, "-c", task,
+                               str(tmp_path / "pid")])
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        pid = int((tmp_path / "pid").read_text())
+        rank = Process.find(pid)
+        assert rank in descendants(daemon.pid)
+    finally:
+        daemon.kill()
+        daemon.wait()
+    while rank.runs:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_launcher_that_lives_ends_nothing(monkeypatch):
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    follow_launcher(Started(launcher="srun", rank=0, size=2))
+    time.sleep(1.2)
+
+
+@LINUX
+def test_a_process_is_its_id_and_its_start():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    process = Process.find(child.pid)
+    try:
+        assert process.runs and not process.is_stopped and process.parent == Process.find(os.getpid())
+        assert process in descendants(os.getpid())
+        assert not Process(child.pid, process.started + 1).runs, "another process with the same id"
+        child.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 10
+        while not process.is_stopped:
+            assert time.monotonic() < deadline
+        assert not Process(child.pid, process.started + 1).is_stopped
+    finally:
+        child.kill()
+    while process.runs:
+        assert time.monotonic() < deadline + 20
+    assert not process.runs, "a zombie does not"
+    child.wait()
+    assert Process.find(child.pid) is None and process.parent is None and process.num_threads is None
+
+
+def test_ancestors_end_with_the_first_without_the_variable():
+    found = ancestors_with("NOBODY_HAS_THIS_VARIABLE")
+    assert [process.pid for process in found] == [os.getppid()]
