@@ -10,92 +10,35 @@ from pathlib import Path
 
 import pytest
 
-from ranvier.comm.mpi_launch import find_mpiexec, mpi_available
+from ranvier.comm.mpi_launch import find_mpiexec
 from ranvier.launchers import Started
 from ranvier.lifeline import follow_launcher
 from ranvier.processes import Process, ancestors_with, descendants
+from tests.launch.announced import LIMIT_SECONDS, LINUX, NO_MPI, torchrun
 
 SCRIPT = str(Path(__file__).parent / "script.py")
-LIMIT_SECONDS = 10
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
-NO_MPI = pytest.mark.skipif(mpi_available() is not None, reason="no MPI")
-
-
-class Ranks:
-    """A started command, and the processes that its two ranks have announced."""
-
-    def __init__(self, *command, output, environ=None):
-        self.output = output
-        with output.open("wb") as file:
-            self.process = subprocess.Popen([*map(str, command)], stdin=subprocess.DEVNULL, stdout=file, stderr=file,
-                                            env=os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"} | (environ or {}),
-                                            start_new_session=True)
-        self.ranks = []
-
-    @property
-    def text(self):
-        return self.output.read_text(errors="replace")
-
-    def wait_for_ranks(self, count=2):
-        deadline = time.monotonic() + 120
-        while len(pids := re.findall(r"^rank (\d) pid (\d+)", self.text, re.MULTILINE)) < count:
-            assert time.monotonic() < deadline and self.process.poll() is None, self.text
-            time.sleep(0.05)
-        self.ranks = [Process.find(int(pid)) for _, pid in sorted(pids)]
-
-    def assert_ranks_end(self):
-        deadline = time.monotonic() + LIMIT_SECONDS
-        while left := [rank for rank in self.ranks if rank.runs]:
-            assert time.monotonic() < deadline, f"still there: {left}\n{self.text}"
-            time.sleep(0.05)
-
-    def end(self):
-        self.process.kill()
-        for rank in self.ranks:
-            if rank.runs:
-                os.kill(rank.pid, signal.SIGKILL)
-        self.process.wait()
-
-
-@pytest.fixture
-def start(tmp_path):
-    started = []
-
-    def begin(*command, environ=None):
-        started.append(Ranks(*command, output=tmp_path / f"{len(started)}.txt", environ=environ))
-        return started[-1]
-
-    yield begin
-    for each in started:
-        each.end()
-
-
-def torchrun(*command):
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, *command]
-
-
 SHELL = ["bash", "-c", '"$@"; true', "-"]
 """A script between the launcher and its ranks: they are not the launcher's children."""
 
 
 @LINUX
-def test_torchruns_agent_is_killed(start):
-    started = [start(*torchrun(SCRIPT, "hang", "torch")),
-               start(*torchrun("--no-python", *SHELL, sys.executable, SCRIPT, "hang", "torch"))]
+def test_torchruns_agent_is_killed(start_ranks):
+    started = [start_ranks(*torchrun(SCRIPT, "hang", "torch")),
+               start_ranks(*torchrun("--no-python", *SHELL, sys.executable, SCRIPT, "hang", "torch"))]
     for each in started:
         each.wait_for_ranks()
         each.process.kill()
     for each in started:
         each.assert_ranks_end()
-        assert re.search(r"^ranvier: rank \d ends: (torchrun's agent has gone \(process \d+\)|the store that torchrun's "
-                         r"agent keeps has gone)", each.text, re.MULTILINE), each.text
+        assert re.search(r"^ranvier: rank \d ends: (torchrun's agent has gone \(process \d+\)|the store that "
+                         r"torchrun's agent keeps has gone)", each.text, re.MULTILINE), each.text
 
 
 @LINUX
 @pytest.mark.mpi
 @NO_MPI
-def test_mpiexec_or_its_proxy_is_killed(start):
-    started = [start(find_mpiexec(), "-n", 2, *between, sys.executable, SCRIPT, "hang", "mpi")
+def test_mpiexec_or_its_proxy_is_killed(start_ranks):
+    started = [start_ranks(find_mpiexec(), "-n", 2, *between, sys.executable, SCRIPT, "hang", "mpi")
                for between in ([], SHELL)]
     for each in started:
         each.wait_for_ranks()
@@ -110,8 +53,8 @@ def test_mpiexec_or_its_proxy_is_killed(start):
 @pytest.mark.mpi
 @NO_MPI
 @pytest.mark.slow
-def test_mpiexec_of_our_own_starter_is_killed(start):
-    started = [start(sys.executable, SCRIPT, "hang", "mpi") for _ in range(2)]
+def test_mpiexec_of_our_own_starter_is_killed(start_ranks):
+    started = [start_ranks(sys.executable, SCRIPT, "hang", "mpi") for _ in range(2)]
     for each, number in zip(started, (1, 2), strict=True):
         each.wait_for_ranks()
         proxy = each.ranks[0].parent
@@ -128,9 +71,9 @@ def slurm(rank):
 
 
 @LINUX
-def test_the_store_goes_with_rank_0_under_srun(start):
+def test_the_store_goes_with_rank_0_under_srun(start_ranks):
     """Tasks of srun know nothing of each other, and Slurm leaves the others running."""
-    first, second = (start(sys.executable, SCRIPT, "hang", "torch", environ=slurm(rank)) for rank in range(2))
+    first, second = (start_ranks(sys.executable, SCRIPT, "hang", "torch", environ=slurm(rank)) for rank in range(2))
     for each in (first, second):
         each.wait_for_ranks(1)
     first.process.kill()
