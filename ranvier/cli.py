@@ -123,6 +123,7 @@ def train(change_world: Callable[[World], World] | None, recipe: str, **flags: s
     from ranvier import check, launch
     from ranvier.launchers import detect
     from ranvier.refit import refit
+    from ranvier.restart import Restarts
 
     started = detect(os.environ, resolved.run.launch.launcher)
     settled, unsettled = check.with_pretrained(resolved.run)
@@ -141,12 +142,14 @@ def train(change_world: Callable[[World], World] | None, recipe: str, **flags: s
     if started is None or (started.launcher != "local" and started.rank == 0):
         for warning in (*warnings, *check.warnings(run)):
             print(f"ranvier: warning: {warning}", file=sys.stderr)
+    rerun = None if started is not None else [*launch.rerun_command(), "--run-dir", str(run.run_dir),
+                                              *_planned_flags(settled, run)]
     world = launch.start(run.mesh, transport=run.comm.transport, launcher=run.launch.launcher,
                          threads=run.launch.threads, device=run.launch.device,
-                         timeout_seconds=run.comm.timeout_seconds,
-                         rerun=[*launch.rerun_command(), "--run-dir", str(run.run_dir),
-                                *_planned_flags(settled, run)] if started is None else None,
-                         explain_kill=lambda: _memory_text(run), saves_on_stop=True)
+                         timeout_seconds=run.comm.timeout_seconds, rerun=rerun,
+                         explain_kill=lambda: _memory_text(run), saves_on_stop=True,
+                         stopped_seconds=run.launch.stopped_seconds, hang_seconds=run.launch.hang_seconds,
+                         restart=Restarts(run, rerun) if rerun and run.max_restarts else None)
     return _train_as_rank(run, name, world, change_world)
 
 

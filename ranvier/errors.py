@@ -69,3 +69,7 @@ class OutOfMemory(RanvierError):
 
 class MessageTimeout(TransportError):
     """A message that did not come in time; the text names who waits for what from whom."""
+
+
+class Hang(TransportError):
+    """An action of a rank that takes so much longer than any before that it will not end; others wait for it."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch.distributed import Store
 
+from ranvier.comm.hang import HangWatch
 from ranvier.comm.protocol import Backend
 from ranvier.mesh import Mesh
 
@@ -16,6 +18,7 @@ class World:
     """This rank, how it was started, how it reaches the others, and where it computes.
 
     mesh: what `start` was asked for; None where the ranks were started without one.
+    hang: makes what judges whether this rank's actions hang; None where they are not judged.
     store: a key-value store that all ranks share (who does what, who failed); never used on a hot path.
     """
 
@@ -26,6 +29,7 @@ class World:
     local_rank: int
     local_size: int
     mesh: Mesh | None = None
+    hang: Callable[[], HangWatch] | None = None
 
     @property
     def rank(self) -> int:

@@ -482,7 +482,7 @@ class Engine:
 
     def _open_communication(self, timeout_seconds: float, check_order: bool) -> None:
         backend, mesh, rank = self.world.backend, self.mesh, self.world.rank
-        self._board = Board(self.world.store, rank, mesh)
+        self._board = Board(self.world.store, rank, mesh, hang=self.world.hang and self.world.hang())
         self._data_group: Group = backend.group("data", mesh.groups("data"))
         self._all: Group = backend.group("all", [range(mesh.size)])
         self._sequencer = Sequencer(mesh, rank, backend, self._board, timeout_seconds, check_order)

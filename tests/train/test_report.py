@@ -184,7 +184,7 @@ def test_the_summary_and_its_files(tmp_path):
     assert written["tokens_per_second"] == 8192 and written["mesh"] == {"data": 2, "pipe": 2, "row": 1, "col": 1}
     assert written["peak_memory_bytes"] == [5] * 4 and written["bytes_sent"] == [7] * 4
     assert written["bytes_received_by_axis"] == {"data": 12, "pipe": 16, "row": 0, "col": 0}
-    assert written["versions"]["torch"] == torch.__version__ and written["transport"] == "mpi"
+    assert torch.__version__.startswith(written["versions"]["torch"]) and written["transport"] == "mpi"
     assert written["commit"] is None or re.fullmatch(r"[0-9a-f]{40}\+?", written["commit"])
     assert [picture.name for picture in pictures] == ["timeline.png", "loss.png"]
     assert all(picture.read_bytes()[:4] == PNG for picture in pictures) and (tmp_path / "timeline.json").exists()
