@@ -330,9 +330,12 @@ class _FaultyGroup:
         self._plan.collective()
         return self._inner.reduce(tensor, root)
 
-    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, room: Tensor | None = None) -> Work:
         self._plan.collective()
-        return self._inner.reduce_scatter(output, tensor)
+        return self._inner.reduce_scatter(output, tensor, room)
+
+    def buffer_bytes(self, operation: Literal["all_reduce", "reduce_scatter"], tensor: Tensor) -> int:
+        return self._inner.buffer_bytes(operation, tensor)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         self._plan.collective()
