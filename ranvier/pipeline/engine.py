@@ -43,6 +43,7 @@ from ranvier.pipeline.checkpointing import Checkpoint, stage_segments
 from ranvier.pipeline.examine import Cause, examine
 from ranvier.pipeline.inbox import Inbox
 from ranvier.pipeline.microbatch import Microbatch
+from ranvier.pipeline.nominal_weight import NominalWeight
 from ranvier.pipeline.policies import MANY, auto_defer_microbatches, auto_in_flight, policy_named
 from ranvier.pipeline.replicas import Replicas
 from ranvier.pipeline.result import BatchResult
@@ -74,7 +75,8 @@ class Engine:
             fp32 master copies for half-precision parameters. Also how gradients add up, travel and are clipped.
         learning_rate: of the optimizer that `optim` describes; `engine.learning_rate` may be set before any step.
         optimizer: from this rank's parameters to a torch optimizer, used instead; None with no `optim` for gradients
-            only. Not called on a rank that owns no trainable parameter. Gradients add up in the parameters' format.
+            only. Not called on a rank that owns no trainable parameter. With a `dtype` of half precision it updates
+            fp32 master copies, which take the parameters' places in its groups once it is built.
         policy: a name or a `Policy` of your own: which ready action a stage runs next.
         partition: cut by cost, or into equal numbers of blocks. seed: of initial weights and dropout.
         in_flight: most microbatches of a replica between the first stage's forward and their return; auto is the number
@@ -85,7 +87,9 @@ class Engine:
             what those of `auto_defer_microbatches` keep alive: 0 on the first stage, whose input gradient nobody waits
             for. There postponing pays only where times vary much, and that rank already keeps the most activations.
         nominal_weight: expected weight of a global batch. The loss is divided by it before the backward, and gradients
-            are corrected to the true weight afterwards; in fp32 and fp64 it only moves rounding.
+            are corrected to the true weight afterwards. It matters in fp16, where auto takes it from the first batch,
+            and a value that is far below that batch's weight lowers the loss scale; elsewhere it only moves rounding,
+            and auto is 1.
         timeout_seconds: longest wait for one message before MessageTimeout, with a report of who waits for what.
         checkpoint: layers between stored activations, the others being computed again in the backward; auto needs
             `sample` and chooses what takes the least memory on each stage, "paper" is AxoNN's rule.
@@ -108,10 +112,10 @@ class Engine:
                  policy: str | Policy = "message-driven", in_flight: int | Literal["auto"] = "auto",
                  boundaries: Sequence[int] | None = None, partition: Literal["cost", "uniform"] = "cost",
                  defer_bytes: int | Literal["auto"] = "auto", seed: int = 0, dtype: torch.dtype = torch.float32,
-                 nominal_weight: float = 1.0, timeout_seconds: float = 300.0, optim: Optim | None = None,
-                 learning_rate: float = 1e-3, checkpoint: Checkpoint = "none", sample: Microbatch | None = None,
-                 tensor: TensorParallel | None = None, guard: Guard | None = None, frozen: int = 0,
-                 frozen_dropout: bool = True, check_order: bool = False) -> None:
+                 nominal_weight: float | Literal["auto"] = "auto", timeout_seconds: float = 300.0,
+                 optim: Optim | None = None, learning_rate: float = 1e-3, checkpoint: Checkpoint = "none",
+                 sample: Microbatch | None = None, tensor: TensorParallel | None = None, guard: Guard | None = None,
+                 frozen: int = 0, frozen_dropout: bool = True, check_order: bool = False) -> None:
         mesh = mesh or world.mesh or Mesh(data=world.size)
         if mesh.size != world.size:
             raise ConfigError(f"has {mesh.size} ranks, but {world.size} were started", where="mesh", value=str(mesh),
@@ -159,7 +163,7 @@ class Engine:
         self._updater = Updater(
             self._gradient_specs(), self._data_group, self._all,
             optim=optim or Optim(), own=optim is not None and optimizer is None, optimizer=optimizer, dtype=dtype,
-            device=world.device, nominal_weight=nominal_weight,
+            device=world.device, nominal_weight=1.0 if nominal_weight == "auto" else nominal_weight,
             runs=[range(blocks[run.start][0], blocks[run.start][0] + len(run))
                   for run, _ in runs_of(len(blocks), segments)],
             send_to_owner=lambda spec: self._ties.send_gradient(spec.name, self._call), weight=self._weight,
@@ -167,6 +171,8 @@ class Engine:
             bad_steps=BadSteps(guard, self._loss) if looks_before_update(guard, optim or Optim()) else None)
         if self._updater.in_backward:  # a product that waits would hold its block's gradients
             self.defer_bytes, self._auto_defer = 0, False
+        self._nominal_weight = NominalWeight(self._all) if dtype is torch.float16 else None
+        self._auto_nominal_weight = nominal_weight == "auto"
         gradients = self._updater.gradients
         self._stage = Stage(blocks, still=still, loss=model.loss if self.is_last_stage else None, seed=seed,
                             device=world.device, progress=self._progress, block_passed=gradients.block_passed,
@@ -194,6 +200,12 @@ class Engine:
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The user's own, where one was given and this rank owns something trainable."""
         return self._updater.users
+
+    def updated(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What the user's optimizer updates for `parameter`: its fp32 master copy where parameters are in half
+        precision, else itself."""
+        masters = self._updater.masters
+        return parameter if masters is None else masters.of.get(parameter, parameter)
 
     @property
     def flat_optimizer(self) -> FlatOptimizer | None:
@@ -533,26 +545,46 @@ class Engine:
         try:
             self._inbox.begin(self._call, self._step, len(batch),
                               schedule.on_message if self._sequencer.leads else _unheard)
+            if training and self._nominal_weight is not None and not (self.is_last_stage and batch):
+                self._nominal_weight.start(0.0)
             self._stats_work = None if batch else self._reduce_stats()
             while (action := self._next_action(schedule)) is not None:
                 running = action
                 facts = self._execute(action, batch, training, keep_outputs)
-                running = ran.append(action)
+                running = None
                 if self._sequencer.leads:
                     if self._auto_defer:
                         auto = auto_defer_microbatches(self.coordinates.pipe, self.mesh.pipe)
                         self.defer_bytes = max(self.defer_bytes, auto * facts.get("deferrable_bytes", 0))
                         schedule.defer_bytes = self.defer_bytes
                     schedule.on_done(action, **facts)
+                if training and self._nominal_weight is not None and self.is_last_stage and not ran:
+                    self._estimate_weight(len(batch))
                 if action.kind == "F" and action.microbatch == len(batch) - 1:
                     self._stats_work = self._reduce_stats()
+                ran.append(action)
         except Exception as error:
             self._stage.clear()
             text = f"{actions_text(ran)} >{running}<" if running else actions_text(ran)
             error.add_note(f"{self._board.name(self.world.rank)}: actions so far: {text.strip() or 'none'}")
             raise
+        if training and self._nominal_weight is not None and self._nominal_weight.started:
+            self._take_nominal_weight()
         if not training:
             self._board.doing = _OUTSIDE
+
+    def _estimate_weight(self, num_microbatches: int) -> None:
+        """After the first forward of the last stage: all its ranks need the estimate for their first backward."""
+        counts = self.coordinates.col == 0
+        self._nominal_weight.start(float(self._stage.loss_and_weight[1]) * num_microbatches if counts else 0.0)
+        self._take_nominal_weight()
+
+    def _take_nominal_weight(self) -> None:
+        weight = self._nominal_weight.agree()
+        if weight is not None:
+            self._updater.expect_weight(weight, divide_by_it=self._auto_nominal_weight)
+            self._stage.loss_factor = self._updater.loss_factor
+            self._nominal_weight = None
 
     def _next_action(self, schedule: Schedule) -> Action | None:
         if not self._sequencer.leads:
