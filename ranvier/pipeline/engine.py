@@ -41,6 +41,7 @@ from ranvier.optim.step import Updater, Verdict
 from ranvier.pipeline.build import build_stage, cut, split_model, stage_parameters
 from ranvier.pipeline.checkpointing import Checkpoint, stage_segments
 from ranvier.pipeline.examine import Cause, examine
+from ranvier.pipeline.held_parameters import HeldParameters
 from ranvier.pipeline.inbox import Inbox
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.nominal_weight import NominalWeight
@@ -52,7 +53,7 @@ from ranvier.pipeline.sequencer import Sequencer
 from ranvier.pipeline.stage import Stage, runs_of
 from ranvier.pipeline.ties import TiedParameters, gradient_specs, ties_of
 from ranvier.pipeline.timeline import Category, Timeline
-from ranvier.pipeline.weight_gradients import WeightGradients, restore_forward
+from ranvier.pipeline.weight_gradients import WeightGradients
 from ranvier.run import Guard, Optim, TensorParallel
 from ranvier.tensor.mesh import TensorMesh, tensor_problems
 from ranvier.world import World
@@ -148,7 +149,7 @@ class Engine:
         if self._tensor_mesh is not None:
             model = split_model(model, self._tensor_mesh)
         blocks = build_stage(model, self.layout, self.coordinates, seed=seed, dtype=dtype, device=world.device)
-        self._parameters = stage_parameters(self.layout, blocks)
+        self._parameters, self._held = stage_parameters(self.layout, blocks), HeldParameters(blocks)
         ties = ties_of(self.layout, world.rank, self._parameters)
         self._ties = TiedParameters(ties, self._send, self._wait_for)
         self._open_communication(timeout_seconds, check_order)
@@ -255,6 +256,14 @@ class Engine:
                 for name, value in module.state_dict(keep_vars=True).items() if not isinstance(value, nn.Parameter)}
 
     @property
+    def blocks(self) -> dict[str, nn.Module]:
+        """This rank's blocks by name, with parameters up to date: plain modules, which may be copied and saved between
+        batches (`torch.optim.swa_utils.AveragedModel(engine.blocks[name])`). On rows and columns a copy has the same
+        part of each layer and computes with the same ranks."""
+        self._finish_update()
+        return {name: module for _, name, module in self._stage.blocks}
+
+    @property
     def steps(self) -> int:
         """Batches that this engine has trained on; dropout masks are keyed by it."""
         return self._step
@@ -310,6 +319,7 @@ class Engine:
 
     def step(self, result: BatchResult) -> None:
         """Update this rank's parameters from the gradients of `forward_backward`, and send tied ones to their ends."""
+        self._held.adopt()
         self._board.doing = "the optimizer"
         self._updater.learning_rate = self.learning_rate
         self._updater.apply(result.verdict)
@@ -317,6 +327,7 @@ class Engine:
 
     def _accumulate(self, microbatches: Sequence[Microbatch | tuple], *, updates: bool) -> None:
         """Run forwards and backwards, and start every reduction. updates: whether a step follows."""
+        self._finish_update()
         for name, parameter in self._parameters.items():
             # an end that `named_parameters` leaves out trains as the one that it shows
             parameter.requires_grad_(self._parameters[self.layout[name].owner].requires_grad)
@@ -325,9 +336,9 @@ class Engine:
                                  where=f"parameter {name}", remedy="Build a new engine to train more parameters.")
         self._step += 1
         self._stage.loss_factor = self._updater.loss_factor
-        self._finish_update()
         self._updater.begin(self._step, updates=updates)
         self._run(microbatches, training=True)
+        self._held.check_kept()
         self._updater.gradients.all_passed()
         for tie in self._ties.add_gradients(self._call):
             self._updater.gradients.added(tie.parameter)
@@ -436,8 +447,6 @@ class Engine:
             self._closed = True
             self._finish_update()
             self._stage.forget_weights()
-            for _, _, module in self._stage.blocks:
-                restore_forward(module)
             self._updater.gradients.detach()
             self._transport.flush()
             self._all.barrier()
@@ -568,6 +577,8 @@ class Engine:
             text = f"{actions_text(ran)} >{running}<" if running else actions_text(ran)
             error.add_note(f"{self._board.name(self.world.rank)}: actions so far: {text.strip() or 'none'}")
             raise
+        finally:
+            self._stage.end()
         if training and self._nominal_weight is not None and self._nominal_weight.started:
             self._take_nominal_weight()
         if not training:
@@ -670,9 +681,11 @@ class Engine:
         return self._all.all_reduce(self._stats)
 
     def _finish_update(self) -> None:
-        """Wait until parameters are those of the last step, updated by other replicas or other ends of ties too."""
+        """Wait until parameters are those of the last step, updated by other replicas or other ends of ties too; take
+        over those that have been replaced since."""
         self._updater.wait()
         self._ties.receive_values()
+        self._held.adopt()
 
     def _send(self, destination: int, message: Message) -> None:
         self._transport.send(destination, message)

@@ -27,7 +27,7 @@ from ranvier.models.block import Loss, State, carried, named
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.partition import loss_parts
 from ranvier.pipeline.schedule import Product
-from ranvier.pipeline.weight_gradients import WeightGradients, postpone_weight_gradients
+from ranvier.pipeline.weight_gradients import PostponingForwards, WeightGradients
 from ranvier.tensor.split import SplitLinear
 
 
@@ -96,8 +96,8 @@ class Stage:
         """Blocks that `use_cache` has given to a cache."""
         at_once = {place for segment in segments for place in segment}
         at_once |= {len(modules) - 1} if loss is not None else set()
-        postpone_weight_gradients([module for place, module in enumerate(modules) if place not in at_once],
-                                  [modules[place] for place in sorted(at_once)], weight_gradients)
+        self._forwards = PostponingForwards([module for place, module in enumerate(modules) if place not in at_once],
+                                            [modules[place] for place in sorted(at_once)], weight_gradients)
 
     def begin(self, training: bool) -> None:
         """A new batch."""
@@ -105,10 +105,16 @@ class Stage:
         self.training = training
         self.outputs = []
         self.forget_weights()
+        if training:
+            self._forwards.install()
         for block, _, module in self.blocks:
             wanted = training and block not in self._still
             if module.training != wanted:
                 module.train(wanted)
+
+    def end(self) -> None:
+        """The batch has ended, or failed: the blocks are plain modules again."""
+        self._forwards.remove()
 
     def forget_weights(self) -> None:
         """Weights may have changed, or be wanted no more: those that stay gathered are let go."""
