@@ -50,6 +50,7 @@ from ranvier.pipeline.replicas import Replicas
 from ranvier.pipeline.result import BatchResult
 from ranvier.pipeline.schedule import Action, Done, Policy, Schedule, Wait, actions_text
 from ranvier.pipeline.sequencer import Sequencer
+from ranvier.pipeline.shared_buffers import BufferSync, SharedBuffers
 from ranvier.pipeline.stage import Stage, runs_of
 from ranvier.pipeline.ties import TiedParameters, gradient_specs, ties_of
 from ranvier.pipeline.timeline import Category, Timeline
@@ -102,6 +103,9 @@ class Engine:
         sample: a microbatch of the usual shape; on several rows a row's share of one.
         guard: when a step is bad, so that nothing is updated from it (`BatchResult.bad`); all its modes but none are
             alike here. None applies every step.
+        buffers: what replicas do about buffers that a forward changes, such as BatchNorm's running statistics, after
+            each training batch: all take the first replica's (as DistributedDataParallel does), their average, or each
+            keeps its own (local), of which checkpoints and exports have the first replica's.
         check_order: compare the order of actions among the ranks of a stage before each action (slow; for debugging).
 
     Raises ModelError or ConfigError for what does not fit, on every rank alike.
@@ -116,7 +120,8 @@ class Engine:
                  nominal_weight: float | Literal["auto"] = "auto", timeout_seconds: float = 300.0,
                  optim: Optim | None = None, learning_rate: float = 1e-3, checkpoint: Checkpoint = "none",
                  sample: Microbatch | None = None, tensor: TensorParallel | None = None, guard: Guard | None = None,
-                 frozen: int = 0, frozen_dropout: bool = True, check_order: bool = False) -> None:
+                 frozen: int = 0, frozen_dropout: bool = True, buffers: BufferSync = "broadcast",
+                 check_order: bool = False) -> None:
         mesh = mesh or world.mesh or Mesh(data=world.size)
         if mesh.size != world.size:
             raise ConfigError(f"has {mesh.size} ranks, but {world.size} were started", where="mesh", value=str(mesh),
@@ -154,6 +159,7 @@ class Engine:
         self._ties = TiedParameters(ties, self._send, self._wait_for)
         self._open_communication(timeout_seconds, check_order)
         self._synchronise_start(blocks)
+        self._buffers = self._share_buffers(blocks, buffers)
 
         segments = self._segments(checkpoint, model)
         guard = guard or Guard(bad_step="none")
@@ -252,6 +258,7 @@ class Engine:
     def named_buffers(self) -> dict[str, object]:
         """What the state_dict of this rank's blocks has beside parameters, by global name: buffers, and whatever else a
         module puts there."""
+        self._buffers.finish()
         return {f"{block}.{name}": value for _, block, module in self._stage.blocks
                 for name, value in module.state_dict(keep_vars=True).items() if not isinstance(value, nn.Parameter)}
 
@@ -342,6 +349,7 @@ class Engine:
         self._updater.gradients.all_passed()
         for tie in self._ties.add_gradients(self._call):
             self._updater.gradients.added(tie.parameter)
+        self._buffers.start()  # after the reduction of every chunk has begun, so in one order on all replicas
         self._board.doing = "the average of gradients over data, and the optimizer"
 
     def _weight(self) -> float:
@@ -371,6 +379,7 @@ class Engine:
         if self._updater.in_backward:
             raise ConfigError("has changed the parameters of the step that is to be examined",
                               where="optim.update-in-backward", value=True, remedy="Leave the setting out.")
+        self._finish_update()
         self._board.doing = "the examination of a bad step"
         batch = [entry if isinstance(entry, Microbatch) else Microbatch(*entry) for entry in microbatches]
         cause = examine(batch, stage=self._stage, num_blocks=self.layout.num_blocks, is_last_stage=self.is_last_stage,
@@ -537,6 +546,21 @@ class Engine:
             work.wait()
         self._ties.send_values(self._call, trained=False)
 
+    def _share_buffers(self, blocks: list[tuple[int, str, nn.Module]], how: BufferSync) -> SharedBuffers:
+        """The buffers of this stage, over all ranks that compute its blocks for other samples."""
+        group = self._data_group
+        if self.mesh.row > 1:
+            group = self.world.backend.group("buffers", self.mesh.groups("data", "row"))
+            self._groups.append(group)
+        shared = SharedBuffers(blocks, group, how)
+        if how != "broadcast":
+            count = torch.tensor([len(shared)])
+            self._all.all_reduce(count).wait()
+            why = "there is one replica" if len(group.ranks) == 1 else "no block has a buffer" if not count else None
+            if why is not None and self.world.rank == 0:
+                warnings.warn(f"Engine(buffers={how!r}) has no effect: {why}", stacklevel=3)
+        return shared
+
     # ------------------------------------------------------------------ one batch
 
     def _run(self, microbatches: Sequence[Microbatch | tuple], *, training: bool, keep_outputs: bool = False) -> None:
@@ -685,6 +709,7 @@ class Engine:
         over those that have been replaced since."""
         self._updater.wait()
         self._ties.receive_values()
+        self._buffers.finish()
         self._held.adopt()
 
     def _send(self, destination: int, message: Message) -> None:
