@@ -32,7 +32,8 @@ from ranvier.comm.message import Kind, Message
 from ranvier.comm.protocol import Group, Transport, Work
 from ranvier.errors import ConfigError, ModelError
 from ranvier.mesh import Mesh
-from ranvier.models.block import Loss, Model, State, as_model, freeze, frozen_prefix, named
+from ranvier.models.block import Loss, Model, State, as_model, freeze, frozen_prefix
+from ranvier.models.carried_state import named
 from ranvier.optim.gradients import GradientSpec
 from ranvier.optim.groups import problems as group_problems
 from ranvier.optim.guard import BadSteps, guard_problems, looks_before_update

@@ -23,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ranvier import keyed_random
 from ranvier.errors import ModelError, RanvierError
-from ranvier.models.block import Loss, State, carried, named
+from ranvier.models.block import Loss
+from ranvier.models.carried_state import State, carried, named, wrapping_hint
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.partition import loss_parts
 from ranvier.pipeline.schedule import Product
@@ -199,8 +200,14 @@ class Stage:
                     state = module(state)
                 except RanvierError:
                     raise
+                except SystemExit as error:
+                    raise _ended(f"block {name}, forward of microbatch {number}", error) from error
                 except Exception as error:
                     error.add_note(f"in block {name}, forward of microbatch {number}")
+                    if isinstance(state, dict) and isinstance(error, (AttributeError, TypeError)):
+                        error.add_note(f"the block was given the carried state, a dict of {', '.join(state)}: around a "
+                                       "module that takes tensors put one with the line: def forward(self, state): "
+                                       "return self.module(**state)")
                     raise
             self._progress()
         return state
@@ -227,8 +234,12 @@ class Stage:
         targets = tree_map(lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, microbatch.targets)
         try:
             total, weight = loss_parts(self._loss(state, targets))
+        except SystemExit as error:
+            raise _ended(f"the loss of microbatch {number}", error) from error
         except Exception as error:
             error.add_note(f"in the loss of microbatch {number}")
+            if (hint := wrapping_hint(state)) is not None:
+                error.add_note(f"block {self.blocks[-1][1]} returned a {type(state).__name__}. {hint}")
             raise
         self.loss_and_weight[0] += total.detach().double().reshape(())
         self.loss_and_weight[1] += weight.detach().double().reshape(()) if isinstance(weight, Tensor) else weight
@@ -254,6 +265,8 @@ class Stage:
         try:
             products = self._weights.backward_pass(number, lambda: roots and torch.autograd.backward(
                 roots, tuple(gradients[name] for name in names)), defer)
+        except SystemExit as error:
+            raise _ended(f"the backward of microbatch {number}", error) from error
         except Exception as error:
             error.add_note(f"in the backward of microbatch {number}")
             raise
@@ -269,6 +282,12 @@ class Stage:
         """Forget all microbatches: the batch has failed."""
         self._graphs.clear()
         self._weights.clear()
+
+
+def _ended(where: str, error: SystemExit) -> ModelError:
+    """A rank that left here would leave the others waiting for its messages."""
+    return ModelError("ends the program of this rank while the others wait for it", where=where,
+                      value=f"sys.exit({error.code!r})", remedy="Raise an error that says what is wrong.")
 
 
 def runs_of(num_blocks: int, segments: Sequence[range]) -> list[tuple[range, bool]]:
