@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ranvier.comm.protocol import Work
 from ranvier.optim.buckets import Bucket, Segment, buckets_of
@@ -64,7 +64,7 @@ class FlatOptimizer:
         self._groups = sorted(((spec.parameter, self._segment(spec)) for spec in gradients.owned()),
                               key=lambda item: (item[1].start, item[1].stop))
         self.placement = self._place()
-        self._versions = {parameter: parameter._version for parameter, _ in self._groups}
+        self._note_versions()
         self.steps = 0
         """Updates so far; skipped steps do not count."""
         self._update = Update(step=0, learning_rate=0.0, factor=1.0, segments=())
@@ -93,13 +93,26 @@ class FlatOptimizer:
     # ------------------------------------------------------------------ one step
 
     def prefetch(self) -> None:
-        """The next updates are those of a whole step: states of the first buckets may come in already. Parameters that
-        someone has written since the last step (in place, as load_state_dict does) have their master copies follow."""
+        """The next updates are those of a whole step: states of the first buckets may come in already."""
+        self.follow_parameters()
+        self.placement.prefetch(self.buckets)
+
+    def follow_parameters(self) -> None:
+        """Parameters that someone has written since the last step (in place, as load_state_dict does, or by giving them
+        memory of their own, as `parameter.data = ...` does) are views of the flat buffer, and have their master copies
+        follow."""
+        base, size = self.weights.data_ptr(), self.weights.element_size()
+        replaced = {parameter for parameter, (start, stop) in self._gradients.places.items()
+                    if start < stop and parameter.data_ptr() != base + start * size}
+        _move_into(self.weights, {parameter: self._gradients.places[parameter] for parameter in replaced})
         for parameter, segment in self._groups:
-            if parameter._version != self._versions[parameter]:
+            if parameter in replaced or parameter._version != self._versions[parameter]:
                 self._versions[parameter] = parameter._version
                 self.placement.take_parameters(segment.start, segment.stop)
-        self.placement.prefetch(self.buckets)
+
+    def _note_versions(self) -> None:
+        """Parameters are what their master copies say."""
+        self._versions = {parameter: parameter._version for parameter, _ in self._groups}
 
     def begin(self, learning_rate: float) -> None:
         """A step that is not skipped; after `prefetch`."""
@@ -138,6 +151,7 @@ class FlatOptimizer:
         They may be read and written between steps; after writing, call `go_on_from`.
         """
         self.placement.synchronize()
+        self.follow_parameters()
         states = self.placement.states
         for chunk in self._chunks:
             for spec in chunk.specs:
@@ -152,7 +166,7 @@ class FlatOptimizer:
     def go_on_from(self, steps: int) -> None:
         """Parameters and `slices` have been written, as they were after `steps` updates."""
         self.steps = steps
-        self._versions = {parameter: parameter._version for parameter, _ in self._groups}
+        self._note_versions()
 
     def _segment(self, spec: GradientSpec) -> Segment:
         """Where a parameter is and how it is updated."""
@@ -188,11 +202,16 @@ def _flatten(gradients: Gradients) -> Tensor:
     if first is None:
         return torch.empty(0)
     weights = torch.zeros(gradients.size, dtype=first.dtype, device=first.device)
-    for parameter, (start, stop) in gradients.places.items():
+    _move_into(weights, gradients.places)
+    return weights
+
+
+def _move_into(weights: Tensor, places: Mapping[nn.Parameter, tuple[int, int]]) -> None:
+    """Parameters become views of `weights`, with the values that they have."""
+    for parameter, (start, stop) in places.items():
         place = weights[start:stop].view(parameter.shape)
         place.copy_(parameter.detach())
         parameter.data = place
-    return weights
 
 
 def tensors_by_category(parameters: Sequence[Tensor], gradients: Gradients,

@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from ranvier.errors import ConfigError, ModelError
-from ranvier.models.block import Model, State, named
+from ranvier.models.block import Model, State
+from ranvier.models.carried_state import named
 
 FLOPS_PER_BYTE = {"cpu": 4.0, "cuda": 250.0}
 """Operations that a core, or a GPU, does in the time in which it writes one byte: nominal, for the cut only."""

@@ -23,11 +23,12 @@ from torch.utils.checkpoint import checkpoint
 
 from ranvier import keyed_random
 from ranvier.errors import ModelError, RanvierError
-from ranvier.models.block import Loss, State, carried, named
+from ranvier.models.block import Loss
+from ranvier.models.carried_state import State, carried, named, wrapping_hint
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.partition import loss_parts
 from ranvier.pipeline.schedule import Product
-from ranvier.pipeline.weight_gradients import WeightGradients, postpone_weight_gradients
+from ranvier.pipeline.weight_gradients import PostponingForwards, WeightGradients
 from ranvier.tensor.split import SplitLinear
 
 
@@ -96,8 +97,8 @@ class Stage:
         """Blocks that `use_cache` has given to a cache."""
         at_once = {place for segment in segments for place in segment}
         at_once |= {len(modules) - 1} if loss is not None else set()
-        postpone_weight_gradients([module for place, module in enumerate(modules) if place not in at_once],
-                                  [modules[place] for place in sorted(at_once)], weight_gradients)
+        self._forwards = PostponingForwards([module for place, module in enumerate(modules) if place not in at_once],
+                                            [modules[place] for place in sorted(at_once)], weight_gradients)
 
     def begin(self, training: bool) -> None:
         """A new batch."""
@@ -105,10 +106,16 @@ class Stage:
         self.training = training
         self.outputs = []
         self.forget_weights()
+        if training:
+            self._forwards.install()
         for block, _, module in self.blocks:
             wanted = training and block not in self._still
             if module.training != wanted:
                 module.train(wanted)
+
+    def end(self) -> None:
+        """The batch has ended, or failed: the blocks are plain modules again."""
+        self._forwards.remove()
 
     def forget_weights(self) -> None:
         """Weights may have changed, or be wanted no more: those that stay gathered are let go."""
@@ -193,8 +200,14 @@ class Stage:
                     state = module(state)
                 except RanvierError:
                     raise
+                except SystemExit as error:
+                    raise _ended(f"block {name}, forward of microbatch {number}", error) from error
                 except Exception as error:
                     error.add_note(f"in block {name}, forward of microbatch {number}")
+                    if isinstance(state, dict) and isinstance(error, (AttributeError, TypeError)):
+                        error.add_note(f"the block was given the carried state, a dict of {', '.join(state)}: around a "
+                                       "module that takes tensors put one with the line: def forward(self, state): "
+                                       "return self.module(**state)")
                     raise
             self._progress()
         return state
@@ -221,8 +234,12 @@ class Stage:
         targets = tree_map(lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, microbatch.targets)
         try:
             total, weight = loss_parts(self._loss(state, targets))
+        except SystemExit as error:
+            raise _ended(f"the loss of microbatch {number}", error) from error
         except Exception as error:
             error.add_note(f"in the loss of microbatch {number}")
+            if (hint := wrapping_hint(state)) is not None:
+                error.add_note(f"block {self.blocks[-1][1]} returned a {type(state).__name__}. {hint}")
             raise
         self.loss_and_weight[0] += total.detach().double().reshape(())
         self.loss_and_weight[1] += weight.detach().double().reshape(()) if isinstance(weight, Tensor) else weight
@@ -248,6 +265,8 @@ class Stage:
         try:
             products = self._weights.backward_pass(number, lambda: roots and torch.autograd.backward(
                 roots, tuple(gradients[name] for name in names)), defer)
+        except SystemExit as error:
+            raise _ended(f"the backward of microbatch {number}", error) from error
         except Exception as error:
             error.add_note(f"in the backward of microbatch {number}")
             raise
@@ -263,6 +282,12 @@ class Stage:
         """Forget all microbatches: the batch has failed."""
         self._graphs.clear()
         self._weights.clear()
+
+
+def _ended(where: str, error: SystemExit) -> ModelError:
+    """A rank that left here would leave the others waiting for its messages."""
+    return ModelError("ends the program of this rank while the others wait for it", where=where,
+                      value=f"sys.exit({error.code!r})", remedy="Raise an error that says what is wrong.")
 
 
 def runs_of(num_blocks: int, segments: Sequence[range]) -> list[tuple[range, bool]]:

@@ -33,7 +33,8 @@ from ranvier import keyed_random, precision
 from ranvier.errors import ConfigError
 from ranvier.layout import Layout
 from ranvier.models import families
-from ranvier.models.block import Model, State, freeze, named
+from ranvier.models.block import Model, State, freeze
+from ranvier.models.carried_state import named
 from ranvier.optim import groups
 from ranvier.optim.buckets import buckets_of
 from ranvier.optim.gradients import Gradients

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ranvier.errors import ConfigError
+from ranvier.errors import ConfigError, ModelError
 from ranvier.mesh import Mesh
 from ranvier.tensor.activations import Activations, activations_of
 
@@ -83,6 +83,14 @@ class TensorMesh:
         """How the residual stream lies on the mesh."""
         self.whole_outputs = False
         """Whether the last layer returns its whole output on every rank: for predictions."""
+
+    def __deepcopy__(self, memo: dict) -> TensorMesh:
+        """A copy of a layer has the same place among the same ranks."""
+        return self
+
+    def __reduce__(self):
+        raise ModelError("belongs to ranks that run now, and cannot be saved", where="a layer on rows and columns",
+                         remedy="Save its state_dict(), or write a checkpoint.")
 
     @property
     def num_rows(self) -> int:
