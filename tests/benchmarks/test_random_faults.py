@@ -1,4 +1,4 @@
-"""The soak, of a few and of many faults, in `make test-all`; and that it would notice what it looks for."""
+"""Random faults inside ranks, a few and many, in `make test-all`; and that it would notice what it looks for."""
 
 import random
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults import soak
+from benchmarks.faults import random_faults
 from benchmarks.faults.attempt import Ended
 from benchmarks.faults.disk import DAMAGE, leftovers, lost, whole_steps
 from ranvier.mesh import Mesh
@@ -19,8 +19,8 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def run(*args, timeout):
-    return subprocess.run([sys.executable, "-m", "benchmarks.faults.soak", *map(str, args)], cwd=ROOT, timeout=timeout,
-                          capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, "-m", "benchmarks.faults.random_faults", *map(str, args)], cwd=ROOT,
+                          timeout=timeout, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_what_retention_explains_is_not_lost(before, after, gone):
     (2, False, "a collective did not end", "says who waits for whom, exit 2"),
     (143, False, "ranvier: stopped by SIGTERM", "stops before it can save, exit 143")])
 def test_how_a_start_ended(code, complete, text, outcome):
-    assert soak.describe(Ended(code=code, seconds=1.0, text=text, left=()), complete) == outcome
+    assert random_faults.describe(Ended(code=code, seconds=1.0, text=text, left=()), complete) == outcome
 
 
 @pytest.mark.parametrize(("ended", "outcome", "after", "found"), [
@@ -101,9 +101,9 @@ def test_how_a_start_ended(code, complete, text, outcome):
     (dict(code=1, left=(), text="Traceback (most"), "says who was killed, exit 1", {2, 4}, ["printed a traceback"]),
     (dict(code=0, left=()), "goes on to its end", {2}, ["lost the whole checkpoints of steps [4]"])])
 def test_problems_of_a_start(monkeypatch, tmp_path, ended, outcome, after, found):
-    training = object.__new__(soak.Training)
+    training = object.__new__(random_faults.Training)
     training.checkpoints = tmp_path
-    monkeypatch.setattr(soak, "whole_steps", lambda folder: after)
+    monkeypatch.setattr(random_faults, "whole_steps", lambda folder: after)
     problems = training.problems(Ended(**{"seconds": 1.0, "text": "", **ended}), outcome, {2, 4})
     assert len(problems) == len(found)
     assert all(text.startswith(start) for text, start in zip(problems, found, strict=True))
@@ -113,12 +113,12 @@ def test_problems_of_a_start(monkeypatch, tmp_path, ended, outcome, after, found
     ([1.0, 0.5], Mesh(data=2), False), ([1.0, 0.5 + 1e-15], Mesh(data=2), True), ([1.0, 0.5 + 1e-12], None, False),
     ([1.0, 0.5 + 1e-8], None, True), ([1.0], None, True)])
 def test_losses_of_a_complete_run(monkeypatch, tmp_path, losses, mesh, wrong):
-    monkeypatch.setattr(soak, "STEPS", 2)
-    training = object.__new__(soak.Training)
+    monkeypatch.setattr(random_faults, "STEPS", 2)
+    training = object.__new__(random_faults.Training)
     training.name, training.folder, training.checkpoints = "run", tmp_path, tmp_path / "checkpoint"
-    training.mesh, training.moved, training.tally = mesh, False, soak.Tally()
+    training.mesh, training.moved, training.tally = mesh, False, random_faults.Tally()
     training.manual = ""
-    training.references = {(mesh or soak.MESHES[0], ""): [1.0, 0.5]}
+    training.references = {(mesh or random_faults.MESHES[0], ""): [1.0, 0.5]}
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "loss": {loss!r}}}\n'
                                                     for step, loss in enumerate(losses, 1)))
     training.compare()
@@ -130,14 +130,14 @@ def test_losses_of_a_complete_run(monkeypatch, tmp_path, losses, mesh, wrong):
     ('"text": "from the start"', "went on from step 0, not 4")])
 def test_where_a_start_went_on(tmp_path, told, problem):
     events = f'{{"step": 0, "event": "start"}}\n{{"step": 0, "event": "resume", {told}}}\n' if told else ""
-    training = object.__new__(soak.Training)
+    training = object.__new__(random_faults.Training)
     training.folder, training.checkpoints, training.told = tmp_path, tmp_path / "checkpoint", 0
     (tmp_path / "events.jsonl").write_text(events)
     assert training.start_problems({2, 4}, set()) == ([problem] if problem else [])
 
 
 def test_temporary_folders_that_stay(tmp_path):
-    training = object.__new__(soak.Training)
+    training = object.__new__(random_faults.Training)
     training.folder, training.checkpoints, training.told = tmp_path, tmp_path / "checkpoint", 0
     (tmp_path / "checkpoint" / ".step-90.tmp").mkdir(parents=True)
     (tmp_path / "events.jsonl").write_text('{"step": 0, "event": "start"}\n')
