@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from benchmarks.faults.filesystem import SmallDisk, can_mount
+from benchmarks.faults.processes import Start
 from benchmarks.faults.trial import Kind, Trial
 
 # ---------------------------------------------------------------------- processes
@@ -61,33 +63,49 @@ def stopped_rank(trial: Trial) -> Iterator[None]:
 def double_start(trial: Trial) -> Iterator[None]:
     """A second start with --resume auto beside the first: refused with the owner's name, while the first goes on."""
     apart = trial.draw.choice((0.0, trial.draw.uniform(0.0, 3.0), None))
-    first = trial.start(faults=("slow:rank=0,call=1,for=0.04",))
+    trial.say("a second start " + (f"after step {trial.step}" if apart is None else f"{apart:.1f} s after the first"))
+    for pace in (0.05, 0.3, 1.0):  # where the machine is slow, so that the first has ended before the second looks
+        if _started_twice(trial, apart, pace):
+            break
+        trial.forget()
+        trial.outcome.codes.clear()
+    else:
+        trial.problem("the second start never came while the first was under way")
+    yield
+
+
+def _started_twice(trial: Trial, apart: float | None, pace: float) -> bool:
+    """Both starts to their ends, and the verdict; False where the first was over too soon for that."""
+    first = trial.start(faults=(f"slow:rank=0,call=1,for={pace}",))
     if apart is None:
         trial.wait_for_step(first)
     else:
         time.sleep(apart)
-    trial.say("a second start " + (f"after step {trial.step}" if apart is None else f"{apart:.1f} s after the first"))
-    second = trial.start()
-    since = time.monotonic()
-    while first.code is None and second.code is None and time.monotonic() - since < 90:
-        time.sleep(0.02)
-    at_once = apart is not None and apart < 0.5  # either may be the first to own the folder
-    winner, loser = (second, first) if at_once and second.code is None else (first, second)
-    if loser.code is None:
-        trial.say("which came too late")
-        trial.wait_gone(winner)
-        trial.wait_gone(loser)
-    else:
-        trial.wait_gone(loser, since=since)
-        if loser.code == 0:
-            trial.problem("two starts trained in one folder")
-        elif not (loser.code in (1, 2) and any(name in loser.text for name in (
-                socket.gethostname(), *(str(process.pid) for process in winner.processes())))):
-            trial.problem(f"the start that is not the owner ended with {loser.code} and without the owner's name")
-        trial.wait_gone_unharmed(winner)
-    if winner.code != 0 or not trial.training.is_complete():
-        trial.problem(f"the owner was harmed: it ended with {winner.code}")
-    yield
+    second, told = trial.start(), None
+    pids: dict[Start, set[int]] = {first: set(), second: set()}
+    while first.code is None and second.code is None:
+        for start in pids:
+            pids[start] |= {start.pid, *(process.pid for process in start.processes())}
+        if told is None and any(_names(start.text, pids[other]) for start, other in ((first, second), (second, first))):
+            told = time.monotonic()
+        time.sleep(0.05)
+    ended, other = (second, first) if second.code is not None else (first, second)
+    if ended is first and first.code == 0:
+        return False
+    trial.wait_gone(ended, since=told)
+    if ended.code == 0:
+        trial.problem("both starts trained in one folder")
+    elif ended.code not in (1, 2) or not _names(ended.text, pids[other]):
+        trial.problem(f"the start that is not the owner ended with {ended.code} and without the owner's name")
+    trial.wait_gone_unharmed(other)
+    if other.code != 0 or not trial.training.is_complete():
+        trial.problem(f"the owner was harmed: it ended with {other.code}")
+    return True
+
+
+def _names(text: str, pids: Collection[int]) -> bool:
+    """Whether a text names a process, and this machine."""
+    return socket.gethostname() in text and any(re.search(rf"\b{pid}\b", text) for pid in pids)
 
 
 # ---------------------------------------------------------------------- files
@@ -182,14 +200,26 @@ def _odd_file(path: Path, trial: Trial) -> str:
 
 @contextmanager
 def control_file(trial: Trial) -> Iterator[None]:
-    """Odd things in the place of resize.json, while the run is under way: it goes on unharmed."""
+    """Odd things in the place of resize.json, while the run is under way: it goes on unharmed. Or in the place of the
+    lease of a run that was killed: the next start takes the folder over."""
+    if trial.draw.random() < 0.25:
+        _interrupted(trial)
+        leases = sorted(trial.training.run_dir.glob(".owner.*"))
+        if leases:
+            leases[-1].unlink()
+            trial.say(f"{leases[-1].name} is a {_odd_file(leases[-1], trial)} after the run was killed")
+        else:
+            trial.say("the run was killed and has left no lease")
+        trial.outcome.seconds = 0.0
+        yield
+        return
     trial.step = max(trial.step, 1)
     start = trial.start()
     trial.wait_for_step(start)
     with suppress(FileExistsError):
         trial.say(f"resize.json is a {_odd_file(trial.training.run_dir / 'resize.json', trial)} after step "
                   f"{trial.step}")
-    trial.wait_gone(start)
+    trial.wait_gone(start, may_go_on=True)
     if start.code != 0 or not trial.training.is_complete():
         trial.problem(f"the run was harmed: it ended with {start.code}")
     yield
@@ -227,7 +257,7 @@ def full_disk(trial: Trial) -> Iterator[None]:
     """The disk of the checkpoints, or of the whole run, is full; then it is not."""
     if not can_mount():
         trial.say(f"files cannot grow after step {trial.step}")
-        trial.wait_gone(trial.start(faults=_limited(trial)))
+        trial.wait_gone(trial.start(faults=_limited(trial)), may_go_on=True)
         yield
         return
     whole = trial.draw.random() < 0.5
@@ -239,7 +269,7 @@ def full_disk(trial: Trial) -> Iterator[None]:
         trial.wait_for_step(start)
         disk.fill(leave_bytes=trial.draw.choice((0, 0, 50_000)))
         trial.say(f"the disk of {'the run' if whole else 'its checkpoints'} is full after step {trial.step}")
-        trial.wait_gone(start)
+        trial.wait_gone(start, may_go_on=True)
         disk.free()
         yield
 
@@ -258,12 +288,12 @@ def read_only_disk(trial: Trial) -> Iterator[None]:
     with SmallDisk(folder) as disk:
         if trial.step == 0:
             disk.read_only(True)
-            trial.wait_gone(trial.start())
+            trial.wait_gone(trial.start(), may_go_on=True)
         else:
             start = trial.start()
             trial.wait_for_step(start)
             disk.read_only(True)
-            trial.wait_gone(start)
+            trial.wait_gone(start, may_go_on=True)
         disk.read_only(False)
         yield
 
@@ -274,7 +304,7 @@ def _read_only_folder(trial: Trial, folder: Path) -> Iterator[None]:
     start = trial.start()
     trial.wait_for_step(start)
     folder.chmod(0o500)
-    trial.wait_gone(start)
+    trial.wait_gone(start, may_go_on=True)
     folder.chmod(0o700)
     yield
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -53,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases = [Case(kind=kind, launcher=launcher, number=number, seed=given.seed)
              for number in range(given.cases) for kind in kinds for launcher in launchers]
     done = read_outcomes(given.outcomes)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that nothing is left behind
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ranvier-soak-") if given.folder is None else nullcontext(
             given.folder) as folder:
@@ -95,7 +97,7 @@ def line(outcome: Outcome, number: int, count: int) -> str:
     wrong = [*outcome.problems, *outcome.losses, *([f"processes left: {outcome.left}"] if outcome.left else []),
              *([] if outcome.ended else [f"not within {outcome.limit_seconds:g} s"])]
     name = f"{outcome.launcher} {outcome.kind} {outcome.number}: {outcome.what}"
-    return "\n".join([f"{number:4}/{count} {name}: {seconds}, exit codes {outcome.codes} ({outcome.case_seconds:.0f} s)",
+    return "\n".join([f"{number}/{count} {name}: {seconds}, exit codes {outcome.codes} ({outcome.case_seconds:.0f} s)",
                       *(f"     ERROR {text}" for text in wrong)])
 
 

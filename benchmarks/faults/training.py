@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.faults.disk import whole_steps
+from benchmarks.faults.filesystem import unmount
 from benchmarks.faults.processes import Launcher, Start
 from ranvier.mesh import Mesh
 
@@ -40,6 +42,7 @@ class Training:
     def forget(self) -> None:
         """Remove the run, whatever is left of it."""
         for path in (self.run_dir, self.root / "elsewhere"):
+            unmount(path)
             shutil.rmtree(path, ignore_errors=True)
         self.checkpoints = self.run_dir / "checkpoint"
 
@@ -85,6 +88,14 @@ class Training:
             return (self.run_dir / "metrics.jsonl").read_bytes().count(b"\n")
         except OSError:
             return 0
+
+    def seconds_since_last_step(self) -> float:
+        """Since a line of metrics.jsonl was written, or the run's summary; infinite where there are none."""
+        age = float("inf")
+        for name in ("metrics.jsonl", "summary.json"):
+            with suppress(OSError):
+                age = min(age, time.time() - (self.run_dir / name).stat().st_mtime)
+        return age
 
     def whole_steps(self) -> set[int]:
         """Steps of the checkpoints that are whole."""

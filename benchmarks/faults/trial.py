@@ -112,6 +112,13 @@ class Trial:
         self.starts.append(start)
         return start
 
+    def forget(self) -> None:
+        """Begin again, with an empty folder."""
+        for start in self.starts:
+            start.kill_all()
+        self.training.forget()
+        self.starts.clear()
+
     def wait_for_step(self, start: Start) -> None:
         """Wait until the drawn step is over (0: until all ranks have been started), and a drawn moment more."""
         if self.step == 0:
@@ -123,10 +130,14 @@ class Trial:
         if start.code is not None:
             self.problem(f"the run ended with {start.code} before anything happened to it")
 
-    def wait_gone(self, start: Start, *, since: float | None = None) -> None:
-        """Wait until every process of `start` is gone, and judge: `since` (now) is the moment of the fault."""
+    def wait_gone(self, start: Start, *, since: float | None = None, may_go_on: bool = False) -> None:
+        """Wait until every process of `start` is gone, and judge: `since` (now) is the moment of the fault.
+        may_go_on: the run may take further steps, and then its last one is that moment."""
         since = time.monotonic() if since is None else since
-        gone = start.wait_gone(self.allowance + 2.5 * self.outcome.limit_seconds - (time.monotonic() - since))
+        most = self.allowance + 2.5 * self.outcome.limit_seconds + _RESUME_SECONDS * may_go_on
+        gone = start.wait_gone(most - (time.monotonic() - since))
+        if may_go_on:
+            since = max(since, time.monotonic() - self.training.seconds_since_last_step())
         self.outcome.left += start.kill_all()
         self.outcome.codes.append(start.code)
         if gone is None:
@@ -160,14 +171,14 @@ class Trial:
                     self.resume()
                 self.compare(reference)
                 self.outcome.resumed = self.training.is_complete() and not self.outcome.losses
+        except Exception as error:  # one case that cannot be carried out does not end a soak of an hour
+            self.problem(f"the case could not be carried out: {type(error).__name__}: {error}")
         finally:
-            for start in self.starts:
-                start.kill_all()
-            self.training.forget()
+            if not self.outcome.good:
+                self.outcome.text = "\n".join(f"--- start {number}\n{start.text[-2500:]}"
+                                              for number, start in enumerate(self.starts))
+            self.forget()
         self.outcome.case_seconds = round(time.monotonic() - began, 1)
-        if not self.outcome.good:
-            self.outcome.text = "\n".join(f"--- start {number}\n{start.text[-2500:]}"
-                                          for number, start in enumerate(self.starts))
         return self.outcome
 
     def judge_end(self, start: Start) -> None:
@@ -210,8 +221,8 @@ class Trial:
                 self.outcome.losses.append(f"step {step} is {len(losses)} times in metrics.jsonl")
             elif losses[0] != loss:
                 self.outcome.losses.append(f"step {step} has the loss {losses[0]!r}, not {loss!r}")
-        if found:
-            self.outcome.losses.append(f"metrics.jsonl has the steps {sorted(found)}")
+        if others := sorted(found.keys() - self.missing):
+            self.outcome.losses.append(f"metrics.jsonl has the steps {others}")
         if not self.training.is_complete():
             self.outcome.losses.append("the run did not reach its end")
 
