@@ -92,7 +92,7 @@ def test_only_the_command_imports_the_training_loop():
 
 
 def test_a_rank_starts_without_what_only_pictures_need():
-    program = "import sys, ranvier.cli, ranvier.train.loop; print([name for name in sys.modules if 'matplotlib' in name])"
+    program = "import sys, ranvier.cli, ranvier.train.loop; print([one for one in sys.modules if 'matplotlib' in one])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stdout == "[]\n", done.stdout + done.stderr
 
