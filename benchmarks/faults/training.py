@@ -89,12 +89,14 @@ class Training:
         except OSError:
             return 0
 
-    def seconds_since_last_step(self) -> float:
-        """Since a line of metrics.jsonl was written, or the run's summary; infinite where there are none."""
+    def seconds_since_last_write(self) -> float:
+        """Since a file in the run's folder was written: metrics, events, what a run leaves at its end; infinite where
+        there is none."""
         age = float("inf")
-        for name in ("metrics.jsonl", "summary.json"):
-            with suppress(OSError):
-                age = min(age, time.time() - (self.run_dir / name).stat().st_mtime)
+        with suppress(OSError):
+            for path in self.run_dir.iterdir():
+                with suppress(OSError):
+                    age = min(age, time.time() - path.lstat().st_mtime)
         return age
 
     def whole_steps(self) -> set[int]:

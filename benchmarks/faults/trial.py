@@ -132,12 +132,12 @@ class Trial:
 
     def wait_gone(self, start: Start, *, since: float | None = None, may_go_on: bool = False) -> None:
         """Wait until every process of `start` is gone, and judge: `since` (now) is the moment of the fault.
-        may_go_on: the run may take further steps, and then its last one is that moment."""
+        may_go_on: the run may take further steps, and then that moment is when it last wrote into its folder."""
         since = time.monotonic() if since is None else since
         most = self.allowance + 2.5 * self.outcome.limit_seconds + _RESUME_SECONDS * may_go_on
         gone = start.wait_gone(most - (time.monotonic() - since))
         if may_go_on:
-            since = max(since, time.monotonic() - self.training.seconds_since_last_step())
+            since = max(since, time.monotonic() - self.training.seconds_since_last_write())
         self.outcome.left += start.kill_all()
         self.outcome.codes.append(start.code)
         if gone is None:
