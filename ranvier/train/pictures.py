@@ -6,8 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-from matplotlib.patches import Patch
+from typing import TYPE_CHECKING
 
 from ranvier.figures import COLOURS, DARK, DPI, FAINT, INK, NAMES, clean, new_figure
 from ranvier.mesh import Mesh
@@ -15,6 +14,9 @@ from ranvier.pipeline.timeline import Span
 from ranvier.train.files import mesh_text, writing
 from ranvier.train.metrics import StepSpans
 from ranvier.train.timeline import RankTimeline
+
+if TYPE_CHECKING:
+    from matplotlib.patches import Patch
 
 _MAX_RANKS = 64
 
@@ -128,6 +130,8 @@ def _bar_text(span: Span) -> str:
 
 def _legend(steps: Sequence[StepSpans]) -> list[Patch]:
     """The categories that occur, each with its share of all ranks' time."""
+    from matplotlib.patches import Patch
+
     total = sum(step.seconds for step in steps)
     handles = []
     for category, colour in COLOURS.items():
