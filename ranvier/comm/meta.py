@@ -17,6 +17,9 @@ class MetaGroup(CheckedGroup):
     def __init__(self, purpose: str, size: int, index: int = 0) -> None:
         super().__init__(purpose, range(size), index)
 
+    def gather_number(self, number: int) -> list[int]:
+        return [number] * len(self.ranks)
+
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
         return Finished()
 

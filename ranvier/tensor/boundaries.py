@@ -33,7 +33,8 @@ Kind = Literal["stream", "inner", "heads", "whole", "ids", "vocabulary", "same"]
 _REMEDIES = {
     "stream": "Linear(stationary='input') leads back to the residual stream from what is between two Linears.",
     "inner": "Linear(stationary='output') leads from the residual stream to what Linear(stationary='input') takes.",
-    "heads": "Give it [..., heads, ..., width]: unflatten(-1, (-1, width)) of what Linear(stationary='output') returns.",
+    "heads": "Give it [..., heads, ..., width]: unflatten(-1, (-1, width)) of what Linear(stationary='output') "
+             "returns.",
     "whole": "TokenLinear leads from the residual stream to what every column has.",
 }
 

@@ -109,8 +109,7 @@ def _shown(operands: Iterable[Tensor]) -> str:
 
 def _refuse(func: Callable, operands: Sequence[Tensor], what: str = "", remedy: str = "") -> None:
     refuse(f"{_name(func)} {what}".strip(), _shown(operands), remedy or
-           _REMEDIES.get(_name(func).rpartition(".")[2], "Use the layers of ranvier.tensor.layers for what crosses a dim "
-                                                         "that columns share."))
+           _REMEDIES.get(_name(func).rpartition(".")[2], _ANY_REMEDY))
 
 
 def _check_plain(func: Callable, operands: Sequence[Tensor], mesh: TensorMesh) -> None:
@@ -181,7 +180,8 @@ def _aligned(func: Callable, operands: Sequence[Tensor], result_dims: int) -> tu
     return from_right, layout
 
 
-def _converted(func: Callable, one: Tensor, from_right: int, layout: ColumnLayout, operands: Sequence[Tensor]) -> Tensor:
+def _converted(func: Callable, one: Tensor, from_right: int, layout: ColumnLayout,
+               operands: Sequence[Tensor]) -> Tensor:
     """`one` as an operand beside others whose cut dim is `from_right` places from the right."""
     if _cut_of(one) is not None:
         return one
@@ -397,7 +397,8 @@ def _normalised(func: Callable, args: Sequence, kwargs: dict) -> object:
     """F.layer_norm and F.rms_norm over trailing dims; weights are constants here."""
     x = args[0]
     shape, layout = _argument(args, kwargs, 1, "normalized_shape"), _cut_of(x)
-    if layout is None or layout.dim >= x.dim() - len(shape) or any(map(_cut_of, _tensors((*args[1:], *kwargs.values())))):
+    others = _tensors((*args[1:], *kwargs.values()))
+    if layout is None or layout.dim >= x.dim() - len(shape) or any(map(_cut_of, others)):
         _refuse(func, [x], "over a dim that columns share")
     return mark(func(*args, **kwargs), layout)
 
@@ -510,10 +511,10 @@ def _of(names: str, *spaces: object) -> list[Callable]:
 
 
 _UNARY = """abs absolute neg negative positive sign sgn square sqrt rsqrt reciprocal exp exp2 expm1 log log2 log10 log1p
-    sin cos tan asin arcsin acos arccos atan arctan sinh cosh tanh asinh acosh atanh sigmoid logit erf erfc erfinv expit
-    floor ceil round trunc frac relu relu6 leaky_relu elu selu celu silu gelu mish softplus softsign tanhshrink hardtanh
-    hardsigmoid hardswish hardshrink softshrink logsigmoid threshold clamp clip clamp_min clamp_max nan_to_num isnan isinf
-    isfinite isposinf isneginf signbit logical_not bitwise_not __neg__ __pos__ __abs__ __invert__"""
+    sin cos tan asin arcsin acos arccos atan arctan sinh cosh tanh asinh acosh atanh sigmoid logit erf erfc erfinv
+    expit floor ceil round trunc frac relu relu6 leaky_relu elu selu celu silu gelu mish softplus softsign tanhshrink
+    hardtanh hardsigmoid hardswish hardshrink softshrink logsigmoid threshold clamp clip clamp_min clamp_max nan_to_num
+    isnan isinf isfinite isposinf isneginf signbit logical_not bitwise_not __neg__ __pos__ __abs__ __invert__"""
 _BINARY = """add sub subtract rsub mul multiply div divide true_divide floor_divide remainder fmod pow float_power atan2
     hypot maximum minimum fmax fmin lerp addcmul addcdiv where masked_fill eq ne lt le gt ge not_equal less less_equal
     greater greater_equal logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor copysign xlogy heaviside
@@ -524,17 +525,20 @@ _CHANGES_FIRST = frozenset(_of(" ".join(f"{name}_" for name in f"{_UNARY} {_BINA
 _POINTWISE = _CHANGES_FIRST | frozenset(_of(f"{_UNARY} {_BINARY}") + _of(
     " ".join(f"__{side}{name}__" for name in _SIGNS.split() for side in ("", "r"))
     + " __eq__ __ne__ __lt__ __le__ __gt__ __ge__", Tensor))
-_LIKE = _of("""to type type_as float double half bfloat16 int long short char byte bool clone contiguous detach detach_
-    alias zeros_like ones_like empty_like full_like zero_ cpu cuda resolve_conj resolve_neg real __deepcopy__""",
-            torch, Tensor) + [Tensor.data.__get__]
+_LIKE = (Tensor.data.__get__, *_of("""to type type_as float double half bfloat16 int long short char byte bool clone
+    contiguous detach detach_ alias zeros_like ones_like empty_like full_like zero_ cpu cuda resolve_conj resolve_neg
+    real __deepcopy__""", torch, Tensor))
 _RANDOM = frozenset(_of("""dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout
     dropout_ alpha_dropout_ bernoulli bernoulli_ rand_like randn_like randint_like normal normal_ uniform_ random_
     exponential_ geometric_ cauchy_ log_normal_ multinomial poisson rrelu rrelu_ gumbel_softmax native_dropout"""))
+_PROPERTIES = """dtype device requires_grad is_leaf grad_fn ndim is_cuda is_cpu is_meta is_sparse is_quantized is_nested
+    layout _version output_nr grad itemsize _base _backward_hooks grad_dtype is_mkldnn is_xpu is_mps
+    retains_grad name"""
 _PASSES = frozenset(_of("""dim ndimension stride storage_offset is_contiguous is_floating_point is_complex is_signed
     element_size get_device data_ptr untyped_storage register_hook retain_grad register_post_accumulate_grad_hook
     requires_grad_ is_pinned is_same_size __hash__ __repr__ __str__ __format__ is_tensor is_inference _is_view
     _typed_storage""", Tensor, torch) + [
-        getattr(Tensor, name).__get__ for name in ["dtype", "device", "requires_grad", "is_leaf", "grad_fn", "ndim", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "layout", "_version", "output_nr", "grad", "itemsize", "_base", "_backward_hooks", "grad_dtype", "is_mkldnn", "is_xpu", "is_mps", "retains_grad", "name"] if hasattr(Tensor, name)] + [
+        getattr(Tensor, name).__get__ for name in _PROPERTIES.split() if hasattr(Tensor, name)] + [
         getattr(Tensor, name).__set__ for name in ("requires_grad", "grad", "_backward_hooks")])
 
 
@@ -606,8 +610,10 @@ _ALONG = (("""sum nansum mean nanmean amax amin prod any all logsumexp softmax l
           ("sort argsort glu", 1, -1), ("topk kthvalue", 2, -1), ("norm", 2, None), ("normalize", 2, 1),
           ("roll", 2, None))
 """Names, the place of their dim among the arguments, and its default."""
+_ANY_REMEDY = "Use the layers of ranvier.tensor.layers for what crosses a dim that columns share."
 _REMEDIES = {
-    "rms_norm": "Use ranvier.tensor.layers.RMSNorm, with over='inner' between an output- and an input-stationary Linear.",
+    "rms_norm": "Use ranvier.tensor.layers.RMSNorm, with over='inner' between an output- and an input-stationary "
+                "Linear.",
     "layer_norm": "Use ranvier.tensor.layers.LayerNorm, with over='inner' between an output- and an input-stationary "
                   "Linear.",
     "dropout": "Use ranvier.tensor.layers.Dropout, whose masks are keyed by place.",

@@ -229,8 +229,6 @@ class SplitLinear(SplitLayer):
         return slabs
 
     def _compute(self, x: Tensor, kept: list[Tensor | None]) -> Tensor:
-        if not x.numel():  # no rank has a sample
-            return x.new_empty(self._product.out_shape(x, self.weight))
         bias = None if self.bias is None else self.bias.detach()
         y = self._product.forward(x, self.weight.detach(), bias, *kept)
         kept.clear()
@@ -238,7 +236,7 @@ class SplitLinear(SplitLayer):
 
     def save(self, x: Tensor, kept: list[Tensor | None]) -> tuple[int, ...]:
         """Gather what a recomputation shares with its backward, into `kept`; returns y's shape."""
-        if self.recomputed and self._product.keeps and x.numel():
+        if self.recomputed and self._product.keeps:
             kept[:] = [self._product.gather_x(x), self._gather_weight() if kept[1] is None else kept[1]]
         return self._product.out_shape(x, self.weight)
 
@@ -247,8 +245,6 @@ class SplitLinear(SplitLayer):
                  ) -> tuple[Tensor | None, Tensor | None]:
         """(dx, dW); dW is None where it is added to the parameter's gradient here, or later."""
         product, weight = self._product, self.weight.detach()
-        if not dy.numel():
-            return dy.new_empty(like.shape), torch.zeros_like(weight) if wants_weight else None
         gradients = self.weight_gradients
         if gradients is not None and (not gradients.in_pass or self.weight._backward_hooks):
             gradients = None  # a hook wants to see it
