@@ -250,6 +250,12 @@ class CheckedGroup:
         self.all_gather(texts, padded).wait()
         return [json.loads(row.numpy().tobytes()) for row in texts]
 
+    def gather_number(self, number: int) -> list[int]:
+        received, numbers = self.bytes_received, torch.empty(len(self.ranks), dtype=torch.int64, device="cpu")
+        self.all_gather(numbers, torch.tensor([number], device="cpu")).wait()
+        self.bytes_received = received
+        return numbers.tolist()
+
     def barrier(self) -> None:
         self._check("barrier")
         if len(self.ranks) > 1:

@@ -35,6 +35,9 @@ class MetaGroup(CheckedGroup):
     def _let_go(self, buffer: Tensor) -> None:
         self._live_bytes -= buffer.nbytes
 
+    def gather_number(self, number: int) -> list[int]:
+        return [number] * len(self.ranks)
+
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
         return Finished()
 

@@ -113,6 +113,9 @@ class Group(Protocol):
     def gather_objects(self, value: object) -> list:
         """Every member's JSON-serialisable `value`, in member order. Blocks; for start-up, not for steps."""
 
+    def gather_number(self, number: int) -> list[int]:
+        """Every member's number (of int64), in member order, over host memory. Blocks; no payload, so not counted."""
+
     def barrier(self) -> None:
         """Return when every member has called it. Blocks."""
 

@@ -228,6 +228,9 @@ class _ThrottledGroup:
     def gather_objects(self, value: object) -> list:
         return self._inner.gather_objects(value)
 
+    def gather_number(self, number: int) -> list[int]:
+        return self._inner.gather_number(number)
+
     def barrier(self) -> None:
         self._inner.barrier()
 

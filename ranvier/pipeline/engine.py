@@ -184,7 +184,7 @@ class Engine:
         gradients = self._updater.gradients
         self._stage = Stage(blocks, still=still, loss=model.loss if self.is_last_stage else None, seed=seed,
                             device=world.device, progress=self._progress, block_passed=gradients.block_passed,
-                            segments=segments,
+                            segments=segments, mesh=self._tensor_mesh,
                             weight_gradients=WeightGradients(gradients.chunk_of, gradients.queued, gradients.added))
 
     # ------------------------------------------------------------------ what a rank is

@@ -49,6 +49,7 @@ from ranvier.pipeline.stage import runs_of
 from ranvier.pipeline.ties import gradient_specs
 from ranvier.precision import DTYPES
 from ranvier.run import Run
+from ranvier.tensor.column_tensor import plain
 from ranvier.tensor.mesh import TensorMesh, Workspace
 from ranvier.tensor.split import SplitLinear
 
@@ -301,7 +302,7 @@ def _block_needs(run: Run, part: Model, mesh: TensorMesh, name: str, state: Stat
     with keyed_random.scope(0, 0, torch.zeros(1, dtype=torch.int64), name), kept:
         state = block(state)
         kept_bytes = kept.count
-        ends = named(state, name).values() if targets is None else [part.loss(state, targets)[0]]
+        ends = plain(named(state, name)).values() if targets is None else [part.loss(state, targets)[0]]
     wanted = [tensor.sum() for tensor in ends if tensor.requires_grad]
     if wanted:
         sum(wanted).backward()

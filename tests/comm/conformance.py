@@ -495,6 +495,9 @@ def objects_and_barriers(world: World) -> None:
     assert [len(value["text"]) for value in values] == list(range(world.size))
     group.barrier()
     assert group.gather_objects(None) == [None] * world.size
+    before = group.bytes_received
+    assert group.gather_number(world.rank - (1 << 40)) == [rank - (1 << 40) for rank in range(world.size)]
+    assert group.bytes_received == before
 
 
 def wrong_tensors_are_named(world: World) -> None:
