@@ -49,12 +49,12 @@ def killed_launcher(trial: Trial) -> Iterator[None]:
 def stopped_rank(trial: Trial) -> Iterator[None]:
     """The others wait for it, and then for the time limit; nobody waits for a rank that is stopped for ever."""
     rank = trial.draw.randrange(trial.mesh.size)
-    start = trial.start(paced=True)
+    start = trial.start(paced=True, timeout_seconds=trial.timeout_seconds)
     trial.wait_for_step(start)
     trial.say(f"rank {rank} is stopped (SIGSTOP) after step {trial.step}")
     if rank in (ranks := start.ranks()):
         start.signal(ranks[rank], signal.SIGSTOP)
-    trial.allowance = trial.training.timeout_seconds
+    trial.allowance = trial.timeout_seconds
     trial.wait_gone(start)
     yield
 

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--outcomes", type=Path, default=Path("soak-outcomes.jsonl"))
     parser.add_argument("--out", type=Path, help="where the table goes as well, in Markdown")
     parser.add_argument("--limit-seconds", type=float, default=10.0, help="in which every process is gone")
-    parser.add_argument("--timeout", type=float, default=5.0, help="--comm.timeout-seconds of the runs")
+    parser.add_argument("--timeout", type=float, default=5.0, help="--comm.timeout-seconds where a rank is stopped")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no further case after so long")
     parser.add_argument("--folder", type=Path, help="where runs are; a temporary folder unless given")
     given = parser.parse_args(argv)
@@ -58,13 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ranvier-soak-") if given.folder is None else nullcontext(
             given.folder) as folder:
-        training = Training(Path(folder).resolve(), given.timeout)
+        training = Training(Path(folder).resolve())
         for case in cases:
             if case.key in done:
                 continue
             if time.monotonic() - began > 60 * given.minutes:
                 break
-            trial = Trial(case, training, given.limit_seconds)
+            trial = Trial(case, training, given.limit_seconds, given.timeout)
             done[case.key] = outcome = trial.run(KINDS[case.kind])
             with given.outcomes.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(outcome.to_json()) + "\n")

@@ -22,14 +22,16 @@ STEPS, EVERY, KEEP = 40, 2, 3
 RANKS = 2
 MESHES = (Mesh(pipe=2), Mesh(data=2), Mesh(col=2))
 _WORDS = ("to", "be", "or", "not", "that", "is", "the")
-_START_SECONDS = 120.0
+_START_SECONDS = 240.0
+_TIMEOUT_SECONDS = 60.0
+"""Of messages and collectives, longer than any limit: what ends in time has not waited for it."""
 
 
 class Training:
     """The one run of a work folder. `forget` removes it; `checkpoints` may be on another disk than its folder."""
 
-    def __init__(self, root: Path, timeout_seconds: float) -> None:
-        self.root, self.timeout_seconds = root, timeout_seconds
+    def __init__(self, root: Path) -> None:
+        self.root = root
         self.run_dir = root / "run"
         self.checkpoints = self.run_dir / "checkpoint"
         self._references: dict[tuple[Mesh, str], list[float]] = {}
@@ -50,21 +52,22 @@ class Training:
         """Until `forget`, checkpoints are not in the run's folder."""
         self.checkpoints = folder or self.root / "elsewhere"
 
-    def args(self, mesh: Mesh, transport: str) -> list[str]:
+    def args(self, mesh: Mesh, transport: str, timeout_seconds: float) -> list[str]:
         settings = {
             "model.num-layers": 1, "model.hidden": 16, "model.heads": 2, "model.vocab": 300, "model.sequence": 16,
             "batch.global-size": 4, "batch.microbatch-size": 2, "train.steps": STEPS, "train.warmup-steps": 0,
             "train.eval-sequences": 1, "train.sample-tokens": 0, "train.eval-every": 0, "precision": "fp64",
             "mesh.data": mesh.data, "mesh.pipe": mesh.pipe, "mesh.row": mesh.row, "mesh.col": mesh.col,
             "checkpoint.every": EVERY, "checkpoint.keep": KEEP, "checkpoint.dir": self.checkpoints,
-            "comm.timeout-seconds": self.timeout_seconds, "comm.transport": transport, "launch.device": "cpu",
+            "comm.timeout-seconds": timeout_seconds, "comm.transport": transport, "launch.device": "cpu",
             "data.corpus": self.root / "corpus.txt", "data.cache-dir": self.root / "cache", "resume": "auto",
             "run-dir": self.run_dir}
         return ["train", "gpt-tiny", *(str(word) for name, value in settings.items() for word in (f"--{name}", value))]
 
-    def start(self, launcher: Launcher, mesh: Mesh, transport: str, name: str, faults: Sequence[str] = ()) -> Start:
+    def start(self, launcher: Launcher, mesh: Mesh, transport: str, name: str, faults: Sequence[str] = (),
+              timeout_seconds: float = _TIMEOUT_SECONDS) -> Start:
         """Start the command under `launcher`. faults: as ranvier.testing.faults reads them."""
-        args = self.args(mesh, transport)
+        args = self.args(mesh, transport, timeout_seconds)
         program = ["-m", "ranvier", *args] if not faults else [
             "-m", "ranvier.testing.faults", *(word for fault in faults for word in ("--fault", fault)), "--", *args]
         return Start(launcher, RANKS, program, self.root / f"{name}.log")

@@ -24,8 +24,8 @@ from ranvier.mesh import Mesh
 LATEST_STEP = 12
 """The last step after which a fault happens: the others are time that a run which does not notice it spends."""
 PACE_SECONDS = 0.12
-_PROGRESS_SECONDS = 60.0
-_RESUME_SECONDS = 90.0
+_PROGRESS_SECONDS = 240.0
+_RESUME_SECONDS = 240.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +82,8 @@ class Outcome:
 class Trial:
     """A case as it goes; kinds of faults change `allowance` and `missing`, and add problems."""
 
-    def __init__(self, case: Case, training: Training, limit_seconds: float) -> None:
-        self.case, self.draw, self.training = case, case.draw, training
+    def __init__(self, case: Case, training: Training, limit_seconds: float, timeout_seconds: float) -> None:
+        self.case, self.draw, self.training, self.timeout_seconds = case, case.draw, training, timeout_seconds
         self.mesh: Mesh = self.draw.choice(MESHES)
         self.transport = self.draw.choice(("mpi", "torch")) if case.launcher == "mpiexec" else "torch"
         self.step = self.draw.randrange(LATEST_STEP + 1)
@@ -104,11 +104,13 @@ class Trial:
     def problem(self, what: str) -> None:
         self.outcome.problems.append(what)
 
-    def start(self, *, faults: tuple[str, ...] = (), paced: bool = False) -> Start:
-        """Start the run. paced: slowly, so that it would go on for longer than the limit after any fault."""
+    def start(self, *, faults: tuple[str, ...] = (), paced: bool = False, **more: float) -> Start:
+        """Start the run. paced: slowly, so that it would go on for longer than the limit after any fault. more: as
+        `Training.start` has it."""
         if paced:
             faults = (*faults, f"slow:rank=0,call={4 * self.step + 1},for={PACE_SECONDS}")
-        start = self.training.start(self.case.launcher, self.mesh, self.transport, f"start-{len(self.starts)}", faults)
+        start = self.training.start(self.case.launcher, self.mesh, self.transport, f"start-{len(self.starts)}", faults,
+                                    **more)
         self.starts.append(start)
         return start
 

@@ -29,7 +29,7 @@ def run(*args, timeout):
 def test_two_faults_and_none_again(tmp_path):
     """Limits are wide: this looks for what is lost or left, on machines that may be busy."""
     args = ("--kinds", "killed-launcher,damaged-logs", "--launchers", "python", "--cases", 1, "--limit-seconds", 60,
-            "--timeout", 60, "--outcomes", tmp_path / "outcomes.jsonl")
+            "--outcomes", tmp_path / "outcomes.jsonl")
     code, text = run(*args, timeout=580)
     assert code == 0, text
     assert "2 of 2 faults, seed 0: 0 went wrong." in text
@@ -99,7 +99,7 @@ def test_a_start_that_ends_is_gone(tmp_path):
 
 @pytest.fixture
 def trial(tmp_path):
-    trial = Trial(Case(kind="killed-rank", launcher="python", number=0, seed=0), Training(tmp_path, 5.0), 10.0)
+    trial = Trial(Case(kind="killed-rank", launcher="python", number=0, seed=0), Training(tmp_path), 10.0, 5.0)
     trial.training.run_dir.mkdir()
     return trial
 
