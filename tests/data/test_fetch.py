@@ -95,14 +95,16 @@ SHIPPED = (sentences.SENTIMENT, GPT2_TOKENIZER, pretrained_models.MINILM, pretra
 
 
 def hostile_sdist(folder, stem, marker):
-    """A source distribution whose code, should anybody run it, leaves `marker`."""
-    code = f"open({str(marker)!r}, 'w').close()\nfrom setuptools import setup\nsetup(name='x', version='1')\n"
+    """A source distribution whose code, should anybody run it, leaves `marker`: a build that needs nothing else."""
+    leave = f"open({str(marker)!r}, 'w').close()\n"
+    name, _, version = stem.rpartition("-")
+    files = {"pyproject.toml": "[build-system]\nrequires = []\nbuild-backend = 'backend'\nbackend-path = ['.']\n",
+             "backend.py": leave, "setup.py": leave,
+             "PKG-INFO": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"}
     path = folder / f"{stem}.tar.gz"
     with tarfile.open(path, "w:gz") as archive:
-        for name, text in (("setup.py", code), ("setup.cfg", ""),
-                           ("PKG-INFO", f"Metadata-Version: 2.1\nName: {stem.rpartition('-')[0]}\n"
-                                        f"Version: {stem.rpartition('-')[2]}\n")):
-            member = tarfile.TarInfo(f"{stem}/{name}")
+        for file, text in files.items():
+            member = tarfile.TarInfo(f"{stem}/{file}")
             member.size = len(text.encode())
             archive.addfile(member, io.BytesIO(text.encode()))
     return path
@@ -156,8 +158,8 @@ def test_folders_of_files_hold_too_and_no_index_is_asked(tmp_path, only_index, m
 
 def test_a_file_that_no_index_has_can_be_put_there_by_hand(tmp_path, only_index):
     with pytest.raises(DataError, match=r"got 'no index that pip is set up with has thing-1\.0\.tar\.gz of thing'\)\. "
-                                        r"Download it elsewhere, from the files of the project thing on a package index, "
-                                        r"and put it into .*packages\."):
+                                        r"Download it elsewhere, from the files of the project thing on a package ind"
+                                        r"ex, and put it into .*packages\."):
         fetch(python_package("thing", "thing-1.0.tar.gz", sha256="0" * 64), tmp_path, quiet)
 
 
