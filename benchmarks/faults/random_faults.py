@@ -38,7 +38,7 @@ from ranvier.checkpoint.manifest import step_folder
 from ranvier.comm.mpi_launch import mpi_available
 from ranvier.mesh import Mesh
 from ranvier.testing.faults import Fault
-from ranvier.train.files import read_lines
+from ranvier.train.logs import read_events, read_metrics
 from ranvier.train.resize import ask
 
 STEPS, EVERY, KEEP, KEEP_EVERY = 24, 2, 3, 6
@@ -324,8 +324,8 @@ class Training:
 
     def start_problems(self, before: set[int], left_before: set[str]) -> list[str]:
         """What is wrong with where it went on, if it got so far."""
-        resumed = [line for line in read_lines(self.folder / "events.jsonl") if line["event"] == "resume"]
-        starts = [line for line in read_lines(self.folder / "events.jsonl") if line["event"] == "start"]
+        resumed = [line for line in read_events(self.folder).lines if line["event"] == "resume"]
+        starts = [line for line in read_events(self.folder).lines if line["event"] == "start"]
         if len(starts) <= self.told:
             return []
         self.told, found = len(starts), []
@@ -340,9 +340,9 @@ class Training:
 
     def compare(self) -> None:
         """The losses are those of a run that nothing happened to."""
-        lines = read_lines(self.folder / "metrics.jsonl")
+        lines = read_metrics(self.folder).lines
         steps, losses = [line["step"] for line in lines], [line["loss"] for line in lines]
-        self.tally.transitions += len([line for line in read_lines(self.folder / "events.jsonl")
+        self.tally.transitions += len([line for line in read_events(self.folder).lines
                                        if line["event"] == "transition"])
         expected = self.reference(self.mesh or MESHES[0], self.manual)
         exact = self.mesh is not None and not self.moved
@@ -360,7 +360,7 @@ class Training:
             ended = attempt(self.soak.args(folder, mesh, resume="none", manual=manual), [], self.soak.root / "log.txt",
                             deadline_seconds=self.soak.deadline_seconds, as_command=False)
             assert ended.code == 0, ended.text
-            self.references[mesh, manual] = [line["loss"] for line in read_lines(folder / "metrics.jsonl")]
+            self.references[mesh, manual] = [line["loss"] for line in read_metrics(folder).lines]
             shutil.rmtree(folder)
         return self.references[mesh, manual]
 

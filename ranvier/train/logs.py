@@ -133,11 +133,11 @@ def _is_number(value: object) -> bool:
 
 
 def _event_problem(line: Line) -> str | None:
-    """An event has a name; those that tell the mesh have one."""
+    """An event has a name; where one tells a new mesh, it is one."""
     if not isinstance(line.get("event"), str):
         return "has no event"
-    if line["event"] in ("start", "transition"):
-        mesh, frozen = line.get("mesh"), line.get("frozen_layers", 0)
+    if line["event"] in ("start", "transition") and "mesh" in line:
+        mesh, frozen = line["mesh"], line.get("frozen_layers", 0)
         if not isinstance(mesh, Mapping) or not all(_is_count(mesh.get(axis), 1) for axis in ("data", "pipe")):
             return "has no mesh"
         if not _is_count(frozen, 0):

@@ -77,7 +77,7 @@ def test_a_damaged_step_is_told_and_left_out(tmp_path, line, problem):
 @pytest.mark.parametrize(("line", "problem"), [
     ({"step": 5}, "has no event"), ({"step": 5, "event": None}, "has no event"),
     ({"step": 5, "event": ["x"]}, "has no event"),
-    ({"step": 5, "event": "start"}, "has no mesh"), ({"step": 5, "event": "start", "mesh": None}, "has no mesh"),
+    ({"step": 5, "event": "start", "mesh": None}, "has no mesh"),
     ({"step": 5, "event": "start", "mesh": {"data": 2}}, "has no mesh"),
     ({"step": 5, "event": "start", "mesh": {"data": "2", "pipe": 1}}, "has no mesh"),
     ({"step": 5, "event": "start", "mesh": {"data": 0, "pipe": 1}}, "has no mesh"),

@@ -400,8 +400,7 @@ def test_a_second_start_is_refused(text, tmp_path, folder):
     run = tiny(text, tmp_path / "run", resume="auto", checkpoint=Checkpoint(dir=tmp_path / "checkpoints", every=2))
     theirs = Lease.take([tmp_path / folder], me=elsewhere(1), beat_seconds=0.05)
     with pytest.raises(OwnershipError, match=rf"folder {tmp_path}/{folder}: belongs to a run that is under way: "
-                                             r"process 1 on host1 has it \(generation 1\)\. "
-                                             "Wait for that run or end it"):
+                                             r"process 1 on host1 has it \(generation 1\)\. Wait for that run or"):
         run_all(run)
     assert not (tmp_path / "run" / "run.toml").exists()
     theirs.release()
