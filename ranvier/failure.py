@@ -20,6 +20,7 @@ from torch.distributed import Store
 
 from ranvier.comm.board import in_time, silent
 from ranvier.comm.hang import HangWatch
+from ranvier.comm.signed_store import SignedStore
 from ranvier.errors import Hang, MessageTimeout, RanvierError, TransportError, UnsavedError
 from ranvier.lifeline import Heartbeat, launcher_processes, launcher_variable
 from ranvier.mesh import Mesh
@@ -141,9 +142,12 @@ def _await_all(world: World, heartbeat: Heartbeat) -> None:
     """Return when every rank's program has come to its end: some write reports long after the others are done.
     MessageTimeout where one gives no sign of life in time."""
     try:
-        world.store.add(FINISHED, 1)
-        looked = time.monotonic()
-        while world.store.add(FINISHED, 0) < world.size:
+        world.store.set(f"{FINISHED}/{world.rank}", "")
+        looked, unfinished = time.monotonic(), set(range(world.size)) if world.rank == 0 else set()
+        while not world.store.check([FINISHED]):
+            unfinished = {rank for rank in unfinished if not world.store.check([f"{FINISHED}/{rank}"])}
+            if world.rank == 0 and not unfinished:
+                world.store.set(FINISHED, "")
             time.sleep(0.02)
             if time.monotonic() - looked >= LOOK_SECONDS:
                 looked, (rank, seconds) = time.monotonic(), heartbeat.longest_silence()
@@ -200,12 +204,12 @@ def place(mesh: Mesh, rank: int) -> str:
     return str(mesh.coordinates(rank)) if rank < mesh.size else "idle"
 
 
-def tell_mesh(store: Store, mesh: Mesh) -> None:
+def tell_mesh(store: Store | SignedStore, mesh: Mesh) -> None:
     """The run takes another mesh from now on: for the parent, which names ranks by their coordinates."""
     store.set(MESH, json.dumps([mesh.data, mesh.pipe]))
 
 
-def mesh_of_now(store: Store, mesh: Mesh) -> Mesh:
+def mesh_of_now(store: Store | SignedStore, mesh: Mesh) -> Mesh:
     """The mesh that was told last, in a run that has begun with `mesh`."""
     if not store.check([MESH]):
         return mesh

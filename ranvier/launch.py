@@ -8,29 +8,29 @@ Under plain python the process becomes the parent of local ranks: it runs its ow
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from importlib.util import find_spec
 from typing import Literal
 
 import torch
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import HashStore, PrefixStore, Store
 
 from ranvier import failure
 from ranvier.comm.inprocess import InProcessWorld
 from ranvier.comm.mpi_backend import MPIBackend
 from ranvier.comm.mpi_launch import mpi_available
 from ranvier.comm.protocol import Backend
+from ranvier.comm.signed_store import SignedStore
 from ranvier.comm.torch_backend import TorchBackend
 from ranvier.errors import ConfigError, LaunchError
 from ranvier.launchers import Setting, Started, detect
 from ranvier.lifeline import follow_launcher
 from ranvier.machine import available_cores, interface_towards, threads_per_rank
 from ranvier.mesh import Mesh
+from ranvier.shared_store import open_store
 from ranvier.world import World
 
 TransportName = Literal["torch", "mpi"]
@@ -223,14 +223,15 @@ def _with_local_place(started: Started) -> Started:
     return started
 
 
-def _connect(started: Started, transport: str, device: torch.device, timeout_seconds: float) -> tuple[Backend, Store]:
+def _connect(started: Started, transport: str, device: torch.device, timeout_seconds: float
+             ) -> tuple[Backend, Store | SignedStore]:
     if started.size == 1:
         return InProcessWorld(1).backend(0), HashStore()
     if transport == "torch":
-        store = _open_store(started, timeout_seconds)
+        torchs, store = open_store(started, timeout_seconds)
         _choose_interface(started)
         try:
-            return TorchBackend(started.rank, started.size, PrefixStore("comm", store.clone()), device,
+            return TorchBackend(started.rank, started.size, PrefixStore("comm", torchs.clone()), device,
                                 timeout_seconds), store
         except RuntimeError as error:
             raise LaunchError(f"Gloo cannot connect the ranks: {str(error).partition(chr(10))[0]}", where="launch",
@@ -242,7 +243,7 @@ def _connect(started: Started, transport: str, device: torch.device, timeout_sec
         raise LaunchError(f"{started}, but MPI says rank {backend.rank} of {backend.size}: another MPI's launcher "
                           "started the ranks", where="comm.transport", value="mpi",
                           remedy="Use the mpiexec of the MPI library that mpi4py loads, or set --comm.transport torch.")
-    return backend, _open_store(started, timeout_seconds)
+    return backend, open_store(started, timeout_seconds)[1]
 
 
 def _choose_interface(started: Started) -> None:
@@ -253,40 +254,6 @@ def _choose_interface(started: Started) -> None:
     name = interface_towards(started.master[0])
     if name is not None:
         os.environ[_INTERFACE] = name
-
-
-def _open_store(started: Started, timeout_seconds: float) -> Store:
-    """The store that all ranks share: at the launcher's address, or wherever rank 0 tells through MPI."""
-    timeout = timedelta(seconds=timeout_seconds)
-    if started.master is None:
-        return _open_store_through_mpi(started, timeout)
-    host, port = started.master
-    keeps = started.rank == 0 and not started.agent_store
-    try:
-        store = TCPStore(host, port, is_master=keeps, timeout=timeout, wait_for_workers=False)
-    except Exception as error:
-        what = "cannot listen there" if keeps else "rank 0 cannot be reached there"
-        raise LaunchError(f"{what}: {str(error).partition(chr(10))[0]}", where="launch", value=f"{host}:{port}",
-                          remedy="Set MASTER_ADDR and MASTER_PORT, the same for all ranks, to a free port of rank 0's "
-                                 "machine.") from error
-    return store if started.launcher == "local" else PrefixStore(f"ranvier/{started.attempt}", store)
-
-
-def _open_store_through_mpi(started: Started, timeout: timedelta) -> Store:
-    if not started.mpi or find_spec("mpi4py") is None:
-        raise LaunchError(f"{started.launcher} does not say where rank 0 is, and without mpi4py MPI cannot",
-                          where="launch",
-                          remedy="Set MASTER_ADDR and MASTER_PORT, the same for all ranks, to a free port of rank 0's "
-                                 "machine.")
-    from mpi4py import MPI
-
-    store = address = None
-    if started.rank == 0:
-        host = "127.0.0.1" if started.local_size == started.size else socket.getfqdn()
-        store = TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
-        address = (host, store.port)
-    host, port = MPI.COMM_WORLD.bcast(address)
-    return store or TCPStore(host, port, is_master=False, timeout=timeout)
 
 
 def _tell(world: World, transport: Choice | None, device: Choice | None) -> None:

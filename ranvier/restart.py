@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 from ranvier.checkpoint.manifest import checkpoints
 from ranvier.errors import ConfigError
@@ -35,19 +37,20 @@ class Restarts:
             self._say("from where it had begun")  # another folder, which knows nothing of another mesh
             return run.mesh, self._command
         mesh = self._mesh(num_ranks)
+        if mesh is None:
+            return None
         on = "" if mesh == run.mesh else f", on {mesh.size} of the {num_ranks} ranks that are left: {mesh}"
         self._say(f"from its {'newest checkpoint' if has_saved else 'beginning, since it has no checkpoint'}{on}")
         return mesh, [*self._command, "--resume", "auto"]
 
-    def _mesh(self, num_ranks: int) -> Mesh:
-        for count in range(num_ranks, 1, -1):
+    def _mesh(self, num_ranks: int) -> Mesh | None:
+        """The run's own, or the first legal one of at most `num_ranks` ranks; None where there is none."""
+        for count in range(num_ranks, 0, -1):
             if count == self._run.mesh.size:
                 return self._run.mesh
-            try:
-                return refit(self._run, count, "the restart")[0].mesh
-            except ConfigError:
-                continue
-        return refit(self._run, 1, "the restart")[0].mesh if self._run.mesh.size > 1 else self._run.mesh
+            with suppress(ConfigError):
+                return refit(replace(self._run, resume="auto"), count, "the restart")[0].mesh
+        return None
 
     def _say(self, how: str) -> None:
         print(f"ranvier: restart {self._count} of {self._run.max_restarts}: the run starts again {how}",

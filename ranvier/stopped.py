@@ -13,6 +13,7 @@ from contextlib import suppress
 
 from torch.distributed import Store
 
+from ranvier.comm.signed_store import SignedStore
 from ranvier.processes import Process, descendants
 
 PID = "ranvier/pid/"
@@ -34,12 +35,12 @@ class StoppedRanks:
         return [rank for rank, count in self._counts.items() if self._enabled and count >= self._looks]
 
 
-def tell_pid(store: Store, rank: int) -> None:
+def tell_pid(store: Store | SignedStore, rank: int) -> None:
     """Publish which process this rank is."""
     store.set(f"{PID}{rank}", str(os.getpid()))
 
 
-def told_pids(store: Store, num_ranks: int) -> dict[int, int]:
+def told_pids(store: Store | SignedStore, num_ranks: int) -> dict[int, int]:
     """Ranks by the process id that they have told, as far as they have. Anybody may have written that: it serves to
     name ranks, not to signal them."""
     told: dict[int, int] = {}
@@ -51,7 +52,7 @@ def told_pids(store: Store, num_ranks: int) -> dict[int, int]:
     return told
 
 
-def ranks_below(store: Store, num_ranks: int, launcher: Process) -> dict[int, Process]:
+def ranks_below(store: Store | SignedStore, num_ranks: int, launcher: Process) -> dict[int, Process]:
     """The processes of the ranks that `launcher` has started on this machine, as far as they have told their ids. What
     the store says is believed only of descendants of that process."""
     told = told_pids(store, num_ranks)

@@ -19,7 +19,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -27,17 +26,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import IO
 
-from torch.distributed import TCPStore
-
 from ranvier import follow
 from ranvier.comm.mpi_launch import mpiexec_command
+from ranvier.comm.signed_store import SignedStore, signed
 from ranvier.failure import FAILED, FINISHED, mesh_of_now, place
-from ranvier.launchers import local_variables
+from ranvier.launchers import SECRET, local_variables
 from ranvier.mesh import Mesh
 from ranvier.processes import Process, descendants
+from ranvier.shared_store import keep_store, new_secret
 from ranvier.stop import STOP_SIGNALS
 from ranvier.stopped import LOOK_SECONDS, StoppedRanks, ranks_below, told_pids
 
@@ -113,7 +113,7 @@ def supervise(mesh: Mesh, transport: str, reason: str, command: Sequence[str], v
     ours = _Ours(mesh.size, StoppedRanks(stopped_seconds))
     # Signals are watched before the first rank exists, so that there is never one that nobody would stop.
     with _signals(STOP_SIGNALS if saves_on_stop else ()) as received:
-        ours.children = _start(mesh, transport, reason, command, variables, ours.store)
+        ours.children = _start(mesh, transport, reason, command, variables, ours)
         banner = _Banner()
         for child in ours.children:
             child.readers = banner.relay(child.process)
@@ -138,7 +138,7 @@ def supervise(mesh: Mesh, transport: str, reason: str, command: Sequence[str], v
     return _told(end, asked, banner, ours.store, mesh, explain_kill)
 
 
-def _told(end: _End, asked: int | None, banner: _Banner, store: TCPStore, mesh: Mesh,
+def _told(end: _End, asked: int | None, banner: _Banner, store: SignedStore, mesh: Mesh,
           explain_kill: Callable[[], str] | None) -> Outcome:
     """Say who failed, unless that rank has said so itself."""
     record = json.loads(store.get(FAILED)) if store.check([FAILED]) else None
@@ -158,7 +158,9 @@ class _Ours:
     """What this process has started, and the store that it keeps for it."""
 
     def __init__(self, num_ranks: int, stopped: StoppedRanks) -> None:
-        self.num_ranks, self.children, self.store = num_ranks, [], _open_store()
+        self.num_ranks, self.children, self.secret = num_ranks, [], new_secret()
+        self._tcp = keep_store("127.0.0.1", 0, timedelta(seconds=300))  # on this machine only; it outlives every rank
+        self.port, self.store = self._tcp.port, signed(self._tcp, self.secret)[1]
         self._before, self._stopped, self._looked = set(descendants(os.getpid())), stopped, time.monotonic()
         self._ranks: dict[int, Process] = {}
 
@@ -183,7 +185,7 @@ class _Ours:
     def left_early(self) -> int | None:
         """A rank that has ended with exit code 0 although others have not come to the end of their program."""
         ended = [child.rank for child in self.children if child.rank is not None and child.process.poll() == 0]
-        return ended[0] if ended and self.store.add(FINISHED, 0) < self.num_ranks else None
+        return ended[0] if ended and not self.store.check([FINISHED]) else None
 
     def left(self) -> list[Process]:
         """Processes that have been started since, and still run."""
@@ -196,21 +198,15 @@ def _adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def _open_store() -> TCPStore:
-    """A store of this process, reachable from this machine only, that outlives every rank."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-
-
 def _start(mesh: Mesh, transport: str, reason: str, command: Sequence[str], variables: Mapping[str, str],
-           store: TCPStore) -> list[_Child]:
+           ours: _Ours) -> list[_Child]:
     environ = {name: value for name, value in os.environ.items() if not _FOREIGN.match(name)} | dict(variables)
+    environ[SECRET] = ours.secret
     if transport == "mpi":
-        ours = local_variables(None, mesh.size, store.port, transport, reason) | _terminals()
-        return [_Child(None, _spawn(mpiexec_command(mesh.size, list(command)), environ | ours, signal.SIGTERM,
+        more = local_variables(None, mesh.size, ours.port, transport, reason) | _terminals()
+        return [_Child(None, _spawn(mpiexec_command(mesh.size, list(command)), environ | more, signal.SIGTERM,
                                     subprocess.PIPE))]
-    return [_Child(rank, _spawn(command, environ | local_variables(rank, mesh.size, store.port, transport, reason),
+    return [_Child(rank, _spawn(command, environ | local_variables(rank, mesh.size, ours.port, transport, reason),
                                 signal.SIGKILL, None)) for rank in range(mesh.size)]
 
 

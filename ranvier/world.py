@@ -10,6 +10,7 @@ from torch.distributed import Store
 
 from ranvier.comm.hang import HangWatch
 from ranvier.comm.protocol import Backend
+from ranvier.comm.signed_store import SignedStore
 from ranvier.mesh import Mesh
 
 
@@ -23,7 +24,7 @@ class World:
     """
 
     backend: Backend
-    store: Store
+    store: Store | SignedStore
     launcher: str
     device: torch.device
     local_rank: int

@@ -16,6 +16,7 @@ from typing import TypeVar
 from torch.distributed import Store
 
 from ranvier.comm.hang import HangWatch
+from ranvier.comm.signed_store import SignedStore
 from ranvier.mesh import Mesh
 
 BEAT = "ranvier/beat/"
@@ -42,7 +43,7 @@ def in_time(function: Callable[[], _Result], seconds: float | None = None) -> _R
     return found[0] if found else None
 
 
-def said(store: Store, ranks: Sequence[int]) -> dict[int, tuple[int, str]]:
+def said(store: Store | SignedStore, ranks: Sequence[int]) -> dict[int, tuple[int, str]]:
     """How often each of `ranks` has said something, and the last of it; without those that never have."""
     found = {}
     for rank in ranks:
@@ -52,7 +53,7 @@ def said(store: Store, ranks: Sequence[int]) -> dict[int, tuple[int, str]]:
     return found
 
 
-def silent(store: Store, ranks: Sequence[int], seconds: float = 2.5) -> list[int] | None:
+def silent(store: Store | SignedStore, ranks: Sequence[int], seconds: float = 2.5) -> list[int] | None:
     """Those of `ranks` that have said something before, and nothing in the next `seconds`: they are gone, stopped or
     cut off. None when the store does not answer."""
     before = in_time(lambda: _signs(store, ranks))
@@ -61,7 +62,7 @@ def silent(store: Store, ranks: Sequence[int], seconds: float = 2.5) -> list[int
     return None if before is None or after is None else [rank for rank in before if before[rank] == after[rank]]
 
 
-def _signs(store: Store, ranks: Sequence[int]) -> dict[int, list[bytes]]:
+def _signs(store: Store | SignedStore, ranks: Sequence[int]) -> dict[int, list[bytes]]:
     """All that `ranks` have said last: here, and by their heartbeat, which beats where there is no board, too."""
     keys = {rank: [key for key in (_key(rank), f"{BEAT}{rank}") if store.check([key])] for rank in ranks}
     return {rank: [store.get(key) for key in found] for rank, found in keys.items() if found}
@@ -77,7 +78,7 @@ class Board:
     hang: judges how long this rank's actions may take; None judges none.
     """
 
-    def __init__(self, store: Store, rank: int, mesh: Mesh, interval_seconds: float = 1.0,
+    def __init__(self, store: Store | SignedStore, rank: int, mesh: Mesh, interval_seconds: float = 1.0,
                  hang: HangWatch | None = None) -> None:
         self._store, self._rank, self._mesh, self._interval = store, rank, mesh, interval_seconds
         self._hang = hang
