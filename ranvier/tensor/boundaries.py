@@ -69,6 +69,8 @@ def guard_layer(module: nn.Module, mesh: TensorMesh, where: str, takes: Kind, gi
 
     alone: it is called with its own part, as a plain tensor. vocab: whole width of what gives a vocabulary.
     """
+    if mesh.check_order and mesh.num_rows > 1:
+        module.register_forward_pre_hook(lambda *_: _same_on_rows(mesh, where))
     if mesh.num_cols == 1:
         return
     entered: list[tuple[ColumnLayout, torch.Size]] = []
@@ -106,6 +108,14 @@ def guard_layer(module: nn.Module, mesh: TensorMesh, where: str, takes: Kind, gi
     module.register_forward_hook(after)
 
 
+def _same_on_rows(mesh: TensorMesh, where: str) -> None:
+    places = mesh.over_rows.gather_objects(where)
+    if len(set(places)) > 1:
+        raise ModelError("is called by some rows only", value=dict(enumerate(places)),
+                         where=min(places, key=lambda place: place.startswith("the end")),
+                         remedy="Call every layer on every row, with no tokens (x[:0]) where a row has none for it.")
+
+
 def _taken(x: Tensor, layout: ColumnLayout | None, mesh: TensorMesh, kind: Kind, where: str) -> Tensor:
     """A layer's input of any layout as plain memory of the layout that the layer takes."""
     if layout is None and (x.requires_grad or isinstance(x, nn.Parameter)):
@@ -139,6 +149,8 @@ def guard_block(module: nn.Module, mesh: TensorMesh, where: str, *, in_chain: bo
     in_chain: the block is one of a model's: plain inputs are the same on every column, others know their layout, and so
     do outputs. Otherwise somebody calls it with his part of the residual stream as plain tensors, and gets plain ones.
     """
+    if mesh.check_order and mesh.num_rows > 1:
+        module.register_forward_hook(lambda *_: _same_on_rows(mesh, f"the end of {where}"))
     if mesh.num_cols == 1:
         return
 
