@@ -10,8 +10,12 @@ Ranks are threads of this process. Each mesh and scheme runs the whole chain of 
 from __future__ import annotations
 
 import copy
+import importlib
+import json
+import os
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import sqrt
 from typing import Literal
 
@@ -20,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ranvier import keyed_random
-from ranvier.errors import DivisibilityError, ModelError
+from ranvier.errors import ConfigError, DivisibilityError, ModelError, RanvierError
 from ranvier.layout import part
 from ranvier.mesh import Mesh
 from ranvier.models.block import Loss, Model, State, as_model, initialise, named
@@ -44,6 +48,8 @@ _SEED = 0
 _SMALL = 1e-3
 """Gradients that are smaller than the largest by more than this are compared on its scale: some are zero but for
 rounding, such as that of a bias of keys."""
+_NOTHING = 1e-5
+"""The same of gradients beside outputs and the loss: all of them may be zero but for rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +68,7 @@ class SplitOutcome:
     """Why the model did not run."""
 
     def __str__(self) -> str:
-        about = self.reason if self.error is None else f"{self.error:.1e} ({self.tensor})"
+        about = self.reason.partition(" (got ")[0] if self.error is None else f"{self.error:.1e} ({self.tensor})"
         return f"{self.row} x {self.col}  {self.scheme:<17}  {self.status}: {about}"
 
 
@@ -106,6 +112,38 @@ def check_split(model: Model | nn.Module | Sequence[nn.Module], sample: Microbat
                      for mesh in meshes for scheme in schemes if mesh[0] == 1 or SCHEMES[scheme].scheme != "megatron")
     _raise_first(outcomes, tolerance)
     return outcomes
+
+
+def check_named(target: str, *, as_json: bool = False) -> None:
+    """`check_split` of what the function "module:function" returns; prints every outcome. SplitError as there,
+    ConfigError for what is not such a function."""
+    model, sample, loss = _called(target)
+    try:
+        outcomes, failed = check_split(model, sample, loss=loss), None
+    except SplitError as error:
+        outcomes, failed = error.outcomes, error
+    print(json.dumps({"split": [asdict(one) for one in outcomes]}, indent=1) if as_json
+          else "\n".join(map(str, outcomes)))
+    if failed is not None:
+        raise failed
+
+
+def _called(target: str) -> tuple[Model | nn.Module, object, Loss | None]:
+    module, _, function = target.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        made = getattr(importlib.import_module(module), function)()
+    except RanvierError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"cannot be called: {type(error).__name__}: {error}", where="split", value=target,
+                          remedy="Name module:function, an importable module and a function that takes no arguments."
+                          ) from error
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise ConfigError("must return (model, sample) or (model, sample, loss)", where=f"split {target}",
+                          value=type(made).__name__, remedy="See ranvier.testing.check_split for what a sample is.")
+    return made if len(made) == 3 else (*made, None)
 
 
 def _raise_first(outcomes: tuple[SplitOutcome, ...], tolerance: float) -> None:
@@ -249,8 +287,9 @@ def _outcome(whole: Model, batch: Microbatch, expected: dict[str, Tensor], shape
     errors = {}
     together = {name: [sqrt(sum(one[name][which] ** 2 for one in ranks)) for which in (0, 1)] for name in expected}
     largest = max((norm for name, (_, norm) in together.items() if name.startswith("gradient")), default=0.0)
+    size = max(norm for name, (_, norm) in together.items() if not name.startswith("gradient"))
     for name, (difference, norm) in together.items():
-        scale = max(norm, _SMALL * largest) if name.startswith("gradient") else norm
+        scale = max(norm, _SMALL * largest, _NOTHING * size) if name.startswith("gradient") else norm
         errors[name] = difference / scale if scale else difference
     worst = max(errors, key=lambda name: (errors[name] != errors[name], errors[name]))
     return SplitOutcome(status="agrees" if errors[worst] <= tolerance else "differs", error=errors[worst], tensor=worst,
