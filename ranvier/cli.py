@@ -226,15 +226,28 @@ def _check_folder(run: Run) -> None:
 
 
 @command.command(cls=_WithSettings)
-@click.argument("recipe")
+@click.argument("recipe", required=False)
+@click.option("--split", metavar="MODULE:FUNCTION",
+              help="Compare a model of your own on rows and columns, in every scheme, with the same on one rank. The "
+                   "function takes nothing and returns (model, sample) or (model, sample, loss), as for "
+                   "ranvier.testing.check_split. No RECIPE is needed.")
 @click.option("--ranks", type=click.IntRange(min=1), help="Number of ranks that the run is meant for.")
 @click.option("--ranks-per-node", type=click.IntRange(min=1), help="Ranks on each machine, for their placement.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def check(recipe: str, ranks: int | None, ranks_per_node: int | None, as_json: bool, **flags: str | None) -> int:
+def check(recipe: str | None, split: str | None, ranks: int | None, ranks_per_node: int | None, as_json: bool,
+          **flags: str | None) -> int:
     """Find every problem of RECIPE at once, for any number of ranks; show its stages, memory and settings.
 
     Nothing is started, and no weight is built.
     """
+    if split is not None:
+        from ranvier.testing.split import check_named
+
+        check_named(split, as_json=as_json)
+    if recipe is None:
+        if split is None:
+            raise click.UsageError("Missing argument 'RECIPE'.")
+        return 0
     name, resolved = _resolve(recipe, flags)
     from ranvier.check import check as check_run
     from ranvier.check import print_report

@@ -38,6 +38,10 @@ class ModelError(RanvierError):
     """A list of blocks, a loss, or a tie that does not fit the model contract."""
 
 
+class DivisibilityError(ModelError):
+    """A size that rows or columns cannot share."""
+
+
 class DataError(RanvierError):
     """A corpus, tokenizer or token file that is missing, damaged or too small."""
 

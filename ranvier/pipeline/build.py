@@ -14,7 +14,7 @@ from ranvier.comm.meta import MetaGroup
 from ranvier.errors import ModelError
 from ranvier.layout import Box, Layout, Parameter
 from ranvier.mesh import Coordinates, Mesh
-from ranvier.models.block import Loss, Model, initialise
+from ranvier.models.block import Model, initialise
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.partition import (
     BlockCost,
@@ -25,11 +25,10 @@ from ranvier.pipeline.partition import (
     uniform,
 )
 from ranvier.run import TensorParallel
-from ranvier.tensor.boundaries import checked_loss
 from ranvier.tensor.layers import VocabularyLinear, block_splits
 from ranvier.tensor.loss import NextTokenLoss
 from ranvier.tensor.mesh import TensorMesh
-from ranvier.tensor.split import split_layers
+from ranvier.tensor.split import split_layers, split_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,12 +172,6 @@ def meta_mesh(mesh: Mesh, tensor: TensorParallel) -> TensorMesh:
     return TensorMesh(MetaGroup("row", mesh.row), MetaGroup("col", mesh.col), tensor)
 
 
-def split_loss(loss: Loss, mesh: TensorMesh) -> Loss:
-    """The loss of what the split model's last block returns."""
-    whole = split_layers(loss, mesh, "loss") if isinstance(loss, nn.Module) else loss
-    return checked_loss(whole, mesh, loss.vocab if isinstance(loss, NextTokenLoss) else None)
-
-
 def split_model(model: Model, mesh: TensorMesh) -> Model:
     """The same model, whose builders make this rank's part of each block. Parameters of ready-made
     modules are copied."""
@@ -191,8 +184,8 @@ def split_model(model: Model, mesh: TensorMesh) -> Model:
             module = whole()
         return split_layers(module, mesh, f"block {name}", in_chain=True)
 
-    loss = split_loss(model.loss, mesh)
-    return replace(model, loss=loss, blocks={name: partial(build, name, whole) for name, whole in model.blocks.items()})
+    return replace(model, loss=split_loss(model.loss, mesh),
+                   blocks={name: partial(build, name, whole) for name, whole in model.blocks.items()})
 
 
 def _table(layout: Layout, names: tuple[str, ...], weights: Sequence[float],

@@ -69,6 +69,8 @@ def guard_layer(module: nn.Module, mesh: TensorMesh, where: str, takes: Kind, gi
 
     alone: it is called with its own part, as a plain tensor. vocab: whole width of what gives a vocabulary.
     """
+    if mesh.check_order and mesh.num_rows > 1:
+        module.register_forward_pre_hook(lambda *_: _same_on_rows(mesh, where))
     if mesh.num_cols == 1:
         return
     entered: list[tuple[ColumnLayout, torch.Size]] = []
@@ -106,10 +108,18 @@ def guard_layer(module: nn.Module, mesh: TensorMesh, where: str, takes: Kind, gi
     module.register_forward_hook(after)
 
 
+def _same_on_rows(mesh: TensorMesh, where: str) -> None:
+    places = mesh.over_rows.gather_objects(where)
+    if len(set(places)) > 1:
+        raise ModelError("is called by some rows only", value=dict(enumerate(places)),
+                         where=min(places, key=lambda place: place.startswith("the end")),
+                         remedy="Call every layer on every row, with no tokens (x[:0]) where a row has none for it.")
+
+
 def _taken(x: Tensor, layout: ColumnLayout | None, mesh: TensorMesh, kind: Kind, where: str) -> Tensor:
     """A layer's input of any layout as plain memory of the layout that the layer takes."""
     if layout is None and (x.requires_grad or isinstance(x, nn.Parameter)):
-        refuse("a parameter outside of its layer, or what was made of one,", f"{list(x.shape)} without a layout",
+        refuse("was given a parameter of another layer, or what was made of one", f"{list(x.shape)} without a layout",
                "Call the layer that the parameter belongs to.", where)
     x, cut, expected = plain(x), None if layout is None else layout.dim, cut_dim(mesh, kind, x.dim())
     if kind == "same":
@@ -122,7 +132,7 @@ def _taken(x: Tensor, layout: ColumnLayout | None, mesh: TensorMesh, kind: Kind,
     if cut is None and expected is not None and x.dim() > 1 and x.shape[expected] % mesh.num_cols == 0:
         return own_part_of(x, expected, ColumnLayout(mesh, expected, x.shape[expected]))
     shown = ColumnLayout(mesh) if layout is None else layout
-    refuse(f"this layer of {_title(kind)}", shown.text(tuple(x.shape)), _REMEDIES[kind], where)
+    refuse(f"takes {_title(kind)}, and was given something else", shown.text(tuple(x.shape)), _REMEDIES[kind], where)
 
 
 def _title(kind: Kind) -> str:
@@ -139,6 +149,8 @@ def guard_block(module: nn.Module, mesh: TensorMesh, where: str, *, in_chain: bo
     in_chain: the block is one of a model's: plain inputs are the same on every column, others know their layout, and so
     do outputs. Otherwise somebody calls it with his part of the residual stream as plain tensors, and gets plain ones.
     """
+    if mesh.check_order and mesh.num_rows > 1:
+        module.register_forward_hook(lambda *_: _same_on_rows(mesh, f"the end of {where}"))
     if mesh.num_cols == 1:
         return
 
@@ -162,7 +174,7 @@ def guard_block(module: nn.Module, mesh: TensorMesh, where: str, *, in_chain: bo
 
 def _left(x: Tensor, where: str) -> Tensor:
     if not isinstance(x, ColumnTensor) and x.requires_grad:
-        refuse("what a function of the block's own returns without a layout", f"{list(x.shape)}",
+        refuse("returns a tensor whose layout over the columns nobody knows", f"{list(x.shape)}",
                "Compute it with torch's functions and the layers of ranvier.tensor.", where)
     return x
 
@@ -176,14 +188,15 @@ def checked_loss(loss: Callable, mesh: TensorMesh, vocab: int | None) -> Callabl
         def take(x: Tensor) -> Tensor:
             layout = layout_of_tensor(x)
             if vocab is not None and layout is not None and (layout.dim, layout.size) != (x.dim() - 1, vocab):
-                refuse("a next-token loss", layout.text(tuple(x.shape)),
-                       "Let a VocabularyLinear be the last layer of the last block.", "loss")
+                refuse("takes logits whose vocabulary columns share, and was given something else",
+                       layout.text(tuple(x.shape)), "Let a VocabularyLinear be the last layer of the last block.",
+                       "loss")
             return plain(x) if vocab is not None or layout is None or layout.dim is None else x
 
         def check(x: Tensor) -> Tensor:
             layout = layout_of_tensor(x)
             if layout is not None and layout.dim is not None:
-                refuse("a loss of each column's own", layout.text(tuple(x.shape)), _REMEDIES["whole"], "loss")
+                refuse("is another one on each column", layout.text(tuple(x.shape)), _REMEDIES["whole"], "loss")
             return plain(x)
 
         found = loss(tree_map(lambda x: take(x) if isinstance(x, Tensor) else x, output), targets)

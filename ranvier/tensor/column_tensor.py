@@ -43,7 +43,7 @@ class ColumnTensor(Tensor):
     def __torch_function__(cls, func: Callable, types: Iterable[type], args: Sequence = (), kwargs: dict | None = None):
         kwargs = kwargs or {}
         with _untracked():
-            if func in _PASSES:
+            if func in _PASSES or (isinstance(func, torch._ops.OpOverload) and _is_below_autograd()):
                 return func(*args, **kwargs)
             operands = _tensors((*args, *kwargs.values()))
             layout = mesh = None
@@ -60,6 +60,11 @@ class ColumnTensor(Tensor):
             if rule is None:
                 _refuse(func, operands)
             return rule(func, args, kwargs)
+
+
+def _is_below_autograd() -> bool:
+    """Whether a mode of torch's dispatcher calls with what autograd has saved: the layout has been seen to before."""
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
 
 
 def mark(x: Tensor, layout: ColumnLayout) -> Tensor:
@@ -108,8 +113,9 @@ def _shown(operands: Iterable[Tensor]) -> str:
 
 
 def _refuse(func: Callable, operands: Sequence[Tensor], what: str = "", remedy: str = "") -> None:
-    refuse(f"{_name(func)} {what}".strip(), _shown(operands), remedy or
-           _REMEDIES.get(_name(func).rpartition(".")[2], _ANY_REMEDY))
+    tried = f"{_name(func)} {what}".strip()
+    refuse(f"{tried} cannot be computed from one column's part", _shown(operands),
+           remedy or _REMEDIES.get(_name(func).rpartition(".")[2], _ANY_REMEDY))
 
 
 def _check_plain(func: Callable, operands: Sequence[Tensor], mesh: TensorMesh) -> None:
@@ -122,7 +128,7 @@ def _check_plain(func: Callable, operands: Sequence[Tensor], mesh: TensorMesh) -
 def _replicated(func: Callable, args: Sequence, kwargs: dict, mesh: TensorMesh) -> object:
     """No operand is cut: every column computes the same."""
     if func in _RANDOM and not (_name(func).endswith("dropout") and _argument(args, kwargs, 2, "training") is False):
-        _refuse(func, _tensors(args))
+        _refuse(func, _tensors(args), "draws other numbers on each rank, and")
     if func in _POINTWISE:
         _check_numbers(func, args, kwargs)
     return _all_marked(func(*args, **kwargs), lambda one: ColumnLayout(mesh))
@@ -155,8 +161,8 @@ def _numbers(args: Sequence, place: int, kwargs: dict, *names: str) -> list:
 def _check_numbers(func: Callable, args: Sequence, kwargs: dict) -> None:
     for one in (*args, *kwargs.values()):
         if isinstance(one, LocalSize):
-            refuse(f"{_name(func)} with the size of a dim that columns share", f"{int(one)} of {one.whole}",
-                   "Take the number from the model's settings.")
+            refuse(f"{_name(func)} takes the size of a dim that columns share for that of the whole",
+                   f"{int(one)} of {one.whole}", "Take the number from the model's settings.")
 
 
 # ---------------------------------------------------------------------- point by point

@@ -67,7 +67,7 @@ class LocalSize(int):
         return size
 
     def __float__(self) -> float:
-        refuse("a float of the size of a dim that columns share", f"{int(self)} of {self.whole}",
+        refuse("takes the size of a dim that columns share for that of the whole", f"{int(self)} of {self.whole}",
                "Take the number from the model's settings, or use a layer of ranvier.tensor that divides by it.")
 
     def _no_float(self, *_: object) -> NoReturn:
@@ -144,8 +144,7 @@ class _OwnPart(torch.autograd.Function):
 
 def refuse(what: str, layout: object, remedy: str, where: str | None = None) -> NoReturn:
     """ModelError for what cannot be done with a part of a tensor; it names the module and the line that tried."""
-    raise ModelError(f"{what} is not the same on rows and columns as on one rank", where=where or _where(),
-                     value=layout, remedy=remedy)
+    raise ModelError(what, where=where or _where(), value=layout, remedy=remedy)
 
 
 def _where() -> str:

@@ -21,9 +21,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ranvier import keyed_random
-from ranvier.errors import ModelError
+from ranvier.errors import DivisibilityError, ModelError
 from ranvier.layout import part
-from ranvier.tensor.boundaries import cut_dim, guard_block, guard_layer, named_module, own_hooks
+from ranvier.tensor.boundaries import checked_loss, cut_dim, guard_block, guard_layer, named_module, own_hooks
 from ranvier.tensor.layers import (
     Dropout,
     Embedding,
@@ -57,6 +57,7 @@ from ranvier.tensor.split_norm import SplitNorm
 from ranvier.tensor.stationary import gather_weight
 
 if TYPE_CHECKING:
+    from ranvier.models.block import Loss
     from ranvier.pipeline.weight_gradients import WeightGradients
 
 
@@ -71,9 +72,15 @@ def split_layers(module: nn.Module, mesh: TensorMesh, where: str, *, in_chain: b
     _check_sharing(module, where)
     alone = isinstance(module, Splittable) and not in_chain
     found = _split_modules(module, mesh, where, {}, alone)
-    if not alone and not isinstance(found, SplitNextTokenLoss):
+    if not alone and not isinstance(module, NextTokenLoss):
         guard_block(found, mesh, where, in_chain=in_chain)
     return found
+
+
+def split_loss(loss: Loss, mesh: TensorMesh) -> Loss:
+    """The loss of what a split model's last block returns."""
+    whole = _split_modules(loss, mesh, "loss", {}, alone=False) if isinstance(loss, nn.Module) else loss
+    return checked_loss(whole, mesh, loss.vocab if isinstance(loss, NextTokenLoss) else None)
 
 
 def _split_modules(module: nn.Module, mesh: TensorMesh, where: str, done: dict[nn.Module, nn.Module],
@@ -124,8 +131,8 @@ def _check_sizes(layer: Splittable, mesh: TensorMesh, where: str) -> None:
     for what, size, axis, count in layer.cannot(mesh):
         if size % count if what != "vocabulary" else size < count:
             problem = "is smaller than" if what == "vocabulary" else "cannot be divided by"
-            raise ModelError(f"{what} {problem} mesh.{axis} {count}", where=where, value=size,
-                             remedy=f"Set --mesh.{axis} to a divisor, or change the model's size.")
+            raise DivisibilityError(f"{what} {problem} mesh.{axis} {count}", where=where, value=size,
+                                    remedy=f"Set --mesh.{axis} to a divisor, or change the model's size.")
 
 
 def split_layer(layer: Layer, mesh: TensorMesh) -> nn.Module:
