@@ -140,8 +140,8 @@ class Updater:
         if self.flat is not None and not self.in_backward:
             self.flat.prefetch()
         if self.flat is not None and not (self._optim.clip_norm or self.loss_scale or self.bad_steps):
-            return self._update_as_reduced(self._weight())
-        verdict = self._judge(self._weight())
+            return self._update_as_reduced(self._awaited_weight())
+        verdict = self._judge(self._awaited_weight())
         self._apply(verdict, verdict.factor)
         return verdict
 
@@ -150,7 +150,7 @@ class Updater:
         if self.gradients.dtype is torch.float16:
             raise ConfigError("loses small gradients when they are unscaled in fp16", where="optim.accumulate",
                               value="half", remedy="Call train_batch, or set --optim.accumulate fp32.")
-        verdict = self._judge(self._weight())
+        verdict = self._judge(self._awaited_weight())
         self.gradients.scale(verdict.factor)
         return verdict
 
@@ -172,6 +172,13 @@ class Updater:
             self.flat.progress()
 
     # ------------------------------------------------------------------ after a verdict
+
+    def _awaited_weight(self) -> float:
+        """The weight of the global batch; the wait for it is part of the averaging."""
+        started = time.monotonic_ns()
+        weight = self._weight()
+        self._timeline.add("reduce", "weight of the batch", self._step, started)
+        return weight
 
     def _factor(self, weight: float) -> float:
         """What turns the buffer's gradients into those of the mean loss."""
