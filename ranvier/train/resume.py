@@ -22,14 +22,18 @@ REFUSED = ("data.task", "model.norm_epsilon")
 def differences(before: Mapping[str, object], now: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """(setting, its value in the checkpoint) of all that are to be told, by dotted name.
 
-    before: what the checkpoint says; settings that were none are not in it. A checkpoint that was imported has some
-    settings only, and of the others nothing is known. now: all settings of the run.
+    before: what the checkpoint says. now: all settings of the run.
     """
-    is_whole = "seed" in before
     for name, value in now.items():
-        if name.startswith(PLACE) or name in REFUSED or (name not in before and not is_whole):
+        if name.startswith(PLACE) or name in REFUSED or not is_known(name, before):
             continue
         was = before.get(name)
         was = tuple(was) if isinstance(was, list) else was
         if was != value and str(was) != str(value):  # paths are text in a checkpoint
             yield name, was
+
+
+def is_known(name: str, before: Mapping[str, object]) -> bool:
+    """Whether a checkpoint says what a setting was. One that was none is not among what a run writes; an imported
+    checkpoint has some settings only."""
+    return name in before or "seed" in before

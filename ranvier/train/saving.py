@@ -151,7 +151,7 @@ class Saving:
                                   value=now, remedy=f"Set --model.heads {heads}.")
         for name in resume.REFUSED:
             before = told.values.get(name)
-            if before not in (None, values[name]):
+            if before != values[name] and resume.is_known(name, told.values):
                 raise CheckpointError(f"was written with {resolve.flag(name)} {resolve.as_text(before)}", where=where,
                                       value=resolve.as_text(values[name]),
                                       remedy=f"Set --{resolve.flag(name)} {resolve.as_text(before)}.")
@@ -196,7 +196,8 @@ class Saving:
                                                             f"{self._run.train.steps}: nothing is left to do")
         for name, before in resume.differences(told.values, values):
             was, now = resolve.as_text(before), resolve.as_text(values[name])
-            yield NoteEvent(step=step, event="resume", text=f"{resolve.flag(name)} was {was} and is {now} now")
+            yield NoteEvent(step=step, event="changed", text=f"{resolve.flag(name)} was {was} and is {now} now",
+                            fields={"setting": name, "before": was, "now": now})
 
     # ------------------------------------------------------------------ while it trains
 
