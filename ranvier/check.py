@@ -13,8 +13,8 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ranvier import effects
+from ranvier.data import lm
 from ranvier.data.prepare import problems as data_problems
-from ranvier.data.tokenizer import GPT2_VOCAB, SMALLEST_VOCAB
 from ranvier.elastic import rules
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.machine import available_memory_bytes
@@ -335,20 +335,17 @@ def _update_problems(run: Run) -> Iterator[ConfigError]:
     yield from guard_problems(run.guard, run.optim)
 
 
-def _data_problems(run: Run) -> Iterator[RanvierError]:
-    if run.data.task != "lm":  # texts may lie on the machines that the run is meant for
-        yield from data_problems(run)
-        return
-    smallest, kind = (GPT2_VOCAB, "GPT-2's") if run.data.tokenizer == "gpt2" else (SMALLEST_VOCAB, "a byte-level")
-    if run.model.vocab < smallest:
-        yield ConfigError(f"is less than {kind} tokenizer has: {smallest}", where="model.vocab", value=run.model.vocab,
-                          remedy=f"Set --model.vocab {smallest} or more.")
+def _data_problems(run: Run) -> list[RanvierError]:
+    # a corpus may lie on the machines that the run is meant for
+    return lm.first_look(run) if run.data.task == "lm" else data_problems(run)
 
 
 def warnings(run: Run, chosen: Collection[str] | None = None, asked: Run | None = None) -> Iterator[ConfigError]:
     """Settings that have no effect, or hardly the one that was meant. chosen, asked: see `ranvier.effects`."""
     pipeline, train = run.pipeline, run.train
     yield from effects.warnings(run, chosen, asked)
+    if run.data.task == "lm":
+        yield from lm.warnings(run)
     if pipeline.in_flight != "auto" and pipeline.policy != "gpipe" and pipeline.in_flight < run.mesh.pipe:
         yield ConfigError(f"leaves some of the {run.mesh.pipe} stages idle", where="pipeline.in-flight",
                           value=pipeline.in_flight,

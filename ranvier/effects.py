@@ -142,10 +142,6 @@ def _tokenizer(run: Run) -> str | None:
     return None
 
 
-def _augment_repeats(run: Run) -> str | None:
-    return _LM_CORPUS(run) or ("data.augment is none" if run.data.augment == "none" else None)
-
-
 _LM_CORPUS = _task_is("lm", why="the task lm learns from data.corpus")
 _OTHER_THAN_LM = _task_is("classification", "qa", "images", why="the task {task} learns from data.train")
 _IMAGES = _task_is("images", why="the task images has no tokens")
@@ -195,8 +191,8 @@ CONDITIONS: Mapping[str, Reason] = {
     "data.eval": _LM_CORPUS,
     "data.train_samples": _LM_CORPUS,
     "data.eval_samples": _LM_CORPUS,
-    "data.augment": _task_is("lm", "classification", "qa", why="the task {task} has no images"),
-    "data.augment_repeats": _augment_repeats,
+    "data.augment": _task_is("lm", why="the task lm has no images"),  # with others it is refused
+    "data.augment_repeats": _task_is("lm", why="the task lm has no images"),
     "data.corpus": _OTHER_THAN_LM,
     "data.max_bytes": _OTHER_THAN_LM,
     "data.tokenizer": _tokenizer,

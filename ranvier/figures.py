@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS: dict[Category, str] = {"forward": "#2B6CB0", "backward": "#E8912D", "weight": "#8CC5E8", "wait": "#EDEDED",
-                                "reduce": "#C0659B", "optimizer": "#3A9A6B"}
+                                "reduce": "#C0659B", "optimizer": "#3A9A6B", "data": "#E3C94C", "report": "#6E6E6E",
+                                "checkpoint": "#6B4E9B", "overhead": "#B9B2A6"}
 """Apart in lightness as well as in hue, so that they stay apart for colour-blind readers and in grey print."""
-DARK = frozenset({"forward", "reduce", "optimizer"})
-NAMES = {"weight": "weight gradient", "reduce": "gradient averaging"}
+DARK = frozenset({"forward", "reduce", "optimizer", "report", "checkpoint"})
+NAMES = {"weight": "weight gradient", "reduce": "gradient averaging", "data": "data loading", "report": "logging",
+         "overhead": "engine overhead"}
 INK, FAINT = "#222222", "#8A8A8A"
 DPI = 150
 

@@ -71,6 +71,11 @@ def open_cifar(name: str, cache: Path, progress: Progress) -> Cifar | None:
     return None
 
 
+def holds_cifar(path: Path) -> bool:
+    """Whether `path` is an archive's folder."""
+    return any((path / first).is_file() for first, _, _ in _FORMS)
+
+
 def _stat(path: Path) -> os.stat_result | None:
     return path.stat() if path.is_file() else None
 

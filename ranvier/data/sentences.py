@@ -23,6 +23,7 @@ SENTIMENT = python_package(
     "vaderSentiment", "vaderSentiment-3.3.2.tar.gz",
     sha256="5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9")
 SENTIMENT_HELD_OUT = 1000
+_LONGEST_HEADER = 1 << 20
 LEAST_RATING = 0.5
 """Ratings of the sentiment set go from -4 to 4; sentences rated less in either direction are left out."""
 
@@ -131,6 +132,21 @@ def parse(data: bytes, name: str) -> list[Sentence]:
             raise _wrong(f"has no column {column}" if column not in columns else f"has the column {column} twice",
                          name, 1, columns[:20])
     return list(_rows(lines, columns, name))
+
+
+def look_at_header(path: Path, setting: str) -> None:
+    """DataError where a TSV file has not the columns that are needed; only its first line is read."""
+    if path.name == SENTIMENT.filename:
+        return
+    form = "a TSV file with the columns label and sentence, sst2 or sentiment"
+    try:
+        if not path.is_file():
+            raise DataError("is no file", where=f"data.{setting}", value=str(path), remedy=f"Give {form}.")
+        with path.open("rb") as file:
+            parse(file.readline(_LONGEST_HEADER), str(path))
+    except OSError as error:
+        raise DataError("cannot be read", where=f"data.{setting}", value=f"{path}: {error}",
+                        remedy=f"Give {form}.") from error
 
 
 def _rows(lines: Iterator[tuple[int, str]], columns: list[str], name: str) -> Iterator[Sentence]:

@@ -148,8 +148,8 @@ class Updater:
         if self.flat is not None and not self.in_backward:
             self.flat.prefetch()
         if self.flat is not None and not (self._optim.clip_norm or self.loss_scale or self.bad_steps):
-            return self._update_as_reduced(self._weight())
-        verdict = self._judge(self._weight())
+            return self._update_as_reduced()
+        verdict = self._judge()
         self._apply(verdict, verdict.factor)
         return verdict
 
@@ -158,7 +158,7 @@ class Updater:
         if self.gradients.dtype is torch.float16:
             raise ConfigError("loses small gradients when they are unscaled in fp16", where="optim.accumulate",
                               value="half", remedy="Call train_batch, or set --optim.accumulate fp32.")
-        verdict = self._judge(self._weight())
+        verdict = self._judge()
         self.gradients.scale(verdict.factor)
         return verdict
 
@@ -186,9 +186,10 @@ class Updater:
         scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
         return self.nominal_weight / (weight * scale) if weight else 0.0
 
-    def _judge(self, weight: float) -> Verdict:
-        """Wait for the reduction of all chunks, and start (where the step depends on it: finish) the verdict."""
-        started = time.monotonic_ns()
+    def _judge(self) -> Verdict:
+        """Wait for the weight of the batch and the reduction of all chunks, and start (where the step depends on it:
+        finish) the verdict."""
+        started, weight = time.monotonic_ns(), self._weight()
         self.gradients.wait()
         started = self._timeline.add("reduce", "average", self._step, started)
         for chunk in self.gradients.reduced():
@@ -243,9 +244,10 @@ class Updater:
 
     # ------------------------------------------------------------------ as chunks are reduced
 
-    def _update_as_reduced(self, weight: float) -> Verdict:
+    def _update_as_reduced(self) -> Verdict:
         """Update each chunk as soon as it is reduced; the norm is summed on the side."""
-        factor, started = self._factor(weight), time.monotonic_ns()
+        started, weight = time.monotonic_ns(), self._weight()
+        factor = self._factor(weight)
         self._begin_once(weight)
         for number, chunk in enumerate(self.gradients.reduced()):
             started = self._timeline.add("reduce", f"average {number}", self._step, started)

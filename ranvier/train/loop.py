@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from ranvier.lease import hold
 from ranvier.models import families
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.result import BatchResult
+from ranvier.pipeline.timeline import Category
 from ranvier.plain_file import write_whole
 from ranvier.precision import DTYPES
 from ranvier.run import Run
@@ -209,8 +210,9 @@ class Training:
         self.engine.watch_layers(asked)
         with self.now.measured.step():
             self.now.train_data.microbatch_size = self.elastic.microbatch_size(self.now, step)
-            batch = self.now.train_data.microbatches(step - 1)
-            self.elastic.caching.prefetch(self.now.train_data, step - 1, more=self.elastic.left(step) > 0)
+            with self._span("data", "samples"):
+                batch = self.now.train_data.microbatches(step - 1)
+                self.elastic.caching.prefetch(self.now.train_data, step - 1, more=self.elastic.left(step) > 0)
             result = self.result = self.engine.train_batch(batch)
         reached = self.guards.after_step(step, result, batch, partial(self._publish_all, step, result, rate))
         if reached != step:
@@ -383,8 +385,16 @@ class Training:
 
     # ------------------------------------------------------------------ parts of a step
 
+    @contextmanager
+    def _span(self, category: Category, label: str) -> Iterator[None]:
+        """What this rank does inside is a span of its timeline."""
+        started, timeline = time.monotonic_ns(), self.engine.timeline
+        yield
+        timeline.add(category, label, self.engine.steps, started)
+
     def _save(self, step: int) -> float | None:
-        return self.saving.save(step, self.result, self.elastic.state(self.run, self.now.frozen))
+        with self._span("checkpoint", "copy"):
+            return self.saving.save(step, self.result, self.elastic.state(self.run, self.now.frozen))
 
     def _go_back(self) -> int | None:
         """Load the last checkpoint; its step, or None where there is none."""
@@ -423,9 +433,12 @@ class Training:
         """Wait for the pending step's numbers and tell them. RanvierError when the loss is not a number any more."""
         if self.lease is not None:
             self.lease.check()
-        self._tell_of_checkpoints()
-        if self.pending is None:
-            return
+        with self._span("report", "numbers of the step before"):
+            self._tell_of_checkpoints()
+            if self.pending is not None:
+                self._publish_pending()
+
+    def _publish_pending(self) -> None:
         event = self.pending.event(self.now.work_share() * families.flops_per_sample(self.run) / self.data.weight,
                                    self._rank_flops_per_second * self.run.mesh.size)
         self.stops |= self.pending.stop_requested

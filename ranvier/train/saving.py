@@ -23,6 +23,7 @@ from ranvier.lease import Lease
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.result import BatchResult
 from ranvier.run import Run
+from ranvier.train import resume
 from ranvier.train.events import NoteEvent
 from ranvier.train.report import versions
 
@@ -48,6 +49,10 @@ class Told:
     """Sequences consumed."""
     text: str | None = None
     """The fingerprint of the tokens."""
+    tokenizer: str | None = None
+    """The fingerprint of the tokenizer."""
+    labels: list[str] | None = None
+    """Names of classes by number, where the run has classes with names."""
     guard: dict[str, list[float]] = field(default_factory=lambda: {"losses": []})
     run: dict[str, object] = field(default_factory=dict)
     elastic: dict[str, object] = field(default_factory=dict)
@@ -92,6 +97,7 @@ class Saving:
         self._run, self._recipe, self._engine, self._text = run, recipe, engine, data.fingerprint
         self._lease = lease
         self._labels = list(data.class_names)
+        self._tokenizer = None if data.tokenizer is None else data.tokenizer.fingerprint
         self.checkpoints = _checkpoints(run, engine, lease)
         self.origin = self.checkpoints.of_first(resolve.origin(run.run_dir))
         """The checkpoint elsewhere that the run of this folder began with; none where it began anew."""
@@ -115,19 +121,19 @@ class Saving:
 
     def start(self) -> Start:
         """Go on as `run.resume` says. CheckpointError or ConfigError where that cannot be."""
-        folder, resume = self.checkpoints.folder, self._run.resume
-        if resume == "none" or resume not in ("auto", self.origin):
-            self._refuse_others(None if resume == "none" else Path(resume))
-        if resume == "none":
+        folder, source = self.checkpoints.folder, self._run.resume
+        if source == "none" or source not in ("auto", self.origin):
+            self._refuse_others(None if source == "none" else Path(source))
+        if source == "none":
             return Start()
-        own = resume in ("auto", self.origin)
-        loaded = self.checkpoints.load(None if own else resume)
+        own = source in ("auto", self.origin)
+        loaded = self.checkpoints.load(None if own else source)
         if loaded is None and self.origin != "none":
             loaded = self.checkpoints.load(self.origin)
         if loaded is None:
             return Start(notes=[NoteEvent(step=0, event="resume", text=f"no checkpoint in {folder}: from the start")])
         told = told_by(loaded)
-        self._check_model(loaded, told)
+        self._check_same(loaded, told)
         continues = loaded.folder.resolve().parent == folder.resolve()
         if loaded.step >= self._run.train.steps and not continues:
             raise ConfigError(f"leaves nothing to do: {loaded.folder} has taken {loaded.step} steps",
@@ -142,12 +148,27 @@ class Saving:
                      notes=[*notes, self._note(loaded), *self._differences(loaded.step, told)], loaded=loaded,
                      elastic=told.elastic)
 
-    def _check_model(self, loaded: Loaded, told: Told) -> None:
-        """What makes another function of parameters of the same shapes."""
+    def _check_same(self, loaded: Loaded, told: Told) -> None:
+        """CheckpointError for what gives parameters of the same shapes another meaning."""
+        where, values = f"checkpoint {loaded.folder}", resolve.flatten(self._run)
         heads, now = told.values.get("model.heads"), self._run.model.heads
         if heads not in (None, now):
-            raise CheckpointError(f"was written by a model with {heads} heads", where=f"checkpoint {loaded.folder}",
+            raise CheckpointError(f"was written by a model with {heads} heads", where=where,
                                   value=now, remedy=f"Set --model.heads {heads}.")
+        for name in resume.REFUSED:
+            before = told.values.get(name)
+            if before != values[name] and resume.is_known(name, told.values):
+                raise CheckpointError(f"was written with {resolve.flag(name)} {resolve.as_text(before)}", where=where,
+                                      value=resolve.as_text(values[name]),
+                                      remedy=f"Set --{resolve.flag(name)} {resolve.as_text(before)}.")
+        if told.tokenizer is not None and self._tokenizer not in (None, told.tokenizer):
+            own = loaded.folder.absolute().parent.parent / "tokenizer.json"
+            raise CheckpointError("was trained with another tokenizer: the same numbers would be other tokens",
+                                  where=where, value=self._run.data.tokenizer,
+                                  remedy=f"Set --data.tokenizer {own if own.exists() else 'to the path of its own'}.")
+        if told.labels and self._labels and told.labels != self._labels:
+            raise CheckpointError("was trained on other classes: the same outputs would be others", where=where,
+                                  value=self._labels[:20], remedy=f"Give data with its classes: {told.labels[:20]}.")
 
     def _refuse_others(self, path: Path | None) -> None:
         """ConfigError where the folder has checkpoints of another run, or (path is one of them) newer ones, which
@@ -179,11 +200,10 @@ class Saving:
         if step > self._run.train.steps:
             yield NoteEvent(step=step, event="resume", text=f"has taken more steps than train.steps, "
                                                             f"{self._run.train.steps}: nothing is left to do")
-        for name in ("seed", "batch.global_size", "precision", "model.dropout", "optim.algorithm",
-                     "train.learning_rate"):
-            before, now = told.values.get(name), values[name]
-            if before not in (None, now):
-                yield NoteEvent(step=step, event="resume", text=f"{resolve.flag(name)} was {before} and is {now} now")
+        for name, before in resume.differences(told.values, values):
+            was, now = resolve.as_text(before), resolve.as_text(values[name])
+            yield NoteEvent(step=step, event="changed", text=f"{resolve.flag(name)} was {was} and is {now} now",
+                            fields={"setting": name, "before": was, "now": now})
 
     # ------------------------------------------------------------------ while it trains
 
@@ -201,6 +221,7 @@ class Saving:
         return self.checkpoints.save({
             "recipe": self._recipe, "run": resolve.document(self._run), "text": self._text, "versions": versions(),
             **({"labels": self._labels} if self._labels else {}), "elastic": elastic,
+            **({} if self._tokenizer is None else {"tokenizer": self._tokenizer}),
             "samples": step * self._run.batch.global_size + self.offset,
             **({} if self._engine.bad_steps is None else {"guard": self._engine.bad_steps.state()}),
         }, when=lambda: self.told_step >= step)

@@ -3,6 +3,7 @@
 import io
 import json
 import random
+import re
 import shutil
 import time
 import tomllib
@@ -24,6 +25,7 @@ from ranvier.run import Batch, Checkpoint, Data, Guard, Optim, Run, Train, Trans
 from ranvier.testing.ranks import run_ranks
 from ranvier.train import loop
 from ranvier.train.loop import train
+from ranvier.train.resume import differences
 from tests.checkpoint.anywhere import everything, write_manifest
 
 
@@ -294,8 +296,36 @@ def test_other_text_is_told(text, whole, tmp_path):
     for path in (text / "texts").iterdir():
         (tmp_path / "other" / path.name).write_text(path.read_text() + " more")
     run = tiny(text, tmp_path / "run", steps=9, resume=str(whole))
-    _, said = run_all(replace(run, seed=1, data=replace(run.data, corpus=str(tmp_path / "other"))))
+    run = replace(run, seed=1, data=replace(run.data, corpus=str(tmp_path / "other")))
+    with pytest.raises(CheckpointError, match="step-8: was trained with another tokenizer: the same numbers would be "
+                                              rf"other tokens .*Set --data.tokenizer {whole}/tokenizer.json"):
+        run_all(run)
+    _, said = run_all(replace(run, data=replace(run.data, tokenizer=str(whole / "tokenizer.json"))))
     assert "the text is another one than before" in said and "seed was 0 and is 1 now" in said
+
+
+def test_every_setting_that_changed_is_told(text, whole, tmp_path):
+    """With its old and its new value, unless it only says where and how fast the run computes."""
+    run = tiny(text, tmp_path / "run", steps=9, mesh=Mesh(pipe=2), resume=str(whole / "checkpoint"))
+    optim = Optim(betas=(0.8, 0.9), weight_decay=0.1, clip_norm=1.0, groups=("*.bias:1:0",), shard=True)
+    _, said = run_all(replace(run, optim=optim, batch=Batch(global_size=8, microbatch_size=4),
+                              train=replace(run.train, schedule="cosine", warmup_steps=3, final_learning_rate=1e-4)))
+    told = re.findall(r"step 8: (\S+ was .* now)", said)
+    assert told == [
+        "train.steps was 8 and is 9 now", "train.warmup-steps was 0 and is 3 now",
+        "train.schedule was constant and is cosine now", "train.final-learning-rate was 0.0 and is 0.0001 now",
+        "optim.betas was 0.9,0.999 and is 0.8,0.9 now", "optim.weight-decay was 0.01 and is 0.1 now",
+        "optim.groups was  and is *.bias:1:0 now", "optim.clip-norm was 0.0 and is 1.0 now"]
+    resumed = replace(run, run_dir=tmp_path / "again", mesh=Mesh(data=2), train=replace(run.train, steps=9))
+    _, said = run_all(resumed)
+    assert re.findall(r"step 8: (\S+ was .* now)", said) == ["train.steps was 8 and is 9 now"]
+
+
+def test_settings_that_were_none_and_settings_of_an_import():
+    now = {"seed": 0, "model.intermediate": 64, "train.epochs": None, "run_dir": "x", "optim.betas": (0.9, 0.99)}
+    assert list(differences({"seed": 0, "optim.betas": [0.9, 0.99], "train.epochs": 3}, now)) == [
+        ("model.intermediate", None), ("train.epochs", 3)]
+    assert list(differences({"optim.betas": [0.9, 0.95]}, now)) == [("optim.betas", (0.9, 0.95))]
 
 
 @pytest.mark.parametrize(("changes", "error", "message"), [
@@ -307,7 +337,10 @@ def test_other_text_is_told(text, whole, tmp_path):
     ({"resume": "step-8", "model": Transformer(num_layers=2, hidden=32, heads=2, vocab=300, sequence=16)},
      CheckpointError, "with the shape .*, the model with"),
     ({"resume": "step-8", "model": Transformer(num_layers=2, hidden=16, heads=4, vocab=300, sequence=16)},
-     CheckpointError, r"step-8: was written by a model with 2 heads \(got 4\)")])
+     CheckpointError, r"step-8: was written by a model with 2 heads \(got 4\)"),
+    ({"resume": "step-8", "model": Transformer(num_layers=2, hidden=16, heads=2, vocab=300, sequence=16, dropout=0.1,
+                                               norm_epsilon=0.1), "train": Train(steps=9)},
+     CheckpointError, r"step-8: was written with model.norm-epsilon none \(got '0.1'\). Set --model.norm-epsilon n")])
 def test_what_is_refused(text, whole, tmp_path, changes, error, message):
     changes = dict(changes)
     if changes.get("checkpoint") == "others":
