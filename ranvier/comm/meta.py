@@ -23,7 +23,7 @@ class MetaGroup(CheckedGroup):
         self.peak_buffer_bytes = 0
         """The most that sums have worked in at once, beside the callers' tensors."""
 
-    def library(self, tensor: Tensor) -> Library:
+    def library(self, device_type: str) -> Library:
         return self._library
 
     def _new(self, like: Tensor, *shape: int) -> Tensor:

@@ -11,7 +11,8 @@
              workspace    what the widest block writes on the way
              messages     receives that are posted, and what arrives before its turn
              tensor mesh  what products on several rows and columns gather into, and weights that stay gathered
-             reduction    half-precision copies and sums of gradients that travel between replicas
+             reduction    what sums of gradients that travel between replicas work in, and what parameters are sent from
+             arriving     small sums of gradients, which all replicas gather
 
 Parameters, gradients, states and buckets are laid out as the run lays them out; the others are bounds, from the
 operations of one microbatch.
@@ -30,6 +31,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ranvier import keyed_random, precision
+from ranvier.comm.meta import MetaGroup
 from ranvier.errors import ConfigError
 from ranvier.layout import Layout
 from ranvier.models import families
@@ -37,7 +39,7 @@ from ranvier.models.block import Model, State, freeze, named
 from ranvier.optim import groups
 from ranvier.optim.buckets import buckets_of
 from ranvier.optim.gradients import Gradients
-from ranvier.optim.optimizer import resolve_bucket_size
+from ranvier.optim.optimizer import gather_bytes, reduce_dtype, resolve_bucket_size
 from ranvier.optim.rules import rule_of
 from ranvier.pipeline.build import StageTable, cut, meta_mesh, split_model
 from ranvier.pipeline.checkpointing import stage_segments
@@ -156,13 +158,6 @@ def _computed(run: Run, model: Model, stages: StageTable, layout: Layout, stage:
                                   for places, _ in runs_of(len(blocks), segments))
 
 
-class _Members:
-    """As many replicas as a mesh has, seen by the first; nothing is ever sent."""
-
-    def __init__(self, count: int) -> None:
-        self.ranks, self.index = tuple(range(count)), 0
-
-
 def _likeness(layout: Layout, stage: int) -> object:
     """What the bytes of a stage's states depend on; the stage itself where it has an end of a tie."""
     held, first = layout.parameters_of(stage), layout.blocks(stage).start
@@ -179,14 +174,15 @@ def _states(run: Run, layout: Layout, stage: int, runs: Sequence[range]) -> dict
     shapes = {key: [stop - start for start, stop in layout.box(p, 0, 0)] for key, p in held.items()}  # the largest
     parameters = {key: nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=held[key].trainable)
                   for key, shape in shapes.items()}
-    over = {(): _Members(run.mesh.data)} | {
-        p.summed: _Members(run.mesh.data * prod(getattr(run.mesh, axis) for axis in p.summed)) for p in held.values()}
+    over = {axes: MetaGroup("data", run.mesh.data * prod(getattr(run.mesh, axis) for axis in axes),
+                            device=run.launch.device) for axes in {(), *(p.summed for p in held.values())}}
     specs = [replace(spec, group=over[held[spec.name].summed] if held[spec.name].summed and not spec.sent_to_owner
                      else None, copied=bool(layout.copy_axes(spec.name)))
              for spec in gradient_specs(layout, stage, parameters)]
     bucket_size = resolve_bucket_size(optim, run.launch.device)
     gradients = Gradients(specs, over[()], bucket_size * optim.chunk_buckets, lambda spec: None, allocate=False,
-                          dtype=_gradient_dtype(run), reuse=runs if optim.update_in_backward else ())
+                          dtype=_gradient_dtype(run), reduce_dtype=reduce_dtype(optim, dtype),
+                          reuse=runs if optim.update_in_backward else ())
     owned = [chunk for chunk in gradients.chunks if not chunk.sent_to_owner]
     buckets = [bucket for group in buckets_of([chunk.share if optim.shard else (chunk.start, chunk.stop)
                                                for chunk in owned], bucket_size) for bucket in group]
@@ -209,17 +205,10 @@ def _states(run: Run, layout: Layout, stage: int, runs: Sequence[range]) -> dict
         device["buckets"] += widened
     owners = [prod(shapes[key]) for key in held if layout[key].block in layout.blocks(stage)]
     host["checkpoint"] = _checkpoint_bytes(run, owners, updated * wide.itemsize * (states + half))
-    device["reduction"] = _reduction_bytes(run, gradients, dtype) if half and optim.reduce_dtype != "fp32" else 0
+    device["reduction"], device["arriving"] = gradients.reduction_bytes(scatter=optim.shard)
+    if optim.shard:
+        device["reduction"] += gather_bytes(gradients, dtype.itemsize)
     return {"device": device, "host": host}
-
-
-def _reduction_bytes(run: Run, gradients: Gradients, dtype: torch.dtype) -> int:
-    """Of what travels between replicas in half precision, where one of them is late: copies of all gradients, or where
-    these add up in half precision themselves, the sums of this rank's shares alone."""
-    travelling = [chunk for chunk in gradients.chunks if len(chunk.group.ranks) > 1]
-    copied = gradients.dtype is not dtype
-    return dtype.itemsize * sum((chunk.stop - chunk.start) // (1 if copied else len(chunk.group.ranks))
-                                for chunk in travelling)
 
 
 def _checkpoint_bytes(run: Run, sizes: Sequence[int], state_bytes: int) -> int:
