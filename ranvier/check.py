@@ -25,7 +25,7 @@ from ranvier.optim.step import in_backward_problems
 from ranvier.pipeline.build import StageTable
 from ranvier.pipeline.partition import check_boundaries
 from ranvier.planner.memory import PROCESS_BYTES, RankMemory, laid_out, remedies
-from ranvier.precision import DTYPES
+from ranvier.precision import DTYPES, reduce_dtype
 from ranvier.run import Optim, Run, TensorParallel
 from ranvier.tensor.mesh import tensor_problems
 from ranvier.tensor.placement import best_tile, bytes_between_nodes
@@ -243,7 +243,8 @@ def tensor_mesh_facts(run: Run, ranks_per_node: int | None) -> TensorMeshFacts |
         return None
     try:
         volume = layer_volume(_volume_scheme(run.tensor), row=mesh.row, col=mesh.col, batch=run.batch.microbatch_size,
-                              sequence=model.sequence, hidden=model.hidden, itemsize=DTYPES[run.precision].itemsize)
+                              sequence=model.sequence, hidden=model.hidden, itemsize=DTYPES[run.precision].itemsize,
+                              sum_itemsize=reduce_dtype(run.tensor, DTYPES[run.precision]).itemsize)
     except ValueError:
         return None
     facts = TensorMeshFacts(row=mesh.row, col=mesh.col, scheme=_volume_scheme(run.tensor),
@@ -373,12 +374,14 @@ def _tensor_warnings(run: Run) -> Iterator[ConfigError]:
     unused = []
     if mesh.stage_size == 1:
         unused = [(name, "blocks are not split: mesh.row and mesh.col are 1") for name in (
-            "scheme", "sequence_sharding", "keep_weights")]
+            "scheme", "sequence_sharding", "keep_weights", "reduce_dtype")]
     else:
         if tensor.scheme != "megatron":
             unused.append(("sequence_sharding", f"activations are always split in scheme {tensor.scheme}"))
         if tensor.scheme != "stationary" or mesh.row == 1:
             unused.append(("keep_weights", "weights are gathered in scheme stationary on several rows only"))
+        if run.precision not in ("bf16", "fp16"):
+            unused.append(("reduce_dtype", f"sums of {run.precision} activations travel in {run.precision}"))
     for name, why in unused:
         if getattr(tensor, name) != getattr(TensorParallel, name):
             yield ConfigError(f"has no effect: {why}", where=f"tensor.{name.replace('_', '-')}",

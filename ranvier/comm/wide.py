@@ -32,6 +32,10 @@ class WideSums:
         """As that of a `MetaGroup` inside, with the copies in fp32."""
         return self._peak_bytes + self._inner.peak_buffer_bytes
 
+    def reset_peak(self) -> None:
+        self._peak_bytes = self._live_bytes
+        self._inner.reset_peak()
+
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Work:
         return self._cast(tensor, tensor, lambda sent: (sent, self._inner.all_reduce(sent, op)))
 

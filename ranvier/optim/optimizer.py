@@ -27,7 +27,6 @@ from ranvier.optim.gradients import IN_FLIGHT, Chunk, Gradients, GradientSpec
 from ranvier.optim.groups import group_of
 from ranvier.optim.placement import OnHost, Placement, Resident, Streamed, Update
 from ranvier.optim.rules import rule_of
-from ranvier.precision import is_half
 from ranvier.run import Optim
 
 Offload = Literal["none", "stream", "host"]
@@ -196,11 +195,6 @@ def resolve_offload(optim: Optim, gradients: Gradients, device: torch.device) ->
         return "none"
     states = 12 * gradients.size
     return "none" if 2 * states <= torch.cuda.mem_get_info(device)[0] else "stream"
-
-
-def reduce_dtype(optim: Optim, dtype: torch.dtype) -> torch.dtype:
-    """In which gradients of parameters of `dtype` travel."""
-    return torch.float32 if is_half(dtype) and optim.reduce_dtype == "fp32" else dtype
 
 
 def gather_bytes(gradients: Gradients, itemsize: int) -> int:

@@ -33,15 +33,9 @@ from ranvier.errors import ConfigError
 from ranvier.optim.gradients import Chunk, Gradients, GradientSpec
 from ranvier.optim.guard import BadSteps
 from ranvier.optim.loss_scale import LossScale
-from ranvier.optim.optimizer import (
-    FlatOptimizer,
-    reduce_dtype,
-    resolve_bucket_size,
-    resolve_offload,
-    tensors_by_category,
-)
+from ranvier.optim.optimizer import FlatOptimizer, resolve_bucket_size, resolve_offload, tensors_by_category
 from ranvier.pipeline.timeline import Timeline
-from ranvier.precision import is_half
+from ranvier.precision import is_half, reduce_dtype
 from ranvier.run import Optim
 
 

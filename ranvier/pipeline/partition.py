@@ -107,7 +107,7 @@ def _tensor_bytes(tensor: Tensor) -> int:
 _FUSED_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-class _FusedAttention(TorchFunctionMode):
+class FusedAttention(TorchFunctionMode):
     """Has attention counted as the fused kernel that devices run: on the meta device torch would take it apart, and
     write and keep matrices of sequence x sequence that no real run has."""
 
@@ -203,7 +203,7 @@ def block_costs(model: Model, inputs: State, targets: object = None,
         trains |= any(tensor.requires_grad for tensor in tensors.values())
         try:
             with torch.enable_grad(), FlopCounterMode(display=False, custom_mapping=counted) as counter, kept, \
-                    moved, _FusedAttention():
+                    moved, FusedAttention():
                 state = functional_call(module, tensors, (state,), tie_weights=False)
         except ModelError:
             raise
