@@ -96,11 +96,10 @@ def guard_layer(module: nn.Module, mesh: TensorMesh, where: str, takes: Kind, gi
         return mark(y, given(y)) if type(y) is Tensor and not alone else y
 
     def given(y: Tensor) -> ColumnLayout:
-        if gives == "same":
-            if not entered or entered[0][1] != y.shape:
-                raise ModelError("does not say how what it returns lies on the columns", where=where,
-                                 value=f"{list(y.shape)} of {[list(shape) for _, shape in entered]}",
-                                 remedy="Give the layer attributes `takes` and `gives`: 'stream', 'inner' or 'whole'.")
+        if gives == "same" and (not entered or entered[0][1] != y.shape):
+            raise ModelError("does not say how what it returns lies on the columns", where=where,
+                             value=f"{list(y.shape)} of {[list(shape) for _, shape in entered]}",
+                             remedy="Give the layer attributes `takes` and `gives`: 'stream', 'inner' or 'whole'.")
         if gives in ("same", "heads"):
             return entered[0][0]
         if gives == "vocabulary":
