@@ -276,7 +276,10 @@ def _viewed(func: Callable, args: Sequence, kwargs: dict, find: Callable) -> obj
     layout = _cut_of(x)
     if layout is None:
         _refuse(func, _tensors(args))
-    result = func(*args, **kwargs)
+    try:
+        result = func(*args, **kwargs)
+    except (RuntimeError, IndexError, ValueError) as error:  # where it would have worked with the whole
+        _refuse(func, [x], f"({error})")
     place = find(x, layout.dim, args, kwargs, result)
     dim, factor = place if isinstance(place, tuple) else (place, 1)
     if dim is None or (factor != 1 and not layout.is_even) or (layout.size * factor) % 1:
