@@ -82,6 +82,12 @@ def _wide_precision(run: Run) -> str | None:
     return None if half else f"gradients of {run.precision} parameters add up and travel in {run.precision}"
 
 
+def _wide_activations(run: Run) -> str | None:
+    half = run.precision in ("bf16", "fp16")
+    return _one_rank_a_stage(run) or (
+        None if half else f"sums of {run.precision} activations travel in {run.precision}")
+
+
 def _nothing_is_averaged(run: Run) -> str | None:
     megatron = run.tensor.scheme == "megatron" and run.tensor.sequence_sharding and run.mesh.col > 1
     alone = run.mesh.data == run.mesh.row == 1 and not megatron and not run.elastic.auto_dp
@@ -163,6 +169,7 @@ CONDITIONS: Mapping[str, Reason] = {
     "tensor.scheme": _one_rank_a_stage,
     "tensor.sequence_sharding": _sequence_sharding,
     "tensor.keep_weights": _keep_weights,
+    "tensor.reduce_dtype": _wide_activations,
     "optim.betas": lambda run: "sgd has none" if run.optim.algorithm == "sgd" else None,
     "optim.epsilon": lambda run: "sgd has none" if run.optim.algorithm == "sgd" else None,
     "optim.momentum": lambda run: "adamw has its betas" if run.optim.algorithm == "adamw" else None,

@@ -80,6 +80,9 @@ class TensorParallel:
     """megatron only: columns share the sequence between products, instead of each keeping all activations."""
     keep_weights: bool = False
     """stationary only: weights that a column has gathered stay for all microbatches of a step, where rows are many."""
+    reduce_dtype: Literal["auto", "fp32", "half"] = "auto"
+    """Number format in which half-precision sums travel along rows and columns; auto is that of the activations. NCCL
+    adds in this format, hosts add in fp32 whatever travels."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_config)

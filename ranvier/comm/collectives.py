@@ -121,9 +121,9 @@ class CheckedGroup:
     def _all_to_all(self, output: Tensor, tensor: Tensor, received: list[int], sent: list[int]) -> Work:
         raise NotImplementedError
 
-    def library(self, tensor: Tensor) -> Library:
-        """Which library carries a tensor like this one, as far as sums are concerned."""
-        return "nccl" if tensor.is_cuda else "gloo"
+    def library(self, device_type: str) -> Library:
+        """Which library carries tensors on such a device, as far as sums are concerned."""
+        return "nccl" if device_type == "cuda" else "gloo"
 
     def _new(self, like: Tensor, *shape: int) -> Tensor:
         """Memory for a sum under way."""
@@ -206,9 +206,11 @@ class CheckedGroup:
         return self._added(self._all_to_all(_bytes(shares), _bytes(tensor), sizes, sizes), output, shares,
                            own=room is None)
 
-    def buffer_bytes(self, operation: Literal["all_reduce", "reduce_scatter"], tensor: Tensor) -> int:
-        return buffer_bytes(self._way(operation, tensor), operation, tensor.numel(), tensor.element_size(),
-                            len(self.ranks))
+    def buffer_bytes(self, operation: Literal["all_reduce", "reduce_scatter"], numel: int, dtype: torch.dtype,
+                     device_type: str) -> int:
+        members, size = len(self.ranks), numel * dtype.itemsize
+        way = way_of(self.library(device_type), operation, dtype, size, members)
+        return buffer_bytes(way, operation, numel, dtype.itemsize, members)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         self._check("all_gather", output, tensor)
@@ -287,15 +289,11 @@ class CheckedGroup:
             raise self._error(call, f"one tensor must be {len(self.ranks)} times as large as the other",
                               (whole.numel(), share.numel()))
 
-    def _way(self, operation: Operation, tensor: Tensor) -> Way:
-        return way_of(self.library(tensor), operation, tensor.dtype, tensor.numel() * tensor.element_size(),
-                      len(self.ranks))
-
     def _sum(self, operation: Operation, tensor: Tensor, root: int = 0) -> Way:
         """How `tensor` (whole) is summed, counted. TransportError for formats that cannot be."""
         if tensor.dtype not in NATIVE and tensor.dtype not in WIDER:
             raise self._error(operation, "this dtype cannot be reduced", tensor.dtype)
-        way = self._way(operation, tensor)
+        way = way_of(self.library(tensor.device.type), operation, tensor.dtype, tensor.nbytes, len(self.ranks))
         self._count(tensor, sum_bytes(way, operation, tensor.numel(), tensor.element_size(), len(self.ranks),
                                       from_root=(self.index - root) % len(self.ranks)))
         return way

@@ -21,9 +21,12 @@ class MetaGroup(CheckedGroup):
         self._library: Library = "nccl" if device == "cuda" else "gloo"
         self._live_bytes = 0
         self.peak_buffer_bytes = 0
-        """The most that sums have worked in at once, beside the callers' tensors."""
+        """The most that sums have worked in at once since `reset_peak`, beside the callers' tensors."""
 
-    def library(self, tensor: Tensor) -> Library:
+    def reset_peak(self) -> None:
+        self.peak_buffer_bytes = self._live_bytes
+
+    def library(self, device_type: str) -> Library:
         return self._library
 
     def _new(self, like: Tensor, *shape: int) -> Tensor:

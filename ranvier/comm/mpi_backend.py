@@ -391,7 +391,7 @@ class MPIGroup(CheckedGroup):
         self._under_way.append((MPIWork(requests, self), tensors))
         return self._under_way[-1][0]
 
-    def library(self, tensor: Tensor) -> Library:
+    def library(self, device_type: str) -> Library:
         return "mpi"
 
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from ranvier.comm.message import Message
@@ -107,8 +108,9 @@ class Group(Protocol):
                    input_splits: Sequence[int] | None = None) -> Work:
         """Share i of `tensor` goes to member i; shares arrive in member order. Splits count rows of dim 0."""
 
-    def buffer_bytes(self, operation: Literal["all_reduce", "reduce_scatter"], tensor: Tensor) -> int:
-        """Memory that such a call takes while it is under way, beside the caller's tensors."""
+    def buffer_bytes(self, operation: Literal["all_reduce", "reduce_scatter"], numel: int, dtype: torch.dtype,
+                     device_type: str) -> int:
+        """Memory that such a call for `numel` elements takes while it is under way, beside the caller's tensors."""
 
     def gather_objects(self, value: object) -> list:
         """Every member's JSON-serialisable `value`, in member order. Blocks; for start-up, not for steps."""

@@ -211,8 +211,9 @@ class _ThrottledGroup:
     def reduce_scatter(self, output: Tensor, tensor: Tensor, room: Tensor | None = None) -> Work:
         return self._slow("reduce_scatter", tensor, lambda: self._inner.reduce_scatter(output, tensor, room))
 
-    def buffer_bytes(self, operation: Literal["all_reduce", "reduce_scatter"], tensor: Tensor) -> int:
-        return self._inner.buffer_bytes(operation, tensor)
+    def buffer_bytes(self, operation: Literal["all_reduce", "reduce_scatter"], numel: int, dtype: torch.dtype,
+                     device_type: str) -> int:
+        return self._inner.buffer_bytes(operation, numel, dtype, device_type)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         return self._slow("all_gather", output, lambda: self._inner.all_gather(output, tensor))

@@ -36,7 +36,7 @@ from ranvier.optim.loss_scale import LossScale
 from ranvier.optim.masters import MasterCopies
 from ranvier.optim.optimizer import FlatOptimizer, resolve_bucket_size, resolve_offload, tensors_by_category
 from ranvier.pipeline.timeline import Timeline
-from ranvier.precision import is_half
+from ranvier.precision import is_half, reduce_dtype
 from ranvier.run import Optim
 
 
@@ -94,8 +94,7 @@ class Updater:
         self.gradients = Gradients(
             specs, replicas, bucket_size * optim.chunk_buckets, send_to_owner,
             dtype=torch.float32 if half and optim.accumulate == "fp32" else dtype,
-            reduce_dtype=torch.float32 if half and optim.reduce_dtype == "fp32" else dtype,
-            reuse=runs if optim.update_in_backward else (), allocate=False)
+            reduce_dtype=reduce_dtype(optim, dtype), reuse=runs if optim.update_in_backward else (), allocate=False)
         owned = [spec.parameter for spec in self.gradients.owned()]
         self.updates = own or optimizer is not None
         """Whether anything updates parameters, on this rank or another."""

@@ -337,8 +337,9 @@ class _FaultyGroup:
         self._plan.collective()
         return self._inner.reduce_scatter(output, tensor, room)
 
-    def buffer_bytes(self, operation: Literal["all_reduce", "reduce_scatter"], tensor: Tensor) -> int:
-        return self._inner.buffer_bytes(operation, tensor)
+    def buffer_bytes(self, operation: Literal["all_reduce", "reduce_scatter"], numel: int, dtype: torch.dtype,
+                     device_type: str) -> int:
+        return self._inner.buffer_bytes(operation, numel, dtype, device_type)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         self._plan.collective()

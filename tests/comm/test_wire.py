@@ -59,7 +59,7 @@ class WireGroup(CheckedGroup):
         super().__init__("wire", range(size), index)
         self.network, self._library, self._under_way = network, library, []
 
-    def library(self, tensor):
+    def library(self, device_type):
         return self._library
 
     def _do(self, step):
