@@ -430,7 +430,8 @@ def test_one_that_never_may_is_left_when_it_is_closed(tmp_path):
 def late_part(tmp_path, monkeypatch, then):
     """What rank 0 is told where the thread of rank 1 does `then(engine, write)` instead of writing its part."""
     init = Board.__init__
-    monkeypatch.setattr(Board, "__init__", lambda self, store, rank, mesh: init(self, store, rank, mesh, 0.05))
+    monkeypatch.setattr(Board, "__init__", lambda self, store, rank, mesh, **more: init(
+        self, store, rank, mesh, **{**more, "interval_seconds": 0.05}))
 
     def work(engine):
         checkpoints = Checkpoints(engine, tmp_path, timeout_seconds=0.3)
