@@ -21,7 +21,7 @@ from torch.distributed import Store
 from ranvier.comm.board import in_time, silent
 from ranvier.comm.hang import HangWatch
 from ranvier.comm.signed_store import SignedStore
-from ranvier.errors import Hang, MessageTimeout, RanvierError, TransportError
+from ranvier.errors import Hang, MessageTimeout, RanvierError, TransportError, UnsavedError
 from ranvier.lifeline import Heartbeat, launcher_processes, launcher_variable
 from ranvier.mesh import Mesh
 from ranvier.processes import Process
@@ -36,9 +36,11 @@ _RELAY_SECONDS = 0.3  # mpiexec throws away what it has not yet read when a rank
 
 
 def exit_code(error: BaseException) -> int:
-    """2 for a RanvierError, 130 for Ctrl-C, otherwise 1; SystemExit keeps its own."""
+    """2 for a RanvierError, 130 for Ctrl-C, otherwise 1, as for an UnsavedError; SystemExit keeps its own."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, UnsavedError):
+        return 1
     return 2 if isinstance(error, RanvierError) else INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
 
 
