@@ -315,6 +315,9 @@ def _compared(whole: Model, batch: Microbatch, expected: dict[str, Tensor], mesh
     found = _run(split_model(whole, mesh), mine, mesh, has_loss)
     errors = {}
     for name, wanted in expected.items():
+        if name not in found:
+            raise ModelError("is missing in the split model", where=name,
+                             remedy="Let split(mesh) return a module with the same parameters.")
         x = found[name]
         if name in splits:
             x = x.clone(memory_format=torch.contiguous_format)
