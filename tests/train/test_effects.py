@@ -166,3 +166,14 @@ def test_a_limit_is_of_the_corpus_that_it_was_given_for():
     for values in ({}, {"data__corpus": "python-stdlib"}):
         assert resolve.resolve([recipe, flags(**values)]).run.data.max_bytes == 8_000_000
     assert resolve.resolve([recipe, flags(data__corpus="mine.txt", data__max_bytes="5")]).run.data.max_bytes == 5
+
+
+def test_a_warm_up_that_is_longer_than_the_epochs_is_told_when_their_steps_are_known(runs, tmp_path):
+    run = runs["sentences"]
+    run = replace(run, train=replace(run.train, warmup_steps=50))
+    assert list(check.warnings(run, ())) == []
+    numbers(run, tmp_path)
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    told, = [event["text"] for event in events if event["event"] == "settings"]
+    assert told == ("train.warmup-steps: ends the run of 3 steps before the full learning rate is reached (got 50). "
+                    "Lower --train.warmup-steps, or raise --train.epochs.")
