@@ -1,7 +1,8 @@
 """A model of your own on rows and columns: `python examples/own_layers.py`, or under torchrun or mpiexec.
 
 The blocks are plain PyTorch but for their layers, and run on one rank too. On four, each holds a quarter of every
-weight and of every activation.
+weight and of every activation. `ranvier check --split own_layers:sample`, in this folder, compares the model on every
+kind of mesh and in every scheme with the same on one rank.
 """
 
 import torch
@@ -26,14 +27,15 @@ class Embedding(nn.Module):
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm = tensor.LayerNorm(HIDDEN)
+        self.norm = tensor.RMSNorm(HIDDEN)
         self.qkv = tensor.Linear(HIDDEN, 3 * HIDDEN, stationary="output", units=HEADS)
+        self.query_norm = tensor.RMSNorm(HIDDEN // HEADS, over="heads")
         self.out = tensor.Linear(HIDDEN, HIDDEN, stationary="input", units=HEADS)
 
     def forward(self, x):
         heads = self.qkv(self.norm(x)).unflatten(-1, (-1, 3, HIDDEN // HEADS))  # -1: as many as are here
         query, key, value = (part.transpose(1, 2) for part in heads.unbind(3))
-        mixed = functional.scaled_dot_product_attention(query, key, value)
+        mixed = functional.scaled_dot_product_attention(self.query_norm(query), key, value)
         return x + self.out(mixed.transpose(1, 2).flatten(2))
 
 
@@ -43,9 +45,10 @@ class MLP(nn.Module):
         self.norm = tensor.LayerNorm(HIDDEN)
         self.into = tensor.Linear(HIDDEN, 4 * HIDDEN, stationary="output")
         self.out = tensor.Linear(4 * HIDDEN, HIDDEN, stationary="input")
+        self.gate = tensor.TokenLinear(HIDDEN, 1, token=None)  # a score of each token, which every column has
 
     def forward(self, x):
-        return x + self.out(functional.relu(self.into(self.norm(x))))
+        return x + self.out(functional.relu(self.into(self.norm(x)))) * torch.sigmoid(self.gate(x))
 
 
 class Head(nn.Module):
@@ -72,17 +75,30 @@ def questions(seed, row, rows):
             for start in range(0, 64, 16)]
 
 
-world = ranvier.start(row=2, col=2)
-torch.manual_seed(0)
-blocks = [Embedding(), Attention(), MLP(), Attention(), MLP(), Head()]
-engine = ranvier.Engine(blocks, world, loss=loss, tensor=ranvier.TensorParallel(scheme="stationary"),
-                        optim=ranvier.Optim(), learning_rate=3e-3)
-place = engine.coordinates.row, engine.mesh.row
-for step in range(100):
-    result = engine.train_batch(questions(step, *place))
-    if step % 25 == 0 and world.rank == 0:
-        print(f"step {step}: loss {result.loss:.4f}")
-held_out = engine.evaluate(questions(1_000_000, *place))
-if world.rank == 0:
-    print(f"held out: loss {held_out.loss:.4f}")
-engine.close()
+def model():
+    torch.manual_seed(0)
+    return [Embedding(), Attention(), MLP(), Attention(), MLP(), Head()]
+
+
+def sample():
+    """For `ranvier check --split`: the model, inputs with targets, and the loss."""
+    return model(), (torch.arange(4 * LENGTH).view(4, LENGTH) % VOCAB, torch.tensor([1, 0, 1, 0])), loss
+
+
+def main():
+    world = ranvier.start(row=2, col=2)
+    engine = ranvier.Engine(model(), world, loss=loss, tensor=ranvier.TensorParallel(scheme="stationary"),
+                            optim=ranvier.Optim(), learning_rate=3e-3)
+    place = engine.coordinates.row, engine.mesh.row
+    for step in range(100):
+        result = engine.train_batch(questions(step, *place))
+        if step % 25 == 0 and world.rank == 0:
+            print(f"step {step}: loss {result.loss:.4f}")
+    held_out = engine.evaluate(questions(1_000_000, *place))
+    if world.rank == 0:
+        print(f"held out: loss {held_out.loss:.4f}")
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -26,7 +26,7 @@ from ranvier.optim.step import in_backward_problems
 from ranvier.pipeline.build import StageTable
 from ranvier.pipeline.partition import check_boundaries
 from ranvier.planner.memory import PROCESS_BYTES, RankMemory, laid_out, remedies
-from ranvier.precision import DTYPES
+from ranvier.precision import DTYPES, reduce_dtype
 from ranvier.run import Run, TensorParallel, Train
 from ranvier.tensor.mesh import tensor_problems
 from ranvier.tensor.placement import best_tile, bytes_between_nodes
@@ -246,7 +246,8 @@ def tensor_mesh_facts(run: Run, ranks_per_node: int | None) -> TensorMeshFacts |
         return None
     try:
         volume = layer_volume(_volume_scheme(run.tensor), row=mesh.row, col=mesh.col, batch=run.batch.microbatch_size,
-                              sequence=model.sequence, hidden=model.hidden, itemsize=DTYPES[run.precision].itemsize)
+                              sequence=model.sequence, hidden=model.hidden, itemsize=DTYPES[run.precision].itemsize,
+                              sum_itemsize=reduce_dtype(run.tensor, DTYPES[run.precision]).itemsize)
     except ValueError:
         return None
     facts = TensorMeshFacts(row=mesh.row, col=mesh.col, scheme=_volume_scheme(run.tensor),

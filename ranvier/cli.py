@@ -155,6 +155,7 @@ def train(change_world: Callable[[World], World] | None, recipe: str, **flags: s
     from ranvier import check, launch
     from ranvier.launchers import detect
     from ranvier.refit import refit
+    from ranvier.restart import Restarts
 
     started = detect(os.environ, resolved.run.launch.launcher)
     settled, unsettled = check.with_pretrained(resolved.run)
@@ -167,18 +168,24 @@ def train(change_world: Callable[[World], World] | None, recipe: str, **flags: s
         warnings, open_problems = [warning], []
     if open_problems or problems:
         raise Refused([*open_problems, *problems])
+    if started is not None and started.launcher != "local" and run.max_restarts:
+        warnings.append(ConfigError(f"does nothing under {started.launcher}", where="max-restarts",
+                                    value=run.max_restarts, remedy="Have the launcher start the run again "
+                                                                   "(docs/faults.md), with --resume auto."))
     run = dataclasses.replace(run, run_dir=run.run_dir or resolve.default_folder(name))
     if started is None:
         _check_folder(run)
     if started is None or (started.launcher != "local" and started.rank == 0):
         for warning in (*warnings, *check.warnings(run, resolved.chosen, settled)):
             print(f"ranvier: warning: {warning}", file=sys.stderr)
+    rerun = None if started is not None else [*launch.rerun_command(), "--run-dir", str(run.run_dir),
+                                              *_planned_flags(settled, run)]
     world = launch.start(run.mesh, transport=run.comm.transport, launcher=run.launch.launcher,
                          threads=run.launch.threads, device=run.launch.device,
-                         timeout_seconds=run.comm.timeout_seconds,
-                         rerun=[*launch.rerun_command(), "--run-dir", str(run.run_dir),
-                                *_planned_flags(settled, run)] if started is None else None,
-                         explain_kill=lambda: _memory_text(run), saves_on_stop=True)
+                         timeout_seconds=run.comm.timeout_seconds, rerun=rerun,
+                         explain_kill=lambda: _memory_text(run), saves_on_stop=True,
+                         stopped_seconds=run.launch.stopped_seconds, hang_seconds=run.launch.hang_seconds,
+                         restart=Restarts(run, rerun) if rerun and run.max_restarts else None)
     return _train_as_rank(run, name, world, change_world)
 
 
@@ -223,15 +230,28 @@ def _check_folder(run: Run) -> None:
 
 
 @command.command(cls=_WithSettings)
-@click.argument("recipe")
+@click.argument("recipe", required=False)
+@click.option("--split", metavar="MODULE:FUNCTION",
+              help="Compare a model of your own on rows and columns, in every scheme, with the same on one rank. The "
+                   "function takes nothing and returns (model, sample) or (model, sample, loss), as for "
+                   "ranvier.testing.check_split. No RECIPE is needed.")
 @click.option("--ranks", type=click.IntRange(min=1), help="Number of ranks that the run is meant for.")
 @click.option("--ranks-per-node", type=click.IntRange(min=1), help="Ranks on each machine, for their placement.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def check(recipe: str, ranks: int | None, ranks_per_node: int | None, as_json: bool, **flags: str | None) -> int:
+def check(recipe: str | None, split: str | None, ranks: int | None, ranks_per_node: int | None, as_json: bool,
+          **flags: str | None) -> int:
     """Find every problem of RECIPE at once, for any number of ranks; show its stages, memory and settings.
 
     Nothing is started, and no weight is built.
     """
+    if split is not None:
+        from ranvier.testing.split import check_named
+
+        check_named(split, as_json=as_json)
+    if recipe is None:
+        if split is None:
+            raise click.UsageError("Missing argument 'RECIPE'.")
+        return 0
     name, resolved = _resolve(recipe, flags)
     from ranvier.check import check as check_run
     from ranvier.check import print_report

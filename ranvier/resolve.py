@@ -34,6 +34,7 @@ import tomli_w
 from pydantic import TypeAdapter
 
 from ranvier.errors import ConfigError
+from ranvier.plain_file import write_whole
 from ranvier.run import Run
 
 _MAX_INT = 1 << 62  # no count of anything here, and no size of a tensor, is that large
@@ -450,5 +451,5 @@ def check_out(path: Path) -> None:
 
 
 def write(run: Run, path: Path) -> None:
-    """Write every value of `run`, as a TOML file that is itself a recipe."""
-    path.write_text(tomli_w.dumps(document(run)), encoding="utf-8")
+    """Write every value of `run`, as a TOML file that is itself a recipe: whole, or as it was. OSError."""
+    write_whole(path, tomli_w.dumps(document(run)))

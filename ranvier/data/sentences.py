@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import sys
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from ranvier.data import hub
 from ranvier.data.corpus import fingerprint
-from ranvier.data.fetch import Package, check, fetch
+from ranvier.data.fetch import check, fetch, python_package
 from ranvier.data.named_files import read_bytes
 from ranvier.data.publish import Progress
 from ranvier.data.subset import held_out
@@ -20,11 +19,9 @@ from ranvier.errors import DataError
 
 NAMES = ("sst2", "sentiment")
 
-SENTIMENT = Package(
-    filename="vaderSentiment-3.3.2.tar.gz",
-    sha256="5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9",
-    command=(sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "--quiet",
-             "vaderSentiment==3.3.2"))
+SENTIMENT = python_package(
+    "vaderSentiment", "vaderSentiment-3.3.2.tar.gz",
+    sha256="5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9")
 SENTIMENT_HELD_OUT = 1000
 _LONGEST_HEADER = 1 << 20
 LEAST_RATING = 0.5

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ranvier.models.block import State, carried, named
+from ranvier.models.carried_state import State, carried, named
 
 Precision = Literal["half", "full"]
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (

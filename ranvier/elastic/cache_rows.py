@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ranvier.elastic.cache_form import Unfit
-from ranvier.models.block import State, carried, named
+from ranvier.models.carried_state import State, carried, named
 
 WHERE = "the frozen blocks"
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from ranvier import keyed_random
 from ranvier.errors import ModelError
 from ranvier.layout import frozen_blocks
+from ranvier.models.carried_state import State
 
-State = Tensor | dict[str, Tensor]
 INITIAL_PIECE = 1 << 16
 """Elements that are initialised at once: the fp64 and int64 temporaries of this many fit a core's cache."""
 
@@ -134,22 +134,6 @@ def _shared(modules: Mapping[str, nn.Module]) -> tuple[tuple[str, ...], ...]:
         for name, parameter in module.named_parameters():
             names.setdefault(id(parameter), []).append(f"{block}.{name}")
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
-
-
-def named(state: State, where: str) -> dict[str, Tensor]:
-    """A carried state as named tensors; a single tensor has the name "". ModelError for anything else."""
-    if isinstance(state, Tensor):
-        return {"": state}
-    if isinstance(state, dict) and state and all(
-            isinstance(name, str) and name and isinstance(tensor, Tensor) for name, tensor in state.items()):
-        return state
-    raise ModelError("must return a tensor or a non-empty dict of named tensors", where=where,
-                     value=type(state).__name__, remedy="Return the carried state that the next block takes.")
-
-
-def carried(tensors: Mapping[str, Tensor]) -> State:
-    """The inverse of `named`."""
-    return tensors[""] if "" in tensors else dict(tensors)
 
 
 @torch.no_grad()

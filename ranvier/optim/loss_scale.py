@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 _LEAST, _MOST = 2.0**-14, 2.0**32
@@ -23,6 +24,15 @@ class LossScale:
     """Steps since the scale last changed."""
     skipped_steps: int = 0
     """Steps that were skipped for an overflow, in all."""
+
+    @property
+    def is_initial(self) -> bool:
+        """Whether no step has been taken with it."""
+        return not self.good_steps and not self.skipped_steps
+
+    def lower(self, factor: float) -> None:
+        """Losses are `factor` times as large as the scale was chosen for."""
+        self.scale = max(self.scale / 2.0 ** math.floor(math.log2(factor)), _LEAST)
 
     def update(self, overflow: bool) -> None:
         """A step has ended: an overflow halves the scale, `window` good steps in a row double it."""

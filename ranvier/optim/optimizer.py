@@ -13,16 +13,17 @@ whatever shapes it holds.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ranvier.comm.protocol import Work
 from ranvier.optim.buckets import Bucket, Segment, buckets_of
-from ranvier.optim.gradients import Chunk, Gradients, GradientSpec
+from ranvier.optim.gradients import IN_FLIGHT, Chunk, Gradients, GradientSpec
 from ranvier.optim.groups import group_of
 from ranvier.optim.placement import OnHost, Placement, Resident, Streamed, Update
 from ranvier.optim.rules import rule_of
@@ -64,11 +65,13 @@ class FlatOptimizer:
         self._groups = sorted(((spec.parameter, self._segment(spec)) for spec in gradients.owned()),
                               key=lambda item: (item[1].start, item[1].stop))
         self.placement = self._place()
-        self._versions = {parameter: parameter._version for parameter, _ in self._groups}
+        self._note_versions()
         self.steps = 0
         """Updates so far; skipped steps do not count."""
         self._update = Update(step=0, learning_rate=0.0, factor=1.0, segments=())
-        self._gathers: list[Work] = []
+        self._gathers: deque[Work] = deque()
+        self._gathered = 0
+        self._sent: dict[int, Tensor] = {}
 
     def _place(self) -> Placement:
         rule, buckets = rule_of(self._optim), self.buckets
@@ -93,13 +96,26 @@ class FlatOptimizer:
     # ------------------------------------------------------------------ one step
 
     def prefetch(self) -> None:
-        """The next updates are those of a whole step: states of the first buckets may come in already. Parameters that
-        someone has written since the last step (in place, as load_state_dict does) have their master copies follow."""
+        """The next updates are those of a whole step: states of the first buckets may come in already."""
+        self.follow_parameters()
+        self.placement.prefetch(self.buckets)
+
+    def follow_parameters(self) -> None:
+        """Parameters that someone has written since the last step (in place, as load_state_dict does, or by giving them
+        memory of their own, as `parameter.data = ...` does) are views of the flat buffer, and have their master copies
+        follow."""
+        base, size = self.weights.data_ptr(), self.weights.element_size()
+        replaced = {parameter for parameter, (start, stop) in self._gradients.places.items()
+                    if start < stop and parameter.data_ptr() != base + start * size}
+        _move_into(self.weights, {parameter: self._gradients.places[parameter] for parameter in replaced})
         for parameter, segment in self._groups:
-            if parameter._version != self._versions[parameter]:
+            if parameter in replaced or parameter._version != self._versions[parameter]:
                 self._versions[parameter] = parameter._version
                 self.placement.take_parameters(segment.start, segment.stop)
-        self.placement.prefetch(self.buckets)
+
+    def _note_versions(self) -> None:
+        """Parameters are what their master copies say."""
+        self._versions = {parameter: parameter._version for parameter, _ in self._groups}
 
     def begin(self, learning_rate: float) -> None:
         """A step that is not skipped; after `prefetch`."""
@@ -113,22 +129,34 @@ class FlatOptimizer:
         self._gather(chunk)
 
     def _gather(self, chunk: Chunk) -> None:
-        """Start collecting the parameters of a chunk from those that update them."""
-        if self.sharded and len(chunk.group.ranks) > 1:
-            start, stop = chunk.share
-            self._gathers.append(chunk.group.all_gather(self.weights[chunk.start:chunk.stop],
-                                                        self.weights[start:stop].clone()))
+        """Start collecting the parameters of a chunk from those that update them. What is sent lies in memory that a
+        few chunks have in turn."""
+        if not self.sharded or len(chunk.group.ranks) == 1:
+            return
+        if len(self._gathers) == IN_FLIGHT:
+            self._gathers.popleft().wait()
+        turn, self._gathered = self._gathered % IN_FLIGHT, self._gathered + 1
+        if turn not in self._sent:
+            self._sent[turn] = self.weights.new_empty(_largest_share(self._chunks))
+        start, stop = chunk.share
+        sent = self._sent[turn][:stop - start].copy_(self.weights[start:stop])
+        self._gathers.append(chunk.group.all_gather(self.weights[chunk.start:chunk.stop], sent))
 
     def progress(self) -> None:
         """Let parameters that others update come in."""
         while self._gathers and self._gathers[0].done():
-            self._gathers.pop(0)
+            self._gathers.popleft()
 
     def finish(self) -> None:
         """Wait for the parameters that others have updated."""
-        for work in self._gathers:
-            work.wait()
-        self._gathers = []
+        while self._gathers:
+            self._gathers.popleft().wait()
+        self._gathered = 0
+
+    @property
+    def gather_buffers(self) -> list[Tensor]:
+        """What this rank's shares of parameters are sent from."""
+        return list(self._sent.values())
 
     # ------------------------------------------------------------------ what a checkpoint keeps
 
@@ -138,6 +166,7 @@ class FlatOptimizer:
         They may be read and written between steps; after writing, call `go_on_from`.
         """
         self.placement.synchronize()
+        self.follow_parameters()
         states = self.placement.states
         for chunk in self._chunks:
             for spec in chunk.specs:
@@ -152,7 +181,7 @@ class FlatOptimizer:
     def go_on_from(self, steps: int) -> None:
         """Parameters and `slices` have been written, as they were after `steps` updates."""
         self.steps = steps
-        self._versions = {parameter: parameter._version for parameter, _ in self._groups}
+        self._note_versions()
 
     def _segment(self, spec: GradientSpec) -> Segment:
         """Where a parameter is and how it is updated."""
@@ -182,17 +211,34 @@ def resolve_offload(optim: Optim, gradients: Gradients, device: torch.device) ->
     return "none" if 2 * states <= torch.cuda.mem_get_info(device)[0] else "stream"
 
 
+def gather_bytes(gradients: Gradients, itemsize: int) -> int:
+    """What shares of parameters are sent from, where each member of a chunk's group updates its own."""
+    chunks = [chunk for chunk in gradients.chunks if not chunk.sent_to_owner]
+    gathered = sum(len(chunk.group.ranks) > 1 for chunk in chunks)
+    return min(IN_FLIGHT, gathered) * _largest_share(chunks) * itemsize
+
+
+def _largest_share(chunks: Sequence[Chunk]) -> int:
+    """Elements of the largest share that is gathered."""
+    return max((chunk.share[1] - chunk.share[0] for chunk in chunks if len(chunk.group.ranks) > 1), default=0)
+
+
 def _flatten(gradients: Gradients) -> Tensor:
     """All trainable parameters as views of one new buffer."""
     first = next(iter(gradients.places), None)
     if first is None:
         return torch.empty(0)
     weights = torch.zeros(gradients.size, dtype=first.dtype, device=first.device)
-    for parameter, (start, stop) in gradients.places.items():
+    _move_into(weights, gradients.places)
+    return weights
+
+
+def _move_into(weights: Tensor, places: Mapping[nn.Parameter, tuple[int, int]]) -> None:
+    """Parameters become views of `weights`, with the values that they have."""
+    for parameter, (start, stop) in places.items():
         place = weights[start:stop].view(parameter.shape)
         place.copy_(parameter.detach())
         parameter.data = place
-    return weights
 
 
 def tensors_by_category(parameters: Sequence[Tensor], gradients: Gradients,
@@ -202,13 +248,15 @@ def tensors_by_category(parameters: Sequence[Tensor], gradients: Gradients,
     Frozen parameters and those outside the flat buffer count as parameters too. On a CPU as the device, offloaded
     states count as the host's.
     """
-    device = {"parameters": [*parameters, *([optimizer.weights] if optimizer else [])], "gradients": [gradients.flat]}
+    device = {"parameters": [*parameters, *([optimizer.weights] if optimizer else [])], "gradients": [gradients.flat],
+              "reduction": gradients.reduction_buffers}
     host: dict[str, list[Tensor]] = {}
     if optimizer is not None:
         placement, home = optimizer.placement, device if optimizer.offload == "none" else host
         home["master"] = [state for name, state in placement.states.items() if name == "master"]
         home["moments"] = [state for name, state in placement.states.items() if name != "master"]
         device["buckets"] = list(placement.workspace.values())
+        device["reduction"] += optimizer.gather_buffers
         host["staging"] = list(placement.staging)
     return {"device": device, "host": host}
 

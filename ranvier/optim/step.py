@@ -33,9 +33,10 @@ from ranvier.errors import ConfigError
 from ranvier.optim.gradients import Chunk, Gradients, GradientSpec
 from ranvier.optim.guard import BadSteps
 from ranvier.optim.loss_scale import LossScale
+from ranvier.optim.masters import MasterCopies
 from ranvier.optim.optimizer import FlatOptimizer, resolve_bucket_size, resolve_offload, tensors_by_category
 from ranvier.pipeline.timeline import Timeline
-from ranvier.precision import is_half
+from ranvier.precision import is_half, reduce_dtype
 from ranvier.run import Optim
 
 
@@ -85,18 +86,15 @@ class Updater:
                  progress: Callable[[], None], bad_steps: BadSteps | None = None) -> None:
         for problem in in_backward_problems(optim, dtype, own=own):
             raise problem
-        if optimizer is not None and dtype is torch.float16:
-            raise ConfigError("would get scaled fp16 gradients, of which small ones are lost when they are unscaled",
-                              where="Engine(optimizer=...)", value="float16",
-                              remedy="Give the engine optim= instead, or use bfloat16.")
-        self._optim, self._ranks, self._nominal_weight = optim, ranks, nominal_weight
+        self._optim, self._ranks = optim, ranks
+        self.nominal_weight = nominal_weight
+        """What a loss is divided by before its backward; the same on every rank."""
         self._weight, self._timeline, self._progress, self._device = weight, timeline, progress, device
         bucket_size, half = resolve_bucket_size(optim, device.type), is_half(dtype)
         self.gradients = Gradients(
             specs, replicas, bucket_size * optim.chunk_buckets, send_to_owner,
-            dtype=torch.float32 if half and optim.accumulate == "fp32" and optimizer is None else dtype,
-            reduce_dtype=torch.float32 if half and optim.reduce_dtype == "fp32" else dtype,
-            reuse=runs if optim.update_in_backward else (), allocate=False)
+            dtype=torch.float32 if half and optim.accumulate == "fp32" else dtype,
+            reduce_dtype=reduce_dtype(optim, dtype), reuse=runs if optim.update_in_backward else (), allocate=False)
         owned = [spec.parameter for spec in self.gradients.owned()]
         self.updates = own or optimizer is not None
         """Whether anything updates parameters, on this rank or another."""
@@ -104,6 +102,7 @@ class Updater:
                                   offload=resolve_offload(optim, self.gradients, device)) if own else None
         self.gradients.allocate()  # not before parameters have moved: they are there twice on the way
         self.users = optimizer(owned) if optimizer is not None and owned else None
+        self.masters = MasterCopies(self.users, owned) if self.users is not None and half else None
         self.loss_scale = LossScale(scale=optim.initial_loss_scale, window=optim.loss_scale_window) \
             if dtype is torch.float16 else None
         self.bad_steps = bad_steps
@@ -121,7 +120,15 @@ class Updater:
     @property
     def loss_factor(self) -> float:
         """What a loss is multiplied by before its backward."""
-        return (self.loss_scale.scale if self.loss_scale is not None else 1.0) / self._nominal_weight
+        return (self.loss_scale.scale if self.loss_scale is not None else 1.0) / self.nominal_weight
+
+    def expect_weight(self, weight: float, *, divide_by_it: bool) -> None:
+        """In fp16: global batches have about this weight (a power of two). It becomes the nominal weight, or, without
+        `divide_by_it`, lowers a loss scale with which that would overflow; one that has been adapted stays."""
+        if divide_by_it:
+            self.nominal_weight = weight
+        elif self.loss_scale.is_initial and weight > 2 * self.nominal_weight:
+            self.loss_scale.lower(weight / self.nominal_weight)
 
     # ------------------------------------------------------------------ one batch
 
@@ -176,7 +183,7 @@ class Updater:
     def _factor(self, weight: float) -> float:
         """What turns the buffer's gradients into those of the mean loss."""
         scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
-        return self._nominal_weight / (weight * scale) if weight else 0.0
+        return self.nominal_weight / (weight * scale) if weight else 0.0
 
     def _judge(self) -> Verdict:
         """Wait for the weight of the batch and the reduction of all chunks, and start (where the step depends on it:
@@ -217,12 +224,22 @@ class Updater:
             for chunk in self.gradients.reduced():
                 self._update_chunk(chunk, factor)
         elif self.users is not None:
-            self.gradients.scale(factor)
-            for spec in self.gradients.owned():
-                if not spec.parameter.requires_grad:  # frozen since the start: no decay, no momentum
-                    spec.parameter.grad = None
-            self.users.step()
+            self._step_users(factor)
         self._timeline.add("optimizer", "update", self._step, started)
+
+    def _step_users(self, factor: float) -> None:
+        """One step of the user's optimizer; of its master copies, where parameters are in half precision."""
+        for spec in self.gradients.owned():
+            if not spec.parameter.requires_grad:  # frozen since the start: no decay, no momentum
+                spec.parameter.grad = None
+        if self.masters is None:
+            self.gradients.scale(factor)
+            self.users.step()
+            return
+        self.masters.follow_parameters()
+        self.masters.take_gradients(factor)
+        self.users.step()
+        self.masters.write_parameters()
 
     # ------------------------------------------------------------------ as chunks are reduced
 
@@ -290,6 +307,8 @@ class Updater:
         """Parameters and states have been written, as they were after `steps` updates (None: not counted here)."""
         if self.flat is not None:
             self.flat.go_on_from(steps or 0)
+        if self.masters is not None:
+            self.masters.note_values()
         if self.loss_scale is not None and loss_scale is not None:
             self.loss_scale = LossScale(**loss_scale)
 
@@ -299,6 +318,8 @@ class Updater:
         if self.users is not None:
             found["device"]["moments"] = [tensor for state in self.users.state.values() for tensor in state.values()
                                           if isinstance(tensor, Tensor)]
+        if self.masters is not None:
+            found["device"]["master"] = list(self.masters.of.values())
         return found
 
 

@@ -32,7 +32,8 @@ from ranvier.comm.message import Kind, Message
 from ranvier.comm.protocol import Group, Transport, Work
 from ranvier.errors import ConfigError, ModelError
 from ranvier.mesh import Mesh
-from ranvier.models.block import Loss, Model, State, as_model, freeze, frozen_prefix, named
+from ranvier.models.block import Loss, Model, State, as_model, freeze, frozen_prefix
+from ranvier.models.carried_state import named
 from ranvier.optim.gradients import GradientSpec
 from ranvier.optim.groups import problems as group_problems
 from ranvier.optim.guard import BadSteps, guard_problems, looks_before_update
@@ -41,17 +42,20 @@ from ranvier.optim.step import Updater, Verdict
 from ranvier.pipeline.build import build_stage, cut, split_model, stage_parameters
 from ranvier.pipeline.checkpointing import Checkpoint, stage_segments
 from ranvier.pipeline.examine import Cause, examine
+from ranvier.pipeline.held_parameters import HeldParameters
 from ranvier.pipeline.inbox import Inbox
 from ranvier.pipeline.microbatch import Microbatch
+from ranvier.pipeline.nominal_weight import NominalWeight
 from ranvier.pipeline.policies import MANY, auto_defer_microbatches, auto_in_flight, policy_named
 from ranvier.pipeline.replicas import Replicas
 from ranvier.pipeline.result import BatchResult
 from ranvier.pipeline.schedule import Action, Done, Policy, Schedule, Wait, actions_text
 from ranvier.pipeline.sequencer import Sequencer
+from ranvier.pipeline.shared_buffers import BufferSync, SharedBuffers
 from ranvier.pipeline.stage import Stage, runs_of
 from ranvier.pipeline.ties import TiedParameters, gradient_specs, ties_of
 from ranvier.pipeline.timeline import Category, Timeline
-from ranvier.pipeline.weight_gradients import WeightGradients, restore_forward
+from ranvier.pipeline.weight_gradients import WeightGradients
 from ranvier.run import Guard, Optim, TensorParallel
 from ranvier.tensor.mesh import TensorMesh, tensor_problems
 from ranvier.world import World
@@ -74,7 +78,8 @@ class Engine:
             fp32 master copies for half-precision parameters. Also how gradients add up, travel and are clipped.
         learning_rate: of the optimizer that `optim` describes; `engine.learning_rate` may be set before any step.
         optimizer: from this rank's parameters to a torch optimizer, used instead; None with no `optim` for gradients
-            only. Not called on a rank that owns no trainable parameter. Gradients add up in the parameters' format.
+            only. Not called on a rank that owns no trainable parameter. With a `dtype` of half precision it updates
+            fp32 master copies, which take the parameters' places in its groups once it is built.
         policy: a name or a `Policy` of your own: which ready action a stage runs next.
         partition: cut by cost, or into equal numbers of blocks. seed: of initial weights and dropout.
         in_flight: most microbatches of a replica between the first stage's forward and their return; auto is the number
@@ -85,7 +90,9 @@ class Engine:
             what those of `auto_defer_microbatches` keep alive: 0 on the first stage, whose input gradient nobody waits
             for. There postponing pays only where times vary much, and that rank already keeps the most activations.
         nominal_weight: expected weight of a global batch. The loss is divided by it before the backward, and gradients
-            are corrected to the true weight afterwards; in fp32 and fp64 it only moves rounding.
+            are corrected to the true weight afterwards. It matters in fp16, where auto takes it from the first batch,
+            and a value that is far below that batch's weight lowers the loss scale; elsewhere it only moves rounding,
+            and auto is 1.
         timeout_seconds: longest wait for one message before MessageTimeout, with a report of who waits for what.
         checkpoint: layers between stored activations, the others being computed again in the backward; auto needs
             `sample` and chooses what takes the least memory on each stage, "paper" is AxoNN's rule.
@@ -97,7 +104,11 @@ class Engine:
         sample: a microbatch of the usual shape; on several rows a row's share of one.
         guard: when a step is bad, so that nothing is updated from it (`BatchResult.bad`); all its modes but none are
             alike here. None applies every step.
-        check_order: compare the order of actions among the ranks of a stage before each action (slow; for debugging).
+        buffers: what replicas do about buffers that a forward changes, such as BatchNorm's running statistics, after
+            each training batch: all take the first replica's (as DistributedDataParallel does), their average, or each
+            keeps its own (local), of which checkpoints and exports have the first replica's.
+        check_order: compare the order of actions among the ranks of a stage before each action, and of layers among its
+            rows before each layer (slow; for debugging).
 
     Raises ModelError or ConfigError for what does not fit, on every rank alike.
     """
@@ -108,10 +119,11 @@ class Engine:
                  policy: str | Policy = "message-driven", in_flight: int | Literal["auto"] = "auto",
                  boundaries: Sequence[int] | None = None, partition: Literal["cost", "uniform"] = "cost",
                  defer_bytes: int | Literal["auto"] = "auto", seed: int = 0, dtype: torch.dtype = torch.float32,
-                 nominal_weight: float = 1.0, timeout_seconds: float = 300.0, optim: Optim | None = None,
-                 learning_rate: float = 1e-3, checkpoint: Checkpoint = "none", sample: Microbatch | None = None,
-                 tensor: TensorParallel | None = None, guard: Guard | None = None, frozen: int = 0,
-                 frozen_dropout: bool = True, check_order: bool = False) -> None:
+                 nominal_weight: float | Literal["auto"] = "auto", timeout_seconds: float = 300.0,
+                 optim: Optim | None = None, learning_rate: float = 1e-3, checkpoint: Checkpoint = "none",
+                 sample: Microbatch | None = None, tensor: TensorParallel | None = None, guard: Guard | None = None,
+                 frozen: int = 0, frozen_dropout: bool = True, buffers: BufferSync = "broadcast",
+                 check_order: bool = False) -> None:
         mesh = mesh or world.mesh or Mesh(data=world.size)
         if mesh.size != world.size:
             raise ConfigError(f"has {mesh.size} ranks, but {world.size} were started", where="mesh", value=str(mesh),
@@ -140,15 +152,16 @@ class Engine:
                                        device=world.device.type, tensor=tensor)
         idle = sum(not row.num_trainable for row in self.stages.rows)
         self.in_flight = auto_in_flight(mesh.pipe, idle) if in_flight == "auto" else in_flight
-        self._tensor_mesh = self._open_tensor_mesh(tensor)
+        self._tensor_mesh = self._open_tensor_mesh(tensor, check_order)
         if self._tensor_mesh is not None:
             model = split_model(model, self._tensor_mesh)
         blocks = build_stage(model, self.layout, self.coordinates, seed=seed, dtype=dtype, device=world.device)
-        self._parameters = stage_parameters(self.layout, blocks)
+        self._parameters, self._held = stage_parameters(self.layout, blocks), HeldParameters(blocks)
         ties = ties_of(self.layout, world.rank, self._parameters)
         self._ties = TiedParameters(ties, self._send, self._wait_for)
         self._open_communication(timeout_seconds, check_order)
         self._synchronise_start(blocks)
+        self._buffers = self._share_buffers(blocks, buffers)
 
         segments = self._segments(checkpoint, model)
         guard = guard or Guard(bad_step="none")
@@ -159,7 +172,7 @@ class Engine:
         self._updater = Updater(
             self._gradient_specs(), self._data_group, self._all,
             optim=optim or Optim(), own=optim is not None and optimizer is None, optimizer=optimizer, dtype=dtype,
-            device=world.device, nominal_weight=nominal_weight,
+            device=world.device, nominal_weight=1.0 if nominal_weight == "auto" else nominal_weight,
             runs=[range(blocks[run.start][0], blocks[run.start][0] + len(run))
                   for run, _ in runs_of(len(blocks), segments)],
             send_to_owner=lambda spec: self._ties.send_gradient(spec.name, self._call), weight=self._weight,
@@ -167,10 +180,12 @@ class Engine:
             bad_steps=BadSteps(guard, self._loss) if looks_before_update(guard, optim or Optim()) else None)
         if self._updater.in_backward:  # a product that waits would hold its block's gradients
             self.defer_bytes, self._auto_defer = 0, False
+        self._nominal_weight = NominalWeight(self._all) if dtype is torch.float16 else None
+        self._auto_nominal_weight = nominal_weight == "auto"
         gradients = self._updater.gradients
         self._stage = Stage(blocks, still=still, loss=model.loss if self.is_last_stage else None, seed=seed,
                             device=world.device, progress=self._progress, block_passed=gradients.block_passed,
-                            segments=segments,
+                            segments=segments, mesh=self._tensor_mesh,
                             weight_gradients=WeightGradients(gradients.chunk_of, gradients.queued, gradients.added))
 
     # ------------------------------------------------------------------ what a rank is
@@ -194,6 +209,12 @@ class Engine:
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The user's own, where one was given and this rank owns something trainable."""
         return self._updater.users
+
+    def updated(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What the user's optimizer updates for `parameter`: its fp32 master copy where parameters are in half
+        precision, else itself."""
+        masters = self._updater.masters
+        return parameter if masters is None else masters.of.get(parameter, parameter)
 
     @property
     def flat_optimizer(self) -> FlatOptimizer | None:
@@ -239,8 +260,17 @@ class Engine:
     def named_buffers(self) -> dict[str, object]:
         """What the state_dict of this rank's blocks has beside parameters, by global name: buffers, and whatever else a
         module puts there."""
+        self._buffers.finish()
         return {f"{block}.{name}": value for _, block, module in self._stage.blocks
                 for name, value in module.state_dict(keep_vars=True).items() if not isinstance(value, nn.Parameter)}
+
+    @property
+    def blocks(self) -> dict[str, nn.Module]:
+        """This rank's blocks by name, with parameters up to date: plain modules, which may be copied and saved between
+        batches (`torch.optim.swa_utils.AveragedModel(engine.blocks[name])`). On rows and columns a copy has the same
+        part of each layer and computes with the same ranks."""
+        self._finish_update()
+        return {name: module for _, name, module in self._stage.blocks}
 
     @property
     def steps(self) -> int:
@@ -298,6 +328,7 @@ class Engine:
 
     def step(self, result: BatchResult) -> None:
         """Update this rank's parameters from the gradients of `forward_backward`, and send tied ones to their ends."""
+        self._held.adopt()
         self._board.doing = "the optimizer"
         self._updater.learning_rate = self.learning_rate
         self._updater.apply(result.verdict)
@@ -305,6 +336,7 @@ class Engine:
 
     def _accumulate(self, microbatches: Sequence[Microbatch | tuple], *, updates: bool) -> None:
         """Run forwards and backwards, and start every reduction. updates: whether a step follows."""
+        self._finish_update()
         for name, parameter in self._parameters.items():
             # an end that `named_parameters` leaves out trains as the one that it shows
             parameter.requires_grad_(self._parameters[self.layout[name].owner].requires_grad)
@@ -313,12 +345,13 @@ class Engine:
                                  where=f"parameter {name}", remedy="Build a new engine to train more parameters.")
         self._step += 1
         self._stage.loss_factor = self._updater.loss_factor
-        self._finish_update()
         self._updater.begin(self._step, updates=updates)
         self._run(microbatches, training=True)
+        self._held.check_kept()
         self._updater.gradients.all_passed()
         for tie in self._ties.add_gradients(self._call):
             self._updater.gradients.added(tie.parameter)
+        self._buffers.start()  # after the reduction of every chunk has begun, so in one order on all replicas
         self._board.doing = "the average of gradients over data, and the optimizer"
 
     def _weight(self) -> float:
@@ -348,6 +381,7 @@ class Engine:
         if self._updater.in_backward:
             raise ConfigError("has changed the parameters of the step that is to be examined",
                               where="optim.update-in-backward", value=True, remedy="Leave the setting out.")
+        self._finish_update()
         self._board.doing = "the examination of a bad step"
         batch = [entry if isinstance(entry, Microbatch) else Microbatch(*entry) for entry in microbatches]
         cause = examine(batch, stage=self._stage, num_blocks=self.layout.num_blocks, is_last_stage=self.is_last_stage,
@@ -424,8 +458,6 @@ class Engine:
             self._closed = True
             self._finish_update()
             self._stage.forget_weights()
-            for _, _, module in self._stage.blocks:
-                restore_forward(module)
             self._updater.gradients.detach()
             self._transport.flush()
             self._all.barrier()
@@ -441,7 +473,7 @@ class Engine:
 
     # ------------------------------------------------------------------ start
 
-    def _open_tensor_mesh(self, tensor: TensorParallel) -> TensorMesh | None:
+    def _open_tensor_mesh(self, tensor: TensorParallel, check_order: bool) -> TensorMesh | None:
         """The groups of this rank's row and column, and those over which parameters with several holders sum their
         gradients; None where a stage is one rank."""
         backend, mesh = self.world.backend, self.mesh
@@ -454,7 +486,7 @@ class Engine:
         for axes in sorted({parameter.summed for parameter in self.layout.parameters} - {()}):
             self._sum_groups[axes] = backend.group(f"data and {' and '.join(axes)}", mesh.groups("data", *axes))
         self._groups += self._sum_groups.values()
-        return TensorMesh(over_rows, over_cols, tensor, device=self.world.device.type)
+        return TensorMesh(over_rows, over_cols, tensor, device=self.world.device.type, check_order=check_order)
 
     def _gradient_specs(self) -> list[GradientSpec]:
         """Where each gradient goes, over whom it is summed, and whether this rank's counts in the norm."""
@@ -482,7 +514,7 @@ class Engine:
 
     def _open_communication(self, timeout_seconds: float, check_order: bool) -> None:
         backend, mesh, rank = self.world.backend, self.mesh, self.world.rank
-        self._board = Board(self.world.store, rank, mesh)
+        self._board = Board(self.world.store, rank, mesh, hang=self.world.hang and self.world.hang())
         self._data_group: Group = backend.group("data", mesh.groups("data"))
         self._all: Group = backend.group("all", [range(mesh.size)])
         self._sequencer = Sequencer(mesh, rank, backend, self._board, timeout_seconds, check_order)
@@ -516,6 +548,21 @@ class Engine:
             work.wait()
         self._ties.send_values(self._call, trained=False)
 
+    def _share_buffers(self, blocks: list[tuple[int, str, nn.Module]], how: BufferSync) -> SharedBuffers:
+        """The buffers of this stage, over all ranks that compute its blocks for other samples."""
+        group = self._data_group
+        if self.mesh.row > 1:
+            group = self.world.backend.group("buffers", self.mesh.groups("data", "row"))
+            self._groups.append(group)
+        shared = SharedBuffers(blocks, group, how)
+        if how != "broadcast":
+            count = torch.tensor([len(shared)])
+            self._all.all_reduce(count).wait()
+            why = "there is one replica" if len(group.ranks) == 1 else "no block has a buffer" if not count else None
+            if why is not None and self.world.rank == 0:
+                warnings.warn(f"Engine(buffers={how!r}) has no effect: {why}", stacklevel=3)
+        return shared
+
     # ------------------------------------------------------------------ one batch
 
     def _run(self, microbatches: Sequence[Microbatch | tuple], *, training: bool, keep_outputs: bool = False) -> None:
@@ -533,26 +580,48 @@ class Engine:
         try:
             self._inbox.begin(self._call, self._step, len(batch),
                               schedule.on_message if self._sequencer.leads else _unheard)
+            if training and self._nominal_weight is not None and not (self.is_last_stage and batch):
+                self._nominal_weight.start(0.0)
             self._stats_work = None if batch else self._reduce_stats()
             while (action := self._next_action(schedule)) is not None:
                 running = action
                 facts = self._execute(action, batch, training, keep_outputs)
-                running = ran.append(action)
+                running = None
                 if self._sequencer.leads:
                     if self._auto_defer:
                         auto = auto_defer_microbatches(self.coordinates.pipe, self.mesh.pipe)
                         self.defer_bytes = max(self.defer_bytes, auto * facts.get("deferrable_bytes", 0))
                         schedule.defer_bytes = self.defer_bytes
                     schedule.on_done(action, **facts)
+                if training and self._nominal_weight is not None and self.is_last_stage and not ran:
+                    self._estimate_weight(len(batch))
                 if action.kind == "F" and action.microbatch == len(batch) - 1:
                     self._stats_work = self._reduce_stats()
+                ran.append(action)
         except Exception as error:
             self._stage.clear()
             text = f"{actions_text(ran)} >{running}<" if running else actions_text(ran)
             error.add_note(f"{self._board.name(self.world.rank)}: actions so far: {text.strip() or 'none'}")
             raise
+        finally:
+            self._stage.end()
+        if training and self._nominal_weight is not None and self._nominal_weight.started:
+            self._take_nominal_weight()
         if not training:
             self._board.doing = _OUTSIDE
+
+    def _estimate_weight(self, num_microbatches: int) -> None:
+        """After the first forward of the last stage: all its ranks need the estimate for their first backward."""
+        counts = self.coordinates.col == 0
+        self._nominal_weight.start(float(self._stage.loss_and_weight[1]) * num_microbatches if counts else 0.0)
+        self._take_nominal_weight()
+
+    def _take_nominal_weight(self) -> None:
+        weight = self._nominal_weight.agree()
+        if weight is not None:
+            self._updater.expect_weight(weight, divide_by_it=self._auto_nominal_weight)
+            self._stage.loss_factor = self._updater.loss_factor
+            self._nominal_weight = None
 
     def _next_action(self, schedule: Schedule) -> Action | None:
         if not self._sequencer.leads:
@@ -638,9 +707,12 @@ class Engine:
         return self._all.all_reduce(self._stats)
 
     def _finish_update(self) -> None:
-        """Wait until parameters are those of the last step, updated by other replicas or other ends of ties too."""
+        """Wait until parameters are those of the last step, updated by other replicas or other ends of ties too; take
+        over those that have been replaced since."""
         self._updater.wait()
         self._ties.receive_values()
+        self._buffers.finish()
+        self._held.adopt()
 
     def _send(self, destination: int, message: Message) -> None:
         self._transport.send(destination, message)

@@ -23,11 +23,15 @@ from torch.utils.checkpoint import checkpoint
 
 from ranvier import keyed_random
 from ranvier.errors import ModelError, RanvierError
-from ranvier.models.block import Loss, State, carried, named
+from ranvier.models.block import Loss
+from ranvier.models.carried_state import State, carried, named, wrapping_hint
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.partition import loss_parts
 from ranvier.pipeline.schedule import Product
-from ranvier.pipeline.weight_gradients import WeightGradients, postpone_weight_gradients
+from ranvier.pipeline.weight_gradients import PostponingForwards, WeightGradients
+from ranvier.tensor.boundaries import detached_names, with_layouts
+from ranvier.tensor.column_tensor import plain
+from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split import SplitLinear
 
 
@@ -60,6 +64,7 @@ class Stage:
         block_passed: called with a block's number when the last backward of the batch has passed it and all behind it;
             with the number after the last block's when that backward begins.
         still: numbers of blocks that compute as in evaluation even while others train.
+        mesh: the tensor mesh, whose columns share activations.
         segments: runs of blocks (places in `blocks`) that keep only what enters them, and are computed again in their
             backward. Their weight gradients are never postponed: their operands have only just been recomputed.
 
@@ -69,10 +74,10 @@ class Stage:
     def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], *, loss: Loss | None, seed: int,
                  device: torch.device, progress: Callable[[], None],
                  block_passed: Callable[[int], None], weight_gradients: WeightGradients,
-                 segments: Sequence[range] = (), still: range = range(0)) -> None:
+                 segments: Sequence[range] = (), still: range = range(0), mesh: TensorMesh | None = None) -> None:
         self.blocks, self._loss, self._seed, self._device = blocks, loss, seed, device
         self.training = False
-        self._progress, self._block_passed, self._still = progress, block_passed, still
+        self._progress, self._block_passed, self._still, self._mesh = progress, block_passed, still, mesh
         self.observe: Callable[[int, State], None] | None = None
         """Given each microbatch's number and what the last block has returned for it."""
         self.loss_factor = 1.0
@@ -96,8 +101,8 @@ class Stage:
         """Blocks that `use_cache` has given to a cache."""
         at_once = {place for segment in segments for place in segment}
         at_once |= {len(modules) - 1} if loss is not None else set()
-        postpone_weight_gradients([module for place, module in enumerate(modules) if place not in at_once],
-                                  [modules[place] for place in sorted(at_once)], weight_gradients)
+        self._forwards = PostponingForwards([module for place, module in enumerate(modules) if place not in at_once],
+                                            [modules[place] for place in sorted(at_once)], weight_gradients)
 
     def begin(self, training: bool) -> None:
         """A new batch."""
@@ -105,10 +110,16 @@ class Stage:
         self.training = training
         self.outputs = []
         self.forget_weights()
+        if training:
+            self._forwards.install()
         for block, _, module in self.blocks:
             wanted = training and block not in self._still
             if module.training != wanted:
                 module.train(wanted)
+
+    def end(self) -> None:
+        """The batch has ended, or failed: the blocks are plain modules again."""
+        self._forwards.remove()
 
     def forget_weights(self) -> None:
         """Weights may have changed, or be wanted no more: those that stay gathered are let go."""
@@ -142,15 +153,15 @@ class Stage:
                   for name, tensor in inputs.items()}
         self._weights.forward_bytes = 0
         with torch.set_grad_enabled(wanted):
-            state = self._run_blocks(carried(leaves), step, microbatch, number)
+            state = self._run_blocks(carried(with_layouts(leaves, self._mesh)), step, microbatch, number)
             if self._loss is not None and self.observe is not None:
-                self.observe(number, state)
+                self.observe(number, plain(state))
             if self._loss is not None and not keep_outputs:
                 outputs = {"": self._compute_loss(state, microbatch, number)}
             else:
-                outputs = named(state, f"block {self.blocks[-1][1]}")
+                outputs = detached_names(named(state, f"block {self.blocks[-1][1]}"))
         if keep_outputs and self._loss is not None:
-            self.outputs.append(state)
+            self.outputs.append(plain(state))
         roots = {name: get_gradient_edge(tensor) for name, tensor in outputs.items() if tensor.requires_grad}
         kept = bool(roots) or any(leaf.requires_grad for leaf in leaves.values())
         if kept:
@@ -180,10 +191,15 @@ class Stage:
         """The state after the first blocks, which a cache has."""
         def compute(first: int, state: State, rows: Tensor | None) -> State:
             theirs = samples if rows is None else samples[rows]
-            return self._run_some(range(first, num_blocks), step, theirs, number, state)
+            state = self._run_some(range(first, num_blocks), step, theirs, number, self._entering(state))
+            return carried(detached_names(named(state, f"block {self.blocks[num_blocks - 1][1]}")))
 
         with torch.no_grad():
-            return self._cache(samples, state, compute)
+            return self._entering(self._cache(samples, state, compute))
+
+    def _entering(self, state: State) -> State:
+        """A state that says by its names how it lies on the columns, as blocks take it."""
+        return carried(with_layouts(named(state, "the cache"), self._mesh))
 
     def _run_some(self, run: range, step: int, samples: Tensor, number: int, state: State) -> State:
         """Blocks `run`, one after the other; under checkpointing again in the backward, with the same randomness."""
@@ -193,8 +209,14 @@ class Stage:
                     state = module(state)
                 except RanvierError:
                     raise
+                except SystemExit as error:
+                    raise _ended(f"block {name}, forward of microbatch {number}", error) from error
                 except Exception as error:
                     error.add_note(f"in block {name}, forward of microbatch {number}")
+                    if isinstance(state, dict) and isinstance(error, (AttributeError, TypeError)):
+                        error.add_note(f"the block was given the carried state, a dict of {', '.join(state)}: around a "
+                                       "module that takes tensors put one with the line: def forward(self, state): "
+                                       "return self.module(**state)")
                     raise
             self._progress()
         return state
@@ -221,8 +243,12 @@ class Stage:
         targets = tree_map(lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, microbatch.targets)
         try:
             total, weight = loss_parts(self._loss(state, targets))
+        except SystemExit as error:
+            raise _ended(f"the loss of microbatch {number}", error) from error
         except Exception as error:
             error.add_note(f"in the loss of microbatch {number}")
+            if (hint := wrapping_hint(state)) is not None:
+                error.add_note(f"block {self.blocks[-1][1]} returned a {type(state).__name__}. {hint}")
             raise
         self.loss_and_weight[0] += total.detach().double().reshape(())
         self.loss_and_weight[1] += weight.detach().double().reshape(()) if isinstance(weight, Tensor) else weight
@@ -248,6 +274,8 @@ class Stage:
         try:
             products = self._weights.backward_pass(number, lambda: roots and torch.autograd.backward(
                 roots, tuple(gradients[name] for name in names)), defer)
+        except SystemExit as error:
+            raise _ended(f"the backward of microbatch {number}", error) from error
         except Exception as error:
             error.add_note(f"in the backward of microbatch {number}")
             raise
@@ -263,6 +291,12 @@ class Stage:
         """Forget all microbatches: the batch has failed."""
         self._graphs.clear()
         self._weights.clear()
+
+
+def _ended(where: str, error: SystemExit) -> ModelError:
+    """A rank that left here would leave the others waiting for its messages."""
+    return ModelError("ends the program of this rank while the others wait for it", where=where,
+                      value=f"sys.exit({error.code!r})", remedy="Raise an error that says what is wrong.")
 
 
 def runs_of(num_blocks: int, segments: Sequence[range]) -> list[tuple[range, bool]]:

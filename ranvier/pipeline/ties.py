@@ -154,6 +154,7 @@ class TiedParameters:
         self._arrived: dict[tuple[Kind, int, str], deque[Tensor]] = defaultdict(deque)
         self._due = dict.fromkeys((tie.name for tie in ties), 0)
         self._sent: dict[str, int] = {}
+        self._as_sent: dict[str, tuple[int, int]] = {}
 
     @property
     def owns(self) -> bool:
@@ -212,16 +213,25 @@ class TiedParameters:
                 continue
             if not tie.owns:
                 self._due[tie.name] += 1
+                self._as_sent[tie.name] = _memory_of(tie.parameter)
                 continue
             for move in tie.values:
                 self._pass(Kind.TIED_VALUE, batch, move, tie.part(tie.parameter.detach(), move))
 
     @torch.no_grad()
     def receive_values(self) -> None:
-        """Wait until no value of an end held here is due."""
+        """Wait until no value of an end held here is due. An end that someone has written since stays: whoever writes
+        one end writes the others too."""
         for tie in self.ties:
-            for _ in range(self._due[tie.name]):
+            due, self._due[tie.name] = self._due[tie.name], 0
+            written = due and self._as_sent[tie.name] != _memory_of(tie.parameter)
+            for _ in range(due):
                 for move in tie.values:
                     value = self._take(Kind.TIED_VALUE, f"the value of tied parameter {tie.name}", move)
-                    tie.part(tie.parameter, move).copy_(value)
-            self._due[tie.name] = 0
+                    if not written:
+                        tie.part(tie.parameter, move).copy_(value)
+
+
+def _memory_of(tensor: Tensor) -> tuple[int, int]:
+    """Changes when somebody writes `tensor`, or gives it other memory."""
+    return tensor.data_ptr(), tensor._version

@@ -18,6 +18,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from ranvier.pipeline.schedule import Product
 from ranvier.tensor.split import SplitLinear
@@ -92,10 +93,10 @@ class WeightGradients:
         return self._fresh is not None
 
     def add(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor],
-            add_gradients: Callable[..., None]) -> None:
+            add_gradients: Callable[..., None], *, at_once: bool = False) -> None:
         """Called by a layer's backward: postpone `add_gradients(*tensors)`, which adds to the gradients of
         `parameters`, or call it now."""
-        if self._fresh is None:
+        if self._fresh is None or at_once:
             add_gradients(*tensors)
         else:
             self._fresh.append(_Operands(parameters, [_alone(tensor) for tensor in tensors], add_gradients))
@@ -111,6 +112,10 @@ class WeightGradients:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def __reduce__(self):
+        """A copy of a layer, made while a batch runs, leaves its weight gradients to autograd."""
+        return type(None), ()
 
     def clear(self) -> None:
         """Forget everything that waits: the batch has failed."""
@@ -145,18 +150,20 @@ class _DeferrableLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, gradients: WeightGradients) -> Tensor:
+    def forward(ctx, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, layer: _DeferrableForward) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
+        ctx.weight, ctx.bias, ctx.layer = weight, bias, layer
         return F.linear(x, weight, bias).detach()  # no view, so that users may change it in place
 
     @staticmethod
     def backward(ctx, dy: Tensor):
         x, weight = ctx.saved_tensors
         dx = dy.matmul(weight) if ctx.needs_input_grad[0] else None
-        if ctx.gradients.in_pass:
+        gradients = ctx.layer.gradients
+        if gradients.in_pass:
             grown = [ctx.weight] if ctx.bias is None or not ctx.bias.requires_grad else [ctx.weight, ctx.bias]
-            ctx.gradients.add(grown, (x, dy), partial(_add_gradients, ctx.weight, ctx.bias))
+            gradients.add(grown, (x, dy), partial(_add_gradients, ctx.weight, ctx.bias),
+                          at_once=ctx.layer.steps_aside)
             return dx, None, None, None
         rows = dy.reshape(-1, dy.shape[-1])
         db = rows.sum(0) if ctx.needs_input_grad[2] else None
@@ -175,56 +182,82 @@ def _is_plain(parameter: Tensor) -> bool:
 
 
 class _DeferrableForward:
-    """The forward of a plain nn.Linear, with its weight gradients going through `gradients`."""
+    """The forward of a plain nn.Linear, with its weight gradients going through `gradients`.
+
+    Inside a transform of torch.func (vmap, grad, jvp) it computes what nn.Linear does, and so it does from then on: the
+    two ways of adding up would take turns in an order that depends on the policy.
+    """
 
     def __init__(self, module: nn.Linear, gradients: WeightGradients) -> None:
-        self._module, self._gradients = module, gradients
+        self._module, self.gradients = module, gradients
+        self.steps_aside = False
 
     def __call__(self, input: Tensor) -> Tensor:
         module, x = self._module, input
         if not (torch.is_grad_enabled() and _is_deferrable(module, x)):
             return F.linear(x, module.weight, module.bias)
-        y = _DeferrableLinear.apply(x, module.weight, module.bias, self._gradients)
-        self._gradients.forward_bytes += x.numel() * x.element_size() + y.numel() * y.element_size()
+        if self.steps_aside or _is_transformed():
+            self.steps_aside = True
+            return F.linear(x, module.weight, module.bias)
+        y = _DeferrableLinear.apply(x, module.weight, module.bias, self)
+        self.gradients.forward_bytes += x.numel() * x.element_size() + y.numel() * y.element_size()
         return y
+
+    def __reduce__(self):
+        """A copy of the layer computes by itself."""
+        return partial, (nn.Linear.forward, self._module)
+
+
+def _is_transformed() -> bool:
+    """Whether torch.func or forward-mode differentiation is at work, which a custom function would have to know."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _takes(module: nn.Module) -> bool:
     """Whether `module` computes exactly nn.Linear's product: no forward of its own, by class or by assignment."""
     return (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-            and isinstance(module.__dict__.get("forward"), (_DeferrableForward, type(None))))
+            and "forward" not in module.__dict__)
 
 
-def postpone_weight_gradients(blocks: Sequence[nn.Module], others: Sequence[nn.Module],
-                              gradients: WeightGradients) -> None:
-    """Give every plain nn.Linear in `blocks` a forward whose weight gradients go through `gradients`.
+class PostponingForwards:
+    """While batches run, plain nn.Linear layers have a forward whose weight gradients go through `gradients`.
 
-    others: blocks on the same stage that keep autograd's path. Layers with a forward of their own, parametrised ones,
-    hooked parameters, and parameters that another module than such a layer holds too, keep it as well: a sum that
-    autograd and the queue grew in turn would depend on the order of actions. Whether a weight is trainable is asked at
-    every forward, so freezing later needs nothing more.
+    Between batches they are plain modules, which can be copied, saved and transformed as any other.
+
+    Args:
+        blocks: whose layers are meant. Layers with a forward of their own, parametrised ones, hooked parameters, and
+            parameters that another module than such a layer holds too, keep autograd's path: a sum that autograd and
+            the queue grew in turn would depend on the order of actions. Whether a weight is trainable is asked at every
+            forward, so freezing later needs nothing more.
+        others: blocks on the same stage that keep autograd's path.
     """
-    modules = list(dict.fromkeys(module for block in blocks for module in block.modules()))
-    elsewhere = {parameter for module in (*(m for block in others for m in block.modules()),
-                                          *(module for module in modules
-                                            if not (_takes(module) or isinstance(module, SplitLinear))))
-                 for parameter in module.parameters(recurse=False)}
-    for module in modules:
-        free = elsewhere.isdisjoint(module.parameters(recurse=False))
-        if isinstance(module, SplitLinear):
-            module.may_wait = free
-        elif _takes(module) and free:
-            module.forward = _DeferrableForward(module, gradients)
-    for block in (*blocks, *others):
-        for module in block.modules():
-            if isinstance(module, SplitLinear):
-                module.weight_gradients = gradients
 
+    def __init__(self, blocks: Sequence[nn.Module], others: Sequence[nn.Module], gradients: WeightGradients) -> None:
+        modules = list(dict.fromkeys(module for block in blocks for module in block.modules()))
+        elsewhere = {parameter for module in (*(m for block in others for m in block.modules()),
+                                              *(module for module in modules
+                                                if not (_takes(module) or isinstance(module, SplitLinear))))
+                     for parameter in module.parameters(recurse=False)}
+        free = {module: None for module in modules if elsewhere.isdisjoint(module.parameters(recurse=False))}
+        self._gradients = gradients
+        self._forwards = {module: _DeferrableForward(module, gradients) for module in free if _takes(module)}
+        self._split = [module for block in (*blocks, *others) for module in block.modules()
+                       if isinstance(module, SplitLinear)]
+        for module in self._split:
+            module.may_wait = module in free
 
-def restore_forward(block: nn.Module) -> None:
-    """Undo `postpone_weight_gradients`: the block is a plain module again."""
-    for module in block.modules():
-        if isinstance(module.__dict__.get("forward"), _DeferrableForward):
-            del module.forward
-        if isinstance(module, SplitLinear):
+    def install(self) -> None:
+        """A batch begins."""
+        for module, forward in self._forwards.items():
+            if _takes(module):
+                module.forward = forward
+        for module in self._split:
+            module.weight_gradients = self._gradients
+
+    def remove(self) -> None:
+        """A batch has ended: the blocks are plain modules again."""
+        for module, forward in self._forwards.items():
+            if module.__dict__.get("forward") is forward:
+                del module.forward
+        for module in self._split:
             module.weight_gradients = None

@@ -6,8 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-from matplotlib.patches import Patch
+from typing import TYPE_CHECKING
 
 from ranvier.figures import COLOURS, DARK, DPI, FAINT, INK, NAMES, clean, new_figure
 from ranvier.mesh import Mesh
@@ -15,6 +14,9 @@ from ranvier.pipeline.timeline import Category, Span, covering
 from ranvier.train.files import mesh_text, writing
 from ranvier.train.metrics import StepSpans
 from ranvier.train.timeline import RankTimeline
+
+if TYPE_CHECKING:
+    from matplotlib.patches import Patch
 
 _MAX_RANKS = 64
 
@@ -156,6 +158,8 @@ def _bar_text(span: Span) -> str:
 
 def _legend(percent: Mapping[Category, int]) -> list[Patch]:
     """The categories that occur, each with its share of all ranks' time."""
+    from matplotlib.patches import Patch
+
     return [Patch(facecolor=colour, label=f"{NAMES.get(category, category)}  {percent[category]}%")
             for category, colour in COLOURS.items() if category in percent]
 

@@ -16,9 +16,10 @@ from pydantic.dataclasses import dataclass as checked
 from ranvier import resolve
 from ranvier.checkpoint.checkpoints import Checkpoints, Loaded, Written
 from ranvier.checkpoint.manifest import checkpoints as listed
-from ranvier.checkpoint.manifest import damaged, step_of
+from ranvier.checkpoint.manifest import damaged, read_manifest, step_folder, step_of
 from ranvier.data.task import Prepared
-from ranvier.errors import CheckpointError, ConfigError
+from ranvier.errors import CheckpointError, ConfigError, UnsavedError
+from ranvier.lease import Lease
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.result import BatchResult
 from ranvier.run import Run
@@ -74,9 +75,11 @@ def told_by(loaded: Loaded) -> Told:
         raise damaged(loaded.folder, f"about.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
-def _checkpoints(run: Run, engine: Engine) -> Checkpoints:
-    return Checkpoints(engine, checkpoint_folder(run), keep=run.checkpoint.keep, keep_every=run.checkpoint.keep_every,
-                       timeout_seconds=run.comm.timeout_seconds)
+def _checkpoints(run: Run, engine: Engine, lease: Lease | None) -> Checkpoints:
+    made = Checkpoints(engine, checkpoint_folder(run), keep=run.checkpoint.keep, keep_every=run.checkpoint.keep_every,
+                       timeout_seconds=run.comm.timeout_seconds, lease=lease)
+    made.claim()
+    return made
 
 
 def checkpoint_folder(run: Run) -> Path:
@@ -87,20 +90,23 @@ def checkpoint_folder(run: Run) -> Path:
 class Saving:
     """What the loop does with checkpoints. Methods are collective, but for `tell`.
 
-    data: what the run reads.
+    data: what the run reads. lease: rank 0's, of the folder of checkpoints.
     """
 
-    def __init__(self, run: Run, recipe: str, engine: Engine, data: Prepared) -> None:
+    def __init__(self, run: Run, recipe: str, engine: Engine, data: Prepared, lease: Lease | None) -> None:
         self._run, self._recipe, self._engine, self._text = run, recipe, engine, data.fingerprint
+        self._lease = lease
         self._labels = list(data.class_names)
         self._tokenizer = None if data.tokenizer is None else data.tokenizer.fingerprint
-        self.checkpoints = _checkpoints(run, engine)
+        self.checkpoints = _checkpoints(run, engine, lease)
         self.origin = self.checkpoints.of_first(resolve.origin(run.run_dir))
         """The checkpoint elsewhere that the run of this folder began with; none where it began anew."""
         self.offset = 0
         """Sequences that were consumed beyond the steps' own: what a change of batch or going back has left out."""
         self.saved_step: int | None = None
-        """After which the last checkpoint was begun."""
+        """After which the last checkpoint was begun; None where it is known to have failed."""
+        self._last_error: str | None = None
+        """What was wrong with the checkpoint that was begun last."""
         self.told_step = 0
         """The last step whose numbers are in the run's folder; rank 0 only. No checkpoint of a later one gets its name,
         or a run that died then and went on from it would never tell that step's numbers."""
@@ -108,7 +114,7 @@ class Saving:
     def move(self, run: Run, engine: Engine, *, offset: int, saved_step: int | None) -> None:
         """The run goes on with another engine, on another mesh perhaps; the old checkpoints are closed."""
         self._run, self._engine, self.offset, self.saved_step = run, engine, offset, saved_step
-        damaged, self.checkpoints = self.checkpoints.damaged, _checkpoints(run, engine)
+        damaged, self.checkpoints = self.checkpoints.damaged, _checkpoints(run, engine, self._lease)
         self.checkpoints.damaged |= damaged
 
     # ------------------------------------------------------------------ where the run begins
@@ -227,10 +233,38 @@ class Saving:
             if written.error and self._run.checkpoint.on_error == "stop":
                 raise self._error(written)
 
-    def finish(self) -> CheckpointError | None:
-        """Wait until everything is written. What is wrong with the last checkpoint of the run, on all ranks."""
+    def finish(self) -> None:
+        """Wait until all that was begun has been written, or has failed: then it counts as not begun."""
         written = self.checkpoints.wait()
-        return self._error(written[-1]) if written and written[-1].error else None
+        self._last_error = written[-1].error if written else self._last_error
+        if written and written[-1].error:
+            self.saved_step = None
+
+    def require(self, step: int) -> None:
+        """UnsavedError, on all ranks, unless the checkpoint after `step`, the run's last, is on the disk."""
+        self.finish()
+        problem = None
+        if self._engine.world.rank == 0:
+            problem = self._missing(step)
+        problem = self.checkpoints.of_first(problem or "")
+        if problem:
+            newest = self.checkpoints.of_first(next(map(str, listed(self.checkpoints.folder)), ""))
+            there = f"the newest that is there is {newest}" if newest else "there is none"
+            raise UnsavedError(f"is not on the disk, so the run is not done: {problem}; {there}",
+                               where=f"checkpoint {step_folder(self.checkpoints.folder, step)}",
+                               remedy="Free space there or choose another --checkpoint.dir, and go on with "
+                                      f"--resume auto --run-dir {self._run.run_dir}.")
+
+    def _missing(self, step: int) -> str | None:
+        """Why the checkpoint after `step` cannot be seen to be whole; its checksums are not computed."""
+        try:
+            folder = step_folder(self.checkpoints.folder, step)
+            for file in read_manifest(folder).files:
+                if (folder / file.name).stat().st_size != file.size_bytes:
+                    return f"{file.name} is cut off"
+        except (CheckpointError, OSError) as error:
+            return self._last_error or getattr(error, "what", None) or str(error)
+        return None
 
     def _event(self, written: Written) -> NoteEvent:
         if written.error:
@@ -245,5 +279,4 @@ class Saving:
 
     def _error(self, written: Written) -> CheckpointError:
         return CheckpointError(f"cannot be written: {written.error}", where=f"checkpoint {written.folder}",
-                               remedy="Free space there or choose another --checkpoint.dir; older checkpoints are "
-                                      "whole, and --resume auto goes on from the newest.")
+                               remedy=written.remedy)

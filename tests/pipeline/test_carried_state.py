@@ -1,5 +1,7 @@
 """What travels between stages: several named tensors of several types, some of them for a part of the way only."""
 
+import sys
+from collections import OrderedDict
 from functools import partial
 
 import pytest
@@ -161,6 +163,73 @@ def run(make, batches, mesh):
 def test_a_block_that_returns_something_else(mesh, returned):
     with pytest.raises(ModelError, match=r"block b0: must return a tensor or a non-empty dict of named tensors"):
         run(of(lambda linear, x: returned, torch.tanh), points([[2]]), mesh)
+
+
+class Output(OrderedDict):
+    """What models of Hugging Face return: a dict of their own kind."""
+
+
+@pytest.mark.parametrize(("returned", "says"), [
+    ({"a": torch.ones(1), "mask": None}, r", and under the key 'mask' is a NoneType \(got 'dict'\)\. Make it a tensor"),
+    ({"a": torch.ones(1), 3: torch.ones(1)}, r", and one key is 3 \(got 'dict'\)\. Name every tensor"),
+    ((torch.ones(1), (torch.ones(1), torch.ones(1))), r" \(got 'tuple'\)\. Put a module around it with the line: "
+     r"def forward\(self, state\): return self\.module\(state\)\[0\]\."),
+    (Output(past=None, logits=torch.ones(1)), r" \(got 'Output'\)\. Put a module around it with the line: "
+     r"def forward\(self, state\): return self\.module\(state\)\[\"logits\"\]\.")], ids=repr)
+def test_a_refused_state_says_which_key_and_what_to_do(returned, says):
+    with pytest.raises(ModelError, match=r"block b0: must return a tensor or a non-empty dict of named tensors" + says):
+        run(of(lambda linear, x: returned, torch.tanh), points([[2]]), Mesh(pipe=2))
+
+
+def test_the_line_that_is_told_makes_a_block_of_an_lstm():
+    class Around(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def forward(self, state):
+            return self.module(state)[0]
+
+    with pytest.raises(ModelError, match=r"block b0: .*return self\.module\(state\)\[0\]"):
+        run(partial(chain, lambda: nn.LSTM(4, 4), lambda: nn.Linear(4, 4)), points([[2]]), Mesh(pipe=2))
+    assert_parity(partial(chain, lambda: Around(nn.LSTM(4, 4)), lambda: nn.Linear(4, 4)), points([[2, 1]]),
+                  Mesh(pipe=2))
+    with pytest.raises(TypeError) as caught:
+        run(partial(chain, lambda: nn.Linear(4, 4), lambda: nn.LSTM(4, 4)), points([[2]]), Mesh())
+    assert any("block b1 returned a tuple. Put a module around it" in note for note in caught.value.__notes__)
+
+
+def test_a_module_that_is_given_a_dict_is_told_of_it():
+    make = of(lambda linear, x: {"hidden": linear(x), "mask": torch.ones(1)}, lambda linear, state: linear(state))
+    with pytest.raises(TypeError) as caught:
+        run(make, points([[2]]), Mesh())
+    assert any("a dict of hidden, mask: around a module that takes tensors put one with the line: def forward(self, "
+               "state): return self.module(**state)" in note for note in caught.value.__notes__)
+
+
+class Exits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        sys.exit(0)
+
+
+def exits(*args):
+    sys.exit(0)
+
+
+@pytest.mark.parametrize(("make", "where"), [
+    (of(exits, torch.tanh), "block b0, forward of microbatch 0"),
+    (partial(LINEARS, loss=exits), "the loss of microbatch 0"),
+    (of(lambda linear, x: Exits.apply(linear(x)), lambda linear, x: linear(x)), "the backward of microbatch 0")])
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=2)], ids=str)
+def test_code_that_ends_the_program_inside_a_batch_is_a_failure(mesh, make, where):
+    """With exit code 0, too: the other ranks would wait for it."""
+    with pytest.raises(ModelError, match=rf"{where}: ends the program of this rank .*\(got 'sys\.exit\(0\)'\)"):
+        run(make, points([[2]]), mesh)
 
 
 def test_a_dtype_that_messages_do_not_carry():

@@ -7,7 +7,7 @@ from torch import nn
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.schedule import Product
-from ranvier.pipeline.weight_gradients import WeightGradients, postpone_weight_gradients, restore_forward
+from ranvier.pipeline.weight_gradients import PostponingForwards, WeightGradients
 from ranvier.testing.ranks import run_ranks
 from tests.pipeline.parity import points, squared
 
@@ -20,7 +20,8 @@ class Log:
         self.said = []
         self.queue = WeightGradients(chunk_of, lambda parameter: self.said.append(("queued", self.names[parameter])),
                                      lambda parameter: self.said.append(("added", self.names[parameter])))
-        postpone_weight_gradients([block], others, self.queue)
+        self.forwards = PostponingForwards([block], others, self.queue)
+        self.forwards.install()
 
 
 def linear_pair():
@@ -187,9 +188,9 @@ def test_which_layers_are_taken():
     both = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     both[1].weight = both[0].weight
     block = nn.ModuleList([nn.Linear(3, 3), Own(3, 3), patched, nn.Bilinear(3, 3, 3), tied, *both])
-    Log(block, others=[outside])
+    log = Log(block, others=[outside])
     taken = [number for number, module in enumerate(block) if type(module.__dict__.get("forward")).__name__ ==
              "_DeferrableForward"]
     assert taken == [0, 5, 6]
-    restore_forward(block)
+    log.forwards.remove()
     assert ["forward" in module.__dict__ for module in block] == [False, False, True, False, False, False, False]

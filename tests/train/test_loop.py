@@ -80,7 +80,7 @@ def test_the_folder_is_complete(finished):
     run_dir, *_ = finished
     assert {path.name for path in run_dir.iterdir()} == {
         "run.toml", "metrics.jsonl", "events.jsonl", "summary.json", "timeline.json", "timeline.png", "loss.png",
-        "tensorboard", "tokenizer.json", "checkpoint"}
+        "tensorboard", "tokenizer.json", "checkpoint", ".owner.1"}
     assert list((run_dir / "tensorboard").glob("events.out.tfevents.*"))
 
 

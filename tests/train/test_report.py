@@ -188,7 +188,7 @@ def test_the_summary_and_its_files(tmp_path):
     assert written["tokens_per_second"] == 8192 and written["mesh"] == {"data": 2, "pipe": 2, "row": 1, "col": 1}
     assert written["peak_memory_bytes"] == [5] * 4 and written["bytes_sent"] == [7] * 4
     assert written["bytes_received_by_axis"] == {"data": 12, "pipe": 16, "row": 0, "col": 0}
-    assert written["versions"]["torch"] == torch.__version__ and written["transport"] == "mpi"
+    assert torch.__version__.startswith(written["versions"]["torch"]) and written["transport"] == "mpi"
     assert written["commit"] is None or re.fullmatch(r"[0-9a-f]{40}\+?", written["commit"])
     assert [picture.name for picture in pictures] == ["timeline.png", "loss.png"]
     assert all(picture.read_bytes()[:4] == PNG for picture in pictures) and (tmp_path / "timeline.json").exists()
@@ -198,8 +198,7 @@ def test_the_summary_and_its_files(tmp_path):
 def test_a_full_disk_at_the_end_is_one_clear_error(tmp_path):
     mesh, lines = two_by_two()
     for name, write in (("timeline.png", lambda path: draw_timeline(path, lines, mesh, "gpipe")),
-                        ("loss.png", lambda path: draw_loss(path, {1: 2.0}, {}, "gpt-tiny")),
-                        ("timeline.json", lambda path: write_trace(path, lines, mesh))):
+                        ("loss.png", lambda path: draw_loss(path, {1: 2.0}, {}, "gpt-tiny"))):
         os.symlink("/dev/full", tmp_path / name)
         with pytest.raises(RanvierError, match=f"{name}: cannot be written: No space left on device"):
             write(tmp_path / name)

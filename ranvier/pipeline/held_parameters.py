@@ -1,0 +1,86 @@
+"""The parameters that an engine has taken from its blocks, and what has become of them in the blocks since.
+
+    module.weight.data = x                              the same parameter with other memory
+    module.load_state_dict(state, assign=True)          another parameter in its place
+    module.weight = nn.Parameter(x)
+
+Gradients, optimizer states and checkpoints belong to the parameters of the start. A new one in their place would never
+train, so its value is copied into the first one, which takes its place again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from ranvier.errors import ModelError
+
+
+class HeldParameters:
+    """blocks: (number in the model, name, module) of each block of this rank, when all parameters are in place."""
+
+    def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]]) -> None:
+        self._blocks = blocks
+        self._held = {(block, name): parameter for block, name, parameter, _ in self._in_blocks()}
+        self._formats = {parameter: (parameter.shape, parameter.dtype, parameter.device)
+                         for parameter in self._held.values()}
+
+    def _in_blocks(self) -> Iterator[tuple[str, str, nn.Parameter, nn.Module]]:
+        """Block, name, parameter and the block's module, of every name that a block has for a parameter now."""
+        for _, block, module in self._blocks:
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                yield block, name, parameter, module
+
+    def adopt(self) -> None:
+        """Take over the values of parameters that have been replaced. ModelError for one that cannot be: it is gone or
+        new, of another shape, number format or device, or has two new values."""
+        replaced: dict[nn.Parameter, tuple[str, nn.Parameter]] = {}
+        found = set()
+        for block, name, parameter, module in list(self._in_blocks()):
+            held = self._held.get((block, name))
+            if held is None:
+                raise _error(block, name, "was added after the engine was built, and would not train",
+                             "Build a new engine.")
+            found.add((block, name))
+            if parameter is not held:
+                self._adopt(block, name, held, parameter, replaced)
+                path, _, leaf = name.rpartition(".")
+                module.get_submodule(path)._parameters[leaf] = held
+        for block, name in self._held:
+            if (block, name) not in found:
+                raise _error(block, name, "is gone from its block since the engine was built", "Build a new engine.")
+        for (block, name), held in self._held.items():
+            if (now := (held.shape, held.dtype, held.device)) != self._formats[held]:
+                raise _error(block, name, f"has become {_described(*now)}; the engine was built with "
+                                          f"{_described(*self._formats[held])}",
+                             "Write a value of the same shape, number format and device, or build a new engine.")
+
+    def _adopt(self, block: str, name: str, held: nn.Parameter, new: nn.Parameter,
+               replaced: dict[nn.Parameter, tuple[str, nn.Parameter]]) -> None:
+        if new.shape != held.shape:
+            raise _error(block, name, f"was replaced by one of shape {tuple(new.shape)}, and has {tuple(held.shape)}",
+                         "Give a value of the same shape, or build a new engine.")
+        other, first = replaced.setdefault(held, (f"{block}.{name}", new))
+        if first is not new and not torch.equal(first.to(new.device), new):
+            raise _error(block, name, f"is {other} under another name, and both were replaced by different values",
+                         "Give both the same value.")
+        with torch.no_grad():
+            held.copy_(new)
+        held.requires_grad_(new.requires_grad)
+
+    def check_kept(self) -> None:
+        """ModelError where a parameter has been replaced since `adopt`: during the batch, in a forward."""
+        for block, name, parameter, _ in self._in_blocks():
+            if self._held.get((block, name)) is not parameter:
+                raise _error(block, name, "was replaced during the batch, whose gradients it does not have",
+                             "Replace parameters between batches, or write into them: parameter.data.copy_(value).")
+
+
+def _described(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
+    return f"{dtype} {tuple(shape)} on {device}"
+
+
+def _error(block: str, name: str, what: str, remedy: str) -> ModelError:
+    return ModelError(what, where=f"parameter {block}.{name}", remedy=remedy)

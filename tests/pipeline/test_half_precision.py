@@ -1,0 +1,183 @@
+"""Half precision from Python: a user's optimizer updates fp32 copies, and fp16 starts with a loss scale that fits."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from ranvier.checkpoint.checkpoints import Checkpoints
+from ranvier.mesh import Mesh
+from ranvier.pipeline.engine import Engine
+from ranvier.run import Optim
+from ranvier.testing.ranks import run_ranks
+from tests.pipeline.parity import chain
+
+HALF = [torch.bfloat16, torch.float16]
+PLAIN = {"lr": 1e-5, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.0}
+
+
+def squared(output, targets):
+    return ((output - targets).float() ** 2).sum(), targets.numel()
+
+
+def batch_of(dtype, replica, rows=3, count=2):
+    generator = torch.Generator().manual_seed(replica)
+    return [tuple(torch.randn(rows, 4, generator=generator).to(dtype) for _ in range(2)) for _ in range(count)]
+
+
+def linears():
+    """Two blocks whose start is the same on every rank, whatever threads draw at once."""
+    return chain(*[partial(nn.Linear, 4, 4)] * 2, loss=squared)
+
+
+def train(world, mesh, dtype, steps, work=lambda engine: None, **options):
+    engine = Engine(linears(), world, mesh=mesh, dtype=dtype, **options)
+    scales = []
+    for _ in range(steps):
+        result = engine.train_batch(batch_of(dtype, engine.coordinates.data))
+        scales.append((result.stepped, engine.loss_scale and engine.loss_scale.scale))
+    found = {name: parameter.detach().clone() for name, parameter in engine.named_parameters().items()}
+    other = work(engine)
+    engine.close()
+    return found, scales, other
+
+
+@pytest.mark.parametrize("accumulate", ["fp32", "half"])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(data=2, pipe=2)], ids=str)
+def test_a_users_optimizer_has_fp32_master_copies(mesh, dtype, accumulate):
+    """40 steps of 1e-5 are less than half of what tells two numbers of half precision apart: they must add up. The
+    reference is Ranvier's own AdamW, which has such copies."""
+    settings = {"accumulate": accumulate, "loss_scale_window": 5, "clip_norm": 0.5}
+    own = Optim(betas=PLAIN["betas"], epsilon=PLAIN["eps"], weight_decay=0.0, **settings)
+
+    def masters(engine):
+        return {name: engine.updated(parameter).detach().clone()
+                for name, parameter in engine.named_parameters().items() if engine.optimizer}
+
+    expected = run_ranks(lambda world: train(world, mesh, dtype, 40, optim=own, learning_rate=1e-5), mesh.size)
+    found = run_ranks(lambda world: train(
+        world, mesh, dtype, 40, masters, optim=Optim(**settings),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, **PLAIN)), mesh.size)
+    for (mine, scales, copies), (theirs, their_scales, _) in zip(found, expected, strict=True):
+        assert scales == their_scales
+        for name in theirs:
+            assert torch.equal(mine[name], theirs[name])
+            assert copies[name].dtype is torch.float32 and torch.equal(copies[name].to(dtype), mine[name])
+            assert not torch.equal(copies[name].to(dtype).float(), copies[name]), "no bits below the parameter's"
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_groups_by_identity_and_early_states_go_over_to_the_copies(dtype):
+    """An optimizer may choose its groups by which parameters they are, and make states when it is built."""
+    def rank(world):
+        model = [nn.Linear(4, 4) for _ in range(2)]
+        biases = {module.bias for module in model}
+
+        def build(parameters):
+            return torch.optim.Adagrad([{"params": [one for one in parameters if one not in biases]},
+                                        {"params": [one for one in parameters if one in biases], "lr": 0.0}], lr=0.1)
+
+        engine = Engine(model, world, loss=squared, dtype=dtype, optimizer=build)
+        before = [module.bias.detach().clone() for module in model]
+        weights = [module.weight.detach().clone() for module in model]
+        for _ in range(2):
+            engine.train_batch(batch_of(dtype, 0))
+        assert all(torch.equal(module.bias, old) for module, old in zip(model, before, strict=True))
+        assert not any(torch.equal(module.weight, old) for module, old in zip(model, weights, strict=True))
+        assert [len(group["params"]) for group in engine.optimizer.param_groups] == [2, 2]
+        assert all(state["sum"].dtype is torch.float32 for state in engine.optimizer.state.values())
+        assert engine.memory()["device"]["master"] == 4 * 40
+        engine.close()
+
+    run_ranks(rank, 1)
+
+
+@pytest.mark.parametrize("write", ["in place", "data"])
+def test_copies_follow_parameters_that_are_written(write):
+    def rank(world):
+        engine = Engine(linears(), world, dtype=torch.bfloat16,
+                        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
+        engine.train_batch(batch_of(torch.bfloat16, 0))
+        weight = engine.named_parameters()["b0.weight"]
+        if write == "data":
+            weight.data = torch.full_like(weight, 5.0)
+        else:
+            with torch.no_grad():
+                weight.fill_(5.0)
+        engine.train_batch(batch_of(torch.bfloat16, 0))
+        assert torch.equal(weight, torch.full_like(weight, 5.0))
+        engine.close()
+
+    run_ranks(rank, 1)
+
+
+def test_copies_go_through_a_checkpoint(tmp_path):
+    """Two steps, a checkpoint, and two more equal four, in every bit of the copies."""
+    def rank(world, steps, folder=None, load=False):
+        engine = Engine(linears(), world, mesh=Mesh(pipe=2), dtype=torch.bfloat16,
+                        optimizer=lambda parameters: torch.optim.AdamW(parameters, **PLAIN))
+        checkpoints = Checkpoints(engine, folder) if folder else None
+        if load:
+            checkpoints.load()
+        for _ in range(steps):
+            engine.train_batch(batch_of(torch.bfloat16, 0))
+        if folder and not load:
+            checkpoints.save()
+        found = {name: engine.updated(parameter).detach().clone()
+                 for name, parameter in engine.named_parameters().items()}
+        if checkpoints:
+            checkpoints.close()
+        engine.close()
+        return found
+
+    expected = run_ranks(partial(rank, steps=4), 2)
+    run_ranks(partial(rank, steps=2, folder=tmp_path), 2)
+    for mine, theirs in zip(run_ranks(partial(rank, steps=2, folder=tmp_path, load=True), 2), expected, strict=True):
+        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+# ---------------------------------------------------------------------- fp16 and the weight of a batch
+
+def wide_batch(dtype=torch.float16):
+    generator = torch.Generator().manual_seed(0)
+    return [tuple(torch.randn(64, 16, generator=generator).to(dtype) for _ in range(2)) for _ in range(8)]
+
+
+@pytest.mark.parametrize("options", [{}, {"nominal_weight": 1.0}], ids=["auto", "far too low"])
+@pytest.mark.parametrize(("mesh", "counts"), [(Mesh(), [8]), (Mesh(data=2, pipe=2), [8, 8]), (Mesh(data=2), [8, 0])],
+                         ids=str)
+def test_fp16_skips_no_step_at_the_start(mesh, counts, options):
+    """Sums over thousands of targets times the loss scale overflow: a replica without a microbatch is told, too."""
+    def rank(world):
+        model = chain(partial(nn.Linear, 16, 16), nn.Tanh, partial(nn.Linear, 16, 16), loss=squared)
+        engine = Engine(model, world, mesh=mesh, dtype=torch.float16, optim=Optim(), **options)
+        batch = wide_batch()[:counts[engine.coordinates.data]]
+        for _ in range(6):
+            engine.train_batch(batch)
+        factor, skipped = engine._updater.loss_factor, engine.loss_scale.skipped_steps
+        engine.close()
+        return factor, skipped
+
+    found = run_ranks(rank, mesh.size)
+    assert set(found) == {(65536.0 / (sum(counts) * 1024), 0)}
+
+
+def test_a_first_batch_without_a_valid_target_leaves_the_estimate_to_the_next():
+    def loss(output, targets):
+        return ((output - targets.nan_to_num()).float() ** 2).sum(), 0 if targets.isnan().all() else 64
+
+    def rank(world):
+        engine = Engine(chain(partial(nn.Linear, 16, 16), loss=loss), world, mesh=Mesh(data=2), dtype=torch.float16,
+                        optim=Optim())
+        nothing = [(torch.zeros(2, 16).half(), torch.full((2, 16), float("nan")).half())]
+        engine.train_batch(nothing)
+        first = engine._updater.nominal_weight
+        engine.train_batch(nothing if world.rank == 0 else [(one[:2], one[:2]) for one in wide_batch()[0][:1]])
+        nominal = engine._updater.nominal_weight
+        engine.close()
+        return first, nominal
+
+    with pytest.warns(UserWarning, match="no valid target"):
+        assert run_ranks(rank, 2) == [(1.0, 64.0)] * 2

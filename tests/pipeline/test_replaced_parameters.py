@@ -1,0 +1,209 @@
+"""Parameters that a user writes or replaces between batches: the new value trains, or an error names them."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from ranvier.checkpoint import state
+from ranvier.errors import ModelError
+from ranvier.mesh import Mesh
+from ranvier.pipeline.engine import Engine
+from ranvier.run import Optim
+from ranvier.testing.ranks import run_ranks
+from tests.covering import covering
+from tests.pipeline.parity import SEED, chain, points, share, squared
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+OPTIMIZERS = {"flat": {"optim": Optim(algorithm="sgd", momentum=0.0, weight_decay=0.0, bucket_size=7)},
+              "streamed": {"optim": Optim(algorithm="sgd", momentum=0.0, weight_decay=0.0, offload="stream")},
+              "on host": {"optim": Optim(algorithm="sgd", momentum=0.0, weight_decay=0.0, offload="host")},
+              "torch": {"optimizer": SGD}}
+
+
+def by_data(module, values):
+    for name, parameter in module.named_parameters():
+        parameter.data = values[name].to(parameter.dtype)
+
+
+def by_vector(module, values):
+    vector = torch.cat([values[name].reshape(-1) for name, _ in module.named_parameters()])
+    nn.utils.vector_to_parameters(vector.to(next(module.parameters()).dtype), module.parameters())
+
+
+def by_assign(module, values):
+    dtype = next(module.parameters()).dtype
+    module.load_state_dict({name: value.to(dtype) for name, value in values.items()}, assign=True)
+
+
+def by_attribute(module, values):
+    for name in ("weight", "bias"):
+        setattr(module, name, nn.Parameter(values[name].to(module.weight.dtype)))
+
+
+def new_values(number):
+    generator = torch.Generator().manual_seed(number)
+    return {"weight": torch.randn(4, 4, generator=generator, dtype=torch.float64),
+            "bias": torch.randn(4, generator=generator, dtype=torch.float64)}
+
+
+def trained(world, mesh, write, dtype=torch.float64, apart=False, **options):
+    """Three steps on blocks that keep their places; `write` changes every block after the first step."""
+    modules = [nn.Linear(4, 4) for _ in range(3)]
+    with torch.no_grad():
+        for number, module in enumerate(modules):
+            for name, parameter in module.named_parameters():
+                parameter.copy_(new_values(10 + number)[name])
+    engine = Engine(modules, world, mesh=mesh, loss=squared, seed=SEED, dtype=dtype, learning_rate=0.1, **options)
+    for step in range(3):
+        batch = share(engine, points([[2, 1]] * mesh.data, seed=step))
+        batch = [type(one)(*(part if part is None or not part.is_floating_point() else part.to(dtype)
+                             for part in (one.inputs, one.targets, one.samples))) for one in batch]
+        if step == 1:
+            for number, module in enumerate(modules):
+                write(module, new_values(number))
+        if apart:
+            engine.step(engine.forward_backward(batch))
+        else:
+            engine.train_batch(batch)
+    mine = engine.named_parameters()
+    assert all(dict(modules[int(name[0])].named_parameters())[name[2:]] is parameter
+               for name, parameter in mine.items())
+    found = {name: parameter.detach().clone() for name, parameter in mine.items()}
+    engine.close()
+    return found
+
+
+def in_place(module, values):
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(values[name])
+
+
+@pytest.mark.parametrize(("write", "kind", "dtype", "mesh"), covering(
+    [by_data, by_vector, by_assign, by_attribute], list(OPTIMIZERS), [torch.float64, torch.bfloat16],
+    [Mesh(), Mesh(data=2, pipe=2)]), ids=str)
+def test_new_values_train(mesh, dtype, kind, write):
+    """As those that are written in place, to the bit, and the parameters are those of the start."""
+    options = {**OPTIMIZERS[kind], "defer_bytes": 1 << 20}
+    expected, found = (run_ranks(partial(trained, mesh=mesh, write=one, dtype=dtype, **options), mesh.size)
+                       for one in (in_place, write))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("kind", ["flat", "torch"])
+def test_new_values_train_step_by_step(kind):
+    expected, found = (run_ranks(partial(trained, mesh=Mesh(), write=one, apart=True, **OPTIMIZERS[kind]), 1)[0]
+                       for one in (in_place, by_assign))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_checkpoint_before_the_next_step_has_the_new_values():
+    """In half precision it has master copies beside parameters: both are of the new value."""
+    def rank(world):
+        module = nn.Linear(4, 4)
+        engine = Engine([module], world, loss=squared, dtype=torch.bfloat16, optim=Optim())
+        by_assign(module, new_values(0))
+        pieces = {(piece.kind, piece.name): piece.tensor.clone() for piece in state.pieces_to_write(engine)}
+        engine.close()
+        return pieces
+
+    (pieces,) = run_ranks(rank, 1)
+    for name, value in new_values(0).items():
+        assert torch.equal(pieces["parameter", f"0.{name}"], value.bfloat16())
+        assert torch.equal(pieces["master", f"0.{name}"], value.bfloat16().float())
+
+
+def test_both_ends_of_a_tie_that_are_written_keep_their_value():
+    """What the owner sent after the step before comes later, and must not undo it."""
+    def rank(world):
+        modules = [nn.Linear(4, 4, bias=False) for _ in range(2)]
+        modules[1].weight = modules[0].weight
+        engine = Engine(modules, world, mesh=Mesh(pipe=2), loss=squared, dtype=torch.float64,
+                        optim=OPTIMIZERS["flat"]["optim"])
+        engine.train_batch(share(engine, points([[2]])))
+        modules[world.rank].weight.data = new_values(0)["weight"]
+        engine.evaluate(share(engine, points([[2]])))
+        found = modules[world.rank].weight.detach().clone()
+        engine.close()
+        return found
+
+    for found in run_ranks(rank, 2):
+        assert torch.equal(found, new_values(0)["weight"])
+
+
+def test_a_layer_that_is_replaced_gives_its_value():
+    """Another module with parameters of the same names; one that is frozen stops training."""
+    def rank(world):
+        block = nn.Sequential(nn.Linear(4, 4))
+        engine = Engine([block], world, loss=squared, dtype=torch.float64, optimizer=SGD)
+        block[0] = nn.Linear(4, 4).to(torch.float64)
+        block[0].bias.requires_grad_(False)
+        old = {name: parameter.detach().clone() for name, parameter in block.named_parameters()}
+        engine.train_batch(points([[2]])[0])
+        new = dict(block.named_parameters())
+        assert torch.equal(new["0.bias"], old["0.bias"]) and not torch.equal(new["0.weight"], old["0.weight"])
+        assert new["0.weight"] is engine.named_parameters()["0.0.weight"]
+        engine.close()
+
+    run_ranks(rank, 1)
+
+
+def other_shape(block):
+    block[0].weight = nn.Parameter(torch.zeros(4, 5, dtype=torch.float64))
+
+
+def other_shape_of_data(block):
+    block[0].weight.data = torch.zeros(5, 4, dtype=torch.float64)
+
+
+def added(block):
+    block[0].scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+
+def gone(block):
+    block[0].bias = None
+
+
+def two_values(block):
+    block[0].weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.float64))
+    block[1].weight = nn.Parameter(torch.ones(4, 4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (other_shape, r"parameter 0\.0\.weight: was replaced by one of shape \(4, 5\), and has \(4, 4\)"),
+    (other_shape_of_data, r"parameter 0\.0\.weight: has become torch\.float64 \(5, 4\) on cpu; the engine was built "
+                          r"with torch\.float64 \(4, 4\) on cpu"),
+    (lambda block: block.float(), r"has become torch\.float32 \(4, 4\) on cpu"),
+    (added, r"parameter 0\.0\.scale: was added after the engine was built, and would not train"),
+    (gone, r"parameter 0\.0\.bias: is gone from its block"),
+    (two_values, r"parameter 0\.1\.weight: is 0\.0\.weight under another name, and both were replaced by different")])
+def test_what_cannot_be_adopted_is_named(change, message):
+    def rank(world):
+        block = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        block[1].weight = block[0].weight
+        engine = Engine([block], world, loss=squared, dtype=torch.float64, optim=Optim())
+        change(block)
+        engine.train_batch(points([[2]])[0])
+
+    with pytest.raises(ModelError, match=message):
+        run_ranks(rank, 1)
+
+
+@pytest.mark.parametrize("defer_bytes", [0, 1 << 20])
+def test_a_forward_that_replaces_its_weight_is_refused(defer_bytes):
+    """Its gradient would be lost in every batch."""
+    class Renews(nn.Linear):
+        def forward(self, x):
+            self.weight = nn.Parameter(self.weight.detach() * 0.5)
+            return super().forward(x)
+
+    def rank(world):
+        engine = Engine(chain(partial(Renews, 4, 4), partial(nn.Linear, 4, 4), loss=squared), world,
+                        dtype=torch.float64, optim=Optim(), defer_bytes=defer_bytes)
+        engine.train_batch(points([[2]])[0])
+
+    with pytest.raises(ModelError, match=r"parameter b0\.weight: was replaced during the batch"):
+        run_ranks(rank, 1)
