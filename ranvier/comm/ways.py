@@ -11,7 +11,7 @@
 
 On hosts small all-reduces are gathered, and what no library adds exactly (half precision, int16, bool) is always
 exchanged: so it travels in its own format, is added in a wider one, and rounded once. NCCL adds half precision itself,
-and rounds wherever it adds. Pure.
+and rounds wherever it adds.
 """
 
 from __future__ import annotations

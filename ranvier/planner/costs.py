@@ -34,7 +34,7 @@ from ranvier.planner.collectives import (
 from ranvier.planner.hardware import Cluster
 from ranvier.planner.pipeline_time import DIRECT, Way, passage
 from ranvier.planner.simulator import StageTimes
-from ranvier.precision import DTYPES, is_half, reduce_dtype
+from ranvier.precision import DTYPES, is_half, reduce_dtype, wide
 from ranvier.run import Run
 from ranvier.tensor.volume import Bytes, Scheme, Volume, embedding_volume, head_volume, layer_volume
 
@@ -383,8 +383,12 @@ class _Maker:
 
     # --- after the pipeline ------------------------------------------------------------------------------------------
 
-    def _gradient_bytes(self) -> int:
-        return reduce_dtype(self.run.optim, DTYPES[self.run.precision]).itemsize
+    def _gradient_bytes(self) -> float:
+        """Of each element, both ways of an all-reduce: where states are shared out, gradients are scattered in their
+        format, and parameters gathered in theirs."""
+        dtype = DTYPES[self.run.precision]
+        gradient = reduce_dtype(self.run.optim, dtype).itemsize
+        return (gradient + dtype.itemsize) / 2 if self.run.optim.shard else gradient
 
     def _reduction(self, stage: int) -> float:
         group = self.groups["data"]
@@ -421,13 +425,14 @@ class _Maker:
         count = self.trained[stage] / (self.mesh.data if run.optim.shard else 1)
         dtype = DTYPES[run.precision]
         half = is_half(dtype)
-        wide = 4 if half else dtype.itemsize
+        itemsize = wide(dtype).itemsize
         states = _UPDATED[run.optim.algorithm] + half
-        gradient = wide if run.optim.accumulate == "fp32" and half else dtype.itemsize
-        moved = count * (2 * wide * states + gradient + dtype.itemsize * (1 if half else 2))
+        gradient = itemsize if run.optim.accumulate == "fp32" and half else dtype.itemsize
+        moved = count * (2 * itemsize * states + gradient + dtype.itemsize * (1 if half else 2))
         match run.optim.offload:
             case "stream":
-                parts = [cluster.host_link.seconds(count * wide * states)] * 2 + [cluster.device.update_seconds(moved)]
+                moving = cluster.host_link.seconds(count * itemsize * states)
+                parts = [moving, moving, cluster.device.update_seconds(moved)]
                 return sum(parts) if run.optim.buckets_in_flight == 1 else max(parts)  # in, out and update at once
             case "host":
                 sent = cluster.host_link.seconds(count * max(gradient, dtype.itemsize))
@@ -459,7 +464,9 @@ class _Maker:
         if mesh.data > 1:
             found["data"] = 2 * (mesh.data - 1) / mesh.data * self._gradient_bytes() * max(self.trained)
         if run.optim.offload in ("stream", "host"):
-            states = _UPDATED[run.optim.algorithm] + is_half(DTYPES[run.precision])
-            each = 4 * states if run.optim.offload == "stream" else DTYPES[run.precision].itemsize
+            dtype = DTYPES[run.precision]
+            states, itemsize = _UPDATED[run.optim.algorithm] + is_half(dtype), wide(dtype).itemsize
+            each = itemsize * states if run.optim.offload == "stream" else (
+                itemsize if run.optim.accumulate == "fp32" else dtype.itemsize)
             found["host"] = each * max(self.trained) / (mesh.data if run.optim.shard else 1)
         return found
