@@ -27,7 +27,7 @@ from ranvier.pipeline.build import StageTable
 from ranvier.pipeline.partition import check_boundaries
 from ranvier.planner.memory import PROCESS_BYTES, RankMemory, laid_out, remedies
 from ranvier.precision import DTYPES, reduce_dtype
-from ranvier.run import Run, TensorParallel
+from ranvier.run import Run, TensorParallel, Train
 from ranvier.tensor.mesh import tensor_problems
 from ranvier.tensor.placement import best_tile, bytes_between_nodes
 from ranvier.tensor.shape import best_shape
@@ -351,10 +351,17 @@ def warnings(run: Run, chosen: Collection[str] | None = None, asked: Run | None 
         yield ConfigError(f"leaves some of the {run.mesh.pipe} stages idle", where="pipeline.in-flight",
                           value=pipeline.in_flight,
                           remedy=f"Set --pipeline.in-flight {run.mesh.pipe} or more, or auto.")
-    if train.epochs is None and train.warmup_steps >= train.steps:
+    if train.epochs is None:
+        yield from length_warnings(train)
+
+
+def length_warnings(train: Train) -> Iterator[ConfigError]:
+    """What does not fit into the number of steps, which must be known."""
+    if train.warmup_steps >= train.steps:
+        how = "--train.steps" if train.epochs is None else "--train.epochs"
         yield ConfigError(f"ends the run of {train.steps} steps before the full learning rate is reached",
                           where="train.warmup-steps", value=train.warmup_steps,
-                          remedy="Lower --train.warmup-steps, or raise --train.steps.")
+                          remedy=f"Lower --train.warmup-steps, or raise {how}.")
 
 
 def memory_table(memory: Sequence[RankMemory]) -> Table:

@@ -22,9 +22,10 @@ ALWAYS = frozenset({
     "comm.transport", "comm.timeout_seconds", "optim.algorithm", "optim.weight_decay", "optim.groups",
     "optim.clip_norm", "optim.offload", "optim.bucket_size", "optim.update_in_backward", "memory.checkpoint",
     "checkpoint.dir", "checkpoint.on_error", "guard.bad_step", "guard.explode", "launch.launcher", "launch.threads",
-    "launch.device", "model.family", "model.pretrained", "model.num_layers", "model.hidden", "model.heads",
-    "model.dropout", "model.intermediate", "model.norm_epsilon", "data.task", "data.cache_dir", "elastic.freeze",
-    "elastic.manual", "elastic.profile_microbatches", "seed", "precision", "memory_report", "resume", "run_dir"})
+    "launch.device", "launch.hang_seconds", "model.family", "model.pretrained", "model.num_layers", "model.hidden",
+    "model.heads", "model.dropout", "model.intermediate", "model.norm_epsilon", "data.task", "data.cache_dir",
+    "elastic.freeze", "elastic.manual", "elastic.profile_microbatches", "seed", "precision", "memory_report",
+    "resume", "run_dir"})
 """Settings that change something in every run that is not refused because of them."""
 
 _OFF = (False, None, 0, "none", "auto", "", ())
@@ -97,6 +98,10 @@ def _nothing_is_averaged(run: Run) -> str | None:
 def _no_copies(run: Run) -> str | None:
     alone = run.mesh.data == run.mesh.stage_size == 1 and not run.elastic.auto_dp
     return "no two ranks have the same parameters" if alone else _beyond_the_end(run.guard.compare_every, run)
+
+
+def _one_rank(run: Run) -> str | None:
+    return "one rank has nobody beside it to see that it was stopped" if run.mesh.size == 1 else None
 
 
 def _not_offloaded(run: Run) -> str | None:
@@ -187,6 +192,8 @@ CONDITIONS: Mapping[str, Reason] = {
     "guard.most_bad_steps": lambda run: (
         None if run.guard.bad_step in ("skip", "back") else f"guard.bad-step is {run.guard.bad_step}"),
     "guard.compare_every": _no_copies,
+    "launch.stopped_seconds": _one_rank,
+    "max_restarts": _one_rank,  # what launchers of other kinds do with it is told where they are known
     "launch.cluster": lambda run: (
         None if run.mesh.is_open or run.batch.microbatch_size == "auto" else "nothing of the mesh or batch is auto"),
     "model.vocab": _IMAGES,

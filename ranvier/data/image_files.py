@@ -113,7 +113,8 @@ def look_at_folders(path: Path, setting: str) -> None:
     """DataError where a folder has no folders of classes; no image is looked for."""
     place = next((path / name for name in ("train", "val", "validation", "test") if _has_folders(path / name)), path)
     if path.is_dir() and not _has_folders(place):
-        raise DataError("has fewer than two folders, one for each class", where=f"data.{setting} {path}",
+        what = "has fewer than two folders, one for each class" if setting == "train" else "has no folders of images"
+        raise DataError(what, where=f"data.{setting} {path}",
                         remedy=f"Give a folder with one folder of images for each class ({', '.join(ENDINGS)}).")
 
 

@@ -21,7 +21,7 @@ from typing import TextIO
 
 import torch
 
-from ranvier import resolve
+from ranvier import check, resolve
 from ranvier.check import laid_out
 from ranvier.checkpoint.from_pretrained import load_pretrained
 from ranvier.comm.protocol import Group
@@ -157,6 +157,9 @@ class Training:
         if self.pretrained is not None and self.begins.loaded is None:
             notes = [NoteEvent(step=0, event="pretrained", text=text)
                      for text in load_pretrained(self.engine, self.pretrained)]
+        if self.run.train.epochs is not None:  # how many steps these are is known only now
+            notes += [NoteEvent(step=self.done, event="settings", text=str(warning))
+                      for warning in check.length_warnings(self.run.train)]
         self.run = resolved(self.run, self.engine, self.world, self.saving.origin)
         if self.world.rank == 0:
             path = self.run.run_dir / "run.toml"

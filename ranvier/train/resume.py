@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 PLACE = ("mesh.", "batch.microbatch_size", "pipeline.", "tensor.", "comm.", "launch.", "memory", "checkpoint.",
          "optim.offload", "optim.bucket_size", "optim.chunk_buckets", "optim.buckets_in_flight", "optim.shard",
          "optim.update_in_backward", "data.corpus", "data.tokenizer", "data.cache_dir", "data.max_bytes",
-         "elastic.cache", "resume", "run_dir")
+         "elastic.cache", "resume", "run_dir", "max_restarts")
 """Beginnings of names. Text and tokenizer are compared by what is in them, wherever they lie."""
 
 REFUSED = ("data.task", "model.norm_epsilon")

@@ -347,7 +347,8 @@ def test_folders_that_are_no_data(tmp_path):
 
 
 def test_settings_that_cannot_be(tmp_path):
-    run = run_of(tmp_path, tmp_path, augment="flip-crop", augment_repeats=True)
+    folder_of(tmp_path / "two")
+    run = run_of(tmp_path, tmp_path / "two", augment="flip-crop", augment_repeats=True)
     assert problems(run) == []
     found, = problems(replace(run, data=replace(run.data, augment="none")))
     assert str(found).startswith("data.augment-repeats: has no effect without an augmentation")

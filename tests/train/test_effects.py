@@ -21,7 +21,8 @@ OTHER = {
     "mesh.tile": (2, 2), "train.steps": 77, "train.final_learning_rate": 1e-4, "train.eval_every": 50,
     "train.eval_sequences": 2, "train.sample_tokens": 3, "train.prompt": "the arrow", "pipeline.in_flight": 1,
     "pipeline.partition": "uniform", "pipeline.defer_bytes": 1000, "tensor.scheme": "summa",
-    "tensor.sequence_sharding": True, "tensor.keep_weights": True, "optim.betas": (0.5, 0.6), "optim.epsilon": 1e-2,
+    "tensor.sequence_sharding": True, "tensor.keep_weights": True, "tensor.reduce_dtype": "fp32",
+    "launch.stopped_seconds": 1.0, "max_restarts": 2, "optim.betas": (0.5, 0.6), "optim.epsilon": 1e-2,
     "optim.momentum": 0.1, "optim.decay": "matrices", "optim.accumulate": "half", "optim.reduce_dtype": "fp32",
     "optim.chunk_buckets": 1, "optim.buckets_in_flight": 1, "optim.shard": True, "optim.initial_loss_scale": 8.0,
     "optim.loss_scale_window": 1, "checkpoint.every": 50, "checkpoint.keep": 1, "checkpoint.keep_every": 1,
@@ -166,3 +167,14 @@ def test_a_limit_is_of_the_corpus_that_it_was_given_for():
     for values in ({}, {"data__corpus": "python-stdlib"}):
         assert resolve.resolve([recipe, flags(**values)]).run.data.max_bytes == 8_000_000
     assert resolve.resolve([recipe, flags(data__corpus="mine.txt", data__max_bytes="5")]).run.data.max_bytes == 5
+
+
+def test_a_warm_up_that_is_longer_than_the_epochs_is_told_when_their_steps_are_known(runs, tmp_path):
+    run = runs["sentences"]
+    run = replace(run, train=replace(run.train, warmup_steps=50))
+    assert list(check.warnings(run, ())) == []
+    numbers(run, tmp_path)
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    told, = [event["text"] for event in events if event["event"] == "settings"]
+    assert told == ("train.warmup-steps: ends the run of 3 steps before the full learning rate is reached (got 50). "
+                    "Lower --train.warmup-steps, or raise --train.epochs.")
