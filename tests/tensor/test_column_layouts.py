@@ -197,6 +197,8 @@ REFUSED = {
     "a matrix product over features": (lambda block, x: x @ torch.eye(HIDDEN, dtype=x.dtype), "stationary",
                                        "matmul along the dim that columns share", "Use the layers"),
     "an unknown function": (lambda block, x: torch.fft.fft(x).real, "stationary", "fft_fft", "Use the layers"),
+    "ids of a part": (lambda block, x: block.words((x[..., None] > 0).long().flatten(2)), "stationary",
+                      "block 1.words: takes numbers that every column has", "of the block's inputs"),
     "tokens and samples merged": (lambda block, x: x.flatten(0, 1).view_as(x), "megatron-sequence", "flatten with 0, 1",
                                   "keep the dim in front"),
 }
@@ -205,7 +207,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name(name):
     compute, scheme, what, remedy = REFUSED[name]
-    block = Own(compute, into=output(), back=inputs(), norm=layers.LayerNorm(HIDDEN))
+    block = Own(compute, into=output(), back=inputs(), norm=layers.LayerNorm(HIDDEN), words=layers.Embedding(3, HIDDEN))
     with pytest.raises(SplitError, match=re.escape(what)) as caught:
         check_split([Words(), block], IDS, meshes=[(1, 2)], schemes=[scheme])
     assert remedy in str(caught.value) and "block 1" in str(caught.value)
@@ -237,8 +239,9 @@ def test_a_norm_of_something_else():
 
 def test_local_sizes():
     size = LocalSize(6, 12)
+    assert [0] * size == size * [0] == [0] * 6
     assert (size // 2).whole == 6 and (2 * size - 1).whole == 23 and list(range(size)) == list(range(6))
-    for wrong in (lambda: size / 2, lambda: size ** 0.5, lambda: 1 / size, lambda: float(size)):
+    for wrong in (lambda: size / 2, lambda: size ** 0.5, lambda: 1 / size, lambda: size * 0.5, lambda: float(size)):
         with pytest.raises(Exception, match="takes the size of a dim that columns share for that of the whole"):
             wrong()
 
