@@ -487,8 +487,10 @@ def _attention(func: Callable, args: Sequence, kwargs: dict) -> object:
         if (other := _cut_of(mask)) is not None and (mask.dim() - other.dim, other.size) != (place, layouts[0].size):
             _refuse(func, [query, mask], "of tensors that lie on columns in different ways")
         mask = _converted(func, mask, place, layouts[0], [query, mask])
-        args, kwargs = (*args[:3], mask, *args[4:]) if len(args) > 3 else args, \
-            kwargs | {"attn_mask": mask} if "attn_mask" in kwargs else kwargs
+        if "attn_mask" in kwargs:
+            kwargs = kwargs | {"attn_mask": mask}
+        else:
+            args = (*args[:3], mask, *args[4:])
     return _all_marked(func(*args, **kwargs), lambda one: layouts[0].moved(query.dim() - place))
 
 
