@@ -14,8 +14,12 @@ from torch import nn
 from torch.nn import functional
 
 from ranvier.mesh import Mesh
+from ranvier.models import bert
 from ranvier.models.block import Model
+from ranvier.pipeline.build import Parts
 from ranvier.pipeline.microbatch import Microbatch
+from ranvier.pipeline.partition import block_costs
+from ranvier.run import TensorParallel, Transformer
 from ranvier.tensor import layers
 from ranvier.tensor.columns import LocalSize
 from ranvier.testing import SplitError, check_split
@@ -159,6 +163,15 @@ def test_layouts_cross_stages_and_recomputation(shape, checkpoint):
     reference = Reference(copy.deepcopy(make()), seed=SEED, dtype=torch.float64)
     reference.forward_backward([one for replica in batches for one in replica])
     assert_close(outcome.gradients, reference.gradients())
+
+
+def test_attention_with_a_mask_is_counted_on_columns():
+    """On the meta device attention is counted as the fused kernel, which has its mask in another place."""
+    config = Transformer(family="bert", num_layers=1, hidden=24, heads=4, vocab=31, sequence=8)
+    counted = [block_costs(Parts(bert.model(config, "classes"), Mesh(col=columns), TensorParallel()).model,
+                           *bert.sample(config, "classes", 2)) for columns in (1, 2)]
+    whole, half = (next(cost for cost in costs if cost.name == "layer0.attention") for costs in counted)
+    assert half.flops == whole.flops / 2 and type(half.output_bytes) is int
 
 
 # ---------------------------------------------------------------------- what is refused, by name
