@@ -102,7 +102,7 @@ def _tensors(tree: object) -> list[Tensor]:
 
 
 def _tensor_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return int(tensor.numel()) * tensor.element_size()  # a plain number, of this column's part
 
 
 _FUSED_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

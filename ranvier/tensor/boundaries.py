@@ -80,9 +80,14 @@ def guard_layer(module: nn.Module, mesh: TensorMesh, where: str, takes: Kind, gi
         return tree_map(take, args), tree_map(take, kwargs)
 
     def take(x: object) -> object:
-        if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()) or takes == "ids":
-            return plain(x) if isinstance(x, Tensor) else getattr(x, "whole", x)  # a `LocalSize`
+        if not isinstance(x, Tensor):
+            return getattr(x, "whole", x)  # a `LocalSize`
         layout = layout_of_tensor(x)
+        if takes == "ids" or not (x.is_floating_point() or x.is_complex()):
+            if layout is not None and layout.dim is not None:
+                refuse("takes numbers that every column has, and was given a part", layout.text(tuple(x.shape)),
+                       "Make them of the block's inputs, or of what a TokenLinear returns.", where)
+            return plain(x)
         if mesh.activations.name == "sequence" and "stream" in (takes, gives) and x.dim() != 3:
             refuse("takes [batch, sequence, features] where columns share the sequence", f"{list(x.shape)}",
                    "Keep the three dims apart, or set --tensor.sequence-sharding false.", where)
@@ -127,9 +132,10 @@ def _taken(x: Tensor, layout: ColumnLayout | None, mesh: TensorMesh, kind: Kind,
     x, cut, expected = plain(x), None if layout is None else layout.dim, cut_dim(mesh, kind, x.dim())
     if kind == "same":
         return x
-    fits = cut is None if kind == "whole" else cut not in (None, x.dim() - 1) if kind == "heads" else (
-        cut == expected and (cut is None or (layout.size == x.shape[cut] * mesh.num_cols and cut in (
-            x.dim() - 1, 1))))
+    if kind == "heads":
+        fits = cut not in (None, x.dim() - 1)
+    else:
+        fits = cut == expected and (cut is None or layout.size == x.shape[cut] * mesh.num_cols)
     if fits:
         return x
     if cut is None and expected is not None and x.dim() > 1 and x.shape[expected] % mesh.num_cols == 0:

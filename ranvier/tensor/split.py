@@ -154,8 +154,7 @@ def split_layer(layer: Layer, mesh: TensorMesh) -> nn.Module:
         case PatchEmbedding():
             return SplitPatchEmbedding(layer, mesh)
         case LayerNorm() | RMSNorm():
-            merges = cut_dim(mesh, layer.takes, 1) == 0 and mesh.num_cols > 1
-            return SplitNorm(layer, mesh) if merges else _with_own(layer, mesh)
+            return SplitNorm(layer, mesh) if cut_dim(mesh, layer.takes, 1) == 0 else _with_own(layer, mesh)
         case Dropout():
             return _with_own(layer, mesh) if layer.whole else SplitDropout(layer, mesh)
         case TokenLinear():

@@ -14,8 +14,12 @@ from torch import nn
 from torch.nn import functional
 
 from ranvier.mesh import Mesh
+from ranvier.models import bert
 from ranvier.models.block import Model
+from ranvier.pipeline.build import Parts
 from ranvier.pipeline.microbatch import Microbatch
+from ranvier.pipeline.partition import block_costs
+from ranvier.run import TensorParallel, Transformer
 from ranvier.tensor import layers
 from ranvier.tensor.columns import LocalSize
 from ranvier.testing import SplitError, check_split
@@ -161,6 +165,15 @@ def test_layouts_cross_stages_and_recomputation(shape, checkpoint):
     assert_close(outcome.gradients, reference.gradients())
 
 
+def test_attention_with_a_mask_is_counted_on_columns():
+    """On the meta device attention is counted as the fused kernel, which has its mask in another place."""
+    config = Transformer(family="bert", num_layers=1, hidden=24, heads=4, vocab=31, sequence=8)
+    counted = [block_costs(Parts(bert.model(config, "classes"), Mesh(col=columns), TensorParallel()).model,
+                           *bert.sample(config, "classes", 2)) for columns in (1, 2)]
+    whole, half = (next(cost for cost in costs if cost.name == "layer0.attention") for costs in counted)
+    assert half.flops == whole.flops / 2 and type(half.output_bytes) is int
+
+
 # ---------------------------------------------------------------------- what is refused, by name
 
 REFUSED = {
@@ -197,6 +210,8 @@ REFUSED = {
     "a matrix product over features": (lambda block, x: x @ torch.eye(HIDDEN, dtype=x.dtype), "stationary",
                                        "matmul along the dim that columns share", "Use the layers"),
     "an unknown function": (lambda block, x: torch.fft.fft(x).real, "stationary", "fft_fft", "Use the layers"),
+    "ids of a part": (lambda block, x: block.words((x[..., None] > 0).long().flatten(2)), "stationary",
+                      "block 1.words: takes numbers that every column has", "of the block's inputs"),
     "tokens and samples merged": (lambda block, x: x.flatten(0, 1).view_as(x), "megatron-sequence", "flatten with 0, 1",
                                   "keep the dim in front"),
 }
@@ -205,7 +220,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name(name):
     compute, scheme, what, remedy = REFUSED[name]
-    block = Own(compute, into=output(), back=inputs(), norm=layers.LayerNorm(HIDDEN))
+    block = Own(compute, into=output(), back=inputs(), norm=layers.LayerNorm(HIDDEN), words=layers.Embedding(3, HIDDEN))
     with pytest.raises(SplitError, match=re.escape(what)) as caught:
         check_split([Words(), block], IDS, meshes=[(1, 2)], schemes=[scheme])
     assert remedy in str(caught.value) and "block 1" in str(caught.value)
@@ -237,8 +252,9 @@ def test_a_norm_of_something_else():
 
 def test_local_sizes():
     size = LocalSize(6, 12)
+    assert [0] * size == size * [0] == [0] * 6
     assert (size // 2).whole == 6 and (2 * size - 1).whole == 23 and list(range(size)) == list(range(6))
-    for wrong in (lambda: size / 2, lambda: size ** 0.5, lambda: 1 / size, lambda: float(size)):
+    for wrong in (lambda: size / 2, lambda: size ** 0.5, lambda: 1 / size, lambda: size * 0.5, lambda: float(size)):
         with pytest.raises(Exception, match="takes the size of a dim that columns share for that of the whole"):
             wrong()
 
