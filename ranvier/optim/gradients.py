@@ -15,6 +15,10 @@ and its one chunk is handed on, and forgotten, before the backward enters the ru
 A half-precision parameter may have fp32 gradients here (`Tensor.grad_dtype`): many microbatches then add up without
 losing bits.
 
+A parameter that no loss reaches has no gradient, and whoever updates leaves it alone. On several replicas that is so
+when none of them reaches it. Each knows that only of itself, and says it by the sign of zero: a gradient that nothing
+was added to is -0.0, which no sum of anything else can be (-0.0 + -0.0 = -0.0, 0.0 + -0.0 = 0.0).
+
 On a tensor mesh, copies of a parameter may each have a part of its gradient: it is summed over a group of its own, in
 chunks that come last. The members of every group start its collectives in one order if all ranks of a stage have their
 specs in the same order, with groups along the same axes.
@@ -133,6 +137,8 @@ class Gradients:
         self._next = self._moving = 0
         self._passed = sys.maxsize
         self._scatter = False
+        self._versions: dict[nn.Parameter, int] = {}
+        self._unreached: dict[nn.Parameter, bool] = {}
         if allocate:
             self.allocate()
 
@@ -207,11 +213,13 @@ class Gradients:
             start, stop = self.places[spec.parameter]
             place = self.flat[start + first.offset:stop + first.offset]
             if spec.parameter.grad is None or spec.parameter.grad.data_ptr() != place.data_ptr():
-                if reused and spec.parameter.grad is not None:
+                early = reused and spec.parameter.grad is not None
+                if early:
                     place.copy_(spec.parameter.grad.reshape(-1))
                     spec.parameter.grad = None
                 spec.parameter.grad_dtype = self.flat.dtype
-                spec.parameter.grad = place.view(spec.parameter.shape)
+                spec.parameter.grad = place.view(spec.parameter.shape).data  # with a version count of its own
+                self._versions[spec.parameter] = -1 if early else spec.parameter.grad._version
 
     # ------------------------------------------------------------------ counting
 
@@ -224,6 +232,9 @@ class Gradients:
         self._passed = sys.maxsize
         self._scatter = scatter
         self._attach(reused=False)
+        self._unreached = {}
+        self._versions = {spec.parameter: spec.parameter.grad._version for spec in self._specs
+                          if spec.parameter.grad is not None}
         for chunk in self.chunks:
             chunk.work, chunk.gather, chunk.entered = Finished(), None, False
             chunk.blocks = set().union(*(spec.blocks for spec in chunk.specs))
@@ -281,6 +292,8 @@ class Gradients:
         for chunk in self.chunks:
             chunk.blocks.clear()
         self._reduce_complete()
+        for spec in self._specs:  # before gradients of other ends are added
+            self._note_reach(spec)
 
     def _reduce_complete(self) -> None:
         while self._next < len(self.chunks):
@@ -290,6 +303,8 @@ class Gradients:
             self._next += 1
             if chunk.reused:  # where no backward came by, gradients are zero
                 self._enter(self._run[chunk.specs[0].parameter])
+            for spec in chunk.specs:
+                self._note_reach(spec)
             if chunk.sent_to_owner:
                 self._send_to_owner(chunk.specs[0])
             elif len(chunk.group.ranks) > 1:
@@ -299,6 +314,29 @@ class Gradients:
                 self.on_complete(chunk)
                 for spec in chunk.specs:
                     spec.parameter.grad = None
+
+    def _note_reach(self, spec: GradientSpec) -> None:
+        """Everything of this rank has been added to the gradient of `spec`. If that is nothing, it becomes -0.0."""
+        parameter = spec.parameter
+        if parameter in self._unreached:
+            return
+        untouched = parameter.requires_grad and parameter.grad is not None and \
+            parameter.grad._version == self._versions.get(parameter, -1) and not parameter.grad.any()
+        self._unreached[parameter] = bool(untouched)
+        if untouched:
+            parameter.grad.data.fill_(-0.0)
+
+    def left_alone(self, chunk: Chunk) -> set[nn.Parameter]:
+        """Parameters in a reduced chunk that nobody's loss has reached; the same on all who summed it."""
+        start, stop = self.share_of(chunk)
+        found = set()
+        for spec in chunk.specs:
+            if self._unreached.get(spec.parameter):
+                first, last = self.places[spec.parameter]
+                part = self.of(chunk, max(first, start), max(first, start, min(last, stop)))
+                if bool(torch.signbit(part).all()) and not bool(part.any()):
+                    found.add(spec.parameter)
+        return found
 
     def _wait(self, chunk: Chunk) -> None:
         """Return when `chunk` is reduced."""

@@ -229,8 +229,10 @@ class Updater:
 
     def _step_users(self, factor: float) -> None:
         """One step of the user's optimizer; of its master copies, where parameters are in half precision."""
+        left_alone = set().union(*(self.gradients.left_alone(chunk) for chunk in self.gradients.reduced()))
         for spec in self.gradients.owned():
-            if not spec.parameter.requires_grad:  # frozen since the start: no decay, no momentum
+            # frozen since the start, or reached by no loss: no decay, no momentum
+            if not spec.parameter.requires_grad or spec.parameter in left_alone:
                 spec.parameter.grad = None
         if self.masters is None:
             self.gradients.scale(factor)

@@ -322,6 +322,7 @@ class Engine:
                               remedy="Call train_batch, or leave the setting out.")
         self._accumulate(microbatches, updates=False)
         verdict = self._updater.average()
+        self._buffers.finish()
         self._board.doing = _OUTSIDE
         return BatchResult(self._stats, self._stats_work, verdict)
 
@@ -371,6 +372,7 @@ class Engine:
             self._ties.send_values(self._call, trained=True)
         elif not verdict.overflow and verdict.bad is None:
             warnings.warn(f"step {self._step} is skipped: no valid target in the global batch", stacklevel=4)
+        self._buffers.finish()
         self._board.doing = _OUTSIDE
         return BatchResult(self._stats, self._stats_work, verdict)
 
