@@ -402,6 +402,32 @@ class Gradients:
             gathering.work.wait()
             yield gathering
 
+    def snapshot(self) -> Tensor:
+        """A copy of the buffer between batches, with what a user has put in the place of a parameter's gradient."""
+        copied = self.flat.clone()
+        for spec in self._specs:
+            start, stop = self.places[spec.parameter]
+            offset, grad = self.chunks[self._chunks_of[spec.parameter].start].offset, spec.parameter.grad
+            place = copied[start + offset:stop + offset]
+            if grad is None:
+                place.zero_()
+            elif grad.data_ptr() != self.flat.data_ptr() + (start + offset) * self.flat.element_size():
+                place.copy_(grad.reshape(-1))
+        return copied
+
+    def note_values(self) -> None:
+        """Gradients are whole; see `were_zeroed`."""
+        self._versions = {spec.parameter: spec.parameter.grad._version for spec in self._specs
+                          if spec.parameter.grad is not None}
+
+    def were_zeroed(self) -> bool:
+        """Whether somebody has set all gradients of this rank to None or zero since `note_values`."""
+        found = [spec.parameter.grad for spec in self.owned()]
+        given = [grad for grad in found if grad is not None]
+        written = [spec.parameter for spec in self.owned() if spec.parameter.grad is not None
+                   and spec.parameter.grad._version != self._versions.get(spec.parameter)]
+        return bool(found) and (not given or (bool(written) and not any(bool(grad.any()) for grad in given)))
+
     def wait(self) -> None:
         """Return when all chunks are reduced."""
         for _ in self.reduced():

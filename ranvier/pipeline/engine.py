@@ -17,6 +17,7 @@ so a rank that has finished a batch starts the next one while others still work 
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -28,9 +29,10 @@ import torch
 from torch import Tensor, nn
 
 from ranvier.comm.board import Board
+from ranvier.comm.collectives import Then
 from ranvier.comm.message import Kind, Message
 from ranvier.comm.protocol import Group, Transport, Work
-from ranvier.errors import ConfigError, ModelError
+from ranvier.errors import ConfigError, ModelError, RanvierError
 from ranvier.mesh import Mesh
 from ranvier.models.block import Loss, Model, State, as_model, freeze, frozen_prefix
 from ranvier.models.carried_state import named
@@ -103,7 +105,8 @@ class Engine:
             they drop out as others do, or compute as in evaluation.
         sample: a microbatch of the usual shape; on several rows a row's share of one.
         guard: when a step is bad, so that nothing is updated from it (`BatchResult.bad`); all its modes but none are
-            alike here. None applies every step.
+            alike here, and none applies every step. Without a guard, a loss that is NaN or infinite is an error, with
+            the block and microbatch that it began with, and nothing is updated from it.
         buffers: what replicas do about buffers that a forward changes, such as BatchNorm's running statistics, after
             each training batch: all take the first replica's (as DistributedDataParallel does), their average, or each
             keeps its own (local), of which checkpoints and exports have the first replica's.
@@ -136,6 +139,9 @@ class Engine:
         self._auto_defer = defer_bytes == "auto"
         self._call = 0
         self._step = 0
+        self._accumulated: Tensor | None = None  # losses and weights of `forward_backward` since the last step
+        self._earlier: Tensor | None = None  # the same, while another batch of that step runs
+        self._zeroed = False
         self._closed = False
         self._replicas: Replicas | None = None
         self.timeline = Timeline()
@@ -163,6 +169,7 @@ class Engine:
         self._buffers = self._share_buffers(blocks, buffers)
 
         segments = self._segments(checkpoint, model)
+        self._refuses_bad_losses = guard is None
         guard = guard or Guard(bad_step="none")
         for problem in (*group_problems(optim or Optim(), [parameter.name for parameter in self.layout.parameters]),
                         *guard_problems(guard, optim or Optim())):
@@ -176,6 +183,7 @@ class Engine:
                   for run, _ in runs_of(len(blocks), segments)],
             send_to_owner=lambda spec: self._ties.send_gradient(spec.name, self._call), weight=self._weight,
             timeline=self.timeline, progress=self._progress,
+            earlier_weight=self._earlier_weight, bad_loss=self._bad_loss if self._refuses_bad_losses else None,
             bad_steps=BadSteps(guard, self._loss) if looks_before_update(guard, optim or Optim()) else None)
         if self._updater.in_backward:  # a product that waits would hold its block's gradients
             self.defer_bytes, self._auto_defer = 0, False
@@ -302,7 +310,8 @@ class Engine:
         """One step: gradients of the mean loss over the global batch, and an update.
 
         microbatches: this replica's share, as Microbatch objects or (inputs, targets) pairs; all ranks of a replica
-        give the same number of them. A batch whose weight is zero everywhere updates nothing and warns.
+        give the same number of them. A batch whose weight is zero everywhere updates nothing and warns. Gradients
+        of `forward_backward` since the last step are part of this one.
         """
         if not self._updater.updates:
             raise ConfigError("is missing", where="Engine(optimizer=...)",
@@ -313,15 +322,23 @@ class Engine:
                               remedy="Set --batch.microbatch-size to a replica's share of the batch, or leave it out.")
         self._updater.learning_rate = self.learning_rate
         self._accumulate(microbatches, updates=True)
-        return self._stepped(self._updater.finish())
+        verdict = self._updater.finish()
+        self._earlier = self._accumulated = None
+        return self._stepped(verdict, microbatches)
 
     def forward_backward(self, microbatches: Sequence[Microbatch | tuple]) -> BatchResult:
-        """The gradients of `train_batch` without its update; see `gradients`."""
+        """The gradients of `train_batch` without its update; see `gradients`.
+
+        Several calls before a `step` add up, as if their microbatches were one batch: gradients, loss and norm are of
+        the sum of all losses over the sum of all weights. `step`, `train_batch` and `zero_grad` end that; so does
+        setting all gradients to None or zero.
+        """
         if self._updater.in_backward:
             raise ConfigError("keeps no gradients", where="optim.update-in-backward", value=True,
                               remedy="Call train_batch, or leave the setting out.")
         self._accumulate(microbatches, updates=False)
         verdict = self._updater.average()
+        self._accumulated, self._earlier = self._stats[:2].clone(), None
         self._buffers.finish()
         self._board.doing = _OUTSIDE
         return BatchResult(self._stats, self._stats_work, verdict)
@@ -332,7 +349,13 @@ class Engine:
         self._board.doing = "the optimizer"
         self._updater.learning_rate = self.learning_rate
         self._updater.apply(result.verdict)
+        self._accumulated = None
         self._stepped(result.verdict)
+
+    def zero_grad(self) -> None:
+        """The next `forward_backward` begins with gradients of zero; for those who update by themselves."""
+        self._accumulated = None
+        self._updater.gradients.flat.zero_()
 
     def _accumulate(self, microbatches: Sequence[Microbatch | tuple], *, updates: bool) -> None:
         """Run forwards and backwards, and start every reduction. updates: whether a step follows."""
@@ -345,7 +368,9 @@ class Engine:
                                  where=f"parameter {name}", remedy="Build a new engine to train more parameters.")
         self._step += 1
         self._stage.loss_factor = self._updater.loss_factor
-        self._updater.begin(self._step, updates=updates)
+        self._earlier = self._accumulated
+        self._zeroed = self._earlier is not None and self._updater.gradients.were_zeroed()
+        self._updater.begin(self._step, updates=updates, keep=self._earlier is not None)
         self._run(microbatches, training=True)
         self._held.check_kept()
         self._updater.gradients.all_passed()
@@ -359,13 +384,31 @@ class Engine:
         self._stats_work.wait()
         return float(self._stats[1])
 
+    def _earlier_weight(self) -> float:
+        """Of it, the weight of earlier batches of this step."""
+        self._stats_work.wait()
+        return 0.0 if self._earlier is None or self._stats[2] else float(self._earlier[1])
+
+    def _bad_loss(self) -> str | None:
+        """"loss is nan", where the mean loss of the global batch is no finite number."""
+        loss = self._loss()
+        return None if math.isfinite(loss) else f"loss is {loss}"
+
     def _loss(self) -> float:
         """The mean loss of the global batch, which is reduced with its weight."""
         weight = self._weight()
         return float(self._stats[0]) / weight
 
-    def _stepped(self, verdict: Verdict) -> BatchResult:
-        """New values go to the other ends of ties; a step without a valid target is told of."""
+    def _stepped(self, verdict: Verdict, microbatches: Sequence[Microbatch | tuple] | None = None) -> BatchResult:
+        """New values go to the other ends of ties; a step without a valid target is told of, and a bad one refused.
+        microbatches: all of them, where that is known."""
+        if verdict.bad is not None and self._refuses_bad_losses:
+            examined = microbatches is not None and not self._updater.in_backward
+            cause = f". It began here: {self.examine(microbatches)}" if examined else ""
+            raise RanvierError(f"{verdict.bad}, and nothing was updated{cause}", where=f"step {self._step}",
+                               remedy="Lower the learning rate, or look at the data and the loss. Engine(guard=Guard("
+                                      "bad_step='skip')) leaves out such steps and reports them in BatchResult.bad; "
+                                      "bad_step='none' applies them.")
         if verdict.steps:
             if self._ties.owns:
                 self._updater.wait()
@@ -383,6 +426,7 @@ class Engine:
             raise ConfigError("has changed the parameters of the step that is to be examined",
                               where="optim.update-in-backward", value=True, remedy="Leave the setting out.")
         self._finish_update()
+        self._accumulated = None
         self._board.doing = "the examination of a bad step"
         batch = [entry if isinstance(entry, Microbatch) else Microbatch(*entry) for entry in microbatches]
         cause = examine(batch, stage=self._stage, num_blocks=self.layout.num_blocks, is_last_stage=self.is_last_stage,
@@ -703,9 +747,15 @@ class Engine:
     def _reduce_stats(self) -> Work:
         """Start summing loss and weight over all ranks; of a row of the last stage, all columns know the same."""
         counts = self.is_last_stage and self.coordinates.col == 0
-        mine = self._stage.loss_and_weight
-        self._stats = mine.to("cpu", copy=True) if counts else torch.zeros(2, dtype=torch.float64)
-        return self._all.all_reduce(self._stats)
+        mine = self._stage.loss_and_weight.to("cpu") if counts else torch.zeros(2, dtype=torch.float64)
+        earlier, stats = self._earlier, torch.cat([mine, torch.tensor([self._zeroed], dtype=torch.float64)])
+        self._stats = stats
+
+        def add_earlier() -> None:
+            if earlier is not None and not stats[2]:  # unless somebody has set gradients to zero, on any rank
+                stats[:2].add_(earlier)
+
+        return Then(self._all.all_reduce(stats), add_earlier)
 
     def _finish_update(self) -> None:
         """Wait until parameters are those of the last step, updated by other replicas or other ends of ties too; take
