@@ -146,7 +146,7 @@ def train(change_world: Callable[[World], World] | None, recipe: str, **flags: s
                          timeout_seconds=run.comm.timeout_seconds,
                          rerun=[*launch.rerun_command(), "--run-dir", str(run.run_dir),
                                 *_planned_flags(settled, run)] if started is None else None,
-                         explain_kill=lambda: _memory_text(run), saves_on_stop=True)
+                         explain_kill=lambda: _memory_text(run), saves_on_stop=True, flags=True)
     return _train_as_rank(run, name, world, change_world)
 
 

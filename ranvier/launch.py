@@ -23,6 +23,7 @@ import torch
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from ranvier import failure, follow
+from ranvier.arguments import of_function
 from ranvier.comm.inprocess import InProcessWorld
 from ranvier.comm.mpi_backend import MPIBackend
 from ranvier.comm.mpi_launch import mpi_available
@@ -47,17 +48,19 @@ class Choice:
     reason: str
 
 
+@of_function("ranvier.start")
 def start(mesh: Mesh | None = None, *, data: int = 1, pipe: int = 1, row: int = 1, col: int = 1,
           transport: Literal["auto", "torch", "mpi"] = "auto", launcher: Setting = "auto",
           threads: int | Literal["auto"] = "auto", device: Literal["auto", "cpu", "cuda"] = "auto",
           timeout_seconds: float = 300.0, rerun: Sequence[str] | None = None,
-          explain_kill: Callable[[], str] | None = None, saves_on_stop: bool = False) -> World:
+          explain_kill: Callable[[], str] | None = None, saves_on_stop: bool = False, flags: bool = False) -> World:
     """This rank of `mesh` (or of data x pipe x row x col), connected to all others.
 
     Under plain python with more than one rank this does not return: the command (`rerun`, by default this process's
     own) is run again as each rank, and the process exits with their code; `explain_kill` adds to what it says of a rank
     that the kernel has killed; with `saves_on_stop` its ranks are told to stop rather than ended, and waited for
-    (`ranvier.stop`). `timeout_seconds` bounds the wait for messages and for the other ranks at start.
+    (`ranvier.stop`). `timeout_seconds` bounds the wait for messages and for the other ranks at start. With `flags`
+    errors name the command's flags, rather than arguments.
 
     ConfigError when the launcher's ranks are not those of the mesh, or a setting cannot work here; LaunchError when
     ranks cannot be started or reached.

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
+from ranvier.arguments import of_engine
 from ranvier.comm.board import Board
 from ranvier.comm.collectives import Then
 from ranvier.comm.message import Kind, Message
@@ -111,10 +112,12 @@ class Engine:
             each training batch: all take the first replica's (as DistributedDataParallel does), their average, or each
             keeps its own (local), of which checkpoints and exports have the first replica's.
         check_order: compare the order of actions among the ranks of a stage before each action (slow; for debugging).
+        flags: whether errors name the command's flags, rather than arguments.
 
     Raises ModelError or ConfigError for what does not fit, on every rank alike.
     """
 
+    @of_engine
     def __init__(self, model: Model | nn.Sequential | Sequence[nn.Module], world: World, *, mesh: Mesh | None = None,
                  loss: Loss | None = None,
                  optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
@@ -125,7 +128,8 @@ class Engine:
                  optim: Optim | None = None, learning_rate: float = 1e-3, checkpoint: Checkpoint = "none",
                  sample: Microbatch | None = None, tensor: TensorParallel | None = None, guard: Guard | None = None,
                  frozen: int = 0, frozen_dropout: bool = True, buffers: BufferSync = "broadcast",
-                 check_order: bool = False) -> None:
+                 check_order: bool = False, flags: bool = False) -> None:
+        self.flags = flags
         mesh = mesh or world.mesh or Mesh(data=world.size)
         if mesh.size != world.size:
             raise ConfigError(f"has {mesh.size} ranks, but {world.size} were started", where="mesh", value=str(mesh),
@@ -306,6 +310,7 @@ class Engine:
 
     # ------------------------------------------------------------------ batches
 
+    @of_engine
     def train_batch(self, microbatches: Sequence[Microbatch | tuple]) -> BatchResult:
         """One step: gradients of the mean loss over the global batch, and an update.
 
@@ -326,6 +331,7 @@ class Engine:
         self._earlier = self._accumulated = None
         return self._stepped(verdict, microbatches)
 
+    @of_engine
     def forward_backward(self, microbatches: Sequence[Microbatch | tuple]) -> BatchResult:
         """The gradients of `train_batch` without its update; see `gradients`.
 
@@ -343,6 +349,7 @@ class Engine:
         self._board.doing = _OUTSIDE
         return BatchResult(self._stats, self._stats_work, verdict)
 
+    @of_engine
     def step(self, result: BatchResult) -> None:
         """Update this rank's parameters from the gradients of `forward_backward`, and send tied ones to their ends."""
         self._held.adopt()
@@ -419,6 +426,7 @@ class Engine:
         self._board.doing = _OUTSIDE
         return BatchResult(self._stats, self._stats_work, verdict)
 
+    @of_engine
     def examine(self, microbatches: Sequence[Microbatch | tuple]) -> Cause:
         """After a bad step: what it began with. Runs its batch again, microbatch by microbatch, and compares what all
         ranks see; collective. What `gradients` gives is of no use afterwards."""
@@ -471,6 +479,7 @@ class Engine:
         names = self.block_names
         return tuple(float(sum(squared[names.index(block)] for block in layer)) ** 0.5 for layer in self.layers)
 
+    @of_engine
     def compare_replicas(self) -> None:
         """Compare, bit by bit, the parameters that several ranks hold alike; collective. RanvierError on every rank,
         with the odd ones out, where they differ."""
@@ -480,6 +489,7 @@ class Engine:
         self._replicas.compare(self._parameters)
         self._board.doing = _OUTSIDE
 
+    @of_engine
     def evaluate(self, microbatches: Sequence[Microbatch | tuple],
                  observe: Callable[[int, State], None] | None = None) -> BatchResult:
         """Forward only: loss and weight over the global batch, without dropout. observe: called on the ranks of the
@@ -491,11 +501,13 @@ class Engine:
             self._stage.observe = None
         return BatchResult(self._stats, self._stats_work, None)
 
+    @of_engine
     def predict(self, microbatches: Sequence[Microbatch | tuple]) -> list[State] | None:
         """Forward only, without the loss: what the last block returns, on the last stage's ranks; None elsewhere."""
         self._run(microbatches, training=False, keep_outputs=True)
         return self._stage.outputs if self.is_last_stage else None
 
+    @of_engine
     def close(self) -> None:
         """Give the communicators back; the modules are plain modules again, without gradients (parameters remain views
         of one buffer where `optim` was given). Idempotent; all ranks call it."""
