@@ -1,6 +1,6 @@
 """Errors for those who call Ranvier from Python: settings by the arguments that have them, rather than by flags.
 
-    pipeline.in-flight: must be at least 1          Engine(in_flight=...): must be at least 1
+    pipeline.in-flight                              Engine(in_flight=...)
     Set --optim.clip-norm 0                         Set Optim(clip_norm=0)
 
 Settings are checked in one place, whoever has made them; their errors speak of flags until they leave `ranvier.start`
@@ -27,19 +27,21 @@ _PHRASES = {"--resume auto": "Checkpoints.load()", "--resume PATH": "Checkpoints
 _WORDS = ("none", "auto", "cpu", "cuda", "torch", "mpi", "local", "stationary", "summa", "megatron", "stop", "skip",
           "back", "fp32", "half", "adamw", "sgd")
 _FLAG = re.compile(rf"--({'|'.join(_CALLS)})\.([a-z]+(?:-[a-z]+)*)(?: (\d+|true|false|{'|'.join(_WORDS)})\b)?")
-_SETTING = re.compile(rf"(?<![\w.-])({'|'.join(_CALLS)})\.([a-z]+(?:-[a-z]+)*)(?![\w(])")
+_SETTING = re.compile(rf"({'|'.join(_CALLS)})\.([a-z]+(?:-[a-z]+)*)")
+_TWICE = re.compile(r"\b([\w.]+)\(([^()]+)\) \1\(")
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
 def in_python(text: str, *, caller: str) -> str:
-    """`text` with arguments in the place of settings and flags. caller: the function that has failed, which takes those
-    that several take."""
+    """`text` with arguments in the place of flags, and of a setting where that is all of it. caller: the function that
+    has failed, which takes those that several take."""
     for flag, phrase in _PHRASES.items():
         text = text.replace(flag, phrase)
-    text = _FLAG.sub(lambda found: _argument(*found.groups(), caller), text)
-    return _SETTING.sub(lambda found: _argument(*found.groups(), None, caller), text)
+    if setting := _SETTING.fullmatch(text):
+        return _argument(*setting.groups(), None, caller)
+    return _TWICE.sub(r"\1(\2, ", _FLAG.sub(lambda found: _argument(*found.groups(), caller), text))
 
 
 def _argument(section: str, field: str, value: str | None, caller: str) -> str:

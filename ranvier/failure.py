@@ -18,8 +18,8 @@ from dataclasses import replace
 
 from torch.distributed import Store
 
-from ranvier.comm.board import in_time, silent
-from ranvier.errors import MessageTimeout, RanvierError, TransportError
+from ranvier.comm.board import in_time, said, silent, waits_for
+from ranvier.errors import LaunchError, MessageTimeout, RanvierError, TransportError
 from ranvier.mesh import Mesh
 from ranvier.world import World
 
@@ -27,6 +27,7 @@ FAILED = "ranvier/failed"
 FINISHED = "ranvier/finished"
 MESH = "ranvier/mesh"
 INTERRUPTED = 130
+_LOOK_SECONDS = 1.5
 _RELAY_SECONDS = 0.3  # mpiexec throws away what it has not yet read when a rank aborts
 
 
@@ -105,18 +106,32 @@ def _end(world: World, mesh: Mesh, codes: list[int]) -> None:
     if world.size > 1:
         if codes[0]:
             leave(world, failed(world, mesh, SystemExit(codes[0])))
-        _await_all(world)
+        _await_all(world, mesh)
     world.backend.close()
 
 
-def _await_all(world: World) -> None:
-    """Return when every rank's program has come to its end: some write reports long after the others are done."""
+def _await_all(world: World, mesh: Mesh) -> None:
+    """Return when every rank's program has come to its end: some write reports long after the others are done. If one
+    of them needs this rank for what it does, all end here."""
     try:
         world.store.add(FINISHED, 1)
+        look, before = time.monotonic() + _LOOK_SECONDS, None
         while world.store.add(FINISHED, 0) < world.size:
             time.sleep(0.02)
+            if time.monotonic() > look:
+                other = waits_for(world.store, world.rank, range(world.size))
+                if other is not None and other == before:
+                    leave(world, failed(world, mesh, _ended_early(world, mesh, other)))
+                look, before = time.monotonic() + _LOOK_SECONDS, other
     except RuntimeError:
         pass  # rank 0, which keeps the store, saw all of them and has left
+
+
+def _ended_early(world: World, mesh: Mesh, other: int) -> LaunchError:
+    doing = (in_time(lambda: said(world.store, [other])) or {}).get(other, (0, "a call"))[1]
+    return LaunchError(f"ended its program with exit code 0 while rank {other} ({_place(world, mesh, other)}) needs "
+                       f"it: that is in {doing}", where=f"rank {world.rank}",
+                       remedy="Have all ranks make the same calls of the engine, and end after the last one.")
 
 
 def end_on_start_errors(local_rank: int | None) -> None:

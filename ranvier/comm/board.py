@@ -57,8 +57,31 @@ def silent(store: Store, ranks: Sequence[int], seconds: float = 2.5) -> list[int
     return None if before is None or after is None else [rank for rank in before if before[rank] == after[rank]]
 
 
+def begun(store: Store, rank: int) -> tuple[int, int]:
+    """How many calls that all ranks of its mesh make a rank has begun, and how many ranks that mesh has."""
+    if not store.check([_calls_key(rank)]):
+        return 0, 0
+    calls, size = store.get(_calls_key(rank)).decode().split()
+    return int(calls), int(size)
+
+
+def waits_for(store: Store, rank: int, ranks: Sequence[int]) -> int | None:
+    """One of `ranks` that has begun a call which needs `rank`, whose program has ended before it; None where there is
+    none."""
+    mine = begun(store, rank)[0]
+    for other in ranks:
+        calls, size = begun(store, other)
+        if other != rank and rank < size and calls > mine:
+            return other
+    return None
+
+
 def _key(rank: int) -> str:
     return f"ranvier/board/{rank}"
+
+
+def _calls_key(rank: int) -> str:
+    return f"ranvier/calls/{rank}"
 
 
 class Board:
@@ -68,6 +91,8 @@ class Board:
         self._store, self._rank, self._mesh, self._interval = store, rank, mesh, interval_seconds
         self.doing = "its start"
         """What this rank is in now, as a noun; written by the rank at every action."""
+        self.calls = 0
+        """Calls that this rank has begun of those that all ranks of the mesh make; see `waits_for`."""
         self._count = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep_publishing, name=f"ranvier-board-{rank}", daemon=True)
@@ -86,6 +111,7 @@ class Board:
     def _publish(self) -> None:
         self._count += 1
         self._store.set(_key(self._rank), f"{self._count} {self.doing}")
+        self._store.set(_calls_key(self._rank), f"{self.calls} {self._mesh.size}")
 
     def name(self, rank: int) -> str:
         """A rank in words: only the axes that the mesh uses."""
@@ -113,3 +139,4 @@ class Board:
         atexit.unregister(self.close)
         self._stop.set()
         self._thread.join(_STORE_SECONDS)
+        in_time(self._publish)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ranvier.arguments import of_engine
-from ranvier.comm.board import Board
+from ranvier.comm.board import Board, begun
 from ranvier.comm.collectives import Then
 from ranvier.comm.message import Kind, Message
 from ranvier.comm.protocol import Group, Transport, Work
@@ -513,6 +513,7 @@ class Engine:
         of one buffer where `optim` was given). Idempotent; all ranks call it."""
         if not self._closed:
             self._closed = True
+            self._board.calls += 1
             self._finish_update()
             self._stage.forget_weights()
             self._updater.gradients.detach()
@@ -574,6 +575,7 @@ class Engine:
         self._board = Board(self.world.store, rank, mesh)
         self._data_group: Group = backend.group("data", mesh.groups("data"))
         self._all: Group = backend.group("all", [range(mesh.size)])
+        self._board.calls = self._calls_of_all() + 1
         self._sequencer = Sequencer(mesh, rank, backend, self._board, timeout_seconds, check_order)
         self._transport: Transport = backend.transport("pipeline")
         self._before, self._after = mesh.neighbour(rank, -1), mesh.neighbour(rank, +1)
@@ -581,6 +583,12 @@ class Engine:
         peers = sorted({peer for peer in (self._before, self._after, *tied) if peer is not None})
         self._transport.connect(peers, peers, self._edge_capacity())
         self._inbox = Inbox(self._transport, self._board, self.timeline, timeout_seconds, self._ties.receive)
+
+    def _calls_of_all(self) -> int:
+        """The most calls that any rank of the mesh has begun on engines before this one."""
+        most = torch.tensor([begun(self.world.store, self.world.rank)[0]])
+        self._all.all_reduce(most, "max").wait()
+        return int(most)
 
     def _edge_capacity(self) -> int:
         """Room for the largest carried state that crosses a boundary, and its description; 1 MiB when unknown."""
@@ -624,6 +632,7 @@ class Engine:
 
     def _run(self, microbatches: Sequence[Microbatch | tuple], *, training: bool, keep_outputs: bool = False) -> None:
         self._call += 1
+        self._board.calls += 1
         batch = [entry if isinstance(entry, Microbatch) else Microbatch(*entry) for entry in microbatches]
         self._finish_update()
         self._stage.begin(training)

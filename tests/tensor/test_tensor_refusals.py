@@ -20,7 +20,7 @@ from tests.tensor.split_parity import legal, on_mesh, share, tiny_gpt, token_bat
 
 def refused(make, rows, cols, scheme, error, text, **options):
     with pytest.raises(error, match=re.escape(text)):
-        on_mesh(make, Mesh(row=rows, col=cols), lambda engine: None, scheme=scheme, **options)
+        on_mesh(make, Mesh(row=rows, col=cols), lambda engine: None, scheme=scheme, flags=True, **options)
 
 
 @pytest.mark.parametrize(("rows", "cols", "scheme"), legal([(1, 5), (2, 5)]))
