@@ -5,11 +5,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help train test test-all lint bench-pipeline bench-transports bench-meshes bench-memory bench-tensor bench-checkpoint bench-elastic clean
+# The tests share the cores: one worker for each, each with its own ranks.
+WORKERS ?= auto
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile
+
+# Interpreter:torch pairs that `make test-versions` runs the tests with; an interpreter that is not installed is skipped, by name.
+VERSIONS ?= python3.11:2.11.0 python3.12:2.11.0 python3.12:2.13.0
+
+.PHONY: help train test test-all test-versions lint bench-pipeline bench-transports bench-meshes bench-memory bench-tensor bench-checkpoint bench-elastic clean
 
 help:
 	@echo "make train              train the smallest GPT on four local ranks, with a picture of what each did when"
-	@echo "make test               lint and the tests; test-all adds the slow ones"
+	@echo "make test               lint and the tests; test-all adds the slow ones, and other versions of Python and torch"
 	@echo "make bench-pipeline     compare with other pipelines; bench-transports, bench-meshes, bench-memory, bench-tensor, bench-checkpoint, bench-elastic likewise"
 	@echo "make clean              remove $(VENV)"
 
@@ -17,10 +24,20 @@ train: $(VENV)/train
 	$(BIN)/ranvier train gpt-tiny
 
 test: lint
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-all: lint
-	$(BIN)/python -m pytest -m "not gpu"
+	$(PYTEST) -m "not gpu"
+	$(MAKE) test-versions
+
+test-versions:
+	@for version in $(VERSIONS); do \
+	  python=$${version%%:*} torch=$${version##*:} venv=$(VENV)/$${version%%:*}-torch-$${version##*:}; \
+	  command -v $$python >/dev/null || { echo "$$python is not installed: torch $$torch is not tested with it"; continue; }; \
+	  echo "$$python, torch $$torch:" && $$python -m venv $$venv \
+	  && $$venv/bin/python -m pip install --quiet --disable-pip-version-check torch==$$torch -e '.[mpi,test]' \
+	  && $$venv/bin/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile || exit 1; \
+	done
 
 lint: $(VENV)/test
 	$(BIN)/ruff check .

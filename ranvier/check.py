@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
+from ranvier import effects
+from ranvier.data import lm
 from ranvier.data.prepare import problems as data_problems
-from ranvier.data.tokenizer import GPT2_VOCAB, SMALLEST_VOCAB
 from ranvier.elastic import rules
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.machine import available_memory_bytes
@@ -25,8 +26,8 @@ from ranvier.optim.step import in_backward_problems
 from ranvier.pipeline.build import StageTable
 from ranvier.pipeline.partition import check_boundaries
 from ranvier.planner.memory import PROCESS_BYTES, RankMemory, laid_out, remedies
-from ranvier.precision import DTYPES
-from ranvier.run import Optim, Run, TensorParallel
+from ranvier.precision import DTYPES, reduce_dtype
+from ranvier.run import Run, TensorParallel
 from ranvier.tensor.mesh import tensor_problems
 from ranvier.tensor.placement import best_tile, bytes_between_nodes
 from ranvier.tensor.shape import best_shape
@@ -105,8 +106,10 @@ def as_dict(problem: RanvierError) -> dict[str, object]:
     return {"where": problem.where, "value": value, "message": problem.what, "remedy": problem.remedy}
 
 
-def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = None) -> Report:
-    """Look at `run` as a whole. Never raises for what a user can set."""
+def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = None, *,
+          chosen: Collection[str] | None = None) -> Report:
+    """Look at `run` as a whole. Never raises for what a user can set. chosen: settings that have a value of the
+    user's (`Resolved.chosen`); None: those that differ from their defaults."""
     run, found = with_pretrained(run)
     given = run
     run, more = with_plan(run, num_ranks, ranks_per_node)
@@ -122,8 +125,8 @@ def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = N
         except TOO_LARGE as error:
             found.append(cannot_be_laid_out(error))
     machine = this_machine(run, memory) if memory and run.mesh.size <= _MOST_LOCAL_RANKS else None
-    return Report(problems=tuple(found), warnings=(*warnings(run), *_machine_warnings(run, machine)), stages=stages,
-                  memory=memory, tensor_mesh=tensor_mesh_facts(run, ranks_per_node), machine=machine,
+    return Report(problems=tuple(found), warnings=(*warnings(run, chosen, given), *_machine_warnings(run, machine)),
+                  stages=stages, memory=memory, tensor_mesh=tensor_mesh_facts(run, ranks_per_node), machine=machine,
                   planned=planned)
 
 
@@ -243,7 +246,8 @@ def tensor_mesh_facts(run: Run, ranks_per_node: int | None) -> TensorMeshFacts |
         return None
     try:
         volume = layer_volume(_volume_scheme(run.tensor), row=mesh.row, col=mesh.col, batch=run.batch.microbatch_size,
-                              sequence=model.sequence, hidden=model.hidden, itemsize=DTYPES[run.precision].itemsize)
+                              sequence=model.sequence, hidden=model.hidden, itemsize=DTYPES[run.precision].itemsize,
+                              sum_itemsize=reduce_dtype(run.tensor, DTYPES[run.precision]).itemsize)
     except ValueError:
         return None
     facts = TensorMeshFacts(row=mesh.row, col=mesh.col, scheme=_volume_scheme(run.tensor),
@@ -332,84 +336,25 @@ def _update_problems(run: Run) -> Iterator[ConfigError]:
     yield from guard_problems(run.guard, run.optim)
 
 
-def _data_problems(run: Run) -> Iterator[RanvierError]:
-    if run.data.task != "lm":  # texts may lie on the machines that the run is meant for
-        yield from data_problems(run)
-        return
-    smallest, kind = (GPT2_VOCAB, "GPT-2's") if run.data.tokenizer == "gpt2" else (SMALLEST_VOCAB, "a byte-level")
-    if run.model.vocab < smallest:
-        yield ConfigError(f"is less than {kind} tokenizer has: {smallest}", where="model.vocab", value=run.model.vocab,
-                          remedy=f"Set --model.vocab {smallest} or more.")
+def _data_problems(run: Run) -> list[RanvierError]:
+    # a corpus may lie on the machines that the run is meant for
+    return lm.first_look(run) if run.data.task == "lm" else data_problems(run)
 
 
-def warnings(run: Run) -> Iterator[ConfigError]:
-    """Settings that have no effect, or hardly the one that was meant."""
+def warnings(run: Run, chosen: Collection[str] | None = None, asked: Run | None = None) -> Iterator[ConfigError]:
+    """Settings that have no effect, or hardly the one that was meant. chosen, asked: see `ranvier.effects`."""
     pipeline, train = run.pipeline, run.train
-    if pipeline.policy == "gpipe" and pipeline.in_flight != "auto":
-        yield ConfigError("has no effect: gpipe keeps all microbatches in flight", where="pipeline.in-flight",
-                          value=pipeline.in_flight, remedy="Set --pipeline.in-flight auto, or another policy.")
-    if pipeline.policy != "message-driven" and pipeline.defer_bytes not in ("auto", 0):
-        yield ConfigError(f"has no effect: {pipeline.policy} postpones no weight gradients",
-                          where="pipeline.defer-bytes", value=pipeline.defer_bytes,
-                          remedy="Set --pipeline.defer-bytes auto, or --pipeline.policy message-driven.")
+    yield from effects.warnings(run, chosen, asked)
+    if run.data.task == "lm":
+        yield from lm.warnings(run)
     if pipeline.in_flight != "auto" and pipeline.policy != "gpipe" and pipeline.in_flight < run.mesh.pipe:
         yield ConfigError(f"leaves some of the {run.mesh.pipe} stages idle", where="pipeline.in-flight",
                           value=pipeline.in_flight,
                           remedy=f"Set --pipeline.in-flight {run.mesh.pipe} or more, or auto.")
-    if pipeline.boundaries is not None and pipeline.partition == "uniform":
-        yield ConfigError("has no effect beside pipeline.boundaries", where="pipeline.partition",
-                          value=pipeline.partition, remedy="Leave out one of the two.")
-    yield from _tensor_warnings(run)
-    yield from _optim_warnings(run)
-    yield from rules.warnings(run)
-    if train.warmup_steps >= train.steps:
+    if train.epochs is None and train.warmup_steps >= train.steps:
         yield ConfigError(f"ends the run of {train.steps} steps before the full learning rate is reached",
                           where="train.warmup-steps", value=train.warmup_steps,
                           remedy="Lower --train.warmup-steps, or raise --train.steps.")
-
-
-def _tensor_warnings(run: Run) -> Iterator[ConfigError]:
-    tensor, mesh = run.tensor, run.mesh
-    unused = []
-    if mesh.stage_size == 1:
-        unused = [(name, "blocks are not split: mesh.row and mesh.col are 1") for name in (
-            "scheme", "sequence_sharding", "keep_weights")]
-    else:
-        if tensor.scheme != "megatron":
-            unused.append(("sequence_sharding", f"activations are always split in scheme {tensor.scheme}"))
-        if tensor.scheme != "stationary" or mesh.row == 1:
-            unused.append(("keep_weights", "weights are gathered in scheme stationary on several rows only"))
-    for name, why in unused:
-        if getattr(tensor, name) != getattr(TensorParallel, name):
-            yield ConfigError(f"has no effect: {why}", where=f"tensor.{name.replace('_', '-')}",
-                              value=getattr(tensor, name), remedy="Leave it out.")
-
-
-def _optim_warnings(run: Run) -> Iterator[ConfigError]:
-    optim, half = run.optim, run.precision in ("bf16", "fp16")
-    unused = []
-    if optim.algorithm == "sgd":
-        unused += [("betas", Optim.betas, "sgd has none"), ("epsilon", Optim.epsilon, "sgd has none")]
-    else:
-        unused.append(("momentum", Optim.momentum, "adamw has its betas"))
-    if not half:
-        unused += [("accumulate", "fp32", f"gradients of {run.precision} parameters add up in {run.precision}"),
-                   ("reduce_dtype", "auto", f"gradients of {run.precision} parameters travel in {run.precision}")]
-    if run.precision != "fp16":
-        unused += [(name, getattr(Optim, name), "only fp16 scales the loss")
-                   for name in ("initial_loss_scale", "loss_scale_window")]
-    if optim.offload not in ("stream", "host"):
-        unused.append(("buckets_in_flight", Optim.buckets_in_flight, f"offload is {optim.offload}"))
-    if run.mesh.data == run.mesh.row == 1 and (run.mesh.col == 1 or _volume_scheme(run.tensor) != "megatron-sequence"):
-        unused += [] if run.elastic.auto_dp else [(name, default, "mesh.data is 1") for name, default in (
-            ("shard", False), ("reduce_dtype", "auto"))]
-    for name, default, why in unused:
-        if getattr(optim, name) != default:
-            yield ConfigError(f"has no effect: {why}", where=f"optim.{name.replace('_', '-')}",
-                              value=getattr(optim, name), remedy="Leave it out.")
-    if run.train.schedule == "constant" and run.train.final_learning_rate:
-        yield ConfigError("has no effect: the schedule is constant", where="train.final-learning-rate",
-                          value=run.train.final_learning_rate, remedy="Set --train.schedule linear or cosine.")
 
 
 def memory_table(memory: Sequence[RankMemory]) -> Table:

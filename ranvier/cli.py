@@ -10,7 +10,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -82,6 +82,34 @@ def command() -> None:
     """Train neural networks that are too large, or too slow, for one device."""
 
 
+class _Switch(click.Option):
+    """A yes/no setting: a flag that may have a value, and its negation."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        record = super().get_help_record(ctx)
+        return record and (f"{record[0]} / --no-{self.opts[0].removeprefix('--')}", record[1])
+
+
+def _with_values(args: Sequence[str], params: Sequence[click.Parameter]) -> Iterator[str]:
+    """`args` with a value for every switch: --NAME is true unless true or false follows, --no-NAME is false."""
+    options = {name: param for param in params if isinstance(param, click.Option) for name in param.opts}
+    switches = {name for name, param in options.items() if isinstance(param, _Switch)}
+    left = list(args)
+    while left:
+        arg = left.pop(0)
+        if arg == "--":
+            yield from (arg, *left)
+            return
+        if arg in switches:
+            yield f"{arg}={left.pop(0) if left[:1] in (['true'], ['false']) else 'true'}"
+        elif arg.startswith("--no-") and f"--{arg.removeprefix('--no-')}" in switches:
+            yield f"--{arg.removeprefix('--no-')}=false"
+        else:
+            yield arg
+            if arg in options and not options[arg].is_flag and left:
+                yield left.pop(0)  # its value, whatever that looks like
+
+
 class _WithSettings(click.Command):
     """A command that takes every field of the run as a flag, listed by section."""
 
@@ -89,8 +117,12 @@ class _WithSettings(click.Command):
         super().__init__(*args, **kwargs)
         for setting in resolve.settings().values():
             text = f"{setting.help} [{setting.expected}; default {resolve.as_text(setting.default)}]"
-            self.params.append(click.Option([f"--{setting.flag}", setting.name.replace(".", "__")], type=str,
-                                            metavar="VALUE", help=text))
+            kind = _Switch if setting.is_yes_no else click.Option
+            self.params.append(kind([f"--{setting.flag}", setting.name.replace(".", "__")], type=str,
+                                    metavar="[true|false]" if setting.is_yes_no else "VALUE", help=text))
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, list(_with_values(args, self.get_params(ctx))))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
@@ -123,6 +155,7 @@ def train(change_world: Callable[[World], World] | None, recipe: str, **flags: s
     from ranvier import check, launch
     from ranvier.launchers import detect
     from ranvier.refit import refit
+    from ranvier.restart import Restarts
 
     started = detect(os.environ, resolved.run.launch.launcher)
     settled, unsettled = check.with_pretrained(resolved.run)
@@ -139,14 +172,16 @@ def train(change_world: Callable[[World], World] | None, recipe: str, **flags: s
     if started is None:
         _check_folder(run)
     if started is None or (started.launcher != "local" and started.rank == 0):
-        for warning in (*warnings, *check.warnings(run)):
+        for warning in (*warnings, *check.warnings(run, resolved.chosen, settled)):
             print(f"ranvier: warning: {warning}", file=sys.stderr)
+    rerun = None if started is not None else [*launch.rerun_command(), "--run-dir", str(run.run_dir),
+                                              *_planned_flags(settled, run)]
     world = launch.start(run.mesh, transport=run.comm.transport, launcher=run.launch.launcher,
                          threads=run.launch.threads, device=run.launch.device,
-                         timeout_seconds=run.comm.timeout_seconds,
-                         rerun=[*launch.rerun_command(), "--run-dir", str(run.run_dir),
-                                *_planned_flags(settled, run)] if started is None else None,
-                         explain_kill=lambda: _memory_text(run), saves_on_stop=True, flags=True)
+                         timeout_seconds=run.comm.timeout_seconds, rerun=rerun,
+                         explain_kill=lambda: _memory_text(run), saves_on_stop=True,
+                         stopped_seconds=run.launch.stopped_seconds, hang_seconds=run.launch.hang_seconds,
+                         restart=Restarts(run, rerun) if rerun and run.max_restarts else None, flags=True)
     return _train_as_rank(run, name, world, change_world)
 
 
@@ -191,22 +226,37 @@ def _check_folder(run: Run) -> None:
 
 
 @command.command(cls=_WithSettings)
-@click.argument("recipe")
+@click.argument("recipe", required=False)
+@click.option("--split", metavar="MODULE:FUNCTION",
+              help="Compare a model of your own on rows and columns, in every scheme, with the same on one rank. The "
+                   "function takes nothing and returns (model, sample) or (model, sample, loss), as for "
+                   "ranvier.testing.check_split. No RECIPE is needed.")
 @click.option("--ranks", type=click.IntRange(min=1), help="Number of ranks that the run is meant for.")
 @click.option("--ranks-per-node", type=click.IntRange(min=1), help="Ranks on each machine, for their placement.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def check(recipe: str, ranks: int | None, ranks_per_node: int | None, as_json: bool, **flags: str | None) -> int:
+def check(recipe: str | None, split: str | None, ranks: int | None, ranks_per_node: int | None, as_json: bool,
+          **flags: str | None) -> int:
     """Find every problem of RECIPE at once, for any number of ranks; show its stages, memory and settings.
 
     Nothing is started, and no weight is built.
     """
+    if split is not None:
+        from ranvier.testing.split import check_named
+
+        check_named(split, as_json=as_json)
+    if recipe is None:
+        if split is None:
+            raise click.UsageError("Missing argument 'RECIPE'.")
+        return 0
     name, resolved = _resolve(recipe, flags)
     from ranvier.check import check as check_run
     from ranvier.check import print_report
 
-    report = check_run(resolved.run, ranks, ranks_per_node)
+    report = check_run(resolved.run, ranks, ranks_per_node, chosen=resolved.chosen)
     report = dataclasses.replace(report, problems=(*resolved.problems, *report.problems))
     values = resolve.flatten(resolved.run)
+    if resolved.run.train.epochs is not None:
+        values["train.steps"] = "by train.epochs"
     rows = [(setting.flag, resolve.as_text(values[setting.name]), resolved.origins[setting.name])
             for setting in resolve.settings().values()]
     if as_json:

@@ -48,12 +48,25 @@ class ModelError(RanvierError):
     """A list of blocks, a loss, or a tie that does not fit the model contract."""
 
 
+class DivisibilityError(ModelError):
+    """A size that rows or columns cannot share."""
+
+
 class DataError(RanvierError):
     """A corpus, tokenizer or token file that is missing, damaged or too small."""
 
 
 class CheckpointError(RanvierError):
     """A checkpoint that cannot be written, is damaged or hostile, or does not fit the model."""
+
+
+class OwnershipError(RanvierError):
+    """A folder that belongs to another run that is under way, or that another run has taken over."""
+
+
+class UnsavedError(CheckpointError):
+    """A run that came to its end without its last checkpoint on the disk: exit code 1, not 2, since no setting is at
+    fault."""
 
 
 class LaunchError(RanvierError):
@@ -70,3 +83,7 @@ class OutOfMemory(RanvierError):
 
 class MessageTimeout(TransportError):
     """A message that did not come in time; the text names who waits for what from whom."""
+
+
+class Hang(TransportError):
+    """An action of a rank that takes so much longer than any before that it will not end; others wait for it."""

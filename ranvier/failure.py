@@ -19,22 +19,28 @@ from dataclasses import replace
 from torch.distributed import Store
 
 from ranvier.comm.board import in_time, said, silent, waits_for
-from ranvier.errors import LaunchError, MessageTimeout, RanvierError, TransportError
+from ranvier.comm.hang import HangWatch
+from ranvier.comm.signed_store import SignedStore
+from ranvier.errors import Hang, LaunchError, MessageTimeout, RanvierError, TransportError, UnsavedError
+from ranvier.lifeline import Heartbeat, launcher_processes, launcher_variable
 from ranvier.mesh import Mesh
+from ranvier.processes import Process
+from ranvier.stopped import LOOK_SECONDS, kill_stopped
 from ranvier.world import World
 
 FAILED = "ranvier/failed"
 FINISHED = "ranvier/finished"
 MESH = "ranvier/mesh"
 INTERRUPTED = 130
-_LOOK_SECONDS = 1.5
 _RELAY_SECONDS = 0.3  # mpiexec throws away what it has not yet read when a rank aborts
 
 
 def exit_code(error: BaseException) -> int:
-    """2 for a RanvierError, 130 for Ctrl-C, otherwise 1; SystemExit keeps its own."""
+    """2 for a RanvierError, 130 for Ctrl-C, otherwise 1, as for an UnsavedError; SystemExit keeps its own."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, UnsavedError):
+        return 1
     return 2 if isinstance(error, RanvierError) else INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
 
 
@@ -47,7 +53,7 @@ def failed(world: World, mesh: Mesh, error: BaseException) -> int:
     # what they do, since all look for as long: those that do not are the culprits.
     quiet = _quiet(world, mesh) if isinstance(error, TransportError) and world.size > 1 else ""
     who = f"rank {world.rank} ({_place(world, mesh, world.rank)})"
-    first = in_time(lambda: _is_first(world, code, told))
+    first = in_time(lambda: _is_first(world, error, code, told))
     if isinstance(error, SystemExit):
         return code
     if first is None and not told:
@@ -69,18 +75,34 @@ def leave(world: World, code: int) -> None:
         time.sleep(_RELAY_SECONDS)
         if world.launcher == "local":  # the parent says how this rank ended; MPI's line would say it again
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    elif world.launcher != "local":  # our own starter does that
+        for launcher in launcher_processes(world.launcher)[-1:]:
+            kill_stopped(launcher, launcher_variable(world.launcher))
     try:
         world.backend.abort(code)
     finally:
         os._exit(code)
 
 
-def end_on_errors(world: World, mesh: Mesh) -> None:
-    """From now on an uncaught error, on any thread of this rank, is reported by `failed` and ends all ranks.
+def end_on_errors(world: World, mesh: Mesh, *, stopped_seconds: float, hang_seconds: float | None,
+                  timeout_seconds: float) -> None:
+    """From now on an uncaught error, on any thread of this rank, is reported by `failed` and ends all ranks; so are a
+    rank of this machine that is stopped for `stopped_seconds`, and an action of this one that hangs (HangWatch).
 
-    The normal end of the program waits until all ranks are there and then closes the backend; sys.exit with an error
-    code does not wait, but ends the others.
+    The normal end of the program waits until all ranks are there and then closes the backend, and fails where nothing
+    is heard of one of them for `timeout_seconds`; sys.exit with an error code does not wait, but ends the others.
     """
+    def on_stopped(rank: int, process: Process) -> None:
+        leave(world, failed(world, mesh, TransportError(
+            "is stopped (SIGSTOP), and the run is ended: all others wait for it", value=f"process {process.pid}",
+            where=f"rank {rank} ({_place(world, mesh, rank)})",
+            remedy="Start again with --resume auto; --launch.stopped-seconds 0 lets a rank be stopped.")))
+
+    heartbeat = None
+    if world.size > 1:
+        heartbeat = Heartbeat(world, stopped_seconds=stopped_seconds, timeout_seconds=timeout_seconds,
+                              on_stopped=on_stopped)
+        world.hang = lambda: HangWatch(hang_seconds, lambda error: leave(world, failed(world, mesh, error)))
     codes = [0]
 
     def on_error(kind, error, trace) -> None:
@@ -99,30 +121,44 @@ def end_on_errors(world: World, mesh: Mesh) -> None:
         raise SystemExit(code)
 
     sys.excepthook, threading.excepthook, sys.exit = on_error, on_thread_error, on_exit
-    atexit.register(_end, world, mesh, codes)
+    atexit.register(_end, world, mesh, codes, heartbeat)
 
 
-def _end(world: World, mesh: Mesh, codes: list[int]) -> None:
-    if world.size > 1:
-        if codes[0]:
-            leave(world, failed(world, mesh, SystemExit(codes[0])))
-        _await_all(world, mesh)
-    world.backend.close()
-
-
-def _await_all(world: World, mesh: Mesh) -> None:
-    """Return when every rank's program has come to its end: some write reports long after the others are done. If one
-    of them needs this rank for what it does, all end here."""
+def _end(world: World, mesh: Mesh, codes: list[int], heartbeat: Heartbeat | None) -> None:
+    if heartbeat is None:
+        world.backend.close()
+        return
+    if codes[0]:
+        leave(world, failed(world, mesh, SystemExit(codes[0])))
     try:
-        world.store.add(FINISHED, 1)
-        look, before = time.monotonic() + _LOOK_SECONDS, None
-        while world.store.add(FINISHED, 0) < world.size:
+        _await_all(world, mesh, heartbeat)
+        heartbeat.close()
+        world.backend.close()
+    except RanvierError as error:  # raised at exit, it would be printed, and the exit code stay 0
+        leave(world, failed(world, mesh, error))
+
+
+def _await_all(world: World, mesh: Mesh, heartbeat: Heartbeat) -> None:
+    """Return when every rank's program has come to its end: some write reports long after the others are done.
+    MessageTimeout where one gives no sign of life in time, LaunchError where one needs this rank for what it does."""
+    try:
+        world.store.set(f"{FINISHED}/{world.rank}", "")
+        looked, unfinished = time.monotonic(), set(range(world.size)) if world.rank == 0 else set()
+        needed_by = None
+        while not world.store.check([FINISHED]):
+            unfinished = {rank for rank in unfinished if not world.store.check([f"{FINISHED}/{rank}"])}
+            if world.rank == 0 and not unfinished:
+                world.store.set(FINISHED, "")
             time.sleep(0.02)
-            if time.monotonic() > look:
-                other = waits_for(world.store, world.rank, range(world.size))
-                if other is not None and other == before:
-                    leave(world, failed(world, mesh, _ended_early(world, mesh, other)))
-                look, before = time.monotonic() + _LOOK_SECONDS, other
+            if time.monotonic() - looked >= LOOK_SECONDS:
+                before, needed_by = needed_by, waits_for(world.store, world.rank, range(world.size))
+                if needed_by is not None and needed_by == before:
+                    raise _ended_early(world, mesh, needed_by)
+                looked, (rank, seconds) = time.monotonic(), heartbeat.longest_silence()
+                if seconds >= heartbeat.timeout_seconds:
+                    raise MessageTimeout("gives no sign of life, and the run waits for its end", where=f"rank {rank}",
+                                         value=f"{seconds:.0f} s",
+                                         remedy="See what that rank does, and start again with --resume auto.")
     except RuntimeError:
         pass  # rank 0, which keeps the store, saw all of them and has left
 
@@ -152,9 +188,10 @@ def say_once(error: RanvierError, local_rank: int | None) -> None:
         _say(f"ranvier: error: {error}")
 
 
-def _is_first(world: World, code: int, told: bool) -> bool:
+def _is_first(world: World, error: BaseException, code: int, told: bool) -> bool:
     """Whether this rank is the first to fail. Raises when the store is gone (its keeper failed before)."""
-    mine = json.dumps({"rank": world.rank, "code": code, "told": told})
+    mine = json.dumps({"rank": world.rank, "code": code, "told": told, "num_lost": int(isinstance(error, Hang)),
+                       "may_succeed_again": isinstance(error, TransportError) or not told})
     # A connection of its own: another thread may be waiting on the shared one.
     return world.store.clone().compare_set(FAILED, "", mine).decode() == mine
 
@@ -178,12 +215,12 @@ def place(mesh: Mesh, rank: int) -> str:
     return str(mesh.coordinates(rank)) if rank < mesh.size else "idle"
 
 
-def tell_mesh(store: Store, mesh: Mesh) -> None:
+def tell_mesh(store: Store | SignedStore, mesh: Mesh) -> None:
     """The run takes another mesh from now on: for the parent, which names ranks by their coordinates."""
     store.set(MESH, json.dumps([mesh.data, mesh.pipe]))
 
 
-def mesh_of_now(store: Store, mesh: Mesh) -> Mesh:
+def mesh_of_now(store: Store | SignedStore, mesh: Mesh) -> Mesh:
     """The mesh that was told last, in a run that has begun with `mesh`."""
     if not store.check([MESH]):
         return mesh

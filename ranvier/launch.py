@@ -8,34 +8,35 @@ Under plain python the process becomes the parent of local ranks: it runs its ow
 from __future__ import annotations
 
 import os
-import signal
-import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from importlib.util import find_spec
 from typing import Literal
 
 import torch
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import HashStore, PrefixStore, Store
 
-from ranvier import failure, follow
+from ranvier import failure
 from ranvier.arguments import of_function
 from ranvier.comm.inprocess import InProcessWorld
 from ranvier.comm.mpi_backend import MPIBackend
 from ranvier.comm.mpi_launch import mpi_available
 from ranvier.comm.protocol import Backend
+from ranvier.comm.signed_store import SignedStore
 from ranvier.comm.torch_backend import TorchBackend
 from ranvier.errors import ConfigError, LaunchError
 from ranvier.launchers import Setting, Started, detect
+from ranvier.lifeline import follow_launcher
 from ranvier.machine import available_cores, interface_towards, threads_per_rank
 from ranvier.mesh import Mesh
+from ranvier.shared_store import open_store
 from ranvier.world import World
 
 TransportName = Literal["torch", "mpi"]
+Restart = Callable[[int], tuple[Mesh, Sequence[str]] | None]
+"""From the number of ranks that are left after a fault: the mesh and the command of the next start, or None."""
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -53,14 +54,17 @@ def start(mesh: Mesh | None = None, *, data: int = 1, pipe: int = 1, row: int = 
           transport: Literal["auto", "torch", "mpi"] = "auto", launcher: Setting = "auto",
           threads: int | Literal["auto"] = "auto", device: Literal["auto", "cpu", "cuda"] = "auto",
           timeout_seconds: float = 300.0, rerun: Sequence[str] | None = None,
-          explain_kill: Callable[[], str] | None = None, saves_on_stop: bool = False, flags: bool = False) -> World:
+          explain_kill: Callable[[], str] | None = None, saves_on_stop: bool = False, stopped_seconds: float = 5.0,
+          hang_seconds: float | Literal["auto"] = "auto", restart: Restart | None = None, flags: bool = False) -> World:
     """This rank of `mesh` (or of data x pipe x row x col), connected to all others.
 
     Under plain python with more than one rank this does not return: the command (`rerun`, by default this process's
     own) is run again as each rank, and the process exits with their code; `explain_kill` adds to what it says of a rank
     that the kernel has killed; with `saves_on_stop` its ranks are told to stop rather than ended, and waited for
-    (`ranvier.stop`). `timeout_seconds` bounds the wait for messages and for the other ranks at start. With `flags`
-    errors name the command's flags, rather than arguments.
+    (`ranvier.stop`). Where the ranks end in a way that another start may mend, `restart` says how they start again.
+    `timeout_seconds` bounds the wait for messages and for the other ranks at start. A rank that is stopped by a signal
+    for `stopped_seconds` ends the run, as does an action that runs for more than `hang_seconds` (ranvier.comm.hang says
+    what auto is); 0 lets it be. With `flags` errors name the command's flags, rather than arguments.
 
     ConfigError when the launcher's ranks are not those of the mesh, or a setting cannot work here; LaunchError when
     ranks cannot be started or reached.
@@ -71,14 +75,18 @@ def start(mesh: Mesh | None = None, *, data: int = 1, pipe: int = 1, row: int = 
         failure.end_on_start_errors(None)
     started = detect(os.environ, launcher)
     if started is None and mesh.size > 1:
-        sys.exit(_run_local_ranks(mesh, transport, threads, device, rerun, explain_kill, saves_on_stop))
+        sys.exit(_run_local_ranks(mesh, transport, threads, device, rerun, explain_kill, saves_on_stop,
+                                  stopped_seconds, restart))
+    if started is not None:
+        follow_launcher(started)
     started = started or Started(launcher="local", rank=0, size=1, local_rank=0, local_size=1)
     if not interactive:
         failure.end_on_start_errors(started.local_rank)
     _check_size(mesh, started)
     world = _join(mesh, started, transport, threads, device, timeout_seconds)
     if not interactive:
-        failure.end_on_errors(world, mesh)
+        failure.end_on_errors(world, mesh, stopped_seconds=stopped_seconds, timeout_seconds=timeout_seconds,
+                              hang_seconds=None if hang_seconds == "auto" else hang_seconds)
     return world
 
 
@@ -86,7 +94,6 @@ def _join(mesh: Mesh, started: Started, transport: str, threads: int | str, devi
           ) -> World:
     """Set this process up as the rank that `started` says, and connect it."""
     if started.launcher == "local" and started.size > 1:
-        _follow_parent()
         _use_terminals()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -174,7 +181,8 @@ def rerun_command() -> list[str]:
 
 
 def _run_local_ranks(mesh: Mesh, transport: str, threads: int | str, device: str, rerun: Sequence[str] | None,
-                     explain_kill: Callable[[], str] | None, saves_on_stop: bool) -> int:
+                     explain_kill: Callable[[], str] | None, saves_on_stop: bool, stopped_seconds: float,
+                     restart: Restart | None) -> int:
     command = list(rerun) if rerun is not None else rerun_command()
     if threading.current_thread() is not threading.main_thread():
         raise LaunchError("can start ranks from the main thread only", where="launch",
@@ -182,9 +190,14 @@ def _run_local_ranks(mesh: Mesh, transport: str, threads: int | str, device: str
     from ranvier.supervise import supervise  # the parent's part; ranks never need it
 
     chosen = choose_transport(transport, None, choose_device(device, mesh.size).value)
-    count = str(threads_per_rank(mesh.size) if threads == "auto" else threads)
-    return supervise(mesh, chosen.value, chosen.reason, command, dict.fromkeys(_THREAD_VARIABLES, count), explain_kill,
-                     saves_on_stop)
+    while True:
+        count = str(threads_per_rank(mesh.size) if threads == "auto" else threads)
+        outcome = supervise(mesh, chosen.value, chosen.reason, command, dict.fromkeys(_THREAD_VARIABLES, count),
+                            explain_kill, saves_on_stop, stopped_seconds)
+        again = restart and outcome.may_succeed_again and restart(max(mesh.size - outcome.num_lost, 1))
+        if not again:
+            return outcome.code
+        mesh, command = again
 
 
 def _check_size(mesh: Mesh, started: Started) -> None:
@@ -212,14 +225,15 @@ def _with_local_place(started: Started) -> Started:
     return started
 
 
-def _connect(started: Started, transport: str, device: torch.device, timeout_seconds: float) -> tuple[Backend, Store]:
+def _connect(started: Started, transport: str, device: torch.device, timeout_seconds: float
+             ) -> tuple[Backend, Store | SignedStore]:
     if started.size == 1:
         return InProcessWorld(1).backend(0), HashStore()
     if transport == "torch":
-        store = _open_store(started, timeout_seconds)
+        torchs, store = open_store(started, timeout_seconds)
         _choose_interface(started)
         try:
-            return TorchBackend(started.rank, started.size, PrefixStore("comm", store.clone()), device,
+            return TorchBackend(started.rank, started.size, PrefixStore("comm", torchs.clone()), device,
                                 timeout_seconds), store
         except RuntimeError as error:
             raise LaunchError(f"Gloo cannot connect the ranks: {str(error).partition(chr(10))[0]}", where="launch",
@@ -231,7 +245,7 @@ def _connect(started: Started, transport: str, device: torch.device, timeout_sec
         raise LaunchError(f"{started}, but MPI says rank {backend.rank} of {backend.size}: another MPI's launcher "
                           "started the ranks", where="comm.transport", value="mpi",
                           remedy="Use the mpiexec of the MPI library that mpi4py loads, or set --comm.transport torch.")
-    return backend, _open_store(started, timeout_seconds)
+    return backend, open_store(started, timeout_seconds)[1]
 
 
 def _choose_interface(started: Started) -> None:
@@ -242,42 +256,6 @@ def _choose_interface(started: Started) -> None:
     name = interface_towards(started.master[0])
     if name is not None:
         os.environ[_INTERFACE] = name
-
-
-def _open_store(started: Started, timeout_seconds: float) -> Store:
-    """The store that all ranks share: at the launcher's address, or wherever rank 0 tells through MPI."""
-    timeout = timedelta(seconds=timeout_seconds)
-    if started.master is None:
-        return _open_store_through_mpi(started, timeout)
-    host, port = started.master
-    keeps = started.rank == 0 and not started.agent_store
-    try:
-        store = TCPStore(host, port, is_master=keeps, timeout=timeout, wait_for_workers=False)
-    except Exception as error:
-        what = "cannot listen there" if keeps else "rank 0 cannot be reached there"
-        raise LaunchError(f"{what}: {str(error).partition(chr(10))[0]}", where="launch", value=f"{host}:{port}",
-                          remedy="Set MASTER_ADDR and MASTER_PORT, the same for all ranks, to a free port of rank 0's "
-                                 "machine.") from error
-    if started.launcher == "local":
-        store.set(f"ranvier/pid/{started.rank}", str(os.getpid()))
-    return store if started.launcher == "local" else PrefixStore(f"ranvier/{started.attempt}", store)
-
-
-def _open_store_through_mpi(started: Started, timeout: timedelta) -> Store:
-    if not started.mpi or find_spec("mpi4py") is None:
-        raise LaunchError(f"{started.launcher} does not say where rank 0 is, and without mpi4py MPI cannot",
-                          where="launch",
-                          remedy="Set MASTER_ADDR and MASTER_PORT, the same for all ranks, to a free port of rank 0's "
-                                 "machine.")
-    from mpi4py import MPI
-
-    store = address = None
-    if started.rank == 0:
-        host = "127.0.0.1" if started.local_size == started.size else socket.getfqdn()
-        store = TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
-        address = (host, store.port)
-    host, port = MPI.COMM_WORLD.bcast(address)
-    return store or TCPStore(host, port, is_master=False, timeout=timeout)
 
 
 def _tell(world: World, transport: Choice | None, device: Choice | None) -> None:
@@ -295,21 +273,6 @@ def _mpi_version() -> str:
 
     name, version = MPI.get_vendor()
     return f"{name} {'.'.join(map(str, version))}"
-
-
-def _follow_parent() -> None:
-    """End this rank when its parent ends: by the kernel on Linux, elsewhere by looking once a second."""
-    parent = os.getppid()
-    if sys.platform == "linux":
-        follow.follow(parent, signal.SIGKILL)
-        return
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="ranvier-parent", daemon=True).start()
 
 
 def _use_terminals() -> None:

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ranvier.errors import ConfigError
 
+SECRET = "RANVIER_SECRET"
+"""The variable in which our own starter, or a job script, gives ranks their secret."""
 Launcher = Literal["local", "torchrun", "mpiexec", "srun"]
 Setting = Literal["auto", "local", "torchrun", "mpiexec", "srun"]
 
@@ -32,6 +34,7 @@ class Started:
     agent_store: whether a store already listens at `master`, so that rank 0 must not open one.
     mpi: whether the launcher also gives MPI its bearings.
     reason: why our own starter chose its transport.
+    secret: known to the ranks of this run alone; None where the launcher's environment has none.
     """
 
     launcher: Launcher
@@ -44,6 +47,7 @@ class Started:
     attempt: int = 0
     mpi: bool = False
     reason: str = ""
+    secret: str | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         return f"{self.launcher} says rank {self.rank} of {self.size}"
@@ -59,7 +63,7 @@ def detect(environ: Mapping[str, str], setting: Setting = "auto") -> Started | N
     if started is not None and started.rank >= started.size:
         raise ConfigError(f"is not possible: {started}", where="launch.launcher", value=setting,
                           remedy=f"Start the command with {started.launcher} itself, or set --launch.launcher.")
-    return started
+    return started and replace(started, secret=environ.get(SECRET) or None)
 
 
 def _detect(environ: Mapping[str, str], setting: Setting) -> Started | None:

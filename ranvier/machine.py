@@ -79,16 +79,20 @@ def _words(path: Path) -> list[str]:
         return []
 
 
-def interface_towards(host: str) -> str | None:
-    """The network interface through which this machine reaches `host`, by name; None where that is not known, or is the
-    machine itself by its loopback address."""
+def address_towards(host: str) -> str | None:
+    """This machine's address on the way to `host`; None where that is not known, or is the loopback's."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))  # sends nothing: the kernel picks the way, and with it an address of ours
             address = probe.getsockname()[0]
     except OSError:
         return None
-    if address.startswith("127."):
-        return None
+    return None if address.startswith("127.") else address
+
+
+def interface_towards(host: str) -> str | None:
+    """The network interface through which this machine reaches `host`, by name; None where that is not known, or is the
+    machine itself by its loopback address."""
+    address = address_towards(host)
     return next((name for name, found in psutil.net_if_addrs().items()
                  if any(one.address == address for one in found)), None)

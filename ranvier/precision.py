@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+
+if TYPE_CHECKING:
+    from ranvier.run import Optim, TensorParallel
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -15,3 +20,8 @@ def is_half(dtype: torch.dtype) -> bool:
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The format of master copies and moments for parameters of `dtype`."""
     return torch.float32 if is_half(dtype) else dtype
+
+
+def reduce_dtype(settings: Optim | TensorParallel, dtype: torch.dtype) -> torch.dtype:
+    """In which sums of tensors of `dtype` travel, as `settings.reduce_dtype` says."""
+    return torch.float32 if is_half(dtype) and settings.reduce_dtype == "fp32" else dtype

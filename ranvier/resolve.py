@@ -20,7 +20,7 @@ import sys
 import textwrap
 import tomllib
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from datetime import datetime
 from functools import cache
@@ -34,6 +34,7 @@ import tomli_w
 from pydantic import TypeAdapter
 
 from ranvier.errors import ConfigError
+from ranvier.plain_file import write_whole
 from ranvier.run import Run
 
 _MAX_INT = 1 << 62  # no count of anything here, and no size of a tensor, is that large
@@ -57,24 +58,37 @@ class Setting:
     def expected(self) -> str:
         return _describe(self.annotation)
 
+    @property
+    def is_yes_no(self) -> bool:
+        """Whether it is a switch: --NAME, --no-NAME, --NAME true or --NAME false."""
+        return bool in map(_bare, _options(self.annotation))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Values by dotted name, and where they come from: "recipe gpt-tiny", "file mine.toml", "flag"."""
+    """Values by dotted name, and where they come from: "recipe gpt-tiny", "file mine.toml", "flag".
+
+    is_users: whether a user has chosen the values, which is not so for a shipped recipe and a run's own run.toml.
+    """
 
     origin: str
     values: Mapping[str, object]
     problems: tuple[ConfigError, ...] = ()
     is_text: bool = False
+    is_users: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """The run, where each of its values comes from, and what is wrong with those that were refused."""
+    """The run, where each of its values comes from, and what is wrong with those that were refused.
+
+    chosen: the settings whose value a user has chosen.
+    """
 
     run: Run
     origins: Mapping[str, str]
     problems: tuple[ConfigError, ...]
+    chosen: frozenset[str] = frozenset()
 
 
 def flag(name: str) -> str:
@@ -123,8 +137,10 @@ def resolve(layers: Sequence[Layer]) -> Resolved:
     values = {name: setting.default for name, setting in settings().items()}
     origins = dict.fromkeys(values, "default")
     problems: list[ConfigError] = []
+    chosen: set[str] = set()
     for layer in layers:
         problems += layer.problems
+        before = dict(values)
         for name, value in layer.values.items():
             setting = settings().get(name)
             if setting is None:
@@ -133,14 +149,27 @@ def resolve(layers: Sequence[Layer]) -> Resolved:
             try:
                 values[name] = _read(setting, value, layer)
                 origins[name] = layer.origin
+                chosen = chosen | {name} if layer.is_users else chosen - {name}
             except ConfigError as problem:
                 problems.append(problem)
+        for name, other in _overruled(layer, before, values):
+            values[other], origins[other] = settings()[other].default, f"{layer.origin}: {flag(name)}"
+            chosen.discard(other)
     try:
         run = _build(Run, values)
     except ConfigError as problem:  # of values that are right one by one
         problems.append(problem)
         run = _build(Run, {**values, "mesh.tile": None})
-    return Resolved(run=run, origins=origins, problems=tuple(problems))
+    return Resolved(run=run, origins=origins, problems=tuple(problems), chosen=frozenset(chosen))
+
+
+def _overruled(layer: Layer, before: Mapping[str, object], values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """(setting, other): what `layer` says of a setting overrules what the layers below it say of the other. Steps
+    overrule epochs; a limit on the bytes of one corpus is not meant for another."""
+    for name, other in (("train.steps", "train.epochs"), ("data.corpus", "data.max_bytes")):
+        new = name == "train.steps" or values[name] != before[name]
+        if name in layer.values and other not in layer.values and new:
+            yield name, other
 
 
 def _build(tree: type, values: Mapping[str, object], prefix: str = ""):
@@ -299,13 +328,14 @@ def load(recipe: str, *, keep_folder: bool = False) -> tuple[str, Layer]:
     """
     if recipe in recipe_names():
         text = (resources.files("ranvier") / "recipes" / f"{recipe}.toml").read_bytes()
-        return recipe, _parse(text, f"recipe {recipe}")
+        return recipe, replace(_parse(text, f"recipe {recipe}"), is_users=False)
     path = Path(recipe)
     if path.suffix == ".toml":
         try:
             if path.exists() and not (path.is_file() or path.is_dir()):
                 raise OSError("it is no file")  # a pipe would be waited for
             layer = _parse(path.read_bytes(), f"file {recipe}")
+            layer = replace(layer, is_users=not _is_own(path, layer))
             return (_own_name(path, layer), layer) if keep_folder else _without_own_folder(path, layer)
         except (OSError, ValueError) as error:
             if isinstance(error, ConfigError):
@@ -330,9 +360,13 @@ def _without_own_folder(path: Path, layer: Layer) -> tuple[str, Layer]:
 
 def _own_name(path: Path, layer: Layer) -> str:
     """What a recipe file is called: a run's own run.toml by its folder."""
+    return path.absolute().parent.name if _is_own(path, layer) else path.stem
+
+
+def _is_own(path: Path, layer: Layer) -> bool:
+    """Whether a file is a run's own run.toml."""
     folder = layer.values.get("run_dir")
-    own = isinstance(folder, str) and (Path(folder) / "run.toml").absolute() == path.absolute()
-    return path.absolute().parent.name if own else path.stem
+    return isinstance(folder, str) and (Path(folder) / "run.toml").absolute() == path.absolute()
 
 
 def _parse(text: bytes, origin: str) -> Layer:
@@ -417,5 +451,5 @@ def check_out(path: Path) -> None:
 
 
 def write(run: Run, path: Path) -> None:
-    """Write every value of `run`, as a TOML file that is itself a recipe."""
-    path.write_text(tomli_w.dumps(document(run)), encoding="utf-8")
+    """Write every value of `run`, as a TOML file that is itself a recipe: whole, or as it was. OSError."""
+    write_whole(path, tomli_w.dumps(document(run)))

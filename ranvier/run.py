@@ -80,6 +80,9 @@ class TensorParallel:
     """megatron only: columns share the sequence between products, instead of each keeping all activations."""
     keep_weights: bool = False
     """stationary only: weights that a column has gathered stay for all microbatches of a step, where rows are many."""
+    reduce_dtype: Literal["auto", "fp32", "half"] = "auto"
+    """Number format in which half-precision sums travel along rows and columns; auto is that of the activations. NCCL
+    adds in this format, hosts add in fp32 whatever travels."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_config)
@@ -179,6 +182,12 @@ class Launch:
     cluster: str | None = None
     """What `auto` in mesh.data, mesh.pipe and batch.microbatch-size is planned for: a shipped cluster or a TOML file
     (`ranvier doctor --measure`); none takes nominal figures of the devices here."""
+    stopped_seconds: Annotated[float, Ge(0), Le(1e8)] = 5.0
+    """Seconds for which a signal may stop a rank (SIGSTOP) before the run is ended and the rank named; 0 lets it be."""
+    hang_seconds: Annotated[float, Ge(0), Le(1e8)] | Literal["auto"] = "auto"
+    """Longest time that one forward or backward of a microbatch may compute before its rank counts as hanging and the
+    run is ended; auto is 20 times the longest so far, at least 30 s, once some of its kind have been measured; 0 never
+    ends it. Waits for other ranks, and time in a debugger, do not count."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_config)
@@ -232,11 +241,14 @@ class Data:
     augment_repeats: bool = False
     """Each epoch repeats the first one's augmentation, so that outputs of frozen layers can be cached."""
     corpus: str = "python-stdlib"
-    """python-stdlib, sotu, a file or folder of text, or the name of a Hugging Face data set (wikitext-103)."""
-    tokenizer: Literal["bpe", "gpt2"] = "bpe"
-    """A byte-level BPE trained on the corpus with model.vocab entries, or GPT-2's own."""
-    max_bytes: Positive = 16_000_000
-    """Text read from the corpus; the rest is left out."""
+    """python-stdlib, sotu, a file or folder of text, or the name of a Hugging Face data set (wikitext-103). Of files
+    that end in .jsonl or .ndjson each line is a JSON object, whose field `text` is a document."""
+    tokenizer: str = "bpe"
+    """bpe: a byte-level BPE with model.vocab entries, trained on the first 4 MB of the corpus; gpt2: GPT-2's own; or
+    the path of a tokenizer.json (a byte-level BPE for the task lm, a WordPiece for classification and qa)."""
+    max_bytes: Positive | Literal["auto"] = "auto"
+    """Bytes of text read from the corpus; the run tells when the rest is left out. auto: all of a file or folder, 16 MB
+    of a corpus that is given by name."""
     cache_dir: Path | None = None
     """Where fetched corpora, tokenizers and token files are kept; by default the user's cache folder."""
 
@@ -306,5 +318,8 @@ class Run:
     resume: str = "none"
     """Where the run goes on from: the newest whole checkpoint of its folder (auto; the start where there is none), a
     checkpoint or a folder of them (a path), or nowhere (none). auto takes another mesh where there are other ranks."""
+    max_restarts: Annotated[int, Ge(0)] = 0
+    """Plain python: how often the run is started again from its newest checkpoint after a fault, on the ranks that are
+    left where one was killed, stopped or hung. Other launchers have settings of their own for that."""
     run_dir: Path | None = None
     """Folder for everything the run writes; by default runs/RECIPE-DATE."""

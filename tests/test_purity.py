@@ -91,6 +91,12 @@ def test_only_the_command_imports_the_training_loop():
         assert not wrong, f"{path.relative_to(ROOT)}: {wrong}"
 
 
+def test_a_rank_starts_without_what_only_pictures_need():
+    program = "import sys, ranvier.cli, ranvier.train.loop; print([one for one in sys.modules if 'matplotlib' in one])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "[]\n", done.stdout + done.stderr
+
+
 def test_communication_knows_nothing_of_training():
     for path in sources("comm"):
         wrong = {name for name in imported(path) if within(name, ("ranvier.pipeline", "ranvier.models", "ranvier.optim",

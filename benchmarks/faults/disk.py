@@ -31,7 +31,7 @@ def is_whole(path: Path) -> bool:
 
 def leftovers(folder: Path) -> set[str]:
     """Names of what runs that died have left half written."""
-    return {path.name for path in folder.glob(".*")}
+    return {path.name for path in folder.glob(".*") if not path.name.startswith(".owner.")}
 
 
 def lost(before: set[int], after: set[int], *, keep: int, keep_every: int) -> set[int]:

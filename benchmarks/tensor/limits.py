@@ -81,7 +81,7 @@ def kept(scheme: Scheme, row: int, col: int, config: Transformer, batch: int) ->
 
 def _counted(scheme: Scheme, row: int, col: int, config: Transformer, batch: int, *, recomputed: bool) -> int:
     model = split_model(gpt(replace(config, num_layers=1), dtype=torch.bfloat16),
-                        meta_mesh(Mesh(row=row, col=col), SETTINGS[scheme]))
+                        meta_mesh(Mesh(row=row, col=col), SETTINGS[scheme], "cuda"))
 
     def marked(build: Callable[[], nn.Module]) -> nn.Module:
         block = build()

@@ -21,7 +21,8 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,7 +36,8 @@ from ranvier.checkpoint.manifest import File, Manifest, SavedTensor, step_folder
 from ranvier.checkpoint.saved import Saved, find
 from ranvier.checkpoint.state import Piece
 from ranvier.comm.board import said
-from ranvier.errors import CheckpointError
+from ranvier.errors import CheckpointError, OwnershipError, TransportError
+from ranvier.lease import Lease, hold
 
 if TYPE_CHECKING:
     from ranvier.pipeline.engine import Engine
@@ -56,6 +58,9 @@ class Written:
     write_seconds: float = 0.0
     """From the copy until the checkpoint had its name."""
     error: str | None = None
+    remedy: str = ("Free space there or choose another --checkpoint.dir; older checkpoints are whole, and --resume "
+                   "auto goes on from the newest.")
+    """What to do about the error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,17 +93,20 @@ class Checkpoints:
     """Writes and reads the checkpoints of one engine. All ranks make the same calls, but for `written`.
 
     Of a torch optimizer its states are kept, not the settings of its groups, such as learning rates: those are the
-    program's. One engine at a time writes to a folder: what others have left half written is cleared away by the next.
+    program's. One engine at a time writes to a folder, which its program holds (ranvier.lease): the first `load`
+    without a path, or the first `save`, takes it, and clears away what others have left half written. Within one
+    process the last one that takes it has it.
 
     Args:
         folder: where they are; all ranks must see the same files.
         keep: newest checkpoints that stay when another is whole. keep_every: those of steps that are a multiple of it
             stay for good; 0 for none.
         timeout_seconds: a rank that has not written its part, and says nothing for so long, is given up.
+        lease: on rank 0, where the program holds the folder already; it stays the program's.
     """
 
     def __init__(self, engine: Engine, folder: Path | str, *, keep: int = 3, keep_every: int = 0,
-                 timeout_seconds: float = 300.0) -> None:
+                 timeout_seconds: float = 300.0, lease: Lease | None = None) -> None:
         self.engine, self.folder, self._timeout = engine, Path(folder).absolute(), timeout_seconds
         self._keep, self._keep_every = keep, keep_every
         world = engine.world
@@ -116,11 +124,42 @@ class Checkpoints:
         """Checkpoints that `load` has passed over; only the writing of rank 0 asks."""
         self._untold: list[Written] = []
         self._ended: list[Written] = []
+        self._lease, self._own_lease, self._claimed = lease, False, False
+
+    # ------------------------------------------------------------------ writing
+
+    def claim(self) -> None:
+        """Make the folder this engine's, and see that every rank can write to it. Collective; once is enough.
+
+        OwnershipError where another program holds the folder, CheckpointError where a rank cannot write there, or where
+        rank 0 does not see what another one has written.
+        """
+        if self._claimed:
+            return
+        if not self._ranks.gather_objects(self._lease is not None)[0]:
+            self._lease, self._own_lease = hold([self.folder], self._ranks), True
+        problem = None
+        probe = self.folder / f".probe-{self._token}-"
+        try:
+            files.try_to_write(Path(f"{probe}{self._rank}"))
+        except OSError as error:
+            problem = f"cannot be written by rank {self._rank}: {_said(error)}"
+        problems = self._ranks.gather_objects(problem)
+        unseen = [rank for rank in range(self._size) if self._rank == 0 and not Path(f"{probe}{rank}").exists()]
+        unseen = self._ranks.gather_objects(unseen)[0]
+        Path(f"{probe}{self._rank}").unlink(missing_ok=True)
+        for problem in filter(None, problems):
+            raise CheckpointError(problem, where=f"folder {self.folder}",
+                                  remedy="Choose another --checkpoint.dir: one that every rank may write to, on a disk "
+                                         "with free space.")
+        if unseen:
+            raise CheckpointError(f"is not the same one on all machines: rank 0 does not see what rank {unseen[0]} "
+                                  "writes there", where=f"folder {self.folder}",
+                                  remedy="Set --checkpoint.dir to a folder that all machines share.")
         if self._rank == 0:
             files.clear_leftovers(self.folder)
         self._ranks.barrier()
-
-    # ------------------------------------------------------------------ writing
+        self._claimed = True
 
     def save(self, about: Mapping[str, object] | None = None, *, when: Callable[[], bool] = lambda: True) -> float:
         """Copy the engine's state, and write it while training goes on. Returns the seconds that this took here: for
@@ -129,10 +168,11 @@ class Checkpoints:
         about: JSON-serialisable, for whoever reads the checkpoint; the same on every rank. when: asked by rank 0's
         thread until it is true; no sooner does the checkpoint get its name, and the next `save`, `wait` or `load` waits
         for that. What cannot be written is
-        told by `written` and `wait`, on rank 0 and on all.
+        told by `written` and `wait`, on rank 0 and on all. The first call raises as `claim`.
         """
         began = time.monotonic()
         _check_about(about or {})
+        self.claim()
         self._join()
         pieces = state.pieces_to_write(self.engine)
         copies = files.host_copies([piece.tensor for piece in pieces], self._room)
@@ -167,11 +207,17 @@ class Checkpoints:
         """What the copies of this rank's part take; they stay for the next save."""
         return sum(tensor.nbytes for tensor in self._room)
 
-    def close(self, seconds: float = 3.0) -> None:
-        """Give a write that is under way so many seconds more, then leave it. Idempotent; no rank waits for another."""
-        if self._thread is not None:
+    def close(self, seconds: float = 3.0) -> bool:
+        """Give a write that is under way so many seconds more, then leave it; whether none is left. Idempotent; no rank
+        waits for another. The folder is let go of."""
+        ended = self._thread is None
+        if not ended:
             self._thread.join(seconds)
+            ended = not self._thread.is_alive()
         self._closing.set()
+        if ended and self._own_lease and self._lease is not None:
+            self._lease.release()
+        return ended
 
     def _join(self) -> None:
         if self._thread is not None:
@@ -181,62 +227,75 @@ class Checkpoints:
     # ------------------------------------------------------------------ in the thread
 
     def _write(self, job: _Job) -> None:
-        store = self._store
-        entry: dict[str, object] = {"file": None, "tensors": _described(job.pieces), "frozen": job.frozen}
+        """This rank's part and, on rank 0, all that makes a checkpoint of the parts. However it ends, rank 0 knows."""
         temporary = files.temporary_folder(self.folder, job.step, f"{self._token}-{job.number}")
+        outcome = self._failed(job, "it was given up before it was written")
+        try:
+            with _shared_store():
+                self._store.set(self._name(job.number, self._rank), json.dumps(self._part(job, temporary)))
+            if self._rank == 0:
+                outcome = self._published(job, temporary) or outcome
+        except Exception as error:
+            outcome = self._failed(job, error)
+            if self._rank == 0:
+                files.remove(temporary)
+        finally:
+            if self._rank == 0:
+                self._ended.append(outcome)
+                self._untold.append(outcome)
+
+    def _part(self, job: _Job, temporary: Path) -> dict[str, object]:
+        """Write this rank's part; what rank 0 must know of it."""
         try:
             temporary.mkdir(parents=True, exist_ok=True)
+            file = None
             if job.pieces:
-                entry["file"] = asdict(files.write_part(temporary / files.part_name(self._rank), {
+                file = asdict(files.write_part(temporary / files.part_name(self._rank), {
                     _key(number): piece.tensor for number, piece in enumerate(job.pieces)}))
         except Exception as error:  # whatever it is: training goes on, and the others must know
-            entry = {"error": f"{_said(error)} (rank {self._rank})"}
-        try:
-            store.set(self._name(job.number, self._rank), json.dumps(entry))
-            if self._rank == 0:
-                self._publish(job, temporary, store)
-        except RuntimeError:
-            return  # the store has gone: the run is ending, and says why elsewhere
+            return {"error": f"{_said(error)} (rank {self._rank})"}
+        return {"file": file, "tensors": _described(job.pieces), "frozen": job.frozen}
 
-    def _publish(self, job: _Job, temporary: Path, store) -> None:
-        """Rank 0: wait for all parts, and make a checkpoint of them."""
-        final = step_folder(self.folder, job.step)
-        try:
-            entries = self._entries(job.number, store)
-            if entries is None or not self._may(job.when):
-                return
-            for problem in (entry["error"] for entry in entries if "error" in entry):
-                raise OSError(problem)
-            manifest = _manifest(job, entries)
-            files.publish(temporary, final, manifest)
-            self.damaged.discard(final)
-            files.retain(self.folder, job.step, keep=self._keep, keep_every=self._keep_every, damaged=self.damaged)
-            outcome = Written(step=job.step, folder=final, stall_seconds=job.stall_seconds,
-                              write_seconds=time.monotonic() - job.began,
-                              size_bytes=sum(file.size_bytes for file in manifest.files))
-        except Exception as error:
-            files.remove(temporary)
-            outcome = Written(step=job.step, folder=final, stall_seconds=job.stall_seconds, error=_said(error))
-        self._ended.append(outcome)
-        self._untold.append(outcome)
+    def _published(self, job: _Job, temporary: Path) -> Written | None:
+        """Wait for all parts, and make a checkpoint of them; None where this is closed first."""
+        entries = self._entries(job.number)
+        if entries is None or not self._may(job.when):
+            return None
+        for problem in (entry["error"] for entry in entries if "error" in entry):
+            raise OSError(problem)
+        final, manifest = step_folder(self.folder, job.step), _manifest(job, entries)
+        files.publish(temporary, final, manifest, verify=self._lease.verify)
+        seconds = time.monotonic() - job.began
+        self.damaged.discard(final)
+        with suppress(OSError, OwnershipError):  # the checkpoint is there, whatever becomes of older ones
+            files.retain(self.folder, job.step, keep=self._keep, keep_every=self._keep_every, damaged=self.damaged,
+                         verify=self._lease.verify)
+        return Written(step=job.step, folder=final, stall_seconds=job.stall_seconds, write_seconds=seconds,
+                       size_bytes=sum(file.size_bytes for file in manifest.files))
 
-    def _entries(self, number: int, store) -> list[dict] | None:
+    def _failed(self, job: _Job, error: Exception | str) -> Written:
+        remedy = {"remedy": error.remedy} if isinstance(error, (OwnershipError, TransportError)) else {}
+        return Written(step=job.step, folder=step_folder(self.folder, job.step), stall_seconds=job.stall_seconds,
+                       error=error if isinstance(error, str) else _said(error), **remedy)
+
+    def _entries(self, number: int) -> list[dict] | None:
         """What every rank says of its part; None when this is closed first. OSError when a rank is gone: however long
         a disk takes, its rank goes on saying what it does (ranvier.comm.board)."""
         names = [self._name(number, rank) for rank in range(self._size)]
-        heard, heard_at = None, time.monotonic()
-        while not store.check(names):
-            if self._closing.wait(_POLL_SECONDS):
-                return None
-            if time.monotonic() - heard_at > self._timeout:
-                late = [rank for rank, name in enumerate(names) if not store.check([name])]
-                before, heard, heard_at = heard, said(store, late), time.monotonic()
-                for rank in late if before is not None else ():
-                    if before.get(rank) == heard.get(rank):
-                        raise OSError(f"rank {rank} has not written its part, and is not heard of any more")
-        entries = [json.loads(store.get(name)) for name in names]
-        for name in names:
-            store.delete_key(name)
+        heard, heard_at, store = None, time.monotonic(), self._store
+        with _shared_store():
+            while not store.check(names):
+                if self._closing.wait(_POLL_SECONDS):
+                    return None
+                if time.monotonic() - heard_at > self._timeout:
+                    late = [rank for rank, name in enumerate(names) if not store.check([name])]
+                    before, heard, heard_at = heard, said(store, late), time.monotonic()
+                    for rank in late if before is not None else ():
+                        if before.get(rank) == heard.get(rank):
+                            raise OSError(f"rank {rank} has not written its part, and is not heard of any more")
+            entries = [json.loads(store.get(name)) for name in names]
+            for name in names:
+                store.delete_key(name)
         return entries
 
     def _may(self, when: Callable[[], bool]) -> bool:
@@ -254,12 +313,16 @@ class Checkpoints:
     def load(self, path: Path | str | None = None) -> Loaded | None:
         """Go on from the newest checkpoint of the folder that is whole, or from that at `path` (one of them, a folder
         of them, or a run's folder). None where the folder has none, and nothing has changed then. What `save` has begun
-        is written first, and counts.
+        is written first, and counts. Without `path`, raises as `claim`, but for a folder that cannot be written: that
+        is read all the same.
 
         CheckpointError when a checkpoint is of another model, when one that `path` names is damaged, and when the
         folder has checkpoints but no whole one.
         """
         self._join()
+        if path is None:
+            with suppress(CheckpointError):
+                self.claim()
         where = self.folder if path is None else Path(path)
         found = [str(folder) for folder in find(where)] if self._rank == 0 else None
         folders = self._ranks.gather_objects(found)[0]
@@ -311,8 +374,21 @@ class Checkpoints:
                 raise problem or CheckpointError(text[0], where=text[1], remedy=text[2])
 
 
+@contextmanager
+def _shared_store() -> Iterator[None]:
+    """A store that does not answer inside is a TransportError: nobody can know what the other ranks have written."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransportError("the store that the ranks share has gone", where="store",
+                             value=str(error).partition("\n")[0], remedy="The launcher or rank 0's machine has gone: "
+                             "start again with --resume auto; older checkpoints are whole.") from error
+
+
 def _said(error: Exception) -> str:
     """An error in a few words."""
+    if isinstance(error, (OwnershipError, TransportError)):
+        return f"{error.where}: {error.what}"
     if isinstance(error, (OSError, SafetensorError, CheckpointError)):
         return getattr(error, "strerror", None) or str(error)
     return f"{type(error).__name__}: {error}"

@@ -5,19 +5,19 @@
       manifest.json             when all parts are there
     step-120/                 the same folder under its name: whole, or not there at all
 
-Everything that begins with a dot is left from a run that died, and is cleared away when the next one starts.
+What begins with .step- is left from a run that died, and is cleared away when the next one starts; .owner.N says whose
+the folder is (ranvier.lease).
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from ranvier.checkpoint.manifest import (
     MANIFEST,
@@ -29,7 +29,7 @@ from ranvier.checkpoint.manifest import (
     step_folder,
     step_of,
 )
-from ranvier.checkpoint.saved import checksum
+from ranvier.checkpoint.tensor_file import Slot, write_tensors
 from ranvier.errors import CheckpointError
 
 
@@ -42,16 +42,30 @@ def part_name(index: int) -> str:
     return f"part-{index:05}.safetensors"
 
 
+def try_to_write(path: Path) -> None:
+    """Write a small file and have it on the disk. OSError when that cannot be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "wb") as file:
+        file.write(b"\0" * 512)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def write_part(path: Path, tensors: Mapping[str, torch.Tensor]) -> File:
-    """Write one file of pieces, and return when it is on the disk. OSError or SafetensorError when it cannot be."""
-    save_file(dict(tensors), path)
+    """Write one file of pieces, and return when it is on the disk. OSError when it cannot be."""
+    written = write_tensors(path, [Slot(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
+                                   for name, tensor in tensors.items()], tensors.values())
     to_disk(path)
-    return File(name=path.name, size_bytes=path.stat().st_size, crc32=checksum(path))
+    return written
 
 
-def publish(temporary: Path, final: Path, manifest: Manifest) -> None:
+def publish(temporary: Path, final: Path, manifest: Manifest, verify: Callable[[], None] = lambda: None) -> None:
     """Complete the folder `temporary`, whose parts are written, and give it the name `final`. A damaged checkpoint of
-    that name goes. OSError when it cannot be; CheckpointError when parts are not there."""
+    that name goes.
+
+    verify: raises where the folder is not the caller's any more; asked before anything gets a name. OSError when it
+    cannot be; CheckpointError when parts are not there.
+    """
     for file in manifest.files:
         path = temporary / file.name
         if not path.exists() or path.stat().st_size != file.size_bytes:
@@ -65,24 +79,34 @@ def publish(temporary: Path, final: Path, manifest: Manifest) -> None:
         file.flush()
         os.fsync(file.fileno())
     to_disk(temporary)
+    aside = _aside(final, "replaced")
+    verify()
     if final.exists():
-        os.rename(final, _aside(final, "replaced"))
-    os.rename(temporary, final)
+        os.rename(final, aside)
+    try:
+        verify()
+        os.rename(temporary, final)  # the next owner of the folder has cleared `temporary` away: then this fails
+    except BaseException:
+        with suppress(OSError):
+            os.rename(aside, final)
+        raise
     to_disk(final.parent)
-    remove(_aside(final, "replaced"))
+    remove(aside)
 
 
-def retain(folder: Path, newest: int, *, keep: int, keep_every: int, damaged: Collection[Path] = ()) -> None:
+def retain(folder: Path, newest: int, *, keep: int, keep_every: int, damaged: Collection[Path] = (),
+           verify: Callable[[], None] = lambda: None) -> None:
     """Remove all checkpoints but the last `keep` up to that of step `newest`, which has just been written, and those
     whose step is a multiple of `keep_every` (0: none). Those that are known to be `damaged` do not count, and go with
     what is older than all that stay. Later ones stay: the run went on from before them, and writes them again when it
-    gets there."""
+    gets there. verify: as in `publish`; what it raises ends the removal."""
     found = [path for path in checkpoints(folder) if step_of(path) <= newest]
     whole = [path for path in found if path not in damaged]
     oldest = step_of(whole[:keep][-1])
     for path in found:
         if step_of(path) < oldest and not (keep_every and step_of(path) % keep_every == 0):
             gone = _aside(path, "removed")
+            verify()
             with suppress(OSError):
                 os.rename(path, gone)  # never a checkpoint that is half there
             remove(gone)
@@ -90,6 +114,8 @@ def retain(folder: Path, newest: int, *, keep: int, keep_every: int, damaged: Co
 
 def clear_leftovers(folder: Path) -> None:
     """Remove what runs that died have left half written or half removed; what was about to be replaced comes back."""
+    for path in folder.glob(".probe-*"):
+        path.unlink(missing_ok=True)
     for path in sorted(folder.glob(".step-*")):
         final = step_folder(folder, _step_in(path.name))
         with suppress(OSError):

@@ -3,7 +3,8 @@
     OUT/
       checkpoint/step-0/    parameters, and fp32 master copies where they are in half precision; no optimizer state
       run.toml              a recipe with the model's settings: ranvier train OUT/run.toml --resume OUT
-      tokenizer.json        the model's, where it has one that is a byte-level BPE
+      tokenizer.json        the model's, which run.toml names; without one that can be read, training is refused until
+                            somebody puts it there
 
 OUT gets its name when the checkpoint has been read again and gives the model's logits.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -29,11 +31,13 @@ from ranvier.checkpoint.pretrained import Pretrained, own_file
 from ranvier.checkpoint.saved import Saved
 from ranvier.checkpoint.tensor_file import Slot, shards, write_tensors
 from ranvier.data import tokenizer as tokenizers
+from ranvier.data import wordpiece
 from ranvier.errors import DataError
 from ranvier.layout import whole
 from ranvier.models import families, hf
 from ranvier.models.block import initialise
 from ranvier.precision import DTYPES, is_half, wide
+from ranvier.run import Data
 
 PART_BYTES = 1_000_000_000
 LEARNING_RATE = 1e-4
@@ -56,17 +60,18 @@ def import_model(model: Path, out: Path, *, precision: str | None = None, part_b
     precision = precision or _format_of(source.dtypes)
     slots = _slots(source, DTYPES[precision])
     with new_folder(out, sum(slot.size_bytes for slot in slots.values())) as folder:
-        recipe = _recipe(source, precision)
+        tokenizer = _take_tokenizer(model, folder / TOKENIZER, source, tell)
+        recipe = _recipe(source, precision, out.absolute() / TOKENIZER, has_tokenizer=(folder / TOKENIZER).exists())
         (folder / "run.toml").write_text(tomli_w.dumps(recipe), encoding="utf-8")
-        _write_checkpoint(folder, source, slots, shards(list(slots.values()), part_bytes), recipe)
+        about = {"run": recipe, "samples": 0, **({} if tokenizer is None else {"tokenizer": tokenizer})}
+        _write_checkpoint(folder, source, slots, shards(list(slots.values()), part_bytes), about)
         saved = Saved(step_folder(folder / "checkpoint", 0))
         kind = "master" if is_half(DTYPES[precision]) else "parameter"
         comparison = logits.compare(source.config, lambda name: saved.read(kind, name), model, head=source.head,
                                     source=source)
         saved.close()
         logits.check(comparison, out)
-        has_tokenizer = _copy_tokenizer(model, folder, source, tell)
-    _tell(tell, source, slots, precision, has_tokenizer, comparison)
+    _tell(tell, source, slots, precision, out / TOKENIZER, comparison)
     return recipe
 
 
@@ -95,7 +100,7 @@ def _value(source: Pretrained, slot: Slot, name: str) -> Tensor:
 
 
 def _write_checkpoint(folder: Path, source: Pretrained, slots: dict[tuple[str, str], Slot], parts: list[list[Slot]],
-                      recipe: dict[str, object]) -> None:
+                      about: dict[str, object]) -> None:
     """checkpoint/step-0."""
     temporary = files.temporary_folder(folder / "checkpoint", 0, "import")
     temporary.mkdir(parents=True)
@@ -115,35 +120,67 @@ def _write_checkpoint(folder: Path, source: Pretrained, slots: dict[tuple[str, s
             pieces=((place[slot.name], slot.name, whole(slot.shape)),))
     files.publish(temporary, step_folder(folder / "checkpoint", 0), Manifest(
         step=0, optimizer_steps=0, loss_scale=None, frozen=(), files=tuple(written), tensors=found,
-        about={"run": recipe, "samples": 0, "versions": {"ranvier": __version__, "torch": metadata.version("torch")}}))
+        about={**about, "versions": {"ranvier": __version__, "torch": metadata.version("torch")}}))
 
 
-def _recipe(source: Pretrained, precision: str) -> dict[str, object]:
-    """The settings that go with the model, nested like a recipe's."""
+def _recipe(source: Pretrained, precision: str, tokenizer: Path, *, has_tokenizer: bool) -> dict[str, object]:
+    """The settings that go with the model, nested like a recipe's. A model of text is trained with its own tokenizer,
+    at this path, and with no other: a new one would give its tokens other meanings."""
     told = {name: value for name, value in asdict(source.config).items() if value is not None}
-    if source.head != "tokens":
-        task = "images" if source.config.family == "vit" else "qa" if source.head == "span" else "classification"
-        return {"precision": precision, "model": told, "data": {"task": task},
-                "train": {"learning_rate": LEARNING_RATE}}
-    bpe = source.config.vocab < tokenizers.GPT2_VOCAB
-    return {"precision": precision, "model": told, "data": {"tokenizer": "bpe" if bpe else "gpt2"},
-            "train": {"learning_rate": LEARNING_RATE}}
+    data: dict[str, object] = {"tokenizer": str(tokenizer)}
+    if source.head == "tokens":
+        data["corpus"] = Data.corpus
+        if source.config.vocab >= tokenizers.GPT2_VOCAB and not has_tokenizer:
+            data["tokenizer"] = "gpt2"
+    elif source.config.family == "vit":
+        data = {"task": "images"}
+    else:
+        data["task"] = "qa" if source.head == "span" else "classification"
+    return {"precision": precision, "model": told, "data": data, "train": {"learning_rate": LEARNING_RATE}}
 
 
-def _copy_tokenizer(model: Path, folder: Path, source: Pretrained, tell: Tell) -> bool:
-    """Take tokenizer.json along, where there is one and it is for this model."""
-    if not (model / TOKENIZER).exists() or source.config.family == "vit":
-        return False
-    path = own_file(model, TOKENIZER)
+def _take_tokenizer(model: Path, path: Path, source: Pretrained, tell: Tell) -> str | None:
+    """Write the model's tokenizer to `path`, where it has one that is for it. Returns its fingerprint, where training
+    can read it."""
+    if source.config.family == "vit":
+        return None
     try:
-        vocab = wordpiece_vocab(path) if source.config.family == "bert" else tokenizers.load(path).vocab
+        vocab, fingerprint = (_take_wordpiece if source.config.family == "bert" else _take_bpe)(model, path)
         if vocab <= source.config.vocab:
-            shutil.copyfile(path, folder / TOKENIZER)
-            return True
-        tell(f"left out: {path} has more tokens than the model")
+            return fingerprint
+        tell(f"left out: {model / TOKENIZER} has more tokens than the model")
     except DataError as error:
         tell(f"left out: {error.where} {error.what}")
-    return False
+    path.unlink(missing_ok=True)
+    return None
+
+
+def _take_bpe(model: Path, path: Path) -> tuple[int, str | None]:
+    """From tokenizer.json, or else vocab.json and merges.txt: how many tokens, and the fingerprint."""
+    if (model / TOKENIZER).exists():
+        tokenizer = tokenizers.load(shutil.copyfile(own_file(model, TOKENIZER), path))
+    elif (model / "vocab.json").exists() and (model / "merges.txt").exists():
+        files = [own_file(model, name) for name in ("vocab.json", "merges.txt")]
+        tokenizer = tokenizers.from_merges(*(file.read_bytes() for file in files), model)
+        tokenizer.save(path)
+    else:
+        return 0, None
+    return tokenizer.vocab, tokenizer.fingerprint
+
+
+def _take_wordpiece(model: Path, path: Path) -> tuple[int, str | None]:
+    """The same, from tokenizer.json or else vocab.txt. A tokenizer.json that training cannot read goes along, too."""
+    if (model / TOKENIZER).exists():
+        vocab = wordpiece_vocab(shutil.copyfile(own_file(model, TOKENIZER), path))
+        with suppress(DataError):
+            return vocab, wordpiece.load(path).fingerprint
+        return vocab, None
+    if not (model / "vocab.txt").exists():
+        return 0, None
+    own_file(model, "vocab.txt")
+    tokenizer = wordpiece.from_folder(model)
+    tokenizer.save(path)
+    return tokenizer.vocab, tokenizer.fingerprint
 
 
 def flags(recipe: dict[str, object]) -> list[str]:
@@ -152,17 +189,20 @@ def flags(recipe: dict[str, object]) -> list[str]:
     return [part for name, value in values.items() for part in (f"--{resolve.flag(name)}", resolve.as_text(value))]
 
 
-def _tell(tell: Tell, source: Pretrained, slots: dict[tuple[str, str], Slot], precision: str, has_tokenizer: bool,
+def _tell(tell: Tell, source: Pretrained, slots: dict[tuple[str, str], Slot], precision: str, tokenizer: Path,
           comparison: logits.Comparison) -> None:
     count = sum(slot.size_bytes // slot.dtype.itemsize for (kind, _), slot in slots.items() if kind == "parameter")
     tell(f"{source.folder}: {count:,} parameters in {precision}"
          + (", with fp32 master copies" if is_half(DTYPES[precision]) else "")
-         + (", and its tokenizer" if has_tokenizer else ""))
+         + (", and its tokenizer" if tokenizer.exists() else ""))
     for note in source.notes:
         tell(f"config.json: {note}")
     for note in source.notes_on_tensors():
         tell(note)
-    if source.head == "tokens" and source.config.vocab < tokenizers.GPT2_VOCAB:
-        tell("the model's tokenizer is not GPT-2's: the text that training goes on with must have the model's tokens, "
-             "and data.tokenizer bpe has them only on the corpus that it was trained on")
+    is_gpt2 = source.head == "tokens" and source.config.vocab >= tokenizers.GPT2_VOCAB
+    if not tokenizer.exists() and source.config.family != "vit":
+        tell("no tokenizer of the model was found: " + (
+            "training takes GPT-2's" if is_gpt2 else f"put its tokenizer.json at {tokenizer} before training"))
+    if source.head == "tokens":
+        tell(f"run.toml trains on {Data.corpus}: name other text with --data.corpus")
     logits.tell(comparison, tell)

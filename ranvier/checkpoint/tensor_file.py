@@ -19,6 +19,8 @@ from ranvier.checkpoint.manifest import File
 
 STORED = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Number formats of parameters and what safetensors calls them."""
+_WRITTEN = {**STORED, torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+            torch.bool: "BOOL"}
 _WRITE_BYTES = 1 << 22
 
 
@@ -52,7 +54,7 @@ def write_tensors(path: Path, slots: Sequence[Slot], tensors: Iterable[Tensor]) 
     """Write `tensors`, which are taken one by one, as `slots` say. OSError when that cannot be done."""
     header, place = {"__metadata__": {"format": "pt"}}, 0
     for slot in slots:
-        header[slot.name] = {"dtype": STORED[slot.dtype], "shape": slot.shape,
+        header[slot.name] = {"dtype": _WRITTEN[slot.dtype], "shape": slot.shape,
                              "data_offsets": (place, place + slot.size_bytes)}
         place += slot.size_bytes
     text = json.dumps(header, separators=(",", ":")).encode()

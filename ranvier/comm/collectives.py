@@ -1,7 +1,7 @@
 """What every group does the same way: checks, volumes, sums in a wider type, and the blocking conveniences.
 
 A backend's group derives from `CheckedGroup` and implements the six underscored calls on flat tensors, for two or more
-members: reductions in one of NATIVE's types, everything else in bytes (uint8).
+members: reductions in formats that its library adds (see `comm.ways`), everything else in bytes (uint8).
 """
 
 from __future__ import annotations
@@ -14,34 +14,22 @@ import torch
 from torch import Tensor
 
 from ranvier.comm.protocol import Reduction, Work
+from ranvier.comm.ways import (
+    NATIVE,
+    WIDER,
+    Library,
+    Operation,
+    Way,
+    buffer_bytes,
+    part_elements,
+    ring_bytes,
+    sum_bytes,
+    way_of,
+)
 from ranvier.errors import TransportError
 
-Operation = Literal["all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"]
-
-NATIVE = (torch.float64, torch.float32, torch.int64, torch.int32, torch.int8, torch.uint8)
-_WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32,
-          torch.int16: torch.int32, torch.bool: torch.int32}
-
-
-DIRECT_MEMBERS = 16
-"""Groups of at most so many exchange directly, each with each, in one round: where ranks share cores, every further
-round waits for all of them to be scheduled."""
-DIRECT_REDUCE_BYTES = 64 << 10
-"""Sums of at most so many bytes are gathered and added up by everyone."""
-
-
-def ring_bytes(operation: Operation, members: int, payload_bytes: int) -> int:
-    """Bytes one member receives when a ring carries `operation`; `payload_bytes` is the whole (unscattered) tensor.
-
-    A broadcast is counted for a member that is not its root; a reduction, which passes along the ring and ends at its
-    root, for one that it does not begin with.
-    """
-    if members == 1:
-        return 0
-    if operation in ("broadcast", "reduce"):
-        return payload_bytes
-    rounds = 2 if operation == "all_reduce" else 1
-    return rounds * (members - 1) * payload_bytes // members
+_ADDED_AT_ONCE = 1 << 16
+"""Elements of a wider format that are added up in one piece, so that sums of any size take little memory for it."""
 
 
 class Finished:
@@ -72,37 +60,52 @@ class Then:
             step()
 
 
+class TwoRounds:
+    """Work whose second round begins in `wait`, so that members begin it in the same order."""
+
+    def __init__(self, first: Work, second: Callable[[], Work], finish: Callable[[], None]) -> None:
+        self._first, self._second, self._finish, self._over = first, second, finish, False
+
+    def done(self) -> bool:
+        self._first.done()
+        return self._over
+
+    def wait(self) -> None:
+        if not self._over:
+            self._first.wait()
+            self._second().wait()
+            self._finish()
+            self._over = True
+
+
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # a lone element may have any strides
-
-
-def sum_shares(output: Tensor, shares: Tensor) -> None:
-    """`output` [n] = sum over k of `shares` [k, n], in member order, accumulated in the wider type; rounded once."""
-    wide = _WIDER.get(output.dtype)
-    total = output if wide is None else torch.empty_like(output, dtype=wide)
-    total.copy_(shares[0])
-    for share in shares[1:]:
-        total.add_(share)
-    if total is not output:
-        output.copy_(total)
 
 
 REDUCE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
-def reduce_shares(output: Tensor, shares: Tensor, op: Reduction) -> None:
-    """`output` [n] = all `shares` [k, n] by `op`, in member order."""
-    output.copy_(shares[0])
-    for share in shares[1:]:
-        REDUCE[op](output, share, out=output)
+def reduce_shares(output: Tensor, shares: Tensor, op: Reduction = "sum") -> None:
+    """`output` [n] = all `shares` [k, n] by `op`, in member order, accumulated in the wider type; rounded once.
+    `output` may be the memory of one of them."""
+    wide = WIDER.get(output.dtype)
+    if wide is None:
+        total = shares[0].clone() if output.data_ptr() == shares.data_ptr() else output.copy_(shares[0])
+        for share in shares[1:]:
+            REDUCE[op](total, share, out=total)
+        if total is not output:
+            output.copy_(total)
+        return
+    for start in range(0, output.numel(), _ADDED_AT_ONCE):
+        piece = slice(start, start + _ADDED_AT_ONCE)
+        total = shares[0, piece].to(wide)
+        for share in shares[1:, piece]:
+            REDUCE[op](total, share.to(wide), out=total)
+        output[piece].copy_(total)
 
 
 class CheckedGroup:
     """Base of every group; see `protocol.Group` for what the public calls promise."""
-
-    sums_natively = True
-    """Whether `_reduce_scatter` exists; otherwise it, and on CPU a reduction to one root, is an all-to-all and a local
-    sum."""
 
     def __init__(self, purpose: str, ranks: Sequence[int], index: int) -> None:
         self.purpose, self.ranks, self.index = purpose, tuple(ranks), index
@@ -118,58 +121,101 @@ class CheckedGroup:
     def _all_to_all(self, output: Tensor, tensor: Tensor, received: list[int], sent: list[int]) -> Work:
         raise NotImplementedError
 
+    def library(self, device_type: str) -> Library:
+        """Which library carries tensors on such a device, as far as sums are concerned."""
+        return "nccl" if device_type == "cuda" else "gloo"
+
+    def _new(self, like: Tensor, *shape: int) -> Tensor:
+        """Memory for a sum under way."""
+        return like.new_empty(shape)
+
+    def _let_go(self, buffer: Tensor) -> None:
+        """A sum that was under way in `buffer` is over."""
+
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Work:
         self._check("all_reduce", tensor)
-        self._count("all_reduce", tensor)
-        wide = self._reducible("all_reduce", tensor)
+        way = self._sum("all_reduce", tensor)
         if len(self.ranks) == 1 or tensor.numel() == 0:
             return Finished()
         flat = tensor.detach().view(-1)
-        if wide is None:
+        if way == "library":
             return self._all_reduce(flat, op)
-        staged = flat.to(wide)
-        return Then(self._all_reduce(staged, op), lambda: flat.copy_(staged))
+        if way == "exchanged":
+            return self._exchanged_all_reduce(flat, op)
+        shares = self._new(flat, len(self.ranks), flat.numel())
+        return self._added(self._all_gather(_bytes(shares), _bytes(flat)), flat, shares, op)
+
+    def _exchanged_all_reduce(self, flat: Tensor, op: Reduction) -> Work:
+        """Member k receives everybody's part k and adds; then all parts are gathered."""
+        members = len(self.ranks)
+        part = part_elements(flat.numel(), members)
+        whole = flat
+        if part * members != flat.numel():
+            whole = self._new(flat, part * members)
+            whole[:flat.numel()].copy_(flat)
+            whole[flat.numel():].zero_()
+        shares, sizes = self._new(flat, members, part), [part * flat.element_size()] * members
+
+        def gather() -> Work:
+            reduce_shares(shares[0], shares, op)
+            return self._all_gather(_bytes(whole), _bytes(shares[0]))
+
+        def finish() -> None:
+            if whole is not flat:
+                flat.copy_(whole[:flat.numel()])
+                self._let_go(whole)
+            self._let_go(shares)
+
+        return TwoRounds(self._all_to_all(_bytes(shares), _bytes(whole), sizes, sizes), gather, finish)
+
+    def _added(self, work: Work, output: Tensor, shares: Tensor, op: Reduction = "sum", *, own: bool = True) -> Work:
+        """`work`, which brings `shares` [k, n], and then their sum in `output` [n]. own: they lie in memory of ours."""
+        def add() -> None:
+            reduce_shares(output, shares, op)
+            if own:
+                self._let_go(shares)
+        return Then(work, add)
 
     def reduce(self, tensor: Tensor, root: int = 0) -> Work:
         self._check("reduce", tensor)
         self._check_root("reduce", root)
-        if self.index != (root + 1) % len(self.ranks):
-            self._count("reduce", tensor)
-        wide = self._reducible("reduce", tensor)
+        way = self._sum("reduce", tensor, root)
         if len(self.ranks) == 1 or tensor.numel() == 0:
             return Finished()
         flat, members = tensor.detach().view(-1), len(self.ranks)
-        if not self.sums_natively and not tensor.is_cuda:
-            size = flat.numel() * flat.element_size()
-            shares = flat.new_empty(members if self.index == root else 0, flat.numel())
-            work = self._all_to_all(_bytes(shares), _bytes(flat), [size if self.index == root else 0] * members,
-                                    [size if member == root else 0 for member in range(members)])
-            return Then(work, lambda: sum_shares(flat, shares)) if self.index == root else work
-        if wide is None:
+        if way == "library":
             return self._reduce(flat, root)
-        staged = flat.to(wide)
-        return Then(self._reduce(staged, root), lambda: flat.copy_(staged))
+        size, is_root = flat.numel() * flat.element_size(), self.index == root
+        shares = self._new(flat, members, flat.numel()) if is_root else flat.new_empty(0)
+        work = self._all_to_all(_bytes(shares), _bytes(flat), [size if is_root else 0] * members,
+                                [size if member == root else 0 for member in range(members)])
+        return self._added(work, flat, shares) if is_root else work
 
-    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, room: Tensor | None = None) -> Work:
         self._check("reduce_scatter", output, tensor)
         self._fits("reduce_scatter", tensor, output)
-        self._count("reduce_scatter", tensor)
-        wide = self._reducible("reduce_scatter", tensor)
-        output, tensor = output.detach().view(-1), tensor.detach().view(-1)
-        if len(self.ranks) == 1 or tensor.numel() == 0:
+        way = self._sum("reduce_scatter", tensor)
+        output, tensor, members = output.detach().view(-1), tensor.detach().view(-1), len(self.ranks)
+        if members == 1 or tensor.numel() == 0:
             output.copy_(tensor)
             return Finished()
-        if wide is None and self.sums_natively:
+        if way == "library":
             return self._reduce_scatter(output, tensor)
-        received = torch.empty_like(tensor)
-        share = [output.numel() * output.element_size()] * len(self.ranks)
-        work = self._all_to_all(_bytes(received), _bytes(tensor), share, share)
-        return Then(work, lambda: sum_shares(output, received.view(len(self.ranks), -1)))
+        shares = self._new(tensor, members, output.numel()) if room is None else room.view(members, -1)
+        sizes = [output.numel() * output.element_size()] * members
+        return self._added(self._all_to_all(_bytes(shares), _bytes(tensor), sizes, sizes), output, shares,
+                           own=room is None)
+
+    def buffer_bytes(self, operation: Literal["all_reduce", "reduce_scatter"], numel: int, dtype: torch.dtype,
+                     device_type: str) -> int:
+        members, size = len(self.ranks), numel * dtype.itemsize
+        way = way_of(self.library(device_type), operation, dtype, size, members)
+        return buffer_bytes(way, operation, numel, dtype.itemsize, members)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         self._check("all_gather", output, tensor)
         self._fits("all_gather", output, tensor)
-        self._count("all_gather", output)
+        self._count(output, ring_bytes("all_gather", len(self.ranks), output.numel() * output.element_size()))
         if len(self.ranks) == 1 or tensor.numel() == 0:
             output.detach().view(-1).copy_(tensor.detach().view(-1))
             return Finished()
@@ -179,7 +225,7 @@ class CheckedGroup:
         self._check("broadcast", tensor)
         self._check_root("broadcast", root)
         if self.index != root:
-            self._count("broadcast", tensor)
+            self._count(tensor, ring_bytes("broadcast", len(self.ranks), tensor.numel() * tensor.element_size()))
         if len(self.ranks) == 1 or tensor.numel() == 0:
             return Finished()
         return self._broadcast(_bytes(tensor), root)
@@ -188,7 +234,7 @@ class CheckedGroup:
                    input_splits: Sequence[int] | None = None) -> Work:
         self._check("all_to_all", output, tensor)
         received, sent = self._splits("output", output, output_splits), self._splits("input", tensor, input_splits)
-        self.bytes_received += sum(received) - received[self.index]
+        self._count(tensor, sum(received) - received[self.index])
         if len(self.ranks) == 1:
             if received != sent:
                 raise self._error("all_to_all", "a single member receives what it sends", (received, sent))
@@ -206,10 +252,17 @@ class CheckedGroup:
         self.all_gather(texts, padded).wait()
         return [json.loads(row.numpy().tobytes()) for row in texts]
 
+    def gather_number(self, number: int) -> list[int]:
+        received, numbers = self.bytes_received, torch.empty(len(self.ranks), dtype=torch.int64, device="cpu")
+        self.all_gather(numbers, torch.tensor([number], device="cpu")).wait()
+        self.bytes_received = received
+        return numbers.tolist()
+
     def barrier(self) -> None:
         self._check("barrier")
         if len(self.ranks) > 1:
-            self._all_reduce(torch.zeros(1, dtype=torch.int32), "sum").wait()
+            here = torch.zeros(1, dtype=torch.uint8)
+            self._all_gather(here.new_empty(len(self.ranks)), here).wait()
 
     def close(self) -> None:
         self.closed = True
@@ -236,14 +289,18 @@ class CheckedGroup:
             raise self._error(call, f"one tensor must be {len(self.ranks)} times as large as the other",
                               (whole.numel(), share.numel()))
 
-    def _reducible(self, call: str, tensor: Tensor) -> torch.dtype | None:
-        """The wider type in which `tensor` is summed; None where it is summed as it is."""
-        if tensor.dtype not in NATIVE and tensor.dtype not in _WIDER:
-            raise self._error(call, "this dtype cannot be reduced", tensor.dtype)
-        return _WIDER.get(tensor.dtype)
+    def _sum(self, operation: Operation, tensor: Tensor, root: int = 0) -> Way:
+        """How `tensor` (whole) is summed, counted. TransportError for formats that cannot be."""
+        if tensor.dtype not in NATIVE and tensor.dtype not in WIDER:
+            raise self._error(operation, "this dtype cannot be reduced", tensor.dtype)
+        way = way_of(self.library(tensor.device.type), operation, tensor.dtype, tensor.nbytes, len(self.ranks))
+        self._count(tensor, sum_bytes(way, operation, tensor.numel(), tensor.element_size(), len(self.ranks),
+                                      from_root=(self.index - root) % len(self.ranks)))
+        return way
 
-    def _count(self, operation: Operation, whole: Tensor) -> None:
-        self.bytes_received += ring_bytes(operation, len(self.ranks), whole.numel() * whole.element_size())
+    def _count(self, tensor: Tensor, received_bytes: int) -> None:
+        """Add what this member receives for a collective of `tensor`."""
+        self.bytes_received += received_bytes
 
     def _splits(self, side: str, tensor: Tensor, splits: Sequence[int] | None) -> list[int]:
         """Bytes of each member's share of `tensor`."""

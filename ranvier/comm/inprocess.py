@@ -280,6 +280,7 @@ class InProcessGroup(CheckedGroup):
                 work(meeting.brought)
         except TransportError as error:
             meeting.error = error
+        meeting.brought = []  # who has waited lets go of its tensors, whoever has not
         meeting.over = True
 
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:

@@ -23,18 +23,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from ranvier.comm.collectives import (
-    DIRECT_MEMBERS,
-    DIRECT_REDUCE_BYTES,
-    CheckedGroup,
-    Then,
-    check_subset,
-    place_in,
-    reduce_shares,
-)
+from ranvier.comm.collectives import CheckedGroup, Then, check_subset, place_in
 from ranvier.comm.edges import Edges, no_message
 from ranvier.comm.message import Message, decode, total_bytes
 from ranvier.comm.protocol import Reduction, Work
+from ranvier.comm.ways import DIRECT_MEMBERS, Library
 from ranvier.errors import LaunchError, MessageTimeout, TransportError
 
 if TYPE_CHECKING:
@@ -357,7 +350,6 @@ class MPIGroup(CheckedGroup):
                  timeout_seconds: float, direct: bool) -> None:
         super().__init__(purpose, ranks, index)
         self._direct = direct and len(ranks) <= DIRECT_MEMBERS
-        self.sums_natively = not self._direct
         self.mpi, self.comm, self._aware, self.timeout_seconds = mpi, comm, aware, timeout_seconds
         self._ops = {"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN}
         self._under_way: list[tuple[MPIWork, tuple[Tensor, ...]]] = []
@@ -399,12 +391,10 @@ class MPIGroup(CheckedGroup):
         self._under_way.append((MPIWork(requests, self), tensors))
         return self._under_way[-1][0]
 
+    def library(self, device_type: str) -> Library:
+        return "mpi"
+
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
-        if self._direct and tensor.numel() * tensor.element_size() <= DIRECT_REDUCE_BYTES:
-            members, sent = len(self.ranks), tensor.clone()  # the sum is written while others may still receive
-            shares = tensor.new_empty(members, tensor.numel())
-            work = self._exchange(shares.view(-1), [tensor.numel()] * members, [sent] * members)
-            return Then(work, lambda: reduce_shares(tensor, shares, op))
         return self._start(lambda out: self.comm.Iallreduce(self.mpi.IN_PLACE, out, self._ops[op]), tensor)
 
     def _reduce(self, tensor: Tensor, root: int) -> Work:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from ranvier.comm.message import Message
@@ -70,7 +71,12 @@ class Group(Protocol):
     """A fixed set of ranks that make collective calls in the same order. All calls return at once.
 
     Tensors must be contiguous, equal in shape and dtype on every member, and untouched until the work is done. Results
-    are the same to the bit on every member. Half-precision sums are accumulated in fp32.
+    are the same to the bit on every member.
+
+    Sums travel in the tensor's own number format. Those of half-precision tensors are accumulated in fp32 and rounded
+    once, but for NCCL's, which are rounded wherever it adds; who wants them to travel in fp32 casts before (`comm.wide`
+    does). The all-reduce of a large half-precision tensor on hosts goes in two rounds, the second of which begins in
+    `wait`: members wait for such work in the same order.
     """
 
     ranks: tuple[int, ...]
@@ -78,7 +84,8 @@ class Group(Protocol):
     index: int
     """This rank's place among them."""
     bytes_received: int
-    """Payload bytes this member has received so far, by the algorithm's own volume (ring formulas)."""
+    """Payload bytes this member has received so far, in the format in which they travelled; of what the library does by
+    itself, those of a ring."""
 
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Work:
         """In place."""
@@ -86,8 +93,10 @@ class Group(Protocol):
     def reduce(self, tensor: Tensor, root: int = 0) -> Work:
         """`tensor` of member `root` (an index within the group) becomes the sum; the others' become anything."""
 
-    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
-        """`output` [n] becomes share `index` of the sum of all members' `tensor` [size * n]."""
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, room: Tensor | None = None) -> Work:
+        """`output` [n] becomes share `index` of the sum of all members' `tensor` [size * n]. room: memory [size * n] of
+        the same format that may be written meanwhile, where `buffer_bytes` says that some is needed; otherwise it is
+        allocated."""
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         """`output` [size * n] becomes the concatenation of all members' `tensor` [n]."""
@@ -99,8 +108,15 @@ class Group(Protocol):
                    input_splits: Sequence[int] | None = None) -> Work:
         """Share i of `tensor` goes to member i; shares arrive in member order. Splits count rows of dim 0."""
 
+    def buffer_bytes(self, operation: Literal["all_reduce", "reduce_scatter"], numel: int, dtype: torch.dtype,
+                     device_type: str) -> int:
+        """Memory that such a call for `numel` elements takes while it is under way, beside the caller's tensors."""
+
     def gather_objects(self, value: object) -> list:
         """Every member's JSON-serialisable `value`, in member order. Blocks; for start-up, not for steps."""
+
+    def gather_number(self, number: int) -> list[int]:
+        """Every member's number (of int64), in member order, over host memory. Blocks; no payload, so not counted."""
 
     def barrier(self) -> None:
         """Return when every member has called it. Blocks."""

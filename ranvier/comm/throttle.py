@@ -15,13 +15,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ranvier.comm.collectives import Operation, ring_bytes
 from ranvier.comm.message import Message, encoded_bytes
 from ranvier.comm.protocol import Backend, Group, Reduction, Transport, Work
+from ranvier.comm.ways import Operation, ring_bytes
 from ranvier.errors import ConfigError
 
 
@@ -191,8 +192,9 @@ class _ThrottledGroup:
         if members == 1:
             return start()
         called_ns = torch.tensor([time.monotonic_ns()])
+        before = self._inner.bytes_received
         stamp = self._inner.all_reduce(called_ns, "max")
-        self._stamp_bytes += ring_bytes("all_reduce", members, called_ns.nbytes)
+        self._stamp_bytes += self._inner.bytes_received - before
         load = ring_bytes(operation, members, whole.numel() * whole.element_size())
         hops = (members - 1) * (2 if operation == "all_reduce" else 1)
         work = _ThrottledWork(start(), stamp, self._under_way, lambda: max(
@@ -206,8 +208,12 @@ class _ThrottledGroup:
     def reduce(self, tensor: Tensor, root: int = 0) -> Work:
         return self._slow("reduce", tensor, lambda: self._inner.reduce(tensor, root))
 
-    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
-        return self._slow("reduce_scatter", tensor, lambda: self._inner.reduce_scatter(output, tensor))
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, room: Tensor | None = None) -> Work:
+        return self._slow("reduce_scatter", tensor, lambda: self._inner.reduce_scatter(output, tensor, room))
+
+    def buffer_bytes(self, operation: Literal["all_reduce", "reduce_scatter"], numel: int, dtype: torch.dtype,
+                     device_type: str) -> int:
+        return self._inner.buffer_bytes(operation, numel, dtype, device_type)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         return self._slow("all_gather", output, lambda: self._inner.all_gather(output, tensor))
@@ -222,6 +228,9 @@ class _ThrottledGroup:
 
     def gather_objects(self, value: object) -> list:
         return self._inner.gather_objects(value)
+
+    def gather_number(self, number: int) -> list[int]:
+        return self._inner.gather_number(number)
 
     def barrier(self) -> None:
         self._inner.barrier()

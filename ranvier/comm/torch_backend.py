@@ -27,23 +27,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
-from ranvier.comm.collectives import (
-    DIRECT_MEMBERS,
-    DIRECT_REDUCE_BYTES,
-    CheckedGroup,
-    Then,
-    check_subset,
-    place_in,
-    reduce_shares,
-)
+from ranvier.comm.collectives import CheckedGroup, check_subset, place_in
 from ranvier.comm.edges import Edges, lost_peer, no_message
 from ranvier.comm.message import Message, decode, total_bytes
 from ranvier.comm.nccl_transport import NcclTransport
 from ranvier.comm.protocol import Reduction, Transport, Work
+from ranvier.comm.ways import DIRECT_MEMBERS
 from ranvier.errors import LaunchError, MessageTimeout, TransportError
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older torch's name
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _FOREVER = timedelta(days=3650)
 _GOODBYE = b"RNV bye."
 _CLOSE_SECONDS = 10.0
@@ -355,12 +349,7 @@ class TorchWork:
 
 
 class TorchGroup(CheckedGroup):
-    """A `protocol.Group` over one process group: Gloo for tensors on the host, NCCL for those on CUDA.
-
-    Reduce-scatter is an all-to-all and a local sum: on Gloo twice as fast as its own.
-    """
-
-    sums_natively = False
+    """A `protocol.Group` over one process group: Gloo for tensors on the host, NCCL for those on CUDA."""
 
     def __init__(self, channel: ProcessGroup | None, purpose: str, ranks: Sequence[int], index: int) -> None:
         super().__init__(purpose, ranks, index)
@@ -380,23 +369,18 @@ class TorchGroup(CheckedGroup):
         return TransportError("a collective failed: a member is gone, or too late, or brought another shape",
                               where=where, value=cause, remedy="The first error is in another rank's output.")
 
-    def _is_direct(self, tensor: Tensor, most_bytes: int) -> bool:
-        """Whether Gloo should have each member send to each: in its rings every step wakes a thread up."""
-        return (not tensor.is_cuda and len(self.ranks) <= DIRECT_MEMBERS
-                and tensor.numel() * tensor.element_size() <= most_bytes)
-
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
-        if not self._is_direct(tensor, DIRECT_REDUCE_BYTES):
-            return self._start(dist.all_reduce, tensor, _OPS[op])
-        shares = tensor.new_empty(len(self.ranks), tensor.numel())
-        work = self._start(dist.all_to_all_single, shares.view(-1), tensor.repeat(len(self.ranks)))
-        return Then(work, lambda: reduce_shares(tensor, shares, op))
+        return self._start(dist.all_reduce, tensor, _OPS[op])
 
     def _reduce(self, tensor: Tensor, root: int) -> Work:
         return self._start(dist.reduce, tensor, group_dst=root)
 
+    def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
+        return self._start(_REDUCE_SCATTER, output, tensor)
+
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        if self._is_direct(tensor, _REPEATED_BYTES):
+        # Where Gloo goes round a ring, every step wakes a thread up.
+        if not tensor.is_cuda and len(self.ranks) <= DIRECT_MEMBERS and tensor.nbytes <= _REPEATED_BYTES:
             return self._start(dist.all_to_all_single, output, tensor.repeat(len(self.ranks)))
         return self._start(_ALL_GATHER, output, tensor)
 

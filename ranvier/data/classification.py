@@ -17,11 +17,11 @@ from ranvier.data import run_tokenizer as tokenizers
 from ranvier.data.accuracy import Accuracy
 from ranvier.data.arrays import Arrays, made_once, write_arrays
 from ranvier.data.corpus import fingerprint
-from ranvier.data.named_files import name_problems, text_only
+from ranvier.data.named_files import first_looks, name_problems, text_only
 from ranvier.data.prepare import cache_folder
 from ranvier.data.publish import Progress
 from ranvier.data.run_tokenizer import run_tokenizer
-from ranvier.data.sentences import NAMES, Sentence, Sentences, open_part, read_sentences
+from ranvier.data.sentences import NAMES, Sentence, Sentences, look_at_header, open_part, read_sentences
 from ranvier.data.subset import chosen, some
 from ranvier.data.task import Prepared
 from ranvier.data.wordpiece import WordPiece
@@ -53,8 +53,9 @@ class Labelled:
 
 
 def problems(run: Run) -> list[RanvierError]:
-    """What is wrong with the data settings, as far as it shows without reading anything."""
-    found = [*name_problems(run.data, NAMES, FORM), *text_only(run.data), *tokenizers.problems(run)]
+    """What is wrong with the data settings, as far as it shows without reading more than a header."""
+    found = [*name_problems(run.data, NAMES, FORM), *first_looks(run.data, NAMES, look_at_header), *text_only(run.data),
+             *tokenizers.problems(run)]
     if run.model.sequence < SHORTEST_SEQUENCE:
         found.append(DataError("is too short for [CLS], a token and [SEP]", where="model.sequence",
                                value=run.model.sequence, remedy=f"Set --model.sequence {SHORTEST_SEQUENCE} or more."))

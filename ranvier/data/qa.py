@@ -18,11 +18,11 @@ from ranvier.data import run_tokenizer as tokenizers
 from ranvier.data.answers import Answers
 from ranvier.data.arrays import Arrays, made_once, write_arrays
 from ranvier.data.corpus import fingerprint
-from ranvier.data.named_files import name_problems, text_only
+from ranvier.data.named_files import first_looks, name_problems, text_only
 from ranvier.data.prepare import cache_folder
 from ranvier.data.publish import Progress
 from ranvier.data.run_tokenizer import run_tokenizer
-from ranvier.data.squad import NAMES, Question, open_part, read_questions
+from ranvier.data.squad import NAMES, Question, look_at_small, open_part, read_questions
 from ranvier.data.subset import chosen, first_of_order
 from ranvier.data.task import Prepared
 from ranvier.data.windows import step_of, windows
@@ -66,8 +66,9 @@ class Windows:
 
 
 def problems(run: Run) -> list[RanvierError]:
-    """What is wrong with the data settings, as far as it shows without reading anything."""
-    found = [*name_problems(run.data, NAMES, FORM), *text_only(run.data), *tokenizers.problems(run)]
+    """What is wrong with the data settings, as far as it shows without reading a large file."""
+    found = [*name_problems(run.data, NAMES, FORM), *first_looks(run.data, NAMES, look_at_small), *text_only(run.data),
+             *tokenizers.problems(run)]
     if run.model.sequence < SHORTEST_SEQUENCE:
         found.append(DataError("is too short for a question and a token of its context", where="model.sequence",
                                value=run.model.sequence, remedy=f"Set --model.sequence {SHORTEST_SEQUENCE} or more, "

@@ -15,11 +15,34 @@ from ranvier.data.wordpiece import SMALLEST_VOCAB, WordPiece
 from ranvier.errors import DataError
 from ranvier.run import Run
 
+BUILT_IN = ("bpe", "gpt2")
+"""Names of data.tokenizer that are no paths. They are the task lm's; other tasks train a WordPiece."""
+
 
 def problems(run: Run) -> list[DataError]:
     """What is wrong with the settings of a tokenizer."""
-    needs_more = run.model.pretrained is None and run.model.vocab < SMALLEST_VOCAB
-    return [wordpiece.too_small(run.model.vocab)] if needs_more else []
+    if run.model.pretrained is not None:
+        return []
+    if run.data.tokenizer in BUILT_IN:
+        return [wordpiece.too_small(run.model.vocab)] if run.model.vocab < SMALLEST_VOCAB else []
+    try:
+        _given(run)
+    except DataError as problem:
+        return [problem]
+    return []
+
+
+def _given(run: Run) -> WordPiece:
+    """The tokenizer whose file data.tokenizer names. DataError where it is none, or has too many tokens."""
+    path = Path(run.data.tokenizer).expanduser()
+    if not path.is_file():
+        raise DataError("is no tokenizer.json that exists", where="data.tokenizer", value=run.data.tokenizer,
+                        remedy="Name the tokenizer.json of the model that training starts from, or leave it out.")
+    tokenizer = wordpiece.load(path)
+    if tokenizer.vocab > run.model.vocab:
+        raise DataError(f"is smaller than the tokenizer's vocabulary of {tokenizer.vocab}", where="model.vocab",
+                        value=run.model.vocab, remedy=f"Set --model.vocab {tokenizer.vocab} or more.")
+    return tokenizer
 
 
 def run_tokenizer(run: Run, texts: Callable[[], Iterable[str]], source: str, progress: Progress) -> WordPiece:
@@ -35,6 +58,8 @@ def run_tokenizer(run: Run, texts: Callable[[], Iterable[str]], source: str, pro
                             where=f"model.pretrained {run.model.pretrained}", value=vocab,
                             remedy="Put the tokenizer that belongs to the model into its folder.")
         return tokenizer
+    if run.data.tokenizer not in BUILT_IN:
+        return _given(run)
     path = cache / "tokenizers" / f"{fingerprint('wordpiece', source, run.model.vocab)}.json"
     if not path.exists():
         with one_writer(path, progress):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import sys
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from ranvier.data import hub
 from ranvier.data.corpus import fingerprint
-from ranvier.data.fetch import Package, check, fetch
+from ranvier.data.fetch import check, fetch, python_package
 from ranvier.data.named_files import read_bytes
 from ranvier.data.publish import Progress
 from ranvier.data.subset import held_out
@@ -20,12 +19,11 @@ from ranvier.errors import DataError
 
 NAMES = ("sst2", "sentiment")
 
-SENTIMENT = Package(
-    filename="vaderSentiment-3.3.2.tar.gz",
-    sha256="5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9",
-    command=(sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "--quiet",
-             "vaderSentiment==3.3.2"))
+SENTIMENT = python_package(
+    "vaderSentiment", "vaderSentiment-3.3.2.tar.gz",
+    sha256="5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9")
 SENTIMENT_HELD_OUT = 1000
+_LONGEST_HEADER = 1 << 20
 LEAST_RATING = 0.5
 """Ratings of the sentiment set go from -4 to 4; sentences rated less in either direction are left out."""
 
@@ -134,6 +132,21 @@ def parse(data: bytes, name: str) -> list[Sentence]:
             raise _wrong(f"has no column {column}" if column not in columns else f"has the column {column} twice",
                          name, 1, columns[:20])
     return list(_rows(lines, columns, name))
+
+
+def look_at_header(path: Path, setting: str) -> None:
+    """DataError where a TSV file has not the columns that are needed; only its first line is read."""
+    if path.name == SENTIMENT.filename:
+        return
+    form = "a TSV file with the columns label and sentence, sst2 or sentiment"
+    try:
+        if not path.is_file():
+            raise DataError("is no file", where=f"data.{setting}", value=str(path), remedy=f"Give {form}.")
+        with path.open("rb") as file:
+            parse(file.readline(_LONGEST_HEADER), str(path))
+    except OSError as error:
+        raise DataError("cannot be read", where=f"data.{setting}", value=f"{path}: {error}",
+                        remedy=f"Give {form}.") from error
 
 
 def _rows(lines: Iterator[tuple[int, str]], columns: list[str], name: str) -> Iterator[Sentence]:

@@ -23,6 +23,7 @@ from ranvier.errors import DataError
 
 NAMES = ("squad",)
 _HUB = "rajpurkar/squad"
+_SMALL_BYTES = 64 << 20
 _FORM = "squad or a JSON file in SQuAD 1.1's form"
 
 
@@ -86,6 +87,12 @@ def parse(data: bytes, name: str) -> list[Question]:
     except (ValueError, RecursionError) as error:
         raise DataError("is no JSON text", where=name, value=str(error)[:200], remedy=f"Give {_FORM}.") from error
     return list(_questions(document, name))
+
+
+def look_at_small(path: Path, setting: str) -> None:
+    """DataError where a file is not in the form, as `parse`; large ones are not read."""
+    if not path.is_file() or path.stat().st_size <= _SMALL_BYTES:
+        parse(read_bytes(path, setting, _FORM), str(path))
 
 
 def _questions(document: object, name: str) -> Iterator[Question]:

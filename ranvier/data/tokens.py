@@ -26,7 +26,8 @@ _MOST_ABOUT_BYTES = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """The side file. tokenizer and corpus are fingerprints; digest is the hash of the numbers as the file has them."""
+    """The side file. tokenizer and corpus are fingerprints; digest is the hash of the numbers as the file has them.
+    cut: whether the corpus has more text than was taken."""
 
     dtype: str
     count: int
@@ -34,6 +35,7 @@ class About:
     tokenizer: str
     corpus: str
     digest: str
+    cut: bool = False
 
 
 class Tokens:
@@ -60,8 +62,10 @@ class Tokens:
 
 
 @contextmanager
-def write_tokens(path: Path, *, vocab: int, tokenizer: str, corpus: str) -> Iterator[Callable[[Sequence[int]], None]]:
-    """Gives a function that appends token numbers; path.bin and path.json appear when the block ends well."""
+def write_tokens(path: Path, *, vocab: int, tokenizer: str, corpus: str,
+                 cut: Callable[[], bool] = lambda: False) -> Iterator[Callable[[Sequence[int]], None]]:
+    """Gives a function that appends token numbers; path.bin and path.json appear when the block ends well. cut: asked
+    at the end."""
     name = "uint16" if vocab <= 1 << 16 else "uint32"
     count, digest = 0, hashlib.blake2b(digest_size=16)
     with published(path.with_suffix(".bin")) as file:
@@ -73,7 +77,8 @@ def write_tokens(path: Path, *, vocab: int, tokenizer: str, corpus: str) -> Iter
             count += len(ids)
 
         yield append
-    about = About(dtype=name, count=count, vocab=vocab, tokenizer=tokenizer, corpus=corpus, digest=digest.hexdigest())
+    about = About(dtype=name, count=count, vocab=vocab, tokenizer=tokenizer, corpus=corpus, digest=digest.hexdigest(),
+                  cut=cut())
     with published(path.with_suffix(".json")) as file:
         file.write(json.dumps(asdict(about), indent=2).encode())
 
@@ -117,7 +122,7 @@ def _about(path: Path) -> About:
         about = About(**json.loads(path.read_text(encoding="utf-8")))
         texts = (about.dtype, about.tokenizer, about.corpus, about.digest)
         if not all(type(part) is int and part >= 0 for part in (about.count, about.vocab)) or not all(
-                isinstance(part, str) for part in texts) or about.dtype not in _DTYPES:
+                isinstance(part, str) for part in texts) or about.dtype not in _DTYPES or type(about.cut) is not bool:
             raise ValueError(f"unknown content {about}")
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise _damaged(path, "does not describe a token file", str(error)) from error

@@ -198,13 +198,6 @@ def problems(elastic: Settings, num_layers: int) -> Iterator[ConfigError]:
                               where="elastic.manual", value=text, remedy="Let the number of layers rise.")
 
 
-def warnings(elastic: Settings) -> Iterator[ConfigError]:
-    """Settings of freezing that have no effect."""
-    if elastic.freeze in ("none", "manual") and elastic.alpha != type(elastic).alpha:
-        yield ConfigError(f"has no effect: elastic.freeze is {elastic.freeze}", where="elastic.alpha",
-                          value=elastic.alpha, remedy="Leave it out, or set --elastic.freeze gradient-norm or cap.")
-
-
 # ---------------------------------------------------------------------- layers and blocks
 
 def tie_problem(parameters: Sequence[Parameter], layers: Sequence[Sequence[str]], blocks: Sequence[str],

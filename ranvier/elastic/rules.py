@@ -1,4 +1,4 @@
-"""What cannot be asked of an elastic run, and what has no effect."""
+"""What cannot be asked of an elastic run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ranvier.elastic import freezing
 from ranvier.errors import ConfigError
-from ranvier.run import Elastic, Run
+from ranvier.run import Run
 
 
 def problems(run: Run) -> Iterator[ConfigError]:
@@ -35,26 +35,3 @@ def problems(run: Run) -> Iterator[ConfigError]:
     if run.optim.update_in_backward and elastic.global_batch != "keep":
         yield ConfigError("needs batches of one microbatch, and this one grows", where="elastic.global-batch",
                           value=elastic.global_batch, remedy="Leave out --optim.update-in-backward.")
-
-
-def warnings(run: Run) -> Iterator[ConfigError]:
-    """Settings that have no effect."""
-    elastic = run.elastic
-    yield from freezing.warnings(elastic)
-    if elastic.freeze == "none":
-        for name in ("every", "dry_run", "auto_pipe", "auto_dp", "cut", "cache", "frozen_dropout"):
-            if getattr(elastic, name) != getattr(Elastic, name):
-                yield _unused(name, getattr(elastic, name), "nothing is frozen: elastic.freeze is none")
-    elif not elastic.auto_pipe:
-        for name in ("auto_dp", "cut"):
-            if getattr(elastic, name) != getattr(Elastic, name):
-                yield _unused(name, getattr(elastic, name), "elastic.auto-pipe is false")
-    if not elastic.cache:
-        for name in ("cache_from", "cache_dir", "cache_bytes", "cache_precision"):
-            if getattr(elastic, name) != getattr(Elastic, name):
-                yield _unused(name, getattr(elastic, name), "elastic.cache is false")
-
-
-def _unused(name: str, value: object, why: str) -> ConfigError:
-    return ConfigError(f"has no effect: {why}", where=f"elastic.{name.replace('_', '-')}", value=str(value),
-                       remedy="Leave it out.")

@@ -19,6 +19,12 @@ A parameter that no loss reaches has no gradient, and whoever updates leaves it 
 when none of them reaches it. Each knows that only of itself, and says it by the sign of zero: a gradient that nothing
 was added to is -0.0, which no sum of anything else can be (-0.0 + -0.0 = -0.0, 0.0 + -0.0 = 0.0).
 
+At most `in_flight` reductions that work in memory of their own are under way, however late a peer is, and have such
+memory in turn. Where half-precision sums come in two halves, with in_flight 3:
+
+    scatter        | 0 | 1 | 2 | 3 | 4 |      before scatter 3 begins, 0 has been gathered, and gather 1 has begun
+    gather                 | 0 | 1 | 2 |
+
 On a tensor mesh, copies of a parameter may each have a part of its gradient: it is summed over a group of its own, in
 chunks that come last. The members of every group start its collectives in one order if all ranks of a stage have their
 specs in the same order, with groups along the same axes.
@@ -28,6 +34,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -37,6 +44,10 @@ from torch import Tensor, nn
 from ranvier.comm.collectives import Finished, Then
 from ranvier.comm.protocol import Group, Work
 from ranvier.precision import is_half
+
+IN_FLIGHT = 4
+"""Reductions, and gathers of parameters, that may work in memory of their own at once. A replica that is that many
+chunks ahead of the slowest waits for it, as it would at the end of the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +110,7 @@ class Gradients:
         send_to_owner: called with the spec of a complete gradient that goes to its owner.
         dtype: of the buffer; by default that of the parameters.
         reduce_dtype: in which chunks travel; by default that of the buffer.
+        in_flight: reductions that may work in memory of their own at once, 2 or more.
         reuse: runs of blocks (their numbers) whose gradients have the same memory in turn; `chunk_size` is not used
             then. What is tied, used in several runs, or summed over a group of its own keeps its own.
         allocate: whether the buffer is there at once; otherwise `allocate` makes it, after parameters have moved.
@@ -106,7 +118,7 @@ class Gradients:
 
     def __init__(self, specs: Sequence[GradientSpec], group: Group, chunk_size: int,
                  send_to_owner: Callable[[GradientSpec], None], *, dtype: torch.dtype | None = None,
-                 reduce_dtype: torch.dtype | None = None, reuse: Sequence[range] = (),
+                 reduce_dtype: torch.dtype | None = None, in_flight: int = IN_FLIGHT, reuse: Sequence[range] = (),
                  allocate: bool = True) -> None:
         self._group, self._send_to_owner = group, send_to_owner
         self._run = {spec.parameter: _run_of(spec, reuse) for spec in specs}
@@ -133,7 +145,9 @@ class Gradients:
         self.dtype, self._device = dtype or first.dtype, first.device
         self.length = self._place_chunks()
         """Elements of the buffer."""
-        self._reduce_dtype = reduce_dtype or self.dtype
+        self._reduce_dtype, self._in_flight = reduce_dtype or self.dtype, in_flight
+        self._memory: dict[tuple[int, str], Tensor] = {}
+        self._under_way: dict[int, Chunk] = {}
         self._next = self._moving = 0
         self._passed = sys.maxsize
         self._scatter = False
@@ -227,6 +241,7 @@ class Gradients:
         """A new batch: gradients are zero, everything is outstanding. scatter: each member needs its share only."""
         for chunk in self.chunks[:self._next]:
             chunk.work.wait()  # a batch that failed may have left some under way
+        self._under_way.clear()
         self.flat.zero_()
         self._next = self._moving = 0
         self._passed = sys.maxsize
@@ -311,6 +326,7 @@ class Gradients:
                 self._reduce(chunk)
             if chunk.reused:
                 self._wait(chunk)
+                self._under_way.clear()
                 self.on_complete(chunk)
                 for spec in chunk.specs:
                     spec.parameter.grad = None
@@ -342,28 +358,92 @@ class Gradients:
         """Return when `chunk` is reduced."""
         chunk.work.wait()
         if chunk.gather is not None:
-            chunk.work, chunk.gather = chunk.gather(), None
+            self._collect(chunk)
             chunk.work.wait()
+
+    def _collect(self, chunk: Chunk) -> None:
+        """All shares of `chunk` have been summed: start collecting them."""
+        chunk.work, chunk.gather = chunk.gather(), None
 
     def _reduce(self, chunk: Chunk) -> None:
         """Start the sum of one chunk over its group, in the format in which it travels.
 
-        In half precision, shares travel as they are and are summed in fp32 by their member; a library's all-reduce
-        would send fp32, or round at each hop.
+        In half precision, shares are summed by their member; who wants the whole collects the shares then.
         """
-        whole = self.of(chunk, chunk.start, chunk.stop)
-        sent = whole.to(self._reduce_dtype)
-        if not self._scatter and not is_half(sent.dtype):
+        whole, needs = self.of(chunk, chunk.start, chunk.stop), self._needs(chunk, self._scatter)
+        slot = self._next_slot(chunk) if needs else 0
+        sent = self._buffer(slot, "copy", len(whole)).copy_(whole) if "copy" in needs else whole
+        if "share" not in needs:
             work = chunk.group.all_reduce(sent)
             chunk.work = work if sent is whole else Then(work, lambda: whole.copy_(sent))
             return
-        share = sent.new_empty(len(sent) // len(chunk.group.ranks))
-        work = chunk.group.reduce_scatter(share, sent)
+        share = self._buffer(slot, "share", needs["share"])
+        room = self._buffer(slot, "room", needs["room"]) if "room" in needs else None
+        work = chunk.group.reduce_scatter(share, sent, room)
         if self._scatter:
             chunk.work = Then(work, lambda: self.of(chunk, *chunk.share).copy_(share))
         else:
-            chunk.work = work  # `sent` is let go with it: only the share waits for its turn
-            chunk.gather = lambda: _gather(chunk.group, whole, share)
+            chunk.work, chunk.gather = work, lambda: _gather(chunk.group, whole, sent, share)
+
+    # ------------------------------------------------------------------ memory of reductions
+
+    def _needs(self, chunk: Chunk, scatter: bool) -> dict[str, int]:
+        """Elements that the reduction of `chunk` works in, beside its gradients: a copy in the format that travels, the
+        share that is summed here, and room for what arrives (`passing` where the group takes it by itself)."""
+        size, members, dtype = chunk.stop - chunk.start, len(chunk.group.ranks), self._reduce_dtype
+        if members == 1 or not size or chunk.sent_to_owner:
+            return {}
+        scattered = scatter or is_half(dtype)
+        arriving = chunk.group.buffer_bytes("reduce_scatter" if scattered else "all_reduce", size, dtype,
+                                            self._device.type) // dtype.itemsize
+        found = {"copy": size if dtype is not self.dtype else 0, "share": size // members if scattered else 0,
+                 "room" if scattered else "passing": arriving}
+        return {name: elements for name, elements in found.items() if elements}
+
+    def _next_slot(self, chunk: Chunk) -> int:
+        """The number of the memory that `chunk` has in its turn. Who had it before must be done, and who has it next
+        must have been summed: both are waited for in the order of chunks, the same on every replica, whoever is
+        late."""
+        waiting = self._under_way
+        if len(waiting) == self._in_flight:
+            self._wait(waiting.pop(next(iter(waiting))))
+        if len(waiting) == self._in_flight - 1:
+            oldest = next(iter(waiting.values()))
+            if oldest.gather is not None:
+                oldest.work.wait()
+                self._collect(oldest)
+        slot = next(number for number in range(self._in_flight) if number not in waiting)
+        waiting[slot] = chunk
+        return slot
+
+    def _buffer(self, slot: int, name: str, elements: int) -> Tensor:
+        if (slot, name) not in self._memory:
+            self._memory[slot, name] = torch.empty(self._largest(self._scatter)[name], dtype=self._reduce_dtype,
+                                                   device=self._device)
+        return self._memory[slot, name][:elements]
+
+    def _largest(self, scatter: bool) -> Counter[str]:
+        """Elements of the memory that reductions have in turn, for one of them."""
+        found: Counter[str] = Counter()
+        for chunk in self.chunks:
+            found |= Counter(self._needs(chunk, scatter))
+        del found["passing"]
+        return found
+
+    def reduction_bytes(self, *, scatter: bool) -> tuple[int, int]:
+        """What reductions work in, beside the buffer, when all that may be are under way: memory that stays, and what
+        groups take meanwhile."""
+        needing = [chunk for chunk in self.chunks if self._needs(chunk, scatter)]
+        slots = max(min(self._in_flight, sum(not chunk.reused for chunk in needing)),
+                    any(chunk.reused for chunk in needing))
+        lasting = slots * sum(self._largest(scatter).values())
+        passing = sorted((self._needs(chunk, scatter).get("passing", 0) for chunk in needing), reverse=True)
+        return lasting * self._reduce_dtype.itemsize, sum(passing[:slots]) * self._reduce_dtype.itemsize
+
+    @property
+    def reduction_buffers(self) -> list[Tensor]:
+        """What reductions have worked in so far, and will again."""
+        return list(self._memory.values())
 
     def detach(self) -> None:
         """Parameters have no gradients any more, and take ones of their own format again."""
@@ -391,7 +471,7 @@ class Gradients:
         for chunk in (chunk for chunk in self.chunks if not chunk.reused):
             chunk.work.wait()
             if chunk.gather is not None:  # in the order of chunks, the same on every replica
-                chunk.work, chunk.gather = chunk.gather(), None
+                self._collect(chunk)
                 gathering, chunk = chunk, gathering
                 if chunk is None:
                     continue
@@ -462,12 +542,10 @@ class Gradients:
         return [spec for spec in self._in_model_order if not spec.sent_to_owner]
 
 
-def _gather(group: Group, whole: Tensor, share: Tensor) -> Work:
-    """Start collecting all shares of a chunk into its place."""
-    if whole.dtype is share.dtype:
-        return group.all_gather(whole, share)
-    received = share.new_empty(len(whole))
-    return Then(group.all_gather(received, share), lambda: whole.copy_(received))
+def _gather(group: Group, whole: Tensor, sent: Tensor, share: Tensor) -> Work:
+    """Start collecting all shares of a chunk into its place, by way of what was sent where formats differ."""
+    work = group.all_gather(sent, share)
+    return work if sent is whole else Then(work, lambda: whole.copy_(sent))
 
 
 def _run_of(spec: GradientSpec, reuse: Sequence[range]) -> range | None:

@@ -13,6 +13,7 @@ whatever shapes it holds.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from ranvier.comm.protocol import Work
 from ranvier.optim.buckets import Bucket, Segment, buckets_of
-from ranvier.optim.gradients import Chunk, Gradients, GradientSpec
+from ranvier.optim.gradients import IN_FLIGHT, Chunk, Gradients, GradientSpec
 from ranvier.optim.groups import group_of
 from ranvier.optim.placement import OnHost, Placement, Resident, Streamed, Update
 from ranvier.optim.rules import rule_of
@@ -69,7 +70,9 @@ class FlatOptimizer:
         """Updates so far; skipped steps do not count."""
         self._update = Update(step=0, learning_rate=0.0, factor=1.0, segments=())
         self._trained: list[Segment] = []
-        self._gathers: list[Work] = []
+        self._gathers: deque[Work] = deque()
+        self._gathered = 0
+        self._sent: dict[int, Tensor] = {}
 
     def _place(self) -> Placement:
         rule, buckets = rule_of(self._optim), self.buckets
@@ -130,22 +133,34 @@ class FlatOptimizer:
         self._gather(chunk)
 
     def _gather(self, chunk: Chunk) -> None:
-        """Start collecting the parameters of a chunk from those that update them."""
-        if self.sharded and len(chunk.group.ranks) > 1:
-            start, stop = chunk.share
-            self._gathers.append(chunk.group.all_gather(self.weights[chunk.start:chunk.stop],
-                                                        self.weights[start:stop].clone()))
+        """Start collecting the parameters of a chunk from those that update them. What is sent lies in memory that a
+        few chunks have in turn."""
+        if not self.sharded or len(chunk.group.ranks) == 1:
+            return
+        if len(self._gathers) == IN_FLIGHT:
+            self._gathers.popleft().wait()
+        turn, self._gathered = self._gathered % IN_FLIGHT, self._gathered + 1
+        if turn not in self._sent:
+            self._sent[turn] = self.weights.new_empty(_largest_share(self._chunks))
+        start, stop = chunk.share
+        sent = self._sent[turn][:stop - start].copy_(self.weights[start:stop])
+        self._gathers.append(chunk.group.all_gather(self.weights[chunk.start:chunk.stop], sent))
 
     def progress(self) -> None:
         """Let parameters that others update come in."""
         while self._gathers and self._gathers[0].done():
-            self._gathers.pop(0)
+            self._gathers.popleft()
 
     def finish(self) -> None:
         """Wait for the parameters that others have updated."""
-        for work in self._gathers:
-            work.wait()
-        self._gathers = []
+        while self._gathers:
+            self._gathers.popleft().wait()
+        self._gathered = 0
+
+    @property
+    def gather_buffers(self) -> list[Tensor]:
+        """What this rank's shares of parameters are sent from."""
+        return list(self._sent.values())
 
     # ------------------------------------------------------------------ what a checkpoint keeps
 
@@ -201,6 +216,18 @@ def resolve_offload(optim: Optim, gradients: Gradients, device: torch.device) ->
     return "none" if 2 * states <= torch.cuda.mem_get_info(device)[0] else "stream"
 
 
+def gather_bytes(gradients: Gradients, itemsize: int) -> int:
+    """What shares of parameters are sent from, where each member of a chunk's group updates its own."""
+    chunks = [chunk for chunk in gradients.chunks if not chunk.sent_to_owner]
+    gathered = sum(len(chunk.group.ranks) > 1 for chunk in chunks)
+    return min(IN_FLIGHT, gathered) * _largest_share(chunks) * itemsize
+
+
+def _largest_share(chunks: Sequence[Chunk]) -> int:
+    """Elements of the largest share that is gathered."""
+    return max((chunk.share[1] - chunk.share[0] for chunk in chunks if len(chunk.group.ranks) > 1), default=0)
+
+
 def _flatten(gradients: Gradients) -> Tensor:
     """All trainable parameters as views of one new buffer."""
     first = next(iter(gradients.places), None)
@@ -226,13 +253,15 @@ def tensors_by_category(parameters: Sequence[Tensor], gradients: Gradients,
     Frozen parameters and those outside the flat buffer count as parameters too. On a CPU as the device, offloaded
     states count as the host's.
     """
-    device = {"parameters": [*parameters, *([optimizer.weights] if optimizer else [])], "gradients": [gradients.flat]}
+    device = {"parameters": [*parameters, *([optimizer.weights] if optimizer else [])], "gradients": [gradients.flat],
+              "reduction": gradients.reduction_buffers}
     host: dict[str, list[Tensor]] = {}
     if optimizer is not None:
         placement, home = optimizer.placement, device if optimizer.offload == "none" else host
         home["master"] = [state for name, state in placement.states.items() if name == "master"]
         home["moments"] = [state for name, state in placement.states.items() if name != "master"]
         device["buckets"] = list(placement.workspace.values())
+        device["reduction"] += optimizer.gather_buffers
         host["staging"] = list(placement.staging)
     return {"device": device, "host": host}
 

@@ -36,7 +36,7 @@ from ranvier.optim.loss_scale import LossScale
 from ranvier.optim.masters import MasterCopies
 from ranvier.optim.optimizer import FlatOptimizer, resolve_bucket_size, resolve_offload, tensors_by_category
 from ranvier.pipeline.timeline import Timeline
-from ranvier.precision import is_half
+from ranvier.precision import is_half, reduce_dtype
 from ranvier.run import Optim
 
 _FAR = 8
@@ -101,8 +101,7 @@ class Updater:
         self.gradients = Gradients(
             specs, replicas, bucket_size * optim.chunk_buckets, send_to_owner,
             dtype=torch.float32 if half and optim.accumulate == "fp32" else dtype,
-            reduce_dtype=torch.float32 if half and optim.reduce_dtype == "fp32" else dtype,
-            reuse=runs if optim.update_in_backward else (), allocate=False)
+            reduce_dtype=reduce_dtype(optim, dtype), reuse=runs if optim.update_in_backward else (), allocate=False)
         owned = [spec.parameter for spec in self.gradients.owned()]
         self.updates = own or optimizer is not None
         """Whether anything updates parameters, on this rank or another."""
@@ -160,11 +159,12 @@ class Updater:
         """All backwards have run: average, judge and update, unless the verdict is to skip the step."""
         if self.flat is not None and not self.in_backward:
             self.flat.prefetch()
-        weight, bad = self._weight(), self._bad_before_update()
+        started, bad = time.monotonic_ns(), self._bad_before_update()
+        self._timeline.add("reduce", "weight", self._step, started)
         if self.flat is not None and not (self._optim.clip_norm or self.loss_scale or self.bad_steps or bad):
-            verdict = self._update_as_reduced(weight)
+            verdict = self._update_as_reduced()
         else:
-            verdict = self._judge(weight)
+            verdict = self._judge()
             self._apply(verdict, verdict.factor)
         self._kept = None
         return verdict
@@ -174,7 +174,7 @@ class Updater:
         if self.gradients.dtype is torch.float16:
             raise ConfigError("loses small gradients when they are unscaled in fp16", where="optim.accumulate",
                               value="half", remedy="Call train_batch, or set --optim.accumulate fp32.")
-        verdict = self._judge(self._weight())
+        verdict = self._judge()
         self.gradients.scale(verdict.factor)
         self.gradients.note_values()
         self._kept, self._overflow = None, verdict.overflow
@@ -208,9 +208,10 @@ class Updater:
         scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
         return self.nominal_weight / (weight * scale) if weight else 0.0
 
-    def _judge(self, weight: float) -> Verdict:
-        """Wait for the reduction of all chunks, and start (where the step depends on it: finish) the verdict."""
-        started = time.monotonic_ns()
+    def _judge(self) -> Verdict:
+        """Wait for the weight of the batch and the reduction of all chunks, and start (where the step depends on it:
+        finish) the verdict."""
+        started, weight = time.monotonic_ns(), self._weight()
         self.gradients.wait()
         started = self._timeline.add("reduce", "average", self._step, started)
         for chunk in self.gradients.reduced():
@@ -269,9 +270,10 @@ class Updater:
 
     # ------------------------------------------------------------------ as chunks are reduced
 
-    def _update_as_reduced(self, weight: float) -> Verdict:
+    def _update_as_reduced(self) -> Verdict:
         """Update each chunk as soon as it is reduced; the norm is summed on the side."""
-        factor, started = self._factor(weight), time.monotonic_ns()
+        started, weight = time.monotonic_ns(), self._weight()
+        factor = self._factor(weight)
         self._begin_once(weight)
         for number, chunk in enumerate(self.gradients.reduced()):
             started = self._timeline.add("reduce", f"average {number}", self._step, started)

@@ -28,7 +28,7 @@ from ranvier.run import TensorParallel
 from ranvier.tensor.layers import VocabularyLinear, block_splits
 from ranvier.tensor.loss import NextTokenLoss
 from ranvier.tensor.mesh import TensorMesh
-from ranvier.tensor.split import split_layers
+from ranvier.tensor.split import split_layers, split_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,11 +108,11 @@ def cut(model: Model, mesh: Mesh, *, boundaries: Sequence[int] | None, how: Lite
     the costs of one rank are counted and the chain of blocks is checked; without it a block costs its number of
     parameters.
     """
-    parts = Parts(model, mesh, tensor or TensorParallel())
+    parts = Parts(model, mesh, tensor or TensorParallel(), device)
     costs = None
     if sample is not None and sample.inputs is not None:
         costs = tuple(block_costs(parts.model, sample.inputs, sample.targets, dtype))
-    stages, layout = parts.cut(mesh, costs, boundaries=boundaries, how=how, device=device)
+    stages, layout = parts.cut(mesh, costs, boundaries=boundaries, how=how)
     layout.check()
     return stages, layout
 
@@ -120,10 +120,11 @@ def cut(model: Model, mesh: Mesh, *, boundaries: Sequence[int] | None, how: Lite
 class Parts:
     """A model on a tensor mesh, whatever the number of stages: its parameters, and who holds what of them.
 
-    model: with one rank's part of each block.
+    model: with one rank's part of each block, as it runs on such a device.
     """
 
-    def __init__(self, model: Model, mesh: Mesh, tensor: TensorParallel) -> None:
+    def __init__(self, model: Model, mesh: Mesh, tensor: TensorParallel, device: str) -> None:
+        self._device = device
         modules = build_on_meta(model)
         self.names = tuple(modules)
         self.parameters, self.shards = global_parameters(model, modules), None
@@ -132,14 +133,14 @@ class Parts:
         if mesh.stage_size > 1:
             self.parameters, self.shards = _split(self.parameters, modules, mesh, tensor)
             _check_loss(model, list(modules.values())[-1], mesh)
-            model = split_model(model, meta_mesh(mesh, tensor))
+            model = split_model(model, meta_mesh(mesh, tensor, device))
         self.model = model
 
     def cut(self, mesh: Mesh, costs: Sequence[BlockCost] | None, *, boundaries: Sequence[int] | None,
-            how: Literal["cost", "uniform"], device: str) -> tuple[StageTable, Layout]:
+            how: Literal["cost", "uniform"]) -> tuple[StageTable, Layout]:
         """The stages of a mesh with this tensor mesh, by each block's cost, or number of parameters. Unchecked."""
         count = len(self.names)
-        weights = [cost.weight(device) for cost in costs] if costs else self._sizes
+        weights = [cost.weight(self._device) for cost in costs] if costs else self._sizes
         if boundaries is not None:
             boundaries = check_boundaries(boundaries, count, mesh.pipe)
         else:
@@ -167,9 +168,11 @@ def _check_loss(model: Model, last: nn.Module, mesh: Mesh) -> None:
                          remedy="Use ranvier.tensor.loss.NextTokenLoss(vocab), or set --mesh.col 1.")
 
 
-def meta_mesh(mesh: Mesh, tensor: TensorParallel) -> TensorMesh:
-    """The tensor mesh of a stage as its first rank sees it, for blocks on the meta device: nothing moves."""
-    return TensorMesh(MetaGroup("row", mesh.row), MetaGroup("col", mesh.col), tensor)
+def meta_mesh(mesh: Mesh, tensor: TensorParallel, device: str) -> TensorMesh:
+    """The tensor mesh of a stage of such devices as its first rank sees it, for blocks on the meta device: nothing
+    moves, and what is counted (panels, what sums work in) is that device's."""
+    return TensorMesh(MetaGroup("row", mesh.row, device=device), MetaGroup("col", mesh.col, device=device), tensor,
+                      device=device)
 
 
 def split_model(model: Model, mesh: TensorMesh) -> Model:
@@ -177,15 +180,15 @@ def split_model(model: Model, mesh: TensorMesh) -> Model:
     modules are copied."""
     def build(name: str, whole: Callable[[], nn.Module]) -> nn.Module:
         if model.initial is None:
-            return split_layers(whole(), mesh, f"block {name}")
+            return split_layers(whole(), mesh, f"block {name}", in_chain=True)
         with torch.device("meta"):
             module = whole()
         if next(module.buffers(), None) is not None:  # their values are the builder's
             module = whole()
-        return split_layers(module, mesh, f"block {name}")
+        return split_layers(module, mesh, f"block {name}", in_chain=True)
 
-    loss = split_layers(model.loss, mesh, "loss") if isinstance(model.loss, nn.Module) else model.loss
-    return replace(model, loss=loss, blocks={name: partial(build, name, whole) for name, whole in model.blocks.items()})
+    return replace(model, loss=split_loss(model.loss, mesh),
+                   blocks={name: partial(build, name, whole) for name, whole in model.blocks.items()})
 
 
 def _table(layout: Layout, names: tuple[str, ...], weights: Sequence[float],

@@ -111,7 +111,8 @@ class Engine:
         buffers: what replicas do about buffers that a forward changes, such as BatchNorm's running statistics, after
             each training batch: all take the first replica's (as DistributedDataParallel does), their average, or each
             keeps its own (local), of which checkpoints and exports have the first replica's.
-        check_order: compare the order of actions among the ranks of a stage before each action (slow; for debugging).
+        check_order: compare the order of actions among the ranks of a stage before each action, and of layers among its
+            rows before each layer (slow; for debugging).
         flags: whether errors name the command's flags, rather than arguments.
 
     Raises ModelError or ConfigError for what does not fit, on every rank alike.
@@ -161,7 +162,7 @@ class Engine:
                                        device=world.device.type, tensor=tensor)
         idle = sum(not row.num_trainable for row in self.stages.rows)
         self.in_flight = auto_in_flight(mesh.pipe, idle) if in_flight == "auto" else in_flight
-        self._tensor_mesh = self._open_tensor_mesh(tensor)
+        self._tensor_mesh = self._open_tensor_mesh(tensor, check_order)
         if self._tensor_mesh is not None:
             model = split_model(model, self._tensor_mesh)
         blocks = build_stage(model, self.layout, self.coordinates, seed=seed, dtype=dtype, device=world.device)
@@ -196,7 +197,7 @@ class Engine:
         gradients = self._updater.gradients
         self._stage = Stage(blocks, still=still, loss=model.loss if self.is_last_stage else None, seed=seed,
                             device=world.device, progress=self._progress, block_passed=gradients.block_passed,
-                            segments=segments,
+                            segments=segments, mesh=self._tensor_mesh,
                             weight_gradients=WeightGradients(gradients.chunk_of, gradients.queued, gradients.added))
 
     # ------------------------------------------------------------------ what a rank is
@@ -531,7 +532,7 @@ class Engine:
 
     # ------------------------------------------------------------------ start
 
-    def _open_tensor_mesh(self, tensor: TensorParallel) -> TensorMesh | None:
+    def _open_tensor_mesh(self, tensor: TensorParallel, check_order: bool) -> TensorMesh | None:
         """The groups of this rank's row and column, and those over which parameters with several holders sum their
         gradients; None where a stage is one rank."""
         backend, mesh = self.world.backend, self.mesh
@@ -544,7 +545,7 @@ class Engine:
         for axes in sorted({parameter.summed for parameter in self.layout.parameters} - {()}):
             self._sum_groups[axes] = backend.group(f"data and {' and '.join(axes)}", mesh.groups("data", *axes))
         self._groups += self._sum_groups.values()
-        return TensorMesh(over_rows, over_cols, tensor, device=self.world.device.type)
+        return TensorMesh(over_rows, over_cols, tensor, device=self.world.device.type, check_order=check_order)
 
     def _gradient_specs(self) -> list[GradientSpec]:
         """Where each gradient goes, over whom it is summed, and whether this rank's counts in the norm."""
@@ -572,7 +573,7 @@ class Engine:
 
     def _open_communication(self, timeout_seconds: float, check_order: bool) -> None:
         backend, mesh, rank = self.world.backend, self.mesh, self.world.rank
-        self._board = Board(self.world.store, rank, mesh)
+        self._board = Board(self.world.store, rank, mesh, hang=self.world.hang and self.world.hang())
         self._data_group: Group = backend.group("data", mesh.groups("data"))
         self._all: Group = backend.group("all", [range(mesh.size)])
         self._board.calls = self._calls_of_all() + 1

@@ -108,17 +108,35 @@ def _tensor_bytes(tensor: Tensor) -> int:
 _FUSED_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-class _FusedAttention(TorchFunctionMode):
+class FusedAttention(TorchFunctionMode):
     """Has attention counted as the fused kernel that devices run: on the meta device torch would take it apart, and
     write and keep matrices of sequence x sequence that no real run has."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is functional.scaled_dot_product_attention and len(args) == 3 and args[0].dim() == 4 \
-                and not kwargs.get("dropout_p") and not kwargs.get("enable_gqa"):
-            options = {name: value for name, value in kwargs.items() if name in ("attn_mask", "scale")}
-            return _FUSED_ATTENTION(*args, 0.0, kwargs.get("is_causal", False), **options)[0]
+        if func is functional.scaled_dot_product_attention:
+            fused = _fused(**dict(zip(_ATTENTION_ARGUMENTS, args, strict=False)), **kwargs)
+            if fused is not None:
+                return fused
         return func(*args, **kwargs)
+
+
+_ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+           is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False) -> Tensor | None:
+    """What the fused kernel returns; None where no kernel takes such arguments, and torch takes attention apart."""
+    if dropout_p or any(each.dim() != 4 or each.shape[-1] != query.shape[-1] for each in (query, key, value)):
+        return None
+    if query.shape[1] != key.shape[1] and not (enable_gqa and key.shape[1] and query.shape[1] % key.shape[1] == 0):
+        return None
+    if attn_mask is not None:
+        if attn_mask.requires_grad:
+            return None
+        if attn_mask.dtype is torch.bool:  # the kernel adds it
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+    return _FUSED_ATTENTION(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
 
 def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *rest, **options) -> int:
@@ -186,7 +204,7 @@ def block_costs(model: Model, inputs: State, targets: object = None,
         trains |= any(tensor.requires_grad for tensor in tensors.values())
         try:
             with torch.enable_grad(), FlopCounterMode(display=False, custom_mapping=counted) as counter, kept, \
-                    moved, _FusedAttention():
+                    moved, FusedAttention():
                 state = functional_call(module, tensors, (state,), tie_weights=False)
         except ModelError:
             raise

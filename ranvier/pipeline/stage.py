@@ -29,6 +29,9 @@ from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.partition import loss_parts
 from ranvier.pipeline.schedule import Product
 from ranvier.pipeline.weight_gradients import PostponingForwards, WeightGradients
+from ranvier.tensor.boundaries import detached_names, with_layouts
+from ranvier.tensor.column_tensor import plain
+from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split import SplitLinear
 
 
@@ -61,6 +64,7 @@ class Stage:
         block_passed: called with a block's number when the last backward of the batch has passed it and all behind it;
             with the number after the last block's when that backward begins.
         still: numbers of blocks that compute as in evaluation even while others train.
+        mesh: the tensor mesh, whose columns share activations.
         segments: runs of blocks (places in `blocks`) that keep only what enters them, and are computed again in their
             backward. Their weight gradients are never postponed: their operands have only just been recomputed.
 
@@ -70,10 +74,10 @@ class Stage:
     def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], *, loss: Loss | None, seed: int,
                  device: torch.device, progress: Callable[[], None],
                  block_passed: Callable[[int], None], weight_gradients: WeightGradients,
-                 segments: Sequence[range] = (), still: range = range(0)) -> None:
+                 segments: Sequence[range] = (), still: range = range(0), mesh: TensorMesh | None = None) -> None:
         self.blocks, self._loss, self._seed, self._device = blocks, loss, seed, device
         self.training = False
-        self._progress, self._block_passed, self._still = progress, block_passed, still
+        self._progress, self._block_passed, self._still, self._mesh = progress, block_passed, still, mesh
         self.observe: Callable[[int, State], None] | None = None
         """Given each microbatch's number and what the last block has returned for it."""
         self.loss_factor = 1.0
@@ -149,15 +153,15 @@ class Stage:
                   for name, tensor in inputs.items()}
         self._weights.forward_bytes = 0
         with torch.set_grad_enabled(wanted):
-            state = self._run_blocks(carried(leaves), step, microbatch, number)
+            state = self._run_blocks(carried(with_layouts(leaves, self._mesh)), step, microbatch, number)
             if self._loss is not None and self.observe is not None:
-                self.observe(number, state)
+                self.observe(number, plain(state))
             if self._loss is not None and not keep_outputs:
                 outputs = {"": self._compute_loss(state, microbatch, number)}
             else:
-                outputs = named(state, f"block {self.blocks[-1][1]}")
+                outputs = detached_names(named(state, f"block {self.blocks[-1][1]}"))
         if keep_outputs and self._loss is not None:
-            self.outputs.append(state)
+            self.outputs.append(plain(state))
         roots = {name: get_gradient_edge(tensor) for name, tensor in outputs.items() if tensor.requires_grad}
         kept = bool(roots) or any(leaf.requires_grad for leaf in leaves.values())
         if kept:
@@ -187,10 +191,15 @@ class Stage:
         """The state after the first blocks, which a cache has."""
         def compute(first: int, state: State, rows: Tensor | None) -> State:
             theirs = samples if rows is None else samples[rows]
-            return self._run_some(range(first, num_blocks), step, theirs, number, state)
+            state = self._run_some(range(first, num_blocks), step, theirs, number, self._entering(state))
+            return carried(detached_names(named(state, f"block {self.blocks[num_blocks - 1][1]}")))
 
         with torch.no_grad():
-            return self._cache(samples, state, compute)
+            return self._entering(self._cache(samples, state, compute))
+
+    def _entering(self, state: State) -> State:
+        """A state that says by its names how it lies on the columns, as blocks take it."""
+        return carried(with_layouts(named(state, "the cache"), self._mesh))
 
     def _run_some(self, run: range, step: int, samples: Tensor, number: int, state: State) -> State:
         """Blocks `run`, one after the other; under checkpointing again in the backward, with the same randomness."""

@@ -13,6 +13,7 @@ import tomli_w
 from pydantic import TypeAdapter, ValidationError
 
 from ranvier.errors import ConfigError
+from ranvier.plain_file import write_whole
 from ranvier.planner.hardware import Cluster
 
 _ADAPTER = TypeAdapter(Cluster)
@@ -59,15 +60,7 @@ def cluster_of(tree: Mapping[str, object], origin: str) -> Cluster:
     try:
         cluster = _ADAPTER.validate_python(tree, strict=False)
     except ValidationError as error:
-        faults = error.errors()
-        first = faults[0]
-        name = ".".join(str(part) for part in first["loc"] if part != "[key]")
-        more = f" ({len(faults) - 1} more faults)" if len(faults) > 1 else ""
-        what = _SAID.get(first["type"], first["msg"].replace("Input should", "should"))
-        value = first["input"] if isinstance(first["input"], (str, int, float, bool)) else None
-        raise ConfigError(f"{what}, in {origin}{more}", where=f"cluster's {name}" if name else "cluster", value=value,
-                          remedy=f"Compare with a shipped one, for example {resources.files('ranvier') / 'clusters'}"
-                                 "/laptop.toml; docs/planner.md has every setting and its unit.") from error
+        raise first_fault(error, origin) from error
     if not cluster.device.rates:
         raise ConfigError(f"is empty, in {origin}", where="cluster's device.rates",
                           remedy="Give at least one number format: fp32 = { peak_flops = 1e12 }.")
@@ -78,9 +71,22 @@ def cluster_of(tree: Mapping[str, object], origin: str) -> Cluster:
     return cluster
 
 
+def first_fault(error: ValidationError, origin: str) -> ConfigError:
+    """The first of a cluster's faults by name, and how many more there are."""
+    faults = error.errors()
+    first = faults[0]
+    name = ".".join(str(part) for part in first["loc"] if part != "[key]")
+    more = f" ({len(faults) - 1} more faults)" if len(faults) > 1 else ""
+    what = _SAID.get(first["type"], first["msg"].replace("Input should", "should"))
+    value = first["input"] if isinstance(first["input"], (str, int, float, bool)) else None
+    return ConfigError(f"{what}, in {origin}{more}", where=f"cluster's {name}" if name else "cluster", value=value,
+                       remedy=f"Compare with a shipped one, for example {resources.files('ranvier') / 'clusters'}"
+                              "/laptop.toml; docs/planner.md has every setting and its unit.")
+
+
 def write_cluster(cluster: Cluster, path: Path) -> None:
     """As a file that `load_cluster` reads."""
-    path.write_text(tomli_w.dumps(_without_none(asdict(cluster))), encoding="utf-8")
+    write_whole(path, tomli_w.dumps(_without_none(asdict(cluster))))
 
 
 def _without_none(value):

@@ -34,7 +34,7 @@ from ranvier.planner.collectives import (
 from ranvier.planner.hardware import Cluster
 from ranvier.planner.pipeline_time import DIRECT, Way, passage
 from ranvier.planner.simulator import StageTimes
-from ranvier.precision import DTYPES, is_half
+from ranvier.precision import DTYPES, is_half, reduce_dtype
 from ranvier.run import Run
 from ranvier.tensor.volume import Bytes, Scheme, Volume, embedding_volume, head_volume, layer_volume
 
@@ -312,7 +312,8 @@ class _Maker:
         run, model = self.run, self.run.model
         shape = {"row": self.mesh.row, "col": self.mesh.col, "batch": run.batch.microbatch_size,
                  "sequence": families.tokens_of(run), "hidden": model.hidden,
-                 "itemsize": DTYPES[run.precision].itemsize}
+                 "itemsize": DTYPES[run.precision].itemsize, "sum_itemsize": reduce_dtype(
+                     run.tensor, DTYPES[run.precision]).itemsize}
         if block == "embedding":
             return _NOTHING_SENT if families.family_of(run) == "vit" else embedding_volume(
                 self._scheme(), vocab=model.vocab, **shape)
@@ -383,8 +384,7 @@ class _Maker:
     # --- after the pipeline ------------------------------------------------------------------------------------------
 
     def _gradient_bytes(self) -> int:
-        optim, dtype = self.run.optim, DTYPES[self.run.precision]
-        return 4 if is_half(dtype) and optim.reduce_dtype == "fp32" else dtype.itemsize
+        return reduce_dtype(self.run.optim, DTYPES[self.run.precision]).itemsize
 
     def _reduction(self, stage: int) -> float:
         group = self.groups["data"]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Le
 from pydantic import BeforeValidator, ConfigDict
 from pydantic.dataclasses import dataclass
 
@@ -30,10 +30,12 @@ def _no_bool(value: object) -> object:
 
 
 _Number = BeforeValidator(_no_bool)
-Count = Annotated[int, Ge(1), _Number]
-Size = Annotated[float, Gt(0), _Number]
-Share = Annotated[float, Gt(0), Le(1), _Number]
-Seconds = Annotated[float, Ge(0), _Number]
+# Nothing real is outside these bounds, and nothing inside them makes a time that is 0, infinite or NaN.
+Count = Annotated[int, Ge(1), Le(10**18), _Number]
+Size = Annotated[float, Ge(1), Le(1e24), _Number]
+Share = Annotated[float, Ge(1e-6), Le(1), _Number]
+Seconds = Annotated[float, Ge(0), Le(1e6), _Number]
+Cores = Annotated[float, Ge(0.01), Le(1e9), _Number]
 
 
 @dataclass(frozen=True, kw_only=True, config=_config)
@@ -86,9 +88,9 @@ class Device:
     """Bytes a second that the optimizer reaches; none is memory_bandwidth x memory_share."""
     operation_seconds: Seconds = 5e-6
     """What one operation takes beside its numbers: its start."""
-    reserved_bytes: Annotated[int, Ge(0), _Number] = 0
+    reserved_bytes: Annotated[int, Ge(0), Le(10**18), _Number] = 0
     """Memory that driver, libraries and fragments take of the device's."""
-    cores: Size | None = None
+    cores: Cores | None = None
     """Of a CPU as the device: cores that the ranks of one node share. A rank computes with as many as it has threads;
     `rates` and `memory_bandwidth` are those of one core. None where each rank has a device of its own."""
 

@@ -19,14 +19,17 @@ from statistics import fmean, median
 import numpy as np
 import psutil
 import torch
+from pydantic import ValidationError
 
 from ranvier.comm.message import Kind, Message
 from ranvier.comm.mpi_launch import mpi_available
 from ranvier.comm.protocol import Group
+from ranvier.errors import ConfigError
 from ranvier.machine import available_cores, memory_limit_bytes
 from ranvier.models import families
 from ranvier.optim.rules import rule_of
 from ranvier.pipeline.partition import block_costs
+from ranvier.planner.cluster_files import first_fault
 from ranvier.planner.hardware import Cluster, Device, Host, Link, Rate
 from ranvier.precision import DTYPES
 from ranvier.run import Optim, Run, Transformer
@@ -43,6 +46,8 @@ _BETWEEN = (512, 256)
 """Rows, and width, of the product that is computed between two collectives that are timed: about a millisecond, as
 between two of a tensor mesh."""
 _MOST_PROCESSES = 16
+_CLOCK_SECONDS = 1e-9
+"""What the clock tells apart: no call took less."""
 Sample = tuple[float, float, float, float]
 """FLOPs, bytes moved, operations; and the seconds that they took."""
 
@@ -68,7 +73,18 @@ def measure(progress: Callable[[str], None] = lambda line: None) -> Cluster:
     progress("messages between two ranks")
     links = run_processes("ranvier.planner.measure:messages_on_rank", 2, transport, timeout_seconds=120.0,
                           device="cuda" if devices > 1 and cuda else "cpu")[0]
-    return _cluster(found, links, devices, "cuda" if cuda else "cpu")
+    return formed(found, links, devices, "cuda" if cuda else "cpu")
+
+
+def formed(found: dict, links: dict, devices: int, kind: str) -> Cluster:
+    """The cluster that these measurements are of. ConfigError where they are not those of any machine."""
+    try:
+        return _cluster(found, links, devices, kind)
+    except ValidationError as error:
+        raise first_fault(error, "what was measured here") from error
+    except (ArithmeticError, np.linalg.LinAlgError) as error:
+        raise ConfigError("cannot be made of what was measured here", where="cluster", value=str(error),
+                          remedy="Measure again while the machine has nothing else to do.") from error
 
 
 def _cluster(found: dict, links: dict, devices: int, kind: str) -> Cluster:
@@ -139,7 +155,7 @@ def _collective(world: World) -> float | None:
                 pair.all_reduce(few).wait()
         if world.device.type == "cuda":
             torch.cuda.synchronize()
-        return (time.perf_counter() - began) / count
+        return max((time.perf_counter() - began) / count, _CLOCK_SECONDS)
 
     found = []
     for apart in (1, 2, 3):
@@ -239,7 +255,7 @@ def _timed(call: Callable[[], object], seconds: float = 0.15,
         call()
         sync()
         times.append(time.perf_counter() - start)
-    return average(times)
+    return max(average(times), _CLOCK_SECONDS)
 
 
 def _slowest(found: Sequence[dict]) -> dict:
@@ -279,7 +295,7 @@ def messages_on_rank(world: World) -> dict:
             start = time.perf_counter()
             exchange(tensor)
             times.append((time.perf_counter() - start) / 2)
-        found[str(size)] = median(times)
+        found[str(size)] = max(median(times), _CLOCK_SECONDS)
     transport.flush()
     return {"messages": found, "collective": _collective(world)}
 

@@ -11,7 +11,8 @@
              workspace    what the widest block writes on the way
              messages     receives that are posted, and what arrives before its turn
              tensor mesh  what products on several rows and columns gather into, and weights that stay gathered
-             reduction    half-precision copies and sums of gradients that travel between replicas
+             reduction    what sums of gradients that travel between replicas work in, and what parameters are sent from
+             arriving     small sums of gradients, which all replicas gather
 
 Parameters, gradients, states and buckets are laid out as the run lays them out; the others are bounds, from the
 operations of one microbatch.
@@ -30,6 +31,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ranvier import keyed_random, precision
+from ranvier.comm.meta import MetaGroup
 from ranvier.errors import ConfigError
 from ranvier.layout import Layout
 from ranvier.models import families
@@ -38,17 +40,18 @@ from ranvier.models.carried_state import named
 from ranvier.optim import groups
 from ranvier.optim.buckets import buckets_of
 from ranvier.optim.gradients import Gradients
-from ranvier.optim.optimizer import resolve_bucket_size
+from ranvier.optim.optimizer import gather_bytes, resolve_bucket_size
 from ranvier.optim.rules import rule_of
 from ranvier.pipeline.build import StageTable, cut, meta_mesh, split_model
 from ranvier.pipeline.checkpointing import stage_segments
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.pipeline.partition import BlockCost, KeptBytes
+from ranvier.pipeline.partition import BlockCost, FusedAttention, KeptBytes
 from ranvier.pipeline.policies import MANY, auto_defer_microbatches, auto_in_flight, policy_named
 from ranvier.pipeline.stage import runs_of
 from ranvier.pipeline.ties import gradient_specs
 from ranvier.precision import DTYPES
 from ranvier.run import Run
+from ranvier.tensor.column_tensor import plain
 from ranvier.tensor.mesh import TensorMesh, Workspace
 from ranvier.tensor.split import SplitLinear
 
@@ -74,6 +77,11 @@ class RankMemory:
         return sum(self.host.values())
 
 
+def device_kind(run: Run) -> str:
+    """cuda, or cpu where that is not said."""
+    return "cuda" if run.launch.device == "cuda" else "cpu"
+
+
 def laid_out(run: Run, frozen: int = 0) -> tuple[StageTable, tuple[RankMemory, ...]]:
     """The cut of the run's model with its first `frozen` layers frozen, and what each stage's ranks need. ConfigError
     when the settings allow no cut."""
@@ -89,7 +97,7 @@ def _cut_of(run: Run, frozen: int) -> tuple[Model, StageTable, Layout]:
     model = freeze(families.model_of(run, dtype=DTYPES[run.precision]), frozen)
     stages, layout = cut(model, replace(run.mesh, data=1), boundaries=run.pipeline.boundaries,
                          how=run.pipeline.partition, sample=sample, dtype=DTYPES[run.precision],
-                         device="cuda" if run.launch.device == "cuda" else "cpu", tensor=run.tensor)
+                         device=device_kind(run), tensor=run.tensor)
     for problem in groups.problems(run.optim, [parameter.name for parameter in layout.parameters]):
         raise problem
     return model, stages, layout
@@ -100,8 +108,8 @@ def predict(run: Run, model: Model, stages: StageTable, layout: Layout, needs: d
     """One prediction for each stage. `layout` may be that of one replica: replicas differ in nothing. needs: what
     earlier predictions for the same model on the same tensor mesh found; goes on growing."""
     found, known, limit = [], {} if needs is None else needs, _limit(run, layout)
-    buffers, kept = _tensor_mesh(run, model, stages, layout, known
-                                 ) if run.mesh.stage_size > 1 and stages.costs else ({}, {})
+    on_mesh = run.mesh.stage_size > 1 and stages.costs
+    buffers, passing, kept = _tensor_mesh(run, model, stages, layout, known) if on_mesh else ({}, {}, {})
     for row in stages.rows:
         costs, segments, runs = _computed(run, model, stages, layout, row.stage, limit)
         first = layout.blocks(row.stage).start
@@ -114,6 +122,7 @@ def predict(run: Run, model: Model, stages: StageTable, layout: Layout, needs: d
             memory["device"] |= _activations(run, costs, row.stage, segments, kept, limit)
         if buffers:
             memory["device"]["tensor mesh"] = buffers[row.stage]
+            memory["device"]["workspace"] += passing[row.stage]
         found.append(RankMemory(pipe=row.stage, ranks=run.mesh.data * run.mesh.stage_size, **memory))
     return tuple(found)
 
@@ -127,8 +136,8 @@ def device_bytes_of_stages(run: Run, frozen: int = 0) -> Callable[[int, int, int
     gather into is the most of any stage of the run's own cut.
     """
     model, stages, layout = _cut_of(run, frozen)
-    buffers, kept = _tensor_mesh(run, model, stages, layout, {}) if run.mesh.stage_size > 1 else ({}, {})
-    gathered = max(buffers.values(), default=0)
+    buffers, arriving, kept = _tensor_mesh(run, model, stages, layout, {}) if run.mesh.stage_size > 1 else ({}, {}, {})
+    gathered = max(buffers.values(), default=0) + max(arriving.values(), default=0)
     lasting: dict[object, int] = {}
 
     @cache
@@ -157,13 +166,6 @@ def _computed(run: Run, model: Model, stages: StageTable, layout: Layout, stage:
                                   for places, _ in runs_of(len(blocks), segments))
 
 
-class _Members:
-    """As many replicas as a mesh has, seen by the first; nothing is ever sent."""
-
-    def __init__(self, count: int) -> None:
-        self.ranks, self.index = tuple(range(count)), 0
-
-
 def _likeness(layout: Layout, stage: int) -> object:
     """What the bytes of a stage's states depend on; the stage itself where it has an end of a tie."""
     held, first = layout.parameters_of(stage), layout.blocks(stage).start
@@ -180,14 +182,15 @@ def _states(run: Run, layout: Layout, stage: int, runs: Sequence[range]) -> dict
     shapes = {key: [stop - start for start, stop in layout.box(p, 0, 0)] for key, p in held.items()}  # the largest
     parameters = {key: nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=held[key].trainable)
                   for key, shape in shapes.items()}
-    over = {(): _Members(run.mesh.data)} | {
-        p.summed: _Members(run.mesh.data * prod(getattr(run.mesh, axis) for axis in p.summed)) for p in held.values()}
+    over = {axes: MetaGroup("data", run.mesh.data * prod(getattr(run.mesh, axis) for axis in axes),
+                            device=device_kind(run)) for axes in {(), *(p.summed for p in held.values())}}
     specs = [replace(spec, group=over[held[spec.name].summed] if held[spec.name].summed and not spec.sent_to_owner
                      else None, copied=bool(layout.copy_axes(spec.name)))
              for spec in gradient_specs(layout, stage, parameters)]
     bucket_size = resolve_bucket_size(optim, run.launch.device)
     gradients = Gradients(specs, over[()], bucket_size * optim.chunk_buckets, lambda spec: None, allocate=False,
-                          dtype=_gradient_dtype(run), reuse=runs if optim.update_in_backward else ())
+                          dtype=_gradient_dtype(run), reduce_dtype=precision.reduce_dtype(optim, dtype),
+                          reuse=runs if optim.update_in_backward else ())
     owned = [chunk for chunk in gradients.chunks if not chunk.sent_to_owner]
     buckets = [bucket for group in buckets_of([chunk.share if optim.shard else (chunk.start, chunk.stop)
                                                for chunk in owned], bucket_size) for bucket in group]
@@ -210,17 +213,10 @@ def _states(run: Run, layout: Layout, stage: int, runs: Sequence[range]) -> dict
         device["buckets"] += widened
     owners = [prod(shapes[key]) for key in held if layout[key].block in layout.blocks(stage)]
     host["checkpoint"] = _checkpoint_bytes(run, owners, updated * wide.itemsize * (states + half))
-    device["reduction"] = _reduction_bytes(run, gradients, dtype) if half and optim.reduce_dtype != "fp32" else 0
+    device["reduction"], device["arriving"] = gradients.reduction_bytes(scatter=optim.shard)
+    if optim.shard:
+        device["reduction"] += gather_bytes(gradients, dtype.itemsize)
     return {"device": device, "host": host}
-
-
-def _reduction_bytes(run: Run, gradients: Gradients, dtype: torch.dtype) -> int:
-    """Of what travels between replicas in half precision, where one of them is late: copies of all gradients, or where
-    these add up in half precision themselves, the sums of this rank's shares alone."""
-    travelling = [chunk for chunk in gradients.chunks if len(chunk.group.ranks) > 1]
-    copied = gradients.dtype is not dtype
-    return dtype.itemsize * sum((chunk.stop - chunk.start) // (1 if copied else len(chunk.group.ranks))
-                                for chunk in travelling)
 
 
 def _checkpoint_bytes(run: Run, sizes: Sequence[int], state_bytes: int) -> int:
@@ -243,12 +239,14 @@ class _AtOnce:
 
 
 def _tensor_mesh(run: Run, model: Model, stages: StageTable, layout: Layout, known: dict
-                 ) -> tuple[dict[int, int], dict[str, int]]:
-    """Stage -> bytes that its products work in, and that keep gathered weights; and block -> bytes that its forward
+                 ) -> tuple[dict[int, int], dict[int, int], dict[str, int]]:
+    """Stage -> bytes that its products work in, and that keep gathered weights; stage -> bytes that sums take while
+    they are under way, where members add them; and block -> bytes that its forward
     keeps when it runs again, what it has gathered included. By the code that runs, on a microbatch without values,
     forward and backward through every block."""
-    mesh = meta_mesh(run.mesh, run.tensor)
+    mesh = meta_mesh(run.mesh, run.tensor, device_kind(run))
     part, found, kept_again = split_model(model, mesh), {}, {}
+    passing: dict[int, int] = {}
     limit = _limit(run, layout)
     with torch.device("meta"):
         state, targets = families.sample_of(run, run.batch.microbatch_size // run.mesh.row)
@@ -257,7 +255,7 @@ def _tensor_mesh(run: Run, model: Model, stages: StageTable, layout: Layout, kno
         blocks, costs = layout.blocks(row.stage), stages.costs
         segments = _segments(run, model, row.blocks, costs[blocks.start:blocks.stop], row.stage, limit)
         recomputed = {place for segment in segments for place in segment}
-        gathered = 0
+        gathered = passing[row.stage] = 0
         for place, name in enumerate(row.blocks):
             last = row is stages.rows[-1] and name == row.blocks[-1]
             trains = tuple(p.trainable for p in layout.parameters_of(row.stage) if p.block == blocks.start + place)
@@ -269,10 +267,11 @@ def _tensor_mesh(run: Run, model: Model, stages: StageTable, layout: Layout, kno
             needs = known[alike]
             state, kept_again[name] = needs.state, needs.kept_bytes
             gathered += needs.gathered_bytes
+            passing[row.stage] = max(passing[row.stage], needs.arriving_bytes)
             for key, size in needs.workspace.items():
                 largest[key] = max(largest.get(key, 0), size)
         found[row.stage] = sum(largest.values()) + gathered
-    return found, kept_again
+    return found, passing, kept_again
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -281,6 +280,7 @@ class _BlockNeeds:
 
     workspace: dict[object, int]
     gathered_bytes: int
+    arriving_bytes: int
     kept_bytes: int
     state: State
 
@@ -288,7 +288,9 @@ class _BlockNeeds:
 def _block_needs(run: Run, part: Model, mesh: TensorMesh, name: str, state: State, targets: object, *,
                  recomputed: bool) -> _BlockNeeds:
     """Forward and backward of a block; with targets it is the last one, and the loss follows."""
-    mesh.workspace, gathered = Workspace(), 0
+    mesh.workspace, gathered, groups = Workspace(), 0, (mesh.over_rows, mesh.over_cols)
+    for group in groups:
+        group.reset_peak()
     with torch.device("meta"):
         block = part.blocks[name]().to(DTYPES[run.precision])
     for layer in block.modules():
@@ -298,14 +300,15 @@ def _block_needs(run: Run, part: Model, mesh: TensorMesh, name: str, state: Stat
             layer.weight.grad = torch.empty_like(layer.weight, dtype=_gradient_dtype(run))
             gathered += layer.kept_bytes
     kept = KeptBytes(block.parameters())
-    with keyed_random.scope(0, 0, torch.zeros(1, dtype=torch.int64), name), kept:
+    with keyed_random.scope(0, 0, torch.zeros(1, dtype=torch.int64), name), kept, FusedAttention():
         state = block(state)
         kept_bytes = kept.count
-        ends = named(state, name).values() if targets is None else [part.loss(state, targets)[0]]
+        ends = plain(named(state, name)).values() if targets is None else [part.loss(state, targets)[0]]
     wanted = [tensor.sum() for tensor in ends if tensor.requires_grad]
     if wanted:
         sum(wanted).backward()
-    return _BlockNeeds(workspace=dict(mesh.workspace.sizes()), gathered_bytes=gathered, kept_bytes=kept_bytes,
+    return _BlockNeeds(workspace=dict(mesh.workspace.sizes()), gathered_bytes=gathered,
+                       arriving_bytes=sum(group.peak_buffer_bytes for group in groups), kept_bytes=kept_bytes,
                        state=tree_map(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), state))
 
 

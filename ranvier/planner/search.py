@@ -31,7 +31,7 @@ from ranvier.pipeline.policies import policy_named
 from ranvier.planner.costs import Cost, cost
 from ranvier.planner.elastic_plan import Course, course, ways
 from ranvier.planner.hardware import Cluster
-from ranvier.planner.memory import PROCESS_BYTES, RankMemory, too_large
+from ranvier.planner.memory import PROCESS_BYTES, RankMemory, device_kind, too_large
 from ranvier.planner.memory import predict as predict_memory
 from ranvier.precision import DTYPES
 from ranvier.run import Run
@@ -137,10 +137,10 @@ class Work:
         kind = _kind(run), frozen
         if kind not in self._parts:
             model = freeze(families.model_of(run, dtype=DTYPES[run.precision]), frozen)
-            self._parts[kind] = model, Parts(model, run.mesh, run.tensor)
+            self._parts[kind] = model, Parts(model, run.mesh, run.tensor, device_kind(run))
         model, parts = self._parts[kind]
         table, layout = parts.cut(replace(run.mesh, data=1), None if states_only else self.blocks(run, frozen),
-                                  boundaries=self._edges(run, frozen), how="cost", device=run.launch.device)
+                                  boundaries=self._edges(run, frozen), how="cost")
         return predict_memory(run, model, table, layout, self._needs.setdefault(kind, {}))
 
     def excess(self, run: Run, cluster: Cluster, frozen: int = 0) -> str:
@@ -160,7 +160,7 @@ class Work:
 
 def _kind(run: Run) -> object:
     """What one rank's part of each block depends on, the microbatch aside."""
-    return run.mesh.row, run.mesh.col, run.tensor, run.precision, run.model, run.data.task
+    return run.mesh.row, run.mesh.col, run.tensor, run.precision, run.model, run.data.task, device_kind(run)
 
 
 def _edges(run: Run, blocks: Sequence[BlockCost], freezes: bool) -> tuple[int, ...]:
@@ -169,7 +169,7 @@ def _edges(run: Run, blocks: Sequence[BlockCost], freezes: bool) -> tuple[int, .
         return check_boundaries(run.pipeline.boundaries, len(blocks), run.mesh.pipe)
     if run.pipeline.partition == "uniform":
         return uniform(len(blocks), run.mesh.pipe)
-    device = "cuda" if run.launch.device == "cuda" else "cpu"
+    device = device_kind(run)
     begins = next((place for place, block in enumerate(blocks) if block.num_trainable), len(blocks)) if freezes else 0
     return partition([block.weight(device) / (3 if place < begins else 1) for place, block in enumerate(blocks)],
                      run.mesh.pipe)
@@ -180,7 +180,7 @@ def _count(run: Run, share: int, frozen: int) -> list[BlockCost]:
         inputs, targets = families.sample_of(run, share)
     model = freeze(families.model_of(run, dtype=DTYPES[run.precision]), frozen)
     if run.mesh.stage_size > 1:
-        model = split_model(model, meta_mesh(run.mesh, run.tensor))
+        model = split_model(model, meta_mesh(run.mesh, run.tensor, device_kind(run)))
     return block_costs(model, inputs, targets, DTYPES[run.precision])
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from ranvier.errors import ModelError
+from ranvier.errors import DivisibilityError
 
 if TYPE_CHECKING:
     from ranvier.comm.protocol import Work
@@ -41,7 +41,7 @@ class Activations(Protocol):
         """Leading dims of what all columns have together."""
 
     def own_dims(self, whole: Sequence[int]) -> tuple[int, ...]:
-        """The inverse: leading dims on this rank. ModelError when they cannot be shared."""
+        """The inverse: leading dims on this rank. DivisibilityError when they cannot be shared."""
 
     def own_width(self, width: int) -> int:
         """Of `width` features, those on this rank."""
@@ -111,9 +111,9 @@ class SequenceSplit:
 
     def own_dims(self, whole: Sequence[int]) -> tuple[int, ...]:
         if whole[1] % self.num_parts:
-            raise ModelError(f"cannot be shared by {self.num_parts} columns", where="sequence of the inputs",
-                             value=whole[1], remedy="Feed sequences whose length mesh.col divides, or set "
-                                                    "--tensor.sequence-sharding false.")
+            raise DivisibilityError(f"cannot be shared by {self.num_parts} columns", where="sequence of the inputs",
+                                    value=whole[1], remedy="Feed sequences whose length mesh.col divides, or set "
+                                                           "--tensor.sequence-sharding false.")
         return whole[0], whole[1] // self.num_parts
 
     def own_width(self, width: int) -> int:

@@ -8,7 +8,10 @@ know the scheme. It follows three rules:
     what lies between an output- and an input-stationary Linear has all tokens of a row, and a part of the features
     sizes are read from tensors, or left to unflatten(-1, ...): never written down
 
-A layer of your own takes part if it is `Splittable`.
+On several columns each activation carries its layout, and what breaks a rule is refused by name: an operation either
+gives what it gives on one rank, gradients included, or raises a ModelError (`ranvier.tensor.column_tensor`).
+`ranvier.testing.check_split` compares a model with the unsplit one. A layer of your own takes part if it is
+`Splittable`.
 
     class MLP(nn.Module):
         def __init__(self, hidden):
@@ -34,6 +37,7 @@ from ranvier import keyed_random
 from ranvier.errors import ModelError
 from ranvier.layout import Split
 from ranvier.tensor.activations import layout_of
+from ranvier.tensor.column_tensor import layout_of_tensor, mark, plain
 
 if TYPE_CHECKING:
     from ranvier.run import TensorParallel as Settings
@@ -42,7 +46,12 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Splittable(Protocol):
-    """A module whose parameters can lie on a mesh."""
+    """A module whose parameters can lie on a mesh.
+
+    What takes its place is called with this rank's part as a plain tensor, and returns one. A class that does not keep
+    shape and layout of what it is given has the attributes `takes` and `gives`: "stream", "inner" or "whole" (see
+    `ranvier.tensor.boundaries`).
+    """
 
     def splits(self, settings: Settings) -> dict[str, Split]:
         """Name of each of its own parameters -> how it lies on a mesh."""
@@ -54,8 +63,15 @@ class Splittable(Protocol):
         """What takes its place, with this rank's part of each parameter under the same name."""
 
 
+Over = Literal["stream", "inner", "heads"]
+"""What a norm is of: each token's features in the residual stream, or of what lies between two Linears; or a head's."""
+
+
 class _Layer:
-    """What the layers here have in common."""
+    """What the layers here have in common. takes, gives: layouts of what goes in and comes out on several columns."""
+
+    takes: str = "stream"
+    gives: str = "stream"
 
     def split(self, mesh: TensorMesh) -> nn.Module:
         from ranvier.tensor.split import split_layer  # which is written for these layers
@@ -78,6 +94,7 @@ class Linear(_Layer, nn.Linear):
                  dtype: torch.dtype | None = None) -> None:
         super().__init__(in_features, out_features, bias, dtype=dtype)
         self.stationary, self.units, self.reuse_input = stationary, units, reuse_input
+        self.takes, self.gives = ("stream", "inner") if stationary == "output" else ("inner", "stream")
 
     def splits(self, settings: Settings) -> dict[str, Split]:
         """Parameter's name -> how it lies on the mesh."""
@@ -104,6 +121,8 @@ class VocabularyLinear(_Layer, nn.Linear):
     """The projection onto the vocabulary, without bias. Columns have logits of their part of it:
     `layout.part(vocab, columns, column)`; the loss must be a `NextTokenLoss`, which knows."""
 
+    gives = "vocabulary"
+
     def __init__(self, hidden: int, vocab: int, dtype: torch.dtype | None = None) -> None:
         super().__init__(hidden, vocab, bias=False, dtype=dtype)
 
@@ -122,6 +141,8 @@ class VocabularyLinear(_Layer, nn.Linear):
 class Embedding(_Layer, nn.Embedding):
     """Token embedding: ids [B, S] int64 to the residual stream."""
 
+    takes = "ids"
+
     def splits(self, settings: Settings) -> dict[str, Split]:
         dims = {"stationary": ((), ("col", "row")), "summa": (("row",), ("col",)), "megatron": (("col",), ())}
         return {"weight": Split(dims[settings.scheme])}
@@ -139,6 +160,8 @@ class Embedding(_Layer, nn.Embedding):
 class PositionEmbedding(_Layer, nn.Embedding):
     """Learned positions: the embedding of the first `length` positions, as the residual stream has them."""
 
+    takes = "ids"
+
     def splits(self, settings: Settings) -> dict[str, Split]:
         features = _feature_split(layout_of(settings.scheme, settings.sequence_sharding))
         return {"weight": Split(((), *features.dims), features.summed)}
@@ -155,6 +178,8 @@ class SmallEmbedding(_Layer, nn.Embedding):
     """An embedding of few kinds, such as which text a token is of: kinds [B, S] int64 to the residual stream. Every
     rank has all kinds, of the features that are its own."""
 
+    takes = "ids"
+
     def splits(self, settings: Settings) -> dict[str, Split]:
         features = _feature_split(layout_of(settings.scheme, settings.sequence_sharding))
         return {"weight": Split(((), *features.dims), features.summed)}
@@ -170,6 +195,8 @@ class PatchEmbedding(_Layer, nn.Module):
 
     length: S, where it is known beforehand, so that a mesh that cannot share it is refused before it runs.
     """
+
+    takes = "whole"
 
     def __init__(self, in_features: int, hidden: int, *, length: int | None = None,
                  dtype: torch.dtype | None = None) -> None:
@@ -196,16 +223,46 @@ class PatchEmbedding(_Layer, nn.Module):
         return torch.cat([first, functional.linear(patches.detach(), self.weight, self.bias)], dim=1)
 
 
-class LayerNorm(_Layer, nn.LayerNorm):
-    """Layer norm over the last dim of the residual stream."""
+class _Norm(_Layer):
+    """What norms over the last dim have in common."""
+
+    def _lies_over(self, over: Over) -> None:
+        if over not in ("stream", "inner", "heads"):
+            raise ModelError("must be stream, inner or heads", where=f"over of {type(self).__name__}", value=over,
+                             remedy="Say what the norm is of: the residual stream, what lies between two Linears, or "
+                                    "the features of a head.")
+        self.over = self.takes = self.gives = over
 
     def splits(self, settings: Settings) -> dict[str, Split]:
-        return dict.fromkeys(("weight", "bias"),
-                             _feature_split(layout_of(settings.scheme, settings.sequence_sharding)))
+        layout = layout_of(settings.scheme, settings.sequence_sharding)
+        split = {"stream": _feature_split(layout), "inner": Split((("col",),), summed=("row",)),
+                 "heads": Split(((),), summed=("row", "col"))}[self.over]
+        return {name: split for name, parameter in self._parameters.items() if parameter is not None}
 
     def cannot(self, mesh: TensorMesh) -> Iterator[tuple[str, int, str, int]]:
-        if mesh.activations.name == "hidden":
+        if self.over == "inner" or (self.over == "stream" and mesh.activations.name == "hidden"):
             yield "features", self.normalized_shape[-1], "col", mesh.num_cols
+
+
+class LayerNorm(_Norm, nn.LayerNorm):
+    """Layer norm over the last dim. over: of the residual stream, of "inner" activations (all features between an
+    output- and an input-stationary Linear), or of the features of each of the "heads" ([..., heads, ..., width])."""
+
+    def __init__(self, normalized_shape: int | tuple[int, ...], eps: float = 1e-5, elementwise_affine: bool = True,
+                 bias: bool = True, *, over: Over = "stream", dtype: torch.dtype | None = None) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, dtype=dtype)
+        self._lies_over(over)
+
+
+class RMSNorm(_Norm, nn.RMSNorm):
+    """x / sqrt(mean(x^2) + eps) over the last dim, times a weight (Zhang and Sennrich, 2019). over: as of `LayerNorm`;
+    a norm of queries and keys is over "inner" where it is over all heads together, over "heads" where each has its
+    own."""
+
+    def __init__(self, normalized_shape: int | tuple[int, ...], eps: float = 1e-6, elementwise_affine: bool = True, *,
+                 over: Over = "stream", dtype: torch.dtype | None = None) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, dtype=dtype)
+        self._lies_over(over)
 
 
 class Dropout(_Layer, nn.Module):
@@ -217,6 +274,7 @@ class Dropout(_Layer, nn.Module):
     def __init__(self, probability: float, *, whole: bool = False) -> None:
         super().__init__()
         self.probability, self.whole = probability, whole
+        self.takes = self.gives = "whole" if whole else "stream"
 
     def splits(self, settings: Settings) -> dict[str, Split]:
         return {}
@@ -233,6 +291,8 @@ class TokenLinear(_Layer, nn.Linear):
 
     token: its place in the sequence; None for each.
     """
+
+    gives = "whole"
 
     def __init__(self, hidden: int, classes: int, bias: bool = True, *, token: int | None = 0,
                  dtype: torch.dtype | None = None) -> None:
@@ -260,6 +320,8 @@ class TokenLinear(_Layer, nn.Linear):
 class WholeLinear(_Layer, nn.Linear):
     """y = x W^T + b of what every rank of a row has all of, such as what a `TokenLinear` returns; so it is with y."""
 
+    takes = gives = "whole"
+
     def splits(self, settings: Settings) -> dict[str, Split]:
         found = {"weight": Split(((), ()), summed=("row",))}
         return found | ({"bias": Split(((),), summed=("row",))} if self.bias is not None else {})
@@ -275,7 +337,8 @@ def gelu(x: Tensor, *, approximate: Literal["tanh", "none"] = "tanh") -> Tensor:
     Its gradient takes x's place in memory (Xu et al., 2021, section 3.2.3, method 1), so the backward runs once;
     autograd raises a RuntimeError where someone else would see the changed values.
     """
-    return _GELU.apply(x, approximate)
+    y, layout = _GELU.apply(plain(x), approximate), layout_of_tensor(x)
+    return y if layout is None else mark(y, layout)
 
 
 class _GELU(torch.autograd.Function):
@@ -293,7 +356,7 @@ class _GELU(torch.autograd.Function):
 
 
 Layer = (Linear | VocabularyLinear | Embedding | PositionEmbedding | SmallEmbedding | PatchEmbedding | LayerNorm
-         | Dropout | TokenLinear | WholeLinear)
+         | RMSNorm | Dropout | TokenLinear | WholeLinear)
 
 
 def _feature_split(layout: str) -> Split:

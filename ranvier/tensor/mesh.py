@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ranvier.comm.wide import WideSums
 from ranvier.errors import ConfigError, ModelError
 from ranvier.mesh import Mesh
 from ranvier.tensor.activations import Activations, activations_of
@@ -70,12 +71,17 @@ class TensorMesh:
 
     Args:
         over_rows, over_cols: see above; members in the order of their rows and columns.
-        settings: scheme and sequence sharding.
+        settings: scheme, sequence sharding, and the format in which sums travel.
         panel_bytes: largest panel of activations that is gathered, or reduced, in one piece; None for the device's.
+        check_order: before each layer, and after each block, the rows of a column compare where they are (slow; for
+            debugging): a layer that one row leaves out would pair its collectives with another layer's.
     """
 
     def __init__(self, over_rows: Group, over_cols: Group, settings: Settings, *, device: str = "cpu",
-                 panel_bytes: int | None = None) -> None:
+                 panel_bytes: int | None = None, check_order: bool = False) -> None:
+        self.check_order = check_order
+        if settings.reduce_dtype == "fp32":
+            over_rows, over_cols = WideSums(over_rows), WideSums(over_cols)
         self.over_rows, self.over_cols, self.settings = over_rows, over_cols, settings
         self.panel_bytes = panel_bytes or PANEL_BYTES.get(device, PANEL_BYTES["cpu"])
         self.workspace = Workspace()

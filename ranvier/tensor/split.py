@@ -21,8 +21,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ranvier import keyed_random
-from ranvier.errors import ModelError
+from ranvier.errors import DivisibilityError, ModelError
 from ranvier.layout import part
+from ranvier.tensor.boundaries import checked_loss, cut_dim, guard_block, guard_layer, named_module, own_hooks
 from ranvier.tensor.layers import (
     Dropout,
     Embedding,
@@ -31,6 +32,7 @@ from ranvier.tensor.layers import (
     Linear,
     PatchEmbedding,
     PositionEmbedding,
+    RMSNorm,
     SmallEmbedding,
     Splittable,
     TokenLinear,
@@ -51,33 +53,51 @@ from ranvier.tensor.split_embeddings import (
     VocabularyEmbedding,
 )
 from ranvier.tensor.split_heads import SplitTokenLinear
-from ranvier.tensor.split_norm import SplitLayerNorm
+from ranvier.tensor.split_norm import SplitNorm
 from ranvier.tensor.stationary import gather_weight
 
 if TYPE_CHECKING:
+    from ranvier.models.block import Loss
     from ranvier.pipeline.weight_gradients import WeightGradients
 
 
-def split_layers(module: nn.Module, mesh: TensorMesh, where: str,
-                 done: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
+def split_layers(module: nn.Module, mesh: TensorMesh, where: str, *, in_chain: bool = False) -> nn.Module:
     """A copy of `module` in which every `Splittable` layer is replaced by one for this rank's place on the mesh.
 
     Parameters on the meta device become empty ones on the default device; others are cut. where: the module's name in
-    messages. done: what has been split already, for modules that come twice. Raises ModelError, by name, for sizes that
-    cannot be divided and for layers that cannot be split.
+    messages. in_chain: it is a block of a model, whose inputs and outputs carry their layout; otherwise it is called
+    with plain tensors, this rank's part of the residual stream (or, a layer by itself, of what it takes), and returns
+    such. Raises ModelError, by name, for sizes that cannot be divided and for layers that cannot be split.
     """
-    done = {} if done is None else done
-    if not done:
-        _check_sharing(module, where)
+    _check_sharing(module, where)
+    alone = isinstance(module, Splittable) and not in_chain
+    found = _split_modules(module, mesh, where, {}, alone)
+    if not alone and not isinstance(module, NextTokenLoss):
+        guard_block(found, mesh, where, in_chain=in_chain)
+    return found
+
+
+def split_loss(loss: Loss, mesh: TensorMesh) -> Loss:
+    """The loss of what a split model's last block returns."""
+    whole = _split_modules(loss, mesh, "loss", {}, alone=False) if isinstance(loss, nn.Module) else loss
+    return checked_loss(whole, mesh, loss.vocab if isinstance(loss, NextTokenLoss) else None)
+
+
+def _split_modules(module: nn.Module, mesh: TensorMesh, where: str, done: dict[nn.Module, nn.Module],
+                   alone: bool) -> nn.Module:
+    """done: what has been split already, for modules that come twice. alone: no block is around it."""
     if module in done:
         return done[module]
     if isinstance(module, Splittable):
         _check_sizes(module, mesh, where)
         check_plain(module, where)
-        part_of_it = done[module] = module.split(mesh)
+        part_of_it = module.split(mesh)
         if any(parameter.is_meta for parameter in part_of_it.parameters()):  # it is whole on every rank
             part_of_it.to_empty(device=torch.get_default_device())
-        return part_of_it
+        done[module] = named_module(own_hooks(copy.copy(part_of_it)), where)
+        guard_layer(done[module], mesh, where, getattr(module, "takes", "same"), getattr(module, "gives", "same"),
+                    alone=alone, vocab=getattr(module, "out_features", 0))
+        return done[module]
     if isinstance(module, NextTokenLoss):
         return SplitNextTokenLoss(module, mesh)
     if isinstance(module, (nn.modules.dropout._DropoutNd, nn.RReLU)):
@@ -88,9 +108,9 @@ def split_layers(module: nn.Module, mesh: TensorMesh, where: str,
         raise ModelError("belongs to a layer that cannot be split over rows and columns",
                          where=f"parameter {where}.{name}", value=type(module).__name__,
                          remedy="Use the layers of ranvier.tensor in its place, or set --mesh.row 1 --mesh.col 1.")
-    copied = done[module] = copy.copy(module)
+    copied = done[module] = named_module(own_hooks(copy.copy(module)), where)
     copied._buffers = dict(module._buffers)
-    copied._modules = {name: child and split_layers(child, mesh, f"{where}.{name}", done)
+    copied._modules = {name: child and _split_modules(child, mesh, f"{where}.{name}", done, alone=False)
                        for name, child in module._modules.items()}
     return copied
 
@@ -111,8 +131,8 @@ def _check_sizes(layer: Splittable, mesh: TensorMesh, where: str) -> None:
     for what, size, axis, count in layer.cannot(mesh):
         if size % count if what != "vocabulary" else size < count:
             problem = "is smaller than" if what == "vocabulary" else "cannot be divided by"
-            raise ModelError(f"{what} {problem} mesh.{axis} {count}", where=where, value=size,
-                             remedy=f"Set --mesh.{axis} to a divisor, or change the model's size.")
+            raise DivisibilityError(f"{what} {problem} mesh.{axis} {count}", where=where, value=size,
+                                    remedy=f"Set --mesh.{axis} to a divisor, or change the model's size.")
 
 
 def split_layer(layer: Layer, mesh: TensorMesh) -> nn.Module:
@@ -133,8 +153,9 @@ def split_layer(layer: Layer, mesh: TensorMesh) -> nn.Module:
             return SplitSmallEmbedding(layer, mesh)
         case PatchEmbedding():
             return SplitPatchEmbedding(layer, mesh)
-        case LayerNorm():
-            return SplitLayerNorm(layer, mesh) if mesh.activations.name == "hidden" else _with_own(layer, mesh)
+        case LayerNorm() | RMSNorm():
+            merges = cut_dim(mesh, layer.takes, 1) == 0 and mesh.num_cols > 1
+            return SplitNorm(layer, mesh) if merges else _with_own(layer, mesh)
         case Dropout():
             return _with_own(layer, mesh) if layer.whole else SplitDropout(layer, mesh)
         case TokenLinear():
@@ -143,7 +164,7 @@ def split_layer(layer: Layer, mesh: TensorMesh) -> nn.Module:
             return _with_own(layer, mesh)
 
 
-def _with_own(layer: LayerNorm | Dropout | WholeLinear, mesh: TensorMesh) -> nn.Module:
+def _with_own(layer: LayerNorm | RMSNorm | Dropout | WholeLinear, mesh: TensorMesh) -> nn.Module:
     """A layer that computes alone what it computes unsplit: it has its parameters of its own."""
     copied, splits = copy.copy(layer), layer.splits(mesh.settings)
     copied._parameters = {name: None if parameter is None else own_part(parameter, splits[name], mesh)
@@ -215,8 +236,6 @@ class SplitLinear(SplitLayer):
         return slabs
 
     def _compute(self, x: Tensor, kept: list[Tensor | None]) -> Tensor:
-        if not x.numel():  # no rank has a sample
-            return x.new_empty(self._product.out_shape(x, self.weight))
         bias = None if self.bias is None else self.bias.detach()
         y = self._product.forward(x, self.weight.detach(), bias, *kept)
         kept.clear()
@@ -224,7 +243,7 @@ class SplitLinear(SplitLayer):
 
     def save(self, x: Tensor, kept: list[Tensor | None]) -> tuple[int, ...]:
         """Gather what a recomputation shares with its backward, into `kept`; returns y's shape."""
-        if self.recomputed and self._product.keeps and x.numel():
+        if self.recomputed and self._product.keeps:
             kept[:] = [self._product.gather_x(x), self._gather_weight() if kept[1] is None else kept[1]]
         return self._product.out_shape(x, self.weight)
 
@@ -233,8 +252,6 @@ class SplitLinear(SplitLayer):
                  ) -> tuple[Tensor | None, Tensor | None]:
         """(dx, dW); dW is None where it is added to the parameter's gradient here, or later."""
         product, weight = self._product, self.weight.detach()
-        if not dy.numel():
-            return dy.new_empty(like.shape), torch.zeros_like(weight) if wants_weight else None
         gradients = self.weight_gradients
         if gradients is not None and (not gradients.in_pass or self.weight._backward_hooks):
             gradients = None  # a hook wants to see it

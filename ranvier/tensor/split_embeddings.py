@@ -31,7 +31,12 @@ class HiddenEmbedding(SplitLayer):
         self._padding = layer.padding_idx
 
     def forward(self, ids: Tensor) -> Tensor:
-        return _AllToAllEmbedding.apply(self.weight, ids, self.mesh, self._padding)
+        counts = self.mesh.over_rows.gather_number(ids.numel())
+        if len(set(counts)) == 1:
+            return _AllToAllEmbedding.apply(self.weight, ids, self.mesh, self._padding)
+        padded = functional.pad(ids.reshape(-1), (0, max(counts) - ids.numel()))
+        found = _AllToAllEmbedding.apply(self.weight, padded, self.mesh, self._padding)
+        return found[:ids.numel()].view(*ids.shape, found.shape[-1])
 
 
 class _AllToAllEmbedding(torch.autograd.Function):

@@ -11,13 +11,14 @@ products one activation travels forward and not two as in SUMMA (Xu et al., 2021
 Without rows these are Megatron's column- and row-parallel products (Shoeybi et al., 2019; Korthikanti et al., 2022).
 
 What travels goes in panels, the next on its way while one is multiplied, so that buffers stay bounded. Weights are sent
-from the parameter's own memory.
+from the parameter's own memory. Rows may have different numbers of tokens, or none: panels are counted by row, and each
+weight travels once for every product, whatever the tokens are.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -59,6 +60,8 @@ def stream(mesh: TensorMesh, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
     activations, units = mesh.activations, mesh.activations.units(x)
     per_unit, unit_bytes = activations.tokens(x), _bytes_of_unit(mesh, units)
     runs = list(panels(len(units), unit_bytes, mesh.panel_bytes))
+    if not runs:  # a row without tokens
+        return
 
     def start(number: int) -> tuple[Callable[[], Tensor], Work]:
         return activations.gather(units[runs[number]],
@@ -91,6 +94,17 @@ def scatter(mesh: TensorMesh, out: Tensor, fill: Callable[[slice, Tensor], None]
     while under_way:
         under_way.popleft().wait()
     return out
+
+
+def _after(work: Work | None, gathered: Iterable[tuple[slice, Tensor]]) -> Iterator[tuple[slice, Tensor]]:
+    """`gathered`, once `work` is done too: at the first panel, or where there is none."""
+    for panel in gathered:
+        if work is not None:
+            work.wait()
+            work = None
+        yield panel
+    if work is not None:
+        work.wait()
 
 
 def _bytes_of_unit(mesh: TensorMesh, units: Tensor) -> int:
@@ -143,10 +157,7 @@ def output_forward(mesh: TensorMesh, x: Tensor, weight: Tensor, bias: Tensor | N
     slabs, work = (weight_slabs, None) if weight_slabs is not None else gather_weight(mesh, weight)
     y = x.new_empty(tokens, weight.shape[0])
     gathered = [(slice(0, tokens), x_slabs)] if x_slabs is not None else stream(mesh, x)
-    for where, panel in gathered:
-        if work is not None:
-            work.wait()
-            work = None
+    for where, panel in _after(work, gathered):
         begin, y_part = True, y[where]
         for i, a, j, b in pieces(_width(panel), len(panel), len(slabs)):
             if begin and bias is not None:
@@ -179,6 +190,8 @@ def output_weight_gradient(mesh: TensorMesh, dy: Tensor, x: Tensor, weight: Tens
         for i, a, j, b in pieces(_width(panel), len(panel), len(slabs)):
             _multiply(slabs[j][:, b], dy[where].t(), panel[i][:, a], begin)
         begin = False
+    if begin:
+        slabs.zero_()
     return scatter_weight(mesh, slabs) if into is None else None
 
 
@@ -223,10 +236,7 @@ def input_gradients(mesh: TensorMesh, dy: Tensor, x: Tensor, weight: Tensor, *, 
         whole = slabs.flatten(0, 1)
     dx = (x if reuse else dy.new_empty(x.shape)) if wants_input else None
     dw, first = _room_for(mesh, weight, into) if wants_weight else (None, True)
-    for where, dy_slabs in ([(slice(0, len(x)), gathered)] if gathered is not None else stream(mesh, dy)):
-        if work is not None:
-            work.wait()
-            work = None
+    for where, dy_slabs in _after(work, [(slice(0, len(x)), gathered)] if gathered is not None else stream(mesh, dy)):
         width = dy_slabs.shape[-1]
         for number, dy_slab in enumerate(dy_slabs):
             rows = slice(number * width, (number + 1) * width)
@@ -235,4 +245,6 @@ def input_gradients(mesh: TensorMesh, dy: Tensor, x: Tensor, weight: Tensor, *, 
         for number, dy_slab in enumerate(dy_slabs if wants_input else ()):
             _multiply(dx[where], dy_slab, whole[number * width:(number + 1) * width], number == 0)
         first = False
+    if wants_weight and first:
+        dw.zero_()
     return dx, None if dw is None or into is not None else scatter_weight(mesh, dw)

@@ -78,24 +78,26 @@ class _Way(NamedTuple):
     """Operands of the forward; its backward needs them too."""
     sums: tuple[float, float]
     """The output."""
-    backward: tuple[float, float]
-    """All else that the backward takes: gradients of the output to gather, and of both operands to sum."""
+    gradients: tuple[float, float]
+    """Of the output, which the backward gathers."""
+    gradient_sums: tuple[float, float]
+    """Of the operands, which it sums."""
 
 
 def _output_stationary(into: float, out: float) -> _Way:
-    return _Way(gathers=(into, into * out), sums=(0, 0), backward=(into, into * out))
+    return _Way(gathers=(into, into * out), sums=(0, 0), gradients=(0, 0), gradient_sums=(into, into * out))
 
 
 def _input_stationary(into: float, out: float) -> _Way:
-    return _Way(gathers=(0, into * out), sums=(out, 0), backward=(out, into * out))
+    return _Way(gathers=(0, into * out), sums=(out, 0), gradients=(out, 0), gradient_sums=(0, into * out))
 
 
 def _all_reduced_gradient(into: float, out: float) -> _Way:
-    return _Way(gathers=(0, 0), sums=(0, 0), backward=(2 * into, 0))
+    return _Way(gathers=(0, 0), sums=(0, 0), gradients=(0, 0), gradient_sums=(2 * into, 0))
 
 
 def _all_reduced_output(into: float, out: float) -> _Way:
-    return _Way(gathers=(0, 0), sums=(2 * out, 0), backward=(0, 0))
+    return _Way(gathers=(0, 0), sums=(2 * out, 0), gradients=(0, 0), gradient_sums=(0, 0))
 
 
 _WAYS = {"summa": (_output_stationary, _output_stationary), "stationary": (_output_stationary, _input_stationary),
@@ -105,36 +107,43 @@ _WAYS = {"summa": (_output_stationary, _output_stationary), "stationary": (_outp
 
 
 class _Units(NamedTuple):
-    """A and W in bytes."""
+    """A and W in bytes, and how many times as many they take in a sum."""
 
     a: float
     w: float
+    widened: float
 
     def bytes(self, multiples: tuple[float, float]) -> Bytes:
         return Bytes(self.a * multiples[0], self.w * multiples[1])
 
+    def summed(self, multiples: tuple[float, float]) -> Bytes:
+        return self.bytes((multiples[0] * self.widened, multiples[1] * self.widened))
 
-def _units(scheme: Scheme, row: int, col: int, batch: int, sequence: int, hidden: int, itemsize: int) -> _Units:
+
+def _units(scheme: Scheme, row: int, col: int, batch: int, sequence: int, hidden: int, itemsize: int,
+           sum_itemsize: int | None) -> _Units:
     if scheme.startswith("megatron") and row != 1:
         raise ValueError(f"{scheme} takes one row, not {row}")
     return _Units(a=batch * sequence * hidden * itemsize * (col - 1) / (row * col),
-                  w=hidden * hidden * itemsize * (row - 1) / (row * col))
+                  w=hidden * hidden * itemsize * (row - 1) / (row * col),
+                  widened=1.0 if sum_itemsize is None else sum_itemsize / itemsize)
 
 
 def layer_volume(scheme: Scheme, *, row: int, col: int, batch: int, sequence: int, hidden: int, itemsize: int,
-                 recompute: Recompute = "none", last: bool = True) -> LayerVolume:
-    """Of one layer and microbatch. batch: sequences of the microbatch. itemsize: bytes of an element.
+                 sum_itemsize: int | None = None, recompute: Recompute = "none", last: bool = True) -> LayerVolume:
+    """Of one layer and microbatch. batch: sequences of the microbatch. itemsize: bytes of an element; sum_itemsize:
+    where sums travel in another format.
 
     last: the layer is its recomputed segment's last one, so that the output of fc2 is not computed again. Optimus and
     Megatron as published recompute it: again, with last=False.
     """
-    units = _units(scheme, row, col, batch, sequence, hidden, itemsize)
+    units = _units(scheme, row, col, batch, sequence, hidden, itemsize, sum_itemsize)
     products: dict[Product, Volume] = {}
     for name, widths in PRODUCTS.items():
         way = _WAYS[scheme][name in ("projection", "fc2")](*widths)
-        gathers, sums = units.bytes(way.gathers), units.bytes(way.sums)
+        gathers, sums = units.bytes(way.gathers), units.summed(way.sums)
         recomputed = recompute != "none" and not (last and name == "fc2")
-        backward = units.bytes(way.backward)
+        backward = units.bytes(way.gradients) + units.summed(way.gradient_sums)
         if recomputed:
             backward += gathers + sums
         if not (recomputed and recompute == "kept"):
@@ -145,38 +154,42 @@ def layer_volume(scheme: Scheme, *, row: int, col: int, batch: int, sequence: in
 
 
 def embedding_volume(scheme: Scheme, *, row: int, col: int, batch: int, sequence: int, hidden: int, vocab: int,
-                     itemsize: int) -> Volume:
+                     itemsize: int, sum_itemsize: int | None = None) -> Volume:
     """Of the token embedding.
 
     stationary: each rank has all V rows of h / (row col) hidden elements, and gets the others of its column by one
     all-to-all along `row`. summa: blocks [V / row, h / col], broadcast along `row`, their gradients reduced. megatron:
     rows of the table over col, their sum all-reduced, or with sequence sharding reduced and scattered.
     """
-    units = _units(scheme, row, col, batch, sequence, hidden, itemsize)
-    if scheme == "megatron":
-        return Volume(forward=Bytes(activations=2 * units.a), backward=Bytes())
-    if scheme == "megatron-sequence":
-        each = Bytes(activations=units.a)
-    elif scheme == "stationary":
-        each = Bytes(activations=batch * sequence * hidden * itemsize * (row - 1) / (row * col) / row)
-    else:
-        each = Bytes(weights=vocab * hidden * itemsize * (row - 1) / (row * col))
-    return Volume(forward=each, backward=each)
+    units = _units(scheme, row, col, batch, sequence, hidden, itemsize, sum_itemsize)
+    match scheme:
+        case "megatron":
+            return Volume(forward=units.summed((2, 0)), backward=Bytes())
+        case "megatron-sequence":
+            return Volume(forward=units.summed((1, 0)), backward=units.bytes((1, 0)))
+        case "stationary":
+            each = Bytes(activations=batch * sequence * hidden * itemsize * (row - 1) / (row * col) / row)
+            return Volume(forward=each, backward=each)
+        case "summa":
+            table = (0, vocab / hidden)
+            return Volume(forward=units.bytes(table), backward=units.summed(table))
 
 
 def head_volume(scheme: Scheme, *, row: int, col: int, batch: int, sequence: int, hidden: int, vocab: int,
-                itemsize: int) -> Volume:
+                itemsize: int, sum_itemsize: int | None = None) -> Volume:
     """Of the product to [b, s, V] logits.
 
     summa: A B^T with the embedding's blocks [V / row, h / col] broadcast along `row` and logits [b s / row, V / col]
     reduced along `col`; in the backward both of its gradients broadcast those of the logits. Others: as fc1.
     """
-    units, out = _units(scheme, row, col, batch, sequence, hidden, itemsize), vocab / hidden
+    units = _units(scheme, row, col, batch, sequence, hidden, itemsize, sum_itemsize)
+    out = vocab / hidden
     way = _WAYS[scheme][0](1, out)
     if scheme == "summa":
-        way = _Way(gathers=(0, out), sums=(out, 0), backward=(2 * out, out))
+        way = _Way(gathers=(0, out), sums=(out, 0), gradients=(2 * out, 0), gradient_sums=(0, out))
     gathers = units.bytes(way.gathers)
-    return Volume(forward=gathers + units.bytes(way.sums), backward=gathers + units.bytes(way.backward))
+    return Volume(forward=gathers + units.summed(way.sums),
+                  backward=gathers + units.bytes(way.gradients) + units.summed(way.gradient_sums))
 
 
 def paper_elements(scheme: Literal["summa", "megatron"], *, ranks: int, batch: int, sequence: int, hidden: int

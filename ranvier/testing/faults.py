@@ -4,15 +4,16 @@
 
     python -m ranvier.testing.faults --fault kill:rank=1,call=200 -- train gpt-tiny --run-dir runs/killed
 
-A fault belongs to one rank and acts once, when its moment has come: at that rank's N-th `call` (a message that it sends
-or a collective that it starts; both are the same from run to run, as polls and waits are not), at the N-th `message`
-that it sends, or so many `seconds` after the start. With `of` it is aimed: `of=state` and `of=order` count the messages
-of that kind alone, `of=transition` counts from the first transition to another mesh on.
+A fault belongs to one rank and acts once (slow: from then on), when its moment has come: at that rank's N-th `call` (a
+message that it sends or a collective that it starts; both are the same from run to run, as polls and waits are not), at
+the N-th `message` that it sends, or so many `seconds` after the start. With `of` it is aimed: `of=state` and `of=order`
+count the messages of that kind alone, `of=transition` counts from the first transition to another mesh on.
 
     kind        what happens                                                          more
     kill        SIGKILL: the process is gone at once, whatever it was doing
     stop        SIGSTOP: it is there and does nothing, as when its machine hangs
     delay       it stands still before its next message, then goes on                 for=SECONDS
+    slow        from then on it stands still before every message and collective      for=SECONDS
     drop        its next message is not sent
     corrupt     one bit of its next message's tensors is flipped                      bit=NUMBER
     allocation  torch's allocator is asked for more than there is, and says so
@@ -44,7 +45,7 @@ from ranvier.comm.protocol import Backend, Group, Reduction, Transport, Work
 from ranvier.errors import ConfigError
 from ranvier.world import World
 
-Kind = Literal["kill", "stop", "delay", "drop", "corrupt", "allocation", "disk"]
+Kind = Literal["kill", "stop", "delay", "slow", "drop", "corrupt", "allocation", "disk"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 _OF_MESSAGES = ("delay", "drop", "corrupt")
 _OF_PROCESSES = ("kill", "stop", "disk")
@@ -60,7 +61,7 @@ class Fault:
     """One fault of one rank. ConfigError where it could not be.
 
     call, message, seconds: its moment; exactly one of them. Calls and messages count from 1, seconds from `faulty`.
-    for_seconds: how long a delay lasts, or a full disk, which otherwise stays full.
+    for_seconds: how long a delay lasts (for slow, each one), or a full disk, which otherwise stays full.
     of: what is counted: messages of a kind, or whatever follows the begin of a run's first transition.
     bit: which bit of the tensors' bytes is flipped, modulo their number.
     limit_bytes: the size beyond which files do not grow; small ones, such as a log, can so still be written.
@@ -90,9 +91,10 @@ class Fault:
             value = getattr(self, name)
             if value is not None and not least <= value < math.inf:
                 raise _wrong(f"{_key(name)} must be at least {least}, and finite", self)
-        if (self.kind == "delay") > (self.for_seconds is not None):
-            raise _wrong("a delay needs for=SECONDS", self)
-        for name, kinds in (("for_seconds", ("delay", "disk")), ("bit", ("corrupt",)), ("limit_bytes", ("disk",))):
+        if self.kind in ("delay", "slow") and self.for_seconds is None:
+            raise _wrong(f"{'a delay' if self.kind == 'delay' else self.kind} needs for=SECONDS", self)
+        for name, kinds in (("for_seconds", ("delay", "slow", "disk")), ("bit", ("corrupt",)),
+                            ("limit_bytes", ("disk",))):
             if self.kind not in kinds and getattr(self, name) != getattr(Fault, name):
                 raise _wrong(f"{_key(name)} means nothing for {self.kind}", self)
 
@@ -143,7 +145,8 @@ def random_fault(draw: random.Random, size: int, *, kinds: Sequence[Kind] = KIND
     kind, moment = draw.choice(kinds), draw.choice(("call", "seconds"))
     when = {moment: draw.randint(1, calls) if moment == "call" else round(draw.uniform(0, seconds), 2)}
     lasting = {"for_seconds": round(draw.uniform(0, seconds / 10), 2)}
-    more = {"delay": lasting, "corrupt": {"bit": draw.randrange(1 << 20)}, "disk": draw.choice((lasting, {}))}
+    more = {"delay": lasting, "slow": {"for_seconds": 0.01}, "corrupt": {"bit": draw.randrange(1 << 20)},
+            "disk": draw.choice((lasting, {}))}
     return Fault(kind=kind, rank=draw.randrange(size), **when, **more.get(kind, {}))
 
 
@@ -193,7 +196,7 @@ class _Plan:
             taken = [fault for fault in self._waiting if self._is_due(fault) and (
                 fault.kind not in _OF_MESSAGES or (message is not None and (
                     fault.kind != "corrupt" or message.payload_bytes > 0)))]
-            self._waiting = [fault for fault in self._waiting if fault not in taken]
+            self._waiting = [fault for fault in self._waiting if fault not in taken or fault.kind == "slow"]
             return taken
 
     def _is_due(self, fault: Fault) -> bool:
@@ -232,7 +235,7 @@ class _Plan:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
-            case "delay":
+            case "delay" | "slow":
                 time.sleep(fault.for_seconds)
             case "allocation":
                 torch.empty(_MORE_THAN_THERE_IS, dtype=torch.uint8, device=self._device)
@@ -330,9 +333,13 @@ class _FaultyGroup:
         self._plan.collective()
         return self._inner.reduce(tensor, root)
 
-    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, room: Tensor | None = None) -> Work:
         self._plan.collective()
-        return self._inner.reduce_scatter(output, tensor)
+        return self._inner.reduce_scatter(output, tensor, room)
+
+    def buffer_bytes(self, operation: Literal["all_reduce", "reduce_scatter"], numel: int, dtype: torch.dtype,
+                     device_type: str) -> int:
+        return self._inner.buffer_bytes(operation, numel, dtype, device_type)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         self._plan.collective()

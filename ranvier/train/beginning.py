@@ -13,6 +13,7 @@ from ranvier.checkpoint.pretrained import Pretrained
 from ranvier.comm.protocol import Group
 from ranvier.data.prepare import cache_folder, prepare
 from ranvier.data.pretrained_models import folder_of
+from ranvier.data.publish import RunProgress, process_name
 from ranvier.data.task import Prepared
 from ranvier.errors import ConfigError, DataError
 from ranvier.run import Run
@@ -25,10 +26,15 @@ PROMPT_TOKENS = 24
 def prepared(run: Run, world: World, stream: TextIO) -> tuple[Run, Prepared, Pretrained | None]:
     """The run with what only its data and its pretrained model tell, the data, and that model, if there is one. Whoever
     comes first on a machine makes what is not there; rank 0 tells what takes so long."""
-    def tell(line: str) -> None:
+    def line(text: str) -> None:
         if world.rank == 0:
-            print(line, file=stream, flush=True)
+            print(text, file=stream, flush=True)
 
+    def key(process: str) -> str:
+        return f"ranvier/prepares/{process}"
+
+    world.store.set(key(process_name()), "")
+    tell = RunProgress(line, lambda process: world.store.check([key(process)]))
     pretrained = None
     if run.model.pretrained is not None:
         pretrained = Pretrained(folder_of(run.model.pretrained, cache_folder(run), tell))

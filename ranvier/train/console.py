@@ -94,8 +94,9 @@ class Notes:
     def text(self, event: NoteEvent | TransitionEvent) -> str | None:
         if isinstance(event, TransitionEvent):
             return f"step {event.step}: {event}"
-        self._seen[event.event] += 1
-        seen = self._seen[event.event]
+        kind = f"{event.event} {event.fields.get('setting', '')}"  # each setting that has changed is told
+        self._seen[kind] += 1
+        seen = self._seen[kind]
         if seen > NOTES_OF_A_KIND:
             return None
         more = " (more of these in events.jsonl)" if seen == NOTES_OF_A_KIND else ""

@@ -351,15 +351,8 @@ class Elasticity:
 
     def _resized(self, now: Formation, wish: Mapping, room: Room, step: int) -> Change | None:
         """A user's wish, if it can be: other replicas or stages of the ranks that the run was started with."""
-        run, depth, problem = now.run, room.frozen, None
-        most = self._first.mesh.data * self._first.mesh.pipe
-        data, pipe = wish.get("data"), wish.get("pipe")
-        if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in (data, pipe)):
-            problem = "is no mesh: give --data and --pipe, whole numbers of at least 1"
-        elif data * pipe > most:
-            problem = f"needs {data * pipe} stages in all, and the run was started with {most}"
-        elif (data, pipe) == (run.mesh.data, run.mesh.pipe):
-            problem = "is the mesh that the run has"
+        run, depth, data, pipe = now.run, room.frozen, wish.get("data"), wish.get("pipe")
+        problem = wish.get("problem") or self._unfit(run.mesh, data, pipe)
         if problem is None:
             mesh = replace(run.mesh, data=data, pipe=pipe)
             change = replace(self._change(now, mesh, depth, None, "as asked with ranvier resize"), wish=wish["wish"])
@@ -372,6 +365,15 @@ class Elasticity:
                    {"data": data, "pipe": pipe, "wish": wish.get("wish")})
         return self._change(now, run.mesh, depth, now.engine.boundaries or None, "freezing") if depth > now.frozen \
             else None
+
+    def _unfit(self, mesh: Mesh, data: object, pipe: object) -> str | None:
+        """Why a run on `mesh` cannot go to one of `data` replicas and `pipe` stages, by these numbers alone."""
+        most = self._first.mesh.data * self._first.mesh.pipe
+        if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in (data, pipe)):
+            return "is no mesh: give --data and --pipe, whole numbers of at least 1"
+        if data * pipe > most:
+            return f"needs {data * pipe} stages in all, and the run was started with {most}"
+        return "is the mesh that the run has" if (data, pipe) == (mesh.data, mesh.pipe) else None
 
     def _global_size(self, data: int) -> int:
         """Samples of a step with so many replicas."""

@@ -1,4 +1,5 @@
-"""The text files in a run's folder: metrics.jsonl and events.jsonl line by line, JSON documents in one go.
+"""The text files in a run's folder, as they are written: metrics.jsonl and events.jsonl line by line, JSON documents in
+one go. `ranvier.train.logs` reads them.
 
 A line is in the file as soon as its event is over, so that a run that dies keeps what it has said. JSON has no NaN or
 infinity: such a number is written as null.
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from ranvier.errors import RanvierError
 from ranvier.mesh import AXES, Mesh
+from ranvier.plain_file import write_whole
 from ranvier.train.events import EndEvent, EvalEvent, Event, NoteEvent, StartEvent, StepEvent, TransitionEvent
 
 
@@ -45,9 +47,9 @@ def plain(value):
 
 
 def write_json(path: Path, document: Mapping[str, object], *, indent: int | None = 2) -> None:
-    """Write one JSON document. RanvierError when it cannot be written."""
+    """Write one JSON document, whole or not at all. RanvierError when it cannot be written."""
     with writing(path):
-        path.write_text(json.dumps(plain(document), indent=indent) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(plain(document), indent=indent) + "\n")
 
 
 class LineFile:
@@ -58,12 +60,9 @@ class LineFile:
 
     def __init__(self, path: Path, kept: Sequence[Mapping[str, object]] = ()) -> None:
         self.path = path
-        with writing(path):
-            if kept:
-                fresh = path.with_name(f"{path.name}.new")  # so that a run that dies now keeps the old one
-                fresh.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-                fresh.replace(path)
-            self._file = path.open("a" if kept else "w", encoding="utf-8")
+        with writing(path):  # never into the file that is there: a former owner of the folder may have it open
+            write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
+            self._file = path.open("a", encoding="utf-8")
 
     def write(self, fields: Mapping[str, object]) -> None:
         with writing(self.path):
@@ -74,24 +73,6 @@ class LineFile:
         """Idempotent. What could not be flushed has been reported already."""
         with suppress(OSError):
             self._file.close()
-
-
-def read_lines(path: Path) -> list[dict[str, object]]:
-    """The objects of such a file; none where there is no file. A line that was cut off when a run died is left out."""
-    found = []
-    with suppress(OSError):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError):
-                value = json.loads(line)
-                if isinstance(value, dict) and isinstance(value.get("step"), int):
-                    found.append(value)
-    return found
-
-
-def steps_until(run_dir: Path, step: int) -> list[dict[str, object]]:
-    """The lines of a run's metrics.jsonl up to `step`, each step once."""
-    lines = {line["step"]: line for line in read_lines(run_dir / "metrics.jsonl") if line["step"] <= step}
-    return [lines[number] for number in sorted(lines)]
 
 
 def step_fields(event: StepEvent) -> dict[str, object]:
@@ -140,12 +121,11 @@ class MetricsFile:
 
 
 class EventsFile:
-    """events.jsonl: whatever happens beside the steps; every object has `step` and `event`. continues: what is there
-    stays."""
+    """events.jsonl: whatever happens beside the steps; every object has `step` and `event`. kept: events of the same
+    run before it went on."""
 
-    def __init__(self, run_dir: Path, *, continues: bool = False) -> None:
-        path = run_dir / "events.jsonl"
-        self._lines = LineFile(path, read_lines(path) if continues else ())
+    def __init__(self, run_dir: Path, kept: Sequence[Mapping[str, object]] = ()) -> None:
+        self._lines = LineFile(run_dir / "events.jsonl", kept)
 
     def event(self, event: Event) -> None:
         fields = _event_fields(event)

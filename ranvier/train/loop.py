@@ -12,10 +12,11 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TextIO
 
 import torch
@@ -28,9 +29,12 @@ from ranvier.elastic.freezing import FreezePolicy
 from ranvier.elastic.transition import hand_over, take
 from ranvier.errors import RanvierError
 from ranvier.failure import tell_mesh
+from ranvier.lease import hold
 from ranvier.models import families
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.result import BatchResult
+from ranvier.pipeline.timeline import Category
+from ranvier.plain_file import write_whole
 from ranvier.precision import DTYPES
 from ranvier.run import Run
 from ranvier.stop import StopRequest
@@ -41,10 +45,11 @@ from ranvier.train.console import console
 from ranvier.train.elasticity import Elasticity
 from ranvier.train.evaluation import evaluate
 from ranvier.train.events import EndEvent, NoteEvent, StartEvent, Tracker, Trackers, TransitionEvent
-from ranvier.train.files import EventsFile, MetricsFile, open_folder, plain, read_lines, steps_until, writing
+from ranvier.train.files import EventsFile, MetricsFile, open_folder, plain, writing
 from ranvier.train.formation import Formation, formed
 from ranvier.train.guards import Guards
 from ranvier.train.headings import UNITS, resolved, settings_text
+from ranvier.train.logs import Log, read_events, read_metrics
 from ranvier.train.memory import check_fits, explained, report_text
 from ranvier.train.metrics import Meter, PendingStep
 from ranvier.train.orders import Orders
@@ -52,7 +57,7 @@ from ranvier.train.peak import matrix_product_rate
 from ranvier.train.report import History, rank_facts, summarise, write_report
 from ranvier.train.resize import ResizeRequests
 from ranvier.train.sample import continue_tokens
-from ranvier.train.saving import Saving, Start, told_by
+from ranvier.train.saving import Saving, Start, checkpoint_folder, told_by
 from ranvier.train.tensorboard import TensorBoard
 from ranvier.train.timeline import gather_timelines
 from ranvier.world import World
@@ -109,10 +114,12 @@ class Training:
         world.mesh = self.run.mesh
         self.run, _ = check_fits(self.run, world)
         self.everyone.barrier()  # not before every rank has looked at what is free
+        self.lease = hold([self.run.run_dir, checkpoint_folder(self.run)], self.everyone,
+                          tell=lambda line: print(line, file=stream, flush=True))
         self.orders = Orders(world)
         self.now: Formation | None = formed(self.run, world, self.data)
         self.elastic = Elasticity(self.run, self.data, tell=lambda event: self.outputs.event(event), policy=freezing)
-        self.saving = Saving(self.run, recipe, self.engine, self.data)
+        self.saving = Saving(self.run, recipe, self.engine, self.data, self.lease)
         self.begins = self.saving.start()
         self.result: BatchResult | None = None
         """Of the last step on this mesh."""
@@ -126,8 +133,9 @@ class Training:
         """The run before `auto` was resolved, from which each change begins."""
         self.resize_requests = ResizeRequests(self.run.run_dir) if world.rank == 0 else None
         if world.rank == 0:
-            self.outputs = _outputs(self.run.run_dir, self.history, trackers, stream,
-                                    begins=self.begins if self.begins.continues else None)
+            self.outputs, damaged = _outputs(self.run.run_dir, self.history, trackers, stream,
+                                             begins=self.begins if self.begins.continues else None)
+            self.begins.notes.extend([*damaged, *self._refused_requests(self.done, "it was made before the run began")])
 
     @property
     def engine(self) -> Engine:
@@ -157,7 +165,7 @@ class Training:
             if self.data.tokenizer is not None:
                 path = self.run.run_dir / "tokenizer.json"
                 with writing(path):
-                    path.write_text(self.data.tokenizer.text(), encoding="utf-8")
+                    write_whole(path, self.data.tokenizer.text())
         self.outputs.event(StartEvent(
             recipe=self.recipe, run_dir=self.run.run_dir, mesh=self.run.mesh, steps=self.run.train.steps,
             settings=settings_text(self.run, self.engine, self.world, self.data, self.elastic.text()),
@@ -202,8 +210,9 @@ class Training:
         self.engine.watch_layers(asked)
         with self.now.measured.step():
             self.now.train_data.microbatch_size = self.elastic.microbatch_size(self.now, step)
-            batch = self.now.train_data.microbatches(step - 1)
-            self.elastic.caching.prefetch(self.now.train_data, step - 1, more=self.elastic.left(step) > 0)
+            with self._span("data", "samples"):
+                batch = self.now.train_data.microbatches(step - 1)
+                self.elastic.caching.prefetch(self.now.train_data, step - 1, more=self.elastic.left(step) > 0)
             result = self.result = self.engine.train_batch(batch)
         reached = self.guards.after_step(step, result, batch, partial(self._publish_all, step, result, rate))
         if reached != step:
@@ -231,23 +240,22 @@ class Training:
 
     def leave(self, step: int) -> dict[str, object]:
         """Save what there is after `step`, and write no report: the run is to go on elsewhere."""
+        self._publish()
+        self.saving.finish()
         if self.saving.saved_step != step:
             self._save(step)
-        self._publish()
-        missing = self.saving.finish()
-        self._tell_of_checkpoints()
-        if missing is not None:
-            raise missing
+        self._require_checkpoint(step)
         told = next(reason for reason in self.ranks.gather_objects(self._stop.reason) if reason)
+        for note in self._refused_requests(step, "the run stops"):
+            self.outputs.event(note)
         self.outputs.event(NoteEvent(step=step, event="stopped", fields={"reason": told},
                                      text=f"stopped by {told}; go on with --resume auto --run-dir {self.run.run_dir}"))
         return {"stopped_after": step}
 
     def finish(self) -> dict[str, object]:
-        """Write a sample of text and the report; returns the summary."""
+        """Write a sample of text and the report, once the last checkpoint is on the disk; returns the summary."""
         run, world = self.run, self.world
-        missing = self.saving.finish()
-        self._tell_of_checkpoints()
+        self._require_checkpoint(self.done)
         timelines = gather_timelines(self.ranks, self.meter.kept)
         text = self._sample() if run.train.sample_tokens and run.data.task == "lm" else None
         facts = self.ranks.gather_objects(rank_facts(self.engine, world.device) | self.elastic.facts() | (
@@ -259,21 +267,31 @@ class Training:
                                 transport=world.backend.name, device=world.device,
                                 seconds=time.monotonic() - self.began, frozen=self.now.frozen)
             pictures = write_report(run.run_dir, summary, self.history, timelines, run.mesh, run.pipeline.policy)
+            for note in self._refused_requests(self.done, "the run ends"):
+                self.outputs.event(note)
             report = report_text(laid_out(run, self.now.frozen)[1], summary["memory"],
                                  lambda rank: run.mesh.coordinates(rank).pipe) if run.memory_report else None
             self.outputs.event(EndEvent(step=self.done, summary=summary, sample=text, pictures=pictures,
                                         report=report))
-        summary = self.ranks.gather_objects(summary)[0]
-        if missing is not None:
-            raise missing
-        return summary
+        return self.ranks.gather_objects(summary)[0]
+
+    def _require_checkpoint(self, step: int) -> None:
+        """The run ends after `step`: UnsavedError unless its checkpoint is there, OwnershipError unless its folders
+        are still its own."""
+        try:
+            self.saving.require(step)
+        finally:
+            self._tell_of_checkpoints()
+        if self.lease is not None:
+            self.lease.verify()
 
     def close(self) -> None:
         """Let go of files and threads, however the run went."""
-        if self.now is not None:
-            self.saving.checkpoints.close()
+        written = self.now is None or self.saving.checkpoints.close()
         self.elastic.close()
         self.outputs.close()
+        if self.lease is not None and written:  # else a thread is still at work there, and ends with this process
+            self.lease.release()
 
     def part(self) -> None:
         """The run has ended well: give back what its ranks have in common."""
@@ -287,6 +305,13 @@ class Training:
             self.orders.send({"do": "end", "summary": plain(summary)}, first=self.run.mesh.size)
 
     # ------------------------------------------------------------------ from mesh to mesh
+
+    def _refused_requests(self, step: int, why: str) -> list[NoteEvent]:
+        """One answer to each request for another mesh that this run cannot look at any more."""
+        requests = [] if self.resize_requests is None else self.resize_requests.take_all()
+        return [NoteEvent(step=step, event="resize-refused",
+                          text=f"the wish for data {one['data']} x pipe {one['pipe']} cannot be: {why}",
+                          fields={name: one[name] for name in ("data", "pipe", "wish")}) for one in requests]
 
     def _consider(self, save: bool = False) -> None:
         """Freeze layers and go to another mesh, where the policy, the planner or a user's request says so. save: a
@@ -308,6 +333,8 @@ class Training:
     def _change(self, change: Change, save: bool = False) -> None:
         """Have all ranks, the idle ones too, make the change, and save what has come of it."""
         self._publish()
+        self.saving.finish()
+        self._tell_of_checkpoints()
         order = {"do": "change", "change": change.document(), "step": self.done, "samples": self.samples,
                  "elastic": self.elastic.state(self.run, self.now.frozen), "guards": self.guards.state(),
                  "saved_step": self.saving.saved_step, "save": save, "stops": self.stops,
@@ -324,8 +351,6 @@ class Training:
         began, old, before = time.monotonic_ns(), self.now, self.run.mesh
         held = None
         if old is not None:
-            self.saving.finish()
-            self._tell_of_checkpoints()
             self.saving.checkpoints.close()
             held = take(old.engine)
             old.close()
@@ -360,8 +385,16 @@ class Training:
 
     # ------------------------------------------------------------------ parts of a step
 
+    @contextmanager
+    def _span(self, category: Category, label: str) -> Iterator[None]:
+        """What this rank does inside is a span of its timeline."""
+        started, timeline = time.monotonic_ns(), self.engine.timeline
+        yield
+        timeline.add(category, label, self.engine.steps, started)
+
     def _save(self, step: int) -> float | None:
-        return self.saving.save(step, self.result, self.elastic.state(self.run, self.now.frozen))
+        with self._span("checkpoint", "copy"):
+            return self.saving.save(step, self.result, self.elastic.state(self.run, self.now.frozen))
 
     def _go_back(self) -> int | None:
         """Load the last checkpoint; its step, or None where there is none."""
@@ -398,9 +431,14 @@ class Training:
 
     def _publish(self) -> None:
         """Wait for the pending step's numbers and tell them. RanvierError when the loss is not a number any more."""
-        self._tell_of_checkpoints()
-        if self.pending is None:
-            return
+        if self.lease is not None:
+            self.lease.check()
+        with self._span("report", "numbers of the step before"):
+            self._tell_of_checkpoints()
+            if self.pending is not None:
+                self._publish_pending()
+
+    def _publish_pending(self) -> None:
         event = self.pending.event(self.now.work_share() * families.flops_per_sample(self.run) / self.data.weight,
                                    self._rank_flops_per_second * self.run.mesh.size)
         self.stops |= self.pending.stop_requested
@@ -443,15 +481,18 @@ class Training:
         return float(total)
 
 
-def _outputs(run_dir, history: History, trackers: Sequence[Tracker], stream: TextIO, begins: Start | None) -> Trackers:
-    """Everybody who takes the run's events. begins: where a run goes on that has begun in this folder."""
+def _outputs(run_dir: Path, history: History, trackers: Sequence[Tracker], stream: TextIO, begins: Start | None
+             ) -> tuple[Trackers, list[NoteEvent]]:
+    """Everybody who takes the run's events, and what was left out of its logs. begins: where a run goes on that has
+    begun in this folder."""
     open_folder(run_dir)
-    before, after = [], 0
+    steps, events, after = Log(name="metrics.jsonl"), Log(name="events.jsonl"), 0
     if begins is not None:
-        after, before = begins.step, steps_until(run_dir, begins.step)
-        with suppress(FileNotFoundError):
+        after, steps, events = begins.step, read_metrics(run_dir, begins.step), read_events(run_dir)
+        with writing(run_dir / "summary.json"), suppress(FileNotFoundError):
             (run_dir / "summary.json").unlink()  # it is of a run that has ended, and this one goes on
-    history.remember(before, [line for line in read_lines(run_dir / "events.jsonl")
-                              if begins is not None and line["step"] <= begins.step])
-    return Trackers([history, MetricsFile(run_dir, before), EventsFile(run_dir, continues=begins is not None),
-                     TensorBoard(run_dir, after), console(stream), *trackers])
+        history.remember(steps.lines, [line for line in events.lines if line["step"] <= after])
+    outputs = Trackers([history, MetricsFile(run_dir, steps.lines), EventsFile(run_dir, events.lines),
+                        TensorBoard(run_dir, after), console(stream), *trackers])
+    return outputs, [NoteEvent(step=after, event="log-damaged", text=log.text()) for log in (steps, events)
+                     if log.problems]

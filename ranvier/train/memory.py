@@ -23,7 +23,7 @@ from ranvier.run import Run
 from ranvier.testing.memory import MemoryTracker
 from ranvier.world import World
 
-_WORKING = ("activations", "postponed", "workspace", "messages", "reduction")
+_WORKING = ("activations", "postponed", "workspace", "messages", "arriving")
 
 
 def check_fits(run: Run, world: World) -> tuple[Run, tuple[RankMemory, ...]]:
@@ -95,7 +95,7 @@ class Measured:
 
     def facts(self, checkpoints: Checkpoints) -> dict[str, dict[str, int]]:
         """{"device": {category: bytes}, "host": {...}} at the peak. What is neither parameters, gradients, states nor
-        buckets is "working": activations, postponed operands, workspace, messages, copies for reductions."""
+        buckets is "working": activations, postponed operands, workspace, messages, small sums on their way."""
         found = self._engine.memory()
         lasting = sum(found["device"].values())
         peak = torch.cuda.max_memory_allocated(self._device) if self._tracker is None else self._tracker.peak_bytes()

@@ -24,12 +24,13 @@ import torch
 from ranvier.comm.protocol import Group, Work
 from ranvier.mesh import Mesh
 from ranvier.optim.loss_scale import LossScale
-from ranvier.pipeline.timeline import Span, Timeline
+from ranvier.pipeline.timeline import Span, Timeline, covering
 from ranvier.stop import StopRequest
 from ranvier.train.events import StepEvent
 
-KEPT_STEPS = 3
-"""Latest steps whose spans stay in memory for the timeline, beside the first step's."""
+KEPT_STEPS = 5
+"""Latest steps whose spans stay in memory for the timeline, beside the first step's: it shows one of the inner ones, at
+whose ends other ranks are in the steps before and after."""
 
 
 class Result(Protocol):
@@ -44,7 +45,8 @@ class Result(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class StepSpans:
-    """What this rank did in one step; nanoseconds of its monotonic clock."""
+    """What this rank did in one step; nanoseconds of its monotonic clock. spans: in the order of time, each beginning
+    where the one before it ends, from `start_ns` to `stop_ns`."""
 
     step: int
     start_ns: int
@@ -141,13 +143,15 @@ class Meter:
     def step(self, number: int, result: Result, learning_rate: float) -> PendingStep:
         """Step `number` has ended on this rank, and the next one starts now. Never waits."""
         stop_ns = time.monotonic_ns()
-        took = StepSpans(step=number, start_ns=self._start_ns, stop_ns=stop_ns, spans=self._timeline.take())
+        spans = self._timeline.take()
+        took = StepSpans(step=number, start_ns=self._start_ns, stop_ns=stop_ns,
+                         spans=covering(spans, number, self._start_ns, stop_ns))
         self._start_ns = stop_ns
         self._first = self._first or took
         self._latest.append(took)
         self.busy_steps += 1
         if self.busy_steps:
-            for span in took.spans:
+            for span in spans:
                 if span.label != "weigh":
                     self.busy[span.category] = self.busy.get(span.category, 0.0) + span.seconds
         share = min(1.0, took.wait_seconds / took.seconds)

@@ -110,7 +110,7 @@ def summarise(*, recipe: str, mesh: Mesh, history: History, ranks: Sequence[Mapp
     last_eval = max(history.eval_losses, default=None)
     return {
         "recipe": recipe,
-        "final_loss": history.losses[max(history.losses)],
+        "final_loss": history.losses[max(history.losses)] if history.losses else None,
         "eval_loss": None if last_eval is None else history.eval_losses[last_eval],
         "steps": len(history.losses),
         "seconds": seconds,
@@ -175,8 +175,9 @@ def write_report(run_dir: Path, summary: Mapping[str, object], history: History,
     write_json(run_dir / "summary.json", summary)
     write_trace(run_dir / "timeline.json", timelines, mesh, history.transitions)
     draw_timeline(timeline, timelines, mesh, policy)
-    draw_loss(loss, history.losses, history.eval_losses, f"{summary['recipe']} on mesh {mesh_text(mesh)}",
-              history.course.unit)
+    if history.losses:  # none are known where nothing was left to do, in a folder without the steps before
+        draw_loss(loss, history.losses, history.eval_losses, f"{summary['recipe']} on mesh {mesh_text(mesh)}",
+                  history.course.unit)
     if history.course.is_elastic:
         draw_course(course, history.course, str(summary["recipe"]))
     return [picture for picture in (course, timeline, loss) if picture.exists()]

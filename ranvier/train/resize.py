@@ -1,24 +1,29 @@
-"""A user's wish for another mesh, from `ranvier resize` to the run that it is meant for, through the run's folder.
+"""A user's requests for another mesh, from `ranvier resize` to the run that they are meant for, through its folder.
 
-    resize.json      the wish; the run takes it away when it has read it
-    events.jsonl     the run's answer: a transition, or a refusal, each with the wish's number
+    resize-ID.json   one request; the run takes it away before it reads it (resize.json, written by hand, is one too)
+    events.jsonl     the run's one answer: a transition, or a refusal, each with the request's ID ("wish")
 
-The run looks between two steps.
+The run looks between two steps. Whoever may write to its folder may put anything there: what is no plain file of the
+run's own user is refused without being read.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import time
 from contextlib import suppress
 from pathlib import Path
 
 from ranvier.errors import RanvierError
-from ranvier.train.files import read_lines
+from ranvier.plain_file import open_plain, write_whole
+from ranvier.train.logs import read_events
 
 NAME = "resize.json"
+_REQUEST = re.compile(r"resize(?:-([0-9a-f]{16}))?\.json")
+_MOST_BYTES = 4096
 _POLL_SECONDS = 0.1
 
 
@@ -26,59 +31,121 @@ class ResizeRequests:
     """Those of one run's folder; used on rank 0."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / NAME
-        with suppress(OSError):
-            self._path.unlink()  # it was meant for a run that has ended
+        self._folder = run_dir
 
     def asked(self) -> bool:
         """Whether somebody wants another mesh. Cheap: asked after every step."""
-        return os.path.exists(self._path)
+        try:
+            return any(_REQUEST.fullmatch(name) for name in os.listdir(self._folder))
+        except OSError:
+            return False
 
-    def take(self) -> dict[str, object]:
-        """The wish, which is then no more: {"data", "pipe", "wish"}, of whatever type its author has given them."""
-        found: object = None
-        with suppress(OSError, ValueError, RecursionError):
-            found = json.loads(self._path.read_text(encoding="utf-8"))
+    def take(self) -> dict[str, object] | None:
+        """The oldest request, which is then no more; None where there is none. {"data", "pipe"}: of whatever its author
+        has given, the whole numbers; "wish": its ID; "problem": why it was not read."""
+        for path in self._waiting():
+            taken = path.with_name(f".{path.name}.taken")
+            try:
+                os.rename(path, taken)
+            except OSError:
+                continue  # its author has withdrawn it
+            try:
+                return _read(taken, _REQUEST.fullmatch(path.name)[1])
+            finally:
+                _remove(taken)
+        return None
+
+    def take_all(self) -> list[dict[str, object]]:
+        """All that are left, for a run that can do nothing about them."""
+        found = []
+        while (request := self.take()) is not None:
+            found.append(request)
+        return found
+
+    def _waiting(self) -> list[Path]:
+        """The requests, oldest first."""
+        found = []
         with suppress(OSError):
-            self._path.unlink()
-        told = found if isinstance(found, dict) else {}
-        return {name: told.get(name) for name in ("data", "pipe", "wish")}
+            for name in os.listdir(self._folder):
+                if _REQUEST.fullmatch(name):
+                    with suppress(OSError):
+                        found.append((os.lstat(self._folder / name).st_mtime_ns, name))
+        return [self._folder / name for _, name in sorted(found)]
+
+
+def _read(path: Path, wish: str | None) -> dict[str, object]:
+    try:
+        with open_plain(path, own=True) as file:
+            content = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        return {"data": None, "pipe": None, "wish": wish, "problem": f"cannot be read: {error.strerror or error}"}
+    found: object = None
+    if len(content) <= _MOST_BYTES:
+        with suppress(ValueError, RecursionError):
+            found = json.loads(content)
+    told = found if isinstance(found, dict) else {}
+    said = told.get("wish")
+    sizes = {name: told[name] if type(told.get(name)) is int and abs(told[name]) < 1 << 40 else None
+             for name in ("data", "pipe")}
+    return {**sizes, "wish": wish or (said if isinstance(said, str) and re.fullmatch(r"[\w-]{1,64}", said) else None),
+            "problem": None}
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink()
+    with suppress(OSError):
+        path.rmdir()
 
 
 def ask_and_wait(run_dir: Path, *, data: int, pipe: int, seconds: float) -> str:
-    """Leave a wish in the folder of a run, and wait for the answer. RanvierError when the run refuses, or says nothing
-    for so long."""
+    """Leave a request in the folder of a run, and wait for the answer. RanvierError when the run refuses, ends, or says
+    nothing for so long; the request is withdrawn then, if the run has not taken it yet."""
     wish = ask(run_dir, data=data, pipe=pipe)
     if not seconds:
         return f"asked {run_dir} for data {data} x pipe {pipe}; its events.jsonl will say what came of it"
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        for line in read_lines(run_dir / "events.jsonl"):
-            if line.get("wish") == wish and line.get("event") == "transition":
+    while True:
+        ended = (run_dir / "summary.json").exists()
+        for line in read_events(run_dir).lines:
+            if line.get("wish") == wish and line["event"] == "transition":
                 return f"step {line['step']}: {line.get('text')}"
             if line.get("wish") == wish:
                 raise RanvierError(f"refuses: {line.get('text')}", where=f"run {run_dir}",
                                    remedy="Ask for another mesh.")
+        if ended or time.monotonic() >= deadline:
+            break
         time.sleep(_POLL_SECONDS)
-    with suppress(OSError):
-        (run_dir / NAME).unlink()
+    try:
+        _path(run_dir, wish).unlink()
+    except FileNotFoundError:
+        raise RanvierError("has taken the request, and has not yet said what came of it", where=f"run {run_dir}",
+                           remedy="Look into its events.jsonl, or wait longer with --wait.") from None
+    except OSError:
+        pass
+    if ended:
+        raise RanvierError("has ended", where=f"run {run_dir}", remedy="Resize runs that are under way.")
     raise RanvierError(f"has not answered within {seconds:g} s", where=f"run {run_dir}",
                        remedy="Is it under way? Wait longer with --wait, for runs with long steps.")
 
 
 def ask(run_dir: Path, *, data: int, pipe: int) -> str:
-    """Leave a wish in the folder of a run; returns its number. RanvierError where there is no such run, or it has
+    """Leave a request in the folder of a run; returns its ID. RanvierError where there is no such run, or it has
     ended."""
     if not (run_dir / "run.toml").is_file():
         raise RanvierError("is no run's folder: it has no run.toml", where="RUN", value=str(run_dir),
                            remedy="Name the folder that the run has printed as its own (--run-dir).")
     if (run_dir / "summary.json").exists():
         raise RanvierError("has ended", where=f"run {run_dir}", remedy="Resize runs that are under way.")
-    wish, fresh = secrets.token_hex(8), run_dir / f".{NAME}.{os.getpid()}"
+    wish = secrets.token_hex(8)
+    path = _path(run_dir, wish)
     try:
-        fresh.write_text(json.dumps({"data": data, "pipe": pipe, "wish": wish}), encoding="utf-8")
-        fresh.replace(run_dir / NAME)
+        write_whole(path, json.dumps({"data": data, "pipe": pipe, "wish": wish}))
     except OSError as error:
-        raise RanvierError(f"cannot be written: {error.strerror or error}", where=str(fresh),
-                           remedy="Ask as a user who may write into the run's folder.") from error
+        raise RanvierError(f"cannot be written: {error.strerror or error}", where=str(path),
+                           remedy="Ask as the user whose run it is.") from error
     return wish
+
+
+def _path(run_dir: Path, wish: str) -> Path:
+    return run_dir / f"resize-{wish}.json"

@@ -16,12 +16,14 @@ from pydantic.dataclasses import dataclass as checked
 from ranvier import resolve
 from ranvier.checkpoint.checkpoints import Checkpoints, Loaded, Written
 from ranvier.checkpoint.manifest import checkpoints as listed
-from ranvier.checkpoint.manifest import damaged, step_of
+from ranvier.checkpoint.manifest import damaged, read_manifest, step_folder, step_of
 from ranvier.data.task import Prepared
-from ranvier.errors import CheckpointError, ConfigError
+from ranvier.errors import CheckpointError, ConfigError, UnsavedError
+from ranvier.lease import Lease
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.result import BatchResult
 from ranvier.run import Run
+from ranvier.train import resume
 from ranvier.train.events import NoteEvent
 from ranvier.train.report import versions
 
@@ -47,6 +49,10 @@ class Told:
     """Sequences consumed."""
     text: str | None = None
     """The fingerprint of the tokens."""
+    tokenizer: str | None = None
+    """The fingerprint of the tokenizer."""
+    labels: list[str] | None = None
+    """Names of classes by number, where the run has classes with names."""
     guard: dict[str, list[float]] = field(default_factory=lambda: {"losses": []})
     run: dict[str, object] = field(default_factory=dict)
     elastic: dict[str, object] = field(default_factory=dict)
@@ -69,9 +75,11 @@ def told_by(loaded: Loaded) -> Told:
         raise damaged(loaded.folder, f"about.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
-def _checkpoints(run: Run, engine: Engine) -> Checkpoints:
-    return Checkpoints(engine, checkpoint_folder(run), keep=run.checkpoint.keep, keep_every=run.checkpoint.keep_every,
-                       timeout_seconds=run.comm.timeout_seconds)
+def _checkpoints(run: Run, engine: Engine, lease: Lease | None) -> Checkpoints:
+    made = Checkpoints(engine, checkpoint_folder(run), keep=run.checkpoint.keep, keep_every=run.checkpoint.keep_every,
+                       timeout_seconds=run.comm.timeout_seconds, lease=lease)
+    made.claim()
+    return made
 
 
 def checkpoint_folder(run: Run) -> Path:
@@ -82,19 +90,23 @@ def checkpoint_folder(run: Run) -> Path:
 class Saving:
     """What the loop does with checkpoints. Methods are collective, but for `tell`.
 
-    data: what the run reads.
+    data: what the run reads. lease: rank 0's, of the folder of checkpoints.
     """
 
-    def __init__(self, run: Run, recipe: str, engine: Engine, data: Prepared) -> None:
+    def __init__(self, run: Run, recipe: str, engine: Engine, data: Prepared, lease: Lease | None) -> None:
         self._run, self._recipe, self._engine, self._text = run, recipe, engine, data.fingerprint
+        self._lease = lease
         self._labels = list(data.class_names)
-        self.checkpoints = _checkpoints(run, engine)
+        self._tokenizer = None if data.tokenizer is None else data.tokenizer.fingerprint
+        self.checkpoints = _checkpoints(run, engine, lease)
         self.origin = self.checkpoints.of_first(resolve.origin(run.run_dir))
         """The checkpoint elsewhere that the run of this folder began with; none where it began anew."""
         self.offset = 0
         """Sequences that were consumed beyond the steps' own: what a change of batch or going back has left out."""
         self.saved_step: int | None = None
-        """After which the last checkpoint was begun."""
+        """After which the last checkpoint was begun; None where it is known to have failed."""
+        self._last_error: str | None = None
+        """What was wrong with the checkpoint that was begun last."""
         self.told_step = 0
         """The last step whose numbers are in the run's folder; rank 0 only. No checkpoint of a later one gets its name,
         or a run that died then and went on from it would never tell that step's numbers."""
@@ -102,26 +114,26 @@ class Saving:
     def move(self, run: Run, engine: Engine, *, offset: int, saved_step: int | None) -> None:
         """The run goes on with another engine, on another mesh perhaps; the old checkpoints are closed."""
         self._run, self._engine, self.offset, self.saved_step = run, engine, offset, saved_step
-        damaged, self.checkpoints = self.checkpoints.damaged, _checkpoints(run, engine)
+        damaged, self.checkpoints = self.checkpoints.damaged, _checkpoints(run, engine, self._lease)
         self.checkpoints.damaged |= damaged
 
     # ------------------------------------------------------------------ where the run begins
 
     def start(self) -> Start:
         """Go on as `run.resume` says. CheckpointError or ConfigError where that cannot be."""
-        folder, resume = self.checkpoints.folder, self._run.resume
-        if resume == "none" or resume not in ("auto", self.origin):
-            self._refuse_others(None if resume == "none" else Path(resume))
-        if resume == "none":
+        folder, source = self.checkpoints.folder, self._run.resume
+        if source == "none" or source not in ("auto", self.origin):
+            self._refuse_others(None if source == "none" else Path(source))
+        if source == "none":
             return Start()
-        own = resume in ("auto", self.origin)
-        loaded = self.checkpoints.load(None if own else resume)
+        own = source in ("auto", self.origin)
+        loaded = self.checkpoints.load(None if own else source)
         if loaded is None and self.origin != "none":
             loaded = self.checkpoints.load(self.origin)
         if loaded is None:
             return Start(notes=[NoteEvent(step=0, event="resume", text=f"no checkpoint in {folder}: from the start")])
         told = told_by(loaded)
-        self._check_model(loaded, told)
+        self._check_same(loaded, told)
         continues = loaded.folder.resolve().parent == folder.resolve()
         if loaded.step >= self._run.train.steps and not continues:
             raise ConfigError(f"leaves nothing to do: {loaded.folder} has taken {loaded.step} steps",
@@ -136,12 +148,27 @@ class Saving:
                      notes=[*notes, self._note(loaded), *self._differences(loaded.step, told)], loaded=loaded,
                      elastic=told.elastic)
 
-    def _check_model(self, loaded: Loaded, told: Told) -> None:
-        """What makes another function of parameters of the same shapes."""
+    def _check_same(self, loaded: Loaded, told: Told) -> None:
+        """CheckpointError for what gives parameters of the same shapes another meaning."""
+        where, values = f"checkpoint {loaded.folder}", resolve.flatten(self._run)
         heads, now = told.values.get("model.heads"), self._run.model.heads
         if heads not in (None, now):
-            raise CheckpointError(f"was written by a model with {heads} heads", where=f"checkpoint {loaded.folder}",
+            raise CheckpointError(f"was written by a model with {heads} heads", where=where,
                                   value=now, remedy=f"Set --model.heads {heads}.")
+        for name in resume.REFUSED:
+            before = told.values.get(name)
+            if before != values[name] and resume.is_known(name, told.values):
+                raise CheckpointError(f"was written with {resolve.flag(name)} {resolve.as_text(before)}", where=where,
+                                      value=resolve.as_text(values[name]),
+                                      remedy=f"Set --{resolve.flag(name)} {resolve.as_text(before)}.")
+        if told.tokenizer is not None and self._tokenizer not in (None, told.tokenizer):
+            own = loaded.folder.absolute().parent.parent / "tokenizer.json"
+            raise CheckpointError("was trained with another tokenizer: the same numbers would be other tokens",
+                                  where=where, value=self._run.data.tokenizer,
+                                  remedy=f"Set --data.tokenizer {own if own.exists() else 'to the path of its own'}.")
+        if told.labels and self._labels and told.labels != self._labels:
+            raise CheckpointError("was trained on other classes: the same outputs would be others", where=where,
+                                  value=self._labels[:20], remedy=f"Give data with its classes: {told.labels[:20]}.")
 
     def _refuse_others(self, path: Path | None) -> None:
         """ConfigError where the folder has checkpoints of another run, or (path is one of them) newer ones, which
@@ -173,11 +200,10 @@ class Saving:
         if step > self._run.train.steps:
             yield NoteEvent(step=step, event="resume", text=f"has taken more steps than train.steps, "
                                                             f"{self._run.train.steps}: nothing is left to do")
-        for name in ("seed", "batch.global_size", "precision", "model.dropout", "optim.algorithm",
-                     "train.learning_rate"):
-            before, now = told.values.get(name), values[name]
-            if before not in (None, now):
-                yield NoteEvent(step=step, event="resume", text=f"{resolve.flag(name)} was {before} and is {now} now")
+        for name, before in resume.differences(told.values, values):
+            was, now = resolve.as_text(before), resolve.as_text(values[name])
+            yield NoteEvent(step=step, event="changed", text=f"{resolve.flag(name)} was {was} and is {now} now",
+                            fields={"setting": name, "before": was, "now": now})
 
     # ------------------------------------------------------------------ while it trains
 
@@ -195,6 +221,7 @@ class Saving:
         return self.checkpoints.save({
             "recipe": self._recipe, "run": resolve.document(self._run), "text": self._text, "versions": versions(),
             **({"labels": self._labels} if self._labels else {}), "elastic": elastic,
+            **({} if self._tokenizer is None else {"tokenizer": self._tokenizer}),
             "samples": step * self._run.batch.global_size + self.offset,
             **({} if self._engine.bad_steps is None else {"guard": self._engine.bad_steps.state()}),
         }, when=lambda: self.told_step >= step)
@@ -206,10 +233,38 @@ class Saving:
             if written.error and self._run.checkpoint.on_error == "stop":
                 raise self._error(written)
 
-    def finish(self) -> CheckpointError | None:
-        """Wait until everything is written. What is wrong with the last checkpoint of the run, on all ranks."""
+    def finish(self) -> None:
+        """Wait until all that was begun has been written, or has failed: then it counts as not begun."""
         written = self.checkpoints.wait()
-        return self._error(written[-1]) if written and written[-1].error else None
+        self._last_error = written[-1].error if written else self._last_error
+        if written and written[-1].error:
+            self.saved_step = None
+
+    def require(self, step: int) -> None:
+        """UnsavedError, on all ranks, unless the checkpoint after `step`, the run's last, is on the disk."""
+        self.finish()
+        problem = None
+        if self._engine.world.rank == 0:
+            problem = self._missing(step)
+        problem = self.checkpoints.of_first(problem or "")
+        if problem:
+            newest = self.checkpoints.of_first(next(map(str, listed(self.checkpoints.folder)), ""))
+            there = f"the newest that is there is {newest}" if newest else "there is none"
+            raise UnsavedError(f"is not on the disk, so the run is not done: {problem}; {there}",
+                               where=f"checkpoint {step_folder(self.checkpoints.folder, step)}",
+                               remedy="Free space there or choose another --checkpoint.dir, and go on with "
+                                      f"--resume auto --run-dir {self._run.run_dir}.")
+
+    def _missing(self, step: int) -> str | None:
+        """Why the checkpoint after `step` cannot be seen to be whole; its checksums are not computed."""
+        try:
+            folder = step_folder(self.checkpoints.folder, step)
+            for file in read_manifest(folder).files:
+                if (folder / file.name).stat().st_size != file.size_bytes:
+                    return f"{file.name} is cut off"
+        except (CheckpointError, OSError) as error:
+            return self._last_error or getattr(error, "what", None) or str(error)
+        return None
 
     def _event(self, written: Written) -> NoteEvent:
         if written.error:
@@ -224,5 +279,4 @@ class Saving:
 
     def _error(self, written: Written) -> CheckpointError:
         return CheckpointError(f"cannot be written: {written.error}", where=f"checkpoint {written.folder}",
-                               remedy="Free space there or choose another --checkpoint.dir; older checkpoints are "
-                                      "whole, and --resume auto goes on from the newest.")
+                               remedy=written.remedy)

@@ -24,7 +24,8 @@ _BARRIERS = 5
 
 TRACE_COLOURS: dict[Category, str] = {
     "forward": "thread_state_running", "backward": "rail_response", "weight": "rail_animation", "wait": "grey",
-    "reduce": "thread_state_iowait", "optimizer": "rail_load"}
+    "reduce": "thread_state_iowait", "optimizer": "rail_load", "data": "rail_idle", "report": "black",
+    "checkpoint": "cq_build_running", "overhead": "generic_work"}
 """chrome://tracing's own colour names; Perfetto colours by label, so F0, F1, ... share one colour there too."""
 
 

@@ -158,7 +158,8 @@ def test_import_is_compared_with_transformers(model_of, tmp_path, capsys, kind):
     assert all(note in out for note in [*found.notes, *found.notes_on_tensors()])
     recipe = tomllib.loads((tmp_path / "run/run.toml").read_text())
     task = "images" if not kind.startswith("Bert") else "qa" if "Question" in kind else "classification"
-    assert recipe["data"] == {"task": task} and recipe["model"]["family"] == found.config.family
+    tokenizer = {} if task == "images" else {"tokenizer": str(tmp_path / "run/tokenizer.json")}  # refused: it has none
+    assert recipe["data"] == {"task": task, **tokenizer} and recipe["model"]["family"] == found.config.family
     step = Saved(step_folder(tmp_path / "run/checkpoint", 0))
     assert all(torch.equal(step.read("parameter", ours), found.read(ours)) for ours in found.places)
     again = {ours: step.read("parameter", ours) for ours in found.missing}

@@ -139,7 +139,7 @@ def test_a_checkpoint_that_nobody_could_read_gets_no_name(tmp_path, monkeypatch)
         return [one.error for one in checkpoints.wait()]
 
     (error,), = on(Mesh(), work)
-    assert "would be damaged: one piece is there twice" in error and list(tmp_path.iterdir()) == []
+    assert "would be damaged: one piece is there twice" in error and list(tmp_path.glob("*step-*")) == []
 
 
 def test_another_optimizer_of_torchs(tmp_path):
@@ -169,7 +169,7 @@ def test_a_link_to_a_checkpoint_goes_as_a_link(tmp_path):
                 (tmp_path / "kept" / "step-1").symlink_to(tmp_path / "elsewhere")
 
     on(Mesh(), work)
-    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["step-2"]
+    assert [path.name for path in (tmp_path / "kept").glob("*step-*")] == ["step-2"]
     assert (tmp_path / "elsewhere" / "manifest.json").exists()
 
 

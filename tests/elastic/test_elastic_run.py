@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -248,13 +249,93 @@ def test_what_cannot_be_resized(sentences, tmp_path):
     assert not (run.run_dir / resize.NAME).exists()
 
 
+def test_every_request_has_one_answer(sentences, tmp_path):
+    """Also when several are made at once, when one is withdrawn, and when the run ends before it has looked at them."""
+    run = tiny(sentences, tmp_path / "run")
+    asked, withdrawn = [], []
+
+    class Many(Wishes):
+        def event(self, event):
+            step = event.step if type(event).__name__ == "StepEvent" else None
+            if step == 2:
+                asked.extend(resize.ask(run.run_dir, data=data, pipe=pipe)
+                             for data, pipe in ((2, 2), (9, 9), (1, 2), (4, 1)))
+            if step == 12:
+                withdrawn.append(resize.ask(run.run_dir, data=1, pipe=1))
+                (run.run_dir / f"resize-{withdrawn[0]}.json").unlink()
+            if step == NUM_STEPS:
+                asked.append(resize.ask(run.run_dir, data=1, pipe=1))
+
+    run.run_dir.mkdir(parents=True)
+    (run.run_dir / "run.toml").touch()
+    asked.append(resize.ask(run.run_dir, data=1, pipe=3))
+    run_all(run, trackers=[Many(run, {})])
+    answers = {}
+    for line in events(run, "transition") + events(run, "resize-refused"):
+        answers.setdefault(line["wish"], []).append(line["text"])
+    assert sorted(answers) == sorted(asked) and all(len(texts) == 1 for texts in answers.values())
+    assert "it was made before the run began" in answers[asked[0]][0] and "the run ends" in answers[asked[-1]][0]
+    assert [(line["mesh"]["data"], line["mesh"]["pipe"]) for line in transitions(run)] == [(2, 2), (1, 2), (4, 1)]
+    assert not list(run.run_dir.glob("*resize*"))
+
+
+def odd_file(path, kind):
+    """Something under the name of a request that no run should read, or wait for."""
+    if kind == "a FIFO":
+        os.mkfifo(path)
+    elif kind == "a link":
+        path.with_name("other.json").write_text('{"data": 1, "pipe": 1}')
+        path.symlink_to("other.json")
+    elif kind == "a device":
+        path.symlink_to("/dev/zero")
+    elif kind == "a folder":
+        path.mkdir()
+    elif kind == "a long one":
+        path.write_text('{"data": 1, "pipe": 1}' + " " * 5000)
+    elif kind == "nested":
+        path.write_text("[" * 4000)
+    elif kind == "bytes":
+        path.write_bytes(b"\xff\0" * 50)
+
+
+@pytest.mark.parametrize("kind", ["a FIFO", "a link", "a device", "a folder", "a long one", "nested", "bytes",
+                                  "of another user"])
+def test_a_request_that_is_no_plain_file_of_the_runs_user_is_refused(tmp_path, monkeypatch, kind):
+    requests = resize.ResizeRequests(tmp_path)
+    if kind == "of another user":
+        (tmp_path / resize.NAME).write_text('{"data": 1, "pipe": 1}')
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    else:
+        odd_file(tmp_path / resize.NAME, kind)
+    assert requests.asked()
+    found = requests.take()
+    assert (found["data"], found["pipe"], found["wish"]) == (None, None, None)
+    problem = {"a FIFO": "is no plain file", "a folder": "is no plain file", "of another user": "to another user",
+               "a link": "is a link", "a device": "is a link"}.get(kind)
+    assert (problem in found["problem"]) if problem else found["problem"] is None
+    assert not requests.asked() and requests.take() is None
+
+
+def test_a_fifo_in_place_of_a_request_stops_no_run(sentences, tmp_path):
+    run = tiny(sentences, tmp_path / "run")
+
+    class Odd(Wishes):
+        def event(self, event):
+            if type(event).__name__ == "StepEvent" and event.step == 3:
+                os.mkfifo(run.run_dir / resize.NAME)
+
+    run_all(run, trackers=[Odd(run, {})])
+    refused, = events(run, "resize-refused")
+    assert "cannot be read: is no plain file" in refused["text"] and len(losses(run)) == NUM_STEPS
+
+
 def test_asking_where_no_run_is(tmp_path):
     with pytest.raises(RanvierError, match="is no run's folder"):
         resize.ask(tmp_path, data=1, pipe=1)
     (tmp_path / "run.toml").write_text("")
     with pytest.raises(RanvierError, match=r"has not answered within 0\.2 s"):
         resize.ask_and_wait(tmp_path, data=1, pipe=1, seconds=0.2)
-    assert not (tmp_path / resize.NAME).exists()
+    assert not list(tmp_path.glob("*resize*"))
     assert "asked" in resize.ask_and_wait(tmp_path, data=1, pipe=1, seconds=0)
 
 

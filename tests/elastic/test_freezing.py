@@ -24,7 +24,6 @@ from ranvier.elastic.freezing import (
     policy_of,
     problems,
     tie_problem,
-    warnings,
 )
 from ranvier.errors import ConfigError, ModelError
 from ranvier.layout import Parameter
@@ -155,7 +154,7 @@ def test_a_truth_value_is_no_number_of_layers():
     (Elastic(freeze="manual", manual=("10:1", "020:3")), Manual(((10, 1), (20, 3))))], ids=str)
 def test_policy_of(elastic, policy):
     assert policy_of(elastic) == policy
-    assert not [*problems(elastic, 3), *warnings(elastic)]
+    assert not [*problems(elastic, 3)]
 
 
 def test_a_policy_that_nobody_knows():
@@ -195,14 +194,6 @@ def test_manual_entries_that_cannot_be_read(text):
         "their steps, one for each step."])], ids=str)
 def test_problems(settings, says):
     assert [str(problem) for problem in problems(Elastic(**settings), 6)] == says
-
-
-@pytest.mark.parametrize("freeze", ["none", "manual"])
-def test_alpha_without_effect(freeze):
-    warning, = warnings(Elastic(freeze=freeze, alpha=0.2))
-    assert str(warning) == (f"elastic.alpha: has no effect: elastic.freeze is {freeze} (got 0.2). Leave it out, or set "
-                            "--elastic.freeze gradient-norm or cap.")
-    assert not list(warnings(Elastic(freeze="cap", alpha=0.2)))
 
 
 # ---------------------------------------------------------------------- layers, blocks and ties

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from ranvier.check import check
+from ranvier.check import warnings as check_warnings
 from ranvier.cli import run_command
 from ranvier.elastic import rules
+from ranvier.mesh import Mesh
 from ranvier.run import Data, Elastic, Optim, Run, Transformer
 
 BERT = Run(model=Transformer(num_layers=4, hidden=16, heads=2, vocab=100, sequence=8),
@@ -45,9 +47,10 @@ def test_contradictions_are_found(run, where, message):
                                                                          frozen_dropout=False)),
     replace(VIT, data=replace(VIT.data, augment="flip-crop", augment_repeats=True),
             elastic=Elastic(freeze="gradient-norm", cache=True)),
-    replace(BERT, elastic=Elastic(freeze="manual", manual=("3:2", "5:4"), auto_pipe=True, auto_dp=True)), Run()])
+    replace(BERT, mesh=Mesh(pipe=2), elastic=Elastic(freeze="manual", manual=("3:2", "5:4"), auto_pipe=True,
+                                                  auto_dp=True)), Run()])
 def test_what_may_be_asked(run):
-    assert list(rules.problems(run)) == [] and list(rules.warnings(run)) == []
+    assert list(rules.problems(run)) == [] and list(check_warnings(run)) == []
 
 
 @pytest.mark.parametrize(("elastic", "where"), [
@@ -58,7 +61,7 @@ def test_what_may_be_asked(run):
     (Elastic(freeze="cap", cache_from=3), "elastic.cache-from"),
     (Elastic(freeze="cap", cache_dir=Path("x")), "elastic.cache-dir"), (Elastic(alpha=0.5), "elastic.alpha")])
 def test_settings_without_effect_are_told(elastic, where):
-    assert [warning.where for warning in rules.warnings(replace(BERT, elastic=elastic))] == [where]
+    assert [warning.where for warning in check_warnings(replace(BERT, mesh=Mesh(pipe=2), elastic=elastic))] == [where]
 
 
 def test_resize_says_what_is_wrong(tmp_path, capsys):

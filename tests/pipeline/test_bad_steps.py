@@ -80,7 +80,8 @@ OPTIONS = {"plain": {"optim": optim()}, "shard": {"optim": optim(shard=True)},
 
 @pytest.mark.parametrize(("mesh", "options", "fault"), [
     *((mesh, "shard", fault) for mesh in MESHES for fault in (makes_nan, infinite_gradient)),
-    *((Mesh(data=2, pipe=2), options, makes_nan) for options in OPTIONS if options != "shard")], ids=str)
+    *((Mesh(data=2, pipe=2), options, makes_nan) for options in OPTIONS if options != "shard")],
+    ids=lambda value: getattr(value, "__name__", None) or str(value))
 def test_a_bad_step_is_as_if_its_batch_had_not_been(mesh, options, fault):
     """Parameters are equal to the bit to those of a run without guard and without the batch."""
     make, options = partial(lambda: faulty(small_gpt(), "layer1.mlp", fault, samples=[2], steps=[2])), OPTIONS[options]

@@ -154,7 +154,8 @@ def timeout(mesh, batches, prepare, seconds=0.5, make=None, **options):
 def quick_board(monkeypatch):
     """A board that is brought up to date ten times as often."""
     init = Board.__init__
-    monkeypatch.setattr(Board, "__init__", lambda self, store, rank, mesh: init(self, store, rank, mesh, 0.1))
+    monkeypatch.setattr(Board, "__init__",
+                        lambda self, store, rank, mesh, **options: init(self, store, rank, mesh, 0.1))
 
 
 def test_a_forward_that_never_comes(quick_board):

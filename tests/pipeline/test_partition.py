@@ -13,7 +13,16 @@ from ranvier.errors import ConfigError, ModelError
 from ranvier.models.block import Model
 from ranvier.models.gpt import flops_per_sequence, gpt
 from ranvier.pipeline.cut import cut
-from ranvier.pipeline.partition import BlockCost, block_costs, check_boundaries, loss_parts, partition, uniform
+from ranvier.pipeline.partition import (
+    BlockCost,
+    FusedAttention,
+    KeptBytes,
+    block_costs,
+    check_boundaries,
+    loss_parts,
+    partition,
+    uniform,
+)
 from ranvier.run import Transformer
 from tests.pipeline.parity import chain, small_gpt, squared
 
@@ -156,3 +165,31 @@ def test_losses_that_do_not_fit(loss, says):
 @pytest.mark.parametrize("result", [(torch.ones(()), 3), (torch.ones(1), 2.5), (torch.ones(()), torch.ones(()))])
 def test_loss_parts(result):
     assert loss_parts(result) is result
+
+
+MASK = torch.ones(128, 128, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize(("kv_heads", "args", "options"), [
+    (8, (), {}), (8, (), {"is_causal": True}), (8, (None, 0.0, True), {}), (8, (MASK, 0.0, False), {}),
+    (8, (), {"attn_mask": MASK.float(), "scale": 0.1}), (2, (), {"is_causal": True, "enable_gqa": True}),
+    (1, (MASK,), {"enable_gqa": True}), (8, (), {"dropout_p": 0.1})])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_attention_keeps_what_is_counted(kv_heads, args, options, dtype):
+    """However its arguments are given: grouped queries, masks of both kinds, by name and by place."""
+    def kept(device):
+        def on_device(value):
+            if not isinstance(value, torch.Tensor):
+                return value
+            return value.to(device, dtype if value.is_floating_point() else None)
+
+        query, key, value = (torch.ones(2, heads, 128, 16, dtype=dtype, device=device, requires_grad=True)
+                             for heads in (8, kv_heads, kv_heads))
+        given = [on_device(arg) for arg in args]
+        named = {name: on_device(option) for name, option in options.items()}
+        counted = KeptBytes([])
+        with counted, FusedAttention() if device == "meta" else torch.enable_grad():
+            torch.nn.functional.scaled_dot_product_attention(query, key, value, *given, **named)
+        return counted.count
+
+    assert kept("meta") == kept("cpu")

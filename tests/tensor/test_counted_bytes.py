@@ -131,7 +131,8 @@ def test_real_ranks_receive_what_the_meta_device_counts(scheme, row, col, checkp
     found = dict(run_ranks(on_rank, row * col))
     assert len(set(found.values())) == 1, found
     for at, received in found.items():
-        assert received == whole_mesh_count(Meter(scheme, row, col, at, panel_bytes), SMALL, checkpointed)
+        assert received == whole_mesh_count(Meter(scheme, row, col, at, panel_bytes, device="cpu"), SMALL,
+                                            checkpointed)
 
 
 def test_of_a_segment_all_layers_but_the_last_compute_fc2_again():

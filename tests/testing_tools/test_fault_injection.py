@@ -34,7 +34,7 @@ MPI = pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.skipif(mpi_availab
 EXAMPLES = ["kill:rank=1,call=200", "stop:rank=0,seconds=2.5", "delay:rank=3,message=7,for=1.5",
             "drop:rank=2,message=1", "corrupt:rank=0,message=3,bit=77", "allocation:rank=0,call=1",
             "disk:rank=0,seconds=0.0,for=3.0,bytes=10", "drop:rank=2,message=1,of=order",
-            "kill:rank=1,call=7,of=transition"]
+            "kill:rank=1,call=7,of=transition", "slow:rank=0,call=2,for=0.1"]
 
 
 @pytest.mark.parametrize("text", EXAMPLES)
@@ -53,12 +53,13 @@ def test_text_there_and_back(text):
     ("kill:rank=1,call=0", "call must be at least 1"), ("drop:rank=1,message=0", "message must be at least 1"),
     ("kill:rank=1,seconds=nan", "seconds must be at least 0, and finite"),
     ("kill:rank=1,seconds=inf", "seconds must be at least 0, and finite"),
-    ("delay:rank=1,message=1", "a delay needs for=SECONDS"), ("kill:rank=1,call=1,for=3", "for means nothing for kill"),
+    ("delay:rank=1,message=1", "a delay needs for=SECONDS"), ("slow:rank=1,call=1", "slow needs for=SECONDS"),
+    ("kill:rank=1,call=1,for=3", "for means nothing for kill"),
     ("drop:rank=1,call=1,bit=3", "bit means nothing for drop"), ("kill:rank=1,call=1,bytes=3", "bytes means nothing"),
     ("drop:rank=1,message=1,of=gossip", "of must be one of state, order, transition"),
     ("drop:rank=1,call=1,of=state", "of=state needs the moment message")])
 def test_what_is_no_fault_is_refused(text, what):
-    with pytest.raises(ConfigError, match=rf"^fault: {what}.* Write KIND:rank=R,call=N .*kill, stop, delay, drop, "):
+    with pytest.raises(ConfigError, match=rf"^fault: {what}.* Write KIND:rank=R,call=N .*kill, stop, delay, slow, "):
         parse(text)
 
 
@@ -156,6 +157,12 @@ def test_a_message_is_delayed():
     taken, arrived = run_ranks(lambda world: sends(world, "delay:rank=0,message=3,for=0.3"), 2)
     assert numbers(arrived) == list(range(6))
     assert taken[2] >= 0.3 and sum(taken) - taken[2] < 0.3
+
+
+def test_from_a_message_on_all_are_slow():
+    taken, arrived = run_ranks(lambda world: sends(world, "slow:rank=0,message=3,for=0.2"), 2)
+    assert numbers(arrived) == list(range(6))
+    assert max(taken[:2]) < 0.2 <= min(taken[2:])
 
 
 def test_one_bit_of_one_message_is_flipped():

@@ -6,6 +6,7 @@ import math
 import random
 import tomllib
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -79,7 +80,7 @@ def test_the_folder_is_complete(finished):
     run_dir, *_ = finished
     assert {path.name for path in run_dir.iterdir()} == {
         "run.toml", "metrics.jsonl", "events.jsonl", "summary.json", "timeline.json", "timeline.png", "loss.png",
-        "tensorboard", "tokenizer.json", "checkpoint"}
+        "tensorboard", "tokenizer.json", "checkpoint", ".owner.1"}
     assert list((run_dir / "tensorboard").glob("events.out.tfevents.*"))
 
 
@@ -132,11 +133,24 @@ def test_run_toml_has_everything_resolved(finished, corpus):
 def test_the_timeline_shows_the_first_and_the_last_steps(finished):
     run_dir, *_ = finished
     trace = json.loads((run_dir / "timeline.json").read_text())
-    assert trace["otherData"]["steps"] == [1, 4, 5, 6]
+    assert trace["otherData"]["steps"] == [1, 2, 3, 4, 5, 6]
     bars = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     for rank in range(4):
         mine = [bar["name"] for bar in bars if bar["tid"] == rank and bar["args"]["step"] == 5]
         assert {"F0", "F1", "F2", "B0", "B1", "B2"} <= set(mine), (rank, mine)
+
+
+def test_every_moment_of_a_step_is_in_the_timeline(finished):
+    """From step 5 on nothing is between steps but the evaluation after step 4, so three steps are one row."""
+    run_dir, *_ = finished
+    trace = json.loads((run_dir / "timeline.json").read_text())
+    bars = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    for rank in range(4):
+        mine = sorted((bar["ts"], bar["dur"], bar["cat"]) for bar in bars if bar["tid"] == rank
+                      and bar["args"]["step"] in (5, 6))
+        for (start, lasts, _), (following, *_) in pairwise(mine):
+            assert following == pytest.approx(start + lasts, abs=0.01), rank
+        assert {"data", "report", "forward", "backward", "optimizer"} <= {category for *_, category in mine}
 
 
 def test_the_console_is_plain_and_short(finished):

@@ -3,23 +3,29 @@
 import io
 import json
 import random
+import re
 import shutil
 import time
 import tomllib
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 from click.testing import CliRunner
 
-from ranvier import cli
+from ranvier import cli, failure, plain_file
+from ranvier.checkpoint import files
+from ranvier.checkpoint.checkpoints import Checkpoints
 from ranvier.checkpoint.saved import Saved
-from ranvier.errors import CheckpointError, ConfigError, RanvierError
+from ranvier.errors import CheckpointError, ConfigError, OwnershipError, RanvierError, UnsavedError
+from ranvier.lease import Lease, Owner
 from ranvier.mesh import Mesh
 from ranvier.run import Batch, Checkpoint, Data, Guard, Optim, Run, Train, Transformer
 from ranvier.testing.ranks import run_ranks
 from ranvier.train import loop
 from ranvier.train.loop import train
+from ranvier.train.resume import differences
 from tests.checkpoint.anywhere import everything, write_manifest
 
 
@@ -103,7 +109,7 @@ def test_the_metrics_tell_what_checkpoints_cost(whole):
     saved = [event for event in lines(whole / "events.jsonl") if event["event"] == "checkpoint"]
     assert [event["step"] for event in saved] == [2, 4, 6, 8]
     assert all(event["bytes"] > 0 and event["seconds"] > 0 for event in saved)
-    assert sorted(path.name for path in (whole / "checkpoint").iterdir()) == ["step-4", "step-6", "step-8"]
+    assert sorted(path.name for path in (whole / "checkpoint").glob("step-*")) == ["step-4", "step-6", "step-8"]
 
 
 @pytest.mark.parametrize("mesh", [
@@ -215,13 +221,111 @@ def test_a_damaged_one_is_named(text, tmp_path):
     assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
 
 
+# ---------------------------------------------------------------------- logs
+
+DAMAGE = (b'{"step": 3, "event": "start", "mesh": null}\n', b'{"step": 2, "loss": {"a": [1, {"b": null}]}}\n',
+          b'{"step": null}\n', b"[" * 100_000 + b"\n", b'\xff\xfe{"step": 2\n', b"\0" * 100 + b"\n",
+          b'{"step": 2, "event": "' + b"x" * 3_000_000 + b'"}\n', b'{"step": 2, "event": "transition", "mes')
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl"])
+def test_no_run_depends_on_its_logs(text, whole, tmp_path, name):
+    """Whatever they say: it goes on from its checkpoint with the same numbers, tells it once, and leaves it out."""
+    run_all(tiny(text, tmp_path, steps=4))
+    content = (tmp_path / name).read_bytes().replace(b'"event": "start"', b'"efent": "start"')
+    (tmp_path / name).write_bytes(DAMAGE[0] + content + b"".join(DAMAGE[1:]))
+    summary, said = run_all(tiny(text, tmp_path, steps=8, resume="auto"))
+    count = 9 if name == "events.jsonl" else 8
+    assert f"left out {count} damaged lines of {name}: line 1 " in said
+    assert losses(tmp_path) == losses(whole) and summary["steps"] == 8
+    _, said = run_all(tiny(text, tmp_path, steps=8, resume="auto"))
+    assert "damaged" not in said
+    told = [line for line in lines(tmp_path / "events.jsonl") if line["event"] == "log-damaged"]
+    assert len(told) == 1 and told[0]["step"] == 4
+
+
+@pytest.mark.parametrize("lost", ["removed", "a folder of its own"])
+def test_a_run_that_is_done_and_has_no_logs(text, whole, tmp_path, lost):
+    """All that is known is in its checkpoint: it ends well, and its summary says that no step was taken."""
+    run = tiny(text, tmp_path, resume="auto", checkpoint=Checkpoint(dir=tmp_path / "checkpoints", every=2))
+    run_all(run)
+    if lost == "removed":
+        for name in ("events.jsonl", "metrics.jsonl", "summary.json", "run.toml", "loss.png"):
+            (tmp_path / name).unlink()
+    else:
+        run = replace(run, run_dir=tmp_path / "new")
+    summary, said = run_all(run)
+    assert summary["final_loss"] is None and summary["steps"] == 0 and "done in" in said
+    assert json.loads((run.run_dir / "summary.json").read_text())["final_loss"] is None
+    assert lines(run.run_dir / "events.jsonl")[-1]["event"] == "end" and not (run.run_dir / "loss.png").exists()
+
+
+@pytest.mark.parametrize("name", ["run.toml", "summary.json", "tokenizer.json"])
+def test_documents_are_there_whole_or_as_they_were(text, tmp_path, monkeypatch, name):
+    """The run dies while it writes one of them again."""
+    run_all(tiny(text, tmp_path, steps=2))
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("*.*") if path.suffix in (".toml", ".json")}
+
+    class Died(BaseException):
+        pass
+
+    def dies(path):
+        if path.name == name:
+            raise Died
+
+    written = plain_file.replacing
+
+    @contextmanager
+    def half(path):
+        with written(path) as file:
+            yield file
+            file.truncate(file.tell() // 2)
+            dies(path)
+
+    monkeypatch.setattr(plain_file, "replacing", half)
+    with pytest.raises(Died):
+        run_all(tiny(text, tmp_path, steps=4, resume="auto"))
+    if name != "summary.json":  # that of the run before goes when this one begins
+        assert (tmp_path / name).read_bytes() == before[name]
+    else:
+        assert not (tmp_path / name).exists()
+
+
 def test_other_text_is_told(text, whole, tmp_path):
     (tmp_path / "other").mkdir()
     for path in (text / "texts").iterdir():
         (tmp_path / "other" / path.name).write_text(path.read_text() + " more")
     run = tiny(text, tmp_path / "run", steps=9, resume=str(whole))
-    _, said = run_all(replace(run, seed=1, data=replace(run.data, corpus=str(tmp_path / "other"))))
+    run = replace(run, seed=1, data=replace(run.data, corpus=str(tmp_path / "other")))
+    with pytest.raises(CheckpointError, match="step-8: was trained with another tokenizer: the same numbers would be "
+                                              rf"other tokens .*Set --data.tokenizer {whole}/tokenizer.json"):
+        run_all(run)
+    _, said = run_all(replace(run, data=replace(run.data, tokenizer=str(whole / "tokenizer.json"))))
     assert "the text is another one than before" in said and "seed was 0 and is 1 now" in said
+
+
+def test_every_setting_that_changed_is_told(text, whole, tmp_path):
+    """With its old and its new value, unless it only says where and how fast the run computes."""
+    run = tiny(text, tmp_path / "run", steps=9, mesh=Mesh(pipe=2), resume=str(whole / "checkpoint"))
+    optim = Optim(betas=(0.8, 0.9), weight_decay=0.1, clip_norm=1.0, groups=("*.bias:1:0",), shard=True)
+    _, said = run_all(replace(run, optim=optim, batch=Batch(global_size=8, microbatch_size=4),
+                              train=replace(run.train, schedule="cosine", warmup_steps=3, final_learning_rate=1e-4)))
+    told = re.findall(r"step 8: (\S+ was .* now)", said)
+    assert told == [
+        "train.steps was 8 and is 9 now", "train.warmup-steps was 0 and is 3 now",
+        "train.schedule was constant and is cosine now", "train.final-learning-rate was 0.0 and is 0.0001 now",
+        "optim.betas was 0.9,0.999 and is 0.8,0.9 now", "optim.weight-decay was 0.01 and is 0.1 now",
+        "optim.groups was  and is *.bias:1:0 now", "optim.clip-norm was 0.0 and is 1.0 now"]
+    resumed = replace(run, run_dir=tmp_path / "again", mesh=Mesh(data=2), train=replace(run.train, steps=9))
+    _, said = run_all(resumed)
+    assert re.findall(r"step 8: (\S+ was .* now)", said) == ["train.steps was 8 and is 9 now"]
+
+
+def test_settings_that_were_none_and_settings_of_an_import():
+    now = {"seed": 0, "model.intermediate": 64, "train.epochs": None, "run_dir": "x", "optim.betas": (0.9, 0.99)}
+    assert list(differences({"seed": 0, "optim.betas": [0.9, 0.99], "train.epochs": 3}, now)) == [
+        ("model.intermediate", None), ("train.epochs", 3)]
+    assert list(differences({"optim.betas": [0.9, 0.95]}, now)) == [("optim.betas", (0.9, 0.95))]
 
 
 @pytest.mark.parametrize(("changes", "error", "message"), [
@@ -233,7 +337,10 @@ def test_other_text_is_told(text, whole, tmp_path):
     ({"resume": "step-8", "model": Transformer(num_layers=2, hidden=32, heads=2, vocab=300, sequence=16)},
      CheckpointError, "with the shape .*, the model with"),
     ({"resume": "step-8", "model": Transformer(num_layers=2, hidden=16, heads=4, vocab=300, sequence=16)},
-     CheckpointError, r"step-8: was written by a model with 2 heads \(got 4\)")])
+     CheckpointError, r"step-8: was written by a model with 2 heads \(got 4\)"),
+    ({"resume": "step-8", "model": Transformer(num_layers=2, hidden=16, heads=2, vocab=300, sequence=16, dropout=0.1,
+                                               norm_epsilon=0.1), "train": Train(steps=9)},
+     CheckpointError, r"step-8: was written with model.norm-epsilon none \(got '0.1'\). Set --model.norm-epsilon n")])
 def test_what_is_refused(text, whole, tmp_path, changes, error, message):
     changes = dict(changes)
     if changes.get("checkpoint") == "others":
@@ -249,18 +356,125 @@ def test_what_is_refused(text, whole, tmp_path, changes, error, message):
 
 
 @pytest.mark.parametrize("on_error", ["continue", "stop"])
-def test_checkpoints_that_cannot_be_written(text, whole, tmp_path, on_error):
-    (tmp_path / "file").write_text("")
-    run = tiny(text, tmp_path / "run", checkpoint=Checkpoint(dir=tmp_path / "file" / "checkpoint", every=2,
-                                                             on_error=on_error))
-    with pytest.raises(CheckpointError, match=r"checkpoint .*step-\d: cannot be written: Not a directory"):
+def test_checkpoints_that_cannot_be_written(text, whole, tmp_path, monkeypatch, on_error):
+    """A run is done when its last checkpoint is on the disk, and not before."""
+    def full(path, tensors):
+        raise OSError(28, "No space left on device")
+
+    run = tiny(text, tmp_path, checkpoint=Checkpoint(every=2, on_error=on_error))
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write_part", full)
+        if on_error == "continue":  # to the end, where the last one is missed
+            with pytest.raises(UnsavedError, match=rf"checkpoint {tmp_path}/checkpoint/step-8: is not on the disk, so "
+                                                   r"the run is not done: No space left on device \(rank 0\); there is "
+                                                   "none") as caught:
+                run_all(run)
+            assert failure.exit_code(caught.value) == 1
+        else:
+            with pytest.raises(CheckpointError, match=r"checkpoint .*step-\d: cannot be written: No space left on dev"):
+                run_all(run)
+    told = [event["event"] for event in lines(tmp_path / "events.jsonl")]
+    assert told.count("checkpoint-failed") == (4 if on_error == "continue" else 1)
+    assert not (tmp_path / "summary.json").exists() and told[-1] != "end"
+    run_all(replace(run, resume="auto"))
+    assert losses(tmp_path) == losses(whole) and (tmp_path / "summary.json").exists()
+
+
+@pytest.mark.parametrize(("damage", "reason"), [
+    (lambda folder: (folder / "part-00001.safetensors").write_bytes(b""), "part-00001.safetensors is cut off"),
+    (lambda folder: shutil.rmtree(folder), "cannot be read: manifest.json: No such file or directory")],
+    ids=["cut off", "gone"])
+def test_a_run_whose_last_checkpoint_went_before_it_ended_is_not_done(text, tmp_path, monkeypatch, damage, reason):
+    wait = Checkpoints.wait
+
+    def damaged(self):
+        told = wait(self)
+        if told and told[-1].step == 4 and self._rank == 0:
+            damage(told[-1].folder)
+        return told
+
+    monkeypatch.setattr(Checkpoints, "wait", damaged)
+    with pytest.raises(UnsavedError, match=rf"step-4: is not on the disk, .*: {reason}; the newest that is there is "
+                                           rf"{tmp_path}/checkpoint/step-[24]\. .* --resume auto --run-dir {tmp_path}"):
+        run_all(tiny(text, tmp_path, steps=4))
+    assert not (tmp_path / "summary.json").exists()
+
+
+def test_a_save_that_failed_is_tried_again_by_a_run_that_is_told_to_stop(text, tmp_path, monkeypatch):
+    """The checkpoint of the very step after which it stops could not be written."""
+    def told(self, step):
+        if step == 3 and self.world.rank == 0:
+            self._stop.request("SIGTERM")
+        return step_of_loop(self, step)
+
+    def fails_once(path, tensors):
+        if ".step-4." in str(path) and not failed:
+            failed.append(path)
+            raise OSError(28, "No space left on device")
+        return write(path, tensors)
+
+    step_of_loop, write, failed = loop.Training.step, files.write_part, []
+    monkeypatch.setattr(loop.Training, "step", told)
+    monkeypatch.setattr(files, "write_part", fails_once)
+    summary, _ = run_all(tiny(text, tmp_path))
+    assert summary == {"stopped_after": 4} and failed
+    assert Saved(tmp_path / "checkpoint" / "step-4").manifest.step == 4
+
+
+# ---------------------------------------------------------------------- whose folder it is
+
+def elsewhere(number):
+    return Owner(host=f"host{number}", machine=f"machine{number}", pid=number, started="1")
+
+
+@pytest.mark.parametrize("folder", ["run", "checkpoints"])
+def test_a_second_start_is_refused(text, tmp_path, folder):
+    """Whichever of its folders another run has, also one that is on another machine."""
+    run = tiny(text, tmp_path / "run", resume="auto", checkpoint=Checkpoint(dir=tmp_path / "checkpoints", every=2))
+    theirs = Lease.take([tmp_path / folder], me=elsewhere(1), beat_seconds=0.05)
+    with pytest.raises(OwnershipError, match=rf"folder {tmp_path}/{folder}: belongs to a run that is under way: "
+                                             r"process 1 on host1 has it \(generation 1\)\. Wait for that run or"):
         run_all(run)
-    failed = [event for event in lines(tmp_path / "run" / "events.jsonl") if event["event"] == "checkpoint-failed"]
-    if on_error == "continue":  # to the end, where the last one is missed
-        assert len(failed) == 4 and losses(tmp_path / "run") == losses(whole)
-        assert (tmp_path / "run" / "summary.json").exists()
-    else:
-        assert len(failed) == 1 and not (tmp_path / "run" / "summary.json").exists()
+    assert not (tmp_path / "run" / "run.toml").exists()
+    theirs.release()
+    run_all(run)
+    assert sorted(losses(tmp_path / "run")) == list(range(1, 9))
+
+
+def test_a_run_whose_folder_another_one_has_taken_ends(text, whole, tmp_path):
+    """It stood still for so long that it counted as gone; the other one goes on as if it were alone."""
+    run = tiny(text, tmp_path, steps=40, checkpoint=Checkpoint(every=2, keep=30))
+    second: dict[str, object] = {}
+
+    class Takes:
+        def event(self, event):
+            if getattr(event, "grad_norm", None) is not None and event.step == 5:
+                second["summary"], _ = run_all(tiny(text, tmp_path, resume="auto"))
+
+        def close(self):
+            pass
+
+    with pytest.raises(OwnershipError, match=r"does not belong to this run any more \(generation 1\): process \d+ on"):
+        run_ranks(lambda world: train(run, "tiny", world, stream=io.StringIO(), trackers=[Takes()]), 2,
+                  timeout_seconds=120)
+    assert second["summary"]["steps"] == 8 and losses(tmp_path) == losses(whole)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint/step-*")) == ["step-4", "step-6", "step-8"]
+    assert json.loads((tmp_path / "summary.json").read_text()) == json.loads(json.dumps(second["summary"]))
+
+
+def test_a_run_whose_folder_is_removed_ends(text, tmp_path):
+    class Removes:
+        def event(self, event):
+            if getattr(event, "grad_norm", None) is not None and event.step == 3:
+                shutil.rmtree(tmp_path / "run")
+
+        def close(self):
+            pass
+
+    run = tiny(text, tmp_path / "run", steps=8)
+    with pytest.raises((OwnershipError, UnsavedError), match=r"is gone from it, or the folder itself|is not on the"):
+        run_ranks(lambda world: train(run, "tiny", world, stream=io.StringIO(), trackers=[Removes()]), 2,
+                  timeout_seconds=120)
 
 
 def test_what_comes_of_a_loss_that_is_no_number_is_not_kept(text, tmp_path):

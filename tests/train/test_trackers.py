@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -130,8 +131,8 @@ def test_durations_and_sparklines():
 @full_disk
 @pytest.mark.parametrize("kind, name", [(MetricsFile, "metrics.jsonl"), (EventsFile, "events.jsonl")])
 def test_a_full_disk_is_one_clear_error(kind, name, tmp_path):
-    os.symlink("/dev/full", tmp_path / name)
     tracker = kind(tmp_path)
+    os.dup2(os.open("/dev/full", os.O_WRONLY), tracker._lines._file.fileno())
     with pytest.raises(RanvierError, match=f"{name}: cannot be written: No space left on device. Free") as caught:
         for event in example_run(tmp_path):
             tracker.event(event)
@@ -139,11 +140,40 @@ def test_a_full_disk_is_one_clear_error(kind, name, tmp_path):
     tracker.close()
 
 
-@full_disk
-def test_a_full_disk_while_writing_a_document(tmp_path):
-    os.symlink("/dev/full", tmp_path / "summary.json")
+def no_space(handle):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_while_writing_a_document(tmp_path, monkeypatch):
+    """What was there is there still, whole."""
+    write_json(tmp_path / "summary.json", {"steps": 1})
+    monkeypatch.setattr(os, "fsync", no_space)
     with pytest.raises(RanvierError, match="No space left"):
+        write_json(tmp_path / "summary.json", {"steps": 2})
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 1}
+
+
+def test_documents_follow_the_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
         write_json(tmp_path / "summary.json", {"steps": 1})
+        feed(MetricsFile(tmp_path), example_run(tmp_path))
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o640}
+
+
+def test_a_log_is_never_written_into_the_file_that_was_there(tmp_path):
+    """Who has it open still, having lost the folder, writes into what nobody reads."""
+    former, now = MetricsFile(tmp_path), MetricsFile(tmp_path)
+    feed(former, example_run(tmp_path))
+    now.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    os.remove(tmp_path / "metrics.jsonl")
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    feed(MetricsFile(tmp_path), example_run(tmp_path))
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):

@@ -1,0 +1,144 @@
+"""Whatever started the ranks is killed outright: the ranks end by themselves, within seconds."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ranvier.comm.mpi_launch import find_mpiexec
+from ranvier.launchers import Started
+from ranvier.lifeline import follow_launcher
+from ranvier.processes import Process, ancestors_with, descendants
+from tests.launch.announced import LIMIT_SECONDS, LINUX, NO_MPI, torchrun
+
+SCRIPT = str(Path(__file__).parent / "script.py")
+SHELL = ["bash", "-c", '"$@"; true', "-"]
+"""A script between the launcher and its ranks: they are not the launcher's children."""
+
+
+@LINUX
+def test_torchruns_agent_is_killed(start_ranks):
+    started = [start_ranks(*torchrun(SCRIPT, "hang", "torch")),
+               start_ranks(*torchrun("--no-python", *SHELL, sys.executable, SCRIPT, "hang", "torch"))]
+    for each in started:
+        each.wait_for_ranks()
+        each.process.kill()
+    for each in started:
+        each.assert_ranks_end()
+        assert re.search(r"^ranvier: rank \d ends: (torchrun's agent has gone \(process \d+\)|the store that "
+                         r"torchrun's agent keeps has gone)", each.text, re.MULTILINE), each.text
+
+
+@LINUX
+@pytest.mark.mpi
+@NO_MPI
+def test_mpiexec_or_its_proxy_is_killed(start_ranks):
+    started = [start_ranks(find_mpiexec(), "-n", 2, *between, sys.executable, SCRIPT, "hang", "mpi")
+               for between in ([], SHELL)]
+    for each in started:
+        each.wait_for_ranks()
+        proxy = each.ranks[0].parent if each is started[0] else each.ranks[0].parent.parent
+        assert proxy.parent.pid == each.process.pid
+        os.kill(proxy.pid, signal.SIGKILL)
+    for each in started:
+        each.assert_ranks_end()
+
+
+@LINUX
+@pytest.mark.mpi
+@NO_MPI
+@pytest.mark.slow
+def test_mpiexec_of_our_own_starter_is_killed(start_ranks):
+    started = [start_ranks(sys.executable, SCRIPT, "hang", "mpi") for _ in range(2)]
+    for each, number in zip(started, (1, 2), strict=True):
+        each.wait_for_ranks()
+        proxy = each.ranks[0].parent
+        os.kill((proxy.parent if number == 1 else proxy).pid, signal.SIGKILL)
+    for each in started:
+        each.assert_ranks_end()
+        assert each.process.wait(LIMIT_SECONDS) == 1
+
+
+def slurm(rank):
+    return {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_PROCID": str(rank), "SLURM_NTASKS": "2",
+            "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0", "SLURM_TASKS_PER_NODE": "2",
+            "SLURM_STEP_NODELIST": "localhost"}
+
+
+@LINUX
+def test_the_store_goes_with_rank_0_under_srun(start_ranks):
+    """Tasks of srun know nothing of each other, and Slurm leaves the others running."""
+    first, second = (start_ranks(sys.executable, SCRIPT, "hang", "torch", environ=slurm(rank)) for rank in range(2))
+    for each in (first, second):
+        each.wait_for_ranks(1)
+    first.process.kill()
+    second.assert_ranks_end()
+    assert re.search(r"^ranvier: rank 1 ends: the store that rank 0 keeps has gone \(", second.text, re.MULTILINE)
+    assert second.process.wait() == 1
+
+
+@LINUX
+@pytest.mark.parametrize("how", ["a parent", "a shell in between"])
+def test_slurms_step_daemon_is_killed(tmp_path, how):
+    """A stand-in starts tasks, as the daemon does."""
+    program = ("import subprocess, sys, os, time\n"
+               f"environ = os.environ | {slurm(0)!r}\n"
+               "subprocess.Popen(sys.argv[1:], env=environ)\n"
+               "time.sleep(100)\n")
+    task = ("import os, sys, time\nfrom ranvier.launchers import detect\nfrom ranvier.lifeline import follow_launcher\n"
+            "follow_launcher(detect(os.environ))\nopen(sys.argv[1], 'w').write(str(os.getpid()))\ntime.sleep(100)\n")
+    between = SHELL if how != "a parent" else []
+    daemon = subprocess.Popen([sys.executable, "-c", program, *between, sys.executable, "-c", task,
+                               str(tmp_path / "pid")])
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        pid = int((tmp_path / "pid").read_text())
+        rank = Process.find(pid)
+        assert rank in descendants(daemon.pid)
+    finally:
+        daemon.kill()
+        daemon.wait()
+    while rank.runs:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_launcher_that_lives_ends_nothing(monkeypatch):
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    follow_launcher(Started(launcher="srun", rank=0, size=2))
+    time.sleep(1.2)
+
+
+@LINUX
+def test_a_process_is_its_id_and_its_start():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    process = Process.find(child.pid)
+    try:
+        assert process.runs and not process.is_stopped and process.parent == Process.find(os.getpid())
+        assert process in descendants(os.getpid())
+        assert not Process(child.pid, process.started + 1).runs, "another process with the same id"
+        child.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 10
+        while not process.is_stopped:
+            assert time.monotonic() < deadline
+        assert not Process(child.pid, process.started + 1).is_stopped
+    finally:
+        child.kill()
+    while process.runs:
+        assert time.monotonic() < deadline + 20
+    assert not process.runs, "a zombie does not"
+    child.wait()
+    assert Process.find(child.pid) is None and process.parent is None and process.num_threads is None
+
+
+def test_ancestors_end_with_the_first_without_the_variable():
+    found = ancestors_with("NOBODY_HAS_THIS_VARIABLE")
+    assert [process.pid for process in found] == [os.getppid()]

@@ -1,0 +1,115 @@
+"""The shared store listens where ranks need it, and takes orders only from those who have the run's secret."""
+
+import socket
+from datetime import timedelta
+
+import pytest
+from torch.distributed import HashStore, TCPStore
+
+from ranvier import shared_store
+from ranvier.comm.signed_store import SignedStore, private_prefix, signed
+from ranvier.errors import LaunchError
+from ranvier.launchers import Started, detect
+from ranvier.machine import address_towards
+from ranvier.shared_store import keep_store, new_secret, open_store
+from ranvier.stopped import told_pids
+
+SECOND = timedelta(seconds=5)
+
+
+def reaches(host, port):
+    try:
+        socket.create_connection((host, port), timeout=2).close()
+        return True
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def other_address():
+    address = address_towards("192.0.2.1")
+    if address is None:
+        pytest.skip("this machine has no address but the loopback's")
+    return address
+
+
+def srun(rank, host="localhost", port=0, local_size=2, **more):
+    return Started(launcher="srun", rank=rank, size=2, local_rank=0, local_size=local_size, master=(host, port), **more)
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def test_ranks_of_one_machine_are_reached_from_there_alone(other_address):
+    port = free_port()
+    store, _ = open_store(srun(0, port=port), 5.0)
+    assert reaches("127.0.0.1", port) and not reaches(other_address, port)
+    store.set("key", "value")
+    assert open_store(srun(1, port=port), 5.0)[0].get("key") == b"value"
+
+
+def test_ranks_of_several_machines_are_reached_on_their_address(other_address):
+    port = free_port()
+    store, _ = open_store(srun(0, host=other_address, port=port, local_size=1), 5.0)
+    assert reaches(other_address, port) and not reaches("127.0.0.1", port)
+    del store
+
+
+def test_a_name_that_says_nothing_to_others_means_all_interfaces(other_address):
+    """In many an /etc/hosts the machine's own name is an address of the loopback."""
+    port = free_port()
+    store, _ = open_store(srun(0, port=port, local_size=1), 5.0)
+    assert reaches(other_address, port)
+    del store
+
+
+def test_a_port_that_is_taken():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(LaunchError, match=r"launch: cannot listen there: .*MASTER_PORT"):
+            open_store(srun(0, host="127.0.0.1", port=taken.getsockname()[1]), 5.0)
+
+
+def test_the_store_of_our_own_starter_takes_a_strangers_word_for_nothing():
+    tcp = keep_store("127.0.0.1", 0, SECOND)
+    secret = new_secret()
+    ours = signed(tcp, secret)[1]
+    ours.set("ranvier/pid/0", "4711")
+    stranger = TCPStore("127.0.0.1", tcp.port, is_master=False, timeout=SECOND)
+    (key,) = [key for key in stranger.list_keys() if key.endswith("ranvier/pid/0")] if hasattr(
+        stranger, "list_keys") else [f"{private_prefix(secret)}/ranvier/pid/0"]
+    signature = stranger.get(key)[:64].decode()
+    for forged in ("1", "-1", signature + "1", "0" * 64 + "1", ""):
+        stranger.set(key, forged)
+        assert not ours.check(["ranvier/pid/0"]) and ours.get("ranvier/pid/0") == b""
+        assert told_pids(ours, 1) == {}
+    stranger.set(key.replace("pid/0", "pid/1"), signature + "4711")
+    assert not ours.check(["ranvier/pid/1"]), "a signature is of its key, too"
+    stranger.set("ranvier/pid/0", "1")
+    assert told_pids(ours, 2) == {}
+
+
+def test_ranks_with_one_secret_agree():
+    store = HashStore()
+    one, other, stranger = (SignedStore(store, secret) for secret in ("a", "a", "b"))
+    one.set("key", "valü")
+    assert other.get("key").decode() == "valü" and other.check(["key"])
+    assert not stranger.check(["key"]) and not other.check(["key", "none"])
+    assert stranger.compare_set("first", "", "stranger") == b"stranger"
+    assert one.compare_set("first", "", "one") == b"one", "what nobody of this run wrote is not there"
+    assert other.clone().compare_set("first", "", "other") == b"one"
+    assert other.delete_key("key") and not one.check(["key"])
+    assert signed(store, None) == (store, store)
+
+
+def test_where_the_secret_comes_from(monkeypatch):
+    variables = {"PMI_RANK": "0", "PMI_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
+    assert detect(variables).secret is None
+    started = detect(variables | {"RANVIER_SECRET": "from the job script"})
+    assert started.secret == "from the job script" and "job script" not in repr(started) + str(started)
+    assert len({new_secret() for _ in range(8)}) == 8 and len(new_secret()) == 64
+    assert "from the job" not in private_prefix("from the job script")
+    monkeypatch.setattr(shared_store, "find_spec", lambda name: None)
+    with pytest.raises(LaunchError, match="mpiexec does not say where rank 0 is"):
+        open_store(Started(launcher="mpiexec", rank=0, size=2, mpi=True), 5.0)

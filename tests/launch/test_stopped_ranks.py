@@ -1,0 +1,137 @@
+"""A rank that is stopped (SIGSTOP), or leaves early: the others end soon, it is named, and no process is left."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ranvier.comm.mpi_launch import find_mpiexec
+from ranvier.processes import Process
+from ranvier.stopped import StoppedRanks, kill_stopped, ranks_below, told_pids
+from tests.launch.announced import LIMIT_SECONDS, LINUX, NO_MPI, torchrun
+
+SCRIPT = str(Path(__file__).parent / "ending.py")
+RANK_1 = r"rank 1 \(data 0, pipe 1, row 0, col 0\)"
+MPI = pytest.param("mpi", marks=[pytest.mark.mpi, NO_MPI])
+
+
+def stop_and_wait(started, seconds):
+    for each in started:
+        each.wait_for_ranks()
+        os.kill(each.ranks[1].pid, signal.SIGSTOP)
+    for each in started:
+        each.process.wait(seconds)
+        each.assert_ranks_end()
+
+
+@LINUX
+@pytest.mark.parametrize("transport", ["torch", MPI])
+def test_a_rank_that_is_stopped_while_the_run_ends(start_ranks, transport):
+    each = start_ranks(sys.executable, SCRIPT, "end", transport, 2, 300)
+    stop_and_wait([each], 2 + 3 + LIMIT_SECONDS)
+    assert each.process.returncode == 1
+    assert re.search(rf"^ranvier: {RANK_1} was stopped by SIGSTOP, and killed", each.text, re.MULTILINE), each.text
+
+
+@LINUX
+@pytest.mark.mpi
+@NO_MPI
+def test_a_rank_that_is_stopped_under_another_launcher(start_ranks):
+    started = [start_ranks(find_mpiexec(), "-n", 2, sys.executable, SCRIPT, "meet", "mpi", 2, 300),
+               start_ranks(*torchrun(SCRIPT, "meet", "torch", 2, 300))]
+    stop_and_wait(started, 40)  # torchrun's agent asks its rank to end before it kills it, but for one that is gone
+    for each in started:
+        assert each.process.returncode != 0
+        assert re.search(rf"ranvier: error: {RANK_1}: is stopped \(SIGSTOP\), and the run is ended", each.text)
+
+
+@LINUX
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["torch", MPI])
+def test_the_time_limit_ends_what_nobody_looks_for(start_ranks, transport):
+    started = [start_ranks(sys.executable, SCRIPT, how, transport, 0, 4) for how in ("end", "meet")]
+    stop_and_wait(started, 4 + 10 + LIMIT_SECONDS)
+    assert [each.process.returncode for each in started] == [2, 2]
+    assert "rank 1: gives no sign of life, and the run waits for its end" in started[0].text
+    assert "a collective did not end" in started[1].text
+
+
+@LINUX
+def test_a_rank_that_leaves_with_exit_code_0(start_ranks):
+    each = start_ranks(sys.executable, SCRIPT, "leave", "torch", 0, 300)
+    each.wait_for_ranks()
+    assert each.process.wait(3 + LIMIT_SECONDS) == 1
+    assert re.search(rf"^ranvier: {RANK_1} left with exit code 0 before the run had ended", each.text, re.MULTILINE)
+
+
+# ------------------------------------------------------------------------------------------------ the parts
+
+
+@pytest.fixture
+def child():
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"],
+                               env=os.environ | {"A_RANK_OF_THIS_TEST": "0"})
+    yield process
+    process.kill()
+    process.wait()
+
+
+def until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+class Store(dict):
+    def check(self, keys):
+        return all(key in self for key in keys)
+
+    def get(self, key):
+        return self[key].encode()
+
+
+@LINUX
+def test_process_ids_in_the_store_are_believed_of_own_descendants_only(child):
+    """Anybody on the machine may have written them."""
+    stranger = os.getppid()
+    store = Store({"ranvier/pid/0": str(child.pid), "ranvier/pid/1": str(stranger), "ranvier/pid/2": "-1",
+                   "ranvier/pid/3": "1", "ranvier/pid/4": "x", "ranvier/pid/5": "0", "ranvier/pid/7": "\u00b2"})
+    assert ranks_below(store, 8, Process.find(os.getpid())) == {0: Process.find(child.pid)}
+    assert told_pids(store, 8) == {child.pid: 0, stranger: 1, 1: 3, 0: 5}
+
+
+@LINUX
+def test_looks_are_counted_not_seconds(child):
+    watch, ranks = StoppedRanks(3), {1: Process.find(child.pid)}
+    until(lambda: not ranks[1].is_stopped)
+    assert [watch.look(ranks) for _ in range(4)] == [[]] * 4
+    child.send_signal(signal.SIGSTOP)
+    until(lambda: ranks[1].is_stopped)
+    assert [watch.look(ranks) for _ in range(4)] == [[], [], [1], [1]]
+    child.send_signal(signal.SIGCONT)
+    until(lambda: not ranks[1].is_stopped)
+    assert watch.look(ranks) == []
+    child.send_signal(signal.SIGSTOP)
+    until(lambda: ranks[1].is_stopped)
+    assert watch.look(ranks) == [], "it begins anew"
+    off = StoppedRanks(0)
+    assert [off.look(ranks) for _ in range(3)] == [[]] * 3
+
+
+@LINUX
+def test_stopped_ranks_are_killed_and_others_are_not(child):
+    me = Process.find(os.getpid())
+    kill_stopped(me, "A_RANK_OF_THIS_TEST")
+    child.send_signal(signal.SIGSTOP)
+    stopped = Process.find(child.pid)
+    until(lambda: stopped.is_stopped)
+    kill_stopped(me, "ANOTHER_VARIABLE")
+    assert stopped.runs
+    kill_stopped(me, "A_RANK_OF_THIS_TEST")
+    assert child.wait(20) == -signal.SIGKILL

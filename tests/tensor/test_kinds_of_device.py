@@ -1,0 +1,106 @@
+"""What is counted without values against what runs, for each scheme and kind of device: bytes, the memory that products
+and sums work in, and the number of collectives, which follows from the size of panels."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.tensor.counted import SETTINGS, Meter, Sizes
+from ranvier.comm.inprocess import InProcessGroup
+from ranvier.mesh import Mesh
+from ranvier.models.gpt import MLP, Attention
+from ranvier.pipeline.build import meta_mesh
+from ranvier.planner.search import Work
+from ranvier.run import Batch, Launch, Run, TensorParallel, Transformer
+from ranvier.tensor import mesh as tensor_mesh
+from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.split import split_layers
+from ranvier.testing.ranks import run_ranks
+
+SIZES = Sizes(batch=6, sequence=12, hidden=36, heads=12, vocab=36)
+COLLECTIVES = ("all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
+
+
+class Observed:
+    """What a group is asked for, and the memory that its sums take."""
+
+    def __init__(self, group):
+        self.calls, self.live, self.peak = Counter(), 0, 0
+        new, let_go = group._new, group._let_go
+
+        def taking(like, *shape):
+            buffer = new(like, *shape)
+            self.live += buffer.nbytes
+            self.peak = max(self.peak, self.live)
+            return buffer
+
+        def letting_go(buffer):
+            self.live -= buffer.nbytes
+            let_go(buffer)
+
+        group._new, group._let_go = taking, letting_go
+        for name in COLLECTIVES:
+            setattr(group, name, self.noted(name, getattr(group, name)))
+
+    def noted(self, name, call):
+        def collective(*args):
+            self.calls[name] += 1
+            return call(*args)
+        return collective
+
+
+def through_a_layer(mesh, groups, scheme, row, col, dtype, device):
+    """(bytes received, calls, peak of what sums take) along rows and columns, and the workspace."""
+    observed = [Observed(group) for group in groups]
+    shape = Meter(scheme, row, col).residual(SIZES).shape
+    with torch.device(device):
+        layer = split_layers(nn.Sequential(Attention(SIZES.config, dtype), MLP(SIZES.config, dtype)).to(dtype), mesh,
+                             "layer")
+        x = torch.ones(shape, dtype=dtype).requires_grad_()
+    y = layer(x)
+    y.backward(torch.ones_like(y))
+    return ([(group.bytes_received, dict(seen.calls), seen.peak) for group, seen in zip(groups, observed, strict=True)],
+            mesh.workspace.sizes())
+
+
+@pytest.mark.parametrize("travel", ["auto", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize(("scheme", "row", "col"), [("stationary", 2, 3), ("summa", 2, 2), ("megatron", 1, 3),
+                                                    ("megatron-sequence", 1, 3)])
+def test_what_is_counted_is_what_runs(monkeypatch, scheme, row, col, kind, dtype, travel):
+    """Panels are small, so that kinds differ in their number; groups of threads add as those of GPUs do."""
+    monkeypatch.setattr(tensor_mesh, "PANEL_BYTES", {"cpu": 1500, "cuda": 6000})
+    monkeypatch.setattr(InProcessGroup, "library", lambda self, device: {"cpu": "gloo", "cuda": "nccl"}[kind])
+    settings, mesh = replace(SETTINGS[scheme], reduce_dtype=travel), Mesh(row=row, col=col)
+
+    def on_rank(world):
+        groups = [world.backend.group(axis, mesh.groups(axis)) for axis in ("row", "col")]
+        on_mesh = TensorMesh(*groups, settings, device=kind)
+        return through_a_layer(on_mesh, groups, scheme, row, col, dtype, "cpu")
+
+    counted = meta_mesh(mesh, settings, kind)
+    inner = [getattr(group, "_inner", group) for group in (counted.over_rows, counted.over_cols)]
+    assert run_ranks(on_rank, row * col)[0] == through_a_layer(counted, inner, scheme, row, col, dtype, "meta")
+
+
+def test_sums_in_fp32_take_twice_the_bytes_of_half():
+    def received(**settings):
+        mesh = meta_mesh(Mesh(col=3), TensorParallel(**settings), "cuda")
+        mesh.over_cols.all_reduce(torch.empty(3000, dtype=torch.bfloat16, device="meta")).wait()
+        return mesh.over_cols.bytes_received
+
+    assert (received(), received(reduce_dtype="fp32")) == (2 * 2 * 2000, 2 * 4 * 2000)
+
+
+def test_plans_count_the_panels_of_the_clusters_devices():
+    """A GPU's panels are 16 times as large: fewer operations, and fewer seconds for their start."""
+    run = Run(mesh=Mesh(row=2, col=2), batch=Batch(global_size=8, microbatch_size=8),
+              model=Transformer(num_layers=1, hidden=512, heads=8, vocab=1024, sequence=1024))
+    work = Work()
+    cpu, cuda = (sum(block.operations for block in work.blocks(replace(run, launch=Launch(device=device))))
+                 for device in ("cpu", "cuda"))
+    assert cuda < cpu
