@@ -27,7 +27,8 @@ from ranvier import keyed_random
 from ranvier.errors import ConfigError, DivisibilityError, ModelError, RanvierError
 from ranvier.layout import part
 from ranvier.mesh import Mesh
-from ranvier.models.block import Loss, Model, State, as_model, initialise, named
+from ranvier.models.block import Loss, Model, State, as_model, initialise
+from ranvier.models.carried_state import named
 from ranvier.pipeline.build import split_model
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.run import TensorParallel
