@@ -63,7 +63,8 @@ def silent(store: Store | SignedStore, ranks: Sequence[int], seconds: float = 2.
 
 
 def begun(store: Store | SignedStore, rank: int) -> tuple[int, int]:
-    """How many calls that all ranks of its mesh make a rank has begun, and how many ranks that mesh has."""
+    """How many calls that all ranks of its mesh make a rank has begun with its engine, and how many ranks that mesh
+    has."""
     if not store.check([_calls_key(rank)]):
         return 0, 0
     calls, size = store.get(_calls_key(rank)).decode().split()

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ranvier.arguments import of_engine
-from ranvier.comm.board import Board, begun
+from ranvier.comm.board import Board
 from ranvier.comm.collectives import Then
 from ranvier.comm.message import Kind, Message
 from ranvier.comm.protocol import Group, Transport, Work
@@ -376,10 +376,14 @@ class Engine:
                                  where=f"parameter {name}", remedy="Build a new engine to train more parameters.")
         self._step += 1
         self._stage.loss_factor = self._updater.loss_factor
-        self._earlier = self._accumulated
+        self._earlier, self._accumulated = self._accumulated, None  # which a batch that fails would leave unusable
         self._zeroed = self._earlier is not None and self._updater.gradients.were_zeroed()
         self._updater.begin(self._step, updates=updates, keep=self._earlier is not None)
-        self._run(microbatches, training=True)
+        try:
+            self._run(microbatches, training=True)
+        except BaseException:
+            self._earlier = None
+            raise
         self._held.check_kept()
         self._updater.gradients.all_passed()
         for tie in self._ties.add_gradients(self._call):
@@ -576,7 +580,6 @@ class Engine:
         self._board = Board(self.world.store, rank, mesh, hang=self.world.hang and self.world.hang())
         self._data_group: Group = backend.group("data", mesh.groups("data"))
         self._all: Group = backend.group("all", [range(mesh.size)])
-        self._board.calls = self._calls_of_all() + 1
         self._sequencer = Sequencer(mesh, rank, backend, self._board, timeout_seconds, check_order)
         self._transport: Transport = backend.transport("pipeline")
         self._before, self._after = mesh.neighbour(rank, -1), mesh.neighbour(rank, +1)
@@ -584,12 +587,6 @@ class Engine:
         peers = sorted({peer for peer in (self._before, self._after, *tied) if peer is not None})
         self._transport.connect(peers, peers, self._edge_capacity())
         self._inbox = Inbox(self._transport, self._board, self.timeline, timeout_seconds, self._ties.receive)
-
-    def _calls_of_all(self) -> int:
-        """The most calls that any rank of the mesh has begun on engines before this one."""
-        most = torch.tensor([begun(self.world.store, self.world.rank)[0]])
-        self._all.all_reduce(most, "max").wait()
-        return int(most)
 
     def _edge_capacity(self) -> int:
         """Room for the largest carried state that crosses a boundary, and its description; 1 MiB when unknown."""

@@ -133,7 +133,7 @@ def test_what_one_call_reaches_is_reached():
 def test_an_overflow_in_one_call_skips_the_step_and_halves_the_scale_once():
     def rank(world):
         engine = Engine([torch.nn.Linear(4, 4)], world, dtype=torch.float16, optim=Optim(initial_loss_scale=8.0),
-                        loss=lambda output, targets: (output.sum(), 4.0))
+                        loss=lambda output, targets: (output.float().sum(), 4.0))
         before = engine.parameters()[0].detach().clone()
         results = [engine.forward_backward([(torch.full((1, 4), value).half(), torch.zeros(1))])
                    for value in (60000.0, 1.0)]
