@@ -168,6 +168,10 @@ def train(change_world: Callable[[World], World] | None, recipe: str, **flags: s
         warnings, open_problems = [warning], []
     if open_problems or problems:
         raise Refused([*open_problems, *problems])
+    if started is not None and started.launcher != "local" and run.max_restarts:
+        warnings.append(ConfigError(f"does nothing under {started.launcher}", where="max-restarts",
+                                    value=run.max_restarts, remedy="Have the launcher start the run again "
+                                                                   "(docs/faults.md), with --resume auto."))
     run = dataclasses.replace(run, run_dir=run.run_dir or resolve.default_folder(name))
     if started is None:
         _check_folder(run)

@@ -98,10 +98,15 @@ def end_on_errors(world: World, mesh: Mesh, *, stopped_seconds: float, hang_seco
             where=f"rank {rank} ({_place(world, mesh, rank)})",
             remedy="Start again with --resume auto; --launch.stopped-seconds 0 lets a rank be stopped.")))
 
+    def on_overdue(where: str) -> None:
+        leave(world, failed(world, mesh, MessageTimeout(
+            "a collective did not end", where=where, value=f"more than {timeout_seconds:g} s",
+            remedy="See what the other members do, or raise --comm.timeout-seconds.")))
+
     heartbeat = None
     if world.size > 1:
         heartbeat = Heartbeat(world, stopped_seconds=stopped_seconds, timeout_seconds=timeout_seconds,
-                              on_stopped=on_stopped)
+                              on_stopped=on_stopped, on_overdue=on_overdue)
         world.hang = lambda: HangWatch(hang_seconds, lambda error: leave(world, failed(world, mesh, error)))
     codes = [0]
 

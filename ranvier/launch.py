@@ -106,6 +106,8 @@ def _join(mesh: Mesh, started: Started, transport: str, threads: int | str, devi
     backend, store = _connect(started, chosen.value, place, timeout_seconds)
     world = World(backend=backend, store=store, launcher=started.launcher, device=place, mesh=mesh,
                   local_rank=started.local_rank, local_size=started.local_size)
+    if isinstance(backend, TorchBackend):
+        world.overdue = backend.waits.overdue
     if started.rank == 0 and started.size > 1:
         _tell(world, chosen if transport == "auto" else None, chosen_device if device == "auto" else None)
     return world

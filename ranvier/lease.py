@@ -106,7 +106,7 @@ def _content(count: int, owner: Owner) -> bytes:
 
 def _read(path: Path) -> bytes:
     """What a lease says. FileNotFoundError where it is gone, another OSError where it cannot be read."""
-    with open_plain(path) as file:
+    with open_plain(path, links=False) as file:
         return file.read(_MOST_BYTES)
 
 
@@ -254,7 +254,8 @@ def _claim(folder: Path, watch: _Watch, me: Owner, meanwhile: Callable[[str], No
             held.path.unlink(missing_ok=True)
             continue
         for older in there[:-1]:
-            _path(folder, older).unlink(missing_ok=True)
+            with suppress(OSError):  # a folder of that name is nobody's lease, and may stay
+                _path(folder, older).unlink()
         return held
 
 

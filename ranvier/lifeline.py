@@ -79,11 +79,13 @@ class Heartbeat:
     """A sign of life of this rank in the shared store, once a second, and a look at what the run depends on.
 
     The rank ends when the store has gone. Of ranks that are stopped for `stopped_seconds` on this machine, `on_stopped`
-    is told the first, in this thread; our own starter looks for them itself.
+    is told the first, in this thread; our own starter looks for them itself. `on_overdue` is told of a wait that goes
+    on beyond its time limit.
     """
 
     def __init__(self, world: World, *, stopped_seconds: float, timeout_seconds: float,
-                 on_stopped: Callable[[int, Process], None]) -> None:
+                 on_stopped: Callable[[int, Process], None], on_overdue: Callable[[str], None]) -> None:
+        self._on_overdue = on_overdue
         self._world, self._store = world, world.store.clone()  # a connection that nobody else waits on
         self._stopped, self._on_stopped = StoppedRanks(stopped_seconds), on_stopped
         self.timeout_seconds = timeout_seconds
@@ -129,6 +131,9 @@ class Heartbeat:
                     f"({str(error).partition(chr(10))[0]})")
 
     def _look(self) -> None:
+        overdue = self._world.overdue()
+        if overdue is not None:
+            self._on_overdue(overdue)
         if self._launcher is None:
             return
         if len(self._neighbours) + 1 < self._world.local_size and self._count < _LOOKS_FOR_NEIGHBOURS:

@@ -37,11 +37,11 @@ def write_whole(path: Path, content: str | bytes) -> None:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
-def open_plain(path: Path, *, own: bool = False) -> BinaryIO:
-    """Open a file for reading without ever blocking. OSError where it is no plain file; with `own` also where it is a
-    link, or belongs to another user than this process's."""
+def open_plain(path: Path, *, links: bool = True, own: bool = False) -> BinaryIO:
+    """Open a file for reading without ever blocking. OSError where it is no plain file; without `links` also where it
+    is a link, with `own` where it is one or belongs to another user than this process's."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if own else 0))
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if own or not links else 0))
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise OSError(errno.ELOOP, "is a link", str(path)) from error

@@ -20,6 +20,7 @@ class World:
 
     mesh: what `start` was asked for; None where the ranks were started without one.
     hang: makes what judges whether this rank's actions hang; None where they are not judged.
+    overdue: names a wait that should have ended at its time limit and has not, None where there is none.
     store: a key-value store that all ranks share (who does what, who failed); never used on a hot path.
     """
 
@@ -31,6 +32,7 @@ class World:
     local_size: int
     mesh: Mesh | None = None
     hang: Callable[[], HangWatch] | None = None
+    overdue: Callable[[], str | None] = lambda: None
 
     @property
     def rank(self) -> int:

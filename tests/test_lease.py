@@ -1,6 +1,7 @@
 """A folder has one owner: who may take it, who loses it, and that two never have it at once."""
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -152,14 +153,34 @@ def test_in_one_process_the_last_one_has_it(tmp_path):
         first.verify()
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff" * 300, b"000000000001\n{\"host\": null}\n", b"[" * 5000, None],
-                         ids=["empty", "bytes", "null", "nested", "a FIFO"])
-def test_a_damaged_lease_counts_as_one_that_stands_still(tmp_path, content):
-    if content is None:
-        os.mkfifo(tmp_path / ".owner.5")
-    else:
-        (tmp_path / ".owner.5").write_bytes(content)
-    assert Lease.take([tmp_path], **FAST).generations == (6,) and leases(tmp_path) == [".owner.6"]
+def full_folder(path):
+    path.mkdir()
+    (path / "file").touch()
+
+
+def socket_at(path):
+    with socket.socket(socket.AF_UNIX) as end:
+        end.bind(str(path))
+
+
+ODD = {"empty": lambda path: path.write_bytes(b""), "bytes": lambda path: path.write_bytes(b"\xff" * 300),
+       "null": lambda path: path.write_bytes(b"000000000001\n{\"host\": null}\n"),
+       "nested": lambda path: path.write_bytes(b"[" * 5000), "a FIFO": os.mkfifo, "a folder": os.mkdir,
+       "a full folder": full_folder, "a socket": socket_at,
+       "a link to nothing": lambda path: path.symlink_to("nothing"),
+       "a link to itself": lambda path: path.symlink_to(path.name),
+       "an endless file": lambda path: path.symlink_to("/dev/zero")}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_a_damaged_lease_counts_as_one_that_stands_still(tmp_path, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)  # names of sockets are short
+    ODD[kind](Path(".owner.5"))
+    mine = Lease.take([tmp_path], **FAST)
+    mine.verify()
+    assert mine.generations == (6,) and leases(tmp_path)[-1] == ".owner.6"
+    mine.release()
+    assert Lease.take([tmp_path], me=elsewhere(1), patience_seconds=0.0).generations == (7,)
 
 
 def test_other_names_are_no_leases(tmp_path):

@@ -31,6 +31,7 @@ from benchmarks.tensor.ours import OurStack
 from benchmarks.tensor.stem import Stem
 from ranvier.mesh import Mesh
 from ranvier.run import TensorParallel
+from ranvier.tensor.boundaries import guard_block
 from ranvier.tensor.split import SplitLinear
 from ranvier.testing.memory import MemoryTracker
 from ranvier.testing.ranks import run_ranks
@@ -62,6 +63,7 @@ def measure(world: World, stem: Stem, mesh: Mesh, settings: TensorParallel) -> d
         if isinstance(layer, SplitLinear):
             layer.recomputed = True
     stack.network = Checkpointed(list(stack.network.children()))
+    guard_block(stack.network, stack.tensor_mesh, "stem", in_chain=False)
     stack.forward(x)
     stack.backward(dy)  # the workspace has its size now
     tracker = MemoryTracker()

@@ -41,6 +41,7 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _FOREVER = timedelta(days=3650)
 _GOODBYE = b"RNV bye."
 _CLOSE_SECONDS = 10.0
+_OVERDUE_SECONDS = 2.0
 _REPEATED_BYTES = 512 << 10
 """Shares of at most so many bytes are copied once for each member, to be sent directly."""
 
@@ -63,6 +64,7 @@ class TorchBackend:
                  start: bool = True) -> None:
         self.rank, self.size, self._device = rank, size, device
         self._timeout = timedelta(seconds=timeout_seconds)
+        self.waits = Waits(timeout_seconds)
         self._kinds = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         self._owns = start and not dist.is_initialized()
         if not start:
@@ -86,7 +88,9 @@ class TorchBackend:
         if self.rank >= count:
             return None
         store = PrefixStore(f"ranvier/subset/{self._subsets}", self._store.clone())
-        return _TorchSubset(self.rank, count, store, self._device, self._timeout.total_seconds())
+        part = _TorchSubset(self.rank, count, store, self._device, self._timeout.total_seconds())
+        part.waits = self.waits
+        return part
 
     def transport(self, purpose: str) -> Transport:
         everyone = range(self.size)
@@ -105,7 +109,7 @@ class TorchBackend:
         made = {tuple(members): self._connected(purpose, members, self._timeout, self._kinds)
                 for members in partition if len(members) > 1}
         channel = made.get(ranks)
-        self._groups.append(TorchGroup(channel, purpose, ranks, index))
+        self._groups.append(TorchGroup(channel, purpose, ranks, index, self.waits))
         return self._groups[-1]
 
     def _connected(self, purpose: str, members: Sequence[int], timeout: timedelta, kinds: str) -> ProcessGroup:
@@ -332,37 +336,64 @@ class _TorchSubset(TorchBackend):
             channel.shutdown()
 
 
+class Waits:
+    """What this process waits for inside torch, and for how long on the monotonic clock. torch's own limits follow the
+    wall clock in some of its builds, and a clock that is set keeps them from ever coming."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self._timeout = timeout_seconds + _OVERDUE_SECONDS
+        self._since: dict[int, tuple[float, str]] = {}
+
+    def begin(self, what: str) -> None:
+        """This thread begins to wait."""
+        self._since[threading.get_ident()] = (time.monotonic(), what)
+
+    def end(self) -> None:
+        self._since.pop(threading.get_ident(), None)
+
+    def overdue(self) -> str | None:
+        """A wait that torch should have ended long ago; None where there is none."""
+        latest = time.monotonic() - self._timeout
+        return next((what for began, what in list(self._since.values()) if began < latest), None)
+
+
 class TorchWork:
     """A `protocol.Work`. On CUDA, `wait` orders the current stream behind the collective and does not hold the host."""
 
-    def __init__(self, work: dist.Work, failed) -> None:
-        self._work, self._failed = work, failed
+    def __init__(self, work: dist.Work, failed, waits: Waits, what: str) -> None:
+        self._work, self._failed, self._waits, self._what = work, failed, waits, what
 
     def done(self) -> bool:
         return self._work.is_completed()
 
     def wait(self) -> None:
+        self._waits.begin(self._what)
         try:
             self._work.wait()
         except RuntimeError as error:
             raise self._failed(error) from error
+        finally:
+            self._waits.end()
 
 
 class TorchGroup(CheckedGroup):
     """A `protocol.Group` over one process group: Gloo for tensors on the host, NCCL for those on CUDA."""
 
-    def __init__(self, channel: ProcessGroup | None, purpose: str, ranks: Sequence[int], index: int) -> None:
+    def __init__(self, channel: ProcessGroup | None, purpose: str, ranks: Sequence[int], index: int,
+                 waits: Waits) -> None:
         super().__init__(purpose, ranks, index)
-        self._channel = channel
+        self._channel, self._waits = channel, waits
+        self._where = f"group {purpose!r} of ranks {list(ranks)}"
 
     def _start(self, call, *args, **kwargs) -> Work:
         try:
-            return TorchWork(call(*args, **kwargs, group=self._channel, async_op=True), self._lost)
+            work = call(*args, **kwargs, group=self._channel, async_op=True)
+            return TorchWork(work, self._lost, self._waits, self._where)
         except RuntimeError as error:
             raise self._lost(error) from error
 
     def _lost(self, error: RuntimeError) -> TransportError:
-        where, cause = f"group {self.purpose!r} of ranks {list(self.ranks)}", _cause(error)
+        where, cause = self._where, _cause(error)
         if "timed out" in cause.lower():
             return MessageTimeout("a collective did not end", where=where, value=cause,
                                   remedy="See what the other members do, or raise --comm.timeout-seconds.")

@@ -20,7 +20,8 @@ class WideSums:
         self._inner = inner
         self.ranks, self.index = inner.ranks, inner.index
         self.all_gather, self.broadcast, self.all_to_all = inner.all_gather, inner.broadcast, inner.all_to_all
-        self.gather_objects, self.barrier, self.close = inner.gather_objects, inner.barrier, inner.close
+        self.gather_objects, self.gather_number = inner.gather_objects, inner.gather_number
+        self.barrier, self.close = inner.barrier, inner.close
         self._live_bytes = self._peak_bytes = 0
 
     @property

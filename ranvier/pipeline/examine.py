@@ -26,6 +26,7 @@ from ranvier.mesh import Coordinates, Mesh
 from ranvier.optim.gradients import Gradients
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.stage import Stage
+from ranvier.tensor.column_tensor import plain
 
 Kind = Literal["parameter", "inputs", "output", "targets", "loss", "gradient", "largest loss", "nothing"]
 
@@ -110,7 +111,7 @@ class _Watch:
         self._watch_gradient(args, number, name)
 
     def _leaves(self, number: int, name: str, module: nn.Module, args: tuple, output: object) -> None:
-        self.note("output", tree_leaves(output), number, name)
+        self.note("output", tree_leaves(plain(output)), number, name)
         if number == self._num_blocks - 1:
             self._watch_gradient(output, number + 1, None)
 

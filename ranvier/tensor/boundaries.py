@@ -83,6 +83,9 @@ def guard_layer(module: nn.Module, mesh: TensorMesh, where: str, takes: Kind, gi
         if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()) or takes == "ids":
             return plain(x) if isinstance(x, Tensor) else getattr(x, "whole", x)  # a `LocalSize`
         layout = layout_of_tensor(x)
+        if mesh.activations.name == "sequence" and "stream" in (takes, gives) and x.dim() != 3:
+            refuse("takes [batch, sequence, features] where columns share the sequence", f"{list(x.shape)}",
+                   "Keep the three dims apart, or set --tensor.sequence-sharding false.", where)
         if layout is None and alone:
             return x
         x = _taken(x, layout, mesh, takes, where)
@@ -93,11 +96,11 @@ def guard_layer(module: nn.Module, mesh: TensorMesh, where: str, takes: Kind, gi
         return mark(y, given(y)) if type(y) is Tensor and not alone else y
 
     def given(y: Tensor) -> ColumnLayout:
-        if gives == "same":
-            if not entered or entered[0][1] != y.shape:
-                raise ModelError("does not say how what it returns lies on the columns", where=where,
-                                 value=f"{list(y.shape)} of {[list(shape) for _, shape in entered]}",
-                                 remedy="Give the layer attributes `takes` and `gives`: 'stream', 'inner' or 'whole'.")
+        if gives == "same" and (not entered or entered[0][1] != y.shape):
+            raise ModelError("does not say how what it returns lies on the columns", where=where,
+                             value=f"{list(y.shape)} of {[list(shape) for _, shape in entered]}",
+                             remedy="Give the layer attributes `takes` and `gives`: 'stream', 'inner' or 'whole'.")
+        if gives in ("same", "heads"):
             return entered[0][0]
         if gives == "vocabulary":
             return ColumnLayout(mesh) if mesh.whole_outputs else ColumnLayout(mesh, y.dim() - 1, vocab)

@@ -276,7 +276,10 @@ def _viewed(func: Callable, args: Sequence, kwargs: dict, find: Callable) -> obj
     layout = _cut_of(x)
     if layout is None:
         _refuse(func, _tensors(args))
-    result = func(*args, **kwargs)
+    try:
+        result = func(*args, **kwargs)
+    except (RuntimeError, IndexError, ValueError) as error:  # where it would have worked with the whole
+        _refuse(func, [x], f"({error})")
     place = find(x, layout.dim, args, kwargs, result)
     dim, factor = place if isinstance(place, tuple) else (place, 1)
     if dim is None or (factor != 1 and not layout.is_even) or (layout.size * factor) % 1:
@@ -484,8 +487,10 @@ def _attention(func: Callable, args: Sequence, kwargs: dict) -> object:
         if (other := _cut_of(mask)) is not None and (mask.dim() - other.dim, other.size) != (place, layouts[0].size):
             _refuse(func, [query, mask], "of tensors that lie on columns in different ways")
         mask = _converted(func, mask, place, layouts[0], [query, mask])
-        args, kwargs = (*args[:3], mask, *args[4:]) if len(args) > 3 else args, \
-            kwargs | {"attn_mask": mask} if "attn_mask" in kwargs else kwargs
+        if "attn_mask" in kwargs:
+            kwargs = kwargs | {"attn_mask": mask}
+        else:
+            args = (*args[:3], mask, *args[4:])
     return _all_marked(func(*args, **kwargs), lambda one: layouts[0].moved(query.dim() - place))
 
 

@@ -358,6 +358,10 @@ class _FaultyGroup:
         self._plan.collective()
         return self._inner.gather_objects(value)
 
+    def gather_number(self, number: int) -> list[int]:
+        self._plan.collective()
+        return self._inner.gather_number(number)
+
     def barrier(self) -> None:
         self._plan.collective()
         self._inner.barrier()

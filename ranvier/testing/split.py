@@ -94,8 +94,9 @@ def check_split(model: Model | nn.Module | Sequence[nn.Module], sample: Microbat
             of them.
         tolerance: largest relative error of outputs, loss, and gradients of inputs and of each parameter.
 
-    Raises SplitError where the model differs or is refused, with the first such mesh, scheme and tensor, or line of
-    code. Sizes that a mesh cannot divide are no error, unless no mesh can divide them.
+    Raises ModelError for a sample that does not fit, SplitError where the model differs or is refused, with the first
+    such mesh, scheme and tensor, or line of code. Sizes that a mesh cannot divide are no error, unless no mesh can
+    divide them.
     """
     if isinstance(model, nn.Module) and not isinstance(model, (nn.Sequential, nn.ModuleDict, nn.ModuleList)):
         model = {"block": model}
@@ -109,6 +110,10 @@ def check_split(model: Model | nn.Module | Sequence[nn.Module], sample: Microbat
     if has_loss and batch.targets is None:
         raise ModelError("has no targets for the loss", where="sample", remedy="Give (inputs, targets).")
     expected = _run(whole, batch, None, has_loss)
+    for name, x in expected.items():
+        if not bool(torch.isfinite(x).all()):
+            raise ModelError("is not finite on one rank, so that nothing can be compared", where=name,
+                             remedy="Give another sample, or parameters with which the model computes numbers.")
     outcomes = tuple(_outcome(whole, batch, expected, mesh, scheme, has_loss, tolerance, timeout_seconds)
                      for mesh in meshes for scheme in schemes if mesh[0] == 1 or SCHEMES[scheme].scheme != "megatron")
     _raise_first(outcomes, tolerance)

@@ -44,7 +44,7 @@ class ResizeRequests:
         """The oldest request, which is then no more; None where there is none. {"data", "pipe"}: of whatever its author
         has given, the whole numbers; "wish": its ID; "problem": why it was not read."""
         for path in self._waiting():
-            taken = path.with_name(f".{path.name}.taken")
+            taken = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
             try:
                 os.rename(path, taken)
             except OSError:

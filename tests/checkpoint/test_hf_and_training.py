@@ -9,9 +9,11 @@ from dataclasses import replace
 import pytest
 
 from ranvier import resolve
+from ranvier.check import check
 from ranvier.checkpoint.hf_export import export
 from ranvier.checkpoint.hf_import import import_model
 from ranvier.data.tokenizer import load
+from ranvier.errors import CheckpointError
 from ranvier.mesh import Mesh
 from ranvier.run import Batch, Data, Run, Train, Transformer
 from ranvier.testing.ranks import run_ranks
@@ -68,3 +70,38 @@ def test_a_run_goes_on_from_the_export_of_another(tmp_path, run, precision):
     assert last_eval_loss(tmp_path / "second") == pytest.approx(last_eval_loss(tmp_path / "first"), rel=close)
     export(tmp_path / "second", tmp_path / "back", tell=told.append)
     assert (tmp_path / "back/model.safetensors").read_bytes() == (tmp_path / "there/model.safetensors").read_bytes()
+
+
+def test_an_imported_model_is_trained_with_its_own_tokenizer_and_no_other(tmp_path, run):
+    run = replace(run, mesh=Mesh(), train=replace(run.train, steps=1))
+    trained(run)
+    told = []
+    export(tmp_path / "first", tmp_path / "there", tell=told.append)
+    import_model(tmp_path / "there", tmp_path / "start", tell=told.append)
+    assert told[-2] == "run.toml trains on python-stdlib: name other text with --data.corpus"
+    own = load(tmp_path / "first/tokenizer.json")
+    (tmp_path / "other").mkdir()
+    for number in range(30):
+        (tmp_path / f"other/{number}.txt").write_text(f"{number} entirely different words are written here " * 20)
+    found = resolve.resolve([resolve.load(str(tmp_path / "start/run.toml"))[1]])
+    assert found.problems == () and found.run.data.tokenizer == str(tmp_path / "start/tokenizer.json")
+    again = replace(found.run, batch=run.batch, train=run.train,
+                    data=replace(found.run.data, corpus=str(tmp_path / "other"), cache_dir=tmp_path / "cache"),
+                    resume=str(tmp_path / "start"), run_dir=tmp_path / "second")
+    trained(again)
+    assert load(tmp_path / "second/tokenizer.json").fingerprint == own.fingerprint
+    with pytest.raises(CheckpointError, match="step-0: was trained with another tokenizer: the same numbers would be "
+                                              rf"other tokens \(got 'bpe'\). Set --data.tokenizer {tmp_path}/start"):
+        trained(replace(again, data=replace(again.data, tokenizer="bpe"), run_dir=tmp_path / "third"))
+
+    model = json.loads((tmp_path / "there/tokenizer.json").read_text())["model"]
+    (tmp_path / "there/tokenizer.json").unlink()
+    import_model(tmp_path / "there", tmp_path / "without", tell=told.append)
+    assert any(f"put its tokenizer.json at {tmp_path}/without/tokenizer.json before training" in line for line in told)
+    refused, = check(resolve.resolve([resolve.load(str(tmp_path / "without/run.toml"))[1]]).run).problems
+    assert str(refused).startswith("data.tokenizer: is neither bpe, gpt2 nor the path of a tokenizer.json that exists")
+    (tmp_path / "there/vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    (tmp_path / "there/merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
+    import_model(tmp_path / "there", tmp_path / "older", tell=told.append)
+    assert load(tmp_path / "older/tokenizer.json").fingerprint == own.fingerprint

@@ -174,3 +174,55 @@ def test_interrupting_a_command_in_this_process(monkeypatch):
 
 def test_the_tests_run_outside_any_launcher():
     assert not {"PMI_RANK", "OMPI_COMM_WORLD_RANK", "TORCHELASTIC_RUN_ID"} & set(os.environ)
+
+
+# ---------------------------------------------------------------------- switches
+
+@pytest.mark.parametrize(("args", "value"), [
+    (["--optim.shard", "gpt-tiny"], "true"), (["gpt-tiny", "--optim.shard"], "true"),
+    (["--optim.shard", "true", "gpt-tiny"], "true"), (["--optim.shard", "false", "gpt-tiny"], "false"),
+    (["--optim.shard=false", "gpt-tiny"], "false"), (["--no-optim.shard", "gpt-tiny"], "false"),
+    (["--optim.shard", "gpt-tiny", "--no-optim.shard"], "false"), (["--optim.shard", "--", "gpt-tiny"], "true"),
+    (["gpt-tiny", "--train.prompt", "--optim.shard"], "false"), (["gpt-tiny", "--seed", "3", "--optim.shard"], "true")])
+def test_switches(capsys, args, value):
+    assert run_command(["check", "--json", "--ranks", "4", *args]) == 0
+    values = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)["values"]}
+    assert values["optim.shard"]["value"] == value
+    assert values["train.prompt"]["value"] == ("--optim.shard" if "--train.prompt" in args else "def ")
+
+
+@pytest.mark.parametrize(("args", "text"), [
+    (["--no-optim.shard", "true"], r"unexpected extra argument \(true\)"),
+    (["--no-seed"], "No such option '?--no-seed"), (["--no-optim.shard=true"], "No such option '?--no-optim.shard"),
+    (["--optim.shard", "maybe"], r"unexpected extra argument \(maybe\)"),
+    (["--optim.shard=maybe"], "optim.shard: must be true or false .got 'maybe'")])
+def test_switches_that_are_none(capsys, args, text):
+    assert run_command(["train", "gpt-tiny", *args]) == 2
+    assert re.search(text, capsys.readouterr().err)
+
+
+def test_help_shows_both_forms_of_a_switch(capsys):
+    assert run_command(["train", "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for setting in resolve.settings().values():
+        assert (f"--{setting.flag} [true|false] / --no-{setting.flag} " in shown) == setting.is_yes_no, setting.name
+    assert sum(setting.is_yes_no for setting in resolve.settings().values()) >= 8
+
+
+# ---------------------------------------------------------------------- data that does not fit is found by check
+
+@pytest.mark.parametrize(("task", "name", "content", "text"), [
+    ("classification", "t.tsv", "label\ttext\n1\thello\n", "t.tsv line 1: has no column sentence"),
+    ("classification", "t.tsv", "sentence\nhello\n", "t.tsv line 1: has no column label"),
+    ("classification", "t.tsv", "a,b\n" * 9, "t.tsv line 1: has no column label"),
+    ("qa", "t.json", '{"data": [{"title": 1}]}', r"t.json data\[0\]: has no list 'paragraphs'"),
+    ("qa", "t.json", "hello", "t.json: is no JSON text"),
+    ("images", "t", None, "data.train .*t: has fewer than two folders, one for each class"),
+    ("lm", "t.jsonl", '{"body": 1}', "t.jsonl line 1: has no field `text`")])
+def test_check_reads_as_much_of_the_data_as_shows_that_it_is_wrong(capsys, tmp_path, task, name, content, text):
+    path = tmp_path / name
+    path.mkdir() if content is None else path.write_text(content)
+    given = ["--data.corpus", str(path)] if task == "lm" else ["--data.task", task, "--data.train", str(path)]
+    assert run_command(["check", "gpt-tiny", "--ranks", "4", *given]) == 2
+    out = capsys.readouterr().out
+    assert re.search(f"problem: .*{text}", out) and "no problems found" not in out

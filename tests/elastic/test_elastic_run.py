@@ -290,6 +290,7 @@ def odd_file(path, kind):
         path.symlink_to("/dev/zero")
     elif kind == "a folder":
         path.mkdir()
+        (path / "file").touch()
     elif kind == "a long one":
         path.write_text('{"data": 1, "pipe": 1}' + " " * 5000)
     elif kind == "nested":
@@ -314,6 +315,8 @@ def test_a_request_that_is_no_plain_file_of_the_runs_user_is_refused(tmp_path, m
                "a link": "is a link", "a device": "is a link"}.get(kind)
     assert (problem in found["problem"]) if problem else found["problem"] is None
     assert not requests.asked() and requests.take() is None
+    odd_file(tmp_path / resize.NAME, "a folder")
+    assert requests.take() is not None and not requests.asked()
 
 
 def test_a_fifo_in_place_of_a_request_stops_no_run(sentences, tmp_path):

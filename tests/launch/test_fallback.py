@@ -199,6 +199,12 @@ def test_the_command_keeps_a_mesh_that_fits_and_that_of_a_run_that_does_not_resu
     assert "goes on" not in capsys.readouterr().err
 
 
+def test_restarts_are_for_the_launcher_where_there_is_one(train, capsys):
+    _, arguments = train(0, 3, "--resume", "auto", "--max-restarts", "2")
+    assert arguments["restart"] is None
+    assert "ranvier: warning: max-restarts: does nothing under mpiexec (got 2)." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("flag", "value", "message"), [
     ("--mesh.col", "3", "mesh.col: does not divide model.heads 4"),
     ("--model.vocab", "10", "model.vocab: is less than a byte-level tokenizer has")])

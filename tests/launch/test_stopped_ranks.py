@@ -69,6 +69,35 @@ def test_a_rank_that_leaves_with_exit_code_0(start_ranks):
     assert re.search(rf"^ranvier: {RANK_1} left with exit code 0 before the run had ended", each.text, re.MULTILINE)
 
 
+@LINUX
+@pytest.mark.slow
+def test_a_rank_that_computes_without_end(start_ranks, tmp_path):
+    script = tmp_path / "looping.py"
+    script.write_text(
+        "import os, torch, ranvier\n"
+        "from torch import nn\n"
+        "class Loops(nn.Linear):\n"
+        "    count = 0\n"
+        "    def forward(self, x):\n"
+        "        self.count += 1\n"
+        "        while world.rank == 1 and self.count == 40:\n"
+        "            pass\n"
+        "        return super().forward(x)\n"
+        "world = ranvier.start(pipe=2, transport='torch', device='cpu', threads=1, hang_seconds=3.0)\n"
+        "print('rank', world.rank, 'pid', os.getpid(), flush=True)\n"
+        "engine = ranvier.Engine([Loops(4, 4) for _ in range(4)], world, mesh=ranvier.Mesh(pipe=2),\n"
+        "    loss=lambda x, target: (((x - target) ** 2).sum(), x.numel()),\n"
+        "    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01))\n"
+        "for _ in range(100):\n"
+        "    engine.train_batch([(torch.ones(2, 4), torch.ones(2, 4))] * 2)\n")
+    each = start_ranks(sys.executable, script)
+    each.wait_for_ranks()
+    assert each.process.wait(60) == 2, each.text
+    each.assert_ranks_end()
+    assert re.search(rf"ranvier: error: rank 1: forward \d runs for \d s, .*: it hangs in forward \(.*looping.py:.*"
+                     rf"\[{RANK_1}\]", each.text), each.text
+
+
 # ------------------------------------------------------------------------------------------------ the parts
 
 

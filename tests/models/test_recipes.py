@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,15 @@ import torch
 from pydantic import TypeAdapter
 
 import ranvier.recipes
+from ranvier.data.prepare import prepare
 from ranvier.data.prepare import problems as data_problems
+from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
 from ranvier.models.gpt import problems as model_problems
+from ranvier.optim.learning_rate import learning_rate
 from ranvier.run import Run
+from ranvier.testing.ranks import run_ranks
+from ranvier.train.formation import formed
 
 FILES = sorted(path for folder in ranvier.recipes.__path__ for path in Path(folder).glob("*.toml"))
 
@@ -71,3 +77,20 @@ def test_the_papers_settings(name):
 def test_gpt2_small_is_the_real_ones_size():
     run = recipe(next(path for path in FILES if path.stem == "gpt2-small"))
     assert num_parameters(run) == 124_439_808
+
+
+@pytest.mark.slow
+def test_the_smallest_recipes_loss_falls_from_the_start():
+    """Warmed up too fast, the bias of the residual stream turns over and one step's loss is a nat above the last's."""
+    run = replace(recipe(next(path for path in FILES if path.stem == "gpt-tiny")), mesh=Mesh())
+
+    def rank(world):
+        formation, losses = formed(run, world, prepare(run)), []
+        for step in range(1, 31):
+            formation.engine.learning_rate = learning_rate(run.train, step)
+            losses.append(formation.engine.train_batch(formation.train_data.microbatches(step - 1)).loss)
+        return losses
+
+    losses, = run_ranks(rank, 1, timeout_seconds=250)
+    assert losses[-1] < losses[0] - 0.5
+    assert all(loss < min(losses[:step]) + 0.3 for step, loss in enumerate(losses) if step)

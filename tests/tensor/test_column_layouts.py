@@ -1,0 +1,322 @@
+"""Activations carry how they lie over the columns: what a block's own code computes is right, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ranvier.mesh import Mesh
+from ranvier.models.block import Model
+from ranvier.pipeline.microbatch import Microbatch
+from ranvier.tensor import layers
+from ranvier.tensor.columns import LocalSize
+from ranvier.testing import SplitError, check_split
+from ranvier.testing.reference import Reference
+from ranvier.testing.split import SCHEMES
+from tests.tensor.split_parity import SEED, assert_close, gradients_on
+
+HIDDEN, HEADS, LENGTH = 12, 6, 6
+IDS = torch.randint(0, 20, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = layers.Embedding(20, HIDDEN)
+
+    def forward(self, ids):
+        return self.token(ids)
+
+
+class Own(nn.Module):
+    """A block of the given layers and forward."""
+
+    def __init__(self, forward, **own) -> None:
+        super().__init__()
+        self.compute = forward
+        for name, layer in own.items():
+            self.add_module(name, layer)
+
+    def forward(self, x):
+        return self.compute(self, x)
+
+
+def output(width=HIDDEN, units=None):
+    return layers.Linear(HIDDEN, width, stationary="output", units=units)
+
+
+def inputs(width=HIDDEN, units=None):
+    return layers.Linear(width, HIDDEN, stationary="input", units=units)
+
+
+def heads(block, x, *names):
+    return [block.get_submodule(name)(x).unflatten(-1, (-1, 2)).transpose(1, 2) for name in names]
+
+
+# ---------------------------------------------------------------------- what is right on every mesh and scheme
+
+def gate(block, x):
+    return x * torch.sigmoid(block.score(x))
+
+
+def router(block, x):
+    """Two experts, weighted by a softmax over scores that every column has."""
+    weights = block.score(x).softmax(-1)
+    return x + sum(weights[..., place, None] * block.get_submodule(name)(x) for place, name in enumerate(("a", "b")))
+
+
+def feature_gate(block, x):
+    """A replicated tensor of full width beside the residual stream and an inner activation."""
+    wide = block.score(x)
+    return x * wide + block.back(block.into(x) * wide)
+
+
+def normed_heads(block, x):
+    """OLMo-2's norm over all heads of queries, Qwen3's over each head of keys; grouped keys and values; a mask."""
+    query = block.norm_query(block.query(x)).unflatten(-1, (-1, 2)).transpose(1, 2)
+    key, value = heads(block, x, "key", "value")
+    mask = torch.ones(HEADS, LENGTH, LENGTH, dtype=torch.bool).tril() | torch.eye(LENGTH, dtype=torch.bool)
+    mixed = functional.scaled_dot_product_attention(query, block.norm_key(key), value, attn_mask=mask)
+    return x + block.back(mixed.transpose(1, 2).flatten(2))
+
+
+def by_einsum(block, x):
+    query, key, value = (block.get_submodule(name)(x).unflatten(-1, (-1, 2)) for name in ("query", "key", "value"))
+    scores = torch.einsum("bsnd,btnd->bnst", query, key).softmax(-1)
+    return x + block.back(torch.einsum("bnst,btnd->bsnd", scores, value).flatten(2))
+
+
+def scattered(block, x):
+    """Tokens that are picked, changed and put back."""
+    places, change = torch.tensor([4, 1]), block.back(functional.silu(block.into(block.norm(x))))
+    y = torch.zeros_like(x) + x
+    y[:, places] += change[:, places] * 0.5
+    y = y.index_add(1, torch.tensor([0, 0, 3, 2, 1, 5]), change)
+    return torch.cat([y[:, :3], y[:, 3:].flip(1)], 1)
+
+
+RIGHT = {
+    "gate": lambda: Own(gate, score=layers.TokenLinear(HIDDEN, 1, token=None)),
+    "router": lambda: Own(router, score=layers.TokenLinear(HIDDEN, 2, token=None), a=layers.LayerNorm(HIDDEN),
+                          b=layers.RMSNorm(HIDDEN)),
+    "feature gate": lambda: Own(feature_gate, score=layers.TokenLinear(HIDDEN, HIDDEN, token=None), into=output(),
+                                back=inputs()),
+    "norms of heads": lambda: Own(normed_heads, query=output(units=HEADS), key=output(units=HEADS),
+                                  value=output(units=HEADS), norm_query=layers.RMSNorm(HIDDEN, over="inner"),
+                                  norm_key=layers.RMSNorm(2, over="heads"), back=inputs(units=HEADS)),
+    "einsum": lambda: Own(by_einsum, query=output(units=HEADS), key=output(units=HEADS), value=output(units=HEADS),
+                          back=inputs(units=HEADS)),
+    "scattered": lambda: Own(scattered, norm=layers.RMSNorm(HIDDEN), into=output(24), back=inputs(24)),
+    "norms of what is inside": lambda: Own(lambda block, x: x + block.back(block.norm(block.into(x))), into=output(24),
+                                           norm=layers.LayerNorm(24, over="inner"), back=inputs(24)),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_everywhere(name):
+    """On the parent commit: gate, router and feature gate have gradients that are up to 110 % off."""
+    schemes = [scheme for scheme in SCHEMES if (name, scheme) != ("scattered", "megatron-sequence")]
+    outcomes = check_split([Words(), RIGHT[name]()], IDS, schemes=schemes)
+    assert Counter(one.status for one in outcomes) == {"agrees": 6 + len(schemes)}
+
+
+@pytest.mark.parametrize("shape", [dict(pipe=3, row=2, col=2), dict(data=2, row=1, col=2)], ids=str)
+@pytest.mark.parametrize("checkpoint", ["none", 1])
+def test_layouts_cross_stages_and_recomputation(shape, checkpoint):
+    """A state with scores that every column has, tokens, and what is between two Linears, over stages."""
+    def first(block, ids):
+        x = block.token(ids)
+        return {"x": x, "score": block.score(x), "inner": block.into(x), "ids": ids}
+
+    def second(block, state):
+        inner = functional.silu(state["inner"]) * torch.sigmoid(state["score"])
+        return {"x": state["x"] + block.back(inner) * (state["ids"] > 3)[..., None], "score": state["score"] * 2}
+
+    def third(block, state):
+        return block.classes(state["x"] * state["score"])
+
+    def make():
+        return Model(blocks={name: (lambda block=block: block) for name, block in zip(
+            ("first", "second", "third"), blocks, strict=True)},
+            loss=lambda y, t: (functional.cross_entropy(y, t, reduction="sum"), len(t)))
+
+    ready = [Own(first, token=layers.Embedding(20, HIDDEN), score=layers.TokenLinear(HIDDEN, 1, token=None),
+                 into=output(24)), Own(second, back=inputs(24)), Own(third, classes=layers.TokenLinear(HIDDEN, 3))]
+    blocks = [block.double() for block in ready]
+    mesh = Mesh(**shape)
+    ids = torch.randint(0, 20, (2 * mesh.data, 2 * mesh.row, LENGTH), generator=torch.Generator().manual_seed(2))
+    batches = [[Microbatch(one, one[:, 0] % 3, torch.arange(len(one)) + 10 * number)
+                for number, one in enumerate(ids[2 * replica:2 * replica + 2])] for replica in range(mesh.data)]
+    outcome = gradients_on(make, batches, mesh, checkpoint=checkpoint)
+    reference = Reference(copy.deepcopy(make()), seed=SEED, dtype=torch.float64)
+    reference.forward_backward([one for replica in batches for one in replica])
+    assert_close(outcome.gradients, reference.gradients())
+
+
+# ---------------------------------------------------------------------- what is refused, by name
+
+REFUSED = {
+    "a norm of the stream": (lambda block, x: functional.rms_norm(x, (HIDDEN,)), "stationary",
+                             "torch.nn.functional.rms_norm over a dim that columns share", "layers.RMSNorm"),
+    "a mean of features": (lambda block, x: x * x.pow(2).mean(-1, keepdim=True), "stationary",
+                           "mean along dim 2, which columns share,", "RMSNorm or LayerNorm"),
+    "a softmax over heads": (lambda block, x: block.back(block.into(x).softmax(-1)), "megatron",
+                             "softmax along dim 2, which columns share,", "Use the layers"),
+    "a norm across heads": (lambda block, x: block.back(functional.layer_norm(block.into(x), (HIDDEN,))), "stationary",
+                            "torch.nn.functional.layer_norm over a dim that columns share", "over='inner'"),
+    "two output-stationary products": (lambda block, x: block.back(block.into(block.into(x))), "megatron",
+                                       "block 1.into: takes the residual stream, and was given something else",
+                                       "Linear(stationary='input') leads back"),
+    "an input-stationary product alone": (lambda block, x: block.back(x), "megatron-sequence",
+                                          "block 1.back: takes what lies between two Linears", "leads from the"),
+    "a residual around the inside": (lambda block, x: x + block.into(x), "megatron-sequence",
+                                     "add of tensors that lie on columns in different ways", "Go from one to the"),
+    "a layer's parameter": (lambda block, x: x @ block.norm.weight.diag(), "megatron",
+                            "with a parameter outside of its layer", "Call the layer"),
+    "dropout": (lambda block, x: functional.dropout(x, 0.1), "stationary", "torch.nn.functional.dropout",
+                "layers.Dropout"),
+    "dropout of what is replicated": (lambda block, x: functional.dropout(x, 0.1), "megatron",
+                                      "torch.nn.functional.dropout draws other numbers on each rank", "layers.Dropout"),
+    "a constant of local size": (lambda block, x: x * torch.arange(x.shape[-1]), "stationary",
+                                 "of a tensor that has 6 of 12 places of the dim that columns share", "zeros_like"),
+    "the local size as a number": (lambda block, x: x * x.shape[-1] ** -0.5, "stationary",
+                                   "takes the size of a dim that columns share for that of the whole", "settings"),
+    "a written size": (lambda block, x: block.back(block.into(x).unflatten(-1, (2, -1)).flatten(2)), "stationary",
+                       "unflatten with -1, (2, -1)", "leave it as -1"),
+    "an index of a token that another column has": (lambda block, x: x[:, [4]] + x, "megatron-sequence",
+                                                    "__getitem__ (index 4 is out of bounds", "Use the layers"),
+    "an index of a feature": (lambda block, x: x * x[..., :1], "stationary", "__getitem__ with", "Read the size"),
+    "a matrix product over features": (lambda block, x: x @ torch.eye(HIDDEN, dtype=x.dtype), "stationary",
+                                       "matmul along the dim that columns share", "Use the layers"),
+    "an unknown function": (lambda block, x: torch.fft.fft(x).real, "stationary", "fft_fft", "Use the layers"),
+    "tokens and samples merged": (lambda block, x: x.flatten(0, 1).view_as(x), "megatron-sequence", "flatten with 0, 1",
+                                  "keep the dim in front"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(name):
+    compute, scheme, what, remedy = REFUSED[name]
+    block = Own(compute, into=output(), back=inputs(), norm=layers.LayerNorm(HIDDEN))
+    with pytest.raises(SplitError, match=re.escape(what)) as caught:
+        check_split([Words(), block], IDS, meshes=[(1, 2)], schemes=[scheme])
+    assert remedy in str(caught.value) and "block 1" in str(caught.value)
+    assert ": takes" in what or re.search(r"test_column_layouts\.py, line \d+", str(caught.value))
+
+
+def test_a_loss_of_each_columns_own():
+    with pytest.raises(SplitError, match=r"sum over all dims cannot be computed from one column's part"):
+        check_split([Words()], (IDS, torch.zeros(2, LENGTH, HIDDEN)), meshes=[(1, 2)], schemes=["stationary"],
+                    loss=lambda y, t: (((y - t) ** 2).sum(), 1))
+
+
+def test_a_layer_that_does_not_say_what_it_gives():
+    class Wider(layers.Linear):
+        takes = gives = "same"
+
+        def __init__(self):
+            super().__init__(HIDDEN, 24, stationary="output")
+            del self.takes, self.gives
+
+    with pytest.raises(SplitError, match="does not say how what it returns lies on the columns"):
+        check_split([Words(), Wider()], IDS, meshes=[(1, 2)], schemes=["stationary"])
+
+
+def test_a_norm_of_something_else():
+    with pytest.raises(Exception, match="over of RMSNorm: must be stream, inner or heads"):
+        layers.RMSNorm(8, over="tokens")
+
+
+def test_local_sizes():
+    size = LocalSize(6, 12)
+    assert (size // 2).whole == 6 and (2 * size - 1).whole == 23 and list(range(size)) == list(range(6))
+    for wrong in (lambda: size / 2, lambda: size ** 0.5, lambda: 1 / size, lambda: float(size)):
+        with pytest.raises(Exception, match="takes the size of a dim that columns share for that of the whole"):
+            wrong()
+
+
+# ---------------------------------------------------------------------- many small modules: right, or refused
+
+LAYERS = [
+    output, partial(output, 24), inputs, partial(inputs, 24), partial(layers.TokenLinear, HIDDEN, 1, token=None),
+    partial(layers.TokenLinear, HIDDEN, HIDDEN, token=None), partial(layers.LayerNorm, HIDDEN),
+    partial(layers.RMSNorm, HIDDEN), partial(layers.RMSNorm, HIDDEN, over="inner"),
+    partial(layers.RMSNorm, 2, over="heads"), partial(layers.WholeLinear, HIDDEN, HIDDEN), partial(layers.Dropout, 0.3)]
+STEPS = [
+    lambda a, b, d: a + b, lambda a, b, d: a * torch.tanh(b), lambda a, b, d: a.softmax(d),
+    lambda a, b, d: a.sum(d, keepdim=True), lambda a, b, d: functional.rms_norm(a, (int(a.size(-1)),)),
+    lambda a, b, d: functional.normalize(a, dim=d), lambda a, b, d: a.unflatten(-1, (-1, 2)),
+    lambda a, b, d: a.unflatten(-1, (2, -1)), lambda a, b, d: a.flatten(2), lambda a, b, d: a.transpose(1, d),
+    lambda a, b, d: a.flatten(0, 1).unflatten(0, (2, -1)), lambda a, b, d: a.reshape(a.shape[0], a.shape[1], -1),
+    lambda a, b, d: a.reshape(*a.shape[:2], a.shape[2] // 2, 2), lambda a, b, d: a.reshape(*a.shape[:2], 2, -1),
+    lambda a, b, d: a @ b.transpose(-1, -2), lambda a, b, d: a @ b,
+    lambda a, b, d: functional.scaled_dot_product_attention(a, b, b), lambda a, b, d: a[:, 1:],
+    lambda a, b, d: a[..., :1],
+    lambda a, b, d: a[:, torch.tensor([0, 2, 1])], lambda a, b, d: torch.cat([a, b], d),
+    lambda a, b, d: torch.stack([a, b], d), lambda a, b, d: a.chunk(2, d)[1], lambda a, b, d: a.cumsum(d),
+    lambda a, b, d: a * torch.arange(HIDDEN), lambda a, b, d: a * torch.arange(LENGTH)[:, None],
+    lambda a, b, d: a / a.shape[-1], lambda a, b, d: a + a.new_ones(a.shape), lambda a, b, d: torch.where(a > 0, a, b),
+    lambda a, b, d: a.repeat_interleave(2, d), lambda a, b, d: a.unsqueeze(2).expand(-1, -1, 2, -1).flatten(2),
+    lambda a, b, d: a.unsqueeze(3).expand(-1, -1, -1, 2).flatten(2), lambda a, b, d: a.clone().add_(b),
+    lambda a, b, d: layers.gelu(a * 1), lambda a, b, d: functional.glu(a, d), lambda a, b, d: a * b.mean(),
+    lambda a, b, d: functional.linear(a, torch.ones(3, HIDDEN, dtype=a.dtype)), lambda a, b, d: a.movedim(1, d)]
+
+
+class Program(nn.Module):
+    """Random layers and functions, each of what came before."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.layers, self.plan, draw = nn.ModuleList(), [], random.Random(seed)
+        for number in range(draw.randint(2, 6)):
+            if draw.random() < 0.5 or not number:
+                self.layers.append(draw.choice(LAYERS)())
+                step = self.layers[-1]
+            else:
+                step = partial(draw.choice(STEPS), d=draw.choice([1, 2, -1]))
+            self.plan.append((step if not isinstance(step, nn.Module) else len(self.layers) - 1,
+                              *(max(0, number - draw.choice([0, 0, 0, 1, 2])) for _ in range(2))))
+
+    def forward(self, x):
+        values = [x]
+        for step, a, b in self.plan:
+            values.append(self.layers[step](values[a]) if isinstance(step, int) else step(values[a], values[b]))
+        return values[-1]
+
+
+def tried(seed: int) -> Counter:
+    """How often a program agrees and is refused; fails where it differs."""
+    block = Program(seed)
+    try:
+        with torch.no_grad():
+            result = nn.Sequential(Words(), block).eval()(IDS)
+    except Exception:
+        return Counter(invalid=1)  # on one rank, too
+    if result.dim() == 0 or len(result) not in (2, 2 * LENGTH):
+        return Counter(invalid=1)  # samples are no dim of it
+    try:
+        outcomes = check_split([Words(), block], IDS, meshes=[(1, 2)])
+    except SplitError as error:
+        outcomes = error.outcomes
+    wrong = [one for one in outcomes if one.status == "differs"]
+    assert not wrong, f"program {seed}: {wrong}, {block.plan}"
+    return Counter(one.status for one in outcomes)
+
+
+@pytest.mark.parametrize("start", range(0, 120, 40))
+def test_any_module_is_right_or_refused(start):
+    found = sum((tried(seed) for seed in range(start, start + 40)), Counter())
+    assert found["agrees"] > 15 and found["refused"] > 15
+
+
+@pytest.mark.slow
+def test_many_modules_are_right_or_refused():
+    sum((tried(seed) for seed in range(1000, 4000)), Counter())

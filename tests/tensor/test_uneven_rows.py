@@ -1,0 +1,163 @@
+"""Rows with different numbers of tokens, and rows with none, take part exactly: no collective depends on the number."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ranvier.comm import mpi_launch
+from ranvier.mesh import Mesh
+from ranvier.models.block import Model
+from ranvier.models.gpt import gpt
+from ranvier.pipeline.microbatch import Microbatch
+from ranvier.run import TensorParallel, Transformer
+from ranvier.tensor import layers
+from ranvier.testing import SplitError, check_split
+from ranvier.testing.ranks import run_processes
+from ranvier.testing.reference import Reference
+from ranvier.world import World
+from tests.tensor.split_parity import SCHEMES, SEED, assert_close, gradients_on, on_mesh, share
+
+HIDDEN, LENGTH = 12, 6
+ODD, EVEN = torch.tensor([1, 3, 5, 7, 9, 11]), torch.tensor([2, 4, 5, 8, 10, 12])
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = layers.Embedding(20, HIDDEN)
+
+    def forward(self, ids):
+        return {"x": self.token(ids), "ids": ids}
+
+
+class Experts(nn.Module):
+    """Tokens go to one of two experts by their number; skips: an expert without tokens is left out."""
+
+    def __init__(self, skips: bool = False) -> None:
+        super().__init__()
+        self.skips = skips
+        self.norm = layers.RMSNorm(HIDDEN)
+        self.into = nn.ModuleList(layers.Linear(HIDDEN, 24, stationary="output") for _ in range(2))
+        self.out = nn.ModuleList(layers.Linear(24, HIDDEN, stationary="input") for _ in range(2))
+
+    def forward(self, state):
+        tokens, expert = state["x"].flatten(0, 1), state["ids"].flatten() % 2
+        y = torch.zeros_like(tokens)
+        for number in range(2):
+            mine = (expert == number).nonzero().squeeze(1)
+            if self.skips and not len(mine):
+                continue
+            inner = functional.silu(self.into[number](self.norm(tokens[mine])))
+            y = y.index_add(0, mine, self.out[number](inner))
+        return {"x": state["x"] + y.unflatten(0, (-1, LENGTH)), "ids": state["ids"]}
+
+
+class Classes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.classes = layers.TokenLinear(HIDDEN, 3)
+
+    def forward(self, state):
+        return self.classes(state["x"])
+
+
+def class_loss(scores, targets):
+    return functional.cross_entropy(scores, targets, reduction="sum"), len(targets)
+
+
+@pytest.mark.parametrize("ids", [
+    pytest.param(torch.stack([ODD, EVEN, EVEN, EVEN + 2]), id="different numbers"),
+    pytest.param(torch.stack([EVEN, ODD + 1, ODD, ODD]), id="experts that one row does not need"),
+    pytest.param(torch.stack([ODD, EVEN, EVEN + 1]), id="more samples in one row"),
+    pytest.param(ODD[None], id="a row without samples")])
+def test_routed_tokens(ids):
+    """On the parent commit a row without tokens for an expert pairs one weight's collectives with another's."""
+    outcomes = check_split([Words(), Experts(), Classes()], (ids, ids[:, 0] % 3), loss=class_loss,
+                           schemes=["stationary", "summa", "megatron"])
+    assert [one.status for one in outcomes] == ["agrees"] * 9
+
+
+@pytest.mark.parametrize("count", [3, 1])
+def test_rows_share_a_microbatch_unevenly(count):
+    """Embeddings, attention, norms, dropout and the split loss; on 2 rows a single sample leaves one without."""
+    config = Transformer(num_layers=1, hidden=36, heads=6, vocab=31, sequence=6, dropout=0.1)
+    ids = torch.randint(0, 31, (count, 7), generator=torch.Generator().manual_seed(0))
+    outcomes = check_split(gpt(config), (ids[:, :-1], ids[:, 1:]), meshes=[(2, 1), (2, 2), (2, 3)])
+    assert [one.status for one in outcomes] == ["agrees"] * 6
+
+
+def routed() -> Model:
+    generator = torch.Generator().manual_seed(1)
+    blocks = {"words": Words(), "first": Experts(), "second": Experts(), "classes": Classes()}
+    for block in blocks.values():
+        block.double()
+        with torch.no_grad():
+            for parameter in block.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 3)
+    return Model(blocks={name: (lambda block=block: block) for name, block in blocks.items()}, loss=class_loss)
+
+
+BATCHES = [[Microbatch(ids, ids[:, 0] % 3, torch.arange(2) + 10 * number) for number, ids in enumerate(
+    (torch.stack([ODD, EVEN]), torch.stack([EVEN, EVEN + 2]), torch.stack([EVEN - 1, EVEN + 1])))]]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("checkpoint", ["none", 1])
+@pytest.mark.parametrize(("defer_bytes", "pipe"), [(0, 1), (1 << 40, 1), (1 << 40, 2)])
+def test_in_the_engine(keep, checkpoint, defer_bytes, pipe):
+    """Recomputed, with weights that stay gathered, and with postponed weight gradients: all rows have as many."""
+    outcome = gradients_on(routed, BATCHES, Mesh(pipe=pipe, row=2, col=2), settings=TensorParallel(keep_weights=keep),
+                           checkpoint=checkpoint, defer_bytes=defer_bytes)
+    reference = Reference(copy.deepcopy(routed()), seed=SEED, dtype=torch.float64)
+    reference.forward_backward(BATCHES[0])
+    assert_close(outcome.gradients, reference.gradients())
+
+
+def test_a_layer_that_one_row_leaves_out_is_named():
+    ids = torch.stack([ODD, EVEN - 1, EVEN * 0 + 4, EVEN * 0 + 2])
+    with pytest.raises(SplitError, match=r"block 1\.into\.1: is called by some rows only") as caught:
+        check_split([Words(), Experts(skips=True), Classes()], (ids, ids[:, 0] % 3), loss=class_loss, meshes=[(2, 2)],
+                    schemes=["stationary"])
+    assert "the end of block 1" in str(caught.value) and "x[:0]" in str(caught.value)
+
+
+def test_the_engine_names_it_too():
+    def make():
+        model = routed()
+        model.blocks["first"]().skips = True
+        return model
+
+    with pytest.raises(Exception, match="is called by some rows only"):
+        on_mesh(make, Mesh(row=2), lambda engine: engine.forward_backward(share(engine, BATCHES)), check_order=True)
+
+
+def errors(world: World, scheme: str) -> list[float]:
+    """Of every gradient on 2 x 1 processes, the second of which has no token for one expert."""
+    from ranvier.pipeline.engine import Engine
+
+    engine = Engine(routed(), world, mesh=Mesh(row=2), seed=SEED, dtype=torch.float64, tensor=SCHEMES[scheme])
+    engine.forward_backward(share(engine, BATCHES))
+    reference = Reference(copy.deepcopy(routed()), seed=SEED, dtype=torch.float64)
+    reference.forward_backward(BATCHES[0])
+    found = []
+    for name, gradient in engine.gradients().items():
+        box = engine.layout.box(engine.layout[name], engine.coordinates.row, engine.coordinates.col)
+        expected = reference.gradients()[name][tuple(slice(*edges) for edges in box)]
+        found.append(float((gradient - expected).norm() / (1 + expected.norm())))
+    engine.close()
+    return found
+
+
+UNUSABLE = mpi_launch.mpi_available()
+
+
+@pytest.mark.parametrize(("transport", "scheme"), [("torch", "stationary"), pytest.param(
+    "mpi", "summa", marks=[pytest.mark.mpi, pytest.mark.skipif(UNUSABLE is not None, reason=str(UNUSABLE))])])
+def test_over_processes(transport, scheme):
+    for found in run_processes("tests.tensor.test_uneven_rows:errors", 2, transport, args=[scheme]):
+        assert max(found) < 1e-12
