@@ -106,8 +106,8 @@ class Engine:
             they drop out as others do, or compute as in evaluation.
         sample: a microbatch of the usual shape; on several rows a row's share of one.
         guard: when a step is bad, so that nothing is updated from it (`BatchResult.bad`); all its modes but none are
-            alike here, and none applies every step. Without a guard, a loss that is NaN or infinite is an error, with
-            the block and microbatch that it began with, and nothing is updated from it.
+            alike here, and none applies every step. Without a guard, a loss that is NaN or infinite (in fp16: that
+            is NaN) is an error, with the block and microbatch that it began with, and nothing is updated from it.
         buffers: what replicas do about buffers that a forward changes, such as BatchNorm's running statistics, after
             each training batch: all take the first replica's (as DistributedDataParallel does), their average, or each
             keeps its own (local), of which checkpoints and exports have the first replica's.
@@ -402,9 +402,11 @@ class Engine:
         return 0.0 if self._earlier is None or self._stats[2] else float(self._earlier[1])
 
     def _bad_loss(self) -> str | None:
-        """"loss is nan", where the mean loss of the global batch is no finite number."""
+        """"loss is nan", where the mean loss of the global batch is no finite number. An infinite one in fp16 may be an
+        overflow, of which the gradients tell."""
         loss = self._loss()
-        return None if math.isfinite(loss) else f"loss is {loss}"
+        good = not math.isnan(loss) if self.loss_scale is not None else math.isfinite(loss)
+        return None if good else f"loss is {loss}"
 
     def _loss(self) -> float:
         """The mean loss of the global batch, which is reduced with its weight."""

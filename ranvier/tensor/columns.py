@@ -82,7 +82,9 @@ class LocalSize(int):
 def _tracked(name: str) -> Callable:
     of_int = getattr(int, name)
 
-    def operation(self: LocalSize, *other: int) -> int:
+    def operation(self: LocalSize, *other: object) -> int:
+        if not all(isinstance(one, int) for one in other):  # a list that is repeated, for one
+            return NotImplemented
         value, whole = (of_int(int(self), *map(int, other)),
                         of_int(self.whole, *(getattr(one, "whole", one) for one in other)))
         return value if value is NotImplemented or whole is NotImplemented else LocalSize(value, whole)
