@@ -185,7 +185,7 @@ def train(change_world: Callable[[World], World] | None, recipe: str, **flags: s
                          timeout_seconds=run.comm.timeout_seconds, rerun=rerun,
                          explain_kill=lambda: _memory_text(run), saves_on_stop=True,
                          stopped_seconds=run.launch.stopped_seconds, hang_seconds=run.launch.hang_seconds,
-                         restart=Restarts(run, rerun) if rerun and run.max_restarts else None)
+                         restart=Restarts(run, rerun) if rerun and run.max_restarts else None, flags=True)
     return _train_as_rank(run, name, world, change_world)
 
 

@@ -6,6 +6,8 @@ traceback and exits with 2.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 class RanvierError(Exception):
     """A fault with a culprit and a remedy.
@@ -19,8 +21,16 @@ class RanvierError(Exception):
 
     def __init__(self, what: str, *, where: str, value: object = None, remedy: str) -> None:
         self.what, self.where, self.value, self.remedy = what, where, value, remedy
-        shown = "" if value is None else f" (got {value!r})"
-        super().__init__(f"{where}: {what}{shown}. {remedy}")
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        shown = "" if self.value is None else f" (got {self.value!r})"
+        return f"{self.where}: {self.what}{shown}. {self.remedy}"
+
+    def reword(self, words: Callable[[str], str]) -> None:
+        """Say the same in other words, which `words` makes of each text."""
+        self.what, self.where, self.remedy = words(self.what), words(self.where), words(self.remedy)
+        self.args = (self._text(),)
 
     def __reduce__(self):
         return _rebuild, (type(self), self.what, self.where, self.value, self.remedy)

@@ -18,10 +18,10 @@ from dataclasses import replace
 
 from torch.distributed import Store
 
-from ranvier.comm.board import in_time, silent
+from ranvier.comm.board import in_time, said, silent, waits_for
 from ranvier.comm.hang import HangWatch
 from ranvier.comm.signed_store import SignedStore
-from ranvier.errors import Hang, MessageTimeout, RanvierError, TransportError, UnsavedError
+from ranvier.errors import Hang, LaunchError, MessageTimeout, RanvierError, TransportError, UnsavedError
 from ranvier.lifeline import Heartbeat, launcher_processes, launcher_variable
 from ranvier.mesh import Mesh
 from ranvier.processes import Process
@@ -136,25 +136,29 @@ def _end(world: World, mesh: Mesh, codes: list[int], heartbeat: Heartbeat | None
     if codes[0]:
         leave(world, failed(world, mesh, SystemExit(codes[0])))
     try:
-        _await_all(world, heartbeat)
+        _await_all(world, mesh, heartbeat)
         heartbeat.close()
         world.backend.close()
     except RanvierError as error:  # raised at exit, it would be printed, and the exit code stay 0
         leave(world, failed(world, mesh, error))
 
 
-def _await_all(world: World, heartbeat: Heartbeat) -> None:
+def _await_all(world: World, mesh: Mesh, heartbeat: Heartbeat) -> None:
     """Return when every rank's program has come to its end: some write reports long after the others are done.
-    MessageTimeout where one gives no sign of life in time."""
+    MessageTimeout where one gives no sign of life in time, LaunchError where one needs this rank for what it does."""
     try:
         world.store.set(f"{FINISHED}/{world.rank}", "")
         looked, unfinished = time.monotonic(), set(range(world.size)) if world.rank == 0 else set()
+        needed_by = None
         while not world.store.check([FINISHED]):
             unfinished = {rank for rank in unfinished if not world.store.check([f"{FINISHED}/{rank}"])}
             if world.rank == 0 and not unfinished:
                 world.store.set(FINISHED, "")
             time.sleep(0.02)
             if time.monotonic() - looked >= LOOK_SECONDS:
+                before, needed_by = needed_by, waits_for(world.store, world.rank, range(world.size))
+                if needed_by is not None and needed_by == before:
+                    raise _ended_early(world, mesh, needed_by)
                 looked, (rank, seconds) = time.monotonic(), heartbeat.longest_silence()
                 if seconds >= heartbeat.timeout_seconds:
                     raise MessageTimeout("gives no sign of life, and the run waits for its end", where=f"rank {rank}",
@@ -162,6 +166,13 @@ def _await_all(world: World, heartbeat: Heartbeat) -> None:
                                          remedy="See what that rank does, and start again with --resume auto.")
     except RuntimeError:
         pass  # rank 0, which keeps the store, saw all of them and has left
+
+
+def _ended_early(world: World, mesh: Mesh, other: int) -> LaunchError:
+    doing = (in_time(lambda: said(world.store, [other])) or {}).get(other, (0, "a call"))[1]
+    return LaunchError(f"ended its program with exit code 0 while rank {other} ({_place(world, mesh, other)}) needs "
+                       f"it: that is in {doing}", where=f"rank {world.rank}",
+                       remedy="Have all ranks make the same calls of the engine, and end after the last one.")
 
 
 def end_on_start_errors(local_rank: int | None) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch.distributed import HashStore, PrefixStore, Store
 
 from ranvier import failure
+from ranvier.arguments import of_function
 from ranvier.comm.inprocess import InProcessWorld
 from ranvier.comm.mpi_backend import MPIBackend
 from ranvier.comm.mpi_launch import mpi_available
@@ -48,12 +49,13 @@ class Choice:
     reason: str
 
 
+@of_function("ranvier.start")
 def start(mesh: Mesh | None = None, *, data: int = 1, pipe: int = 1, row: int = 1, col: int = 1,
           transport: Literal["auto", "torch", "mpi"] = "auto", launcher: Setting = "auto",
           threads: int | Literal["auto"] = "auto", device: Literal["auto", "cpu", "cuda"] = "auto",
           timeout_seconds: float = 300.0, rerun: Sequence[str] | None = None,
           explain_kill: Callable[[], str] | None = None, saves_on_stop: bool = False, stopped_seconds: float = 5.0,
-          hang_seconds: float | Literal["auto"] = "auto", restart: Restart | None = None) -> World:
+          hang_seconds: float | Literal["auto"] = "auto", restart: Restart | None = None, flags: bool = False) -> World:
     """This rank of `mesh` (or of data x pipe x row x col), connected to all others.
 
     Under plain python with more than one rank this does not return: the command (`rerun`, by default this process's
@@ -62,7 +64,7 @@ def start(mesh: Mesh | None = None, *, data: int = 1, pipe: int = 1, row: int = 
     (`ranvier.stop`). Where the ranks end in a way that another start may mend, `restart` says how they start again.
     `timeout_seconds` bounds the wait for messages and for the other ranks at start. A rank that is stopped by a signal
     for `stopped_seconds` ends the run, as does an action that runs for more than `hang_seconds` (ranvier.comm.hang says
-    what auto is); 0 lets it be.
+    what auto is); 0 lets it be. With `flags` errors name the command's flags, rather than arguments.
 
     ConfigError when the launcher's ranks are not those of the mesh, or a setting cannot work here; LaunchError when
     ranks cannot be started or reached.

@@ -62,6 +62,26 @@ def silent(store: Store | SignedStore, ranks: Sequence[int], seconds: float = 2.
     return None if before is None or after is None else [rank for rank in before if before[rank] == after[rank]]
 
 
+def begun(store: Store | SignedStore, rank: int) -> tuple[int, int]:
+    """How many calls that all ranks of its mesh make a rank has begun with its engine, and how many ranks that mesh
+    has."""
+    if not store.check([_calls_key(rank)]):
+        return 0, 0
+    calls, size = store.get(_calls_key(rank)).decode().split()
+    return int(calls), int(size)
+
+
+def waits_for(store: Store | SignedStore, rank: int, ranks: Sequence[int]) -> int | None:
+    """One of `ranks` that has begun a call which needs `rank`, whose program has ended before it; None where there is
+    none."""
+    mine = begun(store, rank)[0]
+    for other in ranks:
+        calls, size = begun(store, other)
+        if other != rank and rank < size and calls > mine:
+            return other
+    return None
+
+
 def _signs(store: Store | SignedStore, ranks: Sequence[int]) -> dict[int, list[bytes]]:
     """All that `ranks` have said last: here, and by their heartbeat, which beats where there is no board, too."""
     keys = {rank: [key for key in (_key(rank), f"{BEAT}{rank}") if store.check([key])] for rank in ranks}
@@ -70,6 +90,10 @@ def _signs(store: Store | SignedStore, ranks: Sequence[int]) -> dict[int, list[b
 
 def _key(rank: int) -> str:
     return f"ranvier/board/{rank}"
+
+
+def _calls_key(rank: int) -> str:
+    return f"ranvier/calls/{rank}"
 
 
 class Board:
@@ -84,6 +108,8 @@ class Board:
         self._hang = hang
         self._doing, self._since, self._last, self._changes = "its start", time.monotonic(), "", 0
         self._runs_on = threading.get_ident()
+        self.calls = 0
+        """Calls that this rank has begun of those that all ranks of the mesh make; see `waits_for`."""
         self._count = 0
         self._looks = (0, 0)  # at which change, and how often since
         self._stop = threading.Event()
@@ -128,6 +154,7 @@ class Board:
         seconds = self._looks[1] * self._interval
         how_long = f" for {seconds:.0f} s, after {self._last or 'nothing'}" if seconds >= _WORTH_TELLING_SECONDS else ""
         self._store.set(_key(self._rank), f"{self._count} {self._doing}{how_long}")
+        self._store.set(_calls_key(self._rank), f"{self.calls} {self._mesh.size}")
 
     def name(self, rank: int) -> str:
         """A rank in words: only the axes that the mesh uses."""
@@ -155,3 +182,4 @@ class Board:
         atexit.unregister(self.close)
         self._stop.set()
         self._thread.join(_STORE_SECONDS)
+        in_time(self._publish)

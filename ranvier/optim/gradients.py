@@ -15,6 +15,10 @@ and its one chunk is handed on, and forgotten, before the backward enters the ru
 A half-precision parameter may have fp32 gradients here (`Tensor.grad_dtype`): many microbatches then add up without
 losing bits.
 
+A parameter that no loss reaches has no gradient, and whoever updates leaves it alone. On several replicas that is so
+when none of them reaches it. Each knows that only of itself, and says it by the sign of zero: a gradient that nothing
+was added to is -0.0, which no sum of anything else can be (-0.0 + -0.0 = -0.0, 0.0 + -0.0 = 0.0).
+
 At most `in_flight` reductions that work in memory of their own are under way, however late a peer is, and have such
 memory in turn. Where half-precision sums come in two halves, with in_flight 3:
 
@@ -147,6 +151,8 @@ class Gradients:
         self._next = self._moving = 0
         self._passed = sys.maxsize
         self._scatter = False
+        self._versions: dict[nn.Parameter, int] = {}
+        self._unreached: dict[nn.Parameter, bool] = {}
         if allocate:
             self.allocate()
 
@@ -221,11 +227,13 @@ class Gradients:
             start, stop = self.places[spec.parameter]
             place = self.flat[start + first.offset:stop + first.offset]
             if spec.parameter.grad is None or spec.parameter.grad.data_ptr() != place.data_ptr():
-                if reused and spec.parameter.grad is not None:
+                early = reused and spec.parameter.grad is not None
+                if early:
                     place.copy_(spec.parameter.grad.reshape(-1))
                     spec.parameter.grad = None
                 spec.parameter.grad_dtype = self.flat.dtype
-                spec.parameter.grad = place.view(spec.parameter.shape)
+                spec.parameter.grad = place.view(spec.parameter.shape).data  # with a version count of its own
+                self._versions[spec.parameter] = -1 if early else spec.parameter.grad._version
 
     # ------------------------------------------------------------------ counting
 
@@ -239,6 +247,9 @@ class Gradients:
         self._passed = sys.maxsize
         self._scatter = scatter
         self._attach(reused=False)
+        self._unreached = {}
+        self._versions = {spec.parameter: spec.parameter.grad._version for spec in self._specs
+                          if spec.parameter.grad is not None}
         for chunk in self.chunks:
             chunk.work, chunk.gather, chunk.entered = Finished(), None, False
             chunk.blocks = set().union(*(spec.blocks for spec in chunk.specs))
@@ -296,6 +307,8 @@ class Gradients:
         for chunk in self.chunks:
             chunk.blocks.clear()
         self._reduce_complete()
+        for spec in self._specs:  # before gradients of other ends are added
+            self._note_reach(spec)
 
     def _reduce_complete(self) -> None:
         while self._next < len(self.chunks):
@@ -305,6 +318,8 @@ class Gradients:
             self._next += 1
             if chunk.reused:  # where no backward came by, gradients are zero
                 self._enter(self._run[chunk.specs[0].parameter])
+            for spec in chunk.specs:
+                self._note_reach(spec)
             if chunk.sent_to_owner:
                 self._send_to_owner(chunk.specs[0])
             elif len(chunk.group.ranks) > 1:
@@ -315,6 +330,29 @@ class Gradients:
                 self.on_complete(chunk)
                 for spec in chunk.specs:
                     spec.parameter.grad = None
+
+    def _note_reach(self, spec: GradientSpec) -> None:
+        """Everything of this rank has been added to the gradient of `spec`. If that is nothing, it becomes -0.0."""
+        parameter = spec.parameter
+        if parameter in self._unreached:
+            return
+        untouched = parameter.requires_grad and parameter.grad is not None and \
+            parameter.grad._version == self._versions.get(parameter, -1) and not parameter.grad.any()
+        self._unreached[parameter] = bool(untouched)
+        if untouched:
+            parameter.grad.data.fill_(-0.0)
+
+    def left_alone(self, chunk: Chunk) -> set[nn.Parameter]:
+        """Parameters in a reduced chunk that nobody's loss has reached; the same on all who summed it."""
+        start, stop = self.share_of(chunk)
+        found = set()
+        for spec in chunk.specs:
+            if self._unreached.get(spec.parameter):
+                first, last = self.places[spec.parameter]
+                part = self.of(chunk, max(first, start), max(first, start, min(last, stop)))
+                if bool(torch.signbit(part).all()) and not bool(part.any()):
+                    found.add(spec.parameter)
+        return found
 
     def _wait(self, chunk: Chunk) -> None:
         """Return when `chunk` is reduced."""
@@ -443,6 +481,32 @@ class Gradients:
         if gathering is not None:
             gathering.work.wait()
             yield gathering
+
+    def snapshot(self) -> Tensor:
+        """A copy of the buffer between batches, with what a user has put in the place of a parameter's gradient."""
+        copied = self.flat.clone()
+        for spec in self._specs:
+            start, stop = self.places[spec.parameter]
+            offset, grad = self.chunks[self._chunks_of[spec.parameter].start].offset, spec.parameter.grad
+            place = copied[start + offset:stop + offset]
+            if grad is None:
+                place.zero_()
+            elif grad.data_ptr() != self.flat.data_ptr() + (start + offset) * self.flat.element_size():
+                place.copy_(grad.reshape(-1))
+        return copied
+
+    def note_values(self) -> None:
+        """Gradients are whole; see `were_zeroed`."""
+        self._versions = {spec.parameter: spec.parameter.grad._version for spec in self._specs
+                          if spec.parameter.grad is not None}
+
+    def were_zeroed(self) -> bool:
+        """Whether somebody has set all gradients of this rank to None or zero since `note_values`."""
+        found = [spec.parameter.grad for spec in self.owned()]
+        given = [grad for grad in found if grad is not None]
+        written = [spec.parameter for spec in self.owned() if spec.parameter.grad is not None
+                   and spec.parameter.grad._version != self._versions.get(spec.parameter)]
+        return bool(found) and (not given or (bool(written) and not any(bool(grad.any()) for grad in given)))
 
     def wait(self) -> None:
         """Return when all chunks are reduced."""

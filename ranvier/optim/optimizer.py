@@ -69,6 +69,7 @@ class FlatOptimizer:
         self.steps = 0
         """Updates so far; skipped steps do not count."""
         self._update = Update(step=0, learning_rate=0.0, factor=1.0, segments=())
+        self._trained: list[Segment] = []
         self._gathers: deque[Work] = deque()
         self._gathered = 0
         self._sent: dict[int, Tensor] = {}
@@ -120,11 +121,14 @@ class FlatOptimizer:
     def begin(self, learning_rate: float) -> None:
         """A step that is not skipped; after `prefetch`."""
         self.steps += 1
-        self._update = Update(step=self.steps, learning_rate=learning_rate, factor=1.0, segments=self._segments())
+        self._trained = self._segments(set())
+        self._update = Update(step=self.steps, learning_rate=learning_rate, factor=1.0, segments=self._trained)
 
     def update(self, chunk: Chunk, factor: float) -> Iterator[Bucket]:
         """Update the parameters of a reduced chunk from its gradients times `factor`, a bucket for each turn."""
+        left_alone = self._gradients.left_alone(chunk)
         self._update.factor = factor
+        self._update.segments = self._segments(left_alone) if left_alone else self._trained
         yield from self.placement.update(self._buckets[id(chunk)], self._update)
         self._gather(chunk)
 
@@ -189,9 +193,10 @@ class FlatOptimizer:
         group = group_of(self._optim, spec.name, spec.parameter.dim())
         return Segment(start, stop, group.learning_rate_factor, group.weight_decay)
 
-    def _segments(self) -> list[Segment]:
-        """What is updated now: parameters that have not been frozen since."""
-        return [segment for parameter, segment in self._groups if parameter.requires_grad]
+    def _segments(self, left_alone: set[nn.Parameter]) -> list[Segment]:
+        """What is updated now: parameters that have not been frozen since, and which a loss has reached."""
+        return [segment for parameter, segment in self._groups
+                if parameter.requires_grad and parameter not in left_alone]
 
 
 def resolve_bucket_size(optim: Optim, device: str) -> int:

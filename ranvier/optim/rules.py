@@ -32,8 +32,8 @@ class Rule(Protocol):
 class AdamW:
     """Decoupled weight decay (Loshchilov and Hutter, 2019).
 
-    One step count serves all parameters: the moments of one that is frozen for the first steps are corrected as if they
-    were as old as the run.
+    One step count serves all parameters: the moments of one that is frozen, or reached by no loss, for the first steps
+    are corrected as if they were as old as the run.
     """
 
     optim: Optim

@@ -39,6 +39,9 @@ from ranvier.pipeline.timeline import Timeline
 from ranvier.precision import is_half, reduce_dtype
 from ranvier.run import Optim
 
+_FAR = 8
+"""A batch is so many times as heavy as it was said to be: an initial loss scale does not fit it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
@@ -74,7 +77,10 @@ class Updater:
         runs: blocks (their numbers) that a backward passes together.
         weight: waits for the weight of the global batch, which is known some time after a rank's last forward.
         progress: called between buckets, so that messages move.
-        bad_steps: looks at each step before it is applied; None applies what there is.
+        earlier_weight: that of the batches whose gradients `begin` has kept, known together with `weight`.
+        bad_steps: looks at each step before it is applied.
+        bad_loss: says before a step is applied what is bad about its loss, where no `bad_steps` looks; None applies
+            what there is.
 
     Raises ConfigError for what cannot work together.
     """
@@ -83,7 +89,8 @@ class Updater:
                  optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None, dtype: torch.dtype,
                  device: torch.device, nominal_weight: float, runs: Sequence[range],
                  send_to_owner: Callable[[GradientSpec], None], weight: Callable[[], float], timeline: Timeline,
-                 progress: Callable[[], None], bad_steps: BadSteps | None = None) -> None:
+                 progress: Callable[[], None], earlier_weight: Callable[[], float] = lambda: 0.0,
+                 bad_steps: BadSteps | None = None, bad_loss: Callable[[], str | None] | None = None) -> None:
         for problem in in_backward_problems(optim, dtype, own=own):
             raise problem
         self._optim, self._ranks = optim, ranks
@@ -105,7 +112,10 @@ class Updater:
         self.masters = MasterCopies(self.users, owned) if self.users is not None and half else None
         self.loss_scale = LossScale(scale=optim.initial_loss_scale, window=optim.loss_scale_window) \
             if dtype is torch.float16 else None
-        self.bad_steps = bad_steps
+        self.bad_steps, self._bad_loss = bad_steps, bad_loss
+        self._earlier_weight = earlier_weight
+        self._kept: Tensor | None = None
+        self._kept_overflow = self._overflow = False
         self.learning_rate = 0.0
         self._step = 0
         self._squared, self._began = torch.zeros(()), False
@@ -127,13 +137,16 @@ class Updater:
         `divide_by_it`, lowers a loss scale with which that would overflow; one that has been adapted stays."""
         if divide_by_it:
             self.nominal_weight = weight
-        elif self.loss_scale.is_initial and weight > 2 * self.nominal_weight:
+        elif self.loss_scale.is_initial and weight > _FAR * self.nominal_weight:
             self.loss_scale.lower(weight / self.nominal_weight)
 
     # ------------------------------------------------------------------ one batch
 
-    def begin(self, step: int, *, updates: bool) -> None:
-        """A new batch, as step `step` (from 1). updates: whether `finish` follows, rather than `average`."""
+    def begin(self, step: int, *, updates: bool, keep: bool = False) -> None:
+        """A new batch, as step `step` (from 1). updates: whether `finish` follows, rather than `average`. keep: whether
+        what `average` has left belongs to the same step."""
+        self._kept, self._kept_overflow = (self.gradients.snapshot(), self._overflow) if keep else (None, False)
+        self._overflow = False
         self._step, self._squared, self._began = step, torch.zeros(()), False
         if self._by_block is not None:
             self._by_block.zero_()
@@ -146,10 +159,14 @@ class Updater:
         """All backwards have run: average, judge and update, unless the verdict is to skip the step."""
         if self.flat is not None and not self.in_backward:
             self.flat.prefetch()
-        if self.flat is not None and not (self._optim.clip_norm or self.loss_scale or self.bad_steps):
-            return self._update_as_reduced()
-        verdict = self._judge()
-        self._apply(verdict, verdict.factor)
+        started, bad = time.monotonic_ns(), self._bad_before_update()
+        self._timeline.add("reduce", "weight", self._step, started)
+        if self.flat is not None and not (self._optim.clip_norm or self.loss_scale or self.bad_steps or bad):
+            verdict = self._update_as_reduced()
+        else:
+            verdict = self._judge()
+            self._apply(verdict, verdict.factor)
+        self._kept = None
         return verdict
 
     def average(self) -> Verdict:
@@ -159,7 +176,13 @@ class Updater:
                               value="half", remedy="Call train_batch, or set --optim.accumulate fp32.")
         verdict = self._judge()
         self.gradients.scale(verdict.factor)
+        self.gradients.note_values()
+        self._kept, self._overflow = None, verdict.overflow
         return verdict
+
+    def _bad_before_update(self) -> str | None:
+        """What is bad about the loss, which is known with its weight, so that nobody waits for this."""
+        return self._bad_loss() if self._bad_loss is not None and self._weight() else None
 
     def apply(self, verdict: Verdict) -> None:
         """Update from the gradients that `average` has left."""
@@ -192,6 +215,7 @@ class Updater:
         self.gradients.wait()
         started = self._timeline.add("reduce", "average", self._step, started)
         for chunk in self.gradients.reduced():
+            self._add_kept(chunk)
             self._count(chunk)
         verdict = self._verdict(weight)
         if weight:
@@ -202,10 +226,11 @@ class Updater:
     def _look(self, verdict: Verdict) -> Verdict:
         """Whether the step overflows in fp16, or is a bad one; where neither can be, nobody waits for the norm."""
         guard, overflow = self.bad_steps, False
-        bad = guard.by_loss() if guard is not None else None
+        bad = guard.by_loss() if guard is not None else self._bad_before_update()
         if self.loss_scale is not None and bad is None:
             overflow = not math.isfinite(verdict.norm)
-            self.loss_scale.update(overflow)
+            if not (overflow and self._kept_overflow):  # of which the scale knows
+                self.loss_scale.update(overflow)
         elif guard is not None and bad is None:
             bad = guard.by_norm(verdict.norm)
         if guard is not None and bad is None and not overflow:
@@ -229,8 +254,10 @@ class Updater:
 
     def _step_users(self, factor: float) -> None:
         """One step of the user's optimizer; of its master copies, where parameters are in half precision."""
+        left_alone = set().union(*(self.gradients.left_alone(chunk) for chunk in self.gradients.reduced()))
         for spec in self.gradients.owned():
-            if not spec.parameter.requires_grad:  # frozen since the start: no decay, no momentum
+            # frozen since the start, or reached by no loss: no decay, no momentum
+            if not spec.parameter.requires_grad or spec.parameter in left_alone:
                 spec.parameter.grad = None
         if self.masters is None:
             self.gradients.scale(factor)
@@ -250,6 +277,7 @@ class Updater:
         self._begin_once(weight)
         for number, chunk in enumerate(self.gradients.reduced()):
             started = self._timeline.add("reduce", f"average {number}", self._step, started)
+            self._add_kept(chunk)
             self._count(chunk)
             if weight:
                 self._update_chunk(chunk, factor)
@@ -258,7 +286,7 @@ class Updater:
 
     def _update_run(self, chunk: Chunk) -> None:
         """The backward has left the blocks of `chunk`: update them now."""
-        started, weight = time.monotonic_ns(), self._weight()
+        started, weight = time.monotonic_ns(), 0.0 if self._bad_before_update() else self._weight()
         self._begin_once(weight)
         self._count(chunk)
         if weight:
@@ -269,6 +297,13 @@ class Updater:
         if weight and not self._began:
             self._began = True
             self.flat.begin(self.learning_rate)
+
+    def _add_kept(self, chunk: Chunk) -> None:
+        """Add the gradients of earlier batches of this step, which are of their mean loss, as the buffer has them."""
+        weight = self._earlier_weight() if self._kept is not None else 0.0
+        if weight:
+            start, stop = chunk.start + chunk.offset, chunk.stop + chunk.offset
+            self.gradients.flat[start:stop].add_(self._kept[start:stop], alpha=weight * self.loss_factor)
 
     def _count(self, chunk: Chunk) -> None:
         """Add what this rank knows of a chunk to the norm; of members that know the same, the first adds it."""

@@ -17,6 +17,7 @@ so a rank that has finished a batch starts the next one while others still work 
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -27,10 +28,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
+from ranvier.arguments import of_engine
 from ranvier.comm.board import Board
+from ranvier.comm.collectives import Then
 from ranvier.comm.message import Kind, Message
 from ranvier.comm.protocol import Group, Transport, Work
-from ranvier.errors import ConfigError, ModelError
+from ranvier.errors import ConfigError, ModelError, RanvierError
 from ranvier.mesh import Mesh
 from ranvier.models.block import Loss, Model, State, as_model, freeze, frozen_prefix
 from ranvier.models.carried_state import named
@@ -103,16 +106,19 @@ class Engine:
             they drop out as others do, or compute as in evaluation.
         sample: a microbatch of the usual shape; on several rows a row's share of one.
         guard: when a step is bad, so that nothing is updated from it (`BatchResult.bad`); all its modes but none are
-            alike here. None applies every step.
+            alike here, and none applies every step. Without a guard, a loss that is NaN or infinite (in fp16: that
+            is NaN) is an error, with the block and microbatch that it began with, and nothing is updated from it.
         buffers: what replicas do about buffers that a forward changes, such as BatchNorm's running statistics, after
             each training batch: all take the first replica's (as DistributedDataParallel does), their average, or each
             keeps its own (local), of which checkpoints and exports have the first replica's.
         check_order: compare the order of actions among the ranks of a stage before each action, and of layers among its
             rows before each layer (slow; for debugging).
+        flags: whether errors name the command's flags, rather than arguments.
 
     Raises ModelError or ConfigError for what does not fit, on every rank alike.
     """
 
+    @of_engine
     def __init__(self, model: Model | nn.Sequential | Sequence[nn.Module], world: World, *, mesh: Mesh | None = None,
                  loss: Loss | None = None,
                  optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
@@ -123,7 +129,8 @@ class Engine:
                  optim: Optim | None = None, learning_rate: float = 1e-3, checkpoint: Checkpoint = "none",
                  sample: Microbatch | None = None, tensor: TensorParallel | None = None, guard: Guard | None = None,
                  frozen: int = 0, frozen_dropout: bool = True, buffers: BufferSync = "broadcast",
-                 check_order: bool = False) -> None:
+                 check_order: bool = False, flags: bool = False) -> None:
+        self.flags = flags
         mesh = mesh or world.mesh or Mesh(data=world.size)
         if mesh.size != world.size:
             raise ConfigError(f"has {mesh.size} ranks, but {world.size} were started", where="mesh", value=str(mesh),
@@ -137,6 +144,9 @@ class Engine:
         self._auto_defer = defer_bytes == "auto"
         self._call = 0
         self._step = 0
+        self._accumulated: Tensor | None = None  # losses and weights of `forward_backward` since the last step
+        self._earlier: Tensor | None = None  # the same, while another batch of that step runs
+        self._zeroed = False
         self._closed = False
         self._replicas: Replicas | None = None
         self.timeline = Timeline()
@@ -164,6 +174,7 @@ class Engine:
         self._buffers = self._share_buffers(blocks, buffers)
 
         segments = self._segments(checkpoint, model)
+        self._refuses_bad_losses = guard is None
         guard = guard or Guard(bad_step="none")
         for problem in (*group_problems(optim or Optim(), [parameter.name for parameter in self.layout.parameters]),
                         *guard_problems(guard, optim or Optim())):
@@ -177,6 +188,7 @@ class Engine:
                   for run, _ in runs_of(len(blocks), segments)],
             send_to_owner=lambda spec: self._ties.send_gradient(spec.name, self._call), weight=self._weight,
             timeline=self.timeline, progress=self._progress,
+            earlier_weight=self._earlier_weight, bad_loss=self._bad_loss if self._refuses_bad_losses else None,
             bad_steps=BadSteps(guard, self._loss) if looks_before_update(guard, optim or Optim()) else None)
         if self._updater.in_backward:  # a product that waits would hold its block's gradients
             self.defer_bytes, self._auto_defer = 0, False
@@ -299,11 +311,13 @@ class Engine:
 
     # ------------------------------------------------------------------ batches
 
+    @of_engine
     def train_batch(self, microbatches: Sequence[Microbatch | tuple]) -> BatchResult:
         """One step: gradients of the mean loss over the global batch, and an update.
 
         microbatches: this replica's share, as Microbatch objects or (inputs, targets) pairs; all ranks of a replica
-        give the same number of them. A batch whose weight is zero everywhere updates nothing and warns.
+        give the same number of them. A batch whose weight is zero everywhere updates nothing and warns. Gradients
+        of `forward_backward` since the last step are part of this one.
         """
         if not self._updater.updates:
             raise ConfigError("is missing", where="Engine(optimizer=...)",
@@ -314,25 +328,42 @@ class Engine:
                               remedy="Set --batch.microbatch-size to a replica's share of the batch, or leave it out.")
         self._updater.learning_rate = self.learning_rate
         self._accumulate(microbatches, updates=True)
-        return self._stepped(self._updater.finish())
+        verdict = self._updater.finish()
+        self._earlier = self._accumulated = None
+        return self._stepped(verdict, microbatches)
 
+    @of_engine
     def forward_backward(self, microbatches: Sequence[Microbatch | tuple]) -> BatchResult:
-        """The gradients of `train_batch` without its update; see `gradients`."""
+        """The gradients of `train_batch` without its update; see `gradients`.
+
+        Several calls before a `step` add up, as if their microbatches were one batch: gradients, loss and norm are of
+        the sum of all losses over the sum of all weights. `step`, `train_batch` and `zero_grad` end that; so does
+        setting all gradients to None or zero.
+        """
         if self._updater.in_backward:
             raise ConfigError("keeps no gradients", where="optim.update-in-backward", value=True,
                               remedy="Call train_batch, or leave the setting out.")
         self._accumulate(microbatches, updates=False)
         verdict = self._updater.average()
+        self._accumulated, self._earlier = self._stats[:2].clone(), None
+        self._buffers.finish()
         self._board.doing = _OUTSIDE
         return BatchResult(self._stats, self._stats_work, verdict)
 
+    @of_engine
     def step(self, result: BatchResult) -> None:
         """Update this rank's parameters from the gradients of `forward_backward`, and send tied ones to their ends."""
         self._held.adopt()
         self._board.doing = "the optimizer"
         self._updater.learning_rate = self.learning_rate
         self._updater.apply(result.verdict)
+        self._accumulated = None
         self._stepped(result.verdict)
+
+    def zero_grad(self) -> None:
+        """The next `forward_backward` begins with gradients of zero; for those who update by themselves."""
+        self._accumulated = None
+        self._updater.gradients.flat.zero_()
 
     def _accumulate(self, microbatches: Sequence[Microbatch | tuple], *, updates: bool) -> None:
         """Run forwards and backwards, and start every reduction. updates: whether a step follows."""
@@ -345,8 +376,14 @@ class Engine:
                                  where=f"parameter {name}", remedy="Build a new engine to train more parameters.")
         self._step += 1
         self._stage.loss_factor = self._updater.loss_factor
-        self._updater.begin(self._step, updates=updates)
-        self._run(microbatches, training=True)
+        self._earlier, self._accumulated = self._accumulated, None  # which a batch that fails would leave unusable
+        self._zeroed = self._earlier is not None and self._updater.gradients.were_zeroed()
+        self._updater.begin(self._step, updates=updates, keep=self._earlier is not None)
+        try:
+            self._run(microbatches, training=True)
+        except BaseException:
+            self._earlier = None
+            raise
         self._held.check_kept()
         self._updater.gradients.all_passed()
         for tie in self._ties.add_gradients(self._call):
@@ -359,22 +396,44 @@ class Engine:
         self._stats_work.wait()
         return float(self._stats[1])
 
+    def _earlier_weight(self) -> float:
+        """Of it, the weight of earlier batches of this step."""
+        self._stats_work.wait()
+        return 0.0 if self._earlier is None or self._stats[2] else float(self._earlier[1])
+
+    def _bad_loss(self) -> str | None:
+        """"loss is nan", where the mean loss of the global batch is no finite number. An infinite one in fp16 may be an
+        overflow, of which the gradients tell."""
+        loss = self._loss()
+        good = not math.isnan(loss) if self.loss_scale is not None else math.isfinite(loss)
+        return None if good else f"loss is {loss}"
+
     def _loss(self) -> float:
         """The mean loss of the global batch, which is reduced with its weight."""
         weight = self._weight()
         return float(self._stats[0]) / weight
 
-    def _stepped(self, verdict: Verdict) -> BatchResult:
-        """New values go to the other ends of ties; a step without a valid target is told of."""
+    def _stepped(self, verdict: Verdict, microbatches: Sequence[Microbatch | tuple] | None = None) -> BatchResult:
+        """New values go to the other ends of ties; a step without a valid target is told of, and a bad one refused.
+        microbatches: all of them, where that is known."""
+        if verdict.bad is not None and self._refuses_bad_losses:
+            examined = microbatches is not None and not self._updater.in_backward
+            cause = f". It began here: {self.examine(microbatches)}" if examined else ""
+            raise RanvierError(f"{verdict.bad}, and nothing was updated{cause}", where=f"step {self._step}",
+                               remedy="Lower the learning rate, or look at the data and the loss. Engine(guard=Guard("
+                                      "bad_step='skip')) leaves out such steps and reports them in BatchResult.bad; "
+                                      "bad_step='none' applies them.")
         if verdict.steps:
             if self._ties.owns:
                 self._updater.wait()
             self._ties.send_values(self._call, trained=True)
         elif not verdict.overflow and verdict.bad is None:
             warnings.warn(f"step {self._step} is skipped: no valid target in the global batch", stacklevel=4)
+        self._buffers.finish()
         self._board.doing = _OUTSIDE
         return BatchResult(self._stats, self._stats_work, verdict)
 
+    @of_engine
     def examine(self, microbatches: Sequence[Microbatch | tuple]) -> Cause:
         """After a bad step: what it began with. Runs its batch again, microbatch by microbatch, and compares what all
         ranks see; collective. What `gradients` gives is of no use afterwards."""
@@ -382,6 +441,7 @@ class Engine:
             raise ConfigError("has changed the parameters of the step that is to be examined",
                               where="optim.update-in-backward", value=True, remedy="Leave the setting out.")
         self._finish_update()
+        self._accumulated = None
         self._board.doing = "the examination of a bad step"
         batch = [entry if isinstance(entry, Microbatch) else Microbatch(*entry) for entry in microbatches]
         cause = examine(batch, stage=self._stage, num_blocks=self.layout.num_blocks, is_last_stage=self.is_last_stage,
@@ -426,6 +486,7 @@ class Engine:
         names = self.block_names
         return tuple(float(sum(squared[names.index(block)] for block in layer)) ** 0.5 for layer in self.layers)
 
+    @of_engine
     def compare_replicas(self) -> None:
         """Compare, bit by bit, the parameters that several ranks hold alike; collective. RanvierError on every rank,
         with the odd ones out, where they differ."""
@@ -435,6 +496,7 @@ class Engine:
         self._replicas.compare(self._parameters)
         self._board.doing = _OUTSIDE
 
+    @of_engine
     def evaluate(self, microbatches: Sequence[Microbatch | tuple],
                  observe: Callable[[int, State], None] | None = None) -> BatchResult:
         """Forward only: loss and weight over the global batch, without dropout. observe: called on the ranks of the
@@ -446,16 +508,19 @@ class Engine:
             self._stage.observe = None
         return BatchResult(self._stats, self._stats_work, None)
 
+    @of_engine
     def predict(self, microbatches: Sequence[Microbatch | tuple]) -> list[State] | None:
         """Forward only, without the loss: what the last block returns, on the last stage's ranks; None elsewhere."""
         self._run(microbatches, training=False, keep_outputs=True)
         return self._stage.outputs if self.is_last_stage else None
 
+    @of_engine
     def close(self) -> None:
         """Give the communicators back; the modules are plain modules again, without gradients (parameters remain views
         of one buffer where `optim` was given). Idempotent; all ranks call it."""
         if not self._closed:
             self._closed = True
+            self._board.calls += 1
             self._finish_update()
             self._stage.forget_weights()
             self._updater.gradients.detach()
@@ -567,6 +632,7 @@ class Engine:
 
     def _run(self, microbatches: Sequence[Microbatch | tuple], *, training: bool, keep_outputs: bool = False) -> None:
         self._call += 1
+        self._board.calls += 1
         batch = [entry if isinstance(entry, Microbatch) else Microbatch(*entry) for entry in microbatches]
         self._finish_update()
         self._stage.begin(training)
@@ -702,9 +768,15 @@ class Engine:
     def _reduce_stats(self) -> Work:
         """Start summing loss and weight over all ranks; of a row of the last stage, all columns know the same."""
         counts = self.is_last_stage and self.coordinates.col == 0
-        mine = self._stage.loss_and_weight
-        self._stats = mine.to("cpu", copy=True) if counts else torch.zeros(2, dtype=torch.float64)
-        return self._all.all_reduce(self._stats)
+        mine = self._stage.loss_and_weight.to("cpu") if counts else torch.zeros(2, dtype=torch.float64)
+        earlier, stats = self._earlier, torch.cat([mine, torch.tensor([self._zeroed], dtype=torch.float64)])
+        self._stats = stats
+
+        def add_earlier() -> None:
+            if earlier is not None and not stats[2]:  # unless somebody has set gradients to zero, on any rank
+                stats[:2].add_(earlier)
+
+        return Then(self._all.all_reduce(stats), add_earlier)
 
     def _finish_update(self) -> None:
         """Wait until parameters are those of the last step, updated by other replicas or other ends of ties too; take

@@ -27,8 +27,8 @@ class BatchResult:
 
     @property
     def bad(self) -> str | None:
-        """Why nothing was updated from this step, where the engine has a guard: "loss is nan", "gradient norm is inf",
-        or a loss that explodes. None for any other step."""
+        """Why nothing was updated from this step: "loss is nan", or, where the engine has a guard, "gradient norm is
+        inf" or a loss that explodes. None for any other step."""
         return None if self.verdict is None else self.verdict.bad
 
     @property

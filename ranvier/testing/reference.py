@@ -93,12 +93,13 @@ class Reference:
                 for name, parameter in self.parameters.items() if parameter.requires_grad}
 
     def train_batch(self, microbatches: Sequence[Microbatch | tuple]) -> float:
-        """One step: gradients and an update, unless the weight is zero. Parameters that took no part have zero
-        gradients, not none, since over several replicas nobody knows who took part elsewhere."""
+        """One step: gradients and an update, unless the weight is zero. Parameters that took no part stay as they
+        are."""
         loss = self.forward_backward(microbatches)
         if loss == loss and self._optimizer is not None:
-            for name, gradient in self.gradients().items():
-                self.parameters[name].grad = gradient
+            for parameter in self.parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.to_dense()
             self._optimizer.step()
         return loss
 

@@ -83,7 +83,7 @@ def build_engine(run: Run, world: World, weight: float, *, frozen: int, fresh: b
                   defer_bytes=run.pipeline.defer_bytes, seed=run.seed, dtype=DTYPES[run.precision],
                   nominal_weight=run.batch.global_size * weight, timeout_seconds=run.comm.timeout_seconds,
                   sample=sample, tensor=run.tensor, guard=run.guard, frozen=frozen,
-                  frozen_dropout=run.elastic.frozen_dropout)
+                  frozen_dropout=run.elastic.frozen_dropout, flags=True)
 
 
 def _unwritten(model: Model) -> Model:

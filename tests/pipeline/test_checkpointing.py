@@ -104,13 +104,13 @@ def test_frozen_and_tied_blocks(mesh):
 def test_auto_chooses_by_bytes_and_needs_a_sample():
     batches = tokens([[2, 1]])
     assert_parity(small_gpt, batches, Mesh(pipe=2), checkpoint="auto", sample=batches[0][0])
-    with pytest.raises(ConfigError, match=r"memory\.checkpoint: needs a sample"):
+    with pytest.raises(ConfigError, match=r"Engine\(checkpoint=...\): needs a sample"):
         assert_parity(small_gpt, batches, Mesh(), checkpoint="auto")
 
 
 @pytest.mark.parametrize("checkpoint", [0, -1, "foo", 1.5, True, None])
 def test_what_is_no_interval(checkpoint):
-    with pytest.raises(ConfigError, match=r"memory\.checkpoint: must be none, auto, paper, or a number of layers"):
+    with pytest.raises(ConfigError, match=r"Engine\(checkpoint=...\): must be none, auto, paper, or a number"):
         assert_parity(small_gpt, tokens([[2, 1]]), Mesh(), checkpoint=checkpoint)
 
 

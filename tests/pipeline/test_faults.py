@@ -161,17 +161,17 @@ def quick_board(monkeypatch):
 def test_a_forward_that_never_comes(quick_board):
     """`pipe 1 waits 31 s for the forward of microbatch 5 from pipe 0, which is in backward 2`, and all the others."""
     text = timeout(Mesh(pipe=2), points([[1] * 3]), losing(Kind.FORWARD, 2), in_flight=4, policy="gpipe")
-    assert text.startswith("comm.timeout-seconds: a message did not come\n")
+    assert text.startswith("Engine(timeout_seconds=...): a message did not come\n")
     assert re.search(r"\npipe 1 waits \d s for the forward of microbatch 2 from pipe 0, which is in a wait for the "
                      r"backward of microbatch 0 from pipe 1\n", text) or re.search(
         r"\npipe 0 waits \d s for the backward of microbatch 0 from pipe 1, which is in a wait for the forward of "
         r"microbatch 2 from pipe 0\n", text), text
-    assert text.endswith("(got 0.5). See which rank is behind, or raise --comm.timeout-seconds.")
+    assert text.endswith("(got 0.5). See which rank is behind, or raise Engine(timeout_seconds=...).")
 
 
 def test_a_gap_between_messages_is_noticed_at_once():
     with pytest.raises(TransportError, match=r"messages from pipe 0: the forward of microbatch 1 is lost: that of 2 "
-                                             r"came first\. Go on with --resume auto"):
+                                             r"came first\. Go on with Checkpoints"):
         on_mesh(partial(chain, *[Plain] * 4), Mesh(pipe=2), lambda engine: (
             losing(Kind.FORWARD, 1)(engine), engine.forward_backward(share(engine, points([[1] * 3])))), in_flight=3,
             policy="gpipe")

@@ -110,7 +110,7 @@ def test_a_batch_without_a_valid_target_updates_nothing():
 
 
 def test_groups_that_fit_nothing_are_refused():
-    with pytest.raises(ConfigError, match=r"optim\.groups: fits no parameter of the model \(got 'typo:1:0'\)"):
+    with pytest.raises(ConfigError, match=r"Optim\(groups=...\): fits no parameter of the model \(got 'typo:1:0'\)"):
         on_mesh(small_gpt, Mesh(), lambda engine: None, optim=optim(groups=("*.bias:1:0", "typo:1:0")))
 
 
@@ -319,7 +319,7 @@ def test_fp16_gradients_are_not_unscaled_in_fp16():
         engine = Engine(chain(Grow, loss=squared), world, dtype=torch.float16, **options)
         engine.forward_backward([(torch.ones(2, 4, dtype=torch.float16), torch.zeros(2, 4))])
 
-    with pytest.raises(ConfigError, match=r"optim\.accumulate: loses small gradients"):
+    with pytest.raises(ConfigError, match=r"Optim\(accumulate=...\): loses small gradients"):
         run_ranks(partial(rank, optim=optim(accumulate="half")), 1)
     run_ranks(partial(rank, optim=optim()), 1)
 
@@ -340,15 +340,15 @@ def test_one_block_of_gradients_at_a_time():
     ({"optim": optim(update_in_backward=True, clip_norm=1.0)}, "cannot clip by a norm"),
     ({"optim": optim(update_in_backward=True), "optimizer": ADAMW}, "needs Ranvier's own optimizer")])
 def test_what_update_in_backward_cannot_do(options, message):
-    with pytest.raises(ConfigError, match=f"optim.update-in-backward: {message}"):
+    with pytest.raises(ConfigError, match=rf"Optim\(update_in_backward=...\): {message}"):
         on_mesh(small_gpt, Mesh(), lambda engine: None, **options)
 
 
 def test_update_in_backward_is_for_one_microbatch_of_ones_own_format():
     def work(engine):
-        with pytest.raises(ConfigError, match=r"optim\.update-in-backward: needs batches of one microbatch, not 2"):
+        with pytest.raises(ConfigError, match=r"Optim\(update_in_backward=...\): needs batches of one microbatch, "):
             engine.train_batch(share(engine, tokens([[1, 1]])))
-        with pytest.raises(ConfigError, match=r"optim\.update-in-backward: keeps no gradients"):
+        with pytest.raises(ConfigError, match=r"Optim\(update_in_backward=...\): keeps no gradients"):
             engine.forward_backward(share(engine, tokens([[1]])))
 
     on_mesh(small_gpt, Mesh(), work, optim=optim(update_in_backward=True))

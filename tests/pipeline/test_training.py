@@ -318,10 +318,10 @@ def test_training_without_an_optimizer():
 
 
 @pytest.mark.parametrize(("options", "says"), [
-    ({"in_flight": 0}, r"pipeline.in-flight: must be at least 1 \(got 0\)"),
-    ({"policy": "random"}, r"pipeline.policy: is not a policy \(got 'random'\)"),
-    ({"boundaries": (0,)}, r"pipeline.boundaries: does not rise, or leaves a stage without blocks \(got \(0,\)\)"),
-    ({"boundaries": (1, 2)}, r"pipeline.boundaries: has 2 numbers for 2 stages \(got \(1, 2\)\)"),
+    ({"in_flight": 0}, r"Engine\(in_flight=...\): must be at least 1 \(got 0\)"),
+    ({"policy": "random"}, r"Engine\(policy=...\): is not a policy \(got 'random'\)"),
+    ({"boundaries": (0,)}, r"Engine\(boundaries=...\): does not rise, or leaves a stage without blocks \(got \(0,\)\)"),
+    ({"boundaries": (1, 2)}, r"Engine\(boundaries=...\): has 2 numbers for 2 stages \(got \(1, 2\)\)"),
 ])
 def test_wrong_settings(options, says):
     with pytest.raises(ConfigError, match=says):
@@ -329,7 +329,7 @@ def test_wrong_settings(options, says):
 
 
 def test_more_stages_than_blocks():
-    with pytest.raises(ConfigError, match=r"mesh.pipe: is more than the model's 3 blocks \(got 4\). Set --mesh.pipe 3"):
+    with pytest.raises(ConfigError, match=r"Mesh\(pipe=...\): is more than the .* \(got 4\). Set Mesh\(pipe=3\)"):
         on_mesh(partial(residuals, 3), Mesh(pipe=4), lambda engine: None)
 
 

@@ -1,5 +1,6 @@
 """Blocks as people write them: linear layers used, hooked, packed and patched in every way keep their gradients."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -329,17 +330,25 @@ def test_one_module_as_two_blocks(mesh):
     assert all(relative_error(found[name], gradient) < 1e-12 for name, gradient in expected.items())
 
 
-def test_modules_are_plain_again_after_close():
-    linear, patched = nn.Linear(4, 4), Assigned()
+@pytest.mark.parametrize("fails", [False, True])
+def test_modules_are_plain_between_batches(fails):
+    """After one that has failed, too."""
+    linear, patched, inside = nn.Linear(4, 4), Assigned(), []
     theirs = patched.linear.forward
 
-    def rank(world):
-        engine = Engine([linear, patched, nn.Linear(4, 4)], world, mesh=Mesh(), loss=squared)
-        inside = "forward" in linear.__dict__
-        engine.close()
-        return inside
+    def loss(output, targets):
+        inside.append("forward" in linear.__dict__)
+        if fails:
+            raise ValueError("on purpose")
+        return squared(output, targets)
 
-    assert run_ranks(rank, 1) == [True]
+    def rank(world):
+        engine = Engine([linear, patched, nn.Linear(4, 4)], world, mesh=Mesh(), loss=loss)
+        engine.forward_backward([(torch.ones(2, 4), torch.ones(2, 4))])
+
+    with pytest.raises(ValueError, match="on purpose") if fails else nullcontext():
+        run_ranks(rank, 1)
+    assert inside == [True]
     assert "forward" not in linear.__dict__ and patched.linear.forward is theirs
 
 

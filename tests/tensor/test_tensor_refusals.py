@@ -20,7 +20,7 @@ from tests.tensor.split_parity import legal, on_mesh, share, tiny_gpt, token_bat
 
 def refused(make, rows, cols, scheme, error, text, **options):
     with pytest.raises(error, match=re.escape(text)):
-        on_mesh(make, Mesh(row=rows, col=cols), lambda engine: None, scheme=scheme, **options)
+        on_mesh(make, Mesh(row=rows, col=cols), lambda engine: None, scheme=scheme, flags=True, **options)
 
 
 @pytest.mark.parametrize(("rows", "cols", "scheme"), legal([(1, 5), (2, 5)]))
@@ -148,7 +148,7 @@ def test_a_sequence_that_columns_cannot_share(length):
             f"sequence of the inputs: cannot be shared by 2 columns (got {length}). Feed sequences whose length "
             f"mesh.col divides, or set --tensor.sequence-sharding false.")):
         on_mesh(tiny_gpt, mesh, lambda engine: engine.evaluate(share(engine, token_batches(mesh, length=length))),
-                scheme="sequence")
+                scheme="sequence", flags=True)
 
 
 def test_a_sample_tells_of_a_sequence_that_columns_cannot_share_at_the_start():

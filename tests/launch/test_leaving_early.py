@@ -1,0 +1,51 @@
+"""A rank that ends its program with exit code 0 while others need it: all end within seconds, and it is named."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from ranvier.comm.board import Board, begun, waits_for
+from ranvier.mesh import Mesh
+
+SCRIPT = Path(__file__).parent / "leaver.py"
+TRANSPORTS = ["torch", pytest.param("mpi", marks=pytest.mark.slow)]
+
+
+def leave(where, transport):
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, str(SCRIPT), where, transport], capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stderr, time.monotonic() - started
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("where", "says"), [
+    ("forward", "error: block 1, forward of microbatch 0: ends the program of this rank while the others wait for it "
+                "(got 'sys.exit(0)')"),
+    ("loop", "error: rank 1: ended its program with exit code 0 while rank 0 (data 0, pipe 0, row 0, col 0) "
+             "needs it")])
+def test_the_others_end_and_the_culprit_is_named(where, says, transport):
+    """They would wait 300 seconds for its messages otherwise."""
+    code, errors, seconds = leave(where, transport)
+    assert code == 2 and says in errors and errors.count("error:") == 1, errors
+    assert seconds < 100.0
+
+
+def test_ranks_that_have_made_the_same_calls_may_leave_one_by_one():
+    code, errors, _ = leave("end", "torch")
+    assert code == 0 and not errors, errors
+
+
+def test_who_needs_whom():
+    """Ranks beyond an engine's mesh are needed by nobody; without an engine nobody needs anybody."""
+    store = dist.HashStore()
+    assert begun(store, 0) == (0, 0) and waits_for(store, 1, range(3)) is None
+    boards = [Board(store, rank, Mesh(pipe=2)) for rank in range(2)]
+    for board, calls in zip(boards, (4, 3), strict=True):
+        board.calls = calls
+        board.close()
+    assert begun(store, 0) == (4, 2)
+    assert [waits_for(store, rank, range(3)) for rank in range(3)] == [None, 0, None]

@@ -1,0 +1,147 @@
+"""Several calls of forward_backward are one batch, until a step or until gradients are set to zero."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from ranvier.mesh import Mesh
+from ranvier.pipeline.engine import Engine
+from ranvier.run import Optim
+from ranvier.testing.ranks import run_ranks
+from ranvier.testing.reference import Reference
+from tests.covering import covering
+from tests.pipeline.parity import SEED, TOLERANCE, assert_close, on_mesh, share, small_gpt, tokens
+from tests.pipeline.test_unreached_parameters import MODEL, SGD, expected, routed
+
+PARTS = [tokens([[2, 1], [1]], ignored=0.3, seed=1), tokens([[1], [3]], ignored=0.6, seed=2),
+         tokens([[1], [1]], seed=3)]
+"""Of different numbers of valid targets."""
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+KINDS = [{"optim": Optim(bucket_size=30, chunk_buckets=2)}, {"optim": Optim(shard=True, offload="stream")},
+         {"optim": Optim(clip_norm=0.01)}, {"optimizer": ADAMW}]
+
+
+def of_replica(batch, replicas):
+    """The batch on fewer replicas: all of it on each that is left."""
+    return batch if replicas == 2 else [[one for replica in batch for one in replica]]
+
+
+@pytest.mark.parametrize(("mesh", "options", "last"), covering(
+    [Mesh(data=2), Mesh(data=2, pipe=2), Mesh()], KINDS, ["step", "train_batch"]), ids=str)
+def test_calls_add_up_to_one_batch(mesh, options, last):
+    """Loss, weight, norm, gradients and the step are those of all microbatches together, by plain PyTorch."""
+    parts = [of_replica(part, mesh.data) for part in PARTS]
+    reference = Reference(small_gpt(), seed=SEED, dtype=torch.float64)
+    loss = reference.forward_backward([one for part in parts for replica in part for one in replica])
+    gradients = reference.gradients()
+    norm = sum(float((gradient ** 2).sum()) for gradient in gradients.values()) ** 0.5
+
+    def at_once(engine):
+        engine.train_batch([one for part in parts for one in share(engine, part)])
+        return {name: value.clone() for name, value in engine.named_parameters().items()}
+
+    def in_parts(engine):
+        *first, final = [share(engine, part) for part in parts]
+        for part in first:
+            engine.forward_backward(part)
+        if last == "step":
+            result = engine.forward_backward(final)
+            assert_close({name: engine.gradients()[name] for name in engine.gradients()},
+                         {name: gradients[name] for name in engine.gradients()})
+            engine.step(result)
+        else:
+            result = engine.train_batch(final)
+        assert result.loss == pytest.approx(loss, rel=TOLERANCE) and result.grad_norm == pytest.approx(norm, rel=1e-9)
+        assert result.weight == sum(float((one.targets != -100).sum()) for part in parts for replica in part
+                                    for one in replica)
+        return {name: value.clone() for name, value in engine.named_parameters().items()}
+
+    expected_ones, found = (on_mesh(small_gpt, mesh, work, learning_rate=1e-2, **options)
+                            for work in (at_once, in_parts))
+    for mine, theirs in zip(found, expected_ones, strict=True):
+        for name, value in mine.items():
+            torch.testing.assert_close(value, theirs[name], rtol=1e-9, atol=1e-12)
+
+
+def by_step(engine, result):
+    engine.step(result)
+
+
+def by_zero_grad(engine, result):
+    engine.zero_grad()
+
+
+def by_none(engine, result):
+    for parameter in engine.parameters():
+        parameter.grad = None
+
+
+def by_zeroing(engine, result):
+    torch.optim.SGD(engine.parameters(), lr=0.0).zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("end", [by_step, by_zero_grad, by_none, by_zeroing])
+def test_what_ends_an_accumulation(end):
+    reference = Reference(small_gpt(), seed=SEED, dtype=torch.float64)
+    loss = reference.forward_backward([one for replica in PARTS[1] for one in replica])
+    gradients = reference.gradients()
+
+    def work(engine):
+        end(engine, engine.forward_backward(share(engine, PARTS[0])))
+        result = engine.forward_backward(share(engine, PARTS[1]))
+        assert_close(engine.gradients(), {name: gradients[name] for name in engine.gradients()})
+        assert result.loss == pytest.approx(loss, rel=TOLERANCE)
+
+    on_mesh(small_gpt, Mesh(data=2, pipe=2), work, optimizer=partial(torch.optim.SGD, lr=0.0))
+
+
+def test_gradients_that_are_written_count_as_they_are():
+    """As in torch: what is in .grad is what the next backward adds to."""
+    def work(engine):
+        engine.forward_backward(share(engine, PARTS[0]))
+        first = {name: value.clone() for name, value in engine.gradients().items()}
+        engine.zero_grad()
+        engine.forward_backward(share(engine, PARTS[1]))
+        second = {name: value.clone() for name, value in engine.gradients().items()}
+        weights = [sum(float((one.targets != -100).sum()) for replica in part for one in replica) for part in PARTS[:2]]
+        for parameter in engine.parameters():
+            parameter.grad.mul_(3.0)
+        engine.forward_backward(share(engine, PARTS[0]))
+        assert_close(engine.gradients(), {
+            name: (first[name] * weights[0] + 3.0 * second[name] * weights[1]) / sum(weights) for name in first})
+
+    on_mesh(small_gpt, Mesh(data=2), work)
+
+
+def test_what_one_call_reaches_is_reached():
+    """Experts of different calls: all of them train, others are left alone."""
+    steps = routed([[0], [0]], [[1], [0]])
+    theirs = expected(SGD, [[[*one, *two] for one, two in zip(*steps, strict=True)]])
+
+    def work(engine):
+        engine.forward_backward(share(engine, steps[0]))
+        engine.step(engine.forward_backward(share(engine, steps[1])))
+        return {name: value.clone() for name, value in engine.named_parameters().items()}
+
+    optim = Optim(algorithm="sgd", momentum=0.9, weight_decay=0.1)
+    for mine in on_mesh(MODEL, Mesh(data=2), work, optim=optim, learning_rate=0.1):
+        for name, value in mine.items():
+            torch.testing.assert_close(value, theirs[name], rtol=1e-10, atol=1e-13)
+
+
+def test_an_overflow_in_one_call_skips_the_step_and_halves_the_scale_once():
+    def rank(world):
+        engine = Engine([torch.nn.Linear(4, 4)], world, dtype=torch.float16, optim=Optim(initial_loss_scale=8.0),
+                        loss=lambda output, targets: (output.float().sum(), 4.0))
+        before = engine.parameters()[0].detach().clone()
+        results = [engine.forward_backward([(torch.full((1, 4), value).half(), torch.zeros(1))])
+                   for value in (60000.0, 1.0)]
+        engine.step(results[-1])
+        assert [result.overflow for result in results] == [True, True] and engine.loss_scale.scale == 4.0
+        assert torch.equal(before, engine.parameters()[0])
+        engine.step(engine.forward_backward([(torch.ones(1, 4).half(), torch.zeros(1))]))
+        assert not torch.equal(before, engine.parameters()[0])
+        engine.close()
+
+    run_ranks(rank, 1)

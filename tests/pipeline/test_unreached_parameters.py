@@ -1,0 +1,169 @@
+"""Parameters that no loss reaches are left alone, as torch's optimizers leave a parameter whose gradient is None."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from ranvier.mesh import Mesh
+from ranvier.pipeline.engine import Engine
+from ranvier.pipeline.microbatch import Microbatch
+from ranvier.run import Optim
+from ranvier.testing.ranks import run_ranks
+from ranvier.testing.reference import Reference
+from tests.covering import covering
+from tests.pipeline.parity import SEED, chain, on_mesh, points, share
+
+EXPERTS = 3
+
+
+class Routed(nn.Module):
+    """Each microbatch goes to the expert that its first number names; one parameter is never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(4, 4) for _ in range(EXPERTS)])
+        self.unused = nn.Parameter(torch.ones(5))
+
+    def forward(self, x):
+        return self.experts[int(x[0, 0].abs().round()) % EXPERTS](x)
+
+
+def routed(*steps):
+    """steps[step][replica][microbatch]: the expert."""
+    found = []
+    for number, step in enumerate(steps):
+        batch = points([[2] * len(replica) for replica in step], seed=number)
+        for replica, microbatches in zip(step, batch, strict=True):
+            for expert, one in zip(replica, microbatches, strict=True):
+                one.inputs[0, 0] = expert
+        found.append(batch)
+    return found
+
+
+MODEL = partial(chain, Routed, partial(nn.Linear, 4, 4))
+STEPS = routed([[0, 1], [0]], [[0], [2, 2]], [[1], [1]], [[1], []])
+"""Of the experts, one is reached on replica 1 alone, each is unreached in some step, and a replica may have nothing."""
+
+
+def trained(engine, batches):
+    for batch in batches:
+        engine.train_batch(share(engine, batch))
+    return {name: parameter.detach().clone() for name, parameter in engine.named_parameters().items()}
+
+
+def expected(optimizer, batches=STEPS, model=MODEL):
+    reference = Reference(model(), seed=SEED, dtype=torch.float64, optimizer=optimizer)
+    for batch in batches:
+        reference.train_batch([one for replica in batch for one in replica])
+    return {name: parameter.detach() for name, parameter in reference.parameters.items()}
+
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
+OWN = partial(Optim, algorithm="sgd", momentum=0.9, weight_decay=0.1, bucket_size=7, chunk_buckets=2)
+
+
+@pytest.mark.parametrize(("options", "mesh", "defer_bytes"), covering(
+    [{}, {"shard": True}, {"offload": "stream"}, {"offload": "host", "shard": True}, {"clip_norm": 1e6}],
+    [Mesh(data=2), Mesh(data=2, pipe=2)], [0, 1 << 20]), ids=str)
+def test_own_optimizer(options, mesh, defer_bytes):
+    """Neither weight decay nor momentum moves what no replica reaches in a step."""
+    theirs = expected(SGD)
+    assert torch.equal(theirs["b0.unused"], expected(SGD, ())["b0.unused"]), "torch leaves it alone"
+    for mine in on_mesh(MODEL, mesh, partial(trained, batches=STEPS), optim=OWN(**options), learning_rate=0.1,
+                        defer_bytes=defer_bytes):
+        for name, value in mine.items():
+            torch.testing.assert_close(value, theirs[name], rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(data=2), Mesh(data=2, pipe=2)], ids=str)
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_users_optimizer(mesh, apart):
+    """AdamW counts the steps of each parameter."""
+    adamw = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.5)
+    theirs = expected(adamw)
+
+    def work(engine):
+        if not apart:
+            return trained(engine, STEPS)
+        for batch in STEPS:
+            engine.step(engine.forward_backward(share(engine, batch)))
+        return trained(engine, ())
+
+    for mine in on_mesh(MODEL, mesh, work, optimizer=adamw):
+        for name, value in mine.items():
+            torch.testing.assert_close(value, theirs[name], rtol=1e-10, atol=1e-13)
+
+
+def test_updates_in_the_backward():
+    batches = routed([[0]], [[1]], [[1]])
+    theirs = expected(SGD, batches)
+    (mine,) = on_mesh(MODEL, Mesh(), partial(trained, batches=batches), learning_rate=0.1,
+                      optim=OWN(update_in_backward=True))
+    for name, value in mine.items():
+        torch.testing.assert_close(value, theirs[name], rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("accumulate", ["fp32", "half"])
+@pytest.mark.parametrize("users", [False, True])
+def test_half_precision(users, accumulate):
+    """Gradients travel as halves: the sign of zero does too, and master copies stay."""
+    batches = [[[Microbatch(one.inputs.bfloat16(), one.targets.bfloat16()) for one in replica] for replica in batch]
+               for batch in routed([[0], [1]], [[1], [1]])]
+    options = {"optim": OWN(accumulate=accumulate), "learning_rate": 0.1} if not users else {
+        "optim": Optim(accumulate=accumulate), "optimizer": SGD}
+
+    def run(world):
+        engine = Engine(MODEL(), world, mesh=Mesh(data=2), seed=SEED, dtype=torch.bfloat16, **options)
+        found = [trained(engine, batch) for batch in ((), batches[:1], batches[1:])]
+        engine.close()
+        return found
+
+    (start, first, second), others = run_ranks(run, 2)
+    assert all(torch.equal(second[name], others[2][name]) for name in second)
+    for expert, moves in ((0, (True, False)), (1, (True, True)), (2, (False, False))):
+        name = f"b0.experts.{expert}.weight"
+        assert (not torch.equal(start[name], first[name]), not torch.equal(first[name], second[name])) == moves
+
+
+def test_a_gradient_that_is_zero_is_one():
+    """Reached, but with the gradient 0: it decays, on every replica, as in torch."""
+    class Zeroed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            y = self.linear(x)
+            return y + 0.0 * self.scale if x[0, 0] > 0 else y
+
+    model = partial(chain, Zeroed)
+    batch = points([[2], [2]])
+    for replica, microbatches in enumerate(batch):
+        microbatches[0].inputs[0, 0] = 1.0 if replica else -1.0
+    theirs = expected(SGD, [batch] * 2, model)
+    for mine in on_mesh(model, Mesh(data=2), partial(trained, batches=[batch] * 2), optim=OWN(), learning_rate=0.1):
+        torch.testing.assert_close(mine["b0.scale"], theirs["b0.scale"], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("reached", [(), (0,), (1,), (0, 1)], ids=str)
+def test_the_ends_of_a_tie(reached):
+    """One that no end reaches is left alone; one end is enough to train it."""
+    class End(nn.Module):
+        def __init__(self, number):
+            super().__init__()
+            self.weight, self.linear, self.number = nn.Parameter(torch.ones(4)), nn.Linear(4, 4), number
+
+        def forward(self, x):
+            y = self.linear(x)
+            return y * self.weight if self.number in reached else y
+
+    model = partial(chain, partial(End, 0), partial(nn.Linear, 4, 4), partial(End, 1),
+                    tied=(("b0.weight", "b2.weight"),))
+    batch = points([[2, 1], [2]])
+    theirs = expected(SGD, [batch] * 2, model)
+    for mine in on_mesh(model, Mesh(data=2, pipe=3), partial(trained, batches=[batch] * 2), optim=OWN(),
+                        learning_rate=0.1):
+        for name, value in mine.items():
+            torch.testing.assert_close(value, theirs[name], rtol=1e-10, atol=1e-13)
