@@ -21,3 +21,8 @@ def covering(*axes: Sequence[object]) -> list:
         flat = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
         params.append(pytest.param(*flat, marks=() if place in kept else pytest.mark.slow))
     return params
+
+
+def label(value: object) -> str:
+    """An id of a test's parameter: the same in every process, unlike the address in a function's text."""
+    return getattr(value, "__name__", None) or str(value)

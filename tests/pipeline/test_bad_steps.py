@@ -15,6 +15,7 @@ from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.run import Guard, Optim
 from ranvier.testing.ranks import run_ranks
+from tests.covering import label
 from tests.pipeline.parity import chain, on_mesh, points, share, small_gpt, tokens
 from tests.pipeline.test_training import weights
 from tests.tensor.split_parity import on_mesh as on_tensor_mesh
@@ -81,7 +82,7 @@ OPTIONS = {"plain": {"optim": optim()}, "shard": {"optim": optim(shard=True)},
 @pytest.mark.parametrize(("mesh", "options", "fault"), [
     *((mesh, "shard", fault) for mesh in MESHES for fault in (makes_nan, infinite_gradient)),
     *((Mesh(data=2, pipe=2), options, makes_nan) for options in OPTIONS if options != "shard")],
-    ids=lambda value: getattr(value, "__name__", None) or str(value))
+    ids=label)
 def test_a_bad_step_is_as_if_its_batch_had_not_been(mesh, options, fault):
     """Parameters are equal to the bit to those of a run without guard and without the batch."""
     make, options = partial(lambda: faulty(small_gpt(), "layer1.mlp", fault, samples=[2], steps=[2])), OPTIONS[options]

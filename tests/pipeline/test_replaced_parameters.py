@@ -12,7 +12,7 @@ from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.run import Optim
 from ranvier.testing.ranks import run_ranks
-from tests.covering import covering
+from tests.covering import covering, label
 from tests.pipeline.parity import SEED, chain, points, share, squared
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -83,7 +83,7 @@ def in_place(module, values):
 
 @pytest.mark.parametrize(("write", "kind", "dtype", "mesh"), covering(
     [by_data, by_vector, by_assign, by_attribute], list(OPTIMIZERS), [torch.float64, torch.bfloat16],
-    [Mesh(), Mesh(data=2, pipe=2)]), ids=str)
+    [Mesh(), Mesh(data=2, pipe=2)]), ids=label)
 def test_new_values_train(mesh, dtype, kind, write):
     """As those that are written in place, to the bit, and the parameters are those of the start."""
     options = {**OPTIMIZERS[kind], "defer_bytes": 1 << 20}
