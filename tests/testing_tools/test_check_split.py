@@ -130,7 +130,8 @@ def test_sizes_that_no_mesh_divides():
 @pytest.mark.parametrize(("model", "sample", "loss", "text"), [
     ([bare()], Microbatch(None, None), None, "sample: has no inputs"),
     ([bare()], IDS, lambda y, t: (y.sum(), 1), "sample: has no targets for the loss"),
-    ([layers.LayerNorm(12)], torch.full((2, 3, 12), torch.inf), None, "is not finite on one rank")], ids=["inputs", "targets", "infinite"])
+    ([layers.LayerNorm(12)], torch.full((2, 3, 12), torch.inf), None, "is not finite on one rank")],
+    ids=["inputs", "targets", "infinite"])
 def test_samples_that_do_not_fit(model, sample, loss, text):
     with pytest.raises(ModelError, match=text):
         check_split(model, sample, loss=loss)
