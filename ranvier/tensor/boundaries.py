@@ -52,6 +52,22 @@ def named_module(module: nn.Module, where: str) -> nn.Module:
     return module
 
 
+class _Hook:
+    """A hook of a split module. A copy of the module calls it, too; like the mesh, it cannot be saved."""
+
+    def __init__(self, mesh: TensorMesh, call: Callable) -> None:
+        self._mesh, self._call = mesh, call
+
+    def __call__(self, *args: object) -> object:
+        return self._call(*args)
+
+    def __deepcopy__(self, memo: dict) -> _Hook:
+        return self
+
+    def __reduce__(self):
+        return self._mesh.__reduce__()
+
+
 def own_hooks(module: nn.Module) -> nn.Module:
     """A shallow copy's hooks, apart from the original's."""
     for name in ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
@@ -70,7 +86,7 @@ def guard_layer(module: nn.Module, mesh: TensorMesh, where: str, takes: Kind, gi
     alone: it is called with its own part, as a plain tensor. vocab: whole width of what gives a vocabulary.
     """
     if mesh.check_order and mesh.num_rows > 1:
-        module.register_forward_pre_hook(lambda *_: _same_on_rows(mesh, where))
+        module.register_forward_pre_hook(_Hook(mesh, lambda *_: _same_on_rows(mesh, where)))
     if mesh.num_cols == 1:
         return
     entered: list[tuple[ColumnLayout, torch.Size]] = []
@@ -112,8 +128,8 @@ def guard_layer(module: nn.Module, mesh: TensorMesh, where: str, takes: Kind, gi
         dim = cut_dim(mesh, gives, y.dim())
         return ColumnLayout(mesh) if dim is None else ColumnLayout(mesh, dim, y.shape[dim] * mesh.num_cols)
 
-    module.register_forward_pre_hook(before, with_kwargs=True)
-    module.register_forward_hook(after)
+    module.register_forward_pre_hook(_Hook(mesh, before), with_kwargs=True)
+    module.register_forward_hook(_Hook(mesh, after))
 
 
 def _same_on_rows(mesh: TensorMesh, where: str) -> None:
@@ -159,7 +175,7 @@ def guard_block(module: nn.Module, mesh: TensorMesh, where: str, *, in_chain: bo
     do outputs. Otherwise somebody calls it with his part of the residual stream as plain tensors, and gets plain ones.
     """
     if mesh.check_order and mesh.num_rows > 1:
-        module.register_forward_hook(lambda *_: _same_on_rows(mesh, f"the end of {where}"))
+        module.register_forward_hook(_Hook(mesh, lambda *_: _same_on_rows(mesh, f"the end of {where}")))
     if mesh.num_cols == 1:
         return
 
@@ -177,8 +193,8 @@ def guard_block(module: nn.Module, mesh: TensorMesh, where: str, *, in_chain: bo
         return tree_map(lambda x: _left(x, where) if isinstance(x, Tensor) else x, output) if in_chain \
             else plain(output)
 
-    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    module.register_forward_hook(leave)
+    module.register_forward_pre_hook(_Hook(mesh, before), prepend=True, with_kwargs=True)
+    module.register_forward_hook(_Hook(mesh, leave))
 
 
 def _left(x: Tensor, where: str) -> Tensor:

@@ -168,7 +168,7 @@ def test_layouts_cross_stages_and_recomputation(shape, checkpoint):
 def test_attention_with_a_mask_is_counted_on_columns():
     """On the meta device attention is counted as the fused kernel, which has its mask in another place."""
     config = Transformer(family="bert", num_layers=1, hidden=24, heads=4, vocab=31, sequence=8)
-    counted = [block_costs(Parts(bert.model(config, "classes"), Mesh(col=columns), TensorParallel()).model,
+    counted = [block_costs(Parts(bert.model(config, "classes"), Mesh(col=columns), TensorParallel(), "cpu").model,
                            *bert.sample(config, "classes", 2)) for columns in (1, 2)]
     whole, half = (next(cost for cost in costs if cost.name == "layer0.attention") for costs in counted)
     assert half.flops == whole.flops / 2 and type(half.output_bytes) is int
