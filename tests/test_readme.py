@@ -34,7 +34,7 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess:
 
 def test_readme_has_what_is_tested_here() -> None:
     assert len(RUNNABLE) >= 9
-    assert len(blocks("python")) == 1
+    assert len(blocks("python")) == 2
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("make ")])
@@ -93,8 +93,17 @@ for module in {modules}:
     assert all(text.startswith(module) and "usage:" in text for text, module in zip(texts, modules, strict=True))
 
 
+def test_python_example_agrees(tmp_path: Path) -> None:
+    code, _ = blocks("python")
+    (tmp_path / "example.py").write_text(code)
+    done = run("python example.py", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all("agrees" in line for line in done.stdout.splitlines())
+    assert len(done.stdout.splitlines()) == 10  # the schemes on four meshes
+
+
 def test_python_example_learns(tmp_path: Path) -> None:
-    (code,) = blocks("python")
+    _, code = blocks("python")
     (tmp_path / "example.py").write_text(code)
     done = run("python example.py", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
