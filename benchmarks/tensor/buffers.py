@@ -7,7 +7,8 @@ for outputs and input gradients of products, a conjunction buffer between layers
 method 1 would lay outputs and their gradients into the same memory. Here the workspace is such a buffer, parameter
 gradients are (`--optim.update-in-backward`), and the rest is left to the allocator, which takes memory back as soon as
 autograd lets go of a tensor. Counted are the live bytes of one rank at their peak, in a stack of layers that are each
-computed again in their backward, on threads of this process. In units of E / p, E = b s h of the activations' dtype:
+computed again in their backward, on threads of this process, without what the transport takes for a sum under way
+(Gloo and MPI exchange them, and so do threads). In units of E / p, E = b s h of the activations' dtype:
 
     forward buffer    9   outputs of qkv (3), projection (1), fc1 (4), fc2 (1)
     backward buffer   7   input gradients of qkv (1), projection (1), fc1 (1), fc2 (4)
@@ -19,7 +20,7 @@ computed again in their backward, on threads of this process. In units of E / p,
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from benchmarks.memory.program import MIB, table
 from benchmarks.record import results_file, write_results
 from benchmarks.tensor.ours import OurStack
 from benchmarks.tensor.stem import Stem
+from ranvier.comm.protocol import Work
 from ranvier.mesh import Mesh
 from ranvier.run import TensorParallel
 from ranvier.tensor.boundaries import guard_block
@@ -70,6 +72,8 @@ def measure(world: World, stem: Stem, mesh: Mesh, settings: TensorParallel) -> d
     tracker.tag([*stack._parameters.values(), *(p.grad for p in stack._parameters.values())], "parameters")
     tracker.tag(stack.tensor_mesh.workspace.buffers(), "workspace")
     tracker.tag([x, dy], "given")
+    for group in (stack.tensor_mesh.over_rows, stack.tensor_mesh.over_cols):
+        group.reduce = _apart(tracker, group.reduce)
     with tracker:
         stack.forward(x)
         forward = tracker.at_peak()
@@ -78,7 +82,15 @@ def measure(world: World, stem: Stem, mesh: Mesh, settings: TensorParallel) -> d
     found = tracker.at_peak()
     kept = (stem.num_layers - 1) * x.numel() * x.element_size()  # the first one's is given
     return {"workspace": found["workspace"], "forward": forward["activations"], "inputs": kept,
-            "working": found["activations"] - kept}
+            "working": found["activations"] - kept, "exchange": tracker.at_peak("host").get("exchange", 0)}
+
+
+def _apart(tracker: MemoryTracker, reduce: Callable[..., Work]) -> Callable[..., Work]:
+    """What a transport takes for a sum under way is its own: counted as a place apart, and not at the peak."""
+    def counted(*arguments: object) -> Work:
+        with tracker.category("exchange", place="host"):
+            return reduce(*arguments)
+    return counted
 
 
 def main(arguments: Sequence[str] | None = None) -> list[dict]:
@@ -101,9 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> list[dict]:
     paper = sum(PAPER.values())
     lines = [(entry["scheme"], f"{entry['units']['working']:.1f}", f"{paper} ({paper - METHOD_1})",
               f"{entry['units']['inputs']:.1f}", f"{entry['units']['workspace']:.1f}",
-              f"{entry['bytes']['workspace'] / MIB:.2f}") for entry in entries]
+              f"{entry['bytes']['workspace'] / MIB:.2f}", f"{entry['units']['exchange']:.1f}") for entry in entries]
     print(table(("scheme", "live besides inputs, E/p", "paper's buffers (method 1)", "layers' inputs", "workspace",
-                 "workspace MiB"), lines))
+                 "workspace MiB", "sums under way"), lines))
     path = options.output or results_file("tensor", "buffers")
     write_results(path, {"stem": vars(options) | {"output": None}, "paper_units": PAPER, "entries": entries})
     print(f"wrote {path}")
