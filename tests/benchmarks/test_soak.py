@@ -25,6 +25,7 @@ def run(*args, timeout):
     return done.returncode, done.stdout + done.stderr[-5000:]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_faults_and_none_again(tmp_path):
     """Limits are wide: this looks for what is lost or left, on machines that may be busy."""

@@ -236,7 +236,7 @@ def elsewhere(number):
 def test_a_folder_of_another_program_is_left_alone(tmp_path):
     """Nothing of it is cleared away; what it has written can be read under its name."""
     save_steps(tmp_path, 1)
-    theirs = Lease.take([tmp_path], me=elsewhere(1), beat_seconds=0.05)
+    theirs = Lease.take([tmp_path], me=elsewhere(1), beat_seconds=0.05, still_seconds=0.2)
     (tmp_path / ".step-2.abc.tmp").mkdir()
     for call in (Checkpoints.load, Checkpoints.save):
         with pytest.raises(OwnershipError, match="belongs to a run that is under way: process 1 on host1 has it"):
