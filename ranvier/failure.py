@@ -7,6 +7,7 @@ So failing ranks race for one key of the store that all share: the first one's a
 from __future__ import annotations
 
 import atexit
+import errno
 import json
 import os
 import sys
@@ -32,6 +33,7 @@ FAILED = "ranvier/failed"
 FINISHED = "ranvier/finished"
 MESH = "ranvier/mesh"
 INTERRUPTED = 130
+_OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 _RELAY_SECONDS = 0.3  # mpiexec throws away what it has not yet read when a rank aborts
 
 
@@ -64,6 +66,15 @@ def failed(world: World, mesh: Mesh, error: BaseException) -> int:
         text = "".join(traceback.format_exception(error)).rstrip()
         _say(text if world.size == 1 else f"{who} failed:\n{text}")
     return code
+
+
+def in_words(error: BaseException, thread: threading.Thread | None) -> BaseException:
+    """What ended `thread`; a RanvierError where that is a disk, such as in a library's thread that writes a log."""
+    if not isinstance(error, OSError) or error.errno not in _OF_A_DISK:
+        return error
+    return RanvierError(f"cannot be written: {error.strerror}",
+                        where=error.filename or f"a file of {thread.name if thread else 'a thread'}",
+                        remedy="Free space on that disk, or choose another folder with --run-dir.")
 
 
 def leave(world: World, code: int) -> None:
@@ -119,7 +130,7 @@ def end_on_errors(world: World, mesh: Mesh, *, stopped_seconds: float, hang_seco
 
     def on_thread_error(caught) -> None:
         if not issubclass(caught.exc_type, SystemExit):
-            leave(world, failed(world, mesh, caught.exc_value or caught.exc_type()))
+            leave(world, failed(world, mesh, in_words(caught.exc_value or caught.exc_type(), caught.thread)))
 
     def on_exit(code: object = None) -> None:
         codes[0] = exit_code(SystemExit(code))  # later, at exit, nothing tells it

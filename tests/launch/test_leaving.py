@@ -4,11 +4,13 @@ import errno
 import io
 import os
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
 
 from ranvier import failure
+from ranvier.errors import RanvierError
 
 
 class Full(io.StringIO):
@@ -45,3 +47,13 @@ def test_a_console_whose_disk_is_full_does_not_end_the_run(number, raised):
                 use()
         else:
             use()
+
+
+def test_a_thread_that_a_full_disk_ends_says_so():
+    """A library's thread that writes a log knows no better than to raise; another error stays as it is."""
+    full = failure.in_words(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), threading.Thread(name="events"))
+    assert isinstance(full, RanvierError)
+    assert str(full) == ("a file of events: cannot be written: No space left on device. Free space on that disk, or choose "
+                         "another folder with --run-dir.")
+    refused = ConnectionRefusedError(errno.ECONNREFUSED, "refused")
+    assert failure.in_words(refused, None) is refused
