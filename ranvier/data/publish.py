@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ranvier.errors import DataError
+from ranvier.plain_file import replacing
 
 Progress = Callable[[str], None]
 """Takes one line about what is being done."""
@@ -92,15 +92,8 @@ def published(path: Path) -> Iterator[BinaryIO]:
     """
     with _writable(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
-        try:
-            with open(unfinished, "wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(unfinished, path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        with replacing(path) as file:
+            yield file
 
 
 @contextmanager

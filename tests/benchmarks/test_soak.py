@@ -163,9 +163,9 @@ def test_a_run_that_does_not_end(trial, tmp_path):
 
 
 def test_a_run_that_may_go_on_is_judged_by_its_last_step(trial, tmp_path):
-    program = f"import time; time.sleep(1.5); open({str(tmp_path / 'run' / 'metrics.jsonl')!r}, 'w').write('x')"
+    program = f"import time; time.sleep(4); open({str(tmp_path / 'run' / 'metrics.jsonl')!r}, 'w').write('x')"
     trial.wait_gone(Start("python", 1, ["-c", program], tmp_path / "log.txt"), may_go_on=True)
-    assert trial.outcome.seconds < 1.5
+    assert trial.outcome.seconds < 4  # not from the fault on: the write came after so long
 
 
 # ---------------------------------------------------------------------- cases and outcomes
