@@ -5,14 +5,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-# The tests share the cores: one worker for each, each with its own ranks.
-WORKERS ?= auto
+# The tests share the cores: one worker for each and one more, since many tests wait for their ranks.
+WORKERS ?= $(shell expr $$(nproc 2>/dev/null || echo 2) + 1)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile
 
 # Interpreter:torch pairs that `make test-versions` runs the tests with; an interpreter that is not installed is skipped, by name.
 VERSIONS ?= python3.11:2.11.0 python3.12:2.11.0 python3.12:2.13.0
 
-.PHONY: help train test test-all test-versions lint bench-pipeline bench-transports bench-meshes bench-memory bench-tensor bench-checkpoint bench-elastic clean
+# Largest file that `make lint` accepts.
+MAX_FILE_KIB := 2048
+
+.PHONY: help train test test-all test-versions lint check-files bench-pipeline bench-transports bench-meshes bench-memory bench-tensor bench-checkpoint bench-elastic clean
 
 help:
 	@echo "make train              train the smallest GPT on four local ranks, with a picture of what each did when"
@@ -39,8 +42,19 @@ test-versions:
 	  && $$venv/bin/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile || exit 1; \
 	done
 
-lint: $(VENV)/test
+lint: check-files $(VENV)/test
 	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# No large file and no merge marker is committed. Outside a git checkout there is nothing to check.
+check-files:
+	@if git rev-parse --is-inside-work-tree >/dev/null 2>&1; then \
+	  large=$$(git ls-files -z | xargs -0 sh -c 'find "$$@" -maxdepth 0 -type f -size +$(MAX_FILE_KIB)k' sh); \
+	  marked=$$(git grep -lE '^(<{7}|>{7}|[|]{7})( |$$)'); \
+	  if [ -n "$$large" ]; then echo "larger than $(MAX_FILE_KIB) KiB, keep it outside the repository: $$large"; fi; \
+	  if [ -n "$$marked" ]; then echo "has merge markers: $$marked"; fi; \
+	  [ -z "$$large$$marked" ]; \
+	fi
 
 bench-pipeline: $(VENV)/train
 	$(BIN)/python -m benchmarks.pipeline.pipeline

@@ -1,10 +1,14 @@
-"""Where and how a benchmark's result is kept: date, commit, machine and command beside every figure."""
+"""Where and how a benchmark's result is kept: date, commit, machine and command beside every figure.
+
+benchmarks/results keeps the newest result of each kind. The kind is the file's name before its date.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -16,11 +20,36 @@ import torch
 RESULTS = Path(__file__).parent / "results"
 
 
-def results_file(folder: str, name: str) -> Path:
-    """benchmarks/results/FOLDER/NAME-DATE.json, whose folder exists."""
-    path = RESULTS / folder / f"{name}-{datetime.now():%Y%m%d-%H%M}.json"
+_DATED = re.compile(r"(?P<kind>.+)-(?P<date>\d{8}(?:-\d{4})?)(?P<rest>\D.*)")
+
+
+def results_file(folder: str, name: str, *, quick: bool = False) -> Path:
+    """benchmarks/results/FOLDER/NAME-DATE.json, whose folder exists; a quick run is a kind of its own, quick-NAME."""
+    path = RESULTS / folder / f"{'quick-' if quick else ''}{name}-{datetime.now():%Y%m%d-%H%M}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
+
+
+def kind_and_date(path: Path) -> tuple[str, str] | None:
+    """The kind and the date in the name of a result's file; None if the name has no date.
+
+    "overlap-20261121-1351-curve.png" belongs to the result ("overlap", "20261121-1351").
+    """
+    match = _DATED.fullmatch(path.name)
+    return (match["kind"], match["date"]) if match else None
+
+
+def remove_older(path: Path) -> list[Path]:
+    """Delete the files beside `path` that are of the same kind and have an earlier date; returns them."""
+    result = kind_and_date(path)
+    if result is None:
+        return []
+    kind, date = result
+    older = [file for file in sorted(path.parent.iterdir())
+             if (other := kind_and_date(file)) is not None and other[0] == kind and other[1] < date]
+    for file in older:
+        file.unlink()
+    return older
 
 
 def circumstances() -> dict[str, object]:
@@ -39,8 +68,10 @@ def command() -> str:
 
 
 def write_results(path: Path, results: dict[str, object]) -> None:
-    """`results` and their circumstances, as JSON."""
+    """Write `results` and their circumstances as JSON; in benchmarks/results, delete older results of the same kind."""
     path.write_text(json.dumps({**circumstances(), **results}, indent=1) + "\n")
+    if path.resolve().is_relative_to(RESULTS.resolve()):
+        remove_older(path)
 
 
 def commit() -> str:

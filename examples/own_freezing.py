@@ -14,8 +14,8 @@ from pathlib import Path
 from statistics import median
 
 import ranvier
+from ranvier.config.run import Batch, Data, Elastic, Run, Train, Transformer
 from ranvier.mesh import Mesh
-from ranvier.run import Batch, Data, Elastic, Run, Train, Transformer
 from ranvier.train.loop import train
 
 GOOD, BAD = ["lovely", "great", "fine", "warm"], ["awful", "dull", "poor", "weak"]

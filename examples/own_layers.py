@@ -1,8 +1,8 @@
-"""A model of your own on rows and columns: `python examples/own_layers.py`, or under torchrun or mpiexec.
+"""Tensor parallelism for a model of your own: `python examples/own_layers.py`, or under torchrun or mpiexec.
 
-The blocks are plain PyTorch but for their layers, and run on one rank too. On four, each holds a quarter of every
-weight and of every activation. `ranvier check --split own_layers:sample`, in this folder, compares the model on every
-kind of mesh and in every scheme with the same on one rank.
+The blocks are plain PyTorch except for their layers, and run on one rank too. On four ranks (2 rows x 2 columns) each
+holds a quarter of every large weight and of every activation. `ranvier check --split own_layers:sample`, in this
+folder, compares the model on several meshes and in every scheme with the same model on one rank.
 """
 
 import torch
@@ -33,7 +33,7 @@ class Attention(nn.Module):
         self.out = tensor.Linear(HIDDEN, HIDDEN, stationary="input", units=HEADS)
 
     def forward(self, x):
-        heads = self.qkv(self.norm(x)).unflatten(-1, (-1, 3, HIDDEN // HEADS))  # -1: as many as are here
+        heads = self.qkv(self.norm(x)).unflatten(-1, (-1, 3, HIDDEN // HEADS))  # -1: the heads of this column
         query, key, value = (part.transpose(1, 2) for part in heads.unbind(3))
         mixed = functional.scaled_dot_product_attention(self.query_norm(query), key, value)
         return x + self.out(mixed.transpose(1, 2).flatten(2))
@@ -45,7 +45,7 @@ class MLP(nn.Module):
         self.norm = tensor.LayerNorm(HIDDEN)
         self.into = tensor.Linear(HIDDEN, 4 * HIDDEN, stationary="output")
         self.out = tensor.Linear(4 * HIDDEN, HIDDEN, stationary="input")
-        self.gate = tensor.TokenLinear(HIDDEN, 1, token=None)  # a score of each token, which every column has
+        self.gate = tensor.ClassifierHead(HIDDEN, 1, token=None)  # one score per token, replicated over columns
 
     def forward(self, x):
         return x + self.out(functional.relu(self.into(self.norm(x)))) * torch.sigmoid(self.gate(x))
@@ -56,7 +56,7 @@ class Head(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.norm, self.score = tensor.LayerNorm(HIDDEN), tensor.TokenLinear(HIDDEN, 2, token=0)
+        self.norm, self.score = tensor.LayerNorm(HIDDEN), tensor.ClassifierHead(HIDDEN, 2, token=0)
 
     def forward(self, x):
         return self.score(self.norm(x))

@@ -5,8 +5,8 @@ slowest step. `ranvier.testing.trackers.check_tracker` tells whether a tracker s
 """
 
 import ranvier
+from ranvier.config.run import Batch, Data, Run, Train, Transformer
 from ranvier.mesh import Mesh
-from ranvier.run import Batch, Data, Run, Train, Transformer
 from ranvier.train.events import EndEvent, StepEvent
 from ranvier.train.loop import train
 

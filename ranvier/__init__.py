@@ -12,18 +12,22 @@ from __future__ import annotations
 import importlib
 
 _HOMES = {
-    "start": "ranvier.launch",
+    "start": "ranvier.launch.start",
     "Engine": "ranvier.pipeline.engine",
     "BatchResult": "ranvier.pipeline.result",
     "Microbatch": "ranvier.pipeline.microbatch",
-    "Optim": "ranvier.run",
-    "TensorParallel": "ranvier.run",
+    "Guard": "ranvier.config.run",
+    "Lora": "ranvier.config.run",
+    "Memory": "ranvier.config.run",
+    "Optim": "ranvier.config.run",
+    "Pipeline": "ranvier.config.run",
+    "TensorParallel": "ranvier.config.run",
     "microbatches": "ranvier.pipeline.microbatch",
     "Mesh": "ranvier.mesh",
     "World": "ranvier.world",
-    "Model": "ranvier.models.block",
-    "Initial": "ranvier.models.block",
-    "Run": "ranvier.run",
+    "Model": "ranvier.block",
+    "Initial": "ranvier.block",
+    "Run": "ranvier.config.run",
     "RanvierError": "ranvier.errors",
     "CheckpointError": "ranvier.errors",
     "Checkpoints": "ranvier.checkpoint.checkpoints",
@@ -34,12 +38,14 @@ _HOMES = {
     "ModelError": "ranvier.errors",
     "OutOfMemory": "ranvier.errors",
     "TransportError": "ranvier.errors",
+    "with_adapters": "ranvier.models.lora",
+    "from_transformers": "ranvier.models.from_transformers",
 }
 __all__ = sorted(_HOMES)
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'ranvier' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,7 +1,7 @@
-"""Every error a user can cause or meet, each saying what, where, the value, and what to do next.
+"""Errors for users: each states what is wrong, where, the value found, and what to do next.
 
-One line of text, in the words of the configuration, is the whole message: the command prints it without a
-traceback and exits with 2.
+The message is one line of text in the terms of the configuration. The command prints it without a traceback and exits
+with 2.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 
 class RanvierError(Exception):
-    """A fault with a culprit and a remedy.
+    """An error with a location and a remedy.
 
     Args:
-        what: the fault, as a clause ("is not divisible by the microbatch size").
-        where: the setting, file, block, rank or edge that it concerns.
-        value: what was found there; left out of the text when None.
-        remedy: the next thing to do.
+        what: the problem, as a clause with `where` as its subject ("is not divisible by the microbatch size").
+        where: the setting, file, block, rank or edge concerned.
+        value: what was found there; None leaves it out of the message.
+        remedy: what to do next, as a sentence.
     """
 
     def __init__(self, what: str, *, where: str, value: object = None, remedy: str) -> None:
@@ -28,15 +28,16 @@ class RanvierError(Exception):
         return f"{self.where}: {self.what}{shown}. {self.remedy}"
 
     def reword(self, words: Callable[[str], str]) -> None:
-        """Say the same in other words, which `words` makes of each text."""
+        """Replace each part of the message by `words` of it, for callers that use other terms."""
         self.what, self.where, self.remedy = words(self.what), words(self.where), words(self.remedy)
         self.args = (self._text(),)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Callable[..., RanvierError], tuple[object, ...]]:
+        # Exception's own pickles positional arguments only, and these are keywords.
         return _rebuild, (type(self), self.what, self.where, self.value, self.remedy)
 
 
-def _rebuild(kind, what, where, value, remedy):
+def _rebuild(kind: type[RanvierError], what: str, where: str, value: object, remedy: str) -> RanvierError:
     return kind(what, where=where, value=value, remedy=remedy)
 
 
@@ -45,45 +46,44 @@ class ConfigError(RanvierError, ValueError):
 
 
 class ModelError(RanvierError):
-    """A list of blocks, a loss, or a tie that does not fit the model contract."""
+    """A list of blocks, a loss or a tie that violates the contract of models (ranvier.block)."""
 
 
 class DivisibilityError(ModelError):
-    """A size that rows or columns cannot share."""
+    """A size of the model that the rows or columns of the mesh do not divide."""
 
 
 class DataError(RanvierError):
-    """A corpus, tokenizer or token file that is missing, damaged or too small."""
+    """Training data, a tokenizer or a token file that is missing, damaged or too small."""
 
 
 class CheckpointError(RanvierError):
-    """A checkpoint that cannot be written, is damaged or hostile, or does not fit the model."""
+    """A checkpoint that cannot be written, is damaged or malicious, or does not fit the model."""
 
 
 class OwnershipError(RanvierError):
-    """A folder that belongs to another run that is under way, or that another run has taken over."""
+    """A folder that another running process owns, or has taken over."""
 
 
 class UnsavedError(CheckpointError):
-    """A run that came to its end without its last checkpoint on the disk: exit code 1, not 2, since no setting is at
-    fault."""
+    """A run that ended without its last checkpoint on disk. Exit code 1, not 2, since no setting is wrong."""
 
 
 class LaunchError(RanvierError):
-    """Ranks that could not be started, or a launcher whose variables contradict each other."""
+    """Ranks that could not be started, or contradictory environment variables of launchers."""
 
 
 class TransportError(RanvierError):
-    """A message or collective that could not be carried: a lost peer, a wrong shape, a closed edge."""
+    """A message or collective that failed: a lost peer, a wrong shape, a closed edge."""
 
 
 class OutOfMemory(RanvierError):
-    """An allocator that gave up; the text has the predicted table and what needs less memory."""
+    """A failed allocation; the message contains the predicted memory and what reduces it."""
 
 
 class MessageTimeout(TransportError):
-    """A message that did not come in time; the text names who waits for what from whom."""
+    """A message or collective over its time limit; the message names which rank waits for what from which."""
 
 
 class Hang(TransportError):
-    """An action of a rank that takes so much longer than any before that it will not end; others wait for it."""
+    """An action of a rank that runs so much longer than earlier ones that it is assumed never to end."""

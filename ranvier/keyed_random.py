@@ -1,8 +1,8 @@
-"""Random numbers that depend on what they are for, never on where they are drawn.
+"""Counter-based random numbers that depend on their purpose, and never on where or when they are drawn.
 
-Every number is a hash of (key, index): the key names the purpose (seed, parameter name; or seed, step, sample, block,
-call site), the index is the element's place in the whole, unsharded tensor. So any mesh, any slice and any order of
-execution sees the same initial weights and the same dropout masks, on CPU and CUDA alike.
+Every number is a hash of (key, index). The key identifies the purpose (seed and parameter name; or seed, step, sample,
+block and call site); the index is the element's position in the unsharded tensor. So every mesh, slice and order of
+execution has the same initial weights and the same dropout masks, on CPU and CUDA alike.
 
 The hash is the SplitMix64 finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014) on
 key + index * golden ratio, in wrapping 64-bit integers.
@@ -11,7 +11,7 @@ key + index * golden ratio, in wrapping 64-bit integers.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -24,25 +24,26 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 def _signed(value: int) -> int:
-    """The 64-bit pattern of `value` as the int64 that has it."""
+    """The int64 with the low 64 bits of `value`."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
 def key(*parts: object) -> int:
-    """A 64-bit key (as int64) for these parts, the same in every process."""
+    """A 64-bit key (as int64) for `parts`, the same in every process."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return _signed(int.from_bytes(digest, "little"))
 
 
 def _shift_right(bits: Tensor, count: int) -> Tensor:
-    """Logical shift: torch's shift of int64 copies the sign."""
-    return (bits >> count) & ((1 << (64 - count)) - 1)
+    """Logical shift; torch shifts int64 arithmetically, so the copies of the sign bit are masked out."""
+    shifted: Tensor = (bits >> count) & ((1 << (64 - count)) - 1)
+    return shifted
 
 
 def bits(key: int | Tensor, index: Tensor) -> Tensor:
-    """64 random bits (int64) for each element of `index` (int64); `key` is a number or broadcasts against it."""
-    mixed = index * _signed(_GOLDEN) + key
+    """64 random bits (int64) for each element of `index` (int64); a tensor `key` is broadcast against it."""
+    mixed: Tensor = index * _signed(_GOLDEN) + key
     mixed = (mixed ^ _shift_right(mixed, 30)) * _signed(_MULTIPLIERS[0])
     mixed = (mixed ^ _shift_right(mixed, 27)) * _signed(_MULTIPLIERS[1])
     return mixed ^ _shift_right(mixed, 31)
@@ -53,13 +54,22 @@ def uniform(key: int | Tensor, index: Tensor) -> Tensor:
     return (_shift_right(bits(key, index), 11).to(torch.float64) + 0.5) * 2.0**-53
 
 
+def signed_uniform(key: int, index: Tensor) -> Tensor:
+    """Uniform fp64 numbers strictly between -1 and 1 for each element of `index`."""
+    return uniform(key, index) * 2.0 - 1.0
+
+
 def normal(key: int, index: Tensor) -> Tensor:
     """Standard normal fp64 numbers for each element of `index`, by inversion."""
-    return torch.special.ndtri(uniform(key, index))
+    numbers: Tensor = torch.special.ndtri(uniform(key, index))
+    return numbers
 
 
 def global_index(shape: Sequence[int], box: Sequence[tuple[int, int]] | None = None) -> Tensor:
-    """Row-major places, in a tensor of `shape`, of the elements in `box` ((start, stop) per dim); int64, box-shaped."""
+    """Row-major indices, in a tensor of `shape`, of the elements in `box`: int64, of the shape of the box.
+
+    box: (start, stop) for each dim; None for the whole tensor.
+    """
     box = [(0, size) for size in shape] if box is None else box
     index = torch.zeros((), dtype=torch.int64)
     for size, (start, stop) in zip(shape, box, strict=True):
@@ -69,9 +79,10 @@ def global_index(shape: Sequence[int], box: Sequence[tuple[int, int]] | None = N
 
 @dataclass
 class Scope:
-    """What dropout inside one block's forward is keyed by.
+    """The key of dropout inside the forward pass of one block.
 
-    samples: [b] int64, the data set's own number of each sample of the microbatch, known on every rank.
+    samples: [b] int64, each sample's number in the data set, which is the same on every mesh.
+    calls: number of dropout calls so far, which tells call sites apart.
     """
 
     seed: int
@@ -85,8 +96,9 @@ _scope: ContextVar[Scope | None] = ContextVar("ranvier_random_scope", default=No
 
 
 @contextmanager
-def scope(seed: int, step: int, samples: Tensor, block: str = ""):
-    """Key the dropout inside by these; nested or repeated scopes with the same arguments draw the same masks."""
+def scope(seed: int, step: int, samples: Tensor, block: str = "") -> Iterator[None]:
+    """Key the dropout inside by these (see `Scope`). Repeated scopes with the same arguments draw the same masks, as
+    activation recomputation needs."""
     token = _scope.set(Scope(seed, step, samples, block))
     try:
         yield
@@ -94,26 +106,34 @@ def scope(seed: int, step: int, samples: Tensor, block: str = ""):
         _scope.reset(token)
 
 
+def current_samples() -> tuple[int, ...]:
+    """The sample numbers of the microbatch whose block runs now. RuntimeError outside a `scope`."""
+    current = _scope.get()
+    if current is None:
+        raise RuntimeError("needs keyed_random.scope(seed, step, samples) around the forward pass")
+    return tuple(current.samples.tolist())
+
+
 def dropout(x: Tensor, probability: float, training: bool, *, start: Sequence[int] | None = None,
             full_shape: Sequence[int] | None = None) -> Tensor:
-    """Dropout whose mask is keyed by (seed, step, sample, block, call site, place in the sample).
+    """Dropout whose mask is keyed by (seed, step, sample, block, call site, index in the sample).
 
-    x: [b, ...]; `start` and `full_shape` place x's trailing dims inside the unsharded sample, for a sharded x.
-    RuntimeError outside a `scope` (the engine opens one around every block), except on the meta device, which has
-    shapes only.
+    x: [b, ...]. For a sharded x, `start` and `full_shape` are the offset and the unsharded shape of its trailing dims.
+    RuntimeError outside a `scope` (the engine opens one around every block) and for another number of samples, except
+    on the meta device, which has shapes only.
     """
     if not training or probability == 0.0 or x.is_meta:
         return x
-    here = _scope.get()
-    if here is None:
+    current = _scope.get()
+    if current is None:
         raise RuntimeError("keyed dropout needs keyed_random.scope(seed, step, samples) around the forward pass")
-    if len(here.samples) != x.shape[0]:
-        raise RuntimeError(f"keyed dropout has {len(here.samples)} sample numbers for a batch of {x.shape[0]}")
-    site, here.calls = here.calls, here.calls + 1
+    if len(current.samples) != x.shape[0]:
+        raise RuntimeError(f"keyed dropout has {len(current.samples)} sample numbers for a batch of {x.shape[0]}")
+    site, current.calls = current.calls, current.calls + 1
     start = start or [0] * (x.dim() - 1)
     full_shape = full_shape or x.shape[1:]
     box = [(begin, begin + size) for begin, size in zip(start, x.shape[1:], strict=True)]
-    place = global_index(full_shape, box).to(x.device)
-    sample_keys = bits(key("dropout", here.seed, here.step, here.block, site), here.samples.to(x.device))
-    chance = uniform(sample_keys.view(-1, *[1] * (x.dim() - 1)), place.unsqueeze(0))
+    index = global_index(full_shape, box).to(x.device)
+    sample_keys = bits(key("dropout", current.seed, current.step, current.block, site), current.samples.to(x.device))
+    chance = uniform(sample_keys.view(-1, *[1] * (x.dim() - 1)), index.unsqueeze(0))
     return x * ((chance >= probability).to(x.dtype) / (1.0 - probability))

@@ -40,37 +40,36 @@ class Coordinates:
     col: int = 0
 
     def __str__(self) -> str:
-        return f"data {self.data}, pipe {self.pipe}, row {self.row}, col {self.col}"
+        return ", ".join(f"{axis} {getattr(self, axis)}" for axis in AXES)
 
     def replace(self, axis: Axis, index: int) -> Coordinates:
+        """The coordinates with another index along one axis."""
         return Coordinates(**{**{name: getattr(self, name) for name in AXES}, axis: index})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """All ranks, as data x pipe x row x col. A *replica* is pipe x row x col ranks; a *stage* is row x col ranks."""
+    """All ranks, as data x pipe x row x col. A *replica* is pipe x row x col ranks; a *stage* is row x col ranks.
 
-    data: Size | Literal["auto"] = 1
-    """Replicas: full copies of the model that share each global batch. auto, here and below: what a plan of all that is
-    auto finds to be fastest on the ranks that there are."""
-    pipe: Size | Literal["auto"] = 1
-    """Stages of the pipeline: runs of consecutive blocks."""
-    row: Size | Literal["auto"] = 1
-    """Rows of the tensor mesh: they share the microbatch. auto, with data and pipe given: of all shapes that the ranks
-    allow the one that receives the fewest bytes."""
-    col: Size | Literal["auto"] = 1
-    """Columns of the tensor mesh: they share the hidden dimension."""
+    Every size is a whole number; what a person may leave open is `ranvier.config.run.MeshSettings`. ConfigError for a
+    size below 1, and for a tile that does not divide rows and columns.
+
+    data: data parallel size. pipe: pipeline parallel size. row, col: tensor parallel sizes. tile: rows and columns of
+    the tensor mesh on one node, or None to number ranks row by row.
+    """
+
+    data: Size = 1
+    pipe: Size = 1
+    row: Size = 1
+    col: Size = 1
     tile: tuple[Size, Size] | None = None
-    """Rows and columns of the tensor mesh on one node. none: a run takes, where each node has equally many ranks, what
-    lets the fewest bytes cross between nodes, and else numbers ranks row by row. Unused on stages of one rank."""
 
     def __post_init__(self) -> None:
-        for axis in AXES:
-            size = getattr(self, axis)
-            if not _is_size(size) and size != "auto":
+        for axis, size in self.sizes.items():
+            if not _is_size(size):
                 raise ConfigError("must be a whole number of at least 1", where=f"mesh.{axis}", value=size,
                                   remedy=f"Set --mesh.{axis} 1 to leave this axis unused.")
-        if self.tile is None or self.is_open:
+        if self.tile is None:
             return
         if not isinstance(self.tile, tuple) or len(self.tile) != 2 or not all(map(_is_size, self.tile)):
             raise ConfigError("must be two whole numbers of at least 1, or none", where="mesh.tile", value=self.tile,
@@ -80,9 +79,9 @@ class Mesh:
                               value=self.tile, remedy="Set --mesh.tile none to leave the choice to the run.")
 
     @property
-    def is_open(self) -> bool:
-        """Whether an axis is still to be chosen; such a mesh has no size yet."""
-        return "auto" in self.shape
+    def sizes(self) -> dict[Axis, int]:
+        """Number of ranks along each axis, in the order of `AXES`."""
+        return {axis: getattr(self, axis) for axis in AXES}
 
     @property
     def _tile(self) -> tuple[int, int]:
@@ -90,13 +89,14 @@ class Mesh:
         return (self.row, self.col) if self.tile is None or self.stage_size == 1 else self.tile
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return self.data, self.pipe, self.row, self.col
+    def shape(self) -> tuple[int, ...]:
+        """The sizes alone, in the order of `AXES`."""
+        return tuple(self.sizes.values())
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return prod(self.shape)
+        return prod(self.sizes.values())
 
     @property
     def stage_size(self) -> int:
@@ -104,7 +104,11 @@ class Mesh:
         return self.row * self.col
 
     def __str__(self) -> str:
-        return f"data {self.data} x pipe {self.pipe} x row {self.row} x col {self.col}"
+        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
+
+    def changed_axes(self, other: Mesh) -> tuple[Axis, ...]:
+        """The axes along which `other` has another size."""
+        return tuple(axis for axis, size in self.sizes.items() if size != getattr(other, axis))
 
     def coordinates(self, rank: int) -> Coordinates:
         """Coordinates of `rank`; IndexError when it is not on the mesh."""

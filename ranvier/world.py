@@ -1,4 +1,4 @@
-"""One started rank's surroundings, as everything above `launch` sees them."""
+"""The runtime context of one started rank: its backend, shared store, device and place on its machine."""
 
 from __future__ import annotations
 
@@ -6,38 +6,45 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.distributed import Store
 
-from ranvier.comm.hang import HangWatch
+from ranvier.comm.hang import HangDetector
 from ranvier.comm.protocol import Backend
-from ranvier.comm.signed_store import SignedStore
+from ranvier.comm.signed_store import SharedStore
 from ranvier.mesh import Mesh
 
 
 @dataclass(kw_only=True)
 class World:
-    """This rank, how it was started, how it reaches the others, and where it computes.
+    """One started rank, as `ranvier.start` returns it.
 
-    mesh: what `start` was asked for; None where the ranks were started without one.
-    hang: makes what judges whether this rank's actions hang; None where they are not judged.
-    overdue: names a wait that should have ended at its time limit and has not, None where there is none.
-    store: a key-value store that all ranks share (who does what, who failed); never used on a hot path.
+    backend: connects it to the other ranks.
+    store: key-value store shared by all ranks (current actions, the first failure); never used on a hot path.
+    launcher: "local", "torchrun", "mpiexec" or "srun"; another word if `start` has not made it.
+    device: where it computes.
+    local_rank, local_size: its number among the ranks of its machine, and their count.
+    mesh: the one that `start` was called with; None if ranks were started without one.
+    hang: makes the detector for hanging actions; None if they are not checked.
+    overdue: names a blocking wait that is over its time limit; returns None if there is none.
+    lost: names a peer whose connection has broken, where the waiting thread cannot see it; None if there is none.
     """
 
     backend: Backend
-    store: Store | SignedStore
+    store: SharedStore
     launcher: str
     device: torch.device
     local_rank: int
     local_size: int
     mesh: Mesh | None = None
-    hang: Callable[[], HangWatch] | None = None
+    hang: Callable[[], HangDetector] | None = None
     overdue: Callable[[], str | None] = lambda: None
+    lost: Callable[[], str | None] = lambda: None
 
     @property
     def rank(self) -> int:
+        """Number of this rank, from 0."""
         return self.backend.rank
 
     @property
     def size(self) -> int:
+        """Number of ranks."""
         return self.backend.size

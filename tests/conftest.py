@@ -15,3 +15,13 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+LONGEST = ("test_readme.py", "test_golden_runs.py", "test_elastic_run.py", "test_real_starts.py", "test_mpi.py",
+           "test_torch.py", "test_stopped_ranks.py", "test_launcher_dies.py", "test_stop_signals.py")
+"""A file runs in one process: those that take longest begin first, so that no process ends long after the others."""
+
+
+def pytest_collection_modifyitems(items):
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 
 def covering(*axes: Sequence[object]) -> list:
@@ -26,3 +27,22 @@ def covering(*axes: Sequence[object]) -> list:
 def label(value: object) -> str:
     """An id of a test's parameter: the same in every process, unlike the address in a function's text."""
     return getattr(value, "__name__", None) or str(value)
+
+
+def quick(count: int, values: Iterable[object]) -> list:
+    """`values` as parametrize takes them: `count` of those that are not slow, spread evenly, as they are, the rest
+    slow."""
+    found = list(values)
+    fast = [place for place, value in enumerate(found) if not _is_slow(value)]
+    kept = {fast[round(number * (len(fast) - 1) / max(count - 1, 1))] for number in range(count)}
+    return [value if place in kept or _is_slow(value) else _slow(value) for place, value in enumerate(found)]
+
+
+def _is_slow(value: object) -> bool:
+    return isinstance(value, ParameterSet) and any(getattr(mark, "name", "") == "slow" for mark in value.marks)
+
+
+def _slow(value: object) -> object:
+    if isinstance(value, ParameterSet):
+        return pytest.param(*value.values, id=value.id, marks=(*value.marks, pytest.mark.slow))
+    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ranvier.checkpoint.pretrained import Pretrained
-from ranvier.models import hf
-from ranvier.models.block import Model
+from ranvier.block import Model
+from ranvier.checkpoint.hf.forms import form_of
+from ranvier.checkpoint.hf.pretrained import Pretrained
 
 BERT = dict(vocab_size=37, hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=40,
             max_position_embeddings=12)
@@ -23,7 +23,8 @@ DINOV2 = dict(hidden_size=24, num_hidden_layers=2, num_attention_heads=3, mlp_ra
 def peer(kind: str, dtype: torch.dtype = torch.float64, seed: int = 1, **settings) -> nn.Module:
     """transformers' model of this class with random parameters, in evaluation."""
     transformers = pytest.importorskip("transformers")
-    family = next(family for family in ("Bert", "ViT", "Dinov2", "GPT2") if kind.startswith(family))
+    family = next(family for family in ("Bert", "ViT", "Dinov2", "GPT2", "Llama", "Mistral", "Qwen2", "Qwen3",
+                                     "Gemma2", "Gemma", "Olmo2") if kind.startswith(family))
     model = getattr(transformers, kind)(getattr(transformers, f"{family}Config")(**settings)).to(dtype).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -81,5 +82,5 @@ def assert_gradients(blocks: dict[str, nn.Module], expected: dict[str, Tensor], 
 
 
 def every_place(pretrained: Pretrained) -> list[str]:
-    return [name for place in hf.form_of(pretrained.config).places(pretrained.config, pretrained.head).values()
+    return [name for place in form_of(pretrained.config).places(pretrained.config, pretrained.head).values()
             for name in place.names]

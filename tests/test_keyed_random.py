@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranvier import keyed_random
-from ranvier.models.block import Initial, initialise
+from ranvier.block import Initial, initialise
 
 KEY = keyed_random.key("initial", 0, "a.weight")
 

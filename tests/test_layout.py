@@ -8,7 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranvier.errors import ConfigError, ModelError
-from ranvier.layout import Layout, Move, Parameter, Slice, Split, box_size, intersection, moves, part, whole
+from ranvier.layout import (
+    Chunking,
+    Layout,
+    Move,
+    Parameter,
+    Slice,
+    Split,
+    box_size,
+    intersection,
+    moves,
+    part,
+    whole,
+)
 from ranvier.mesh import Mesh
 
 
@@ -99,13 +111,27 @@ MODEL = [("b0.w", (5, 7), 0, "row"), ("b0.bias", (7,), 0, "row"), ("b1.w", (4, 6
          ("b3.w", (6, 2), 3, "col"), ("b4.head", (5, 7), 4, "both")]
 
 
-def layout(mesh, boundaries, *, sharded=True, state_shards=1, tied=True):
+def layout(mesh, boundaries, *, sharded=True, chunking=None, tied=True, frozen=0):
     """The model above; b4.head is tied to b0.w, and on a tensor mesh each end has its own cut."""
-    parameters = tuple(Parameter(name, shape, block, "b0.w" if tied and name == "b4.head" else name)
+    parameters = tuple(Parameter(name, shape, block, "b0.w" if tied and name == "b4.head" else name,
+                                 trainable=block >= frozen or (tied and name == "b4.head"))
                        for name, shape, block, _ in MODEL)
     shards = {name: shard(shape, mesh, how) for name, shape, _, how in MODEL if how} if sharded else None
     return Layout(mesh=mesh, num_blocks=5, boundaries=boundaries, parameters=parameters, shards=shards,
-                  state_shards=state_shards)
+                  chunking=chunking)
+
+
+def places(one, of):
+    """Name -> (rank, box) of its parts, as `of` says."""
+    found = {}
+    for rank in range(one.mesh.size):
+        for piece in of(rank):
+            found.setdefault(piece.parameter, []).extend((rank, box) for box in piece.boxes())
+    return found
+
+
+def moves_of(old, new, *, state=False):
+    return moves(places(old, old.owned if state else old.held), places(new, new.owned if state else new.held))
 
 
 @st.composite
@@ -114,7 +140,8 @@ def layouts(draw):
                 col=draw(st.integers(1, 3)))
     boundaries = tuple(sorted(draw(st.sets(st.integers(1, 4), min_size=mesh.pipe - 1, max_size=mesh.pipe - 1))))
     return layout(mesh, boundaries, sharded=draw(st.booleans()),
-                  state_shards=mesh.data if draw(st.booleans()) else 1)
+                  chunking=draw(st.sampled_from([None, Chunking(chunk_size=10), Chunking(chunk_size=7, shard=True),
+                                                 Chunking(chunk_size=100, shard=True)])))
 
 
 def numbers(one):
@@ -162,7 +189,7 @@ def test_moves_arrive_at_the_new_layout(old, new, state):
     have = memories(old, old.owned if state else old.held, values)
     need = memories(new, new.owned if state else new.held, values)
     got = [{name: np.full(array.shape, np.nan) for name, array in mine.items()} for mine in need]
-    for move in moves(old, new, state=state):
+    for move in moves_of(old, new, state=state):
         part = have[move.source][move.parameter][index(move.box)]
         assert part.size and not np.isnan(part).any(), "the source has what it sends"
         target = got[move.destination][move.parameter]
@@ -178,24 +205,29 @@ def test_moves_arrive_at_the_new_layout(old, new, state):
 
 def test_moves_of_the_same_layout_are_local():
     one = layout(Mesh(data=2, pipe=2, col=2), (2,))
-    assert all(move.source == move.destination for move in moves(one, one))
-    assert {move.box for move in moves(one, one) if move.parameter == "b2.scalar"} == {()}
+    assert all(move.source == move.destination for move in moves_of(one, one))
+    assert {move.box for move in moves_of(one, one) if move.parameter == "b2.scalar"} == {()}
 
 
 def test_growing_from_one_rank_to_two_replicas():
     """Rank 0 keeps what it has; ranks of the second stage and of the new replica get theirs from the lowest holder."""
     old, new = layout(Mesh(), (), sharded=False), layout(Mesh(data=2, pipe=2), (3,), sharded=False)
-    found = moves(old, new)
+    found = moves_of(old, new)
     assert {move.source for move in found} == {0}
     assert Move("b0.w", ((0, 5), (0, 7)), 0, 2) in found and Move("b3.w", ((0, 6), (0, 2)), 0, 3) in found
     assert not any(move.parameter.startswith("b3") for move in found if move.destination in (0, 2))
 
 
-def test_state_shards_cut_through_parameters():
-    one = layout(Mesh(data=3), (), sharded=False, state_shards=3)
+def test_shares_cut_through_parameters():
+    """Replicas share what all of them update evenly. Shards are shares of chunks, here elements 20..40 and 76..92 of a
+    buffer of 108 that begins with b3.w."""
+    one = layout(Mesh(data=3), (), sharded=False)
     assert [piece for piece in one.owned(1) if piece.parameter == "b0.w"] == [Slice("b0.w", ((0, 5), (0, 7)), (12, 24))]
     assert [piece.parameter for piece in one.owned(0) if one[piece.parameter].numel <= 1] == ["b2.scalar", "b3.empty"]
     assert not any(piece.parameter == "b4.head" for rank in range(3) for piece in one.owned(rank))
+    one = layout(Mesh(data=3), (), sharded=False, chunking=Chunking(chunk_size=60, shard=True))
+    assert one.updated(1) == [Slice("b2.w", ((0, 3), (0, 9)), (7, 27)), Slice("b0.w", ((0, 5), (0, 7)), (5, 21))]
+    assert sorted(one.owned(1)) == sorted(one.updated(1)) and len(one.owned(0)) == 7, "one of them is empty"
 
 
 def test_blocks_and_stages():
@@ -211,12 +243,6 @@ def test_blocks_and_stages():
 def test_boundaries_that_do_not_cut(boundaries):
     with pytest.raises(ConfigError, match=r"pipeline.boundaries: does not cut 5 blocks into 2 stages \(got \("):
         layout(Mesh(pipe=2), boundaries)
-
-
-def test_state_shares_that_are_not_the_replicas():
-    with pytest.raises(ConfigError, match=r"optimizer state shares: is neither 1 nor the number of replicas \(got 2\). "
-                                          r"Use 1 or 3."):
-        layout(Mesh(data=3), (), state_shards=2)
 
 
 def plain(*parameters, mesh=None, shards=None):
@@ -243,20 +269,14 @@ def test_moves_of_what_nobody_has():
     one, other = Parameter("a", (4,), 0, "a"), Parameter("b", (2,), 0, "b")
     with pytest.raises(ModelError, match=r"parameter b: is needed but held by no rank of the old layout "
                                          r"\(got \(\(0, 2\),\)\). Move between layouts of the same model."):
-        moves(plain(one), plain(one, other))
-
-
-def test_moves_of_what_has_another_shape():
-    with pytest.raises(ModelError, match=r"parameter a: has the shape \(6,\) in the old layout \(got \(4,\)\)"):
-        moves(plain(Parameter("a", (6,), 0, "a")), plain(Parameter("a", (4,), 0, "a")))
+        moves_of(plain(one), plain(one, other))
 
 
 def test_owner_of_a_group_whose_first_member_is_on_another_stage():
     """The tied end on stage 1 owns nothing, whatever the mesh."""
-    for mesh, state_shards in product([Mesh(pipe=2), Mesh(data=2, pipe=2)], (1, 2)):
-        if state_shards in (1, mesh.data):
-            one = layout(mesh, (3,), sharded=False, state_shards=state_shards)
-            assert not any(piece.parameter == "b4.head" for rank in range(mesh.size) for piece in one.owned(rank))
+    for mesh, chunking in product([Mesh(pipe=2), Mesh(data=2, pipe=2)], (None, Chunking(chunk_size=9, shard=True))):
+        one = layout(mesh, (3,), sharded=False, chunking=chunking)
+        assert not any(piece.parameter == "b4.head" for rank in range(mesh.size) for piece in one.owned(rank))
 
 
 @pytest.mark.parametrize("dims", [((), ()), (("row",), ("col",)), (("col",), ("row",)), ((), ("col", "row"))])

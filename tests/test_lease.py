@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from ranvier import lease as module
+from ranvier.checkpoint.ownership import acquire_folders
 from ranvier.errors import CheckpointError, OwnershipError
-from ranvier.lease import Lease, Owner, hold
+from ranvier.system.lease import Lease, Owner
+from ranvier.system.processes import process_state
 from ranvier.testing.ranks import run_ranks
 
-FAST = {"beat_seconds": 0.02, "still_seconds": 0.3, "patience_seconds": 0.15}
+FAST = {"heartbeat_seconds": 0.02, "expiry_seconds": 0.3, "wait_seconds": 0.15}
 
 
 def elsewhere(number):
@@ -37,71 +38,71 @@ def sleeper():
 
 
 def of_process(process):
-    return replace(Owner.this_process(), pid=process.pid, started=module._process(process.pid)[1], token="theirs")
+    return replace(Owner.this_process(), pid=process.pid, started=process_state(process.pid)[1], token="theirs")
 
 
 def test_a_released_folder_is_taken_with_the_next_generation(tmp_path):
-    first = Lease.take([tmp_path], **FAST)
+    first = Lease.acquire([tmp_path], **FAST)
     first.verify()
     first.release()
-    second = Lease.take([tmp_path], **FAST)
+    second = Lease.acquire([tmp_path], **FAST)
     assert (first.generations, second.generations) == ((1,), (2,)) and leases(tmp_path) == [".owner.2"]
-    with pytest.raises(OwnershipError, match="it has released it"):
+    with pytest.raises(OwnershipError, match="which has released it"):
         first.verify()
     second.release()
 
 
 def test_a_live_process_of_this_machine_keeps_its_folder(tmp_path, sleeper):
-    theirs = Lease.take([tmp_path], me=of_process(sleeper), **FAST)
-    with pytest.raises(OwnershipError, match=rf"belongs to a run that is under way: process {sleeper.pid} on .* has it "
+    theirs = Lease.acquire([tmp_path], owner=of_process(sleeper), **FAST)
+    with pytest.raises(OwnershipError, match=rf"belongs to a run in progress: process {sleeper.pid} on .* owns it "
                                              rf"since .* UTC \(generation 1\)\. .*\(kill {sleeper.pid} on "):
-        Lease.take([tmp_path], **FAST)
+        Lease.acquire([tmp_path], **FAST)
     os.kill(sleeper.pid, 19)
-    while module._process(sleeper.pid)[0] not in "Tt":
+    while process_state(sleeper.pid)[0] not in "Tt":
         time.sleep(0.01)
-    with pytest.raises(OwnershipError, match="which is stopped has it"):
-        Lease.take([tmp_path], **FAST)
+    with pytest.raises(OwnershipError, match="which is stopped, owns it"):
+        Lease.acquire([tmp_path], **FAST)
     theirs.verify()
 
 
 def test_a_process_that_was_killed_is_followed_at_once(tmp_path, sleeper):
     """Long before its count could be seen to stand still; a zombie is as dead."""
-    Lease.take([tmp_path], me=of_process(sleeper), **FAST)
+    Lease.acquire([tmp_path], owner=of_process(sleeper), **FAST)
     sleeper.kill()
-    while module._process(sleeper.pid)[0] != "Z":
+    while process_state(sleeper.pid)[0] != "Z":
         time.sleep(0.01)
-    mine = Lease.take([tmp_path], still_seconds=3600.0, patience_seconds=3600.0)
+    mine = Lease.acquire([tmp_path], expiry_seconds=3600.0, wait_seconds=3600.0)
     assert mine.generations == (2,)
 
 
 def test_another_process_of_the_same_pid_is_another_one(tmp_path, sleeper):
-    Lease.take([tmp_path], me=replace(of_process(sleeper), started="1"), **FAST)
-    assert Lease.take([tmp_path], still_seconds=3600.0).generations == (2,)
+    Lease.acquire([tmp_path], owner=replace(of_process(sleeper), started="1"), **FAST)
+    assert Lease.acquire([tmp_path], expiry_seconds=3600.0).generations == (2,)
 
 
 def test_an_owner_that_is_about_to_end_is_waited_for(tmp_path, sleeper):
-    Lease.take([tmp_path], me=of_process(sleeper), **FAST)
+    Lease.acquire([tmp_path], owner=of_process(sleeper), **FAST)
     said = []
     killer = threading.Timer(0.3, sleeper.kill)
     killer.start()
     threading.Thread(target=sleeper.wait, daemon=True).start()
-    mine = Lease.take([tmp_path], meanwhile=said.append, patience_seconds=60.0)
+    mine = Lease.acquire([tmp_path], on_wait=said.append, wait_seconds=60.0)
     assert mine.generations == (2,) and f"process {sleeper.pid} on" in said[0]
 
 
 def test_an_owner_elsewhere_is_told_by_its_count_alone(tmp_path):
-    theirs = Lease.take([tmp_path], me=elsewhere(1), **FAST)
-    with pytest.raises(OwnershipError, match="process 1 on host1 has it"):
-        Lease.take([tmp_path], me=elsewhere(2), **FAST)
+    theirs = Lease.acquire([tmp_path], owner=elsewhere(1), **FAST)
+    with pytest.raises(OwnershipError, match="process 1 on host1 owns it"):
+        Lease.acquire([tmp_path], owner=elsewhere(2), **FAST)
     theirs._stop.set()  # its machine is gone: nobody says that the folder is free
     began = time.monotonic()
-    mine = Lease.take([tmp_path], me=elsewhere(2), **FAST)
+    mine = Lease.acquire([tmp_path], owner=elsewhere(2), **FAST)
     assert mine.generations == (2,) and time.monotonic() - began >= 0.3
 
 
 def test_wall_clocks_decide_nothing(tmp_path, monkeypatch):
     """Neither the time of a file nor what an owner's clock says."""
-    theirs = Lease.take([tmp_path], me=replace(elsewhere(1), since="1970-01-01"), **FAST)
+    theirs = Lease.acquire([tmp_path], owner=replace(elsewhere(1), since="1970-01-01"), **FAST)
     stop = threading.Event()
 
     def turn_back():
@@ -114,7 +115,7 @@ def test_wall_clocks_decide_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 4e9)
     try:
         with pytest.raises(OwnershipError, match="since 1970-01-01"):
-            Lease.take([tmp_path], me=elsewhere(2), **FAST)
+            Lease.acquire([tmp_path], owner=elsewhere(2), **FAST)
     finally:
         stop.set()
         thread.join()
@@ -123,9 +124,9 @@ def test_wall_clocks_decide_nothing(tmp_path, monkeypatch):
 
 def test_a_former_owner_that_wakes_up_has_lost(tmp_path):
     """It stood still, as on a machine that was suspended."""
-    former = Lease.take([tmp_path], me=elsewhere(1), beat_seconds=3600.0)
-    mine = Lease.take([tmp_path], me=elsewhere(2), **FAST)
-    with pytest.raises(OwnershipError, match=r"does not belong to this run any more \(generation 1\): process 2 on "
+    former = Lease.acquire([tmp_path], owner=elsewhere(1), heartbeat_seconds=3600.0)
+    mine = Lease.acquire([tmp_path], owner=elsewhere(2), **FAST)
+    with pytest.raises(OwnershipError, match=r"no longer belongs to this run \(generation 1\): process 2 on "
                                              "host2 has taken it over"):
         former.verify()
     with pytest.raises(OwnershipError):
@@ -136,7 +137,7 @@ def test_a_former_owner_that_wakes_up_has_lost(tmp_path):
 
 
 def test_the_thread_of_the_owner_finds_it_out_by_itself(tmp_path):
-    former = Lease.take([tmp_path], me=elsewhere(1), **FAST)
+    former = Lease.acquire([tmp_path], owner=elsewhere(1), **FAST)
     former.check()
     (tmp_path / ".owner.1").unlink()
     deadline = time.monotonic() + 30
@@ -147,7 +148,7 @@ def test_the_thread_of_the_owner_finds_it_out_by_itself(tmp_path):
 
 
 def test_in_one_process_the_last_one_has_it(tmp_path):
-    first, second = Lease.take([tmp_path]), Lease.take([tmp_path])
+    first, second = Lease.acquire([tmp_path]), Lease.acquire([tmp_path])
     second.verify()
     with pytest.raises(OwnershipError, match="has taken it over"):
         first.verify()
@@ -176,24 +177,24 @@ ODD = {"empty": lambda path: path.write_bytes(b""), "bytes": lambda path: path.w
 def test_a_damaged_lease_counts_as_one_that_stands_still(tmp_path, monkeypatch, kind):
     monkeypatch.chdir(tmp_path)  # names of sockets are short
     ODD[kind](Path(".owner.5"))
-    mine = Lease.take([tmp_path], **FAST)
+    mine = Lease.acquire([tmp_path], **FAST)
     mine.verify()
     assert mine.generations == (6,) and leases(tmp_path)[-1] == ".owner.6"
     mine.release()
-    assert Lease.take([tmp_path], me=elsewhere(1), patience_seconds=0.0).generations == (7,)
+    assert Lease.acquire([tmp_path], owner=elsewhere(1), wait_seconds=0.0).generations == (7,)
 
 
 def test_other_names_are_no_leases(tmp_path):
     for name in (".owner.0", ".owner.-1", ".owner.x", ".owner.1.tmp", ".owner.99999999999999"):
         (tmp_path / name).touch()
-    assert Lease.take([tmp_path], **FAST).generations == (1,)
+    assert Lease.acquire([tmp_path], **FAST).generations == (1,)
 
 
 def test_all_folders_or_none(tmp_path):
-    theirs = Lease.take([tmp_path / "b"], me=elsewhere(1), **FAST)
+    theirs = Lease.acquire([tmp_path / "b"], owner=elsewhere(1), **FAST)
     with pytest.raises(OwnershipError, match=str(tmp_path / "b")):
-        Lease.take([tmp_path / "a", tmp_path / "b"], me=elsewhere(2), **FAST)
-    assert Lease.take([tmp_path / "a"], me=elsewhere(3), still_seconds=3600.0).generations == (2,)
+        Lease.acquire([tmp_path / "a", tmp_path / "b"], owner=elsewhere(2), **FAST)
+    assert Lease.acquire([tmp_path / "a"], owner=elsewhere(3), expiry_seconds=3600.0).generations == (2,)
     theirs.verify()
 
 
@@ -204,8 +205,8 @@ def test_of_many_that_start_at_once_one_has_it(tmp_path):
 
     def contend(number):
         try:
-            mine = Lease.take([tmp_path], me=elsewhere(number), beat_seconds=0.01, still_seconds=1.0,
-                              patience_seconds=0.0)
+            mine = Lease.acquire([tmp_path], owner=elsewhere(number), heartbeat_seconds=0.01, expiry_seconds=1.0,
+                              wait_seconds=0.0)
         except OwnershipError:
             return
         with lock:
@@ -230,26 +231,26 @@ def test_of_many_that_start_at_once_one_has_it(tmp_path):
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"folder .*file/runs: cannot be written: Not a directory\. Choose"):
-        Lease.take([tmp_path / "file" / "runs"])
+        Lease.acquire([tmp_path / "file" / "runs"])
 
 
 @pytest.mark.parametrize("taken", [True, False])
 def test_all_ranks_know_who_has_it(tmp_path, sleeper, taken):
     """Rank 0 waits for the owner, longer than a collective may take, and no rank is left behind."""
     if taken:
-        theirs = Lease.take([tmp_path], me=of_process(sleeper), **FAST)
+        theirs = Lease.acquire([tmp_path], owner=of_process(sleeper), **FAST)
     told, outcomes = [], {}
 
     def rank(world):
         group = world.backend.group("everyone", [(0, 1, 2)])
         try:
-            outcomes[world.rank] = hold([tmp_path], group, tell=told.append, **FAST)
+            outcomes[world.rank] = acquire_folders([tmp_path], group, tell=told.append, **FAST)
         except OwnershipError as error:
             outcomes[world.rank] = str(error)
 
     run_ranks(rank, 3)
     if taken:
-        assert len({str(outcome) for outcome in outcomes.values()}) == 1 and "is under way" in outcomes[2]
+        assert len({str(outcome) for outcome in outcomes.values()}) == 1 and "in progress" in outcomes[2]
         assert len(told) == 1
         theirs.verify()
     else:
@@ -258,13 +259,13 @@ def test_all_ranks_know_who_has_it(tmp_path, sleeper, taken):
 
 def test_a_program_that_dies_by_kill_9(tmp_path):
     """As a launcher that starts the run again meets it: the pid is that of no process any more."""
-    program = ("import time; from pathlib import Path; from ranvier.lease import Lease; "
-               f"held = Lease.take([Path({str(tmp_path)!r})]); print('held', flush=True); time.sleep(600)")
+    program = ("import time; from pathlib import Path; from ranvier.system.lease import Lease; "
+               f"held = Lease.acquire([Path({str(tmp_path)!r})]); print('held', flush=True); time.sleep(600)")
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True,
                                cwd=Path(__file__).parent.parent)
     assert process.stdout.readline() == "held\n"
     with pytest.raises(OwnershipError, match=f"process {process.pid} on"):
-        Lease.take([tmp_path], **FAST)
+        Lease.acquire([tmp_path], **FAST)
     process.kill()
     process.wait()
-    assert Lease.take([tmp_path], still_seconds=3600.0).generations == (2,)
+    assert Lease.acquire([tmp_path], expiry_seconds=3600.0).generations == (2,)

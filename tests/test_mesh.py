@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ranvier import resolve
+from ranvier.config import read
 from ranvier.errors import ConfigError
 from ranvier.mesh import AXES, Coordinates, Mesh
 
@@ -122,6 +122,6 @@ def test_tiles_that_do_not_divide_the_mesh(tile):
 
 @pytest.mark.parametrize(("text", "tile"), [("2,2", (2, 2)), ("none", None), ("4, 1", (4, 1))])
 def test_a_tile_as_a_flag(text, tile):
-    found = resolve.resolve([resolve.Layer(origin="flag", is_text=True, values={
+    found = read.merge([read.Layer(origin="flag", is_text=True, values={
         "mesh.row": "4", "mesh.col": "2", "mesh.tile": text})])
     assert not found.problems and found.run.mesh == Mesh(row=4, col=2, tile=tile)

@@ -1,5 +1,5 @@
-"""The README's commands and code do what it says: as they stand there in `make test-all`, in `make test` most of them
-with fewer steps, and of those that differ in the mesh alone one."""
+"""The commands and code of README and of the pages it leads to do what they say: as they stand there in `make
+test-all`; in `make test` most of them with fewer steps, and of those that differ in the mesh alone one."""
 
 import os
 import re
@@ -10,17 +10,29 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+PAGES = ("README.md", "docs/train.md", "docs/memory.md", "docs/checkpoints.md", "docs/hugging-face.md",
+         "docs/tensor-parallelism.md", "docs/own-model.md", "docs/elastic.md", "benchmarks/README.md")
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+    texts = [(ROOT / page).read_text() for page in PAGES]
+    return [block for text in texts for block in re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)]
 
 
-COMMANDS = [line for block in blocks("bash") for line in block.splitlines() if line.strip()]
-RUNNABLE = [command for command in COMMANDS if not command.startswith("make ")]
+def commands() -> list[str]:
+    """Each command of the pages once; those of a block that follow from one another as one command."""
+    found = []
+    for block in blocks("bash"):
+        lines = [line for line in block.splitlines() if line.strip()]
+        found += [" && ".join(lines)] if "ranvier export" in block or "--resume" in block else lines
+    return list(dict.fromkeys(found))
+
+
+COMMANDS = commands()
+RUNNABLE = [command for command in COMMANDS if not command.startswith("make ") and " resize runs/mine" not in command]
 HELPS = [command for command in RUNNABLE if command.startswith("python -m ") and command.endswith(" --help")]
-SLOW = ("bert-sentiment", "vit-cifar10", "torchrun", "ranvier export", "--mesh.row 2", "runs/kept", "runs/frugal")
+SLOW = ("bert-sentiment", "vit-cifar10", "torchrun", "runs/small", "runs/writer", "--mesh.row 2", "runs/kept",
+        "runs/frugal", "runs/own-family", "runs/auto", "--explain")
 """In commands that wait for `make test-all`: recipes that fetch, and what tests of its own folder start as well."""
 FEW_STEPS = "--train.steps 3 --train.eval-sequences 8 --train.sample-tokens 8"
 
@@ -32,7 +44,17 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess:
     return subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
 
 
-def test_readme_has_what_is_tested_here() -> None:
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_links_lead_to_files() -> None:
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for link in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+            assert "://" in link or (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_the_pages_have_what_is_tested_here() -> None:
     assert len(RUNNABLE) >= 9
     assert len(blocks("python")) == 2
 
@@ -94,7 +116,7 @@ for module in {modules}:
 
 
 def test_python_example_agrees(tmp_path: Path) -> None:
-    code, _ = blocks("python")
+    _, code = blocks("python")
     (tmp_path / "example.py").write_text(code)
     done = run("python example.py", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -103,7 +125,7 @@ def test_python_example_agrees(tmp_path: Path) -> None:
 
 
 def test_python_example_learns(tmp_path: Path) -> None:
-    _, code = blocks("python")
+    code, _ = blocks("python")
     (tmp_path / "example.py").write_text(code)
     done = run("python example.py", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -43,8 +43,8 @@ from benchmarks.pipeline.workload import Workload, whole_network
 from benchmarks.record import results_file, write_results
 from ranvier.checkpoint.checkpoints import Checkpoints
 from ranvier.comm.torch_backend import TorchBackend
+from ranvier.config.run import Optim
 from ranvier.mesh import Mesh
-from ranvier.run import Optim
 from ranvier.world import World
 
 FULL = Workload(num_layers=6, hidden=512, vocab=8192, sequence=64, sequences=8, microbatches=4)
@@ -248,7 +248,7 @@ def main() -> None:
                      f"{1e3 * median(one['step_seconds']):.0f}",
                      str(ratios(one["stall_seconds"], ours["stall_seconds"]))])
     print(table(["contender", "MiB", "stall ms", "cost ms", f"of {steps} steps", "step ms", "stall over ours"], rows))
-    path = options.output or results_file("checkpoint", "stall")
+    path = options.output or results_file("checkpoint", "stall", quick=options.quick)
     write_results(path, {"workload": vars(workload), "rounds": rounds, "steps": steps, "contenders": found})
     print(f"wrote {path}")
 

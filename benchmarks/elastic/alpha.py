@@ -43,7 +43,8 @@ def measure(options: argparse.Namespace) -> dict:
                "outcomes": documents(outcomes, options),
                "frozen_by_epoch": {_name(alpha, every): bound.depths(layers, float(alpha), options.epochs, every)
                                    for alpha, every in cases}}
-    write(options, f"alpha-{options.task}", results, markdown(head, COLUMNS, [row(line) for line in table]),
+    every = "" if options.every == [1] else f"-every-{'-'.join(map(str, options.every))}"
+    write(options, f"alpha-{options.task}{every}", results, markdown(head, COLUMNS, [row(line) for line in table]),
           lambda path: picture.draw_trade([(line.name, line) for line in table], f"{options.task}, all over none",
                                            path))
     return results

@@ -23,7 +23,7 @@ from benchmarks.elastic.program import finish, parser, stand_of, write
 from benchmarks.elastic.rounds import run_one
 from benchmarks.elastic.task import task_run
 from benchmarks.memory.program import ratios
-from ranvier.run import Elastic, Run
+from ranvier.config.run import Elastic, Run
 
 _WRITING = 2
 SAMPLES = {"sentiment": 128, "cifar10": 128, "quick": 32}

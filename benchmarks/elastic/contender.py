@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from ranvier.config.run import Elastic, Run
 from ranvier.mesh import Mesh
-from ranvier.run import Elastic, Run
 
 PEER = "ddp-torch"
 ENDS = ("none", "all")

@@ -13,8 +13,8 @@ from benchmarks.elastic.contender import Contender
 from benchmarks.elastic.outcome import Outcome
 from benchmarks.elastic.rounds import Stand
 from benchmarks.record import circumstances, machine
-from ranvier import resolve
-from ranvier.run import Run
+from ranvier.config import read
+from ranvier.config.run import Run
 
 _TUPLES = ("losses", "step_seconds", "course", "cache")
 
@@ -45,6 +45,6 @@ class Kept:
 
 
 def _key(contender: Contender, base: Run, stand: Stand) -> str:
-    what = [resolve.document(contender.applied(base)), contender.peer, stand.pin, stand.threads,
+    what = [read.document(contender.applied(base)), contender.peer, stand.pin, stand.threads,
             len(os.sched_getaffinity(0))]
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]

@@ -21,8 +21,8 @@ from benchmarks.elastic.contender import Contender
 from benchmarks.elastic.program import finish, parser, stand_of, write
 from benchmarks.elastic.rounds import in_turn, run_one
 from benchmarks.elastic.task import task_run
+from ranvier.config.run import Run
 from ranvier.elastic.microbatch_profile import microbatch_counts
-from ranvier.run import Run
 
 RANKS = 4
 _WARMUP = 3

@@ -24,15 +24,15 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.elastic.outcome import CLOCK
-from ranvier import resolve
+from ranvier.config import read
+from ranvier.config.run import Optim, Run
 from ranvier.data.loader import Loader
 from ranvier.data.prepare import prepare
 from ranvier.data.sampler import Sampler
 from ranvier.data.task import Prepared
-from ranvier.machine import threads_per_rank
 from ranvier.optim.learning_rate import learning_rate
 from ranvier.precision import DTYPES
-from ranvier.run import Optim, Run
+from ranvier.system.machine import threads_per_rank
 
 _CLASSES = {"bert": transformers.BertForSequenceClassification, "vit": transformers.ViTForImageClassification}
 _EVAL_SAMPLES = 64
@@ -146,7 +146,7 @@ def write(run: Run, size: int, losses: list[float], seconds: list[float], evalua
 def main(path: str, initial: str) -> None:
     torch.set_num_threads(threads_per_rank(int(os.environ["LOCAL_WORLD_SIZE"])))
     dist.init_process_group("gloo")
-    train_peer(resolve.resolve([resolve.load(path)[1]]).run, Path(initial))
+    train_peer(read.merge([read.load(path)[1]]).run, Path(initial))
     dist.barrier()
     dist.destroy_process_group()
 

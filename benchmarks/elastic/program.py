@@ -17,7 +17,7 @@ from benchmarks.elastic.outcome import Outcome
 from benchmarks.elastic.rounds import Stand, in_turn, run_one
 from benchmarks.elastic.task import task_run
 from benchmarks.record import results_file, write_results
-from ranvier.run import Run
+from ranvier.config.run import Run
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
@@ -98,7 +98,7 @@ def run_all(options: argparse.Namespace, stand: Stand, found: Sequence[Contender
 def write(options: argparse.Namespace, name: str, results: Mapping[str, object], table: str,
           draw: Callable[[Path], None]) -> Path:
     """The JSON file of results, the table and the picture beside it; the table is printed, too."""
-    path = options.output or results_file("elastic", name)
+    path = options.output or results_file("elastic", name, quick=options.quick)
     write_results(path, _plain({"options": vars(options), **results}))
     path.with_suffix(".md").write_text(table)
     draw(path.with_suffix(".png"))

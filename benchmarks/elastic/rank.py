@@ -10,12 +10,12 @@ import sys
 
 import ranvier
 from benchmarks.elastic.outcome import Clock
-from ranvier import resolve
+from ranvier.config import read
 from ranvier.train.loop import train
 
 
 def main(path: str, *options: str) -> None:
-    run = resolve.resolve([resolve.load(path)[1]]).run
+    run = read.merge([read.load(path)[1]]).run
     world = ranvier.start(run.mesh, transport=run.comm.transport, threads=run.launch.threads, device="cpu",
                           timeout_seconds=run.comm.timeout_seconds)
     if "--pin" in options:

@@ -19,10 +19,11 @@ import torch.distributed as dist
 
 from benchmarks.elastic.contender import Contender
 from benchmarks.elastic.initial import write_initial
-from benchmarks.elastic.outcome import Clock, Outcome, read
+from benchmarks.elastic.outcome import Clock, Outcome
+from benchmarks.elastic.outcome import read as read_outcome
 from benchmarks.elastic.task import checked
-from ranvier import resolve
-from ranvier.run import Run
+from ranvier.config import read
+from ranvier.config.run import Run
 from ranvier.testing.ranks import run_ranks
 from ranvier.train.loop import train
 
@@ -81,7 +82,7 @@ def run_one(contender: Contender, base: Run, stand: Stand) -> Outcome:
     seconds = time.monotonic() - began
     for heavy in (place / "initial", place / "cache", place / "run" / "checkpoint"):
         shutil.rmtree(heavy, ignore_errors=True)
-    return read(place / "run", contender.name, base.seed, seconds)
+    return read_outcome(place / "run", contender.name, base.seed, seconds)
 
 
 def _in_threads(run: Run, initial: Path | None) -> None:
@@ -100,7 +101,7 @@ def _in_threads(run: Run, initial: Path | None) -> None:
 
 def _in_processes(run: Run, initial: Path | None, place: Path, stand: Stand) -> None:
     job, log = place / "job.toml", place / "log.txt"
-    resolve.write(run, job)
+    read.write(run, job)
     command = [sys.executable, "-m"]
     if initial is None:
         command += ["benchmarks.elastic.rank", str(job), *(["--pin"] if stand.pin else [])]

@@ -4,7 +4,7 @@ Every layer of a shape is two blocks of equal time, and a backward takes twice a
 nor do optimizer, transitions and the cache. The run starts on pipe 8 x data 1; after each epoch layers freeze by the
 cap. Then either AutoPipe's exact choice (no account is taken of memory, so replicas of the whole model are always
 allowed) or the article's own rule decides the mesh; both are timed by the engine's schedule on a simulated clock
-(ranvier.planner.simulator), with the best number of microbatches for each.
+(ranvier.schedule.simulator), with the best number of microbatches for each.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from math import inf
 from typing import Literal
 
 from benchmarks.elastic.bound import depths, speedup
-from ranvier.elastic.auto_pipe import Choice, Situation, choices, compress, greedy, stage_sizes
-from ranvier.pipeline.policies import GPipe
+from ranvier.elastic.auto_pipe import Situation, best_cut, compress, greedy, stage_sizes
+from ranvier.schedule.policies import GPipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ def situation(shape: Shape, devices: int, flops_per_second: float, bandwidth: fl
     """The start on pipe `devices`. bandwidth: bytes a second between two devices."""
     block = shape.layer_flops / flops_per_second / 2
     blocks = 2 * shape.layers
-    return Situation(data=1, pipe=devices, global_batch=shape.batch, bandwidth=bandwidth,
+    return Situation(data=1, pipe=devices, samples=shape.batch, bandwidth=bandwidth,
                      forward_seconds=(block,) * blocks, backward_seconds=(2 * block,) * blocks,
                      output_bytes=(4 * shape.tokens * shape.hidden,) * blocks,
                      gradient_bytes=tuple(4 * count for count in shape.parameters))
@@ -68,22 +68,25 @@ def course(start: Situation, frozen: Sequence[int], *, cache: bool, cut: Literal
     found, before, pipe = [], 0, start.pipe
     for number, depth in enumerate(frozen):
         here = replace(start, frozen=2 * depth, cached=2 * before if cache else 0)
+        ranks = start.data * start.pipe
         if number == 0:
-            best = _on(here, start.data, start.pipe)
+            pipe = start.pipe
         elif cut == "exact":
-            best = choices(here)[0]
+            cuts = {pipe: best_cut(replace(here, data=ranks // pipe, pipe=pipe)).seconds
+                    for pipe in range(ranks, 0, -1) if ranks % pipe == 0}
+            pipe = min((pipe for pipe in cuts if cuts[pipe] is not None), key=lambda pipe: float(f"{cuts[pipe]:.9g}"))
         else:
             pipe = _packed(start, pipe, 2 * depth)
-            best = _on(here, start.data * start.pipe // pipe, pipe)
-        found.append(Epoch(frozen=depth, data=best.data, pipe=best.pipe, seconds=best.seconds))
+        data = ranks // pipe
+        found.append(Epoch(frozen=depth, data=data, pipe=pipe, seconds=_seconds_on(here, data, pipe)))
         before = depth
     return found
 
 
-def _on(here: Situation, data: int, pipe: int) -> Choice:
-    """The best cut of one mesh; with fewer cached layers where its stages need them."""
+def _seconds_on(here: Situation, data: int, pipe: int) -> float:
+    """Of the best cut of one mesh; with fewer cached layers where its stages need them."""
     fewer = min(here.cached, here.num_blocks - pipe + 1)
-    return choices(replace(here, data=data, pipe=pipe, cached=fewer, auto_pipe=False))[0]
+    return best_cut(replace(here, data=data, pipe=pipe, cached=fewer)).seconds
 
 
 def _packed(start: Situation, pipe: int, frozen: int) -> int:
@@ -98,8 +101,8 @@ def simulate_all(shape: Shape, *, devices: int = 8, alpha: float = 1 / 3, epochs
     """Contender -> its epochs, and the speed-up over `none`."""
     start, frozen = situation(shape, devices, flops_per_second, bandwidth), depths(shape.layers, alpha, epochs)
     none = course(start, [0] * epochs, cache=False, cut="reference")
-    gpipe = _on(replace(start, policy=GPipe()), 2, devices // 2)
-    found = {"none": none, "gpipe-dp": [Epoch(frozen=0, data=2, pipe=devices // 2, seconds=gpipe.seconds)] * epochs}
+    gpipe = _seconds_on(replace(start, policy=GPipe()), 2, devices // 2)
+    found = {"none": none, "gpipe-dp": [Epoch(frozen=0, data=2, pipe=devices // 2, seconds=gpipe)] * epochs}
     for cut in ("exact", "reference"):
         for name, cache in (("pipe-dp", False), ("all", True)):
             found[f"{name}, {cut}"] = course(start, frozen, cache=cache, cut=cut)

@@ -13,8 +13,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ranvier import check, resolve
-from ranvier.run import Batch, Checkpoint, Data, Launch, Optim, Run, Train, Transformer
+from ranvier.config import read
+from ranvier.config.resolve import resolve
+from ranvier.config.run import Batch, Checkpoint, Data, Launch, Optim, Run, Train, Transformer
+from ranvier.planner.problems import problems
 
 RECIPES = {"sentiment": "bert-sentiment", "cifar10": "vit-cifar10"}
 SAMPLES = {"sentiment": 1600, "cifar10": 960, "quick": 96}
@@ -49,7 +51,7 @@ def task_run(task: str, folder: Path, *, seed: int = 0, epochs: int = 10, sample
 
 
 def _recipe(task: str) -> Run:
-    run = resolve.resolve([resolve.load(RECIPES[task])[1]]).run
+    run = read.merge([read.load(RECIPES[task])[1]]).run
     return replace(run, batch=replace(run.batch, global_size=_BATCH),
                    model=replace(run.model, **_MODEL[task]),
                    train=replace(run.train, learning_rate=_LEARNING_RATE.get(task, run.train.learning_rate)))
@@ -74,6 +76,6 @@ def _quick(folder: Path) -> Run:
 
 def checked(run: Run) -> Run:
     """`run`, if it can be; raises its first problem."""
-    for problem in check.problems(run):
+    for problem in problems(resolve(run)):
         raise problem
     return run

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ranvier import follow, supervise
-from ranvier.cli import run_command
+from ranvier.cli.main import run_command
+from ranvier.launch import parent_death
+from ranvier.launch import supervision as supervise
 from ranvier.testing.faults import Fault, faulty
 from ranvier.world import World
 
@@ -168,7 +169,7 @@ class _Forked:
         os.setpgid(0, 0)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
-        follow.follow(parent, end_signal)
+        parent_death.signal_on_parent_death(parent, end_signal)
         os.environ.clear()
         os.environ.update(environ)
         _leave_with(body)

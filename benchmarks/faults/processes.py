@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from ranvier.comm.mpi_launch import find_mpiexec
+from ranvier.launch.mpiexec import find_mpiexec
 
 Launcher = Literal["python", "torchrun", "mpiexec"]
 LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)

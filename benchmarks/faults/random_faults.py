@@ -35,7 +35,7 @@ import torch
 from benchmarks.faults.attempt import Ended, Outside, attempt, ranks_of
 from benchmarks.faults.disk import DAMAGE, leftovers, litter, lost, whole_steps
 from ranvier.checkpoint.manifest import step_folder
-from ranvier.comm.mpi_launch import mpi_available
+from ranvier.launch.mpiexec import mpi_available
 from ranvier.mesh import Mesh
 from ranvier.testing.faults import Fault
 from ranvier.train.logs import read_events, read_metrics
@@ -61,12 +61,17 @@ ALSO = ({}, _CACHED, _PACKED, _CACHED | _PACKED)
 OUTSIDE = {"a rank is killed while a checkpoint is written": "save", "the supervisor is killed": "KILL",
            "the run is told to stop": "TERM"}
 SAYS = {
-    r"was killed by SIGKILL": "says who was killed", r"nothing is heard any more from": "says who is silent",
+    r"was killed by SIGKILL": "says who was killed",
+    r"nothing was heard from|no heartbeat from": "says who is silent",
     r"a message did not come|a collective did not end|announcement did not come": "says who waits for whom",
-    r"is lost: that of": "says what is lost", r"ran out of memory": "says where the memory went",
-    r"cannot be written": "says what cannot be written", r"(have|has) been changed on": "says what came changed",
-    r"has not come from rank|not all ranks have come|not all that this rank sends": "says who waits for whom",
-    r"a collective failed|has gone|could not carry": "says that a peer is gone", r"stopped by SIG|save and stop": ""}
+    r"is lost: that of": "says what is lost",
+    r"ran out of memory": "says where the memory went",
+    r"cannot be written": "says what cannot be written",
+    r"been changed on|corrupted in transit": "says what came changed",
+    r"has not come from rank|not all ranks have come|not requested by all": "says who waits for whom",
+    r"not all that this rank sends": "says who waits for whom",
+    r"a collective failed|(has|is) gone|could not carry": "says that a peer is gone",
+    r"stopped by SIG|save and stop": ""}
 """What a run says when it ends early, by what is found in its output; the first that fits."""
 
 
@@ -130,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--by-command", type=float, default=0.05, help="share of starts by command rather than by fork")
     parser.add_argument("--elastic", type=float, default=0.4, help="share of runs that change their mesh as they go")
     given = parser.parse_args(argv)
-    for name in ("ranvier.train.loop", "ranvier.supervise", "matplotlib.pyplot", "ranvier.train.pictures",
+    for name in ("ranvier.train.loop", "ranvier.launch.supervision", "matplotlib.pyplot", "ranvier.train.pictures",
                  "rich.console", "tensorboardX", "tokenizers"):
         import_module(name)  # once here, rather than in every fork
     torch.set_num_threads(1)

@@ -28,7 +28,7 @@ from benchmarks.faults.kinds import KINDS
 from benchmarks.faults.processes import LAUNCHERS
 from benchmarks.faults.training import Training
 from benchmarks.faults.trial import Case, Outcome, Trial
-from ranvier.comm.mpi_launch import mpi_available
+from ranvier.launch.mpiexec import mpi_available
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -47,7 +47,7 @@ def step(network: nn.Module, x: Tensor, dy: Tensor) -> None:
     network.zero_grad(set_to_none=True)
     network(x).backward(dy)
     if x.is_cuda:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(x.device)
 
 
 def main(arguments: Sequence[str] | None = None) -> dict:

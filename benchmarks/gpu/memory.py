@@ -40,15 +40,15 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.memory.program import table
 from benchmarks.record import results_file, write_results
+from ranvier.block import Model
 from ranvier.comm.torch_backend import TorchBackend
-from ranvier.machine import available_memory_bytes
+from ranvier.config.run import Memory, Optim, Transformer
 from ranvier.mesh import Mesh
-from ranvier.models.block import Model
 from ranvier.models.gpt import gpt
-from ranvier.optim.rules import rule_of
+from ranvier.optim.rules import rules_of
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.run import Optim, Transformer
+from ranvier.system.machine import available_memory_bytes
 from ranvier.world import World
 
 GIB = 2**30
@@ -124,18 +124,19 @@ def tokens(config: Transformer, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
-def clock() -> float:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+def clock(device: torch.device) -> float:
+    """Seconds, when the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
-def peak_bytes() -> int:
+def peak_bytes(device: torch.device) -> int:
     """The most that was allocated on the device since the last call; 0 where the device is a CPU."""
-    if not torch.cuda.is_initialized():
+    if device.type != "cuda":
         return 0
-    peak = torch.cuda.max_memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
     return peak
 
 
@@ -144,18 +145,19 @@ def try_ours(config: Transformer, setting: Setting, device: torch.device) -> dic
     backend = TorchBackend(0, 1, store, device, 600.0)
     world = World(backend=backend, store=store, launcher="benchmark", device=device, local_rank=0, local_size=1)
     engine = Engine(model_on(config, torch.bfloat16, device), world, mesh=Mesh(), optim=Optim(**setting.optim),
-                    learning_rate=1e-4, nominal_weight=config.sequence, dtype=torch.bfloat16, checkpoint=1)
-    building = peak_bytes()
+                    learning_rate=1e-4, nominal_weight=config.sequence, dtype=torch.bfloat16,
+                    memory=Memory(recompute=1))
+    building = peak_bytes(device)
     whole, ends, losses = [], [], []
     for step in range(STEPS + 1):
-        begun = clock()
+        begun = clock(device)
         losses.append(engine.train_batch([Microbatch(*tokens(config, step))]).loss)
-        whole.append(clock() - begun)
+        whole.append(clock(device) - begun)
     for step in range(STEPS + 1):
         result = engine.forward_backward([Microbatch(*tokens(config, step))])
-        begun = clock()
+        begun = clock(device)
         engine.step(result)
-        ends.append(clock() - begun)
+        ends.append(clock(device) - begun)
     memory = engine.memory()
     found = {"step_seconds": median(whole[1:]), "end_seconds": median(ends[1:]), "losses": losses,
              "building_bytes": building, "lasting_bytes": sum(memory["device"].values()),
@@ -200,18 +202,18 @@ def try_fsdp(config: Transformer, device: torch.device) -> dict[str, object]:
         fully_shard(layer, **policy)
     fully_shard(network, **policy)
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, fused=True)
-    building = peak_bytes()
+    building = peak_bytes(device)
     whole, ends, losses = [], [], []
     for step in range(STEPS + 1):
-        begun = clock()
+        begun = clock(device)
         inputs, targets = (tensor.to(device) for tensor in tokens(config, step))
         total, weight = model.loss(network(inputs), targets)
         (total / weight).backward()
-        middle = clock()
+        middle = clock(device)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(total.detach() / weight))
-        done = clock()
+        done = clock(device)
         whole.append(done - begun)
         ends.append(done - middle)
     parameters = sum(parameter.numel() for parameter in network.parameters())
@@ -245,7 +247,7 @@ def one_try(name: str, layers: int, options: argparse.Namespace) -> int:
         print(str(error).splitlines()[0], file=sys.stderr)
         return _DOES_NOT_FIT
     print(json.dumps({"layers": layers, "parameters": count_parameters(config), **found,
-                      "peak_bytes": peak_bytes(), "pinned_bytes": pinned_bytes()}))
+                      "peak_bytes": peak_bytes(device), "pinned_bytes": pinned_bytes()}))
     return 0
 
 
@@ -261,14 +263,14 @@ def measure_link(device: torch.device, megabytes: int = 256) -> dict[str, float]
     def rate(inwards: bool, outwards: bool) -> float:
         best = 0.0
         for _ in range(6):
-            begun = clock()
+            begun = clock(device)
             if inwards:
                 with torch.cuda.stream(streams[0]):
                     there[0].copy_(host[0], non_blocking=True)
             if outwards:
                 with torch.cuda.stream(streams[1]):
                     host[1].copy_(there[1], non_blocking=True)
-            best = max(best, (megabytes << 20) / (clock() - begun))
+            best = max(best, (megabytes << 20) / (clock(device) - begun))
         return best
 
     return {"in": rate(True, False), "out": rate(False, True), "each_way_at_once": rate(True, True)}
@@ -277,12 +279,12 @@ def measure_link(device: torch.device, megabytes: int = 256) -> dict[str, float]
 def update_seconds(device: torch.device, elements: int = 1 << 24) -> float:
     """Seconds of AdamW for one parameter with fp32 states on `device`."""
     parameters, gradients, first, second = (torch.zeros(elements, device=device) for _ in range(4))
-    rule, best = rule_of(Optim()), float("inf")
+    rule, best = rules_of(Optim()).elementwise, float("inf")
     for step in range(1, 6):
-        begun = clock()
+        begun = clock(device)
         rule.update(parameters, gradients, {"exp_avg": first, "exp_avg_sq": second}, step=step, learning_rate=1e-4,
-                    decays=True)
-        best = min(best, clock() - begun)
+                    weight_decay=0.01)
+        best = min(best, clock(device) - begun)
     return best / elements
 
 
@@ -352,7 +354,8 @@ class Search:
         return fits[max(fits)] if fits else None, fits, bound
 
 
-def measure(options: argparse.Namespace) -> None:
+def measure(options: argparse.Namespace) -> list[dict]:
+    """Search the largest size of each setting, print and write what was found, and return its rows."""
     device, started = torch.device("cuda", 0), time.monotonic()
     link = measure_link(device)
     updates = {"device": update_seconds(device), "host": update_seconds(torch.device("cpu"))}
@@ -388,6 +391,7 @@ def measure(options: argparse.Namespace) -> None:
                          "settings": {name: asdict(setting) for name, setting in SETTINGS.items()},
                          "tries": search.tries})
     print(f"wrote {path}")
+    return rows
 
 
 def row_of(name: str, best: dict, same: dict | None, bound: str, link: dict[str, float], updates: dict[str, float]

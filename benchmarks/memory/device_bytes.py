@@ -27,8 +27,8 @@ import torch
 
 from benchmarks.memory.program import build_engine, mib, parser, replica_batch, table, write
 from benchmarks.pipeline.workload import Workload
+from ranvier.config.run import Optim
 from ranvier.mesh import Mesh
-from ranvier.run import Optim
 from ranvier.testing.memory import MemoryTracker
 from ranvier.testing.ranks import run_ranks
 from ranvier.world import World

@@ -30,11 +30,11 @@ from torch import Tensor
 from benchmarks.memory.program import build_engine, parser, ratios, replica_batch, table, write
 from benchmarks.pipeline.workload import Workload
 from ranvier.comm.protocol import Backend, Group, Reduction, Work
+from ranvier.comm.sum_algorithms import ring_bytes
 from ranvier.comm.throttle import Link
-from ranvier.comm.ways import ring_bytes
+from ranvier.config.run import Optim
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
-from ranvier.run import Optim
 from ranvier.testing.ranks import run_ranks
 from ranvier.world import World
 

@@ -34,8 +34,8 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.memory.program import MIB, build_engine, parser, ratios, replica_batch, state_bytes, table, write
 from benchmarks.pipeline.workload import Workload, whole_network
 from ranvier.comm.torch_backend import TorchBackend
+from ranvier.config.run import Optim
 from ranvier.mesh import Mesh
-from ranvier.run import Optim
 from ranvier.world import World
 
 FULL = Workload(num_layers=4, hidden=256, vocab=8192, sequence=64, sequences=8, microbatches=4)

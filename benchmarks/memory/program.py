@@ -11,10 +11,10 @@ import torch
 from benchmarks.pipeline.summary import Spread
 from benchmarks.pipeline.workload import Workload
 from benchmarks.record import results_file, write_results
+from ranvier.config.run import Optim
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch, microbatches
-from ranvier.run import Optim
 from ranvier.world import World
 
 MIB = 2**20
@@ -30,7 +30,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
 
 def write(options: argparse.Namespace, name: str, results: dict[str, object]) -> Path:
     """Write the results and say where; returns the file, beside which pictures go."""
-    path = options.output or results_file("memory", name)
+    path = options.output or results_file("memory", name, quick=options.quick)
     write_results(path, results)
     print(f"wrote {path}")
     return path

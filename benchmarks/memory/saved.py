@@ -30,9 +30,9 @@ from matplotlib.figure import Figure
 
 from benchmarks.memory.program import MIB, build_engine, parser, ratios, replica_batch, table, write
 from benchmarks.pipeline.workload import Workload
-from ranvier.comm.mpi_launch import mpi_available
+from ranvier.config.run import Optim
+from ranvier.launch.mpiexec import mpi_available
 from ranvier.mesh import Mesh
-from ranvier.run import Optim
 from ranvier.testing.ranks import run_processes, run_ranks
 from ranvier.world import World
 

@@ -20,7 +20,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks.record import results_file, write_results
-from ranvier import resolve
+from ranvier.config import read
 from ranvier.data.loader import Loader
 from ranvier.data.prepare import prepare
 from ranvier.data.sampler import Sampler
@@ -43,7 +43,7 @@ def mesh_losses(recipe: str, steps: int, data: int, pipe: int, folder: Path, **m
 
 def plain_losses(recipe: str, steps: int, folder: Path, autocast: str | None = None) -> list[float]:
     """Losses of the plain loop on the very batches that the meshes see. autocast: bf16 or fp16, torch's own."""
-    run = resolve.resolve([resolve.load(recipe)[1]]).run
+    run = read.merge([read.load(recipe)[1]]).run
     samples = prepare(run).train
     loader = Loader(samples, Sampler(len(samples), run.seed), global_size=run.batch.global_size,
                     microbatch_size=run.batch.global_size)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ranvier.models.block import initialise
+from ranvier.block import initialise
 from ranvier.models.gpt import Transformer, gpt
 
 

@@ -14,8 +14,9 @@ from benchmarks.pipeline.block_times import BlockTimes
 from benchmarks.pipeline.contender import Contender
 from benchmarks.pipeline.slowed import simulated_slowness, slowness
 from benchmarks.pipeline.workload import Workload
-from ranvier.pipeline.policies import auto_in_flight, policy_named
-from ranvier.planner.simulator import StageTimes, simulate
+from ranvier.schedule.limits import rule_limits
+from ranvier.schedule.policies import policy_named
+from ranvier.schedule.simulator import StageTimes, simulate
 
 _TORCH_POLICIES = {"Schedule1F1B": "1f1b", "ScheduleGPipe": "gpipe"}
 
@@ -95,7 +96,7 @@ def _simulated(contender: Contender, workload: Workload, times: BlockTimes, *, p
             backward=sum(times.backward[b] for b in blocks) + (times.weight[head] if head in blocks else 0.0),
             weight=sum(times.weight[b] for b in deferring), products=max(1, sum(times.products[b] for b in deferring)),
             alive_bytes=max(1, sum(times.alive_bytes[b] for b in deferring))))
-    in_flight = settings.get("in_flight", auto_in_flight(len(stages)))
+    in_flight = settings.get("in_flight", rule_limits([True] * len(stages)).in_flight)
     slow = {"jitter": simulated_slowness(slowness(settings["slowness"]))} if "slowness" in settings else {}
     simulated = simulate(
         stages, workload.microbatches, policy_named(policy), in_flight, hop=settings.get("latency_seconds", 0.0),

@@ -50,6 +50,8 @@ def contenders(ranks: int, cores: int, policies: tuple[str, ...] = POLICIES) -> 
     found += [Contender(name=name, kind="torch", ranks=ranks, settings={"schedule": schedule})
               for name, schedule in TORCH_SCHEDULES.items()]
     found += [ours(policy, transport, ranks) for transport in ("mpi", "gloo") for policy in policies]
+    found += [ours("message-driven", transport, ranks, "-rule", memory=None) for transport in ("mpi", "gloo")
+              if "message-driven" in policies]
     return found
 
 

@@ -15,6 +15,7 @@ from ranvier.comm.mpi_backend import MPIBackend
 from ranvier.comm.protocol import Backend
 from ranvier.comm.throttle import Link, throttled
 from ranvier.comm.torch_backend import TorchBackend
+from ranvier.config.run import Pipeline
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch, microbatches
@@ -26,7 +27,7 @@ _TIMEOUT_SECONDS = 300.0
 
 @contextmanager
 def open_ours(workload: Workload, contender: Contender, place: Place) -> Iterator[Stepper]:
-    """Settings: `policy`, `transport` (mpi or gloo), `boundaries`; optionally `in_flight`, `defer_bytes`,
+    """Settings: `policy`, `transport` (mpi or gloo), `boundaries`; optionally `in_flight`, `defer_bytes`, `memory`,
     `latency_seconds` (of every message), `slowness` (see benchmarks.pipeline.slowed)."""
     settings = contender.settings
     backend = _backend(place, settings)
@@ -34,9 +35,11 @@ def open_ours(workload: Workload, contender: Contender, place: Place) -> Iterato
                   local_size=place.size)
     inputs, targets = workload.batch(0)
     engine = Engine(
-        workload.model(), world, mesh=Mesh(pipe=place.size), optimizer=workload.optimizer, policy=settings["policy"],
-        in_flight=settings.get("in_flight", "auto"), boundaries=settings["boundaries"],
-        defer_bytes=settings.get("defer_bytes", "auto"), seed=workload.seed, nominal_weight=workload.tokens_per_step,
+        workload.model(), world, mesh=Mesh(pipe=place.size), optimizer=workload.optimizer,
+        pipeline=Pipeline(policy=settings["policy"], in_flight=settings.get("in_flight", "auto"),
+                          boundaries=settings["boundaries"], defer_bytes=settings.get("defer_bytes", "auto"),
+                          memory=settings.get("memory", Pipeline().memory)),
+        seed=workload.seed, nominal_weight=workload.tokens_per_step,
         sample=Microbatch(inputs[:workload.microbatch_size], targets[:workload.microbatch_size]))
     if "slowness" in settings:
         slow_down(engine, slowness(settings["slowness"]))

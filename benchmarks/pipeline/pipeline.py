@@ -30,7 +30,7 @@ from benchmarks.pipeline.summary import markdown
 from benchmarks.pipeline.team import ALLOCATORS, Stand, TeamFailed
 from benchmarks.pipeline.workload import Workload
 from benchmarks.record import circumstances, results_file, write_results
-from ranvier.machine import available_cores
+from ranvier.system.machine import available_cores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,7 @@ class Plan:
     warmup: int
     pin: bool
     allocator: str
+    kind: str
     command: str
 
 
@@ -77,6 +78,8 @@ def parse(arguments: Sequence[str]) -> Plan:
     cores = available_cores()
     if any(ranks < 2 for ranks in options.ranks):
         parser.error("--ranks: a pipeline has at least 2")
+    kind = "-".join([*dict.fromkeys(options.scenario), *map(str, options.ranks), "ranks",
+                     *map(str, options.microbatches), "microbatches", *([] if options.only == ["*"] else ["selected"])])
     slowing = [name for name in options.scenario if name in ("slow-stage", "jitter")]
     if slowing and max(options.ranks) > cores:
         parser.error(f"--scenario {' '.join(slowing)} needs a core for each rank, and there are {cores}: a rank that "
@@ -98,7 +101,7 @@ def parse(arguments: Sequence[str]) -> Plan:
     except ValueError as error:
         parser.error(str(error))
     return Plan(cases=cases, rounds=options.rounds, steps=options.steps, warmup=options.warmup, pin=not options.no_pin,
-                allocator=options.allocator,
+                allocator=options.allocator, kind=f"quick-{kind}" if options.quick else kind,
                 command=shlex.join(["python", "-m", "benchmarks.pipeline.pipeline", *arguments]))
 
 
@@ -135,7 +138,7 @@ def _head(plan: Plan) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     plan = parse(arguments)
-    path = results_file("pipeline", "-".join(dict.fromkeys(case.scenario for case in plan.cases)))
+    path = results_file("pipeline", plan.kind)
     try:
         measure(plan, path)
     except (LossesDiffer, TeamFailed) as error:

@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from benchmarks.pipeline.contender import Contender, Kind, Place
 from benchmarks.pipeline.workload import Stepper, Workload
-from ranvier import follow, launchers
+from ranvier.launch import launchers, parent_death
 
 _DAY = timedelta(days=1)
 
@@ -31,8 +31,8 @@ def opener(kind: Kind):
     """The function that sets a contender of this kind up; its module, with all that it imports, is loaded here."""
     match kind:
         case "plain":
-            from benchmarks.pipeline.plain import open_plain
-            return open_plain
+            from benchmarks.pipeline.plain import open_regular_file
+            return open_regular_file
         case "ddp":
             from benchmarks.pipeline.ddp import open_ddp
             return open_ddp
@@ -48,7 +48,7 @@ def opener(kind: Kind):
 
 
 def main(port: int, prefix: str, rank: int | None) -> None:
-    follow.follow(os.getppid(), signal.SIGKILL)
+    parent_death.signal_on_parent_death(os.getppid(), signal.SIGKILL)
     control = PrefixStore(prefix, TCPStore("127.0.0.1", port, is_master=False, timeout=_DAY))
     job = json.loads(control.get("job"))
     workload, contender = Workload(**job["workload"]), Contender(**job["contender"])

@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, Store
 
 from benchmarks.pipeline.contender import Contender
 from benchmarks.pipeline.workload import Workload
-from ranvier.comm.mpi_launch import mpiexec_command
+from ranvier.launch.mpiexec import mpiexec_command
 
 ROOT = Path(__file__).parents[2]
 ALLOCATORS = {

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from ranvier.models.block import Model, initialise
+from ranvier.block import Model, initialise
+from ranvier.config.run import Transformer
 from ranvier.models.gpt import gpt
-from ranvier.run import Transformer
 
 Loss = Callable[[], float | None]
 """This rank's share of one step's loss, read when it is wanted: the shares of all ranks add up; None is no share."""

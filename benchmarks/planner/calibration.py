@@ -20,9 +20,9 @@ from statistics import median
 
 from benchmarks.planner.papers import OPTIMUS, Papers, Row
 from benchmarks.record import results_file, write_results
-from ranvier.planner.cluster_files import load_cluster
-from ranvier.planner.hardware import Cluster
-from ranvier.planner.search import Work
+from ranvier.cost.cluster_files import load_cluster
+from ranvier.cost.hardware import Cluster
+from ranvier.planner.work import Work
 
 FRONTERA = ("device.rates.fp32.share", "device.memory_share", "inside.share", "between.single",
             "inside.latency_seconds")

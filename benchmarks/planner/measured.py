@@ -28,21 +28,24 @@ import torch
 from pydantic import TypeAdapter
 
 from benchmarks.record import results_file, write_results
-from ranvier import resolve
-from ranvier.comm.mpi_launch import mpi_available
+from ranvier.config import read
+from ranvier.config.resolve import ResolvedRun
+from ranvier.config.run import Batch, Checkpoint, Data, Train, Transformer
+from ranvier.cost.cluster_files import load_cluster
+from ranvier.cost.hardware import Cluster
+from ranvier.launch.mpiexec import mpi_available
 from ranvier.mesh import Mesh
-from ranvier.planner.cluster_files import load_cluster
-from ranvier.planner.hardware import Cluster
+from ranvier.planner.candidates import predict
 from ranvier.planner.measure import measure
-from ranvier.planner.search import Work, predict, search
-from ranvier.run import Batch, Checkpoint, Data, Run, Train, Transformer
+from ranvier.planner.search import search
+from ranvier.planner.work import Work
 from ranvier.testing.ranks import run_processes
 from ranvier.world import World
 
 _WARMUP = 3
 
 
-def configurations(base: Run, quick: bool = False) -> list[Run]:
+def configurations(base: ResolvedRun, quick: bool = False) -> list[ResolvedRun]:
     """What is run."""
     found = []
 
@@ -50,7 +53,7 @@ def configurations(base: Run, quick: bool = False) -> list[Run]:
             ) -> None:
         found.append(replace(base, mesh=mesh, batch=replace(base.batch, microbatch_size=size),
                              pipeline=replace(base.pipeline, policy=policy),
-                             memory=replace(base.memory, checkpoint=checkpoint),
+                             memory=replace(base.memory, recompute=checkpoint),
                              optim=replace(base.optim, shard=shard)))
 
     meshes = [Mesh(), Mesh(data=2), Mesh(pipe=2), Mesh(col=2), Mesh(data=4), Mesh(pipe=4), Mesh(data=2, pipe=2),
@@ -74,21 +77,21 @@ def configurations(base: Run, quick: bool = False) -> list[Run]:
 
 def train_on_rank(world: World, path: str) -> None:
     """One rank of one configuration, with as many threads as `ranvier train` would give it."""
-    from ranvier.launch import threads_per_rank
+    from ranvier.launch.start import threads_per_rank
     from ranvier.train.loop import train
 
     torch.set_num_threads(threads_per_rank(world.backend.size))
-    train(resolve.resolve([resolve.load(path)[1]]).run, "measured", world, stream=io.StringIO())
+    train(read.merge([read.load(path)[1]]).run, "measured", world, stream=io.StringIO())
 
 
-def step_seconds(run: Run, transport: str) -> float:
+def step_seconds(run: ResolvedRun, transport: str) -> float:
     """Median of the steps of a run."""
     with _trained(run, transport) as folder:
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return median(line["step_seconds"] for line in lines[_WARMUP:])
 
 
-def peak_bytes(run: Run, transport: str) -> int:
+def peak_bytes(run: ResolvedRun, transport: str) -> int:
     """Of the rank that has most, in a run of two steps where each storage is counted."""
     with _trained(replace(run, memory_report=True, train=replace(run.train, steps=2)), transport) as folder:
         memory = json.loads((folder / "summary.json").read_text())["memory"]
@@ -96,14 +99,14 @@ def peak_bytes(run: Run, transport: str) -> int:
 
 
 @contextmanager
-def _trained(run: Run, transport: str) -> Iterator[Path]:
+def _trained(run: ResolvedRun, transport: str) -> Iterator[Path]:
     """The folder of results of a run in processes of its own."""
     with tempfile.TemporaryDirectory(prefix="planner-") as name:
         yield _run(run, Path(name), transport)
 
 
-def _run(run: Run, folder: Path, transport: str) -> Path:
-    resolve.write(replace(run, run_dir=None), folder / "job.toml")
+def _run(run: ResolvedRun, folder: Path, transport: str) -> Path:
+    read.write(replace(run, run_dir=None), folder / "job.toml")
     text = (folder / "job.toml").read_text()
     (folder / "job.toml").write_text(f"run_dir = {json.dumps(str(folder / 'run'))}\n{text}")
     run_processes("benchmarks.planner.measured:train_on_rank", run.mesh.size, transport,
@@ -122,14 +125,14 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float:
     return 1.0 - 6.0 * apart / (count * (count * count - 1)) if count > 1 else 1.0
 
 
-def describe(run: Run) -> str:
+def describe(run: ResolvedRun) -> str:
     extra = [f"mb {run.batch.microbatch_size}", run.pipeline.policy if run.mesh.pipe > 1 else "",
-             f"checkpoint {run.memory.checkpoint}" if run.memory.checkpoint != "none" else "",
+             f"checkpoint {run.memory.recompute}" if run.memory.recompute != "none" else "",
              "sharded" if run.optim.shard else ""]
     return f"{run.mesh}, {', '.join(filter(None, extra))}"
 
 
-def compare(base: Run, cluster: Cluster, runs: Sequence[Run], transport: str, known: Mapping[str, dict],
+def compare(base: ResolvedRun, cluster: Cluster, runs: Sequence[ResolvedRun], transport: str, known: Mapping[str, dict],
             rounds: int, counted: Mapping[str, int]) -> dict:
     """known: what was measured before, by configuration. counted: bytes alone."""
     work, rows, runs, chosen = Work(), [], list(runs), {}
@@ -203,7 +206,7 @@ def main() -> None:
         json.loads(options.memory.read_text()) if options.memory else before)["rows"]}
     cluster = load_cluster(options.cluster) if options.cluster else (
         TypeAdapter(Cluster).validate_python(before["cluster"]) if options.again else measure(print))
-    base = Run(batch=Batch(global_size=32, microbatch_size=4), checkpoint=Checkpoint(every=0),
+    base = ResolvedRun(batch=Batch(global_size=32, microbatch_size=4), checkpoint=Checkpoint(every=0),
                train=Train(steps=_WARMUP + (2 if options.quick else options.steps), sample_tokens=0, eval_sequences=4),
                model=Transformer(num_layers=options.layers, hidden=options.hidden, heads=4, vocab=2048, sequence=128),
                data=Data(max_bytes=2_000_000))
@@ -218,7 +221,7 @@ def main() -> None:
     for one in results["choices"]:
         print(f"{one['ranks']} ranks: the search chooses {one['choice']}, which takes {one['choice_over_best']:.3f} of "
               f"the time of the best measured ({one['best']})")
-    path = options.output or results_file("planner", "measured")
+    path = options.output or results_file("planner", "measured", quick=options.quick)
     write_results(path, {"cluster": asdict(cluster), "transport": transport, **results,
                          "measured_in": [path.name for path in options.again]})
     print(f"wrote {path}")

@@ -21,17 +21,20 @@ from pathlib import Path
 from statistics import fmean, median
 
 from benchmarks.record import results_file, write_results
-from ranvier import check, resolve
-from ranvier.figures import COLOURS, INK, clean, new_figure
+from ranvier.config import read
+from ranvier.config.resolve import ResolvedRun, resolve
+from ranvier.config.run import Batch, Pipeline, Transformer
+from ranvier.cost.blocks import BlockCost
+from ranvier.cost.cluster_files import load_cluster
+from ranvier.cost.collectives import placed, received_seconds
+from ranvier.cost.count import laid_out
+from ranvier.cost.hardware import Cluster
+from ranvier.cost.run_cost import run_cost
+from ranvier.cost.step import Cost, StageCost
 from ranvier.mesh import Mesh
-from ranvier.pipeline.partition import BlockCost
-from ranvier.planner.cluster_files import load_cluster
-from ranvier.planner.collectives import placed, received_seconds
-from ranvier.planner.costs import Cost, StageCost, cost
-from ranvier.planner.hardware import Cluster
-from ranvier.planner.search import Work
+from ranvier.pictures.figures import COLOURS, INK, clean, new_figure
+from ranvier.planner.work import Work
 from ranvier.precision import DTYPES
-from ranvier.run import Batch, Pipeline, Run, Transformer
 
 BILLIONS = (12, 24, 50, 100)
 AXONN = {12: (8, 6, 8), 24: (4, 12, 8), 50: (4, 24, 8), 100: (2, 48, 8)}
@@ -98,8 +101,9 @@ class Papers:
 
     # --- AxoNN -------------------------------------------------------------------------------------------------------
 
-    def axonn(self, billions: int, microbatch: int, pipe: int, data: int, batch: int = 16384, **optim: object) -> Run:
-        run = resolve.resolve([resolve.load(f"gpt-{billions}b")[1]]).run
+    def axonn(self, billions: int, microbatch: int, pipe: int, data: int, batch: int = 16384, **optim: object
+              ) -> ResolvedRun:
+        run = resolve(read.merge([read.load(f"gpt-{billions}b")[1]]).run)
         blocks = 2 * run.model.num_layers // pipe  # of a stage, embedding and head aside
         return replace(run, mesh=Mesh(pipe=pipe, data=data), optim=replace(run.optim, **optim),
                        batch=Batch(global_size=batch, microbatch_size=microbatch),
@@ -107,10 +111,10 @@ class Papers:
                                          defer_bytes=0),
                        launch=replace(run.launch, device="cuda"))
 
-    def on_summit(self, run: Run, *, exact: bool = True) -> Cost:
-        return cost(run, self.summit, self.stages(run), exact=exact)
+    def on_summit(self, run: ResolvedRun, *, exact: bool = True) -> Cost:
+        return run_cost(run, self.summit, self.stages(run), exact=exact)
 
-    def stages(self, run: Run) -> list[list[BlockCost]]:
+    def stages(self, run: ResolvedRun) -> list[list[BlockCost]]:
         """With attention as it was before it was fused: matrices of sequence x sequence are written and read again by
         the product, mask, softmax, dropout and the product behind them."""
         model, mesh = run.model, run.mesh
@@ -124,10 +128,10 @@ class Papers:
         size, col, pipe, replicas = OTHERS[name][billions]
         run = self.axonn(billions, size, pipe, data or replicas, batch, offload="none", shard=name == "DeepSpeed")
         run = replace(run, mesh=replace(run.mesh, col=col), tensor=replace(run.tensor, scheme="megatron"),
-                      pipeline=replace(run.pipeline, policy="1f1b"), memory=replace(run.memory, checkpoint=1))
-        return cost(run, self.summit, self.megatron_stages(run), others=True)
+                      pipeline=replace(run.pipeline, policy="1f1b"), memory=replace(run.memory, recompute=1))
+        return run_cost(run, self.summit, self.megatron_stages(run), others=True)
 
-    def megatron_stages(self, run: Run) -> list[list[BlockCost]]:
+    def megatron_stages(self, run: ResolvedRun) -> list[list[BlockCost]]:
         """One rank's part in Megatron-LM's own code, whose products are whole: of the bytes that a layer moves weights
         are divided, and of activations 24 parts of 34 (Korthikanti et al., 2022)."""
         col, alone = run.mesh.col, replace(run, mesh=replace(run.mesh, col=1))
@@ -160,8 +164,8 @@ class Papers:
             dropped[key] = problem
         raise AssertionError("nothing fits")
 
-    def _too_large(self, run: Run) -> str | None:
-        _, memory = check.laid_out(run)
+    def _too_large(self, run: ResolvedRun) -> str | None:
+        _, memory = laid_out(run)
         device = self.summit.device
         worst = max(entry.device_bytes for entry in memory)
         room = device.memory_bytes - device.reserved_bytes
@@ -200,10 +204,10 @@ class Papers:
             yield Row(what=f"12 B on 384, batch 32768, {name}: time over AxoNN's", unit="x", published=published,
                       predicted=self.other(name, 12, data=data, batch=32768).seconds / strong.seconds)
 
-    def axonn_bytes(self, run: Run) -> int:
+    def axonn_bytes(self, run: ResolvedRun) -> int:
         """On all devices: gradients are summed where they are; without offload there are fp32 gradients, too (20 bytes
         a parameter)."""
-        stages, memory = check.laid_out(run)
+        stages, memory = laid_out(run)
         wide = 4 * sum(row.num_trainable for row in stages.rows) * run.mesh.data if run.optim.offload == "none" else 0
         return wide + sum(entry.ranks * (entry.device_bytes - entry.device["reduction"]) for entry in memory)
 
@@ -220,7 +224,7 @@ class Papers:
             steady = replace(run, precision="bf16", guard=replace(run.guard, bad_step="none"))
             summit = replace(self.summit, device=replace(self.summit.device, rates={
                 "bf16": self.summit.device.rates["fp16"]}))
-            found[k] = cost(steady, summit, self.stages(steady), exact=False).stages[0].after_seconds
+            found[k] = run_cost(steady, summit, self.stages(steady), exact=False).stages[0].after_seconds
         return found
 
     # --- Optimus -----------------------------------------------------------------------------------------------------
@@ -234,13 +238,13 @@ class Papers:
         side = round(devices ** 0.5)
         mesh = Mesh(row=side, col=side, tile=(2, 2)) if scheme == "Optimus" else Mesh(col=devices)
         heads = {"Optimus": side, "Megatron": devices}[scheme]
-        run = Run(mesh=mesh, batch=Batch(global_size=batch, microbatch_size=batch), precision="fp32",
+        run = ResolvedRun(mesh=mesh, batch=Batch(global_size=batch, microbatch_size=batch), precision="fp32",
                   model=Transformer(num_layers=24, hidden=hidden, heads=heads, vocab=1024, sequence=512))
-        run = replace(run, memory=replace(run.memory, checkpoint=1), launch=replace(run.launch, device="cuda"),
+        run = replace(run, memory=replace(run.memory, recompute=1), launch=replace(run.launch, device="cuda"),
                       tensor=replace(run.tensor, scheme="summa" if scheme == "Optimus" else "megatron"))
         stages = self.stages(run) if scheme == "Optimus" else self.megatron_stages(run)
         blocks = [block for block in stages[0] if block.name.startswith("layer")]
-        stage = cost(run, self.frontera, [blocks], exact=False, others=True).stages[0]
+        stage = run_cost(run, self.frontera, [blocks], exact=False, others=True).stages[0]
         if scheme == "Optimus":
             return stage
         inputs = 24 * blocks[0].input_bytes * (devices - 1) / devices  # are divided, and gathered to be computed again

@@ -20,16 +20,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from benchmarks.record import results_file, write_results
+from ranvier.config.resolve import ResolvedRun
+from ranvier.config.run import Batch, Launch, Memory, Optim, Pipeline, TensorParallel, Transformer
+from ranvier.cost.cluster_files import load_cluster
+from ranvier.cost.hardware import Cluster
 from ranvier.errors import RanvierError
-from ranvier.figures import INK, clean, new_figure
 from ranvier.mesh import Mesh
+from ranvier.pictures.figures import INK, clean, new_figure
 from ranvier.planner import report
-from ranvier.planner.cluster_files import load_cluster
-from ranvier.planner.hardware import Cluster
 from ranvier.planner.plan import simulation
-from ranvier.planner.search import Work, search
+from ranvier.planner.search import search
 from ranvier.planner.simulation import STEADY, Noise
-from ranvier.run import Batch, Launch, Memory, Optim, Pipeline, Run, TensorParallel, Transformer
+from ranvier.planner.work import Work
 
 RANKS = (5120, 10240, 25600, 102400)
 STRONG_BATCH, WEAK_SHARE = 12288, 0.6
@@ -56,11 +58,11 @@ class Point:
     search_seconds: float
 
 
-def trillion(batch: int, policy: str) -> Run:
+def trillion(batch: int, policy: str) -> ResolvedRun:
     """The run to be planned."""
-    return Run(mesh=Mesh(), precision="bf16", batch=Batch(global_size=batch, microbatch_size=1),
+    return ResolvedRun(mesh=Mesh(), precision="bf16", batch=Batch(global_size=batch, microbatch_size=1),
                model=Transformer(num_layers=128, hidden=25600, heads=160, vocab=51200, sequence=2048),
-               tensor=TensorParallel(scheme="megatron", sequence_sharding=True), memory=Memory(checkpoint="none"),
+               tensor=TensorParallel(scheme="megatron", sequence_sharding=True), memory=Memory(recompute="none"),
                optim=Optim(shard=True), launch=Launch(device="cuda"), pipeline=Pipeline(policy=policy))
 
 
@@ -85,8 +87,8 @@ def planned(case: tuple[str, int, str], cluster: Cluster) -> Point | RanvierErro
         return problem
 
 
-def point(scaling: str, count: int, run: Run, cluster: Cluster, work: Work) -> Point:
-    cluster = cluster.with_nodes(-(-count // cluster.devices_per_node))
+def point(scaling: str, count: int, run: ResolvedRun, cluster: Cluster, work: Work) -> Point:
+    cluster = replace(cluster, nodes=-(-count // cluster.devices_per_node))
     began = time.monotonic()
     plan = search(run, cluster, count, ("mesh", "microbatch", "checkpoint", "in-flight"), work=work)
     took = time.monotonic() - began
@@ -148,7 +150,7 @@ def main() -> None:
     for one in points(ranks, load_cluster(options.cluster)):
         found.append(one)
         print(markdown([one]).splitlines()[-1], flush=True)
-    path = options.output or results_file("planner", "scaling")
+    path = options.output or results_file("planner", "scaling", quick=options.quick)
     write_results(path, {"points": [asdict(one) for one in found]})
     path.with_suffix(".md").write_text(markdown(found))
     draw(found, path.with_suffix(".png"))

@@ -31,10 +31,10 @@ from benchmarks.record import results_file, write_results
 from benchmarks.tensor.ours import OurStack
 from benchmarks.tensor.stem import Stem
 from ranvier.comm.protocol import Work
+from ranvier.config.run import TensorParallel
 from ranvier.mesh import Mesh
-from ranvier.run import TensorParallel
 from ranvier.tensor.boundaries import guard_block
-from ranvier.tensor.split import SplitLinear
+from ranvier.tensor.split.linear import SplitLinear
 from ranvier.testing.memory import MemoryTracker
 from ranvier.testing.ranks import run_ranks
 from ranvier.world import World

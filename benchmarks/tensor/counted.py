@@ -8,7 +8,7 @@ its own. With checkpointing the layer is one segment that runs again in its back
 
 counted   payload by ring conventions: operands, outputs and gradients of the products; of the embedding the rows of
           tokens, or the table's blocks; nothing of what is small
-formula   ranvier.tensor.volume; the program ends with 1 where the two differ by a byte
+formula   ranvier.cost.volume; the program ends with 1 where the two differ by a byte
 small     statistics of layer norms, ids of tokens, reductions of the loss: forward and backward apart
 a step    sums of biases and norms that ranks have in common: once a step, whatever the number of microbatches
 Table 1   of Xu et al., 2021 (Optimus), in bytes, for as many ranks: forward, and backward with its recomputation.
@@ -32,15 +32,11 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.memory.program import table
 from benchmarks.record import results_file, write_results
+from benchmarks.tensor.paper_volumes import paper_elements
 from ranvier.comm.meta import MetaGroup
-from ranvier.models.gpt import MLP, Attention, Embedding, Head
-from ranvier.run import TensorParallel as Settings
-from ranvier.run import Transformer
-from ranvier.tensor.layers import block_splits
-from ranvier.tensor.loss import NextTokenLoss
-from ranvier.tensor.mesh import TensorMesh
-from ranvier.tensor.split import SplitLinear, split_layers
-from ranvier.tensor.volume import (
+from ranvier.config.run import TensorParallel as Settings
+from ranvier.config.run import Transformer
+from ranvier.cost.volume import (
     PRODUCTS,
     Bytes,
     Scheme,
@@ -48,8 +44,13 @@ from ranvier.tensor.volume import (
     embedding_volume,
     head_volume,
     layer_volume,
-    paper_elements,
 )
+from ranvier.models.gpt import MLP, Attention, Embedding, Head
+from ranvier.tensor.layers import block_splits
+from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.split.layers import split_layers
+from ranvier.tensor.split.linear import SplitLinear
+from ranvier.tensor.split.loss import NextTokenLoss
 
 SETTINGS: Mapping[Scheme, Settings] = {
     "summa": Settings(scheme="summa"), "stationary": Settings(scheme="stationary"),
@@ -311,7 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(shown(rows))
     different = sum(not row["equal"] for row in rows)
     print(f"{len(rows) - different} of {len(rows)} counts equal their formula to the byte")
-    path = options.output or results_file("tensor", "counted")
+    path = options.output or results_file("tensor", "counted", quick=options.quick)
     write_results(path, {"sizes": {**asdict(sizes), "dtype": options.dtype}, "rows": rows, "different": different})
     print(f"wrote {path}")
     return 1 if different else 0

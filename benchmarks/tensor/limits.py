@@ -32,16 +32,19 @@ from torch import nn
 from benchmarks.memory.program import MIB, table
 from benchmarks.record import results_file, write_results
 from benchmarks.tensor.counted import SETTINGS
-from ranvier.check import laid_out, problems
+from benchmarks.tensor.paper_volumes import activation_bytes
+from ranvier.config.resolve import ResolvedRun
+from ranvier.config.run import Batch, Launch, Memory, Optim, Transformer
+from ranvier.cost.count import laid_out
+from ranvier.cost.mesh_shape import best_shape
+from ranvier.cost.volume import Scheme
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
+from ranvier.pipeline.block_costs import block_costs
 from ranvier.pipeline.build import meta_mesh, split_model
-from ranvier.pipeline.partition import block_costs
-from ranvier.run import Batch, Launch, Memory, Optim, Run, Transformer
-from ranvier.tensor.shape import best_shape
-from ranvier.tensor.split import SplitLinear
-from ranvier.tensor.volume import Scheme, activation_bytes
+from ranvier.planner.problems import problems
+from ranvier.tensor.split.linear import SplitLinear
 
 TABLE_2 = {4: (2048, 32), 9: (3060, 36), 16: (4096, 64), 36: (6120, 72), 64: (8192, 128)}
 """Ranks -> h, n."""
@@ -96,10 +99,10 @@ def _counted(scheme: Scheme, row: int, col: int, config: Transformer, batch: int
     return sum(costs[name] for name in model.layers[0])
 
 
-def run_of(scheme: Scheme, row: int, col: int, config: Transformer, batch: int) -> Run:
-    return Run(mesh=Mesh(row=row, col=col), batch=Batch(global_size=batch, microbatch_size=batch), precision="fp32",
-               tensor=SETTINGS[scheme], optim=Optim(offload="none"), memory=Memory(checkpoint=1), model=config,
-               launch=Launch(device="cpu"))
+def run_of(scheme: Scheme, row: int, col: int, config: Transformer, batch: int) -> ResolvedRun:
+    return ResolvedRun(mesh=Mesh(row=row, col=col), batch=Batch(global_size=batch, microbatch_size=batch),
+                       precision="fp32", tensor=SETTINGS[scheme], optim=Optim(offload="none"),
+                       memory=Memory(recompute=1), model=config, launch=Launch(device="cpu"))
 
 
 def needed(scheme: Scheme, row: int, col: int, config: Transformer, batch: int) -> dict[str, int]:
@@ -253,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> dict:
     budget = int(options.budget_gib * 2**30)
     first = kept_rows(options.ranks, options.configs, {ranks: ranks for ranks in options.ranks})
     print(kept_shown(first), flush=True)
-    path, rows = options.output or results_file("tensor", "limits"), []
+    path, rows = options.output or results_file("tensor", "limits", quick=options.quick), []
     results = {"layers": options.layers, "sequence": options.sequence, "vocab": options.vocab,
                "budget_gib": options.budget_gib, "kept": first, "limits": rows}
     for ranks in options.ranks:

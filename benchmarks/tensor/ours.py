@@ -15,17 +15,18 @@ from benchmarks.tensor.stem import Layers, Stem
 from ranvier.comm.mpi_backend import MPIBackend
 from ranvier.comm.protocol import Backend, Group
 from ranvier.comm.torch_backend import TorchBackend
+from ranvier.config.run import TensorParallel as Settings
 from ranvier.layout import Split, box_size
 from ranvier.mesh import Mesh
-from ranvier.run import TensorParallel as Settings
 from ranvier.tensor.layers import block_splits
 from ranvier.tensor.mesh import TensorMesh
-from ranvier.tensor.split import SplitLinear, split_layers
+from ranvier.tensor.split.layers import split_layers
+from ranvier.tensor.split.linear import SplitLinear
 
 
 @contextmanager
 def open_ours(stem: Stem, contender: Contender, place: Place) -> Iterator[OurStack]:
-    """Settings: those of `ranvier.run.TensorParallel`."""
+    """Settings: those of `ranvier.config.run.TensorParallel`."""
     device = torch.device("cpu")
     if contender.transport == "mpi":
         backend: Backend = MPIBackend(device)

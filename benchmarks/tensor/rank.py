@@ -28,13 +28,13 @@ from benchmarks.pipeline.contender import Place
 from benchmarks.pipeline.rank import load_libraries, peak_bytes
 from benchmarks.tensor.contender import Contender, Stack, builder
 from benchmarks.tensor.stem import Stem, figures
-from ranvier import follow, launchers
+from ranvier.launch import launchers, parent_death
 
 _DAY = timedelta(days=1)
 
 
 def main(port: int, prefix: str, rank: int | None) -> None:
-    follow.follow(os.getppid(), signal.SIGKILL)
+    parent_death.signal_on_parent_death(os.getppid(), signal.SIGKILL)
     control = PrefixStore(prefix, TCPStore("127.0.0.1", port, is_master=False, timeout=_DAY))
     job = json.loads(control.get("job"))
     stem, contender = Stem(**job["workload"]), Contender(**job["contender"])

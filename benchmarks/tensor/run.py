@@ -28,7 +28,7 @@ from benchmarks.record import results_file, write_results
 from benchmarks.tensor.contender import Contender, contenders
 from benchmarks.tensor.stem import Stem, figures, reference
 from benchmarks.tensor.team import PHASES, Block, StackTeam
-from ranvier.machine import available_cores
+from ranvier.system.machine import available_cores
 
 _IDLE_BYTES, _ACTIVE_BYTES = 400 << 20, 2 << 30
 """Memory of a process whose turn it is not, without weights; what the contender whose turn it is takes beyond that."""
@@ -126,7 +126,7 @@ def shown(entries: Sequence[dict], base: str) -> str:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes and few steps: does it work?")
-    parser.add_argument("--output", type=Path, help="the file of results; default benchmarks/results/tensor/stem-DATE")
+    parser.add_argument("--output", type=Path, help="the file of results; default benchmarks/results/tensor/KIND-DATE")
     parser.add_argument("--only", nargs="+", metavar="PATTERN", default=["*"], help="contenders, e.g. 'dtensor*'")
     parser.add_argument("--base", default="dtensor-sp", help="contender that the others are compared with")
     parser.add_argument("--ranks", type=int, default=4)
@@ -157,6 +157,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def kind(options: argparse.Namespace) -> str:
+    """The kind of result: results of other sizes, or of selected contenders, do not replace this one's."""
+    return f"stem-hidden-{options.stem.hidden}{'' if options.only == ['*'] else '-selected'}"
+
+
 def main(arguments: Sequence[str] | None = None) -> list[dict]:
     options = parse(arguments)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -169,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict]:
             raise SystemExit(str(error)) from None
     add_ratios(entries, options.base)
     print(shown(entries, options.base))
-    path = options.output or results_file("tensor", "stem")
+    path = options.output or results_file("tensor", kind(options), quick=options.quick)
     write_results(path, {"stem": asdict(options.stem), "base": options.base, "rounds": options.rounds,
                          "steps_per_round": options.steps, "allocator": options.allocator, "threads_per_rank": 1,
                          "contenders": entries})

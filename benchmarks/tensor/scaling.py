@@ -31,13 +31,14 @@ from benchmarks.pipeline.team import ALLOCATORS, Stand, TeamFailed
 from benchmarks.record import results_file, write_results
 from benchmarks.tensor.contender import Contender
 from benchmarks.tensor.counted import ONE_PANEL, Meter, Sizes, count_layer, whole
+from benchmarks.tensor.paper_volumes import paper_elements
 from benchmarks.tensor.run import WorkDiffers, measure
 from benchmarks.tensor.stem import Stem
 from benchmarks.tensor.team import PHASES
+from ranvier.cost.mesh_shape import best_shape
+from ranvier.cost.volume import Scheme
 from ranvier.errors import ConfigError
-from ranvier.machine import available_cores
-from ranvier.tensor.shape import best_shape
-from ranvier.tensor.volume import Scheme, paper_elements
+from ranvier.system.machine import available_cores
 
 MANY_RANKS = (4, 16, 64, 256, 1024)
 
@@ -282,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> dict:
         print(shown(entries))
     iso = isoefficiency(options.many_ranks, 6144, 512)
     print(isoefficiency_shown(iso))
-    path = options.output or results_file("tensor", "scaling")
+    path = options.output or results_file("tensor", "scaling", quick=options.quick)
     results = {"transport": options.transport, "rounds": options.rounds, "steps_per_round": options.steps,
                "threads_per_rank": 1, "allocator": options.allocator, "contenders": entries, "isoefficiency": iso}
     write_results(path, results)

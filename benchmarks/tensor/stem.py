@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ranvier import keyed_random
-from ranvier.models.block import INITIAL_PIECE, Initial, initialise
+from ranvier.block import INITIAL_PIECE, Initial, initialise
+from ranvier.config.run import Transformer
 from ranvier.models.gpt import MLP, Attention
-from ranvier.run import Transformer
 
 
 @dataclass(frozen=True, kw_only=True)

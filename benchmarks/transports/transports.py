@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from benchmarks.record import results_file, write_results
 from ranvier.comm.message import Kind, Message
-from ranvier.comm.mpi_launch import mpi_available
 from ranvier.comm.protocol import Group, Transport
+from ranvier.launch.mpiexec import mpi_available
 from ranvier.testing.ranks import run_processes
 from ranvier.world import World
 
@@ -157,7 +157,7 @@ def main() -> None:
     found = {transport: run_processes(here, 2, transport, args=[sizes, budget], timeout_seconds=900)[0]
              for transport in transports}
     print(table(found))
-    path = results_file("transports", "quick" if options.quick else "transports")
+    path = results_file("transports", "transports", quick=options.quick)
     write_results(path, {"seconds": found})
     picture(found, path.with_suffix(".png"))
     print(f"wrote {path} and .png")

@@ -23,21 +23,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 from safetensors import SafetensorError
+from torch import Tensor
 
 from ranvier.checkpoint import files, state
 from ranvier.checkpoint.manifest import File, Manifest, SavedTensor, step_folder
+from ranvier.checkpoint.ownership import acquire_folders
 from ranvier.checkpoint.saved import Saved, find
 from ranvier.checkpoint.state import Piece
-from ranvier.comm.board import said
+from ranvier.comm.board import read_actions
 from ranvier.errors import CheckpointError, OwnershipError, TransportError
-from ranvier.lease import Lease, hold
+from ranvier.system.lease import Lease
 
 if TYPE_CHECKING:
     from ranvier.pipeline.engine import Engine
@@ -59,13 +61,13 @@ class Written:
     """From the copy until the checkpoint had its name."""
     error: str | None = None
     remedy: str = ("Free space there or choose another --checkpoint.dir; older checkpoints are whole, and --resume "
-                   "auto goes on from the newest.")
+                   "auto resumes from the newest.")
     """What to do about the error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What an engine goes on from. skipped: why newer checkpoints were not taken. frozen: parameters that were not
+    """What an engine resumes from. skipped: why newer checkpoints were not taken. frozen: parameters that were not
     being trained, and are frozen again now; whoever wants to train them says so afterwards."""
 
     folder: Path
@@ -83,8 +85,9 @@ class _Job:
     step: int
     pieces: list[Piece]
     frozen: list[str]
-    head: dict[str, object]
+    head: dict[str, Any]
     when: Callable[[], bool]
+    best: int | None = None
     stall_seconds: float = 0.0
     began: float = field(default_factory=time.monotonic)
 
@@ -93,7 +96,7 @@ class Checkpoints:
     """Writes and reads the checkpoints of one engine. All ranks make the same calls, but for `written`.
 
     Of a torch optimizer its states are kept, not the settings of its groups, such as learning rates: those are the
-    program's. One engine at a time writes to a folder, which its program holds (ranvier.lease): the first `load`
+    program's. One engine at a time writes to a folder, which its program holds (ranvier.system.lease): the first `load`
     without a path, or the first `save`, takes it, and clears away what others have left half written. Within one
     process the last one that takes it has it.
 
@@ -113,11 +116,11 @@ class Checkpoints:
         self._ranks = world.backend.group("checkpoint", [tuple(range(world.size))])
         self._rank, self._size = world.rank, world.size
         # The threads' own connection, since another thread may be waiting on the shared one; made while there is a way.
-        self._store = world.store.clone()
+        self._store = world.store.clone()  # type: ignore[union-attr]  # which the stub of torch's Store lacks
         # Names in the store: those of another Checkpoints on the same store must not be taken for ours.
         self._token = self._ranks.gather_objects(os.urandom(4).hex())[0]
         self._count = 0
-        self._room: list = []
+        self._room: list[Tensor] = []
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
         self.damaged: set[Path] = set()
@@ -137,7 +140,7 @@ class Checkpoints:
         if self._claimed:
             return
         if not self._ranks.gather_objects(self._lease is not None)[0]:
-            self._lease, self._own_lease = hold([self.folder], self._ranks), True
+            self._lease, self._own_lease = acquire_folders([self.folder], self._ranks), True
         problem = None
         probe = self.folder / f".probe-{self._token}-"
         try:
@@ -161,14 +164,16 @@ class Checkpoints:
         self._ranks.barrier()
         self._claimed = True
 
-    def save(self, about: Mapping[str, object] | None = None, *, when: Callable[[], bool] = lambda: True) -> float:
-        """Copy the engine's state, and write it while training goes on. Returns the seconds that this took here: for
+    def save(self, about: Mapping[str, object] | None = None, *, when: Callable[[], bool] = lambda: True,
+             best: int | None = None) -> float:
+        """Copy the engine's state, and write it while training continues. Returns the seconds that this took here: for
         the write before, where that is still under way, and for the copy.
 
         about: JSON-serialisable, for whoever reads the checkpoint; the same on every rank. when: asked by rank 0's
         thread until it is true; no sooner does the checkpoint get its name, and the next `save`, `wait` or `load` waits
-        for that. What cannot be written is
-        told by `written` and `wait`, on rank 0 and on all. The first call raises as `claim`.
+        for that. best: the step of the best checkpoint, perhaps this one, which stays and is marked by the link
+        `best`. What cannot be written is reported by `written` and `wait`, on rank 0 and on all. The first call raises
+        as `claim`.
         """
         began = time.monotonic()
         _check_about(about or {})
@@ -182,7 +187,7 @@ class Checkpoints:
         head = {**state.numbers(self.engine), "about": {
             **(about or {}), "mesh": str(self.engine.mesh), "written": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"}}
         job = _Job(number=self._count, step=self.engine.steps, pieces=pieces, frozen=state.frozen(self.engine),
-                   head=head, when=when, stall_seconds=time.monotonic() - began)
+                   head=head, when=when, best=best, stall_seconds=time.monotonic() - began)
         self._thread = threading.Thread(target=self._write, args=(job,), name=f"checkpoint {job.step}", daemon=True)
         self._thread.start()
         return job.stall_seconds
@@ -200,7 +205,8 @@ class Checkpoints:
 
     def of_first(self, value: str) -> str:
         """Rank 0's `value`, on all ranks: files may be seen by it alone."""
-        return self._ranks.gather_objects(value)[0]
+        found: str = self._ranks.gather_objects(value)[0]
+        return found
 
     @property
     def host_bytes(self) -> int:
@@ -210,10 +216,9 @@ class Checkpoints:
     def close(self, seconds: float = 3.0) -> bool:
         """Give a write that is under way so many seconds more, then leave it; whether none is left. Idempotent; no rank
         waits for another. The folder is let go of."""
-        ended = self._thread is None
-        if not ended:
+        if self._thread is not None:
             self._thread.join(seconds)
-            ended = not self._thread.is_alive()
+        ended = self._thread is None or not self._thread.is_alive()
         self._closing.set()
         if ended and self._own_lease and self._lease is not None:
             self._lease.release()
@@ -252,7 +257,7 @@ class Checkpoints:
             if job.pieces:
                 file = asdict(files.write_part(temporary / files.part_name(self._rank), {
                     _key(number): piece.tensor for number, piece in enumerate(job.pieces)}))
-        except Exception as error:  # whatever it is: training goes on, and the others must know
+        except Exception as error:  # whatever it is: training continues, and the others must know
             return {"error": f"{_said(error)} (rank {self._rank})"}
         return {"file": file, "tensors": _described(job.pieces), "frozen": job.frozen}
 
@@ -264,34 +269,39 @@ class Checkpoints:
         for problem in (entry["error"] for entry in entries if "error" in entry):
             raise OSError(problem)
         final, manifest = step_folder(self.folder, job.step), _manifest(job, entries)
+        assert self._lease is not None, "rank 0 has claimed the folder"
         files.publish(temporary, final, manifest, verify=self._lease.verify)
         seconds = time.monotonic() - job.began
         self.damaged.discard(final)
+        if job.best == job.step:
+            with suppress(OSError):  # a file system without links: the manifest says which one is the best
+                files.mark_best(final)
         with suppress(OSError, OwnershipError):  # the checkpoint is there, whatever becomes of older ones
             files.retain(self.folder, job.step, keep=self._keep, keep_every=self._keep_every, damaged=self.damaged,
-                         verify=self._lease.verify)
+                         best=job.best, verify=self._lease.verify)
         return Written(step=job.step, folder=final, stall_seconds=job.stall_seconds, write_seconds=seconds,
                        size_bytes=sum(file.size_bytes for file in manifest.files))
 
     def _failed(self, job: _Job, error: Exception | str) -> Written:
-        remedy = {"remedy": error.remedy} if isinstance(error, (OwnershipError, TransportError)) else {}
-        return Written(step=job.step, folder=step_folder(self.folder, job.step), stall_seconds=job.stall_seconds,
-                       error=error if isinstance(error, str) else _said(error), **remedy)
+        written = Written(step=job.step, folder=step_folder(self.folder, job.step), stall_seconds=job.stall_seconds,
+                          error=error if isinstance(error, str) else _said(error))
+        return replace(written, remedy=error.remedy) if isinstance(error, (OwnershipError, TransportError)) else written
 
-    def _entries(self, number: int) -> list[dict] | None:
+    def _entries(self, number: int) -> list[dict[str, Any]] | None:
         """What every rank says of its part; None when this is closed first. OSError when a rank is gone: however long
-        a disk takes, its rank goes on saying what it does (ranvier.comm.board)."""
+        a disk takes, its rank still publishes what it does (ranvier.comm.board)."""
         names = [self._name(number, rank) for rank in range(self._size)]
-        heard, heard_at, store = None, time.monotonic(), self._store
+        heard: dict[int, tuple[int, str]] | None = None
+        heard_at, store = time.monotonic(), self._store
         with _shared_store():
             while not store.check(names):
                 if self._closing.wait(_POLL_SECONDS):
                     return None
                 if time.monotonic() - heard_at > self._timeout:
                     late = [rank for rank, name in enumerate(names) if not store.check([name])]
-                    before, heard, heard_at = heard, said(store, late), time.monotonic()
-                    for rank in late if before is not None else ():
-                        if before.get(rank) == heard.get(rank):
+                    before, heard, heard_at = heard, read_actions(store, late), time.monotonic()
+                    for rank in late:
+                        if before is not None and before.get(rank) == heard.get(rank):
                             raise OSError(f"rank {rank} has not written its part, and is not heard of any more")
             entries = [json.loads(store.get(name)) for name in names]
             for name in names:
@@ -311,7 +321,7 @@ class Checkpoints:
     # ------------------------------------------------------------------ reading
 
     def load(self, path: Path | str | None = None) -> Loaded | None:
-        """Go on from the newest checkpoint of the folder that is whole, or from that at `path` (one of them, a folder
+        """Resume from the newest checkpoint of the folder that is whole, or from that at `path` (one of them, a folder
         of them, or a run's folder). None where the folder has none, and nothing has changed then. What `save` has begun
         is written first, and counts. Without `path`, raises as `claim`, but for a folder that cannot be written: that
         is read all the same.
@@ -329,11 +339,11 @@ class Checkpoints:
         skipped: list[str] = []
         for folder in map(Path, folders):
             saved, problem = self._open(folder)
-            if problem is None:
+            if saved is not None and problem is None:
                 self._load(saved)
                 return Loaded(folder=folder, step=saved.manifest.step, about=saved.manifest.about,
                               frozen=saved.manifest.frozen, skipped=tuple(skipped))
-            skipped.append(problem)
+            skipped.append(str(problem))
             self.damaged.add(folder)
         if skipped:
             raise CheckpointError("has no checkpoint that is whole: " + "; ".join(skipped), where=str(where),
@@ -353,8 +363,8 @@ class Checkpoints:
             problem = next(saved.damage(mine), None)
         except CheckpointError as error:
             problem = error
-        told = self._ranks.gather_objects(problem and f"{problem.where}: {problem.what}")
-        return saved, next((text for text in told if text), None)
+        problems = self._ranks.gather_objects(problem and f"{problem.where}: {problem.what}")
+        return saved, next((text for text in problems if text), None)
 
     def _load(self, saved: Saved) -> None:
         """All ranks read their parts; where one cannot, all raise what the first one says."""
@@ -368,8 +378,8 @@ class Checkpoints:
             problem.__cause__ = None if problem is error else error
         finally:
             saved.close()
-        told = self._ranks.gather_objects(problem and [problem.what, problem.where, problem.remedy])
-        for text in told:
+        problems = self._ranks.gather_objects(problem and [problem.what, problem.where, problem.remedy])
+        for text in problems:
             if text:
                 raise problem or CheckpointError(text[0], where=text[1], remedy=text[2])
 
@@ -410,9 +420,9 @@ def _key(number: int) -> str:
     return f"piece-{number}"
 
 
-def _described(pieces: list[Piece]) -> dict[str, dict[str, object]]:
+def _described(pieces: list[Piece]) -> dict[str, dict[str, Any]]:
     """The pieces of a rank as the manifest has them, all in file 0."""
-    found: dict[str, dict[str, dict]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for number, piece in enumerate(pieces):
         entry = found.setdefault(piece.kind, {}).setdefault(piece.name, {
             "dtype": str(piece.tensor.dtype).removeprefix("torch."), "shape": piece.shape, "pieces": []})
@@ -420,10 +430,10 @@ def _described(pieces: list[Piece]) -> dict[str, dict[str, object]]:
     return found
 
 
-def _manifest(job: _Job, entries: list[dict]) -> Manifest:
+def _manifest(job: _Job, entries: list[dict[str, Any]]) -> Manifest:
     """What all ranks have written, as one."""
     parts: list[File] = []
-    tensors: dict[str, dict[str, dict]] = {}
+    tensors: dict[str, dict[str, Any]] = {}
     for entry in entries:
         if entry["file"] is None:
             continue

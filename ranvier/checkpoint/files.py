@@ -6,7 +6,7 @@
     step-120/                 the same folder under its name: whole, or not there at all
 
 What begins with .step- is left from a run that died, and is cleared away when the next one starts; .owner.N says whose
-the folder is (ranvier.lease).
+the folder is (ranvier.system.lease).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from ranvier.checkpoint.manifest import (
+    BEST,
     MANIFEST,
     File,
     Manifest,
@@ -39,6 +40,7 @@ def temporary_folder(folder: Path, step: int, token: str) -> Path:
 
 
 def part_name(index: int) -> str:
+    """File of the pieces that rank `index` has written."""
     return f"part-{index:05}.safetensors"
 
 
@@ -74,10 +76,10 @@ def publish(temporary: Path, final: Path, manifest: Manifest, verify: Callable[[
     for problem in contradictions(manifest):  # what could not be read must neither get a name nor make others go
         raise CheckpointError(f"would be damaged: {problem}", where=str(final),
                               remedy="Report this, with the model and the mesh: it is a fault of Ranvier's.")
-    with open(temporary / MANIFEST, "wb") as file:
-        file.write(encode(manifest))
-        file.flush()
-        os.fsync(file.fileno())
+    with open(temporary / MANIFEST, "wb") as stream:
+        stream.write(encode(manifest))
+        stream.flush()
+        os.fsync(stream.fileno())
     to_disk(temporary)
     aside = _aside(final, "replaced")
     verify()
@@ -95,21 +97,29 @@ def publish(temporary: Path, final: Path, manifest: Manifest, verify: Callable[[
 
 
 def retain(folder: Path, newest: int, *, keep: int, keep_every: int, damaged: Collection[Path] = (),
-           verify: Callable[[], None] = lambda: None) -> None:
+           best: int | None = None, verify: Callable[[], None] = lambda: None) -> None:
     """Remove all checkpoints but the last `keep` up to that of step `newest`, which has just been written, and those
-    whose step is a multiple of `keep_every` (0: none). Those that are known to be `damaged` do not count, and go with
-    what is older than all that stay. Later ones stay: the run went on from before them, and writes them again when it
-    gets there. verify: as in `publish`; what it raises ends the removal."""
-    found = [path for path in checkpoints(folder) if step_of(path) <= newest]
-    whole = [path for path in found if path not in damaged]
-    oldest = step_of(whole[:keep][-1])
-    for path in found:
-        if step_of(path) < oldest and not (keep_every and step_of(path) % keep_every == 0):
+    whose step is a multiple of `keep_every` (0: none), or `best`. Those that are known to be `damaged` do not count,
+    and go with what is older than all that stay. Later ones stay: the run went on from before them, and writes them
+    again when it gets there. verify: as in `publish`; what it raises ends the removal."""
+    steps = [(step_of(path) or 0, path) for path in checkpoints(folder)]  # they have one: a checkpoint is named by it
+    found = [(step, path) for step, path in steps if step <= newest]
+    oldest = [step for step, path in found if path not in damaged][:keep][-1]
+    for step, path in found:
+        if step < oldest and step != best and not (keep_every and step % keep_every == 0):
             gone = _aside(path, "removed")
             verify()
             with suppress(OSError):
                 os.rename(path, gone)  # never a checkpoint that is half there
             remove(gone)
+
+
+def mark_best(final: Path) -> None:
+    """Have the link `best` beside a checkpoint lead to it. OSError where the file system has no links."""
+    link, aside = final.with_name(BEST), final.with_name(f".{BEST}.new")
+    aside.unlink(missing_ok=True)
+    os.symlink(final.name, aside)
+    os.replace(aside, link)
 
 
 def clear_leftovers(folder: Path) -> None:
@@ -155,14 +165,15 @@ def host_copies(tensors: Sequence[torch.Tensor], room: list[torch.Tensor]) -> li
 
     Returns when all of them are there.
     """
-    on_device = False
+    devices = set()
     for place, tensor in enumerate(tensors):
         if place == len(room) or room[place].shape != tensor.shape or room[place].dtype is not tensor.dtype:
             fresh = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             room[place:place + 1] = [fresh]
         room[place].copy_(tensor, non_blocking=True)
-        on_device |= tensor.is_cuda
+        if tensor.is_cuda:
+            devices.add(tensor.device)
     del room[len(tensors):]
-    if on_device:
-        torch.cuda.synchronize()
+    for device in devices:  # the copies run on the devices' own streams
+        torch.cuda.current_stream(device).synchronize()
     return list(room)

@@ -28,7 +28,8 @@ from ranvier.errors import CheckpointError
 from ranvier.layout import Box, box_size, intersection
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+BEST = "best"
+"""Name of the link to the best checkpoint, beside the checkpoints."""
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
               "uint8": 1, "bool": 1}
 """The number formats that a checkpoint may have, by torch's names."""
@@ -78,7 +79,7 @@ class ScaleState:
 class Manifest:
     """All of a checkpoint but the numbers in its tensors."""
 
-    format: Literal[1] = FORMAT
+    format: Literal[1] = 1
     step: Count
     """Steps taken."""
     optimizer: str | None = None
@@ -136,7 +137,8 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def damaged(folder: Path, what: str, value: object = None) -> CheckpointError:
+def damaged(folder: Path | str, what: str, value: object = None) -> CheckpointError:
+    """The error for a checkpoint that cannot be what was written."""
     return CheckpointError(what, where=f"checkpoint {folder}", value=value,
                            remedy="Resume from another one: --resume auto takes the newest that is whole.")
 
@@ -172,7 +174,7 @@ def contradictions(manifest: Manifest) -> Iterator[str]:
                 places.add((file, key))
 
 
-def _wrong_pieces(where: str, tensor: SavedTensor, num_files: int):
+def _wrong_pieces(where: str, tensor: SavedTensor, num_files: int) -> Iterator[str]:
     """Pieces must be inside their tensor, and together be all of it, once."""
     boxes: list[Box] = []
     for file, _, box in tensor.pieces:
@@ -221,7 +223,7 @@ def step_of(path: Path) -> int | None:
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in `folder`, newest first; whether they are whole is not looked at."""
     try:
-        found = [path for path in folder.iterdir() if step_of(path) is not None and path.is_dir()]
+        found = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None and path.is_dir()]
     except (OSError, ValueError):
         return []
-    return sorted(found, key=lambda path: step_of(path), reverse=True)
+    return [path for _, path in sorted(found, key=lambda entry: entry[0], reverse=True)]

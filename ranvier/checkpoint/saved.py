@@ -6,14 +6,15 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ranvier.checkpoint.manifest import MANIFEST, SavedTensor, checkpoints, damaged, read_manifest
+from ranvier.checkpoint.manifest import BEST, MANIFEST, SavedTensor, checkpoints, damaged, read_manifest
 from ranvier.errors import CheckpointError
-from ranvier.layout import Box, box_size, intersection, whole
+from ranvier.layout import Box, box_size, index_of, intersection, whole
 
 _READ_BYTES = 1 << 22
 
@@ -23,7 +24,7 @@ class Saved:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.manifest = folder, read_manifest(folder)
-        self._open: dict[int, object] = {}
+        self._open: dict[int, Any] = {}
 
     def damage(self, files: Iterable[int] | None = None) -> Iterator[CheckpointError]:
         """What is wrong with these files (all by default), by their sizes and checksums. Reads all of them."""
@@ -53,7 +54,7 @@ class Saved:
         saved = self.tensor(kind, name)
         box = whole(saved.shape) if box is None else box
         for file, key, piece, _ in self._within(kind, name, box):
-            self._stored(file, key, piece)  # a size that no file has is told, not allocated
+            self._stored(file, key, piece)  # a size that no file has is an error, not an allocation
         result = torch.empty([stop - start for start, stop in box], dtype=getattr(torch, saved.dtype))
         self.read_into(kind, name, box, result)
         return result
@@ -62,9 +63,7 @@ class Saved:
         """Copy a box of a tensor to `target`, of the box's shape; its number format and device may be others."""
         saved = self.tensor(kind, name)
         for file, key, piece, common in self._within(kind, name, box):
-            place = target[tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(
-                common, box, strict=True))]
-            place.copy_(self._cut(saved, file, key, piece, common))
+            target[index_of(common, box)].copy_(self._cut(saved, file, key, piece, common))
 
     def _within(self, kind: str, name: str, box: Box) -> Iterator[tuple[int, str, Box, Box]]:
         """File, key and box of the pieces that have a part of `box`, and that part."""
@@ -81,14 +80,14 @@ class Saved:
         name = self.manifest.files[file].name
         stored, view = self._stored(file, key, piece)
         with self._readable(name):
-            found = view[tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(
-                common, piece, strict=True))] if box_size(common) < box_size(piece) else stored.get_tensor(key)
+            part = box_size(common) < box_size(piece)
+            found: Tensor = view[index_of(common, piece)] if part else stored.get_tensor(key)
         if found.dtype is not getattr(torch, saved.dtype):
             raise damaged(self.folder, f"{key} in {name} has another number format than {MANIFEST} says",
                           str(found.dtype).removeprefix("torch."))
         return found
 
-    def _stored(self, file: int, key: str, piece: Box) -> tuple[object, object]:
+    def _stored(self, file: int, key: str, piece: Box) -> tuple[Any, Any]:
         """An open file, and what it has under `key`, which is of the piece's shape."""
         name = self.manifest.files[file].name
         with self._readable(name):
@@ -124,7 +123,12 @@ def checksum(path: Path) -> int:
 
 
 def find(path: Path) -> list[Path]:
-    """The checkpoints that `path` stands for, newest first: one itself, a folder of them, or a run's folder."""
+    """The checkpoints that `path` stands for, newest first: one itself, a folder of them, or a run's folder; with
+    /best behind one of these folders, the best one."""
+    if path.name == BEST:
+        for link in (path, path.parent / "checkpoint" / BEST):
+            if link.is_symlink():
+                return [link.resolve()]
     with suppress(OSError):
         if (path / MANIFEST).exists():
             return [path]

@@ -1,9 +1,12 @@
-"""What an engine needs to go on, as pieces of the whole model's state: views of what lives, by kind, name and box.
+"""What an engine needs to resume, as pieces of the whole model's state: views of what lives, by kind, name and box.
 
     kind         what                                               who writes it
     parameter    as computed with                                   of the ranks that hold an element, one
     master       the copy that is updated, where formats differ     likewise; with sharded states whoever updates it
     exp_avg ...  what the optimizer remembers of each element       likewise
+    ema          the moving average of parameters                   likewise
+    row_var ...  what it remembers of a whole parameter, in a       whoever writes the parameter's first element
+                 shape of its own
     buffer       a module's buffers that its state_dict has         the stage's first rank
     random       torch's own generators, for modules that use them  every rank its own
 
@@ -12,9 +15,10 @@ Who holds what follows from the layout, so whatever mesh reads them needs boxes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +26,9 @@ from torch import Tensor, nn
 from ranvier.checkpoint.manifest import ITEM_BYTES, Manifest, SavedTensor, ScaleState, damaged
 from ranvier.checkpoint.saved import Saved
 from ranvier.errors import CheckpointError
-from ranvier.layout import Box, Parameter, Slice, whole
+from ranvier.layout import Box, Slice, index_of, whole
+from ranvier.models.lora import is_adapter
+from ranvier.optim.average import EMA
 
 if TYPE_CHECKING:
     from ranvier.pipeline.engine import Engine
@@ -45,7 +51,9 @@ class Piece:
 def pieces_to_write(engine: Engine) -> list[Piece]:
     """What this rank writes: over all ranks, every element of every tensor once. CheckpointError for state that has no
     place in a checkpoint."""
-    own = _own_slices(engine)
+    own: dict[str, list[Slice]] = {}
+    for owned in engine.layout.owned(engine.world.rank):
+        own.setdefault(owned.parameter, []).append(owned)
     pieces = [*_parameters_to_write(engine, own), *_states_to_write(engine, own), *_buffers(engine, first_only=True),
               *_random(engine)]
     for piece in pieces:
@@ -59,7 +67,7 @@ def pieces_to_write(engine: Engine) -> list[Piece]:
 def pieces_held(engine: Engine) -> list[Piece]:
     """All that this rank has, whoever else has it too; but for torch's generators, which stay with their process."""
     layout, at = engine.layout, engine.coordinates
-    ends = _ends_here(engine)
+    ends = engine.layout.ends_on(engine.coordinates.pipe)
     pieces = [Piece(kind="parameter", name=layout[key].owner, shape=layout[key].shape,
                     box=layout.box(ends[key], at.row, at.col), tensor=parameter.detach())
               for key, parameter in engine.named_parameters().items()]
@@ -67,9 +75,9 @@ def pieces_held(engine: Engine) -> list[Piece]:
         for kind, state in states.items():
             if kind != "master" or state.dtype is not engine.named_parameters()[name].dtype:
                 pieces += _pieces(engine, kind, name, start, stop, state)
-    if engine.optimizer is not None:
-        whole_ones = {name: Slice(name, whole(layout[name].shape)) for name in _trained_here(engine)}
-        pieces += _numbers_of_users(engine, whole_ones)
+    pieces += _whole_states(engine)
+    whole_ones = {name: [Slice(name, whole(layout[name].shape))] for name in _trained_here(engine)}
+    pieces += _numbers_of_users(engine, whole_ones)
     return [*pieces, *_buffers(engine, first_only=False)]
 
 
@@ -78,37 +86,40 @@ def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _own_slices(engine: Engine) -> dict[str, Slice]:
-    """Name -> the elements that this rank writes of it, of those that several ranks hold alike."""
-    layout = replace(engine.layout, state_shards=engine.mesh.data)
-    return {piece.parameter: piece for piece in layout.owned(engine.world.rank)}
-
-
-def _parameters_to_write(engine: Engine, own: Mapping[str, Slice]) -> Iterator[Piece]:
+def _parameters_to_write(engine: Engine, own: Mapping[str, Sequence[Slice]]) -> Iterator[Piece]:
     parameters = engine.named_parameters()
-    for name, piece in own.items():
-        shape = engine.layout[name].shape
-        for box in piece.boxes() or [piece.box]:
-            yield Piece(kind="parameter", name=name, shape=shape, box=box,
-                        tensor=view_of(parameters[name].detach(), piece.box, box))
+    for name, slices in own.items():
+        for piece in slices:
+            for box in piece.boxes() or [piece.box]:
+                yield Piece(kind="parameter", name=name, shape=engine.layout[name].shape, box=box,
+                            tensor=parameters[name].detach()[index_of(box, piece.box)])
 
 
-def _states_to_write(engine: Engine, own: Mapping[str, Slice]) -> Iterator[Piece]:
-    layout, parameters = engine.layout, engine.named_parameters()
+def _states_to_write(engine: Engine, own: Mapping[str, Sequence[Slice]]) -> Iterator[Piece]:
+    parameters = engine.named_parameters()
     for name, start, stop, states in _flat_states(engine):
-        if engine.flat_optimizer is not None and engine.flat_optimizer.sharded:
-            first, last = (start, stop) if layout.is_first_copy(name, engine.coordinates) else (0, 0)
-        else:
-            first, last = _interval(own[name]) if name in own else (0, 0)
-            first, last = max(first, start), min(last, stop)
-        if first >= last:
-            continue
-        for kind, state in states.items():
-            if kind == "master" and state.dtype is parameters[name].dtype:
-                continue  # the parameter itself says it
-            yield from _pieces(engine, kind, name, first, last, state[first - start:last - start])
-    if engine.optimizer is not None:
-        yield from _numbers_of_users(engine, own)
+        for piece in own.get(name, ()):
+            first, last = max(piece.interval[0], start), min(piece.interval[1], stop)
+            if first >= last:
+                continue
+            for kind, state in states.items():
+                if kind == "master" and state.dtype is parameters[name].dtype:
+                    continue  # the parameter itself says it
+                yield from _pieces(engine, kind, name, first, last, state[first - start:last - start])
+    yield from (found for found in _whole_states(engine) if _has_first_element(own.get(found.name, ())))
+    yield from _numbers_of_users(engine, own)
+
+
+def _has_first_element(slices: Sequence[Slice]) -> bool:
+    """Whether these slices of a parameter have its first element: of all ranks that have a part, one does."""
+    return any(piece.interval[0] == 0 and not any(start for start, _ in piece.box) for piece in slices)
+
+
+def _whole_states(engine: Engine) -> Iterator[Piece]:
+    """States with a shape of their own, which every rank that updates a part of the parameter has whole."""
+    for part in engine.flat_optimizer.slices() if engine.flat_optimizer is not None else ():
+        for kind, state in part.whole.items():
+            yield Piece(kind=kind, name=part.parameter, shape=tuple(state.shape), box=whole(state.shape), tensor=state)
 
 
 def _flat_states(engine: Engine) -> Iterator[tuple[str, int, int, Mapping[str, Tensor]]]:
@@ -137,11 +148,12 @@ def _trained_here(engine: Engine) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in engine.named_parameters().items() if parameter in mine}
 
 
-def _numbers_of_users(engine: Engine, own: Mapping[str, Slice]) -> Iterator[Piece]:
+def _numbers_of_users(engine: Engine, own: Mapping[str, Sequence[Slice]]) -> Iterator[Piece]:
     """States of a user's optimizer that are one number for each parameter, such as its count of steps."""
+    if engine.optimizer is None:
+        return
     for name, parameter in _trained_here(engine).items():
-        # of all who have a part of the parameter, the one with its first element
-        if name in own and _interval(own[name])[0] == 0 and not any(start for start, _ in own[name].box):
+        if _has_first_element(own.get(name, ())):
             for kind, state in engine.optimizer.state[engine.updated(parameter)].items():
                 if isinstance(state, (int, float)) or (isinstance(state, Tensor) and not state.dim()):
                     yield Piece(kind=kind, name=name, shape=(), box=(), tensor=torch.as_tensor(state).detach())
@@ -175,6 +187,12 @@ def check_fits(engine: Engine, saved: Source) -> None:
     wanted = {parameter.name: parameter.shape for parameter in engine.layout.parameters if parameter.is_owner}
     where = f"checkpoint {saved.folder}"
     for name, shape in wanted.items():
+        if name not in parameters and is_adapter(name) and _is_import_without_adapters(saved):
+            continue  # they keep their initial values
+        if name not in parameters and is_adapter(name):
+            raise CheckpointError("is not in it", where=where, value=name,
+                                  remedy="Export the checkpoint, and start with --model.pretrained and the exported "
+                                         "folder.")
         if name not in parameters:
             raise CheckpointError("is not in it", where=where, value=name,
                                   remedy="Resume with the model that it was written with (its manifest.json has all "
@@ -188,8 +206,6 @@ def check_fits(engine: Engine, saved: Source) -> None:
             raise CheckpointError("is no parameter of the model", where=where, value=name,
                                   remedy="Resume with the model settings that it was written with (its manifest.json "
                                          "has them all).")
-
-
     steps = saved.manifest.optimizer_steps
     trains = engine.flat_optimizer is not None or engine.optimizer is not None
     written, used = saved.manifest.optimizer, optimizer_name(engine)
@@ -202,17 +218,28 @@ def check_fits(engine: Engine, saved: Source) -> None:
                               remedy="Build the engine with the kind of optimizer that it was written with.")
 
 
+def _is_import_without_adapters(saved: Source) -> bool:
+    """Whether the checkpoint has a model's weights, and nothing was trained yet."""
+    return saved.manifest.optimizer_steps == 0 and not any(map(is_adapter, saved.manifest.tensors.get("parameter", {})))
+
+
 class Source(Protocol):
     """Where an engine's state comes from: a checkpoint on disk (`Saved`), or other ranks."""
 
-    folder: object
     manifest: Manifest
 
-    def tensor(self, kind: str, name: str) -> SavedTensor: ...
+    @property
+    def folder(self) -> Path | str:
+        """Where that is, for errors."""
 
-    def read(self, kind: str, name: str) -> Tensor: ...
+    def tensor(self, kind: str, name: str) -> SavedTensor:
+        """What is known of a tensor. CheckpointError where there is none."""
 
-    def read_into(self, kind: str, name: str, box: Box, target: Tensor) -> None: ...
+    def read(self, kind: str, name: str) -> Tensor:
+        """All of a tensor, on the CPU."""
+
+    def read_into(self, kind: str, name: str, box: Box, target: Tensor) -> None:
+        """Copy a box of a tensor to `target`, of the box's shape, at once or when `elastic.transition` moves it."""
 
 
 def load(engine: Engine, saved: Saved) -> None:
@@ -224,7 +251,7 @@ def load(engine: Engine, saved: Saved) -> None:
         if piece.name in random:
             _check_shape(saved, piece)
             _set_random(engine, saved, piece.name)
-    go_on(engine, saved.manifest)
+    restore_counters(engine, saved.manifest)
 
 
 def fill(engine: Engine, source: Source) -> None:
@@ -241,24 +268,28 @@ def fill(engine: Engine, source: Source) -> None:
 def set_parameters(engine: Engine, value: Callable[[str], Tensor | None]) -> None:
     """Parameters of this rank, and their master copies, become their boxes of whole ones, as the engine's first step
     will find them. value: a parameter's name (of a tied group, its owner's) -> all of it; None leaves it as it is."""
-    at, layout, ends = engine.coordinates, engine.layout, _ends_here(engine)
+    at, layout, ends = engine.coordinates, engine.layout, engine.layout.ends_on(engine.coordinates.pipe)
     with torch.no_grad():
         for key, parameter in engine.named_parameters().items():
             if (found := value(layout[key].owner)) is not None:
-                parameter.copy_(view_of(found, whole(found.shape), layout.box(ends[key], at.row, at.col)))
+                parameter.copy_(found[index_of(layout.box(ends[key], at.row, at.col), whole(found.shape))])
         for name, start, stop, states in _flat_states(engine):
             if "master" in states and (found := value(layout[name].owner)) is not None:
                 for piece in _pieces(engine, "master", name, start, stop, states["master"]):
-                    piece.tensor.copy_(view_of(found, whole(found.shape), piece.box))
+                    piece.tensor.copy_(found[index_of(piece.box, whole(found.shape))])
+            if EMA in states and (found := value(layout[name].owner)) is not None:
+                for piece in _pieces(engine, EMA, name, start, stop, states[EMA]):
+                    piece.tensor.copy_(found[index_of(piece.box, whole(found.shape))])
     scale = engine.loss_scale
-    engine.go_on_from(engine.steps, optimizer_steps=engine.flat_optimizer and engine.flat_optimizer.steps,
-                      loss_scale=None if scale is None else asdict(scale))
+    steps = None if engine.flat_optimizer is None else engine.flat_optimizer.steps
+    engine.restore_counters(engine.steps, optimizer_steps=steps, loss_scale=None if scale is None else asdict(scale))
 
 
-def go_on(engine: Engine, manifest: Manifest) -> None:
+def restore_counters(engine: Engine, manifest: Manifest) -> None:
     """All tensors have been read: the engine's counts become those of the manifest."""
-    engine.go_on_from(manifest.step, optimizer_steps=manifest.optimizer_steps,
-                      loss_scale=manifest.loss_scale and asdict(manifest.loss_scale))
+    scale = manifest.loss_scale
+    engine.restore_counters(manifest.step, optimizer_steps=manifest.optimizer_steps,
+                            loss_scale=None if scale is None else asdict(scale))
 
 
 def _set_random(engine: Engine, saved: Saved, name: str) -> None:
@@ -282,9 +313,11 @@ def _load_parameters(engine: Engine, saved: Source) -> None:
     """Parameters from their own kind, or where formats differ from the master copies, which are exact."""
     at, layout = engine.coordinates, engine.layout
     masters, frozen = saved.manifest.tensors.get("master", {}), set(saved.manifest.frozen)
-    ends = _ends_here(engine)
+    ends = engine.layout.ends_on(engine.coordinates.pipe)
     for key, parameter in engine.named_parameters().items():
         name, box = layout[key].owner, layout.box(ends[key], at.row, at.col)
+        if is_adapter(name) and _is_import_without_adapters(saved):
+            continue
         same = saved.tensor("parameter", name).dtype == dtype_name(parameter)
         saved.read_into("master" if name in masters and not same else "parameter", name, box, parameter.detach())
         if name in frozen:
@@ -295,20 +328,31 @@ def _load_states(engine: Engine, saved: Source) -> None:
     """What the optimizer remembers. A checkpoint from before the first update may have none of it."""
     tensors, frozen = saved.manifest.tensors, set(saved.manifest.frozen)
     fresh = saved.manifest.optimizer_steps == 0
-    if engine.optimizer is not None:
-        _make_room(engine, saved)
+    _make_room(engine, saved)
     for name, start, stop, states in _flat_states(engine):
+        if is_adapter(name) and _is_import_without_adapters(saved):
+            continue
         for kind, state in states.items():
-            source = "parameter" if kind == "master" and name not in tensors.get("master", {}) else kind
+            source = kind
+            if kind in ("master", EMA) and name not in tensors.get(kind, {}):  # an average begins with the parameters
+                source = "master" if name in tensors.get("master", {}) else "parameter"
             if name not in tensors.get(source, {}) and (fresh or name in frozen):
                 state.zero_()
                 continue
             for piece in _pieces(engine, kind, name, start, stop, state):
                 saved.read_into(source, name, piece.box, piece.tensor)
+    for piece in _whole_states(engine):
+        if piece.name not in tensors.get(piece.kind, {}) and (fresh or piece.name in frozen):
+            piece.tensor.zero_()
+            continue
+        _check_shape(saved, piece)
+        saved.read_into(piece.kind, piece.name, piece.box, piece.tensor)
 
 
 def _make_room(engine: Engine, saved: Source) -> None:
     """The states that a user's optimizer had when the checkpoint was written, whatever it has now."""
+    if engine.optimizer is None:
+        return
     for name, parameter in _trained_here(engine).items():
         updated = engine.updated(parameter)
         engine.optimizer.state.pop(updated, None)
@@ -321,7 +365,7 @@ def _make_room(engine: Engine, saved: Source) -> None:
                 engine.optimizer.state[updated][kind] = saved.read(kind, name)
 
 
-def numbers(engine: Engine) -> dict[str, object]:
+def numbers(engine: Engine) -> dict[str, Any]:
     """The manifest's fields that are numbers of this engine, the same on every rank."""
     scale = engine.loss_scale
     return {"step": engine.steps, "optimizer": optimizer_name(engine),
@@ -340,19 +384,7 @@ def frozen(engine: Engine) -> list[str]:
                    if not parameter.requires_grad})
 
 
-def _ends_here(engine: Engine) -> dict[str, Parameter]:
-    """Key -> an end that this stage has. Ends of one key are cut alike, but the owner, whose name it may have, may be
-    elsewhere and cut otherwise."""
-    layout = engine.layout
-    return {layout.key(end): end for end in layout.parameters if end.block in layout.blocks(engine.coordinates.pipe)}
-
-
 # --- boxes -----------------------------------------------------------------------------------------------------------
-
-
-def _interval(piece: Slice) -> tuple[int, int]:
-    """The elements of its box that a slice means, row by row."""
-    return piece.flat or (0, piece.size)
 
 
 def _pieces(engine: Engine, kind: str, name: str, start: int, stop: int, flat: Tensor) -> Iterator[Piece]:
@@ -364,9 +396,3 @@ def _pieces(engine: Engine, kind: str, name: str, start: int, stop: int, flat: T
         size = torch.Size(sizes).numel()
         yield Piece(kind=kind, name=name, shape=shape, box=box, tensor=flat[at:at + size].view(sizes))
         at += size
-
-
-def view_of(tensor: Tensor, held: Box, box: Box) -> Tensor:
-    """The part `box` of a tensor that has `held`."""
-    return tensor[tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(
-        box, held, strict=True))]

@@ -1,13 +1,13 @@
-"""A safetensors file written tensor by tensor: whatever its size, only one of its tensors is in memory.
+"""Writes a safetensors file tensor by tensor: only one tensor is in memory, which the library's own writer cannot do.
 
-    8 bytes: length of the header | header: JSON, name -> dtype, shape, data_offsets | tensors' bytes, one after another
+    8 bytes: length of the header | header: JSON, name -> dtype, shape, data_offsets | the bytes of the tensors
 """
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch import Tensor
 from ranvier.checkpoint.manifest import File
 
 STORED = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-"""Number formats of parameters and what safetensors calls them."""
+"""Dtypes of parameters and their names in safetensors."""
 _WRITTEN = {**STORED, torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
             torch.bool: "BOOL"}
 _WRITE_BYTES = 1 << 22
@@ -26,7 +26,7 @@ _WRITE_BYTES = 1 << 22
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """One tensor of a file to be written."""
+    """One tensor of a file that will be written."""
 
     name: str
     dtype: torch.dtype
@@ -34,11 +34,12 @@ class Slot:
 
     @property
     def size_bytes(self) -> int:
+        """Of the tensor in the file."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 def shards(slots: Sequence[Slot], most_bytes: int) -> list[list[Slot]]:
-    """`slots` in their order, cut into files of at most `most_bytes`; a larger tensor has a file of its own."""
+    """`slots` in their order, split into files of at most `most_bytes`; a larger tensor has a file of its own."""
     found: list[list[Slot]] = [[]]
     room = most_bytes
     for slot in slots:
@@ -51,8 +52,10 @@ def shards(slots: Sequence[Slot], most_bytes: int) -> list[list[Slot]]:
 
 
 def write_tensors(path: Path, slots: Sequence[Slot], tensors: Iterable[Tensor]) -> File:
-    """Write `tensors`, which are taken one by one, as `slots` say. OSError when that cannot be done."""
-    header, place = {"__metadata__": {"format": "pt"}}, 0
+    """Write `tensors`, which are taken one by one, to the places of `slots`. OSError if they cannot be written;
+    ValueError for a tensor of another dtype or shape than its slot."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    place = 0
     for slot in slots:
         header[slot.name] = {"dtype": _WRITTEN[slot.dtype], "shape": slot.shape,
                              "data_offsets": (place, place + slot.size_bytes)}
@@ -67,12 +70,12 @@ def write_tensors(path: Path, slots: Sequence[Slot], tensors: Iterable[Tensor]) 
     return File(name=path.name, size_bytes=8 + len(text) + place, crc32=checksum)
 
 
-def _bytes(first: list[bytes], slots: Sequence[Slot], tensors: Iterable[Tensor]):
+def _bytes(first: list[bytes], slots: Sequence[Slot], tensors: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
     """All bytes of a file, in pieces."""
     yield from first
     for slot, tensor in zip(slots, tensors, strict=True):
         if tensor.dtype is not slot.dtype or tuple(tensor.shape) != slot.shape:
             raise ValueError(f"{slot} got a tensor of {tensor.dtype} and {tuple(tensor.shape)}")
-        block = memoryview(tensor.detach().contiguous().flatten().view(torch.uint8).numpy())
+        block = memoryview(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
         for start in range(0, len(block), _WRITE_BYTES):
             yield block[start:start + _WRITE_BYTES]

@@ -1,8 +1,8 @@
-"""Who is doing what: each rank's current action, for the report of a hang.
+"""The current action of each rank, published in the shared store for the report of a hang.
 
-A rank notes its action with one attribute write; a thread publishes it to the shared store once a second, with a count
-that rises, so that a rank which is stopped or cut off can be told from a busy one. Only when a wait has lasted too long
-does a rank read what the others wrote; a store that does not answer does not hold it up for long.
+A rank records its action with one attribute write; a thread publishes it to the store once a second, together with a
+rising counter, so that a stopped or disconnected rank can be told from a busy one. Other ranks read these entries only
+after a wait has lasted too long, and never wait long for a store that does not answer.
 """
 
 from __future__ import annotations
@@ -13,82 +13,92 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from torch.distributed import Store
-
-from ranvier.comm.hang import HangWatch
-from ranvier.comm.signed_store import SignedStore
+from ranvier.comm.hang import HangDetector
+from ranvier.comm.signed_store import SharedStore
 from ranvier.mesh import Mesh
 
-BEAT = "ranvier/beat/"
-"""Where each rank counts the signs of life that it gives from its start to its end (ranvier.lifeline)."""
+HEARTBEAT_KEY = "ranvier/beat/"
+"""Prefix of the key under which each rank counts its heartbeats (ranvier.launch.heartbeat)."""
 _STORE_SECONDS = 5.0
-_WORTH_TELLING_SECONDS = 3.0
+_SHOW_DURATION_SECONDS = 3.0
 _Result = TypeVar("_Result")
 
 
-def in_time(function: Callable[[], _Result], seconds: float | None = None) -> _Result | None:
-    """`function()`, or None when it raises or takes longer (5 s by default): a store behind a dead link answers after
-    many minutes, if ever, and its own timeouts do not bound that."""
-    found: list[_Result] = []
+def call_with_timeout(function: Callable[[], _Result], seconds: float | None = None) -> _Result | None:
+    """The result of `function()`; None if it raises or takes longer than `seconds` (default: 5).
+
+    A store behind a broken connection answers after many minutes or never, and its own timeouts do not bound that.
+    The call therefore runs on a daemon thread, which is abandoned when the time is over.
+    """
+    results: list[_Result] = []
 
     def call() -> None:
         try:
-            found.append(function())
-        except Exception:  # the store has gone
+            results.append(function())
+        except Exception:  # the process that hosts the store has exited
             return
 
     thread = threading.Thread(target=call, name="ranvier-store", daemon=True)
     thread.start()
     thread.join(_STORE_SECONDS if seconds is None else seconds)
-    return found[0] if found else None
+    return results[0] if results else None
 
 
-def said(store: Store | SignedStore, ranks: Sequence[int]) -> dict[int, tuple[int, str]]:
-    """How often each of `ranks` has said something, and the last of it; without those that never have."""
-    found = {}
+def read_actions(store: SharedStore, ranks: Sequence[int]) -> dict[int, tuple[int, str]]:
+    """For each of `ranks` that has published anything: its publication counter and its latest action."""
+    actions = {}
     for rank in ranks:
-        if store.check([_key(rank)]):
-            count, _, doing = store.get(_key(rank)).decode().partition(" ")
-            found[rank] = (int(count), doing)
-    return found
+        if store.check([_action_key(rank)]):
+            count, _, action = store.get(_action_key(rank)).decode().partition(" ")
+            actions[rank] = (int(count), action)
+    return actions
 
 
-def silent(store: Store | SignedStore, ranks: Sequence[int], seconds: float = 2.5) -> list[int] | None:
-    """Those of `ranks` that have said something before, and nothing in the next `seconds`: they are gone, stopped or
-    cut off. None when the store does not answer."""
-    before = in_time(lambda: _signs(store, ranks))
+def find_silent_ranks(store: SharedStore, ranks: Sequence[int], seconds: float = 2.5) -> list[int] | None:
+    """Those of `ranks` that have published before but publish nothing during the next `seconds`.
+
+    They have exited, are stopped or are disconnected. None if the store does not answer.
+    """
+    before = call_with_timeout(lambda: _read_all_counters(store, ranks))
+    if before is None:
+        return None
     time.sleep(seconds)
-    after = before and in_time(lambda: _signs(store, ranks))
-    return None if before is None or after is None else [rank for rank in before if before[rank] == after[rank]]
+    after = call_with_timeout(lambda: _read_all_counters(store, ranks))
+    return None if after is None else [rank for rank in before if before[rank] == after[rank]]
 
 
-def begun(store: Store | SignedStore, rank: int) -> tuple[int, int]:
-    """How many calls that all ranks of its mesh make a rank has begun with its engine, and how many ranks that mesh
-    has."""
+def read_collective_calls(store: SharedStore, rank: int) -> tuple[int, int]:
+    """How many collective engine calls `rank` has started, and the size of the mesh that it makes them on.
+
+    (0, 0) if it has not published any. A collective engine call is one that all ranks of the mesh must make.
+    """
     if not store.check([_calls_key(rank)]):
         return 0, 0
     calls, size = store.get(_calls_key(rank)).decode().split()
     return int(calls), int(size)
 
 
-def waits_for(store: Store | SignedStore, rank: int, ranks: Sequence[int]) -> int | None:
-    """One of `ranks` that has begun a call which needs `rank`, whose program has ended before it; None where there is
-    none."""
-    mine = begun(store, rank)[0]
+def find_waiting_rank(store: SharedStore, rank: int, ranks: Sequence[int]) -> int | None:
+    """One of `ranks` that has started a collective engine call which `rank` has not; None if there is none.
+
+    For a `rank` whose program has ended: the other one would wait for it forever.
+    """
+    own_calls = read_collective_calls(store, rank)[0]
     for other in ranks:
-        calls, size = begun(store, other)
-        if other != rank and rank < size and calls > mine:
+        calls, size = read_collective_calls(store, other)
+        if other != rank and rank < size and calls > own_calls:
             return other
     return None
 
 
-def _signs(store: Store | SignedStore, ranks: Sequence[int]) -> dict[int, list[bytes]]:
-    """All that `ranks` have said last: here, and by their heartbeat, which beats where there is no board, too."""
-    keys = {rank: [key for key in (_key(rank), f"{BEAT}{rank}") if store.check([key])] for rank in ranks}
-    return {rank: [store.get(key) for key in found] for rank, found in keys.items() if found}
+def _read_all_counters(store: SharedStore, ranks: Sequence[int]) -> dict[int, list[bytes]]:
+    """Action entry and heartbeat of each rank. Ranks without an engine have no action entry, but a heartbeat."""
+    keys = {rank: [key for key in (_action_key(rank), f"{HEARTBEAT_KEY}{rank}") if store.check([key])]
+            for rank in ranks}
+    return {rank: [store.get(key) for key in present] for rank, present in keys.items() if present}
 
 
-def _key(rank: int) -> str:
+def _action_key(rank: int) -> str:
     return f"ranvier/board/{rank}"
 
 
@@ -97,89 +107,98 @@ def _calls_key(rank: int) -> str:
 
 
 class Board:
-    """This rank's line on the board, and the others' when something hangs.
+    """Publishes this rank's current action, and reads those of the others for the report of a hang.
 
-    hang: judges how long this rank's actions may take; None judges none.
+    Args:
+        store: shared by all ranks.
+        rank: this rank.
+        mesh: its axes name ranks in reports.
+        interval_seconds: time between two publications.
+        hang: checks how long this rank's actions take; None checks nothing.
     """
 
-    def __init__(self, store: Store | SignedStore, rank: int, mesh: Mesh, interval_seconds: float = 1.0,
-                 hang: HangWatch | None = None) -> None:
+    def __init__(self, store: SharedStore, rank: int, mesh: Mesh, interval_seconds: float = 1.0,
+                 hang: HangDetector | None = None) -> None:
         self._store, self._rank, self._mesh, self._interval = store, rank, mesh, interval_seconds
         self._hang = hang
-        self._doing, self._since, self._last, self._changes = "its start", time.monotonic(), "", 0
-        self._runs_on = threading.get_ident()
+        self._action, self._since, self._previous, self._changes = "its start", time.monotonic(), "", 0
+        self._action_thread = threading.get_ident()
         self.calls = 0
-        """Calls that this rank has begun of those that all ranks of the mesh make; see `waits_for`."""
+        """Number of collective engine calls that this rank has started; see `find_waiting_rank`."""
         self._count = 0
-        self._looks = (0, 0)  # at which change, and how often since
+        self._checks = (0, 0)  # the value of _changes at the last check, and checks since then without a change
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep_publishing, name=f"ranvier-board-{rank}", daemon=True)
         self._thread.start()
-        # A thread that is inside a store while the interpreter is taken down brings the process down with it.
+        # A thread inside a store call while the interpreter shuts down would crash the process.
         atexit.register(self.close)
 
     @property
-    def doing(self) -> str:
-        """What this rank is in now, as a noun; written by the rank at every action."""
-        return self._doing
+    def action(self) -> str:
+        """This rank's current action, as a noun phrase ("forward 3", "the optimizer"). Set at every action."""
+        return self._action
 
-    @doing.setter
-    def doing(self, what: str) -> None:
+    @action.setter
+    def action(self, action: str) -> None:
         now = time.monotonic()
         if self._hang is not None:
-            self._hang.ended(self._doing, now - self._since)
-        if not self._doing.startswith("a wait"):
-            self._last = self._doing
-        self._doing, self._since, self._runs_on = what, now, threading.get_ident()
+            self._hang.record(self._action, now - self._since)
+        if not self._action.startswith("a wait"):
+            self._previous = self._action
+        self._action, self._since, self._action_thread = action, now, threading.get_ident()
         self._changes += 1
 
     def _keep_publishing(self) -> None:
         try:
             self._publish()
             while not self._stop.wait(self._interval):
-                self._look()
+                self._check()
                 self._publish()
-        except Exception:  # the store has gone: the run is ending, and its own error is being told elsewhere
+        except Exception:  # the store is gone: the run is ending, and its own error is reported elsewhere
             return
 
-    def _look(self) -> None:
-        """Looks are counted, not seconds: of those in which this process was stopped, nothing follows."""
-        change, looks = self._looks
-        self._looks = (self._changes, looks + 1 if change == self._changes else 0)
+    def _check(self) -> None:
+        """Count checks, not seconds: time in which this process was stopped must not count as a hang."""
+        change, checks = self._checks
+        self._checks = (self._changes, checks + 1 if change == self._changes else 0)
         if self._hang is not None:
-            self._hang.look(self._doing, self._looks[1] * self._interval, self._rank, self._runs_on)
+            self._hang.check(self._action, self._checks[1] * self._interval, self._rank, self._action_thread)
 
     def _publish(self) -> None:
         self._count += 1
-        seconds = self._looks[1] * self._interval
-        how_long = f" for {seconds:.0f} s, after {self._last or 'nothing'}" if seconds >= _WORTH_TELLING_SECONDS else ""
-        self._store.set(_key(self._rank), f"{self._count} {self._doing}{how_long}")
+        seconds = self._checks[1] * self._interval
+        duration = (f" for {seconds:.0f} s, after {self._previous or 'nothing'}"
+                    if seconds >= _SHOW_DURATION_SECONDS else "")
+        self._store.set(_action_key(self._rank), f"{self._count} {self._action}{duration}")
         self._store.set(_calls_key(self._rank), f"{self.calls} {self._mesh.size}")
 
     def name(self, rank: int) -> str:
-        """A rank in words: only the axes that the mesh uses."""
-        at = self._mesh.coordinates(rank)
-        used = [f"{axis} {getattr(at, axis)}" for axis in ("data", "pipe", "row", "col")
+        """The coordinates of `rank` on the axes of the mesh that have more than one rank: "data 1, pipe 0"."""
+        coordinates = self._mesh.coordinates(rank)
+        used = [f"{axis} {getattr(coordinates, axis)}" for axis in ("data", "pipe", "row", "col")
                 if getattr(self._mesh, axis) > 1]
         return ", ".join(used) or f"rank {rank}"
 
     def report(self, what: str, source: int, seconds: float) -> str:
-        """`pipe 1 waits 31 s for the forward of microbatch 5 from pipe 0, which is in backward 2`, and one line for
-        every other rank."""
-        in_time(self._publish)
-        time.sleep(2 * self._interval)  # ranks that have just begun to wait get to say so
+        """Text for a wait of this rank for `what` from rank `source` that has lasted `seconds`.
+
+        The first line is such as "pipe 1 waits 31 s for the forward of microbatch 5 from pipe 0, which is in backward
+        2"; one line for each other rank follows.
+        """
+        call_with_timeout(self._publish)
+        time.sleep(2 * self._interval)  # lets ranks that have just started to wait publish that
         others = [rank for rank in range(self._mesh.size) if rank != self._rank]
-        heard = in_time(lambda: said(self._store, others))
-        nothing = "not heard of: the store cannot be reached" if heard is None else "not heard of"
-        doing = {rank: heard[rank][1] if heard and rank in heard else nothing for rank in others}
-        at = doing[source]
+        published = call_with_timeout(lambda: read_actions(self._store, others))
+        unknown = "not heard from: the store cannot be reached" if published is None else "not heard from"
+        actions = {rank: published[rank][1] if published and rank in published else unknown for rank in others}
+        action = actions[source]
         first = (f"{self.name(self._rank)} waits {seconds:.0f} s for {what} from {self.name(source)}, "
-                 f"which is {at if at == nothing else f'in {at}'}")
-        return "\n".join([first, *(f"  {self.name(rank)} (rank {rank}): {doing[rank]}" for rank in others)])
+                 f"which is {action if action == unknown else f'in {action}'}")
+        return "\n".join([first, *(f"  {self.name(rank)} (rank {rank}): {actions[rank]}" for rank in others)])
 
     def close(self) -> None:
         """Stop publishing. Idempotent."""
         atexit.unregister(self.close)
         self._stop.set()
         self._thread.join(_STORE_SECONDS)
-        in_time(self._publish)
+        call_with_timeout(self._publish)

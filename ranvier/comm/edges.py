@@ -1,8 +1,8 @@
-"""What every transport keeps about its edges: which are open, how large a message may arrive as one, what was sent.
+"""State that every transport keeps about its edges: which are open, their capacity, and the bytes sent.
 
 A message that fits an edge's capacity travels as one part. A larger one travels as two, its first `capacity` bytes and
-the rest, and both ends then raise the capacity to its size: the receiver learns the size from the first part, so the
-two ends stay agreed without a word.
+the rest, and both ends then raise the capacity to its size. The receiver learns the size from the first part, so both
+ends agree on the capacity without a further message.
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ from ranvier.comm.message import PREAMBLE_BYTES, Message, encode
 from ranvier.errors import TransportError
 
 
-def lost_peer(purpose: str, rank: int, cause: str | None = None) -> TransportError:
-    """The error for a peer that is gone."""
-    return TransportError("has gone: it failed, was killed, or left early", where=f"rank {rank} on {purpose!r}",
-                          value=cause,
-                          remedy="The first error is in that rank's output.")
+def peer_lost(purpose: str, rank: int, cause: str | None = None) -> TransportError:
+    """The error for a peer that is gone. purpose: of the transport or group."""
+    return TransportError("is gone: it failed, was killed, or exited early", where=f"rank {rank} on {purpose!r}",
+                          value=cause, remedy="The first error is in that rank's output.")
 
 
-def no_message(purpose: str, rank: int, cause: str) -> TransportError:
-    """The error for a peer whose bytes cannot be read."""
-    return TransportError("sent what is no message", where=f"rank {rank} on {purpose!r}", value=cause,
-                          remedy="Give all ranks one version of Ranvier, and look for faults of the network or the "
-                                 "memory between the two.")
+def invalid_message(purpose: str, rank: int, cause: str) -> TransportError:
+    """The error for bytes from a peer that cannot be decoded. purpose: of the transport; cause: what is wrong."""
+    return TransportError("sent an invalid message", where=f"rank {rank} on {purpose!r}", value=cause,
+                          remedy="Install the same version of Ranvier on all ranks, and look for faults of the network "
+                                 "or the memory between the two.")
 
 
 class Edges:
-    """One rank's edges on one transport: `sources` and `destinations` map a peer to its edge's capacity in bytes."""
+    """The edges of one rank on one transport.
+
+    sources, destinations: peer -> capacity of its edge in bytes. bytes_sent: of all messages, headers included.
+    """
 
     def __init__(self, purpose: str, rank: int, size: int) -> None:
         self.purpose, self.rank, self.size = purpose, rank, size
@@ -40,12 +42,15 @@ class Edges:
         self.closed = False
 
     def open(self, sources: Sequence[int], destinations: Sequence[int], capacity_bytes: int) -> list[int]:
-        """Add edges; those that are open already keep their capacity. Returns the sources that are new."""
+        """Add edges; those already open keep their capacity. Returns the new sources.
+
+        TransportError if a peer is this rank itself or does not exist.
+        """
         self.check_open()
         for peer in (*sources, *destinations):
             if not 0 <= peer < self.size or peer == self.rank:
-                raise TransportError(f"an edge leads to another rank of the {self.size}", value=peer,
-                                     where=f"rank {self.rank}, transport {self.purpose!r}, connect",
+                raise TransportError(f"must be another one of the {self.size} ranks", value=peer,
+                                     where=f"peer of rank {self.rank} in connect of transport {self.purpose!r}",
                                      remedy="Connect to the ranks of neighbouring stages.")
         capacity = max(capacity_bytes, PREAMBLE_BYTES)
         new = [source for source in dict.fromkeys(sources) if source not in self.sources]
@@ -55,12 +60,13 @@ class Edges:
         return new
 
     def check_open(self) -> None:
+        """TransportError if the transport is closed."""
         if self.closed:
             raise TransportError("is closed", where=f"transport {self.purpose!r} on rank {self.rank}",
                                  remedy="Make a new transport; a closed one cannot be used again.")
 
     def capacity_to(self, destination: int) -> int:
-        """Bytes that reach `destination` as one part. TransportError unless that edge is open."""
+        """Largest message in bytes that reaches `destination` as one part. TransportError unless that edge is open."""
         self.check_open()
         if destination not in self.destinations:
             raise TransportError("is not connected", where=f"edge {self.rank} -> {destination} of {self.purpose!r}",

@@ -1,10 +1,10 @@
-"""Ranks as threads of one process: for tests, and for looking into a whole run with one debugger.
+"""Ranks as threads of one process: for tests, and for debugging a whole run in one debugger.
 
-Messages pass through the wire form like everywhere else, so that what arrives is a copy with the same limits. A
-collective is a meeting: members leave their tensors, and the last to come does the work for all, in member order, so
-that results are the same to the bit on every member and in every interleaving. Nobody waits in a call that starts one.
+Messages are encoded and decoded as in the other backends, so that a received message is a copy with the same limits.
+In a collective each member deposits its tensors, and the last member to call does the work for all, in member order:
+results are bit-identical on every member and in every interleaving. A call that starts a collective never blocks.
 
-`InProcessWorld.abort` wakes every thread that waits with a TransportError that names the failed rank.
+`InProcessWorld.abort` wakes every waiting thread with a TransportError that names the failed rank.
 """
 
 from __future__ import annotations
@@ -15,20 +15,25 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ranvier.comm.collectives import REDUCE, CheckedGroup, check_subset, place_in
-from ranvier.comm.edges import Edges, lost_peer
+from ranvier.comm.collectives import CheckedGroup, check_subset, locate_in_partition, reduce_into
+from ranvier.comm.edges import Edges, peer_lost
 from ranvier.comm.message import Message, decode
 from ranvier.comm.protocol import Reduction, Work
 from ranvier.errors import TransportError
 
 
 class InProcessWorld:
-    """What the ranks of one process share. Every thread that waits does so on a condition listed in `_conditions`."""
+    """State that the ranks of one process share. Threads wait only on conditions listed in `_conditions`.
+
+    Args:
+        size: number of ranks.
+        whole: the world of all ranks, for that of a subset; None for the whole world itself.
+    """
 
     def __init__(self, size: int, whole: InProcessWorld | None = None) -> None:
         self.size, self.whole = size, whole or self
@@ -37,15 +42,15 @@ class InProcessWorld:
         self._lock = threading.Lock()
         self._conditions: list[threading.Condition] = []
         self._inboxes: dict[int, list[_Inbox]] = {}
-        self._circles: dict[tuple[int, tuple[int, ...]], _Circle] = {}
+        self._exchanges: dict[tuple[int, tuple[int, ...]], _Exchange] = {}
         self._purposes: dict[int, str] = {}
 
     def backend(self, rank: int) -> InProcessBackend:
-        """The backend of one rank; to be used by that rank's thread."""
+        """The backend of `rank`, to be used by that rank's thread."""
         return InProcessBackend(self, rank)
 
     def abort(self, rank: int = -1) -> None:
-        """`rank` has failed: wake all threads that wait, now and later, with a TransportError. Idempotent."""
+        """Wake all threads that wait, now and later, with a TransportError: `rank` has failed. Idempotent."""
         with self._lock:
             if self.failed_rank is None:
                 self.failed_rank = rank
@@ -57,11 +62,15 @@ class InProcessWorld:
                 condition.notify_all()
 
     def check(self, purpose: str) -> None:
+        """TransportError if a rank has failed. purpose: of the caller's transport or group."""
         if self.failed_rank is not None:
-            raise lost_peer(purpose, self.failed_rank)
+            raise peer_lost(purpose, self.failed_rank)
 
     def inboxes(self, call: int, purpose: str) -> list[_Inbox]:
-        """One inbox per rank, for the transport that all ranks make in their `call`-th call."""
+        """One inbox per rank, for the transport that all ranks make in their `call`-th call.
+
+        TransportError if another rank makes something else in that call, as for the two methods below.
+        """
         with self._lock:
             self._agree(call, f"transport {purpose!r}")
             if call not in self._inboxes:
@@ -69,17 +78,17 @@ class InProcessWorld:
                 self._conditions += [inbox.condition for inbox in self._inboxes[call]]
             return self._inboxes[call]
 
-    def circle(self, call: int, purpose: str, ranks: tuple[int, ...]) -> _Circle:
-        """The meeting place of `ranks`, for the group that all ranks make in their `call`-th call."""
+    def exchange(self, call: int, purpose: str, ranks: tuple[int, ...]) -> _Exchange:
+        """Shared state of the group of `ranks`, which all ranks make in their `call`-th call."""
         with self._lock:
             self._agree(call, f"group {purpose!r}")
-            if (call, ranks) not in self._circles:
-                self._circles[call, ranks] = _Circle()
-                self._conditions.append(self._circles[call, ranks].condition)
-            return self._circles[call, ranks]
+            if (call, ranks) not in self._exchanges:
+                self._exchanges[call, ranks] = _Exchange()
+                self._conditions.append(self._exchanges[call, ranks].condition)
+            return self._exchanges[call, ranks]
 
     def subset(self, call: int, count: int) -> InProcessWorld:
-        """What the first `count` ranks share, in the subset that all ranks make in their `call`-th call."""
+        """Shared state of the first `count` ranks, for the subset that all ranks make in their `call`-th call."""
         with self._lock:
             self._agree(call, f"subset of {count}")
             if call not in self._subsets:
@@ -89,12 +98,12 @@ class InProcessWorld:
 
     def _agree(self, call: int, what: str) -> None:
         if self._purposes.setdefault(call, what) != what:
-            raise TransportError(f"is made where another rank makes {self._purposes[call]}", where=what,
+            raise TransportError(f"is made while another rank makes {self._purposes[call]}", where=what,
                                  remedy="Make the same transports and groups in the same order on every rank.")
 
 
 class InProcessBackend:
-    """One thread's access to the others."""
+    """A `protocol.Backend` for one rank, which is a thread."""
 
     name: Literal["in-process"] = "in-process"
 
@@ -104,33 +113,39 @@ class InProcessBackend:
         self._open: list[InProcessTransport | InProcessGroup] = []
 
     def transport(self, purpose: str) -> InProcessTransport:
+        """See `protocol.Backend`."""
         self._calls += 1
-        self._open.append(InProcessTransport(self.world, purpose, self.rank, self.world.inboxes(self._calls, purpose)))
-        return self._open[-1]
+        transport = InProcessTransport(self.world, purpose, self.rank, self.world.inboxes(self._calls, purpose))
+        self._open.append(transport)
+        return transport
 
     def group(self, purpose: str, partition: Sequence[Sequence[int]]) -> InProcessGroup:
+        """See `protocol.Backend`."""
         self._calls += 1
-        ranks, index = place_in(partition, self.rank, self.size, purpose)
-        circle = self.world.circle(self._calls, purpose, ranks)
-        self._open.append(InProcessGroup(self.world, circle, purpose, ranks, index))
-        return self._open[-1]
+        ranks, index = locate_in_partition(partition, self.rank, self.size, purpose)
+        group = InProcessGroup(self.world, self.world.exchange(self._calls, purpose, ranks), purpose, ranks, index)
+        self._open.append(group)
+        return group
 
     def subset(self, count: int) -> InProcessBackend | None:
+        """See `protocol.Backend`."""
         self._calls += 1
         check_subset(count, self.size)
         shared = self.world.subset(self._calls, count)
         return InProcessBackend(shared, self.rank) if self.rank < count else None
 
     def abort(self, code: int) -> None:
+        """Wake all waiting threads with an error; a thread has no exit code."""
         self.world.whole.abort(self.rank)
 
     def close(self) -> None:
+        """See `protocol.Backend`."""
         while self._open:
             self._open.pop().close()
 
 
 class _Inbox:
-    """Messages for one rank. Those from sources that it has not connected yet are held back."""
+    """Messages for one rank. Those from sources that it has not connected to yet are held back."""
 
     def __init__(self) -> None:
         self.condition = threading.Condition()
@@ -157,6 +172,7 @@ class InProcessTransport:
     """A `protocol.Transport` between threads."""
 
     longest_gap_seconds = 0.0
+    """Messages move when they are sent, so there is no gap."""
 
     def __init__(self, world: InProcessWorld, purpose: str, rank: int, inboxes: list[_Inbox]) -> None:
         self._world, self._inboxes, self._inbox = world, inboxes, inboxes[rank]
@@ -164,18 +180,21 @@ class InProcessTransport:
 
     @property
     def bytes_sent(self) -> int:
+        """See `protocol.Transport`."""
         return self._edges.bytes_sent
 
     def connect(self, sources: Sequence[int], destinations: Sequence[int], capacity_bytes: int) -> None:
-        # Memory is shared: a message of any size arrives as one.
+        """See `protocol.Transport`. Memory is shared, so a message of any size arrives in one part."""
         self._inbox.connect(self._edges.open(sources, destinations, sys.maxsize))
 
     def send(self, destination: int, message: Message) -> None:
+        """See `protocol.Transport`. TransportError if a rank has failed, as for `poll` and `wait`."""
         self._check()
         (wire,) = self._edges.outgoing(destination, message)
         self._inboxes[destination].put(decode(wire, self._edges.rank))
 
     def poll(self) -> list[Message]:
+        """See `protocol.Transport`."""
         self._check()
         with self._inbox.condition:
             messages = list(self._inbox.arrived)
@@ -183,6 +202,7 @@ class InProcessTransport:
         return messages
 
     def wait(self, timeout_seconds: float) -> Message | None:
+        """See `protocol.Transport`."""
         self._check()
         inbox, deadline = self._inbox, time.monotonic() + timeout_seconds
         with inbox.condition:
@@ -199,137 +219,145 @@ class InProcessTransport:
         self._world.check(self._edges.purpose)
 
     def progress(self) -> None:
-        """Messages move when they are sent."""
+        """Nothing to do: messages move when they are sent."""
 
     def flush(self, timeout_seconds: float = math.inf) -> bool:
-        """Messages have left when `send` returns."""
+        """True: messages have left when `send` returns."""
         return True
 
     def close(self) -> None:
+        """Refuse further calls. Idempotent."""
         self._edges.closed = True
 
 
-class _Meeting:
-    """One collective: what each member brought, and how it ended."""
+_Call = tuple[Any, ...]
+"""Name and parameters of a collective, equal on all members."""
+_Deposit = tuple[Any, ...]
+"""Tensors, and splits, of one member."""
 
-    def __init__(self, call: tuple, members: int) -> None:
+
+class _Collective:
+    """One collective in flight: the tensors of each member, and how it ended."""
+
+    def __init__(self, call: _Call, members: int) -> None:
         self.call = call
-        self.brought: list[tuple | None] = [None] * members
-        self.over = False
+        self.deposits: list[_Deposit | None] = [None] * members
+        self.finished = False
         self.error: TransportError | None = None
 
 
-class _Circle:
-    """The meetings of one group, by their number."""
+class _Exchange:
+    """The unfinished collectives of one group, by their number."""
 
     def __init__(self) -> None:
         self.condition = threading.Condition()
-        self.meetings: dict[int, _Meeting] = {}
+        self.collectives: dict[int, _Collective] = {}
 
 
-class _Attendance:
+class _CollectiveWork:
     """A member's `protocol.Work`."""
 
-    def __init__(self, world: InProcessWorld, circle: _Circle, meeting: _Meeting, purpose: str) -> None:
-        self._world, self._circle, self._meeting, self._purpose = world, circle, meeting, purpose
+    def __init__(self, world: InProcessWorld, exchange: _Exchange, collective: _Collective, purpose: str) -> None:
+        self._world, self._exchange, self._collective, self._purpose = world, exchange, collective, purpose
 
     def done(self) -> bool:
-        if not self._meeting.over:
+        if not self._collective.finished:
             self._world.check(self._purpose)
-        return self._meeting.over
+        return self._collective.finished
 
     def wait(self) -> None:
-        with self._circle.condition:
+        with self._exchange.condition:
             while not self.done():
-                self._circle.condition.wait()
-        if self._meeting.error is not None:
-            raise self._meeting.error
+                self._exchange.condition.wait()
+        if self._collective.error is not None:
+            raise self._collective.error
 
 
 class InProcessGroup(CheckedGroup):
     """A `protocol.Group` of threads."""
 
-    def __init__(self, world: InProcessWorld, circle: _Circle, purpose: str, ranks: Sequence[int], index: int) -> None:
+    def __init__(self, world: InProcessWorld, exchange: _Exchange, purpose: str, ranks: Sequence[int], index: int
+                 ) -> None:
         super().__init__(purpose, ranks, index)
-        self._world, self._circle, self._number = world, circle, 0
+        self._world, self._exchange, self._number = world, exchange, 0
 
-    def _meet(self, call: tuple, bring: tuple, work: Callable[[list[tuple]], None]) -> Work:
-        """Leave `bring`; the last member runs `work` on everybody's, in member order.
+    def _start(self, call: _Call, deposit: _Deposit, work: Callable[[list[Any]], None]) -> Work:
+        """Add `deposit`; the last member to call runs `work` on the deposits of all, in member order.
 
-        That happens under the circle's lock and every member brings its calls in the same order, so meetings end in
-        call order.
+        That happens under the exchange's lock, and every member makes its calls in the same order, so collectives
+        finish in call order.
         """
         self._world.check(self.purpose)
-        circle = self._circle
-        with circle.condition:
-            meeting = circle.meetings.setdefault(self._number, _Meeting(call, len(self.ranks)))
-            if meeting.call != call:
-                meeting.error = self._error(call[0], f"member {self.index} brings {call} where another brought "
-                                                     f"{meeting.call}")
-            meeting.brought[self.index] = bring
-            if None not in meeting.brought:
-                del circle.meetings[self._number]
-                self._finish(meeting, work)
-                circle.condition.notify_all()
+        exchange = self._exchange
+        with exchange.condition:
+            collective = exchange.collectives.setdefault(self._number, _Collective(call, len(self.ranks)))
+            if collective.call != call:
+                collective.error = self._error(call[0], f"member {self.index} calls {call} where another called "
+                                                        f"{collective.call}")
+            collective.deposits[self.index] = deposit
+            if None not in collective.deposits:
+                del exchange.collectives[self._number]
+                self._finish(collective, work)
+                exchange.condition.notify_all()
         self._number += 1
-        return _Attendance(self._world, circle, meeting, self.purpose)
+        return _CollectiveWork(self._world, exchange, collective, self.purpose)
 
-    def _finish(self, meeting: _Meeting, work: Callable[[list[tuple]], None]) -> None:
+    def _finish(self, collective: _Collective, work: Callable[[list[Any]], None]) -> None:
         try:
-            if meeting.error is None:
-                work(meeting.brought)
+            if collective.error is None:
+                work(collective.deposits)
         except TransportError as error:
-            meeting.error = error
-        meeting.brought = []  # who has waited lets go of its tensors, whoever has not
-        meeting.over = True
+            collective.error = error
+        collective.deposits = []  # a member's tensors must not stay alive until the last member has waited
+        collective.finished = True
 
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
-        def work(brought: list[tuple[Tensor]]) -> None:
-            total = brought[0][0].clone()
-            for (one,) in brought[1:]:
-                REDUCE[op](total, one, out=total)
-            for (one,) in brought:
+        def work(deposits: list[tuple[Tensor]]) -> None:
+            total = deposits[0][0].clone()
+            for (one,) in deposits[1:]:
+                reduce_into(total, one, op)
+            for (one,) in deposits:
                 one.copy_(total)
-        return self._meet(("all_reduce", op, tensor.dtype, tensor.numel()), (tensor,), work)
+        return self._start(("all_reduce", op, tensor.dtype, tensor.numel()), (tensor,), work)
 
     def _reduce(self, tensor: Tensor, root: int) -> Work:
-        def work(brought: list[tuple[Tensor]]) -> None:
-            total = brought[root][0]
-            for index, (one,) in enumerate(brought):
+        def work(deposits: list[tuple[Tensor]]) -> None:
+            total = deposits[root][0]
+            for index, (one,) in enumerate(deposits):
                 if index != root:
                     total.add_(one)
-        return self._meet(("reduce", root, tensor.dtype, tensor.numel()), (tensor,), work)
+        return self._start(("reduce", root, tensor.dtype, tensor.numel()), (tensor,), work)
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
-        def work(brought: list[tuple[Tensor, Tensor]]) -> None:
-            total = brought[0][1].clone()
-            for _, one in brought[1:]:
+        def work(deposits: list[tuple[Tensor, Tensor]]) -> None:
+            total = deposits[0][1].clone()
+            for _, one in deposits[1:]:
                 total.add_(one)
-            for share, (out, _) in zip(total.chunk(len(brought)), brought, strict=True):
+            for share, (out, _) in zip(total.chunk(len(deposits)), deposits, strict=True):
                 out.copy_(share)
-        return self._meet(("reduce_scatter", tensor.dtype, tensor.numel()), (output, tensor), work)
+        return self._start(("reduce_scatter", tensor.dtype, tensor.numel()), (output, tensor), work)
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        def work(brought: list[tuple[Tensor, Tensor]]) -> None:
-            whole = torch.cat([one for _, one in brought])
-            for out, _ in brought:
+        def work(deposits: list[tuple[Tensor, Tensor]]) -> None:
+            whole = torch.cat([one for _, one in deposits])
+            for out, _ in deposits:
                 out.copy_(whole)
-        return self._meet(("all_gather", tensor.numel()), (output, tensor), work)
+        return self._start(("all_gather", tensor.numel()), (output, tensor), work)
 
     def _broadcast(self, tensor: Tensor, root: int) -> Work:
-        def work(brought: list[tuple[Tensor]]) -> None:
-            for index, (one,) in enumerate(brought):
+        def work(deposits: list[tuple[Tensor]]) -> None:
+            for index, (one,) in enumerate(deposits):
                 if index != root:
-                    one.copy_(brought[root][0])
-        return self._meet(("broadcast", root, tensor.numel()), (tensor,), work)
+                    one.copy_(deposits[root][0])
+        return self._start(("broadcast", root, tensor.numel()), (tensor,), work)
 
     def _all_to_all(self, output: Tensor, tensor: Tensor, received: list[int], sent: list[int]) -> Work:
-        def work(brought: list[tuple[Tensor, Tensor, list[int], list[int]]]) -> None:
-            shares = [one.split(sizes) for _, one, _, sizes in brought]
-            for index, (out, _, sizes, _) in enumerate(brought):
+        def work(deposits: list[tuple[Tensor, Tensor, list[int], list[int]]]) -> None:
+            shares = [one.split(sizes) for _, one, _, sizes in deposits]
+            for index, (out, _, sizes, _) in enumerate(deposits):
                 mine = [share[index] for share in shares]
                 if [share.numel() for share in mine] != sizes:
-                    raise self._error("all_to_all", f"member {index} expects other sizes than it is sent",
+                    raise self._error("all_to_all", f"member {index} expects other sizes than it receives",
                                       (sizes, [share.numel() for share in mine]))
                 out.copy_(torch.cat(mine))
-        return self._meet(("all_to_all",), (output, tensor, received, sent), work)
+        return self._start(("all_to_all",), (output, tensor, received, sent), work)

@@ -1,12 +1,12 @@
-"""What travels between ranks: a kind, a microbatch number, and named tensors of any shape.
+"""Messages between ranks: a kind, a microbatch number, and named tensors of any shape; and their wire format.
 
-A message on the wire is one run of bytes:
+A message on the wire is one contiguous sequence of bytes:
 
     | preamble (fixed) | description (JSON: names, dtypes, shapes, requires-grad) | tensors, each 64-byte aligned |
 
-The description repeats from microbatch to microbatch, so encoding and decoding it is cached; shapes may change at any
+The description repeats from microbatch to microbatch, so encoding and decoding it is cached. Shapes may change at any
 time nevertheless, because every message carries its own. Preamble and description have checksums: a flipped bit there
-would send a tensor to the wrong microbatch, or have the receiver wait for bytes that nobody sends. Tensors have none.
+would send a tensor to the wrong microbatch, or make the receiver wait for bytes that are never sent. Tensors have none.
 """
 
 from __future__ import annotations
@@ -27,33 +27,35 @@ from ranvier.errors import TransportError
 
 
 class Kind(IntEnum):
-    """What a message is for."""
+    """Purpose of a message."""
 
     FORWARD = 1
     """Carried state of a microbatch, to the next stage."""
     BACKWARD = 2
-    """Gradients of that carried state, to the stage before."""
+    """Gradients of that carried state, to the previous stage."""
     CREDIT = 3
-    """A microbatch is released and no gradient returns (evaluation, frozen prefix): to the stage before."""
+    """A microbatch is released without a gradient (evaluation, frozen prefix): to the previous stage."""
     ACTION = 4
     """The stage leader's next action, to its row and column peers."""
     TIED_GRADIENT = 5
-    """Summed gradient of the other end of a tied parameter, to its owner."""
+    """Accumulated gradient of the other end of a tied parameter, to its owner."""
     TIED_VALUE = 6
     """Updated value of a tied parameter, from its owner."""
     STATE = 7
-    """A box of the run's state, from who had it to who has it after a transition."""
+    """A slice of the run's state, from its holder before a transition to its holder after it."""
     ORDER = 8
-    """What a rank that takes no part is to do next, from rank 0."""
+    """Rank 0's next command for an idle rank."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Message:
     """One message.
 
-    `tensors` maps names to tensors of any shape and dtype; the single unnamed tensor of a plain carried state has the
-    name "". A name in `requires_grad` wants a gradient back. `sent_ns` is the sender's monotonic clock, comparable on
-    one machine only; it is filled in by the transport.
+    tensors: name -> tensor of any shape and dtype; the single tensor of a carried state that is no dict has the name
+        "".
+    requires_grad: names of tensors whose gradient the sender expects back.
+    source: the sender's rank, filled in by the transport on arrival.
+    sent_ns: the sender's monotonic clock in nanoseconds, comparable on one machine only; filled in when encoded.
     """
 
     kind: Kind
@@ -69,15 +71,18 @@ class Message:
 
     @property
     def payload_bytes(self) -> int:
+        """Bytes of all tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
-# Magic, kind, step, microbatch, sent_ns, total bytes, description bytes, the description's CRC-32; then that of these.
+# Magic, kind, step, microbatch, sent_ns, total bytes, description bytes, CRC-32 of the description. The CRC-32 of all
+# these follows.
 _PREAMBLE = struct.Struct("<4sBiiqqII")
 _CHECKSUM = struct.Struct("<I")
 _MAGIC = b"RNV1"
 _ALIGNMENT = 64
 PREAMBLE_BYTES = _PREAMBLE.size + _CHECKSUM.size
+"""Size of the fixed part at the start of every message."""
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -105,7 +110,7 @@ def _describe(fields: _Fields) -> tuple[bytes, tuple[tuple[int, int], ...], int]
 
 @lru_cache(maxsize=1024)
 def _parse(description: bytes) -> _Fields:
-    """The inverse of `_describe`. ValueError for anything that it cannot have written."""
+    """The inverse of `_describe`. ValueError for any text that `_describe` cannot have produced."""
     try:
         fields = tuple((name, dtype, tuple(shape), wants) for name, dtype, shape, wants in json.loads(description))
     except (ValueError, TypeError, RecursionError) as error:
@@ -113,9 +118,9 @@ def _parse(description: bytes) -> _Fields:
     for name, dtype, shape, wants in fields:
         if not (type(name) is str and type(dtype) is str and dtype in _DTYPES and type(wants) is bool
                 and all(type(size) is int and size >= 0 for size in shape)):
-            raise ValueError(f"this message describes a tensor {name!r} that cannot be")
+            raise ValueError(f"this message has an invalid description of tensor {name!r}")
     if len({name for name, *_ in fields}) != len(fields):
-        raise ValueError("this message has two tensors of one name")
+        raise ValueError("two tensors of this message have the same name")
     return fields
 
 
@@ -124,17 +129,17 @@ def _fields(message: Message) -> _Fields:
         return tuple((name, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), name in message.requires_grad)
                      for name, tensor in message.tensors.items())
     except KeyError as error:
-        raise TransportError("messages do not carry this dtype", where=f"{message}", value=error.args[0],
-                             remedy=f"Convert it to one of {', '.join(_DTYPES)}.") from error
+        raise TransportError("has a tensor of a dtype that messages cannot carry", where=f"{message}",
+                             value=error.args[0], remedy=f"Convert it to one of {', '.join(_DTYPES)}.") from error
 
 
 def encoded_bytes(message: Message) -> int:
-    """Size of `message` on the wire."""
+    """Size of `message` on the wire, in bytes. TransportError for a dtype that messages cannot carry."""
     return _describe(_fields(message))[2]
 
 
 def _head(message: Message) -> tuple[bytes, tuple[tuple[int, int], ...], int]:
-    """The message's bytes before its tensors, stamped with the current monotonic clock; tensor places; total size."""
+    """The bytes before the tensors, with the current monotonic clock; (start, stop) of each tensor; total bytes."""
     description, places, total = _describe(_fields(message))
     preamble = _PREAMBLE.pack(_MAGIC, message.kind, message.step, message.microbatch, time.monotonic_ns(), total,
                               len(description), zlib.crc32(description))
@@ -144,71 +149,76 @@ def _head(message: Message) -> tuple[bytes, tuple[tuple[int, int], ...], int]:
 def _place(message: Message, places: tuple[tuple[int, int], ...], wire: Tensor) -> None:
     for tensor, (start, stop) in zip(message.tensors.values(), places, strict=True):
         if stop > start:
-            wire[start:stop].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+            wire[start:stop].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
 
 
 def encode(message: Message) -> Tensor:
-    """The message as one contiguous uint8 tensor on the host (pinned where tensors come from a CUDA device)."""
+    """The message as one contiguous uint8 tensor on the host. Where tensors come from a CUDA device, it is pinned, and
+    they are there once their device's current stream has got to this point."""
     head, places, total = _head(message)
     wire = torch.empty(total, dtype=torch.uint8, pin_memory=any(tensor.is_cuda for tensor in message.tensors.values()))
-    memoryview(wire.numpy())[:len(head)] = head
+    wire.numpy().data[:len(head)] = head
     _place(message, places, wire)
     return wire
 
 
 def encode_head(message: Message) -> Tensor:
-    """The bytes before the tensors alone, for a message whose tensors travel beside it as `pack` leaves them."""
+    """Only the bytes before the tensors, for a message whose tensors travel separately, as `pack` writes them."""
     return torch.frombuffer(bytearray(_head(message)[0]), dtype=torch.uint8)
 
 
-def pack(message: Message, device: torch.device) -> Tensor:
-    """The tensors in one uint8 tensor of the message's total size on `device`, at their places in the message."""
+def pack(message: Message, device: torch.device, wire: Tensor | None = None) -> Tensor:
+    """The tensors in one uint8 tensor on `device`, each at its offset in the message.
+
+    wire: the tensor to write into, at least of the message's total size; None makes one of just that size.
+    """
     _, places, total = _describe(_fields(message))
-    wire = torch.empty(total, dtype=torch.uint8, device=device)
+    wire = torch.empty(total, dtype=torch.uint8, device=device) if wire is None else wire
     _place(message, places, wire)
     return wire
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """CRC-32 of the tensor's bytes, to travel beside it where a changed bit would stay."""
+    """CRC-32 of the tensor's bytes (int64 scalar), to be sent with tensors in which a flipped bit would persist."""
     raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return torch.tensor(zlib.crc32(raw.numpy()), dtype=torch.int64)
+    return torch.tensor(zlib.crc32(raw.numpy().data), dtype=torch.int64)
 
 
 def _unpack(raw: memoryview) -> tuple[int, int, int, int, int, int, int]:
     """Kind, step, microbatch, sent_ns, total bytes, description bytes, the description's checksum."""
     if len(raw) < PREAMBLE_BYTES:
-        raise ValueError(f"a message has at least {PREAMBLE_BYTES} bytes; these are {len(raw)}")
+        raise ValueError(f"these are {len(raw)} bytes, and a message has at least {PREAMBLE_BYTES}")
     magic, *fields, total, length, checksum = _PREAMBLE.unpack_from(raw)
     if magic != _MAGIC:
         raise ValueError(f"these bytes are not a message (they start with {magic!r})")
     if zlib.crc32(raw[:_PREAMBLE.size]) != _CHECKSUM.unpack_from(raw, _PREAMBLE.size)[0]:
-        raise ValueError("the head of this message has been changed on its way")
+        raise ValueError("the header of this message was corrupted in transit")
     if total < PREAMBLE_BYTES + length:
-        raise ValueError(f"this message says it has {total} bytes, fewer than its own head")
+        raise ValueError(f"the header of this message states {total} bytes, fewer than the header itself")
     return *fields, total, length, checksum
 
 
 def total_bytes(wire: Tensor) -> int:
-    """Size of the whole message whose first bytes are `wire`. ValueError when the bytes are not a message."""
-    return _unpack(memoryview(wire.numpy()))[4]
+    """Size in bytes of the whole message that starts with `wire`. ValueError if the bytes are not a message."""
+    return _unpack(wire.numpy().data)[4]
 
 
 def decode(wire: Tensor, source: int, packed: Tensor | None = None) -> Message:
-    """The message in `wire`, whose tensors are views of it, or of `packed` where they travelled beside it.
+    """The message in `wire` from rank `source`. Its tensors are views of `wire`, or of `packed` (see `pack`) if given.
 
-    ValueError when the bytes are not a message.
+    ValueError if the bytes are not a message.
     """
-    raw = memoryview(wire.numpy())
+    raw = wire.numpy().data
     kind, step, microbatch, sent_ns, total, length, checksum = _unpack(raw)
     body = wire if packed is None else packed
     description = bytes(raw[PREAMBLE_BYTES:PREAMBLE_BYTES + length])
     if zlib.crc32(description) != checksum:
-        raise ValueError("the description of this message has been changed on its way")
+        raise ValueError("the description of this message was corrupted in transit")
     fields = _parse(description)
     _, places, expected = _describe(fields)
     if total != expected or total > body.numel() or PREAMBLE_BYTES + length > len(raw):
-        raise ValueError(f"this message of {total} bytes describes {expected} and has {body.numel()}")
+        raise ValueError(f"the header of this message states {total} bytes, its description {expected}; it has "
+                         f"{body.numel()}")
     try:
         tensors = {name: body[start:stop].view(_DTYPES[dtype]).view(shape)
                    for (name, dtype, shape, _), (start, stop) in zip(fields, places, strict=True)}

@@ -1,60 +1,59 @@
-"""A group whose members exist in name only: what one of them would send and receive, for tensors without storage.
+"""A group without peers: counts what one member would send and receive, for tensors on the meta device.
 
-Blocks that contain collectives run on the meta device with it, so that their cost is counted by the code that runs.
+Blocks that contain collectives run on the meta device with it, so that the code that trains also counts its cost.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from ranvier.comm.collectives import CheckedGroup, Finished
-from ranvier.comm.protocol import Reduction, Work
-from ranvier.comm.ways import Library
+from ranvier.comm.collectives import CheckedGroup, CompletedWork
+from ranvier.comm.protocol import Work
+from ranvier.comm.sum_algorithms import Library
 
 
 class MetaGroup(CheckedGroup):
-    """A `protocol.Group` of `size` members on such devices, seen by member `index`. Nothing moves; `bytes_received` and
-    `peak_buffer_bytes` count."""
+    """A `protocol.Group` in which no data moves, but `bytes_received` and `peak_buffer_bytes` are counted.
+
+    Args:
+        purpose: names the group in errors.
+        size: number of members.
+        index: the member that it counts for.
+        device: type of device whose library is simulated: "cuda" (NCCL) or "cpu" (Gloo).
+    """
 
     def __init__(self, purpose: str, size: int, index: int = 0, *, device: str = "cpu") -> None:
         super().__init__(purpose, range(size), index)
         self._library: Library = "nccl" if device == "cuda" else "gloo"
         self._live_bytes = 0
         self.peak_buffer_bytes = 0
-        """The most that sums have worked in at once since `reset_peak`, beside the callers' tensors."""
+        """Largest size of all buffers of concurrent sums since `reset_peak`, beside the callers' tensors."""
 
     def reset_peak(self) -> None:
+        """Start a new measurement of `peak_buffer_bytes`."""
         self.peak_buffer_bytes = self._live_bytes
 
     def library(self, device_type: str) -> Library:
+        """The simulated library, whatever the device: meta tensors have no other."""
         return self._library
 
-    def _new(self, like: Tensor, *shape: int) -> Tensor:
-        buffer = super()._new(like, *shape)
+    def _allocate(self, like: Tensor, *shape: int) -> Tensor:
+        buffer = super()._allocate(like, *shape)
         self._live_bytes += buffer.nbytes
         self.peak_buffer_bytes = max(self.peak_buffer_bytes, self._live_bytes)
         return buffer
 
-    def _let_go(self, buffer: Tensor) -> None:
+    def _release(self, buffer: Tensor) -> None:
         self._live_bytes -= buffer.nbytes
 
     def gather_number(self, number: int) -> list[int]:
+        """`number` once for each member."""
         return [number] * len(self.ranks)
 
-    def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
-        return Finished()
+    def _nothing(self, *args: Any, **kwargs: Any) -> Work:
+        """No data moves."""
+        return CompletedWork()
 
-    def _reduce(self, tensor: Tensor, root: int) -> Work:
-        return Finished()
-
-    def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
-        return Finished()
-
-    def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        return Finished()
-
-    def _broadcast(self, tensor: Tensor, root: int) -> Work:
-        return Finished()
-
-    def _all_to_all(self, output: Tensor, tensor: Tensor, received: list[int], sent: list[int]) -> Work:
-        return Finished()
+    _all_reduce = _reduce = _reduce_scatter = _all_gather = _broadcast = _all_to_all = _nothing

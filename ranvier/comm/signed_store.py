@@ -1,9 +1,9 @@
-"""A shared store whose values count only where a rank of this run has written them.
+"""A shared key-value store that accepts only values which ranks of this run have written.
 
-torch's TCPStore asks nobody who he is: whoever reaches its port may list, read and write keys. So each value carries a
-signature (HMAC-SHA256 of its key and itself) by the run's secret, which the ranks have from their launcher, and a value
-without a right one is not there. That keeps strangers from giving orders. It does not keep them from doing harm:
-somebody who reaches the port can still delete keys, or keep the store busy.
+torch's TCPStore has no authentication: whoever reaches its port may list, read and write keys. Each value therefore
+carries a signature by the run's secret (HMAC-SHA256 of key and value), which the launcher gives to the ranks; a value
+without a valid signature counts as absent. This keeps outsiders from controlling the run. It does not protect against
+denial of service: whoever reaches the port can still delete keys or keep the store busy.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Sequence
+from typing import Any, cast
 
 from torch.distributed import PrefixStore, Store
 
@@ -18,42 +19,52 @@ _SIGNATURE_BYTES = 32
 
 
 def private_prefix(secret: str) -> str:
-    """A prefix of keys that follows from `secret`, and tells nothing of it."""
+    """A prefix of keys derived from `secret`; the secret cannot be computed from it."""
     return "ranvier/" + hmac.new(secret.encode(), b"prefix", hashlib.sha256).hexdigest()[:32]
 
 
+def clone_store(store: Store) -> Store:
+    """The same torch store over a connection of its own. torch's type stubs lack `Store.clone`."""
+    return cast(Store, cast(Any, store).clone())
+
+
 class SignedStore:
-    """`set`, `get`, `check`, `compare_set`, `delete_key` and `clone` of a torch store, with signatures by `secret`."""
+    """The methods of a torch store that Ranvier uses, with values signed by `secret`."""
 
     def __init__(self, store: Store, secret: str) -> None:
         self.store, self._secret = store, secret
 
     def clone(self) -> SignedStore:
         """The same store over a connection of its own."""
-        return SignedStore(self.store.clone(), self._secret)
+        return SignedStore(clone_store(self.store), self._secret)
 
     def set(self, key: str, value: str) -> None:
+        """Write `value` with its signature."""
         self.store.set(key, self._signed(key, value.encode()))
 
     def get(self, key: str) -> bytes:
-        """The value; empty where there is one that no rank of this run has written. Waits where there is none."""
+        """The value; b"" if its signature is invalid. Blocks until the key exists, like torch's `Store.get`."""
         return self._value(key, self.store.get(key)) or b""
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether ranks of this run have written all of `keys`."""
+        """Whether all of `keys` exist with a valid signature."""
         return self.store.check(list(keys)) and all(self._value(key, self.store.get(key)) is not None for key in keys)
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """Write `value` where nothing is yet (`expected` is empty), or nothing of this run; returns what is there."""
+        """Write `value` unless a validly signed value exists; returns the value that is there afterwards.
+
+        expected: must be "" (write once).
+        """
         assert expected == "", "a key is written once"
-        mine = self._signed(key, value.encode())
-        there = self.store.compare_set(key, "", mine)
-        if self._value(key, there) is None:
-            self.store.set(key, mine)
-            there = mine.encode()
-        return self._value(key, there) or b""
+        own = self._signed(key, value.encode())
+        written = self.store.compare_set(key, "", own)
+        if self._value(key, written) is None:
+            self.store.set(key, own)
+            written = own.encode()
+        return self._value(key, written) or b""
 
     def delete_key(self, key: str) -> bool:
+        """Delete the key; whether it existed."""
         return self.store.delete_key(key)
 
     def _signed(self, key: str, value: bytes) -> str:
@@ -68,8 +79,18 @@ class SignedStore:
         return value if hmac.compare_digest(signature, self._signature(key, value).encode()) else None
 
 
-def signed(store: Store, secret: str | None) -> tuple[Store, Store | SignedStore]:
-    """`store` for torch's own use, below a prefix of its own, and signed for ours; both as it is without a secret."""
+SharedStore = Store | SignedStore
+"""The store that all ranks of a run share; signed where the launcher provides a secret."""
+
+
+def clone_shared_store(store: SharedStore) -> SharedStore:
+    """The same store over a connection of its own, which no other thread waits on."""
+    return store.clone() if isinstance(store, SignedStore) else clone_store(store)
+
+
+def signed(store: Store, secret: str | None) -> tuple[Store, SharedStore]:
+    """The store for torch's own use, below a private prefix, and a signed view of it; `store` for both without secret.
+    """
     if secret is None:
         return store, store
     below = PrefixStore(private_prefix(secret), store)

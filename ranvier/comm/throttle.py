@@ -1,9 +1,9 @@
-"""Slow links on a fast machine: a wrapper that fits any backend, so that what a network would do is set, not hoped for.
+"""Simulates slow links: a wrapper for any backend that delays messages and collectives by latency and bandwidth.
 
-A message is delivered no earlier than a link of that latency and bandwidth would have brought it, counted from the
-moment it was sent. A link carries one message after another and edges stay FIFO. A collective ends no earlier than a
-ring of such links would end it, counted from the call of its last member. Nothing is busy while it waits, delays come
-from seeds alone, and each purpose has links of its own. Clocks are compared, so all ranks are on one machine.
+A message is delivered no earlier than a link of that latency and bandwidth would deliver it, counted from the moment it
+was sent. A link carries one message at a time, and edges stay FIFO. A collective ends no earlier than on a ring of such
+links, counted from the call of its last member. Delays sleep and do not use the CPU, they depend on seeds alone, and
+each purpose has its own links. The clocks of ranks are compared, so all ranks must run on one machine.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ranvier.comm.message import Message, encoded_bytes
 from ranvier.comm.protocol import Backend, Group, Reduction, Transport, Work
-from ranvier.comm.ways import Operation, ring_bytes
+from ranvier.comm.sum_algorithms import Operation, ring_bytes
 from ranvier.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A directed link between two ranks. The random delay of each message is uniform in [0, jitter_seconds]."""
+    """A directed link between two ranks. The random delay of each message is uniform in [0, jitter_seconds].
+
+    ConfigError for a negative time or a bandwidth that is not positive.
+    """
 
     latency_seconds: float = 0.0
     bytes_per_second: float = math.inf
@@ -39,7 +41,7 @@ class Link:
         for name, least in (("latency_seconds", 0.0), ("bytes_per_second", 1e-9), ("jitter_seconds", 0.0)):
             if not getattr(self, name) >= least:
                 raise ConfigError("is too small", where=f"Link.{name}", value=getattr(self, name),
-                                  remedy="Times are 0 or more, bandwidths greater than 0.")
+                                  remedy="Give times of 0 or more, and a bandwidth greater than 0.")
 
 
 Links = Link | Callable[[int, int], Link]
@@ -50,8 +52,11 @@ def throttled(backend: Backend, links: Links, *, rank_delay_seconds: float = 0.0
     """`backend` with every message and collective slowed down to `links`.
 
     Args:
-        rank_delay_seconds: each call on this rank first sleeps for a random time of up to this, by (seed, rank): for
-            tests that want every interleaving.
+        backend: of this rank.
+        links: the same on every rank.
+        rank_delay_seconds: each call on this rank first sleeps for a random time of up to this, which varies the
+            interleaving of ranks in tests.
+        seed: of these sleeps, together with the rank.
     """
     return _ThrottledBackend(backend, links, _Pause(rank_delay_seconds, f"{seed} rank {backend.rank}"))
 
@@ -67,8 +72,8 @@ class _Pause:
             time.sleep(self._random.uniform(0.0, self._longest))
 
 
-class _Lane:
-    """The clock of one link: loads follow each other by bandwidth, then take latency and jitter, and never overtake."""
+class _LinkClock:
+    """Arrival times on one link: transfers queue for its bandwidth, then take latency and jitter, and stay in order."""
 
     def __init__(self, links: Links, source: int, destination: int, purpose: str) -> None:
         self.link = links if isinstance(links, Link) else links(source, destination)
@@ -76,7 +81,7 @@ class _Lane:
         self._free_ns = self._last_ns = 0
 
     def arrival(self, sent_ns: int, num_bytes: int, hops: int = 1) -> int:
-        """When a load of `num_bytes` sent at `sent_ns` arrives; loads are asked for in the order of sending."""
+        """Arrival time (monotonic ns) of `num_bytes` sent at `sent_ns`. Must be called in the order of sending."""
         link = self.link
         self._free_ns = max(self._free_ns, sent_ns) + int(1e9 * num_bytes / link.bytes_per_second)
         delay = hops * link.latency_seconds + self._random.uniform(0.0, link.jitter_seconds)
@@ -88,6 +93,7 @@ class _ThrottledBackend:
     def __init__(self, backend: Backend, links: Links, pause: _Pause) -> None:
         self._inner, self._links, self._pause = backend, links, pause
         self.name, self.rank, self.size = backend.name, backend.rank, backend.size
+        self.abort, self.close = backend.abort, backend.close
 
     def transport(self, purpose: str) -> Transport:
         return _ThrottledTransport(self._inner.transport(purpose), self._links, self._pause, self.rank, purpose)
@@ -99,19 +105,14 @@ class _ThrottledBackend:
         inner = self._inner.subset(count)
         return inner and _ThrottledBackend(inner, self._links, self._pause)
 
-    def abort(self, code: int) -> None:
-        self._inner.abort(code)
-
-    def close(self) -> None:
-        self._inner.close()
-
 
 class _ThrottledTransport:
     def __init__(self, inner: Transport, links: Links, pause: _Pause, rank: int, purpose: str) -> None:
         self._inner, self._links, self._pause = inner, links, pause
         self._rank, self._purpose = rank, purpose
-        self._lanes: dict[int, _Lane] = {}
-        self._on_the_way: list[tuple[int, int, Message]] = []
+        self.progress, self.flush, self.close = inner.progress, inner.flush, inner.close
+        self._clocks: dict[int, _LinkClock] = {}
+        self._in_flight: list[tuple[int, int, Message]] = []
         self._count = 0
 
     @property
@@ -125,20 +126,20 @@ class _ThrottledTransport:
     def connect(self, sources: Sequence[int], destinations: Sequence[int], capacity_bytes: int) -> None:
         self._inner.connect(sources, destinations, capacity_bytes)
         for source in sources:
-            self._lanes.setdefault(source, _Lane(self._links, source, self._rank, self._purpose))
+            self._clocks.setdefault(source, _LinkClock(self._links, source, self._rank, self._purpose))
 
     def send(self, destination: int, message: Message) -> None:
         self._pause()
         self._inner.send(destination, message)
 
     def _accept(self, message: Message) -> None:
-        arrival = self._lanes[message.source].arrival(message.sent_ns, encoded_bytes(message))
-        heapq.heappush(self._on_the_way, (arrival, self._count, message))
+        arrival = self._clocks[message.source].arrival(message.sent_ns, encoded_bytes(message))
+        heapq.heappush(self._in_flight, (arrival, self._count, message))
         self._count += 1
 
     def _due(self) -> Message | None:
-        if self._on_the_way and self._on_the_way[0][0] <= time.monotonic_ns():
-            return heapq.heappop(self._on_the_way)[2]
+        if self._in_flight and self._in_flight[0][0] <= time.monotonic_ns():
+            return heapq.heappop(self._in_flight)[2]
         return None
 
     def poll(self) -> list[Message]:
@@ -152,34 +153,29 @@ class _ThrottledTransport:
         deadline = time.monotonic_ns() + int(1e9 * timeout_seconds)
         for message in self._inner.poll():
             self._accept(message)
-        while (due := self._due()) is None:
-            until = min(deadline, self._on_the_way[0][0]) if self._on_the_way else deadline
-            message = self._inner.wait(max(0.0, 1e-9 * (until - time.monotonic_ns())))
-            if message is not None:
-                self._accept(message)
+        due = self._due()
+        while due is None:
+            until = min(deadline, self._in_flight[0][0]) if self._in_flight else deadline
+            arrived = self._inner.wait(max(0.0, 1e-9 * (until - time.monotonic_ns())))
+            if arrived is not None:
+                self._accept(arrived)
             elif time.monotonic_ns() >= deadline:
                 return self._due()
+            due = self._due()
         return due
-
-    def progress(self) -> None:
-        self._inner.progress()
-
-    def flush(self, timeout_seconds: float = math.inf) -> bool:
-        return self._inner.flush(timeout_seconds)
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 class _ThrottledGroup:
-    """Beside each collective travels a tiny one that finds out when its last member called."""
+    """Each collective is accompanied by a tiny all-reduce, which finds the time at which its last member called."""
 
     def __init__(self, inner: Group, links: Links, pause: _Pause, purpose: str) -> None:
         self._inner, self._pause = inner, pause
         self.ranks, self.index = inner.ranks, inner.index
+        self.gather_objects, self.gather_number = inner.gather_objects, inner.gather_number
+        self.buffer_bytes, self.barrier, self.close = inner.buffer_bytes, inner.barrier, inner.close
         ring = zip(inner.ranks, (*inner.ranks[1:], inner.ranks[0]), strict=True) if len(inner.ranks) > 1 else ()
-        self._lanes = [_Lane(links, source, destination, purpose) for source, destination in ring]
-        self._under_way: deque[_ThrottledWork] = deque()
+        self._clocks = [_LinkClock(links, source, destination, purpose) for source, destination in ring]
+        self._in_flight: deque[_ThrottledWork] = deque()
         self._stamp_bytes = 0
 
     @property
@@ -197,9 +193,9 @@ class _ThrottledGroup:
         self._stamp_bytes += self._inner.bytes_received - before
         load = ring_bytes(operation, members, whole.numel() * whole.element_size())
         hops = (members - 1) * (2 if operation == "all_reduce" else 1)
-        work = _ThrottledWork(start(), stamp, self._under_way, lambda: max(
-            lane.arrival(int(called_ns), load, hops) for lane in self._lanes))
-        self._under_way.append(work)
+        work = _ThrottledWork(start(), stamp, self._in_flight, lambda: max(
+            clock.arrival(int(called_ns), load, hops) for clock in self._clocks))
+        self._in_flight.append(work)
         return work
 
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Work:
@@ -208,12 +204,8 @@ class _ThrottledGroup:
     def reduce(self, tensor: Tensor, root: int = 0) -> Work:
         return self._slow("reduce", tensor, lambda: self._inner.reduce(tensor, root))
 
-    def reduce_scatter(self, output: Tensor, tensor: Tensor, room: Tensor | None = None) -> Work:
-        return self._slow("reduce_scatter", tensor, lambda: self._inner.reduce_scatter(output, tensor, room))
-
-    def buffer_bytes(self, operation: Literal["all_reduce", "reduce_scatter"], numel: int, dtype: torch.dtype,
-                     device_type: str) -> int:
-        return self._inner.buffer_bytes(operation, numel, dtype, device_type)
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, buffer: Tensor | None = None) -> Work:
+        return self._slow("reduce_scatter", tensor, lambda: self._inner.reduce_scatter(output, tensor, buffer))
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         return self._slow("all_gather", output, lambda: self._inner.all_gather(output, tensor))
@@ -226,42 +218,38 @@ class _ThrottledGroup:
         return self._slow("all_to_all", output,
                           lambda: self._inner.all_to_all(output, tensor, output_splits, input_splits))
 
-    def gather_objects(self, value: object) -> list:
-        return self._inner.gather_objects(value)
-
-    def gather_number(self, number: int) -> list[int]:
-        return self._inner.gather_number(number)
-
-    def barrier(self) -> None:
-        self._inner.barrier()
-
-    def close(self) -> None:
-        self._inner.close()
-
 
 class _ThrottledWork:
-    """Work that ends when it has ended and its time has come. Times are found in call order, since lanes need that."""
+    """Work that is done when `work` is done and its arrival time has passed.
 
-    def __init__(self, work: Work, stamp: Work, under_way: deque[_ThrottledWork], arrival: Callable[[], int]) -> None:
-        self._work, self._stamp, self._under_way, self._arrival = work, stamp, under_way, arrival
+    Arrival times are computed in call order, as link clocks require.
+    """
+
+    def __init__(self, work: Work, stamp: Work, in_flight: deque[_ThrottledWork], arrival: Callable[[], int]) -> None:
+        self._work, self._stamp, self._in_flight, self._arrival = work, stamp, in_flight, arrival
         self._due_ns: int | None = None
 
-    def _settle(self, block: bool) -> bool:
-        """Find out when this and all earlier work is due, as far as their members have called."""
+    def _find_due(self, block: bool) -> int | None:
+        """Compute the arrival times of all earlier work and of this; None if `block` is False and a member of one has
+        not called yet."""
         while self._due_ns is None:
-            first = self._under_way[0]
+            first = self._in_flight[0]
             if block:
                 first._stamp.wait()
             elif not first._stamp.done():
-                return False
+                return None
             first._due_ns = first._arrival()
-            self._under_way.popleft()
-        return True
+            self._in_flight.popleft()
+        return self._due_ns
 
     def done(self) -> bool:
-        return self._work.done() and self._settle(block=False) and time.monotonic_ns() >= self._due_ns
+        if not self._work.done():
+            return False
+        due_ns = self._find_due(block=False)
+        return due_ns is not None and time.monotonic_ns() >= due_ns
 
     def wait(self) -> None:
         self._work.wait()
-        self._settle(block=True)
-        time.sleep(max(0.0, 1e-9 * (self._due_ns - time.monotonic_ns())))
+        due_ns = self._find_due(block=True)
+        assert due_ns is not None, "blocking finds all arrival times"
+        time.sleep(max(0.0, 1e-9 * (due_ns - time.monotonic_ns())))

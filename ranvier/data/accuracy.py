@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ranvier.models.block import State
-from ranvier.tensor.loss import IGNORED
+from ranvier.block import State
+from ranvier.tensor.split.loss import IGNORED
 
 
 class Accuracy:
@@ -25,8 +25,10 @@ class Accuracy:
         self._count.append((targets != IGNORED).sum())
 
     def part(self) -> dict[str, int]:
+        """Samples whose class was found, and samples with a class, that this rank has seen."""
         return {"right": sum(int(right) for right in self._right), "count": sum(int(count) for count in self._count)}
 
-    def total(self, parts: Sequence[object]) -> dict[str, float]:
+    def total(self, parts: Sequence[dict[str, int]]) -> dict[str, float]:
+        """"eval_accuracy" over all ranks' samples (NaN without any) and "eval_count"."""
         right, count = (sum(part[name] for part in parts) for name in ("right", "count"))
         return {"eval_accuracy": right / count if count else math.nan, "eval_count": count}

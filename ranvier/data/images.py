@@ -18,22 +18,26 @@ from torch import Tensor
 from torch.nn import functional
 
 from ranvier import keyed_random
+from ranvier.config.run import Run
+from ranvier.config.task_form import SHIPPED
 from ranvier.data.accuracy import Accuracy
 from ranvier.data.arrays import Arrays, Form, made_once, write_arrays, write_in_pieces
+from ranvier.data.cache_folder import cache_folder
 from ranvier.data.cifar import Cifar, holds_cifar, open_cifar
-from ranvier.data.corpus import fingerprint
+from ranvier.data.fingerprint import fingerprint
 from ranvier.data.image_files import Images, look_at_folders, open_images
-from ranvier.data.named_files import first_looks, name_problems
-from ranvier.data.prepare import cache_folder
+from ranvier.data.named_files import first_looks, name_problems, training_name
 from ranvier.data.publish import Progress
 from ranvier.data.subset import chosen, first_of_order, some
-from ranvier.data.task import Prepared
+from ranvier.data.task import Dataset, Prepared, Task
 from ranvier.errors import DataError, RanvierError
-from ranvier.run import Run
 
 NAMES = ("cifar10", "cifar100", "imagenet")
+"""Datasets that are known by name."""
 FORM = "cifar10, cifar100, imagenet, or a folder with one folder of images for each class"
+"""What may be given, in words."""
 MOST_CACHED_BYTES = 16 << 30
+"""Decoded images that are kept in the cache; larger datasets are decoded each time they are read."""
 _PIECE = 64
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -56,7 +60,8 @@ class FlipCrop:
                       for which, pad, size in ((0, pads[0], height), (1, pads[1], width)))
         cols = np.where(draws[:, 2, None] < 0.5, cols[:, ::-1], cols)
         padded = np.pad(images, ((0, 0), (pads[0],) * 2, (pads[1],) * 2, (0, 0)))
-        return padded[np.arange(count)[:, None, None], rows[:, :, None], cols[:, None, :]]
+        moved: np.ndarray = padded[np.arange(count)[:, None, None], rows[:, :, None], cols[:, None, :]]
+        return moved
 
 
 class Pictures:
@@ -70,12 +75,14 @@ class Pictures:
         return len(self._labels)
 
     def inputs(self, samples: np.ndarray, epochs: np.ndarray | None = None) -> Tensor:
+        """[b, 3, size, size] float32, augmented by the epoch of each sample where the run says so."""
         images = self._read(samples)
         if self._augment is not None:
             images = self._augment(images, samples, np.zeros_like(samples) if epochs is None else epochs)
         return pixels(images, self._size)
 
     def targets(self, samples: np.ndarray) -> Tensor:
+        """[b] int64, the number of each image's class."""
         return torch.from_numpy(self._labels[samples].astype(np.int64))
 
 
@@ -89,38 +96,49 @@ def pixels(images: np.ndarray, size: int) -> Tensor:
     return found.sub_(mean).div_(std).contiguous()
 
 
-def problems(run: Run) -> list[RanvierError]:
-    """What is wrong with the data settings, as far as it shows without reading an image."""
-    def look(path: Path, setting: str) -> None:
-        if not holds_cifar(path):
-            look_at_folders(path, setting)
+class ImageClassification(Task):
+    """The task `images`: labelled images."""
 
-    found: list[RanvierError] = [*name_problems(run.data, NAMES, FORM), *first_looks(run.data, NAMES, look)]
-    if run.data.augment_repeats and run.data.augment == "none":
-        found.append(DataError("has no effect without an augmentation", where="data.augment-repeats", value=True,
-                               remedy="Leave it out, or set --data.augment flip-crop."))
-    return found
+    form = SHIPPED["images"]
+
+    def problems(self, run: Run, *, elsewhere: bool) -> list[RanvierError]:
+        """What is wrong with the data settings, as far as it shows without reading an image."""
+        def look(path: Path, setting: str) -> None:
+            if not holds_cifar(path):
+                look_at_folders(path, setting)
+
+        found: list[RanvierError] = [*name_problems(run.data, NAMES, FORM), *first_looks(run.data, NAMES, look)]
+        if run.data.augment_repeats and run.data.augment == "none":
+            found.append(DataError("has no effect without an augmentation", where="data.augment-repeats", value=True,
+                                   remedy="Leave it out, or set --data.augment flip-crop."))
+        return found
+
+    def prepare(self, run: Run, progress: Progress) -> Prepared:
+        """Decoded images of this run (see ranvier.data.prepare); `train` is augmented where the run says so."""
+        cifar = open_cifar(training_name(run.data), cache_folder(run), progress)
+        train, held, classes, same = _cifar(run, cifar, progress) if cifar else _files(run, progress)
+        augment, repeats = run.data.augment, run.data.augment == "none" or run.data.augment_repeats
+        transform = fingerprint("pixels", run.model.image_size, "bicubic", _MEAN, _STD, augment,
+                                None if augment == "none" else (run.seed, repeats))
+        return Prepared(
+            train=train, eval=held, weight=1.0, num_classes=len(classes), class_names=classes, scoring=Accuracy,
+            transform=transform, repeats=repeats, fingerprint=fingerprint("images", same, transform, chosen(run)),
+            about=f"{run.data.train}: {len(train):,} images, {len(held):,} held out, {len(classes)} classes")
 
 
-def prepare(run: Run, progress: Progress = lambda line: None) -> Prepared:
-    """Decoded images of this run (see ranvier.data.prepare); `train` is augmented where the run says so."""
-    cifar = open_cifar(run.data.train, cache_folder(run), progress)
-    train, held, classes, same = _cifar(run, cifar, progress) if cifar else _files(run, progress)
-    augment, repeats = run.data.augment, run.data.augment == "none" or run.data.augment_repeats
-    transform = fingerprint("pixels", run.model.image_size, "bicubic", _MEAN, _STD, augment,
-                            None if augment == "none" else (run.seed, repeats))
-    return Prepared(
-        train=train, eval=held, weight=1.0, num_classes=len(classes), class_names=classes, scoring=Accuracy,
-        transform=transform, repeats=repeats, fingerprint=fingerprint("images", same, transform, chosen(run)),
-        about=f"{run.data.train}: {len(train):,} images, {len(held):,} held out, {len(classes)} classes")
+IMAGES = ImageClassification()
+"""The task; it has no state."""
 
 
 def _augment(run: Run) -> FlipCrop | None:
     return None if run.data.augment == "none" else FlipCrop(run.seed, run.data.augment_repeats)
 
 
-def _cifar(run: Run, cifar: Cifar, progress: Progress):
-    """Training part, held-out part, names of classes, fingerprint."""
+Parts = tuple[Dataset, Dataset, tuple[str, ...], object]
+"""Training part, held-out part, names of classes, fingerprint."""
+
+
+def _cifar(run: Run, cifar: Cifar, progress: Progress) -> Parts:
     if run.data.eval is not None:
         raise DataError(f"is not used: {cifar.name} has a held-out part of its own", where="data.eval",
                         value=run.data.eval, remedy="Leave --data.eval out.")
@@ -133,9 +151,9 @@ def _cifar(run: Run, cifar: Cifar, progress: Progress):
 
     folder = cache_folder(run) / "images" / cifar.fingerprint
     train, held = made_once(folder, make, progress)
-    parts = [some(_stored(part, run, augment), count, run.seed, f"data.{name}-samples") for name, part, count, augment
-             in (("train", train, run.data.train_samples, _augment(run)), ("eval", held, run.data.eval_samples, None))]
-    return *parts, tuple(train.facts["classes"]), (train.digest, held.digest)
+    used = [some(_stored(part, run, augment), count, run.seed, f"data.{name}-samples") for name, part, count, augment
+            in (("train", train, run.data.train_samples, _augment(run)), ("eval", held, run.data.eval_samples, None))]
+    return used[0], used[1], tuple(train.names("classes")), (train.digest, held.digest)
 
 
 def _stored(part: Arrays, run: Run, augment: FlipCrop | None) -> Pictures:
@@ -143,16 +161,16 @@ def _stored(part: Arrays, run: Run, augment: FlipCrop | None) -> Pictures:
     return Pictures(lambda samples: images[samples], part.arrays["labels"], run.model.image_size, augment)
 
 
-def _files(run: Run, progress: Progress):
+def _files(run: Run, progress: Progress) -> Parts:
     """The same of images of any size: fewer samples are chosen before any is decoded."""
-    size, data = run.model.image_size, run.data
-    train, held = (part.some(first_of_order(len(part.labels), count, run.seed, f"data.{name}-samples"))
-                   for name, part, count in zip(("train", "eval"), open_images(data.train, data.eval, progress),
+    size, data, name = run.model.image_size, run.data, training_name(run.data)
+    train, held = (part.some(first_of_order(len(part.labels), count, run.seed, f"data.{setting}-samples"))
+                   for setting, part, count in zip(("train", "eval"), open_images(name, data.eval, progress),
                                                 (data.train_samples, data.eval_samples), strict=True))
     if (len(train.labels) + len(held.labels)) * size * size * 3 > MOST_CACHED_BYTES:
         progress(f"{data.train} is too large to be kept decoded: images are decoded each time they are read")
-        return (*(Pictures(_reader(part, size), part.labels, size, augment)
-                  for part, augment in ((train, _augment(run)), (held, None))), train.classes,
+        return (Pictures(_reader(train, size), train.labels, size, _augment(run)),
+                Pictures(_reader(held, size), held.labels, size, None), train.classes,
                 (train.fingerprint, held.fingerprint))
 
     def make() -> None:
@@ -164,8 +182,8 @@ def _files(run: Run, progress: Progress):
 
     folder = cache_folder(run) / "images" / fingerprint(train.state, held.state, size)
     stored = made_once(folder, make, progress)
-    return (*(_stored(part, run, augment) for part, augment in zip(stored, (_augment(run), None), strict=True)),
-            train.classes, [part.digest for part in stored])
+    return (_stored(stored[0], run, _augment(run)), _stored(stored[1], run, None), train.classes,
+            [part.digest for part in stored])
 
 
 def _reader(images: Images, size: int) -> Callable[[np.ndarray], np.ndarray]:

@@ -2,37 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer as InnerTokenizer
 from torch import Tensor
 
+from ranvier.config.run import Run
+from ranvier.config.task_form import SHIPPED
 from ranvier.data import tokenizer as tokenizers
+from ranvier.data.cache_folder import cache_folder
 from ranvier.data.corpus import (
     HELD_OUT_EVERY,
-    JSON_LINES,
-    Corpus,
-    fingerprint,
-    json_lines,
+    Document,
+    OpenCorpus,
+    is_own,
+    look_at_columns,
+    missing_package,
     missing_path,
     open_corpus,
     size_bytes,
     split,
 )
-from ranvier.data.prepare import cache_folder
-from ranvier.data.publish import Progress, one_writer
-from ranvier.data.task import Prepared
+from ranvier.data.fingerprint import fingerprint
+from ranvier.data.mixture import join, shares, sources_of, spread
+from ranvier.data.offline.pretrained_models import folder_of
+from ranvier.data.padding import padding_text
+from ranvier.data.parallel import map_in_order
+from ranvier.data.publish import Progress, advance, one_writer, processes_of
+from ranvier.data.task import Prepared, Task
+from ranvier.data.token_samples import PackedSamples, TokenSamples, best_fit, runs
 from ranvier.data.tokenizer import GPT2_VOCAB, SMALLEST_VOCAB, Tokenizer
-from ranvier.data.tokens import Tokens, exists, open_tokens, write_tokens
-from ranvier.errors import DataError
-from ranvier.run import Run
+from ranvier.data.tokens import Ids, Tokens, exists, open_tokens, write_tokens
+from ranvier.errors import DataError, RanvierError
 
 TOKENIZER_BYTES = 4_000_000
 """Text that a tokenizer is trained on."""
 NAMED_BYTES = 16_000_000
 """Text that is read of a corpus that is given by name, where the run does not say."""
 NO_LIMIT = 1 << 62
+"""Bytes that no corpus has."""
+HEAD_TOKENS = 1200
+"""Held-out tokens from which a sample of text takes its prompt."""
+PIECE_CHARACTERS = 1_000_000
+"""Characters that one process encodes at once."""
 
 
 class Sequences:
@@ -46,129 +63,291 @@ class Sequences:
         return self.tokens.num_sequences(self.sequence)
 
     def inputs(self, samples: np.ndarray, epochs: np.ndarray | None = None) -> Tensor:
+        """[b, sequence] int64: the tokens of these sequences."""
         return torch.from_numpy(self.tokens.sequences(samples, self.sequence)[:, :-1].copy())
 
     def targets(self, samples: np.ndarray) -> Tensor:
+        """[b, sequence] int64: the token after each."""
         return torch.from_numpy(self.tokens.sequences(samples, self.sequence)[:, 1:].copy())
 
 
-def problems(run: Run) -> list[DataError]:
-    """What is wrong with the data settings, as far as it shows without reading much."""
-    found = [problem] if (problem := missing_path(run.data.corpus)) else []
-    return found + first_look(run)
+class LanguageModelling(Task):
+    """The task `lm`: sequences of one corpus or of several; whole documents where they are packed."""
+
+    form = SHIPPED["lm"]
+
+    def problems(self, run: Run, *, elsewhere: bool) -> list[RanvierError]:
+        """A corpus that is missing here may lie on the machines that the run is meant for."""
+        try:
+            sources = sources_of(run.data, run.data.corpus)
+        except DataError as problem:
+            return [problem]
+        found: list[RanvierError] = _tokenizer_problems(run)
+        for source in sources:
+            found = [*_missing(source.name, run.data.text_column, elsewhere), *found]
+        if run.data.eval is not None:
+            found += _missing(run.data.eval, run.data.text_column, elsewhere)
+        return found
+
+    def warnings(self, run: Run) -> list[RanvierError]:
+        """What of a corpus is left out, as far as its size tells."""
+        limit = run.data.max_bytes
+        found: list[RanvierError] = []
+        for source in sources_of(run.data, run.data.corpus) if limit != "auto" else ():
+            there = None if is_own(source.name) else size_bytes(source.name)
+            if limit != "auto" and there is not None and there > limit:
+                found.append(DataError(
+                    f"leaves out a part of {source.name}, which has {there:,} bytes", where="data.max-bytes",
+                    value=limit, remedy="Set --data.max-bytes auto to take all of it."))
+        return found
+
+    def prepare(self, run: Run, progress: Progress) -> Prepared:
+        """Tokenizer and token files of this run (see ranvier.data.prepare). DataError when there is too little text for
+        one sequence."""
+        cache, sources = cache_folder(run), sources_of(run.data, run.data.corpus)
+        corpora = [open_corpus(source.name, cache, progress, run.data.text_column) for source in sources]
+        tokenizer = _tokenizer(run, corpora, cache, progress)
+        if tokenizer.vocab > run.model.vocab:
+            raise _vocab_too_small(run.model.vocab, tokenizer.vocab)
+        files = [_token_files(run, corpus, tokenizer, progress) for corpus in corpora]
+        parts = [[_samples(tokens, run, tokenizer.end) for tokens in pair] for pair in files]
+        if run.data.eval is not None:
+            return _with_held_out(run, self._prepared(run, tokenizer, corpora, files, parts), tokenizer, progress)
+        return self._prepared(run, tokenizer, corpora, files, parts)
+
+    def _prepared(self, run: Run, tokenizer: Tokenizer, corpora: Sequence[OpenCorpus],
+                  files: Sequence[tuple[Tokens, Tokens]], parts: Sequence[Sequence[Sequences | PackedSamples]]
+                  ) -> Prepared:
+        sources = sources_of(run.data, run.data.corpus)
+        for (train, held), (train_samples, held_samples), source in zip(files, parts, sources, strict=True):
+            for part, tokens, samples in (("training", train, train_samples), ("held-out", held, held_samples)):
+                if len(samples) < 1 and (part == "training" or run.data.eval is None):
+                    raise DataError(f"has too little {part} text for one sequence of {run.model.sequence} + 1 tokens",
+                                    where=f"data.corpus {source.name}", value=f"{len(tokens)} tokens",
+                                    remedy="Give more text (or a larger --data.max-bytes), or a shorter "
+                                           "--model.sequence.")
+        train_parts, held_parts = ([pair[place] for pair in parts] for place in (0, 1))
+        packed = [samples for samples in train_parts if isinstance(samples, PackedSamples)]
+        weight, padding = float(run.model.sequence), ""
+        if packed:
+            weight = sum(one.samples.num_targets() for one in packed) / sum(map(len, packed))
+            padding = padding_text(np.concatenate([one.samples.sample_lengths for one in packed]), run, can_pack=True)
+        digests = [digest for train, held in files for digest in (train.about.digest, held.about.digest)]
+        more = (run.data.packing, run.data.mixture) if run.data.packing or run.data.mixture else ()
+        return Prepared(tokenizer=tokenizer, train=join(train_parts), weight=weight,
+                        eval=spread(held_parts) if run.data.eval is None else held_parts[0],
+                        about="; ".join(_about(run, source.name, corpus, *pair) for source, corpus, pair in zip(
+                            sources, corpora, files, strict=True)),
+                        padding=padding, shares=shares(sources, list(map(len, train_parts))),
+                        transform=f"{run.model.sequence} tokens", first_tokens=files[0][1].head(HEAD_TOKENS),
+                        fingerprint=fingerprint(tokenizer.fingerprint, *digests, *more))
 
 
-def first_look(run: Run) -> list[DataError]:
-    """What is wrong with the tokenizer, and with the first line of a file of JSON lines; a corpus that is not there is
-    left to the machine that the run is meant for."""
-    found, name, path = [], run.data.tokenizer, Path(run.data.corpus).expanduser()
+LM = LanguageModelling()
+"""The task; it has no state."""
+
+
+def _tokenizer_problems(run: Run) -> list[RanvierError]:
+    """What is wrong with the tokenizer."""
+    name = run.data.tokenizer
     try:
         smallest = {"bpe": SMALLEST_VOCAB, "gpt2": GPT2_VOCAB}.get(name) or tokenizers.from_path(name).vocab
         kind = {"bpe": "a byte-level tokenizer", "gpt2": "GPT-2's tokenizer"}.get(name, f"the tokenizer {name}")
         if run.model.vocab < smallest:
-            found.append(DataError(f"is less than {kind} has: {smallest}", where="model.vocab", value=run.model.vocab,
-                                   remedy=f"Set --model.vocab {smallest} or more."))
+            return [DataError(f"is less than {kind} has: {smallest}", where="model.vocab", value=run.model.vocab,
+                              remedy=f"Set --model.vocab {smallest} or more.")]
     except DataError as problem:
-        found.append(problem)
+        return [problem]
+    return []
+
+
+def _with_held_out(run: Run, prepared: Prepared, tokenizer: Tokenizer, progress: Progress) -> Prepared:
+    """The run's data with all text of the corpus data.eval as held-out text; what it trains on is the same."""
+    name = run.data.eval
+    assert name is not None
+    corpus = open_corpus(name, cache_folder(run), progress, run.data.text_column)
+    tokens = _whole_file(run, corpus, tokenizer, progress)
+    samples = _samples(tokens, run, tokenizer.end)
+    if len(samples) < 1:
+        raise DataError(f"has too little text for one sequence of {run.model.sequence} + 1 tokens",
+                        where="data.eval", value=f"{len(tokens)} tokens",
+                        remedy="Give more text, or a shorter --model.sequence.")
+    return replace(prepared, eval=samples, about=f"{prepared.about}; held out is {name}: {len(tokens):,} tokens",
+                   first_tokens=tokens.head(HEAD_TOKENS),
+                   fingerprint=fingerprint(prepared.fingerprint, tokens.about.digest))
+
+
+def _missing(name: str, column: str | None, elsewhere: bool) -> list[RanvierError]:
+    """What is wrong with a corpus, as far as a first look tells. elsewhere: it may lie on another machine."""
+    missing = (None if elsewhere else missing_path(name)) or missing_package(name)
+    return [*([missing] if missing else []), *_first_look(name, column)]
+
+
+def _first_look(corpus: str, column: str | None) -> list[RanvierError]:
+    """What is wrong with the columns of a table, and with its first row."""
     try:
-        if path.suffix.lower() in JSON_LINES and path.is_file():
-            next(json_lines(path), None)
+        look_at_columns(corpus, column)
     except DataError as problem:
-        found.append(problem)
-    except (OSError, ValueError):  # told where all of it is read
+        return [problem]
+    except (OSError, ValueError, RuntimeError):  # told where all of it is read
         pass
-    return found
+    return []
 
 
-def warnings(run: Run) -> list[DataError]:
-    """What of a corpus is left out, as far as its size tells."""
-    limit = run.data.max_bytes
-    there = None if limit == "auto" else size_bytes(run.data.corpus)
-    if there is None or there <= limit:
-        return []
-    return [DataError(f"leaves out a part of {run.data.corpus}, which has {there:,} bytes", where="data.max-bytes",
-                      value=limit, remedy="Set --data.max-bytes auto to take all of it.")]
-
-
-def prepare(run: Run, progress: Progress = lambda line: None) -> Prepared:
-    """Tokenizer and token files of this run (see ranvier.data.prepare). DataError when there is too little text for one
-    sequence."""
-    cache = cache_folder(run)
-    corpus = open_corpus(run.data.corpus, cache, progress)
-    tokenizer = _tokenizer(run, corpus, cache, progress)
-    if tokenizer.vocab > run.model.vocab:
-        raise _vocab_too_small(run.model.vocab, tokenizer.vocab)
+def _token_files(run: Run, corpus: OpenCorpus, tokenizer: Tokenizer, progress: Progress) -> tuple[Tokens, Tokens]:
+    """The training and held-out tokens of a corpus, from the cache."""
     limit = _limit(run, corpus)
     text = fingerprint(corpus.fingerprint, limit, HELD_OUT_EVERY)
-    folder = cache / "tokens" / fingerprint(text, tokenizer.fingerprint, "knows cut")
-    with one_writer(folder / "train", progress):
-        if not (exists(folder / "train") and exists(folder / "eval")):
-            _write(folder, corpus, text, limit, tokenizer, progress)
-    train, held = open_tokens(folder / "train"), open_tokens(folder / "eval")
-    for part, tokens in (("training", train), ("held-out", held)):
-        if tokens.num_sequences(run.model.sequence) < 1:
-            raise DataError(f"has too little {part} text for one sequence of {run.model.sequence} + 1 tokens",
-                            where=f"data.corpus {run.data.corpus}", value=f"{len(tokens)} tokens",
-                            remedy="Give more text (or a larger --data.max-bytes), or a shorter --model.sequence.")
+    folder = cache_folder(run) / "tokens" / fingerprint(text, tokenizer.fingerprint, "knows cut")
+    if not (exists(folder / "train") and exists(folder / "eval")):
+        with one_writer(folder / "train", progress):
+            if not (exists(folder / "train") and exists(folder / "eval")):
+                _write(folder, corpus, text, limit, tokenizer, progress)
+    return open_tokens(folder / "train"), open_tokens(folder / "eval")
+
+
+def _whole_file(run: Run, corpus: OpenCorpus, tokenizer: Tokenizer, progress: Progress) -> Tokens:
+    """All tokens of a corpus, from the cache."""
+    limit = _limit(run, corpus)
+    text = fingerprint(corpus.fingerprint, limit, "whole")
+    folder = cache_folder(run) / "tokens" / fingerprint(text, tokenizer.fingerprint, "knows cut")
+    if not exists(folder / "eval"):
+        with one_writer(folder / "train", progress):
+            if not exists(folder / "eval"):
+                _write(folder, corpus, text, limit, tokenizer, progress, whole=True)
+    return open_tokens(folder / "eval")
+
+
+def _samples(tokens: Tokens, run: Run, end: int) -> Sequences | PackedSamples:
+    """Sequences of the text as it stands, or of packed documents."""
+    if not run.data.packing:
+        return Sequences(tokens, run.model.sequence)
+    samples = TokenSamples(tokens.numbers, *runs(*tokens.documents(end), run.model.sequence), run.model.sequence)
+    return PackedSamples(samples, best_fit(samples.sample_lengths, run.model.sequence))
+
+
+def _about(run: Run, name: str, corpus: OpenCorpus, train: Tokens, held: Tokens) -> str:
+    limit = _limit(run, corpus)
     of = f", of its first {limit:,} bytes: data.max-bytes leaves out the rest" if train.about.cut else ""
-    return Prepared(tokenizer=tokenizer, train=Sequences(train, run.model.sequence),
-                    eval=Sequences(held, run.model.sequence), weight=float(run.model.sequence),
-                    about=f"{run.data.corpus}: {len(train):,} tokens, {len(held):,} held out{of}",
-                    transform=f"{run.model.sequence} tokens",
-                    fingerprint=fingerprint(tokenizer.fingerprint, train.about.digest, held.about.digest))
+    return f"{name}: {len(train):,} tokens, {len(held):,} held out{of}"
 
 
-def _limit(run: Run, corpus: Corpus) -> int:
+def _limit(run: Run, corpus: OpenCorpus) -> int:
     """Bytes that are read of the corpus."""
     if run.data.max_bytes != "auto":
         return run.data.max_bytes
     return NO_LIMIT if corpus.is_path else NAMED_BYTES
 
 
-def _tokenizer(run: Run, corpus: Corpus, cache: Path, progress: Progress) -> Tokenizer:
+def _of_pretrained(run: Run, cache: Path, progress: Progress) -> Tokenizer | None:
+    """The tokenizer of the model that training starts from, if it has one. DataError for a run with another."""
+    if run.model.pretrained is None:
+        return None
+    path = folder_of(run.model.pretrained, cache, progress) / "tokenizer.json"
+    if not path.is_file():
+        return None
+    own = tokenizers.load(path, remedy="Put the tokenizer.json that belongs to the model into its folder.")
+    if run.data.tokenizer == "bpe":
+        return own
+    given = tokenizers.gpt2(cache, progress) if run.data.tokenizer == "gpt2" else tokenizers.from_path(
+        run.data.tokenizer)
+    if given.fingerprint != own.fingerprint:
+        raise DataError(f"is not the tokenizer of model.pretrained {run.model.pretrained}: the same numbers would be "
+                        "other tokens", where="data.tokenizer", value=run.data.tokenizer,
+                        remedy="Leave it out: the model's own is taken.")
+    return own
+
+
+def _tokenizer(run: Run, corpora: Sequence[OpenCorpus], cache: Path, progress: Progress) -> Tokenizer:
+    """The run's tokenizer; bpe is trained on its corpora, of each of which it reads equally much."""
+    own = _of_pretrained(run, cache, progress)
+    if own is not None:
+        return own
     if run.data.tokenizer == "gpt2":
         return tokenizers.gpt2(cache, progress)
     if run.data.tokenizer != "bpe":
         return tokenizers.from_path(run.data.tokenizer)
-    limit = _limit(run, corpus)
-    name = fingerprint("bpe", corpus.fingerprint, limit, HELD_OUT_EVERY, TOKENIZER_BYTES, run.model.vocab)
+    same = [part for corpus in corpora for part in (corpus.fingerprint, _limit(run, corpus))]
+    name = fingerprint("bpe", *same, HELD_OUT_EVERY, TOKENIZER_BYTES, run.model.vocab)
     path = cache / "tokenizers" / f"{name}.json"
-    with one_writer(path, progress):
-        if not path.exists():
-            progress(f"training a tokenizer of {run.model.vocab} entries on {corpus.name}")
-            _training_sample(run, corpus).save(path)
+    if not path.exists():
+        with one_writer(path, progress):
+            if not path.exists():
+                names = ", ".join(corpus.name for corpus in corpora)
+                progress(f"training a tokenizer of {run.model.vocab} entries on {names}")
+                tokenizers.train((text for corpus in corpora for text in _training_text(
+                    run, corpus, TOKENIZER_BYTES // len(corpora))), run.model.vocab).save(path)
     return tokenizers.load(path)
 
 
-def _training_sample(run: Run, corpus: Corpus) -> Tokenizer:
-    """A tokenizer trained on the first text that is not held out."""
-    def texts():
-        left = TOKENIZER_BYTES
-        for document, held_out in split(corpus.documents(_limit(run, corpus))):
-            if not held_out:
-                yield document.text[:left]
-                left -= len(document.text)
-            if left <= 0:
-                return
-
-    return tokenizers.train(texts(), run.model.vocab)
+def _training_text(run: Run, corpus: OpenCorpus, limit: int) -> Iterator[str]:
+    """The first text of a corpus that is not held out."""
+    left = limit
+    for document, held_out in split(corpus.documents(_limit(run, corpus))):
+        if not held_out:
+            yield document.text[:left]
+            left -= len(document.text)
+        if left <= 0:
+            return
 
 
-def _write(folder: Path, corpus: Corpus, text: str, max_bytes: int, tokenizer: Tokenizer, progress: Progress) -> None:
+def _write(folder: Path, corpus: OpenCorpus, text: str, max_bytes: int, tokenizer: Tokenizer,
+           progress: Progress, *, whole: bool = False) -> None:
+    """Write the token files of a corpus. whole: all of it is held out."""
     cuts: list[bool] = []
-    about = {"vocab": tokenizer.vocab, "tokenizer": tokenizer.fingerprint, "corpus": text, "cut": lambda: bool(cuts)}
+    open_part = partial(write_tokens, vocab=tokenizer.vocab, tokenizer=tokenizer.fingerprint, corpus=text,
+                        cut=lambda: bool(cuts))
     progress(f"tokenising {corpus.name}")
     done = reported = 0
-    with write_tokens(folder / "train", **about) as train, write_tokens(folder / "eval", **about) as held:
-        for document, held_out in split(corpus.documents(max_bytes, lambda: cuts.append(True))):
-            append = held if held_out else train
-            for part in tokenizer.encode_in_parts(document.text):
+    encode = partial(_encoded, tokenizer.text())
+    processes = processes_of(progress)
+    with open_part(folder / "train") as train, open_part(folder / "eval") as held:
+        read = corpus.documents(max_bytes, lambda: cuts.append(True))
+        documents = ((document, True) for document in read) if whole else split(read)
+        if processes > 1:
+            encoded: Iterator[tuple[Iterable[Ids], int, bool]] = (
+                ([part], size, is_held) for piece in map_in_order(encode, _pieces(documents), processes)
+                for part, size, is_held in piece)
+        else:
+            encoded = ((tokenizer.encode_in_parts(document.text), len(document.text), is_held)
+                       for document, is_held in documents)
+        for parts, size, is_held in encoded:
+            append = held if is_held else train
+            for part in parts:
                 append(part)
             append([tokenizer.end])
-            done += len(document.text)
+            done += size
+            advance(progress, f"characters of {corpus.name}", done)
             if done - reported >= 10_000_000:
                 reported = done
                 progress(f"tokenising {corpus.name}: {done / 1e6:.0f} million characters")
+
+
+def _pieces(documents: Iterable[tuple[Document, bool]]) -> Iterator[list[tuple[Document, bool]]]:
+    """Documents in lists that are long enough for one process."""
+    piece: list[tuple[Document, bool]] = []
+    size = 0
+    for document, is_held in documents:
+        piece.append((document, is_held))
+        size += len(document.text)
+        if size >= PIECE_CHARACTERS:
+            yield piece
+            piece, size = [], 0
+    if piece:
+        yield piece
+
+
+def _encoded(tokenizer: str, piece: Sequence[tuple[Document, bool]]) -> list[tuple[np.ndarray, int, bool]]:
+    """Tokens, characters, and whether it is held out, of each document. tokenizer: its tokenizer.json."""
+    encode = _loaded(tokenizer).encode
+    return [(np.array(encode(document.text), dtype=np.uint32), len(document.text), is_held)
+            for document, is_held in piece]
+
+
+@lru_cache(maxsize=1)
+def _loaded(tokenizer: str) -> Tokenizer:
+    """Of a process that encodes piece after piece."""
+    return Tokenizer(InnerTokenizer.from_str(tokenizer))
 
 
 def _vocab_too_small(vocab: int, needed: int) -> DataError:

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ranvier.data.sampler import Sampler, at_home, microbatches, share
-from ranvier.data.task import Dataset, Targets
+from ranvier.data.task import Dataset, Targets, padded_inputs, padded_targets
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.tensor.loss import IGNORED
+from ranvier.tensor.split.loss import IGNORED
 
 
 class Loader:
@@ -21,20 +21,26 @@ class Loader:
     replica, num_replicas: this rank's index and the size of the mesh along `data`; row, num_rows: along `row`. A
     microbatch that the rows cannot share is filled up with samples that have no target.
     nodes: the machine of each replica, where each sample is to come to the same machine in every epoch (`at_home`).
-    total: samples after which there are no more, where an evaluation goes once through all. Stateless: any step may be
-    asked for, in any order.
+    total: samples after which there are no more, where an evaluation goes once through all.
+    lengths: positions of each sample. A batch is then sorted by length before it is shared, so that microbatches with
+    the same number have similar lengths on all replicas, and a microbatch is padded to its longest sample, rounded up
+    to `length_multiple`. All ranks compute the same lengths from the same index. None: samples have one length.
+
+    Stateless: any step may be asked for, in any order. Batches are made when they are asked for, without prefetching.
     """
 
     def __init__(self, data: Dataset, sampler: Sampler, *, global_size: int, microbatch_size: int,
                  replica: int = 0, num_replicas: int = 1, row: int = 0, num_rows: int = 1,
                  needs_inputs: bool = True, needs_targets: bool = True, device: torch.device | str = "cpu",
-                 total: int | None = None, nodes: Sequence[int] = ()) -> None:
+                 total: int | None = None, nodes: Sequence[int] = (), lengths: np.ndarray | None = None,
+                 length_multiple: int = 1) -> None:
         self.data, self.sampler = data, sampler
         self.global_size, self.microbatch_size = global_size, microbatch_size
         self.replica, self.num_replicas = replica, num_replicas
         self.row, self.num_rows = row, num_rows
         self.needs_inputs, self.needs_targets = needs_inputs, needs_targets
         self.device, self.total, self.nodes = torch.device(device), total, nodes
+        self.lengths, self.length_multiple = lengths, length_multiple
         self.offset = 0
         """Samples that were taken beside those of earlier steps: by steps of another size, or left out."""
 
@@ -53,9 +59,12 @@ class Loader:
         found = []
         for whole, theirs in zip(microbatches(batch, self.microbatch_size), microbatches(epochs, self.microbatch_size),
                                  strict=True):
-            (samples, valid), (theirs, _) = self._of_row(whole), self._of_row(theirs)
-            inputs = self._on_device(self.data.inputs(samples, theirs)) if self.needs_inputs else None
-            targets = self._on_device(_without(self.data.targets(samples), valid)) if self.needs_targets else None
+            (samples, valid), (theirs, _), length = self._of_row(whole), self._of_row(theirs), self._length(whole)
+            inputs = targets = None
+            if self.needs_inputs:
+                inputs = self._on_device(padded_inputs(self.data, samples, theirs, length))
+            if self.needs_targets:
+                targets = self._on_device(_without(padded_targets(self.data, samples, length), valid))
             found.append(Microbatch(inputs=inputs, targets=targets, samples=torch.from_numpy(samples.copy())))
         return found
 
@@ -67,10 +76,21 @@ class Loader:
     def _taken(self, step: int) -> tuple[np.ndarray, slice | np.ndarray]:
         """This replica's samples of a step, and which of all replicas' they are."""
         size = self.size(step)
-        mine = share(size, self.num_replicas, self.replica)
+        mine: slice | np.ndarray = share(size, self.num_replicas, self.replica)
         batch = self.sampler.global_batch(step, self.global_size, self.offset)[:size]
-        mine = at_home(batch, self.nodes)[mine] if len(set(self.nodes)) > 1 else mine
+        if len(set(self.nodes)) > 1:
+            mine = at_home(batch, self.nodes)[mine]
+            if self.lengths is not None:
+                mine = mine[longest_first(self.lengths[batch[mine]])]
+        elif self.lengths is not None:
+            mine = longest_first(self.lengths[batch])[self.replica::self.num_replicas]
         return batch[mine], mine
+
+    def _length(self, microbatch: np.ndarray) -> int | None:
+        """Positions of all rows of a microbatch; None where samples have one length."""
+        if self.lengths is None:
+            return None
+        return -(-int(self.lengths[microbatch].max()) // self.length_multiple) * self.length_multiple
 
     def _of_row(self, samples: np.ndarray) -> tuple[np.ndarray, int]:
         """This row's share of a microbatch, and how many of it count; the last sample is repeated where it must."""
@@ -78,8 +98,21 @@ class Loader:
         mine = samples[self.row * each:(self.row + 1) * each]
         return np.concatenate([mine, np.repeat(samples[-1:], each - len(mine))]), len(mine)
 
-    def _on_device(self, tensors):
-        return tree_map(lambda tensor: tensor.to(self.device), tensors)
+    def _on_device(self, tensors: Targets) -> Targets:
+        """On a CUDA device the copies are started only: from ordinary memory the host would wait for each."""
+        def move(tensor: Tensor) -> Tensor:
+            if self.device.type != "cuda":
+                return tensor.to(self.device)
+            return tensor.pin_memory().to(self.device, non_blocking=True)
+
+        moved: Targets = tree_map(move, tensors)
+        return moved
+
+
+def longest_first(lengths: np.ndarray) -> np.ndarray:
+    """Places of the lengths, the longest first; equal ones in their order. Memory is then at its peak in the first
+    microbatch."""
+    return np.argsort(-lengths, kind="stable")
 
 
 def _without(targets: Targets, valid: int) -> Targets:
@@ -87,4 +120,5 @@ def _without(targets: Targets, valid: int) -> Targets:
     def left_out(tensor: Tensor) -> Tensor:
         return torch.cat([tensor[:valid], torch.full_like(tensor[valid:], IGNORED)])
 
-    return tree_map(left_out, targets)
+    valid_alone: Targets = tree_map(left_out, targets)
+    return valid_alone

@@ -1,14 +1,17 @@
-"""What --data.train and --data.eval name, where it is a file of one's own."""
+"""Checks of the names in --data.train and --data.eval, and reading of those that are the user's own files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+from ranvier.config.run import Data
+from ranvier.data.tables import has_package, is_hub_name, missing_package
 from ranvier.errors import DataError
-from ranvier.run import Data
 
 MOST_BYTES = 4 << 30
+"""Largest file of text."""
 
 
 def name_problems(data: Data, names: Sequence[str], form: str) -> list[DataError]:
@@ -23,6 +26,39 @@ def name_problems(data: Data, names: Sequence[str], form: str) -> list[DataError
                       remedy=f"Give {form}.")
             for setting, name in (("train", data.train), ("eval", data.eval))
             if name is not None and name not in names and not _exists(name)]
+
+
+def table_name_problems(data: Data, names: Sequence[str], form: str) -> list[DataError]:
+    """As `name_problems`, where the name may be that of a data set on the Hugging Face hub, too."""
+    hub = tuple(name for name in (data.train, data.eval) if name is not None and is_data_set(name))
+    found = name_problems(data, (*names, *hub), form)
+    if hub and not has_package("datasets"):
+        found.append(missing_package("datasets", hub[0], "data.train", form))
+    return found
+
+
+def is_data_set(name: str) -> bool:
+    """Whether this is the name of a data set on the hub, as OWNER/NAME or with :CONFIGURATION, and of no file here."""
+    return is_hub_name(name) and ("/" in name or ":" in name) and not _exists(name)
+
+
+@contextmanager
+def readable_file(path: Path, setting: str, form: str) -> Iterator[None]:
+    """A context in which a file that cannot be read is a DataError. setting: train or eval; form: what may be given."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise DataError("is not UTF-8 text", where=f"data.{setting}", value=f"{path}: {error.reason}",
+                        remedy=f"Give {form}.") from error
+    except OSError as error:
+        raise DataError("cannot be read", where=f"data.{setting}", value=f"{path}: {error}",
+                        remedy=f"Give {form}.") from error
+
+
+def training_name(data: Data) -> str:
+    """data.train, which `name_problems` requires."""
+    assert data.train is not None, "name_problems has been asked"
+    return data.train
 
 
 def text_only(data: Data) -> list[DataError]:
@@ -40,7 +76,7 @@ def own_files(data: Data, names: Sequence[str]) -> list[tuple[str, Path]]:
 
 
 def first_looks(data: Data, names: Sequence[str], look: Callable[[Path, str], None]) -> list[DataError]:
-    """What `look` raises of each of `own_files`: what shows without reading all of it."""
+    """The DataErrors that `look` raises for `own_files`, without reading all of them."""
     found = []
     for setting, path in own_files(data, names):
         try:
@@ -51,12 +87,15 @@ def first_looks(data: Data, names: Sequence[str], look: Callable[[Path, str], No
 
 
 def read_bytes(path: Path, setting: str, form: str) -> bytes:
-    """All of a file of text. DataError when it is none, cannot be read, or is larger than 4 GiB."""
+    """The content of a file of text. DataError if it is not a file, cannot be read, or is larger than 4 GiB.
+
+    setting: train or eval; form: what may be given, in words.
+    """
     try:
         if not path.is_file():
-            raise DataError("is no file", where=f"data.{setting}", value=str(path), remedy=f"Give {form}.")
+            raise DataError("is not a file", where=f"data.{setting}", value=str(path), remedy=f"Give {form}.")
         if path.stat().st_size > MOST_BYTES:
-            raise DataError("is larger than 4 GiB, which is too much for one file of text", where=f"data.{setting}",
+            raise DataError("is larger than 4 GiB, the limit for a file of text", where=f"data.{setting}",
                             value=str(path), remedy="Give a part of it.")
         return path.read_bytes()
     except (OSError, ValueError) as error:

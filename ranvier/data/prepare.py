@@ -1,22 +1,79 @@
-"""From a run's configuration to its data: each task has a module that knows how."""
+"""From a run's configuration to its data, by the run's task."""
 
 from __future__ import annotations
 
-from importlib import import_module
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
-import platformdirs
+from ranvier.config.named_object import blamed, load_object
+from ranvier.config.run import Run
+from ranvier.config.task_form import SHIPPED, TASK_ATTRIBUTES, form_of
+from ranvier.data.eval_sets import eval_set_runs
+from ranvier.data.named_files import is_data_set
+from ranvier.data.publish import CacheOnly, NotInCache, Progress
+from ranvier.data.task import EvalSet, Prepared, Task
+from ranvier.errors import ConfigError, DataError, RanvierError
 
-from ranvier.data.publish import Progress
-from ranvier.data.task import Prepared
-from ranvier.errors import RanvierError
-from ranvier.run import Run
+
+def task_of(run: Run) -> Task:
+    """The run's task, imported when it is first asked for. ConfigError where a user's is none."""
+    match run.data.task:
+        case "lm":
+            from ranvier.data.lm import LM
+            return LM
+        case "chat":
+            from ranvier.data.chat import CHAT
+            return CHAT
+        case "classification":
+            from ranvier.data.classification import CLASSIFICATION
+            return CLASSIFICATION
+        case "qa":
+            from ranvier.data.qa import QA
+            return QA
+        case "images":
+            from ranvier.data.images import IMAGES
+            return IMAGES
+    form_of(run.data)  # checks what the protocol says of it
+    found: Task = load_object(run.data.task, "data.task", TASK_ATTRIBUTES, run.data.options)  # type: ignore[assignment]
+    return found
 
 
-def problems(run: Run) -> list[RanvierError]:
-    """What is wrong with the data settings, as far as it shows without reading anything."""
-    return _task(run).problems(run)
+def problems(run: Run, *, elsewhere: bool = False) -> list[RanvierError]:
+    """What is wrong with the data settings, as far as it shows without reading much. elsewhere: for another machine."""
+    try:
+        task = task_of(run)
+        with blamed(run.data.task, "data.task", "`problems`"):
+            found = list(task.problems(run, elsewhere=elsewhere))
+            for name, other in ({} if found else eval_set_runs(run)).items():
+                found += [_of_set(name, problem) for problem in task.problems(other, elsewhere=elsewhere)]
+            return found
+    except RanvierError as problem:
+        return [problem]
+
+
+def warnings(run: Run) -> list[RanvierError]:
+    """What of the data settings works, but probably otherwise than the user means. None where the task is none."""
+    try:
+        task = task_of(run)
+    except RanvierError:  # one of the problems
+        return []
+    with blamed(run.data.task, "data.task", "`warnings`"):
+        return list(task.warnings(run))
+
+
+def known_padding(run: Run) -> str:
+    """The share of padding of a run (`Prepared.padding`) whose data is in the cache; empty where nothing is padded, or
+    the data is not there yet. Nothing is made or fetched."""
+    data = run.data
+    names = [name for name in (data.train, data.eval, *data.mixture, data.packing and data.corpus) if name]
+    is_plain_text = data.task == "lm" and not data.packing
+    is_fetched = run.model.pretrained is not None and not Path(run.model.pretrained).expanduser().is_dir()
+    if data.task not in SHIPPED or is_plain_text or is_fetched or any(is_data_set(name) for name in names):
+        return ""
+    try:
+        return prepare(run, CacheOnly()).padding
+    except (NotInCache, RanvierError, OSError):
+        return ""
 
 
 def prepare(run: Run, progress: Progress = lambda line: None) -> Prepared:
@@ -27,13 +84,33 @@ def prepare(run: Run, progress: Progress = lambda line: None) -> Prepared:
     """
     for problem in problems(run):
         raise problem
-    return _task(run).prepare(run, progress)
+    prepared = _prepared(run, progress)
+    sets = {name: _eval_set(name, prepared, _prepared(other, progress)) for name, other in eval_set_runs(run).items()}
+    return replace(prepared, eval_sets=sets) if sets else prepared
 
 
-def cache_folder(run: Run) -> Path:
-    """Where fetched files, tokenizers and prepared samples are kept."""
-    return run.data.cache_dir.expanduser() if run.data.cache_dir else Path(platformdirs.user_cache_dir("ranvier"))
+def _prepared(run: Run, progress: Progress) -> Prepared:
+    with blamed(run.data.task, "data.task", "`prepare`"):
+        prepared = task_of(run).prepare(run, progress)
+    if not isinstance(prepared, Prepared):
+        raise ConfigError(f"has a `prepare` that returns a {type(prepared).__name__}", where="data.task",
+                          value=run.data.task, remedy="Return a ranvier.data.task.Prepared.")
+    return prepared
 
 
-def _task(run: Run) -> ModuleType:
-    return import_module(f"ranvier.data.{run.data.task}")
+def _eval_set(name: str, main: Prepared, prepared: Prepared) -> EvalSet:
+    """The held-out data of a run whose only difference is that data. DataError where it has other classes or another
+    tokenizer."""
+    own, other = (None if one.tokenizer is None else one.tokenizer.fingerprint for one in (main, prepared))
+    for what, is_same in (("classes", main.class_names == prepared.class_names), ("tokens", own == other)):
+        if not is_same:
+            raise DataError(f"has other {what} than the run", where=f"data.eval-sets, set {name}",
+                            value=list(prepared.class_names[:20]) if what == "classes" else None,
+                            remedy="Give data of the same form as the training data.")
+    return EvalSet(data=prepared.eval, scoring=prepared.scoring, fingerprint=prepared.fingerprint)
+
+
+def _of_set(name: str, problem: RanvierError) -> RanvierError:
+    """A problem of the run with a named set, said of that set."""
+    return DataError(f"{problem.where} {problem.what}", where=f"data.eval-sets, set {name}", value=problem.value,
+                     remedy=problem.remedy)

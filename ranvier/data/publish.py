@@ -1,4 +1,4 @@
-"""Files in the cache that appear whole or not at all, made by one process while others wait for it."""
+"""Files in the cache that appear only when they are complete, written by one process while others wait for it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ranvier.errors import DataError
-from ranvier.plain_file import replacing
+from ranvier.system.atomic_file import replace_atomically
 
 Progress = Callable[[str], None]
-"""Takes one line about what is being done."""
+"""Takes one line of text about what is being done."""
 
 _SOON_SECONDS = 0.5
-"""A wait that is no longer is not told."""
+"""A shorter wait is not reported."""
 _POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
 class RunProgress:
-    """A `Progress` of one rank of several that prepare the same thing. is_own: whether a process, by `process_name`, is
-    a rank of the same run."""
+    """The `Progress` of a rank, where several ranks prepare the same file. is_own: whether a process, by its
+    `process_name`, is a rank of the same run."""
 
     tell: Progress
     is_own: Callable[[str], bool]
@@ -35,18 +35,56 @@ class RunProgress:
         self.tell(line)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PreparationProgress:
+    """The `Progress` of `ranvier data prepare`. processes: that may work on the data. advance: takes (what is being
+    done, bytes or samples that are done)."""
+
+    tell: Progress
+    processes: int = 1
+    advance: Callable[[str, int], None] = lambda what, done: None
+
+    def __call__(self, line: str) -> None:
+        self.tell(line)
+
+
+class NotInCache(Exception):
+    """A file of the cache would have to be made, and whoever asked wants only what is there."""
+
+
+@dataclass(frozen=True)
+class CacheOnly:
+    """The `Progress` of those who read what is prepared and make nothing: `NotInCache` is raised instead."""
+
+    def __call__(self, line: str) -> None:
+        """Lines are dropped."""
+
+
+def processes_of(progress: Progress) -> int:
+    """How many processes may work on the data."""
+    return progress.processes if isinstance(progress, PreparationProgress) else 1
+
+
+def advance(progress: Progress, what: str, done: int) -> None:
+    """Report how much of `what` is done, where somebody shows it."""
+    if isinstance(progress, PreparationProgress):
+        progress.advance(what, done)
+
+
 def process_name() -> str:
-    """This process, by a name that no other has at the same time."""
+    """A name of this process that no other process has at the same time."""
     return f"{socket.gethostname()} {os.getpid()}"
 
 
 @contextmanager
 def one_writer(path: Path, progress: Progress) -> Iterator[None]:
-    """Inside is one process (and one thread) at a time for this `path`; whoever enters later looks again for the file.
+    """A context in which one process (and one thread) is at a time for this `path`; check for the file again inside.
 
-    The lock dies with its process. Where the file system knows no locks, several may be inside: `published` keeps what
-    they write whole, and they write the same. A wait for a process that is no rank of the same run is told.
+    The lock ends with its process. On a file system without locks several processes may be inside: they write the same,
+    and `published` keeps their files complete. A wait for a process of another run is reported to `progress`.
     """
+    if isinstance(progress, CacheOnly):
+        raise NotInCache(str(path))
     with _writable(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
@@ -66,7 +104,7 @@ def _acquire(lock: int, path: Path, progress: Progress) -> None:
                 progress(f"another process is preparing {path.name}: waiting for it")
             fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError:
-        progress(f"{path.parent} knows no file locks: going on without")
+        progress(f"{path.parent} has no file locks: continuing without")
         return
     os.ftruncate(lock, 0)
     os.pwrite(lock, process_name().encode(), 0)
@@ -86,13 +124,13 @@ def _acquired_soon(lock: int) -> bool:
 
 @contextmanager
 def published(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that takes the name `path`, on disk and whole, when the block ends without an exception.
+    """A context with a new file that gets the name `path`, complete and on disk, when it ends without an exception.
 
-    DataError when it cannot be written.
+    DataError if it cannot be written.
     """
     with _writable(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as file:
+        with replace_atomically(path) as file:
             yield file
 
 

@@ -6,14 +6,14 @@ import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from ranvier.config.run import Run
 from ranvier.data import wordpiece
-from ranvier.data.corpus import fingerprint
-from ranvier.data.prepare import cache_folder
-from ranvier.data.pretrained_models import folder_of
+from ranvier.data.cache_folder import cache_folder
+from ranvier.data.fingerprint import fingerprint
+from ranvier.data.offline.pretrained_models import folder_of
 from ranvier.data.publish import Progress, one_writer
 from ranvier.data.wordpiece import SMALLEST_VOCAB, WordPiece
 from ranvier.errors import DataError
-from ranvier.run import Run
 
 BUILT_IN = ("bpe", "gpt2")
 """Names of data.tokenizer that are no paths. They are the task lm's; other tasks train a WordPiece."""

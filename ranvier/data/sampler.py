@@ -1,4 +1,4 @@
-"""Which sequences are in which step, and who takes which of them: a matter of the seed alone, never of the mesh. Pure.
+"""Which sequences are in which step, and who takes which of them: a matter of the seed alone, never of the mesh.
 
 The whole state is the number of the step, so a run resumes anywhere and on any mesh.
 """
@@ -11,19 +11,34 @@ import numpy as np
 import torch
 
 from ranvier import keyed_random
+from ranvier.data.task import Share
+
+GROUP = 32
+"""Samples of similar lengths that stay together, whatever the size of a batch: the order must not depend on it."""
+GROUPS_SORTED = 64
+"""Groups whose samples are sorted by length together. More groups are more uniform, fewer keep the order random."""
 
 
 class Sampler:
-    """Every sequence once per epoch, in an order keyed by (seed, epoch); without a seed in their own order."""
+    """Every sequence once per epoch, in an order keyed by (seed, epoch); without a seed in their own order.
 
-    def __init__(self, num_sequences: int, seed: int | None) -> None:
+    lengths: of the sequences, which then come in groups of similar lengths; None keeps the order random. shares: parts
+    of a mixture, of which an epoch takes as many samples as they say; () is one epoch of all.
+    """
+
+    def __init__(self, num_sequences: int, seed: int | None, *, lengths: np.ndarray | None = None,
+                 shares: Sequence[Share] = ()) -> None:
         if num_sequences < 1:
             raise ValueError("a sampler needs at least one sequence")
-        self.num_sequences, self.seed = num_sequences, seed
+        self.seed, self._lengths = seed, lengths
+        self._shares = shares or (Share(first=0, count=num_sequences, taken=num_sequences),)
+        self.num_sequences = sum(share.taken for share in self._shares)
+        """Sequences of an epoch."""
         self._orders: dict[int, np.ndarray] = {}
 
     def global_batch(self, step: int, global_size: int, offset: int = 0) -> np.ndarray:
-        """[global_size] int64: sequence numbers of step `step`, counted from 0. Epochs follow without a gap.
+        """[global_size] int64: sequence numbers of step `step`, counted from 0. Epochs follow without a gap: no
+        batch is dropped (drop_last), the last one of an epoch takes samples of the next.
         offset: sequences that were taken beside those of earlier steps."""
         epoch, within = self._place(step, global_size, offset)
         batch = np.empty_like(within)
@@ -44,12 +59,46 @@ class Sampler:
         return np.divmod(np.arange(global_size, dtype=np.int64) + step * global_size + offset, self.num_sequences)
 
     def _order(self, epoch: int) -> np.ndarray:
-        """A permutation of the sequence numbers: the order of their keyed hashes."""
+        """The sequence numbers of an epoch in their order."""
         if self.seed is None:
-            return np.arange(self.num_sequences, dtype=np.int64)
-        numbers = torch.arange(self.num_sequences, dtype=torch.int64)
-        hashes = keyed_random.bits(keyed_random.key("order", self.seed, epoch), numbers)
-        return torch.argsort(hashes, stable=True).numpy()
+            return np.concatenate([share.first + self._of_share(share, epoch) for share in self._shares])
+        if len(self._shares) == 1:
+            order = self._shares[0].first + self._of_share(self._shares[0], epoch)
+        else:
+            found = np.concatenate([share.first + self._of_share(share, epoch) for share in self._shares])
+            order = found[permutation(len(found), "mixture", self.seed, epoch)]
+        return order if self._lengths is None else grouped(order, self._lengths[order], self.seed, epoch)
+
+    def _of_share(self, share: Share, epoch: int) -> np.ndarray:
+        """[taken] int64: what `epoch` takes of a share, which goes on where the epoch before has ended."""
+        places = np.arange(epoch * share.taken, (epoch + 1) * share.taken, dtype=np.int64)
+        if self.seed is None:
+            return places % share.count
+        rounds, within = np.divmod(places, share.count)
+        found = np.empty_like(places)
+        for number in range(int(rounds[0]), int(rounds[-1]) + 1):
+            here = rounds == number
+            key = ("order",) if len(self._shares) == 1 else ("share", share.first)
+            found[here] = permutation(share.count, *key, self.seed, number)[within[here]]
+        return found
+
+
+def permutation(count: int, *key: object) -> np.ndarray:
+    """[count] int64: the numbers below `count` in the order of their hashes, keyed by `key`."""
+    hashes = keyed_random.bits(keyed_random.key(*key), torch.arange(count, dtype=torch.int64))
+    return torch.argsort(hashes, stable=True).numpy()
+
+
+def grouped(order: np.ndarray, lengths: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+    """The same numbers with similar lengths next to each other: pieces of GROUP x GROUPS_SORTED samples are sorted by
+    length and cut into groups, and the groups of a piece are shuffled. lengths: of the numbers in `order`."""
+    pieces = []
+    for number, start in enumerate(range(0, len(order), GROUP * GROUPS_SORTED)):
+        piece = slice(start, start + GROUP * GROUPS_SORTED)
+        by_length = order[piece][np.argsort(lengths[piece], kind="stable")]
+        groups = microbatches(by_length, GROUP)
+        pieces += [groups[place] for place in permutation(len(groups), "groups", seed, epoch, number)]
+    return np.concatenate(pieces)
 
 
 def share(total: int, parts: int, index: int) -> slice:
@@ -67,7 +116,7 @@ def at_home(samples: np.ndarray, nodes: Sequence[int]) -> np.ndarray:
     homes = np.array(order)[samples % len(order)]
     sizes = [share(len(samples), len(nodes), index) for index in range(len(nodes))]
     taken: list[list[int]] = [[] for _ in nodes]
-    left = []
+    left: list[int] = []
     for place, home in enumerate(homes):
         mine = next((index for index, node in enumerate(nodes)
                      if node == home and len(taken[index]) < sizes[index].stop - sizes[index].start), None)

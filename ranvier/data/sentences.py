@@ -1,4 +1,4 @@
-"""Labelled sentences by name: SST-2, the sentiment set that a package carries, or tab-separated files."""
+"""Labelled sentences and pairs: GLUE and other data sets of the hub, the sentiment dataset of a package, or files."""
 
 from __future__ import annotations
 
@@ -9,42 +9,44 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ranvier.data import hub
-from ranvier.data.corpus import fingerprint
-from ranvier.data.fetch import check, fetch, python_package
-from ranvier.data.named_files import read_bytes
+from ranvier.data.fingerprint import fingerprint
+from ranvier.data.named_files import is_data_set, read_bytes, readable_file
+from ranvier.data.offline import hub
+from ranvier.data.offline.fetch import check, fetch, python_package
 from ranvier.data.publish import Progress
+from ranvier.data.sentence_tables import GLUE, Columns, table_sentences
+from ranvier.data.sentence_tables import Sentence as Sentence
 from ranvier.data.subset import held_out
+from ranvier.data.tables import JSON_LINES, PARQUET, Table, is_saved, label_names, open_dataset, open_file
 from ranvier.errors import DataError
 
-NAMES = ("sst2", "sentiment")
+NAMES = (*GLUE, "sentiment")
+"""Datasets that are known by name."""
 
 SENTIMENT = python_package(
     "vaderSentiment", "vaderSentiment-3.3.2.tar.gz",
     sha256="5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9")
+"""Rated sentences of film reviews, from PyPI."""
 SENTIMENT_HELD_OUT = 1000
+"""Sentences of the sentiment dataset that are held out."""
 _LONGEST_HEADER = 1 << 20
+_TABLES = (*JSON_LINES, *PARQUET, ".csv")
+"""Endings of tables; any other file is tab-separated, without quotes."""
+_DEFAULT = Columns()
 LEAST_RATING = 0.5
-"""Ratings of the sentiment set go from -4 to 4; sentences rated less in either direction are left out."""
+"""Ratings of the sentiment dataset are from -4 to 4; sentences with a smaller magnitude are left out."""
 
 _RATED = ("vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz",
           "hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt")
-_SST2, _SST2_CLASSES = "nyu-mll/glue:sst2", ("negative", "positive")
-
-
-@dataclass(frozen=True, slots=True)
-class Sentence:
-    """place: where it stands, for messages."""
-
-    text: str
-    label: str
-    place: str
+_HUB = "nyu-mll/glue"
+FORM = "a TSV file with the columns label and sentence, sst2 or sentiment"
+"""What may be given, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One set of sentences. fingerprint: differs where the sentences differ, and is known without parsing them.
-    read: (training, held out); held out is None where the set has no such part."""
+    """A dataset. fingerprint: of its content, known without parsing it; read: (training, held out), where held out is
+    None if the dataset has no such part."""
 
     name: str
     fingerprint: str
@@ -53,17 +55,18 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Sentences:
-    """classes: names by number."""
+    """Training and held-out sentences. classes: names by number."""
 
     train: list[Sentence]
     eval: list[Sentence]
     classes: tuple[str, ...]
 
 
-def open_part(name: str, setting: str, cache: Path, progress: Progress) -> Part:
-    """The set of this name: sst2, sentiment, or a file. DataError when it is none of them, or out of reach."""
-    if name == "sst2":
-        return Part(name=name, fingerprint=fingerprint("hub", _SST2), read=lambda: _sst2(progress))
+def open_part(name: str, setting: str, cache: Path, progress: Progress, columns: Columns = _DEFAULT) -> Part:
+    """The dataset of this name: of GLUE, sentiment, of the Hugging Face hub, or that of a file. DataError if it is none
+    of them, or cannot be read. setting: train or eval."""
+    if name in GLUE:
+        return Part(name=name, fingerprint=fingerprint("hub", f"{_HUB}:{name}"), read=lambda: _glue(name, progress))
     if name == "sentiment":
         return Part(name=name, fingerprint=fingerprint("sentiment", SENTIMENT.sha256),
                     read=lambda: (_sentiment(fetch(SENTIMENT, cache, progress)), None))
@@ -72,14 +75,46 @@ def open_part(name: str, setting: str, cache: Path, progress: Progress) -> Part:
         check(SENTIMENT, path)
         return Part(name=name, fingerprint=fingerprint("sentiment", SENTIMENT.sha256),
                     read=lambda: (_sentiment(path), None))
-    data = read_bytes(path, setting, "a TSV file with the columns label and sentence, sst2 or sentiment")
-    return Part(name=name, fingerprint=fingerprint("tsv", hashlib.sha256(data).hexdigest()),
-                read=lambda: (parse(data, name), None))
+    if is_data_set(name) or is_saved(path):
+        return _hub_part(name, setting, columns)
+    if path.suffix.lower() in _TABLES and path.is_file():
+        with readable_file(path, setting, FORM):
+            table = open_file(path, name)
+            columns.in_table(table)
+        same = fingerprint("table", hashlib.sha256(read_bytes(path, setting, FORM)).hexdigest(), columns)
+        return Part(name=name, fingerprint=same, read=lambda: (_rows_of_file(table, path, setting, columns), None))
+    data = read_bytes(path, setting, FORM)
+    same = hashlib.sha256(data).hexdigest()
+    return Part(name=name, fingerprint=fingerprint("tsv", same, *([] if columns == _DEFAULT else [columns])),
+                read=lambda: (parse(data, name, columns), None))
+
+
+def _rows_of_file(table: Table, path: Path, setting: str, columns: Columns) -> list[Sentence]:
+    with readable_file(path, setting, FORM):
+        return table_sentences(table, columns)
+
+
+def _hub_part(name: str, setting: str, columns: Columns) -> Part:
+    """A data set of the package `datasets`: its split `train`, or for data.eval `validation`, else `test`."""
+    splits, where = ("train",) if setting == "train" else ("validation", "test"), f"data.{setting}"
+    for split in splits:
+        try:
+            table = open_dataset(name, split, where, FORM, streaming=False)
+            break
+        except DataError:
+            if split == splits[-1]:
+                raise
+    found = columns.in_table(table)
+    assert found.label is not None
+    classes = label_names(name, split, found.label)
+    return Part(name=name, fingerprint=fingerprint(table.fingerprint, columns),
+                read=lambda: (table_sentences(table, columns, classes), None))
 
 
 def read_sentences(train: Part, held: Part | None) -> Sentences:
-    """Both parts and their classes. Without a held-out part every tenth sentence is held out, and of the sentiment set
-    1,000, by the hash of their text. DataError when there is too little, one class, or an unknown label."""
+    """Both parts and their classes. Without a held-out part every tenth sentence is held out, and 1,000 of the
+    sentiment dataset, by the hash of their text. DataError for too few sentences, a single class, or an unknown
+    label."""
     sentences, own = train.read()
     if held is not None:
         first, second = held.read()
@@ -95,7 +130,7 @@ def read_sentences(train: Part, held: Part | None) -> Sentences:
         sentences = [sentence for sentence, here in zip(sentences, chosen, strict=True) if not here]
     unknown = next((sentence for sentence in evaluated if sentence.label not in classes), None)
     if unknown is not None:
-        raise DataError("is no label of the training data", where=unknown.place, value=unknown.label,
+        raise DataError("is not a label of the training data", where=unknown.place, value=unknown.label,
                         remedy=f"Use its labels: {_listed(classes)}.")
     if not sentences or not evaluated:
         raise DataError("has too few sentences to train on some and hold out others", where=f"data.train {train.name}",
@@ -104,8 +139,8 @@ def read_sentences(train: Part, held: Part | None) -> Sentences:
 
 
 def class_names(labels: Sequence[str], name: str) -> tuple[str, ...]:
-    """Labels by the number of their class: whole numbers in their order, else words in alphabetical order. DataError
-    with fewer than two."""
+    """Labels by the number of their class: whole numbers in their order, words in alphabetical order. DataError for
+    fewer than two."""
     found = set(labels)
     if len(found) < 2:
         raise DataError("has one class only, so there is nothing to learn" if found else "has no sentences",
@@ -115,42 +150,47 @@ def class_names(labels: Sequence[str], name: str) -> tuple[str, ...]:
     return tuple(sorted(found, key=(lambda label: (int(label), label)) if numbers else None))
 
 
-def parse(data: bytes, name: str) -> list[Sentence]:
-    """A TSV file: UTF-8, a header with the columns label and sentence among others, one sentence a line, no quoting.
+def parse(data: bytes, name: str, named: Columns = _DEFAULT) -> list[Sentence]:
+    """A TSV file: UTF-8, a header with the columns label and sentence (or others that `named` has) among others, one
+    sentence a line, no quoting.
 
-    DataError, with the number of the line, for one that is not so.
+    DataError, with the number of the line, if it is not.
     """
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise _wrong("is no UTF-8 text", name, data.count(b"\n", 0, error.start) + 1, str(error.reason)) from error
+        raise _wrong("is not UTF-8 text", name, data.count(b"\n", 0, error.start) + 1, str(error.reason)) from error
     lines = enumerate((line.removesuffix("\r") for line in text.split("\n")), start=1)
     _, header = next(lines)
     columns = header.split("\t")
-    for column in ("label", "sentence"):
+    wanted = [named.label or "label", named.text or "sentence", *([named.pair] if named.pair else [])]
+    for column in wanted:
         if columns.count(column) != 1:
             raise _wrong(f"has no column {column}" if column not in columns else f"has the column {column} twice",
                          name, 1, columns[:20])
-    return list(_rows(lines, columns, name))
+    return list(_rows(lines, columns, [columns.index(column) for column in wanted], name))
 
 
-def look_at_header(path: Path, setting: str) -> None:
-    """DataError where a TSV file has not the columns that are needed; only its first line is read."""
+def look_at_header(path: Path, setting: str, columns: Columns = _DEFAULT) -> None:
+    """Check that a file has the columns; of it only the header or the first row is read. DataError."""
     if path.name == SENTIMENT.filename:
         return
-    form = "a TSV file with the columns label and sentence, sst2 or sentiment"
-    try:
+    if is_saved(path):
+        columns.in_table(open_dataset(str(path), "train" if setting == "train" else "validation", f"data.{setting}",
+                                      FORM))
+        return
+    with readable_file(path, setting, FORM):
         if not path.is_file():
-            raise DataError("is no file", where=f"data.{setting}", value=str(path), remedy=f"Give {form}.")
+            raise DataError("is not a file", where=f"data.{setting}", value=str(path), remedy=f"Give {FORM}.")
+        if path.suffix.lower() in _TABLES:
+            columns.in_table(open_file(path, str(path)))
+            return
         with path.open("rb") as file:
-            parse(file.readline(_LONGEST_HEADER), str(path))
-    except OSError as error:
-        raise DataError("cannot be read", where=f"data.{setting}", value=f"{path}: {error}",
-                        remedy=f"Give {form}.") from error
+            parse(file.readline(_LONGEST_HEADER), str(path), columns)
 
 
-def _rows(lines: Iterator[tuple[int, str]], columns: list[str], name: str) -> Iterator[Sentence]:
-    label_at, text_at = columns.index("label"), columns.index("sentence")
+def _rows(lines: Iterator[tuple[int, str]], columns: list[str], places: list[int], name: str) -> Iterator[Sentence]:
+    """places: of the label, the text, and the second text where there are pairs."""
     for number, line in lines:
         if not line.strip():
             continue
@@ -158,11 +198,11 @@ def _rows(lines: Iterator[tuple[int, str]], columns: list[str], name: str) -> It
             raise _wrong("has a NUL character", name, number, line[:80])
         fields = line.split("\t")
         if len(fields) != len(columns):
-            raise _wrong(f"has not {len(columns)} columns as the header", name, number, len(fields))
-        label, text = fields[label_at].strip(), fields[text_at].strip()
-        if not label or not text:
+            raise _wrong(f"does not have {len(columns)} columns, as the header has", name, number, len(fields))
+        label, *texts = (fields[place].strip() for place in places)
+        if not label or not all(texts):
             raise _wrong("has no label" if not label else "has no sentence", name, number, line[:80])
-        yield Sentence(text, label, f"{name} line {number}")
+        yield Sentence(texts[0], label, f"{name} line {number}", *texts[1:])
 
 
 def _wrong(what: str, name: str, line: int, value: object) -> DataError:
@@ -172,21 +212,29 @@ def _wrong(what: str, name: str, line: int, value: object) -> DataError:
 
 
 def _sentiment(path: Path) -> list[Sentence]:
-    """Sentences of film reviews with the mean of 20 ratings each; the class is its sign."""
-    with tarfile.open(path, "r:gz") as outer, \
-            tarfile.open(fileobj=io.BytesIO(outer.extractfile(_RATED[0]).read()), mode="r:gz") as inner:
-        lines = inner.extractfile(_RATED[1]).read().decode().splitlines()
+    """Sentences of film reviews (Hutto and Gilbert, 2014) with the mean of 20 ratings; its sign is the class."""
+    with tarfile.open(path, "r:gz") as outer, tarfile.open(
+            fileobj=io.BytesIO(_member(outer, _RATED[0])), mode="r:gz") as inner:
+        lines = _member(inner, _RATED[1]).decode().splitlines()
     rows = [(number, line.split("\t")) for number, line in enumerate(lines, start=1)]
     return [Sentence(text.strip(), "positive" if float(rating) > 0 else "negative", f"{_RATED[1]} line {number}")
             for number, (_, rating, text) in rows if abs(float(rating)) >= LEAST_RATING]
 
 
-def _sst2(progress: Progress) -> tuple[list[Sentence], list[Sentence]]:
+def _member(archive: tarfile.TarFile, name: str) -> bytes:
+    file = archive.extractfile(name)
+    assert file is not None, "the checksum of the archive was compared, so the member is a file"
+    return file.read()
+
+
+def _glue(name: str, progress: Progress) -> tuple[list[Sentence], list[Sentence]]:
+    task, hub_name = GLUE[name], f"{_HUB}:{name}"
     parts = []
-    for split in ("train", "validation"):
-        rows = hub.load_split(_SST2, split, progress, "a TSV file with the columns label and sentence")
-        with hub.readable(_SST2):
-            parts.append([Sentence(row["sentence"].strip(), _SST2_CLASSES[row["label"]], f"{split} row {number}")
+    for split in ("train", task.eval_split):
+        rows = hub.load_split(hub_name, split, progress, "a TSV file with the columns label and sentence")
+        with hub.readable(hub_name):
+            parts.append([Sentence(row[task.text].strip(), task.classes[row["label"]], f"{split} row {number}",
+                                   row[task.pair].strip() if task.pair else None)
                           for number, row in enumerate(rows)])
     return parts[0], parts[1]
 

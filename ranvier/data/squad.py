@@ -1,4 +1,4 @@
-"""Questions about texts, by name: SQuAD 1.1 from the hub, or files in its form (Rajpurkar et al., 2016).
+"""Questions about texts: SQuAD 1.1 (Rajpurkar et al., 2016) from the hub, or files in its format.
 
     {"data": [{"paragraphs": [{"context": TEXT, "qas": [
         {"question": TEXT, "answers": [{"text": TEXT, "answer_start": PLACE}, ...]}, ...]}, ...]}, ...]}
@@ -11,25 +11,29 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
-from ranvier.data import hub
-from ranvier.data.corpus import fingerprint
+from ranvier.data.fingerprint import fingerprint
 from ranvier.data.named_files import read_bytes
+from ranvier.data.offline import hub
 from ranvier.data.publish import Progress
 from ranvier.data.subset import held_out
 from ranvier.errors import DataError
 
 NAMES = ("squad",)
+"""Datasets that are known by name."""
+_Kind = TypeVar("_Kind")
 _HUB = "rajpurkar/squad"
 _SMALL_BYTES = 64 << 20
-_FORM = "squad or a JSON file in SQuAD 1.1's form"
+_FORMAT = "squad or a JSON file in the format of SQuAD 1.1"
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """answers: (text, its first character in the context); the first one is learnt, any of them is right."""
+    """A question and its context. answers: (text, place of its first character in the context); the first one is the
+    target, any of them is correct. place: in the dataset, for errors."""
 
     text: str
     context: str
@@ -39,8 +43,8 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One set of questions. fingerprint: differs where they differ, and is known without parsing them.
-    read: (training, held out); held out is None where the set has no such part."""
+    """A dataset. fingerprint: of its content, known without parsing it; read: (training, held out), where held out is
+    None if the dataset has no such part."""
 
     name: str
     fingerprint: str
@@ -48,17 +52,17 @@ class Part:
 
 
 def open_part(name: str, setting: str, progress: Progress) -> Part:
-    """The set of this name: squad, or a file. DataError when it is neither, or out of reach."""
+    """The dataset squad, or that of a file. DataError if it is neither, or cannot be read. setting: train or eval."""
     if name == "squad":
         return Part(name=name, fingerprint=fingerprint("hub", _HUB), read=lambda: _hub(progress))
-    data = read_bytes(Path(name).expanduser(), setting, _FORM)
+    data = read_bytes(Path(name).expanduser(), setting, _FORMAT)
     return Part(name=name, fingerprint=fingerprint("squad", hashlib.sha256(data).hexdigest()),
                 read=lambda: (parse(data, name), None))
 
 
 def read_questions(train: Part, held: Part | None) -> tuple[list[Question], list[Question]]:
-    """Training and held-out questions. Without a held-out part those of every tenth context are held out, by the hash
-    of its text; of one context every tenth question. DataError where there are too few."""
+    """Training and held-out questions. Without a held-out part the questions of every tenth context are held out, by
+    the hash of its text; of a single context every tenth question. DataError if there are too few."""
     questions, own = train.read()
     if held is not None:
         first, second = held.read()
@@ -81,18 +85,18 @@ def read_questions(train: Part, held: Part | None) -> tuple[list[Question], list
 
 
 def parse(data: bytes, name: str) -> list[Question]:
-    """A file's questions. DataError, with the place in the document, for one that is not in the form."""
+    """The questions of a file. DataError, with the place in the document, if it is not in the format."""
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise DataError("is no JSON text", where=name, value=str(error)[:200], remedy=f"Give {_FORM}.") from error
+        raise DataError("is not JSON", where=name, value=str(error)[:200], remedy=f"Give {_FORMAT}.") from error
     return list(_questions(document, name))
 
 
 def look_at_small(path: Path, setting: str) -> None:
-    """DataError where a file is not in the form, as `parse`; large ones are not read."""
+    """Check the format of a file as `parse` does; large files are not read. DataError."""
     if not path.is_file() or path.stat().st_size <= _SMALL_BYTES:
-        parse(read_bytes(path, setting, _FORM), str(path))
+        parse(read_bytes(path, setting, _FORMAT), str(path))
 
 
 def _questions(document: object, name: str) -> Iterator[Question]:
@@ -105,25 +109,25 @@ def _questions(document: object, name: str) -> Iterator[Question]:
                 yield _checked(Question(_get(entry, "question", str, place), context, answers, place))
 
 
-def _each(items: list, at: str) -> Iterator[tuple[object, str]]:
+def _each(items: list[object], at: str) -> Iterator[tuple[object, str]]:
     for number, item in enumerate(items):
         yield item, f"{at}[{number}]"
 
 
-def _get(holder: object, key: str, kind: type, at: str):
+def _get(holder: object, key: str, kind: type[_Kind], at: str) -> _Kind:
     value = holder.get(key) if isinstance(holder, dict) else None
-    if type(value) is not kind:
+    if not isinstance(value, kind) or isinstance(value, bool):
         name = {list: "list", str: "text", int: "whole number"}[kind]
         raise DataError(f"has no {name} {key!r}", where=at, value=None if value is None else repr(value)[:80],
-                        remedy=f"Give {_FORM}.")
+                        remedy=f"Give {_FORMAT}.")
     return value
 
 
 def _checked(question: Question) -> Question:
-    """DataError for a question without an answer, one whose answer is elsewhere, or what is no text."""
+    """The question. DataError if it has no answer, an answer that is not in the context, or invalid Unicode."""
     if not question.answers:
-        raise DataError("has no answer; what cannot be answered, as in SQuAD 2.0, is not known here",
-                        where=question.place, remedy="Leave such questions out.")
+        raise DataError("has no answer; unanswerable questions, as in SQuAD 2.0, are not supported",
+                        where=question.place, remedy="Remove such questions.")
     for text, start in question.answers:
         if not text or start < 0 or question.context[start:start + len(text)] != text:
             raise DataError("has an answer that is not at its place in the context", where=question.place,
@@ -131,7 +135,7 @@ def _checked(question: Question) -> Question:
     try:
         (question.text + question.context).encode()
     except UnicodeEncodeError as error:
-        raise DataError("has half of a surrogate pair, which is no character", where=question.place,
+        raise DataError("has half of a surrogate pair, which is not a character", where=question.place,
                         remedy="Give Unicode text.") from error
     return question
 
@@ -139,7 +143,7 @@ def _checked(question: Question) -> Question:
 def _hub(progress: Progress) -> tuple[list[Question], list[Question]]:
     parts = []
     for split in ("train", "validation"):
-        rows = hub.load_split(_HUB, split, progress, "a JSON file in SQuAD 1.1's form")
+        rows = hub.load_split(_HUB, split, progress, "a JSON file in the format of SQuAD 1.1")
         with hub.readable(_HUB):
             parts.append([_checked(Question(
                 row["question"], row["context"],

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from ranvier import keyed_random
-from ranvier.data.task import Dataset, Targets
+from ranvier.block import State
+from ranvier.config.run import Run
+from ranvier.data.task import Dataset, Targets, padded_inputs, padded_targets, sample_lengths
 from ranvier.errors import DataError
-from ranvier.models.block import State
-from ranvier.run import Run
 
 
 def held_out(names: Sequence[str], count: int | None = None) -> np.ndarray:
@@ -40,19 +40,23 @@ def first_of_order(total: int, count: int | None, seed: int, setting: str) -> np
 
 
 class Subset:
-    """Some samples of a set, renumbered from 0."""
+    """Some samples of a set, renumbered from 0. Their lengths are known where the set has them."""
 
     def __init__(self, whole: Dataset, chosen: np.ndarray) -> None:
         self.whole, self.chosen = whole, chosen
+        lengths = sample_lengths(whole)
+        self.sample_lengths = None if lengths is None else lengths[chosen]
 
     def __len__(self) -> int:
         return len(self.chosen)
 
-    def inputs(self, samples: np.ndarray, epochs: np.ndarray) -> State:
-        return self.whole.inputs(self.chosen[samples], epochs)
+    def inputs(self, samples: np.ndarray, epochs: np.ndarray, length: int | None = None) -> State:
+        """length: as `VariableLengthDataset.inputs` takes it; None is the whole's own."""
+        return padded_inputs(self.whole, self.chosen[samples], epochs, length)
 
-    def targets(self, samples: np.ndarray) -> Targets:
-        return self.whole.targets(self.chosen[samples])
+    def targets(self, samples: np.ndarray, length: int | None = None) -> Targets:
+        """length: as `VariableLengthDataset.targets` takes it; None is the whole's own."""
+        return padded_targets(self.whole, self.chosen[samples], length)
 
 
 def some(whole: Dataset, count: int | None, seed: int, setting: str) -> Dataset:

@@ -1,78 +1,206 @@
-"""What a run learns from, whatever it is: samples by number, and how outputs are judged.
+"""The protocols of a task: what a run learns from, as samples by number, and how its outputs are judged.
 
-A task (ranvier.data.lm, classification, qa, images) turns a run's settings into a `Prepared`; the loader, the loop and
-the cache know nothing else of it.
+    settings --Task.prepare--> Prepared --Dataset--> inputs and targets of samples --> the loader, the loop, the cache
+                                        --Scoring--> what an evaluation is judged by
+
+The loader, the loop and the cache know nothing else of a task, whether it ships with Ranvier (`ranvier.data.lm`,
+`classification`, `qa`, `images`) or is a user's (`--data.task module:function`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 from torch import Tensor
 
-from ranvier.models.block import State
+from ranvier.block import State
+from ranvier.config.run import Run
+from ranvier.config.task_form import TaskForm
+from ranvier.data.publish import Progress
+from ranvier.errors import RanvierError
 
 Targets = Tensor | dict[str, Tensor]
+"""What a loss compares with: one tensor or several by name, with the samples in dim 0."""
 
 
 class AnyTokenizer(Protocol):
     """Whatever turns text into token numbers: for the run's folder and for what depends on it."""
 
     vocab: int
+    """Token numbers are below this."""
     fingerprint: str
+    """Equal where tokenizers give equal numbers."""
 
     def text(self) -> str:
         """Its tokenizer.json."""
+        ...
+
+
+@runtime_checkable
+class TokenizerWithFiles(AnyTokenizer, Protocol):
+    """A tokenizer of several files, such as one with a chat template."""
+
+    def files_beside(self) -> Mapping[str, str]:
+        """Name -> text of the files that belong beside its tokenizer.json."""
+        ...
 
 
 class Dataset(Protocol):
     """Samples by number, from 0; every rank has the same. Any sample may be asked for, in any order, by any thread."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """Number of samples."""
+        ...
 
     def inputs(self, samples: np.ndarray, epochs: np.ndarray) -> State:
-        """What enters the first block, on the CPU: tensors whose first dim is `samples`, of one shape for all of a run.
-        epochs: of each sample, counted from 0, for augmentation keyed by it."""
+        """The first block's inputs of these samples, on the CPU: tensors [len(samples), ...], of one shape for all of a
+        run (`VariableLengthDataset` for others).
+
+        samples: [n] int64. epochs: [n] int64, of each sample, counted from 0, for augmentation keyed by it.
+        """
+        ...
 
     def targets(self, samples: np.ndarray) -> Targets:
-        """What the loss takes, on the CPU: int64 tensors whose first dim is `samples`; `ranvier.tensor.loss.IGNORED`
-        where there is no target."""
+        """The targets that the loss takes, on the CPU: int64 tensors [len(samples), ...];
+        `ranvier.tensor.split.loss.IGNORED` where there is no target."""
+        ...
+
+
+class VariableLengthDataset(Dataset, Protocol):
+    """Samples of different lengths: a microbatch is padded to its longest sample (`--data.padding longest`)."""
+
+    sample_lengths: np.ndarray
+    """[len(self)] int64: positions of each sample, from 1 to those that the model has."""
+
+    def inputs(self, samples: np.ndarray, epochs: np.ndarray, length: int | None = None) -> State:
+        """As `Dataset.inputs`, with `length` positions in dim 1 of each tensor; None is the model's maximum. What a
+        sample computes at its own positions must not depend on how many follow."""
+        ...
+
+    def targets(self, samples: np.ndarray, length: int | None = None) -> Targets:
+        """As `Dataset.targets`; targets of positions are `IGNORED` from the sample's length on."""
+        ...
+
+
+def sample_lengths(data: Dataset) -> np.ndarray | None:
+    """[len(data)] int64, the positions of each sample; None where all samples have the same number."""
+    lengths: np.ndarray | None = getattr(data, "sample_lengths", None)
+    return lengths
+
+
+def padded_inputs(data: Dataset, samples: np.ndarray, epochs: np.ndarray, length: int | None) -> State:
+    """Inputs of `length` positions. None: as many as the dataset gives by itself."""
+    if length is None:
+        return data.inputs(samples, epochs)
+    return cast(VariableLengthDataset, data).inputs(samples, epochs, length)
+
+
+def padded_targets(data: Dataset, samples: np.ndarray, length: int | None) -> Targets:
+    """Targets beside `padded_inputs` of the same length."""
+    return data.targets(samples) if length is None else cast(VariableLengthDataset, data).targets(samples, length)
 
 
 class Scoring(Protocol):
     """How good outputs are, in one evaluation: every rank of the last stage adds what it sees, rank 0 sums up."""
 
-    def add(self, output: State, targets: Targets, samples: Tensor) -> None:
-        """Outputs of one microbatch, on any device. Rows without a target are padding and do not count."""
+    def add(self, output: State, targets: Any, samples: Tensor) -> None:
+        """Add the outputs of one microbatch, on any device. targets: the task's `Targets`; rows without a target are
+        padding and do not count. samples: [b] int64."""
+        ...
 
     def part(self) -> object:
         """What this rank has seen, as JSON can hold it."""
+        ...
 
-    def total(self, parts: Sequence[object]) -> dict[str, float]:
-        """All ranks' parts together: "eval_accuracy", "eval_count" (samples), and what else the task is judged by."""
+    def total(self, parts: Sequence[Any]) -> dict[str, float]:
+        """The scores of all ranks' parts together: "eval_accuracy", "eval_count" (samples), and what else the task is
+        judged by."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """A part of a mixture: `count` consecutive samples from number `first` on, of which an epoch takes `taken`. Over
+    the epochs each of them is taken once before any is taken again."""
+
+    first: int
+    count: int
+    taken: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSet:
+    """A named evaluation set. fingerprint, scoring: as of `Prepared`."""
+
+    data: Dataset
+    scoring: Callable[[], Scoring] | None
+    fingerprint: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """The data of a run.
-
-    about: in words, for the heading of a run. weight: of one sample in the loss (its targets). num_classes: what a head
-    tells apart, where the task has classes; class_names: what these are called, by number. transform: fingerprint of
-    what makes inputs of a sample; repeats: whether a sample has the same inputs in every epoch. fingerprint: equal
-    where all of this is, wherever the files lie.
-    """
+    """The data of a run."""
 
     train: Dataset
     eval: Dataset
     fingerprint: str
+    """Equal where all of this is, wherever the files lie. Ranks and resumed runs compare it."""
     about: str
+    """The data in words, for the heading of a run."""
+    padding: str = ""
+    """The share of padding in words (`ranvier.data.padding`); empty where nothing is padded."""
     weight: float
+    """Targets of one sample, of which the loss is an average: 1, or the tokens of a sequence."""
     tokenizer: AnyTokenizer | None = None
+    first_tokens: Sequence[int] = ()
+    """The first held-out tokens, from which a sample of text takes its prompt, where the task writes one."""
     num_classes: int | None = None
+    """Classes that a head tells apart, where the task has classes."""
     class_names: tuple[str, ...] = ()
+    """Names of the classes, by number."""
     transform: str = ""
+    """Fingerprint of what makes inputs of a sample."""
     repeats: bool = True
+    """Whether a sample has the same inputs in every epoch."""
+    shares: tuple[Share, ...] = ()
+    """Of a mixture: how many samples an epoch takes of each of its parts. Empty: every sample once."""
     scoring: Callable[[], Scoring] | None = None
+    """Makes the scoring of one evaluation, which then goes over all held-out samples. None: evaluations give the loss
+    of `train.eval_sequences` samples."""
+    eval_sets: Mapping[str, EvalSet] = field(default_factory=dict)
+    """Further evaluation sets by name (`data.eval_sets`); `ranvier.data.prepare` adds them."""
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples of an epoch."""
+        return sum(share.taken for share in self.shares) or len(self.train)
+
+
+class Task(Protocol):
+    """Turns the settings of a run into its data. Subclass it to inherit `problems` and `warnings`, which find none."""
+
+    form: TaskForm
+    """The model that it takes, and what it counts."""
+
+    def problems(self, run: Run, *, elsewhere: bool) -> Sequence[RanvierError]:
+        """What is wrong with the settings of the data, all at once, without reading much.
+
+        elsewhere: the run is checked for another machine, which may have files that are missing here.
+        """
+        return []
+
+    def warnings(self, run: Run) -> Sequence[RanvierError]:
+        """What works, but probably otherwise than the user means."""
+        return []
+
+    def prepare(self, run: Run, progress: Progress) -> Prepared:
+        """The samples of the run, made unless they are in the cache (`ranvier.data.prepare.cache_folder`).
+
+        Called by every rank at once; ranks that share a cache let one of them write
+        (`ranvier.data.publish.one_writer`). progress: takes lines about what is going on. DataError when something is
+        missing, damaged or too small.
+        """
+        ...

@@ -1,7 +1,7 @@
-"""Token files: a corpus as one long row of token numbers, memory-mapped.
+"""Token files: a corpus as one long sequence of token numbers, memory-mapped.
 
     NAME.bin     the numbers, little-endian uint16 (vocabularies up to 65,536) or uint32
-    NAME.json    what they are; written last, so a .bin without it is unfinished
+    NAME.json    describes them; written last, so a .bin without it is unfinished
 """
 
 from __future__ import annotations
@@ -12,22 +12,26 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ranvier.data.publish import published
 from ranvier.errors import DataError
 
-_DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _SCAN = 1 << 22
+Ids = Sequence[int] | npt.NDArray[Any]
+"""Token numbers."""
 _MOST_ABOUT_BYTES = 1 << 16
-"""A side file that is larger is none of ours."""
+"""A larger NAME.json was not written by us."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """The side file. tokenizer and corpus are fingerprints; digest is the hash of the numbers as the file has them.
-    cut: whether the corpus has more text than was taken."""
+    """The content of NAME.json. tokenizer, corpus: fingerprints; digest: hash of the bytes of NAME.bin; cut: whether
+    the corpus has more text than these tokens."""
 
     dtype: str
     count: int
@@ -39,37 +43,51 @@ class About:
 
 
 class Tokens:
-    """A token file that has been checked; sequence i covers tokens [i s, i s + s], its last one only as a target."""
+    """A checked token file; sequence i of length s covers the tokens [i s, i s + s], the last one only as a target."""
 
-    def __init__(self, path: Path, about: About, numbers: np.ndarray) -> None:
+    def __init__(self, path: Path, about: About, numbers: npt.NDArray[Any]) -> None:
         self.path, self.about, self._numbers = path, about, numbers
 
     def __len__(self) -> int:
         return self.about.count
 
     def num_sequences(self, length: int) -> int:
-        """Whole sequences of `length` tokens, each with a target for its last token."""
+        """The number of whole sequences of `length` tokens, each with a target for its last token."""
         return max(0, (len(self) - 1) // length)
 
-    def sequences(self, which: np.ndarray, length: int) -> np.ndarray:
+    def sequences(self, which: npt.NDArray[Any], length: int) -> npt.NDArray[np.int64]:
         """[len(which), length + 1] int64: the tokens of these sequences and the one after each."""
         place = which[:, None] * length + np.arange(length + 1)
         return self._numbers[place].astype(np.int64)
 
+    @property
+    def numbers(self) -> npt.NDArray[Any]:
+        """[len(self)] the tokens, mapped and read-only."""
+        return self._numbers
+
+    def documents(self, end: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """First token of each document, and the one after its last, which is the separator `end`."""
+        found = [start + np.flatnonzero(self._numbers[start:start + _SCAN] == end)
+                 for start in range(0, len(self), _SCAN)]
+        stops = np.concatenate([*found, [len(self) - 1]]).astype(np.int64) + 1
+        stops = np.unique(stops[stops > 0])
+        return np.concatenate([[0], stops[:-1]]).astype(np.int64)[:len(stops)], stops
+
     def head(self, count: int) -> list[int]:
         """The first `count` tokens."""
-        return self._numbers[:count].tolist()
+        return [int(number) for number in self._numbers[:count]]
 
 
 @contextmanager
 def write_tokens(path: Path, *, vocab: int, tokenizer: str, corpus: str,
-                 cut: Callable[[], bool] = lambda: False) -> Iterator[Callable[[Sequence[int]], None]]:
-    """Gives a function that appends token numbers; path.bin and path.json appear when the block ends well. cut: asked
-    at the end."""
+                 cut: Callable[[], bool] = lambda: False) -> Iterator[Callable[[Ids], None]]:
+    """A context with a function that appends token numbers; path.bin and path.json appear when it ends without an
+    exception. tokenizer, corpus: fingerprints; cut: called at the end, as `About.cut`. DataError if they cannot be
+    written."""
     name = "uint16" if vocab <= 1 << 16 else "uint32"
     count, digest = 0, hashlib.blake2b(digest_size=16)
     with published(path.with_suffix(".bin")) as file:
-        def append(ids: Sequence[int]) -> None:
+        def append(ids: Ids) -> None:
             nonlocal count
             data = np.asarray(ids, dtype=_DTYPES[name]).tobytes()
             file.write(data)
@@ -84,8 +102,8 @@ def write_tokens(path: Path, *, vocab: int, tokenizer: str, corpus: str,
 
 
 def open_tokens(path: Path) -> Tokens:
-    """The token file path.bin with its path.json, all of it read once. DataError when missing, contradictory, changed
-    since it was written, or with a number too large."""
+    """The token file path.bin with path.json; all of it is read once to check it. DataError if it is missing, was
+    changed after it was written, or has a number outside the vocabulary."""
     binary = path.with_suffix(".bin")
     about = _about(path.with_suffix(".json"))
     dtype = _DTYPES[about.dtype]
@@ -101,7 +119,7 @@ def open_tokens(path: Path) -> Tokens:
         part = numbers[start:start + _SCAN]
         if int(part.max()) >= about.vocab:
             raise _damaged(binary, f"has a token beyond its vocabulary of {about.vocab}", int(part.max()))
-        digest.update(part)
+        digest.update(part.tobytes())
     if digest.hexdigest() != about.digest:
         raise _damaged(binary, f"has been changed: {path.with_suffix('.json').name} has another digest",
                        digest.hexdigest())
@@ -116,7 +134,7 @@ def exists(path: Path) -> bool:
 def _about(path: Path) -> About:
     try:
         if path.exists() and not path.is_file():
-            raise ValueError("it is no file")
+            raise ValueError("it is not a file")
         if path.stat().st_size > _MOST_ABOUT_BYTES:
             raise ValueError(f"it has {path.stat().st_size} bytes")
         about = About(**json.loads(path.read_text(encoding="utf-8")))
@@ -132,4 +150,4 @@ def _about(path: Path) -> About:
 def _damaged(path: Path, what: str, value: object) -> DataError:
     return DataError(what, where=str(path), value=value,
                      remedy=f"Delete {path.with_suffix('.json').name} and {path.with_suffix('.bin').name} there; they "
-                            "are then made again.")
+                            "are then written again.")

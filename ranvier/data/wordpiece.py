@@ -1,6 +1,6 @@
-"""Text to token numbers as BERT does it: BERT's normaliser and words, WordPiece (Wu et al., 2016) within words.
+"""Text to token numbers as in BERT: its normaliser and pre-tokenizer, then WordPiece (Wu et al., 2016).
 
-A model's own vocabulary comes from its folder; without one a vocabulary is trained on the task's training text.
+The vocabulary is that of a pretrained model's folder, or is trained on the text of the task.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -18,19 +19,21 @@ from ranvier.data.publish import published
 from ranvier.errors import DataError
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+"""BERT's special tokens, in the order of a trained vocabulary."""
 SMALLEST_VOCAB = len(SPECIAL) + 2
-"""And one character, at a word's start and within."""
+"""The special tokens and one character, at the start of a word and within."""
 _CONTINUES = "##"
 _MOST_BYTES = 64 << 20
 _MOST_CHARACTERS = 1000
 
 
 class WordPiece:
-    """Encodes; immutable. What looks like a special token in a text is read as plain characters."""
+    """A tokenizer; immutable. A special token that is spelt out in a text is encoded as plain characters."""
 
     def __init__(self, vocab: Sequence[str], *, lowercase: bool = True, strip_accents: bool | None = None,
                  chinese: bool = True) -> None:
-        """vocab: tokens by number, with [PAD], [UNK], [CLS] and [SEP]. chinese: each of these characters is a word."""
+        """vocab: tokens by number, with [PAD], [UNK], [CLS] and [SEP]. lowercase, strip_accents, chinese: settings of
+        BERT's normaliser (chinese: every CJK character is a word)."""
         inner = tokenizers.Tokenizer(models.WordPiece({token: number for number, token in enumerate(vocab)},
                                                       unk_token="[UNK]", continuing_subword_prefix=_CONTINUES))
         inner.normalizer = normalizers.BertNormalizer(
@@ -40,7 +43,8 @@ class WordPiece:
         inner.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL
                                   if token in vocab])
         self.vocab = len(vocab)
-        self.pad, self.cls, self.sep = (inner.token_to_id(token) for token in ("[PAD]", "[CLS]", "[SEP]"))
+        numbers = inner.get_vocab()
+        self.pad, self.cls, self.sep = (numbers[token] for token in ("[PAD]", "[CLS]", "[SEP]"))
         inner.post_processor = processors.BertProcessing(("[SEP]", self.sep), ("[CLS]", self.cls))
         inner.encode_special_tokens = True
         self._inner = inner
@@ -52,26 +56,26 @@ class WordPiece:
         return [encoding.ids for encoding in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_with_places(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """The same, each with the (start, stop) of every token among the text's characters."""
+        """As `encode`, with the (start, stop) of every token among the characters of the text."""
         return [(encoding.ids, encoding.offsets)
                 for encoding in self._inner.encode_batch(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """These tokens as words: lower case, and blanks, may not be those of the text."""
+        """The words of these tokens; case and white space may differ from those of the text."""
         return self._inner.decode([int(token) for token in ids], skip_special_tokens=False)
 
     def text(self) -> str:
-        """The form that `from_folder` and Hugging Face's `tokenizers` read (tokenizer.json)."""
+        """The content of a tokenizer.json, as `from_folder` and Hugging Face's `tokenizers` read it."""
         return self._inner.to_str(pretty=True)
 
     def save(self, path: Path) -> None:
-        """Write `text`. DataError when it cannot be written."""
+        """Write `text` to a file. DataError if it cannot be written."""
         with published(path) as file:
             file.write(self.text().encode())
 
 
 def train(texts: Iterable[str], vocab: int) -> WordPiece:
-    """A vocabulary of at most `vocab` tokens, the same from the same texts. DataError where that is too few."""
+    """A tokenizer with at most `vocab` tokens, the same for the same texts. DataError if that is too few."""
     if vocab < SMALLEST_VOCAB:
         raise too_small(vocab)
     splitter, normaliser = pre_tokenizers.BertPreTokenizer(), normalizers.BertNormalizer(lowercase=True)
@@ -93,14 +97,15 @@ def train(texts: Iterable[str], vocab: int) -> WordPiece:
 
 
 def too_small(vocab: int) -> DataError:
+    """The error for a vocabulary below `SMALLEST_VOCAB`."""
     return DataError("is too small for a WordPiece tokenizer: its special tokens and one character",
                      where="model.vocab", value=vocab, remedy=f"Set --model.vocab {SMALLEST_VOCAB} or more.")
 
 
 def from_folder(folder: Path) -> WordPiece:
-    """The tokenizer of a model's folder: tokenizer.json, or else vocab.txt with tokenizer_config.json.
+    """The tokenizer in the folder of a model: tokenizer.json, or else vocab.txt with tokenizer_config.json.
 
-    DataError when neither is there, or it is damaged or no WordPiece as BERT's.
+    DataError if there is neither, or if it is damaged or not a WordPiece tokenizer as BERT's.
     """
     if (folder / "tokenizer.json").exists():
         return load(folder / "tokenizer.json")
@@ -115,12 +120,13 @@ def from_folder(folder: Path) -> WordPiece:
 
 
 def load(path: Path) -> WordPiece:
-    """A tokenizer.json. Only the vocabulary and BERT's four settings are taken from it, once they are sound."""
+    """The tokenizer in a tokenizer.json. Only its vocabulary and BERT's settings are used, after they were checked.
+    DataError if it is damaged."""
     document = _json(path)
     model, normaliser = document.get("model"), document.get("normalizer")
     if not isinstance(model, dict) or not isinstance(vocab := model.get("vocab"), dict) or model.get(
             "type", "WordPiece") != "WordPiece" or model.get("continuing_subword_prefix", _CONTINUES) != _CONTINUES:
-        raise _damaged(path, "its model is no WordPiece")
+        raise _damaged(path, "its model is not WordPiece")
     if not isinstance(normaliser, dict) or normaliser.get("type") != "BertNormalizer":
         raise _damaged(path, "its normalizer is not BertNormalizer")
     numbers = [number for number in vocab.values() if type(number) is int]
@@ -131,7 +137,7 @@ def load(path: Path) -> WordPiece:
         "chinese": normaliser.get("handle_chinese_chars", True)})
 
 
-def _checked(path: Path, vocab: list[str], settings: dict[str, object]) -> WordPiece:
+def _checked(path: Path, vocab: list[str], settings: dict[str, Any]) -> WordPiece:
     missing = [token for token in SPECIAL[:4] if token not in vocab]
     if missing:
         raise _damaged(path, f"it has no {', '.join(missing)}")
@@ -146,7 +152,7 @@ def _checked(path: Path, vocab: list[str], settings: dict[str, object]) -> WordP
         raise _damaged(path, error) from error
 
 
-def _json(path: Path) -> dict:
+def _json(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(_text(path))
     except (ValueError, RecursionError) as error:

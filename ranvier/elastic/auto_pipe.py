@@ -1,8 +1,8 @@
-"""How many stages and replicas there should be, and where the model is cut, when some of its layers are frozen.
+"""Where a model is cut into stages when some of its layers are frozen, and how long a step then takes.
 
-Two modes. The paper's (PipeTransformer, He et al., 2021, sections 3.2 and 3.3): blocks are dealt out by size, greedily,
+Two modes. The paper's (PipeTransformer, He et al., 2021, sections 3.2 and 3.3): blocks are assigned by size, greedily,
 and the pipeline is halved while its largest stage stays within what the largest was at the start. And the exact one:
-every divisor of the ranks is a candidate, each cut exactly by time among the cuts that fit the memory, and predicted
+each mesh (`ranvier.elastic.mesh_candidates`) is cut exactly by time among the cuts that fit the memory, and predicted
 with the engine's own schedule. We deviate because sizes are not times, because the paper's criterion leaves out
 activations, and because an exact cut costs milliseconds. The greedy mode is the reference.
 """
@@ -10,16 +10,18 @@ activations, and because an exact cut costs milliseconds. The greedy mode is the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import inf
 from statistics import pvariance
 
+from ranvier.cost.collectives import ring_seconds
 from ranvier.elastic.microbatch_profile import microbatch_counts
-from ranvier.pipeline.cut import cut
-from ranvier.pipeline.policies import MessageDriven, auto_in_flight
-from ranvier.pipeline.schedule import Policy
-from ranvier.planner.simulator import StageTimes, simulate
+from ranvier.schedule.limits import rule_limits
+from ranvier.schedule.partition import cut
+from ranvier.schedule.policies import MessageDriven
+from ranvier.schedule.schedule import Policy
+from ranvier.schedule.simulator import StageTimes, simulate
 
 FROZEN_FACTOR = 1 / 6
 """The paper's lambda: what a frozen block weighs, as a share of one that trains."""
@@ -95,15 +97,15 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """What the choice of a mesh depends on. Per-block tuples are in the model's order; times are of one sample on one
+    """What the cut of one mesh depends on. Per-block tuples are in the model's order; times are of one sample on one
     rank that computes alone; with row x col > 1, a rank's share of a sample."""
 
     data: int
-    """Replicas when the run started."""
+    """Replicas."""
     pipe: int
-    """Stages when the run started; data x pipe ranks are there."""
-    global_batch: int
-    """Samples of one step when the run started."""
+    """Stages."""
+    samples: int
+    """Samples of one step, over all replicas."""
     forward_seconds: tuple[float, ...]
     backward_seconds: tuple[float, ...]
     """With recomputation, where there is any; of blocks that train."""
@@ -114,7 +116,7 @@ class Situation:
     update_seconds: tuple[float, ...] | None = None
     """Of each block's optimizer step; None leaves it out."""
     call_seconds: float = 0.0
-    """What a block's forward or backward takes beside its samples' time: this is what makes small microbatches dear."""
+    """What a block's forward or backward takes beside its samples' time: this makes small microbatches expensive."""
     weight_share: float = 0.5
     """The part of a backward that the schedule may postpone: the weights' gradients."""
     frozen: int = 0
@@ -133,12 +135,6 @@ class Situation:
     """Bytes per second between two ranks."""
     latency_seconds: float = 0.0
     """Of one message."""
-    auto_pipe: bool = True
-    """Whether the number of stages may change."""
-    auto_dp: bool = True
-    """Whether ranks that leave the pipeline become replicas; otherwise they idle."""
-    grows: bool = False
-    """Whether the global batch grows with the replicas (the paper) or is kept."""
     microbatches: tuple[int, ...] = ()
     """Counts per replica to choose from; () takes those of `microbatch_counts`."""
     policy: Policy | None = None
@@ -153,136 +149,93 @@ class Situation:
 
     @property
     def num_blocks(self) -> int:
+        """Blocks of the model."""
         return len(self.forward_seconds)
-
-    def meshes(self) -> list[tuple[int, int]]:
-        """(data, pipe) of every candidate, most stages first."""
-        if not self.auto_pipe:
-            return [(self.data, self.pipe)]
-        ranks = self.data * self.pipe if self.auto_dp else self.pipe
-        pipes = [pipe for pipe in range(ranks, 0, -1) if ranks % pipe == 0]
-        return [(ranks // pipe if self.auto_dp else self.data, pipe) for pipe in pipes]
-
-    def step_samples(self, data: int) -> int:
-        """Samples of one step with so many replicas."""
-        return -(-self.global_batch // self.data) * data if self.grows else self.global_batch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
-    """One candidate: where it stands in time, or why it was dropped."""
+class Cut:
+    """The best cut of one mesh, with its predicted time, or why there is none."""
 
-    data: int
-    pipe: int
-    samples: int
-    """Samples of one step, over all replicas."""
     boundaries: tuple[int, ...] = ()
     """First block of each stage after the first."""
     microbatches: int = 0
     """Per replica."""
     seconds: float | None = None
-    """Predicted, of one step; None where the candidate was dropped."""
+    """Predicted, of one step; None where there is no cut."""
     reason: str
-    """What decides its time, or why it cannot be."""
+    """What decides its time, or why there is none."""
     too_large: bool = False
-    """Whether it was dropped because no cut fits the memory."""
-
-    @property
-    def fits(self) -> bool:
-        return self.seconds is not None
-
-    @property
-    def seconds_per_sample(self) -> float:
-        """What candidates are ranked by; infinite for dropped ones."""
-        return inf if self.seconds is None else self.seconds / self.samples
-
-    def __str__(self) -> str:
-        mesh = f"pipe {self.pipe} x data {self.data}"
-        if self.seconds is None:
-            return f"{mesh}: dropped: {self.reason}"
-        count = "1 microbatch" if self.microbatches == 1 else f"{self.microbatches} microbatches"
-        return f"{mesh}: {self.seconds:.3g} s a step with {count}; {self.reason}"
+    """Whether there is none because none fits the memory."""
 
 
-def choices(situation: Situation) -> list[Choice]:
-    """Every candidate once, each with its best cut and number of microbatches: fastest per sample first, then the
-    dropped ones. Of equally fast ones that with more stages comes first, which needs less memory.
+def best_cut(situation: Situation) -> Cut:
+    """The best cut of the mesh, with the best number of microbatches.
 
-    Simulations take about 20 us for each stage and microbatch: in all 0.2 s for 8 ranks and 27 blocks, 1 s for 16 ranks
-    and 17 s for 64 with 98 blocks.
+    A simulation takes about 20 us for each stage and microbatch: for all meshes of 8 ranks and 27 blocks 0.2 s, of 16
+    ranks 1 s, and of 64 ranks with 98 blocks 17 s.
     """
-    found = [_best(situation, data, pipe) for data, pipe in situation.meshes()]
-    return sorted(found, key=lambda choice: (not choice.fits, _rounded(choice.seconds_per_sample), -choice.pipe))
-
-
-def _best(situation: Situation, data: int, pipe: int) -> Choice:
-    samples = situation.step_samples(data)
-    none = Choice(data=data, pipe=pipe, samples=samples, reason="")
+    data, pipe, samples = situation.data, situation.pipe, situation.samples
     if data > samples:
-        return replace(none, reason=f"{data} replicas are more than the {samples} samples of a step")
-    most = situation.num_blocks - max(situation.cached, 1) + 1
-    if pipe > most:
+        return Cut(reason=f"{data} replicas are more than the {samples} samples of a step")
+    if pipe > situation.num_blocks - max(situation.cached, 1) + 1:
         behind = f", {situation.cached} of them cached on the first stage" if situation.cached > 1 else ""
-        return replace(none, reason=f"{pipe} stages are more than {situation.num_blocks} blocks can make{behind}")
+        return Cut(reason=f"{pipe} stages are more than {situation.num_blocks} blocks can make{behind}")
     share = -(-samples // data)
     counts = situation.microbatches or microbatch_counts(pipe, share)
-    candidates = [_Candidate(situation, data, pipe, share, min(count, share)) for count in counts]
-    best, candidate = min(((candidate.choice(), candidate) for candidate in candidates), key=lambda pair: (
-        _rounded(pair[0].seconds_per_sample), pair[0].microbatches * (1 if pair[0].fits else -1)))
-    return candidate.improved(best) if best.fits else best
-
-
-def _rounded(seconds: float) -> float:
-    """To nine digits, so that the order of additions decides nothing."""
-    return float(f"{seconds:.9g}")
+    candidates = [_Candidate(situation, share, min(count, share)) for count in counts]
+    best, candidate = min(((candidate.cut(), candidate) for candidate in candidates), key=lambda pair: (
+        pair[1].time(pair[0]), pair[0].microbatches * (1 if pair[0].seconds is not None else -1)))
+    return candidate.improved(best) if best.seconds is not None else best
 
 
 class _Candidate:
-    """One mesh with one number of microbatches."""
+    """A mesh with one number of microbatches."""
 
-    def __init__(self, situation: Situation, data: int, pipe: int, share: int, count: int) -> None:
-        self.situation, self.data, self.pipe = situation, data, pipe
+    def __init__(self, situation: Situation, share: int, count: int) -> None:
+        self.situation, self.data, self.pipe = situation, situation.data, situation.pipe
         self.size = -(-share // count)
         self.count = -(-share // self.size)  # the last one may be smaller, and there may be fewer than asked for
         self.last_size = share - (self.count - 1) * self.size
         self.times = self._block_times(self.size)
         self.sums = list(accumulate((sum(times) for times in self.times), initial=0.0))
 
-    def choice(self) -> Choice:
-        """The cut with the cheapest dearest stage among those that fit, and its time."""
+    def time(self, cut: Cut) -> float:
+        """Seconds per sample, to nine digits, so that the order of additions decides nothing; infinite without a
+        cut."""
+        return inf if cut.seconds is None else float(f"{cut.seconds / self.situation.samples:.9g}")
+
+    def cut(self) -> Cut:
+        """The cut whose slowest stage is fastest among those that fit, and its time."""
         boundaries = cut(self.situation.num_blocks, self.pipe, self._cost)
         too_much = self._too_much(boundaries)
         if too_much is not None:
             lean = cut(self.situation.num_blocks, self.pipe, lambda *stage: inf if self._excess(*stage) > 0
                        else self._cost(*stage))
             if self._too_much(lean) is not None:
-                return replace(self._chosen(boundaries, None, too_much), too_large=True)
+                return Cut(boundaries=boundaries, microbatches=self.count, reason=too_much, too_large=True)
             boundaries = lean
-        return self._chosen(boundaries, *self._predict(boundaries))
+        return self._predict(boundaries)
 
-    def improved(self, choice: Choice) -> Choice:
-        """`choice`, with boundaries moved by one block as long as that makes the predicted step shorter.
+    def improved(self, best: Cut) -> Cut:
+        """`best`, with boundaries moved by one block as long as that makes the predicted step shorter.
 
-        The dearest stage is what counts with many microbatches. With few of them, with message times, or with stages
+        The slowest stage is what counts with many microbatches. With few of them, with message times, or with stages
         that have no backward, another cut may be better: over 60 random chains of 6 to 10 blocks on 2 to 4 stages by up
         to 13 % (1f1b 5 %, gpipe 25 %); what this returns was at most 1 % (1f1b 0 %, gpipe 19 %) from the best of all.
         """
         left = _MOST_SIMULATED
         while left > 0:
-            near = [_moved(choice.boundaries, index, by) for index in range(self.pipe - 1) for by in (-1, 1)]
-            found = [self._chosen(boundaries, *self._predict(boundaries)) for boundaries in near
+            near = [_moved(best.boundaries, index, by) for index in range(self.pipe - 1) for by in (-1, 1)]
+            found = [self._predict(boundaries) for boundaries in near
                      if all(start < stop for _, start, stop in self._stages(boundaries))
                      and boundaries[0] >= self.situation.cached and self._too_much(boundaries) is None]
             left -= len(near) * self.pipe * self.count
-            best = min(found, key=lambda other: other.seconds_per_sample, default=choice)
-            if _rounded(best.seconds_per_sample) >= _rounded(choice.seconds_per_sample):
-                return choice
-            choice = best
-        return choice
-
-    def _chosen(self, boundaries: tuple[int, ...], seconds: float | None, reason: str) -> Choice:
-        return Choice(data=self.data, pipe=self.pipe, samples=self.situation.step_samples(self.data),
-                      boundaries=boundaries, microbatches=self.count, seconds=seconds, reason=reason)
+            other = min(found, key=lambda cut: (cut.seconds or inf) / self.situation.samples, default=best)
+            if self.time(other) >= self.time(best):
+                return best
+            best = other
+        return best
 
     def _block_times(self, size: int) -> list[tuple[float, float]]:
         """(forward, backward) of each block for a microbatch of `size` samples."""
@@ -326,12 +279,12 @@ class _Candidate:
         return (f"no cut fits the memory: with microbatches of {self.size} stage {stage} with blocks {start} to "
                 f"{stop - 1} needs {needs:,.1f} MiB of {limit:,.1f} MiB")
 
-    def _predict(self, boundaries: tuple[int, ...]) -> tuple[float, str]:
-        """Seconds of a step, and what makes them."""
+    def _predict(self, boundaries: tuple[int, ...]) -> Cut:
+        """This cut with the seconds of a step, and the bottleneck."""
         given, places = self.situation, list(self._stages(boundaries))
         whole = [self._stage_times(self.times, start, stop) for _, start, stop in places]
         last = [self._stage_times(self._block_times(self.last_size), start, stop) for _, start, stop in places]
-        shares = [_total(small) / _total(large) if _total(large) else 1.0
+        shares = [small.microbatch_seconds / large.microbatch_seconds if large.microbatch_seconds else 1.0
                   for small, large in zip(last, whole, strict=True)]
         carried = [given.latency_seconds + given.output_bytes[edge - 1] * self.size / given.bandwidth
                    for edge in boundaries]
@@ -343,20 +296,20 @@ class _Candidate:
             return carried[min(source, destination)]
 
         simulated = simulate(whole, self.count, given.policy or MessageDriven(),
-                             given.in_flight or auto_in_flight(self.pipe, sum(not stage.trains for stage in whole)),
+                             given.in_flight or rule_limits([stage.trains for stage in whole]).in_flight,
                              hop=hop,
                              defer_bytes="auto", jitter=lambda stage, action:
                              shares[stage] if action.microbatch == self.count - 1 else 1.0)
         stops = [actions[-1][2] for actions in simulated.actions]
         after = [self._averaging(start, stop) + self._update(start, stop) for _, start, stop in places]
         seconds = max(stop + rest for stop, rest in zip(stops, after, strict=True))
-        dearest = max(range(self.pipe), key=lambda stage: _total(whole[stage]))
-        reason = (f"stage {dearest} is the dearest with {_total(whole[dearest]):.3g} s a microbatch, stages wait "
+        times = [stage.microbatch_seconds for stage in whole]
+        reason = (f"stage {times.index(max(times))} is the slowest with {max(times):.3g} s a microbatch, stages wait "
                   f"{simulated.bubble_fraction:.0%} of the time, {max(after):.3g} s follow the last backward")
         bound = self._work() / given.cores if given.cores else 0.0
         if bound > seconds:
             seconds, reason = bound, f"the work of all ranks keeps {given.cores:g} cores busy"
-        return seconds, reason
+        return Cut(boundaries=boundaries, microbatches=self.count, seconds=seconds, reason=reason)
 
     def _stage_times(self, times: Sequence[tuple[float, float]], start: int, stop: int) -> StageTimes:
         backward, share = sum(backward for _, backward in times[start:stop]), self.situation.weight_share
@@ -368,7 +321,8 @@ class _Candidate:
         size = sum(self.situation.gradient_bytes[max(start, self.situation.frozen):stop])
         if self.data == 1 or not size:
             return 0.0
-        return 2 * (self.data - 1) * (self.situation.latency_seconds + size / self.data / self.situation.bandwidth)
+        return ring_seconds(size, self.data, lambda piece: self.situation.latency_seconds + piece
+                            / self.situation.bandwidth)
 
     def _update(self, start: int, stop: int) -> float:
         return sum((self.situation.update_seconds or ())[max(start, self.situation.frozen):stop])
@@ -377,10 +331,6 @@ class _Candidate:
         """Seconds that one rank alone would compute for a step."""
         last = sum(map(sum, self._block_times(self.last_size)))
         return self.data * ((self.count - 1) * self.sums[-1] + last + self._update(0, self.situation.num_blocks))
-
-
-def _total(times: StageTimes) -> float:
-    return times.forward + times.backward + times.weight
 
 
 def _moved(boundaries: tuple[int, ...], index: int, by: int) -> tuple[int, ...]:

@@ -1,53 +1,32 @@
-"""Does keeping the outputs of the frozen prefix pay? A decision from measured seconds. Pure.
+"""Whether caching the outputs of frozen blocks saves time: a decision from measured seconds. Pure.
 
-Of a sample that is not kept yet, with n reads of it still to come (this one included):
+For a sample that is not cached yet, with n reads of it still to come (this one included):
 
     without the cache    n compute
     with it              compute + write + (n - 1) read
 
-so it pays when (n - 1) (compute - read) > write. Of a sample that is kept, it pays when compute > read.
+so the cache pays if (n - 1) (compute - read) > write. For a sample that is cached, it pays if compute > read.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Measured seconds of one sample: the frozen blocks' forward, reading its entry, writing it."""
+    """Measured seconds per sample: the forward of the frozen blocks, reading an entry, writing it."""
 
     compute: float
     read: float
     write: float
 
 
-@dataclass(eq=False)
-class Counts:
-    """What the cache of one rank has done. hits, upgraded and misses count rows of microbatches; computed, read,
-    written and unwritten (no room, or a number that half precision has not) different samples in each.
-
-    seconds: hash (of the weights), compute (misses), upgrade (newly frozen blocks), write: of the calling thread;
-    read: of whichever thread read; wait: what the calling thread waited for entries.
-    """
-
-    hits: int = 0
-    upgraded: int = 0
-    misses: int = 0
-    computed: int = 0
-    read: int = 0
-    written: int = 0
-    unwritten: int = 0
-    bytes_read: int = 0
-    bytes_written: int = 0
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(
-        ("hash", "read", "wait", "compute", "upgrade", "write"), 0.0))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """saved_seconds: over the rest of the run, on one rank's samples; negative where the cache would cost time."""
+    """Whether the cache is used, and why. saved_seconds: over the rest of the run, on the samples of one rank; negative
+    if the cache would cost time."""
 
     pays: bool
     saved_seconds: float
@@ -56,11 +35,13 @@ class Decision:
 
 def decide(cache_from: Literal["auto"] | int, *, frozen_layers: int, times: Times | None, remaining_reads: int,
            num_samples: int, kept: int = 0) -> Decision:
-    """Whether the cache is on from now.
+    """Whether the cache is used from now on.
 
-    cache_from: the number of frozen layers from which it is on, whatever it costs; "auto" decides by `times`.
-    remaining_reads: (epochs left) x (samples), as this rank will ask for them. num_samples: different ones among them.
-    kept: of these, samples that the files have already.
+    Args:
+        cache_from: the number of frozen layers from which it is used, whatever it costs; "auto" decides by `times`.
+        remaining_reads: (epochs left) x (samples), as this rank will read them.
+        num_samples: distinct samples among them.
+        kept: how many of these the files already have.
     """
     if frozen_layers < 1:
         return Decision(pays=False, saved_seconds=0.0, why="nothing is frozen")

@@ -11,15 +11,13 @@ layers; freezing layer 0 freezes what comes before it (the embedding), and the h
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import ceil, expm1, inf, isfinite, log1p
 from typing import Protocol, runtime_checkable
 
-from ranvier.errors import ConfigError, ModelError
-from ranvier.layout import Parameter, frozen_blocks
+from ranvier.config.rules import manual_depth
+from ranvier.config.run import Elastic
+from ranvier.errors import ConfigError
 
 _SPURIOUS = 1e-9
 """What a product of floats may be above the integer that it stands for."""
@@ -46,16 +44,18 @@ class Facts:
 
 @runtime_checkable
 class Remembers(Protocol):
-    """A policy that knows something from one evaluation to the next: it goes into checkpoints, and comes back from
-    them, where the policy has these two beside `frozen_layers`. What they exchange is JSON-serialisable."""
+    """A policy with a state, which checkpoints keep: it has these two methods beside `frozen_layers`. The state is
+    JSON-serialisable."""
 
-    def state_dict(self) -> dict[str, object]: ...
+    def state_dict(self) -> dict[str, object]:
+        """What a checkpoint keeps of the policy."""
 
-    def load_state_dict(self, state: dict[str, object]) -> None: ...
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Restore what `state_dict` returned."""
 
 
 class FreezePolicy(Protocol):
-    """Answers how many layers shall be frozen. It is asked on one rank, which tells the others."""
+    """Decides how many layers to freeze. It is called on one rank, which broadcasts the answer."""
 
     def frozen_layers(self, facts: Facts) -> int:
         """The number of layers to freeze from now on, between `facts.frozen` and `facts.num_layers`."""
@@ -63,9 +63,10 @@ class FreezePolicy(Protocol):
 
 @dataclass(frozen=True)
 class NoFreezing:
-    """Every layer goes on training; what is frozen already stays."""
+    """No further layers freeze; those that are frozen stay so."""
 
     def frozen_layers(self, facts: Facts) -> int:
+        """See `FreezePolicy`."""
         return facts.frozen
 
 
@@ -79,12 +80,13 @@ class GradientNorm:
     range over the last frozen layer too, whose norm is 0, and never freeze anything.
 
     The first term is rounded up, so that it is at least one layer while there are active ones (rounded down the rule
-    would stop for good at 1 / alpha layers). A norm that is no finite number counts as infinitely large.
+    would stop for good at 1 / alpha layers). A norm that is not finite counts as infinitely large.
     """
 
     alpha: float
 
     def frozen_layers(self, facts: Facts) -> int:
+        """See `FreezePolicy`."""
         active = range(facts.frozen, facts.num_layers)
         if not active:
             return facts.frozen
@@ -104,6 +106,7 @@ class Cap:
     alpha: float
 
     def frozen_layers(self, facts: Facts) -> int:
+        """See `FreezePolicy`."""
         share = -expm1(facts.evaluation * log1p(-self.alpha))
         return max(facts.frozen, ceil(facts.num_layers * share - _SPURIOUS))
 
@@ -115,6 +118,7 @@ class Manual:
     depths: tuple[tuple[int, int], ...]
 
     def frozen_layers(self, facts: Facts) -> int:
+        """See `FreezePolicy`."""
         return max([facts.frozen, *(layers for step, layers in self.depths if step <= facts.step)])
 
 
@@ -131,20 +135,7 @@ def decide(policy: FreezePolicy, facts: Facts) -> int:
 
 # ---------------------------------------------------------------------- from the configuration
 
-class Settings(Protocol):
-    """What is read here of the configuration's section `elastic`."""
-
-    @property
-    def freeze(self) -> str: ...
-
-    @property
-    def alpha(self) -> float: ...
-
-    @property
-    def manual(self) -> tuple[str, ...]: ...
-
-
-def policy_of(elastic: Settings) -> FreezePolicy:
+def policy_of(elastic: Elastic) -> FreezePolicy:
     """The policy that `elastic.freeze` names. ConfigError for manual entries that cannot be read."""
     match elastic.freeze:
         case "none":
@@ -155,67 +146,3 @@ def policy_of(elastic: Settings) -> FreezePolicy:
             return Cap(elastic.alpha)
         case "manual":
             return Manual(tuple(manual_depth(text) for text in elastic.manual))
-    raise ConfigError("is not a freeze policy", where="elastic.freeze", value=elastic.freeze,
-                      remedy="Choose one of none, gradient-norm, cap, manual.")
-
-
-def manual_depth(text: str) -> tuple[int, int]:
-    """(step, layers) of a text STEP:LAYERS. ConfigError when it is none."""
-    found = re.fullmatch(r"([0-9]{1,18}):([0-9]{1,18})", text)
-    if found is None:
-        raise ConfigError("is not of the form STEP:LAYERS", where="elastic.manual", value=text,
-                          remedy="Give entries such as 100:4, which freezes the first 4 layers after step 100.")
-    return int(found[1]), int(found[2])
-
-
-def problems(elastic: Settings, num_layers: int) -> Iterator[ConfigError]:
-    """What is wrong with the freezing that is asked for, for a model of so many layers."""
-    if elastic.freeze != "manual":
-        if elastic.manual:
-            yield ConfigError(f"is given, but elastic.freeze is {elastic.freeze}", where="elastic.manual",
-                              value=elastic.manual, remedy="Set --elastic.freeze manual, or leave out the entries.")
-        return
-    if not elastic.manual:
-        yield ConfigError("needs entries", where="elastic.freeze", value="manual",
-                          remedy="Give --elastic.manual entries such as 100:4, which freezes the first 4 layers after "
-                                 "step 100.")
-    depths = []
-    for text in elastic.manual:
-        try:
-            depths.append((text, *manual_depth(text)))
-        except ConfigError as problem:
-            yield problem
-    for text, _, layers in depths:
-        if layers > num_layers:
-            yield ConfigError(f"freezes more than the model's {num_layers} layers", where="elastic.manual", value=text,
-                              remedy=f"Freeze {num_layers} layers or fewer.")
-    for (before, earlier, fewer), (text, step, layers) in pairwise(depths):
-        if step <= earlier:
-            yield ConfigError(f"is not later than the entry before it, {before}", where="elastic.manual", value=text,
-                              remedy="Give the entries in the order of their steps, one for each step.")
-        elif layers < fewer:
-            yield ConfigError(f"has fewer layers than the entry before it, {before}, and frozen layers stay frozen",
-                              where="elastic.manual", value=text, remedy="Let the number of layers rise.")
-
-
-# ---------------------------------------------------------------------- layers and blocks
-
-def tie_problem(parameters: Sequence[Parameter], layers: Sequence[Sequence[str]], blocks: Sequence[str],
-                frozen: int) -> ModelError | None:
-    """Why the first `frozen` layers cannot be frozen: a trainable parameter that is tied to one behind them.
-
-    parameters: the layout's; layers, blocks: the names of the model's. None where nothing is in the way.
-    """
-    stop = frozen_blocks(layers, blocks, frozen)
-    ends: dict[str, list[Parameter]] = {}
-    for parameter in parameters:
-        ends.setdefault(parameter.owner, []).append(parameter)
-    for group in ends.values():
-        inside = [end.name for end in group if end.block < stop]
-        outside = [end.name for end in group if end.block >= stop]
-        if inside and outside and any(end.trainable for end in group):
-            first = "the first layer" if frozen == 1 else f"the first {frozen} layers"
-            return ModelError(f"would be frozen with {first}, and is tied to {outside[0]}, which goes on training",
-                              where=f"parameter {inside[0]}",
-                              remedy="Untie the two in the model, or freeze both with requires_grad=False.")
-    return None

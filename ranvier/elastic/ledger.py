@@ -12,20 +12,18 @@ count what remains in the steps of before.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from math import isfinite
-from statistics import median
+from typing import Any
 
-PRIOR_SECONDS = 1.0
-"""What a transition is taken to cost, whatever it moves, before one was measured."""
-PRIOR_BYTES_PER_SECOND = 500e6
-"""And how fast it is taken to move tensors."""
+from ranvier.cost.transition import transition_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     """One transition: what was expected of it (None where nobody judged it: layers froze and the mesh stayed, the
-    article's rule, a user's wish), and what was measured (None as long as nothing was)."""
+    article's rule, a user's request), and what was measured (None as long as nothing was)."""
 
     step: int
     """Optimizer steps done before it."""
@@ -33,7 +31,7 @@ class Entry:
     """The mesh that it came from, in words, and the one that it went to."""
     new: str
     moved_bytes: int
-    """From rank to rank: as expected, then as measured."""
+    """Bytes that ranks send each other: predicted, and replaced by measured ones after the transition."""
     seconds_before: float | None = None
     """Per step, measured."""
     seconds_after: float | None = None
@@ -79,9 +77,8 @@ class Ledger:
     def expected_cost(self, moved_bytes: int) -> float:
         """Seconds of a transition that moves so many bytes: the prior's, times the median of what measured ones took
         in relation to it."""
-        measured = [(entry.measured_cost, _prior(entry.moved_bytes)) for entry in self.entries
-                    if entry.measured_cost is not None]
-        return _prior(moved_bytes) * (median(cost / prior for cost, prior in measured) if measured else 1.0)
+        return transition_seconds(moved_bytes, [(entry.measured_cost, entry.moved_bytes) for entry in self.entries
+                                                if entry.measured_cost is not None])
 
     def pays(self, *, step: int, old: str, new: str, seconds_before: float, model_before: float, model_after: float,
              remaining_steps: int, moved_bytes: int) -> Verdict:
@@ -92,7 +89,7 @@ class Ledger:
         """
         cost = self.expected_cost(moved_bytes)
         known = all(isfinite(seconds) and seconds > 0 for seconds in (seconds_before, model_before, model_after))
-        after = calibrated(seconds_before, model_before, model_after) if known else seconds_before
+        after = seconds_before * (model_after / model_before) if known else seconds_before
         entry = Entry(step=step, old=old, new=new, moved_bytes=moved_bytes, seconds_before=seconds_before,
                       seconds_after=after, remaining_steps=remaining_steps, expected_cost=cost)
         where = f"{old} -> {new}"
@@ -112,7 +109,7 @@ class Ledger:
     def with_measured(self, *, cost: float | None = None, after: float | None = None,
                       moved_bytes: int | None = None) -> Ledger:
         """The ledger with what was measured of its last transition: its cost in seconds, seconds per step after it,
-        what it moved. What is no finite number is left out."""
+        what it moved. What is not finite is left out."""
         *earlier, last = self.entries
         if cost is not None and isfinite(cost):
             last = replace(last, measured_cost=cost)
@@ -122,19 +119,11 @@ class Ledger:
             last = replace(last, moved_bytes=moved_bytes)
         return Ledger((*earlier, last))
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {"entries": [asdict(entry) for entry in self.entries]}
 
     @classmethod
-    def from_dict(cls, saved: dict) -> Ledger:
+    def from_dict(cls, saved: Mapping[str, Any]) -> Ledger:
+        """The ledger that `to_dict` has described."""
         return cls(tuple(Entry(**entry) for entry in saved["entries"]))
-
-
-def calibrated(seconds_before: float, model_before: float, model_after: float) -> float:
-    """Seconds of a step after a transition: the measured ones before it, scaled as the model's are."""
-    return seconds_before * (model_after / model_before)
-
-
-def _prior(moved_bytes: int) -> float:
-    return PRIOR_SECONDS + moved_bytes / PRIOR_BYTES_PER_SECOND

@@ -6,11 +6,14 @@ is plain data and goes into checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import isfinite
+from typing import Any
 
 MOST_PER_STAGE = 6
+TRIAL_STEPS = 3
+"""Measured steps of each number of microbatches that is tried; the first of them warms up."""
 
 
 def microbatch_counts(stages: int, share: int) -> tuple[int, ...]:
@@ -86,7 +89,7 @@ class MicrobatchProfile:
         return min(candidates, key=lambda count: tried[count])
 
     def measured(self, pipe: int, data: int, frozen: int, microbatches: int, seconds: float) -> MicrobatchProfile:
-        """The profile with one more measurement. One that is no finite number of seconds is left out."""
+        """The profile with one more measurement. One that is not a finite number of seconds is left out."""
         if not isfinite(seconds):
             return self
         here = Trial(pipe=pipe, data=data, frozen=frozen, microbatches=microbatches, seconds=seconds)
@@ -98,12 +101,13 @@ class MicrobatchProfile:
                 others.append(trial)
         return MicrobatchProfile((*others, here))
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {"trials": [asdict(trial) for trial in self.trials]}
 
     @classmethod
-    def from_dict(cls, saved: dict) -> MicrobatchProfile:
+    def from_dict(cls, saved: Mapping[str, Any]) -> MicrobatchProfile:
+        """The profile that `to_dict` has described."""
         return cls(tuple(Trial(**trial) for trial in saved["trials"]))
 
     def _trials(self, pipe: int, data: int, frozen: int) -> dict[int, float]:

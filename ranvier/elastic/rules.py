@@ -1,37 +1,122 @@
-"""What cannot be asked of an elastic run."""
+"""What the decisions of an elastic run depend on: the settings, the state of the run, and facts of its blocks. Pure.
+
+A run fills these with what its ranks have measured (`ranvier.train.measured_blocks`), a plan with what a cluster's
+constants predict (`ranvier.planner.elastic_plan`). All decisions are functions of them:
+
+    how deep to freeze            `ranvier.elastic.freezing`         when: `EvaluationSchedule`
+    which meshes are candidates   `ranvier.elastic.mesh_candidates`  how each is cut: `ranvier.elastic.auto_pipe`
+    which of them is taken        `ranvier.elastic.transition_selector`, by the ledger's rule
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
 
-from ranvier.elastic import freezing
-from ranvier.errors import ConfigError
-from ranvier.run import Run
+from ranvier.config.resolve import ResolvedRun
+from ranvier.layout import frozen_blocks
+from ranvier.mesh import Mesh
+
+LINKS: Mapping[str, tuple[float, float]] = {"in-process": (inf, 0.0), "mpi": (4e9, 20e-6), "torch": (3e9, 200e-6)}
+"""Bytes per second and seconds of latency between two ranks on one machine, nominal, by backend."""
 
 
-def problems(run: Run) -> Iterator[ConfigError]:
-    """What contradicts itself, as far as the settings alone tell."""
-    elastic = run.elastic
-    yield from freezing.problems(elastic, run.model.num_layers)
-    if elastic.freeze != "none" and run.data.task == "lm":
-        yield ConfigError("would freeze the token embedding, which is tied to the head and goes on training there",
-                          where="elastic.freeze", value=elastic.freeze,
-                          remedy="Set --elastic.freeze none, or choose a --data.task whose model has no such tie.")
-    if elastic.freeze == "gradient-norm" and run.model.num_layers < 2:
-        yield ConfigError("has nothing to compare in a model of one layer", where="elastic.freeze",
-                          value=elastic.freeze, remedy="Set --elastic.freeze cap, or use more layers.")
-    if elastic.cache and run.model.dropout and elastic.frozen_dropout:
-        yield ConfigError(f"would keep what one epoch's dropout has made (model.dropout is {run.model.dropout:g})",
-                          where="elastic.cache", value=True,
-                          remedy="Set --elastic.frozen-dropout false: frozen layers then drop nothing.")
-    if elastic.cache and run.data.augment != "none" and not run.data.augment_repeats:
-        yield ConfigError(f"would keep what one epoch's augmentation has made (data.augment is {run.data.augment})",
-                          where="elastic.cache", value=True,
-                          remedy="Set --data.augment-repeats true: each epoch then repeats the first one's.")
-    if run.optim.update_in_backward and elastic.profile_microbatches:
-        yield ConfigError("tries several microbatches, and updates in the backward need one",
-                          where="elastic.profile-microbatches", value=True,
-                          remedy="Leave out --optim.update-in-backward.")
-    if run.optim.update_in_backward and elastic.global_batch != "keep":
-        yield ConfigError("needs batches of one microbatch, and this one grows", where="elastic.global-batch",
-                          value=elastic.global_batch, remedy="Leave out --optim.update-in-backward.")
+@dataclass(frozen=True)
+class ElasticRules:
+    """What the settings decide. run: as it was started, so its mesh, batch and microbatch are the first ones."""
+
+    run: ResolvedRun
+
+    def step_samples(self, data: int) -> int:
+        """Samples of a step with so many replicas."""
+        size = self.run.batch.global_size
+        return size if self.run.elastic.global_batch == "keep" else max(1, size * data // self.run.mesh.data)
+
+    def caches(self, frozen: int, refused_at: int) -> bool:
+        """Whether outputs of `frozen` layers would be cached, as far as that is known. refused_at: frozen layers at
+        which the cache did not pay; with "auto" it is tried again with more."""
+        cache_from = self.run.elastic.cache_from
+        return self.run.elastic.cache and frozen > (refused_at if cache_from == "auto" else cache_from - 1)
+
+    def remaining_steps(self, total_steps: int, samples: int, step_samples: int) -> int:
+        """Steps of `step_samples` that are left after `samples`, of a run of `total_steps` steps of its first size."""
+        return max(0, -(-(total_steps * self.run.batch.global_size - samples) // step_samples))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PresentMesh:
+    """Where a run is: its mesh, its cut, and what is frozen and cached."""
+
+    mesh: Mesh
+    boundaries: tuple[int, ...]
+    """First block of each stage after the first."""
+    frozen: int
+    """Frozen layers."""
+    cached_blocks: int
+    """Blocks whose outputs are read from the cache."""
+    global_size: int
+    layers: tuple[tuple[str, ...], ...]
+    """Names of the blocks of each transformer layer."""
+    block_names: tuple[str, ...]
+
+    def frozen_blocks(self, depth: int) -> int:
+        """Blocks of the prefix that does not train with `depth` frozen layers."""
+        return frozen_blocks(self.layers, self.block_names, depth)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockFacts:
+    """What the blocks of a model cost on these ranks, and what they hold. Tuples have one entry for each block."""
+
+    forward_seconds: tuple[float, ...]
+    """Of one sample on a rank that computes alone; with row x col > 1, of a rank's share of a sample."""
+    backward_seconds: tuple[float, ...]
+    """With recomputation, where there is any; of blocks that train."""
+    update_seconds: tuple[float, ...]
+    """Of the optimizer's step, on a rank that has all of the block's states."""
+    output_bytes: tuple[int, ...]
+    """What leaves each block, per sample."""
+    num_parameters: tuple[int, ...]
+    parameter_bytes: tuple[int, ...]
+    """Also those of its gradients, when replicas average them."""
+    state_bytes: tuple[int, ...]
+    """Of the optimizer's states."""
+    cores: float | None
+    """Cores that all ranks share, in units of what one rank computes with; None where each has a device."""
+    bandwidth: float
+    """Bytes per second between two ranks."""
+    latency_seconds: float
+    """Of one message."""
+    seconds: float | None = None
+    """Of a step on the present mesh, as the model predicts it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSchedule:
+    """When the freeze policy is asked."""
+
+    every: int
+    """Steps between evaluations; 0 asks after each epoch."""
+    epoch_samples: int
+    depths: Sequence[tuple[int, int]] | None = None
+    """(step, layers) given by hand, rising; None: another policy decides."""
+    dry_run: bool = False
+
+    def is_due(self, step: int, before: int, after: int, frozen: int) -> bool:
+        """Whether the policy is asked after `step`, which takes the data from sample `before` to `after`."""
+        if self.depths is not None:
+            return any(at == step or (at < step and layers > frozen and not self.dry_run) for at, layers in self.depths)
+        if self.every:
+            return step % self.every == 0
+        return after // self.epoch_samples > before // self.epoch_samples
+
+    def steps_until_due(self, step: int, samples: int, size: int, frozen: int) -> int | None:
+        """Steps of `size` samples after `step` and `samples` until the policy is asked; None: never again."""
+        if self.depths is not None:
+            due = [max(1, at - step) for at, layers in self.depths
+                   if at > step or (at <= step and layers > frozen and not self.dry_run)]
+            return min(due, default=None)
+        if self.every:
+            return self.every - step % self.every
+        return -(-(self.epoch_samples - samples % self.epoch_samples) // size)

@@ -4,20 +4,20 @@
     ...                              the new engine is built, on other ranks perhaps
     moved = hand_over(held, new_engine, backend)
 
-All ranks of the old layout, of the new one and of none take part. Each tells what it has and what it needs, as boxes of
+All ranks take part, those of neither layout too. Each announces what it has and what it needs, as boxes of
 whole tensors; from that all of them work out the same list of moves, and carry it out in rounds of bounded size. Until
-everybody has acknowledged, the copies are the old layout, whole; a rank that fails before that ends the run, which goes
-on from its last checkpoint.
+all have acknowledged, the copies are the complete old layout; a rank that fails before that ends the run, which resumes
+from its last checkpoint.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,11 +25,11 @@ from torch import Tensor
 from ranvier.checkpoint import state
 from ranvier.checkpoint.manifest import ITEM_BYTES, Manifest, SavedTensor, ScaleState
 from ranvier.checkpoint.state import Piece
-from ranvier.comm.edges import no_message
+from ranvier.comm.edges import invalid_message
 from ranvier.comm.message import Kind, Message, checksum
 from ranvier.comm.protocol import Backend, Transport
 from ranvier.errors import CheckpointError, MessageTimeout
-from ranvier.layout import Box, Move, box_size, moves_between
+from ranvier.layout import Box, Move, box_size, index_of, moves
 
 if TYPE_CHECKING:
     from ranvier.pipeline.engine import Engine
@@ -45,7 +45,7 @@ class Held:
     """What one rank had: copies in host memory, and the numbers that all ranks share."""
 
     pieces: list[Piece]
-    numbers: dict[str, object]
+    numbers: dict[str, Any]
     frozen: list[str]
 
 
@@ -65,32 +65,33 @@ def take(engine: Engine) -> Held:
 
 
 def hand_over(held: Held | None, engine: Engine | None, backend: Backend, *, timeout_seconds: float) -> int:
-    """`engine` goes on from what the ranks held. Collective over all ranks of `backend`: `held` is None on those that
+    """Restore `engine` from what the ranks held. Collective over all ranks of `backend`: `held` is None on those that
     had no part in the old layout, `engine` on those that have none in the new one; rank 0 has one in both.
 
     Returns the bytes that went from one rank to another, the same on every rank. MessageTimeout when a rank is silent
     for `timeout_seconds`.
     """
     whole = backend.subset(backend.size)  # of its own, so that nothing of it is left afterwards
+    assert whole is not None, "a subset of all ranks has every rank"
     ranks = whole.group("transition", [range(whole.size)])
-    source = _Ranks(ranks.gather_objects(_told(held)), {} if held is None else {
+    source = _Ranks(ranks.gather_objects(_announced(held)), {} if held is None else {
         number: piece.tensor for number, piece in enumerate(held.pieces)})
     if engine is not None:
         state.check_fits(engine, source)
         state.fill(engine, source)
     needs = ranks.gather_objects([(key, box) for key, reads in source.wanted.items() for box, _ in reads])
-    moves = list(source.moves(needs))
+    travelling = list(source.moves(needs))
     transport = whole.transport("transition")
-    _carry_out(moves, source, transport, whole.rank, timeout_seconds)
+    _carry_out(travelling, source, transport, whole.rank, timeout_seconds)
     if engine is not None:
-        state.go_on(engine, source.manifest)
+        state.restore_counters(engine, source.manifest)
     ranks.barrier()  # all have acknowledged
     whole.close()
-    return sum(source.size_bytes(move) for move in moves if move.source != move.destination)
+    return sum(source.size_bytes(move) for move in travelling if move.source != move.destination)
 
 
-def _told(held: Held | None) -> dict[str, object]:
-    """What this rank has, as JSON can hold it. Tensors without dims are told with their value."""
+def _announced(held: Held | None) -> dict[str, object]:
+    """What this rank has, as JSON can hold it. Tensors without dims come with their value."""
     if held is None:
         return {"pieces": [], "numbers": None, "frozen": []}
     return {"pieces": [[piece.kind, piece.name, piece.shape, piece.box, state.dtype_name(piece.tensor),
@@ -103,13 +104,13 @@ class _Ranks:
 
     folder = "of the ranks' own memory"
 
-    def __init__(self, told: Sequence[dict], own: dict[int, Tensor]) -> None:
+    def __init__(self, announced: Sequence[Mapping[str, Any]], own: dict[int, Tensor]) -> None:
         self._own = own
         self._have: dict[str, list[tuple[int, Box]]] = {}
         self._pieces: dict[tuple[str, int, Box], int] = {}
         self._values: dict[tuple[str, str], float] = {}
         tensors: dict[str, dict[str, SavedTensor]] = {}
-        for rank, document in enumerate(told):
+        for rank, document in enumerate(announced):
             for number, (kind, name, shape, box, dtype, value) in enumerate(document["pieces"]):
                 box = tuple(map(tuple, box))
                 tensors.setdefault(kind, {})[name] = SavedTensor(dtype, tuple(shape), ())
@@ -118,10 +119,10 @@ class _Ranks:
                 if box_size(box):
                     self._have.setdefault(_key(kind, name), []).append((rank, box))
                     self._pieces[_key(kind, name), rank, box] = number
-        numbers = dict(told[0]["numbers"])
+        numbers = dict(announced[0]["numbers"])
         scale = numbers.pop("loss_scale")
         self.manifest = Manifest(**numbers, loss_scale=scale and ScaleState(**scale), files=(), tensors=tensors,
-                                 frozen=tuple(sorted({name for document in told for name in document["frozen"]})))
+                                 frozen=tuple(sorted({name for document in announced for name in document["frozen"]})))
         self.wanted: dict[str, list[tuple[Box, Tensor]]] = {}
         """Key of a tensor -> box and target of every read."""
 
@@ -145,7 +146,7 @@ class _Ranks:
 
     # --- moving
 
-    def moves(self, needs: Sequence[Sequence]) -> Iterator[Move]:
+    def moves(self, needs: Sequence[Sequence[Any]]) -> Iterator[Move]:
         """The moves of all ranks, the same list everywhere, each small enough for one message."""
         need: dict[str, list[tuple[int, Box]]] = {}
         for rank, wanted in enumerate(needs):
@@ -153,7 +154,7 @@ class _Ranks:
                 box = tuple(map(tuple, box))
                 if box_size(box):
                     need.setdefault(key, []).append((rank, box))
-        for move in moves_between(self._have, need):
+        for move in moves(self._have, need):
             yield from _in_pieces(move, self._item_bytes(move.parameter))
 
     def size_bytes(self, move: Move) -> int:
@@ -167,14 +168,14 @@ class _Ranks:
         """The elements of a move that begins here."""
         for rank, box in self._have[move.parameter]:
             if rank == move.source and _is_within(move.box, box):
-                return state.view_of(self._own[self._pieces[move.parameter, rank, box]], box, move.box)
+                return self._own[self._pieces[move.parameter, rank, box]][index_of(move.box, box)]
         raise AssertionError(f"nothing here holds {move}")
 
     def copy(self, move: Move, elements: Tensor) -> None:
         """The elements of a move that ends here go to whoever has asked for them."""
         for box, target in self.wanted[move.parameter]:
             if _is_within(move.box, box):
-                state.view_of(target, box, move.box).copy_(elements)
+                target[index_of(move.box, box)].copy_(elements)
 
 
 def _key(kind: str, name: str) -> str:
@@ -230,7 +231,7 @@ def _whole(message: Message) -> Tensor:
     """What a message has brought, as it was sent: a bit that changed on its way would stay in the weights."""
     elements = message.tensors[""]
     if int(message.tensors["checksum"]) != int(checksum(elements)):
-        raise no_message("transition", message.source, "its elements have been changed on their way")
+        raise invalid_message("transition", message.source, "its elements have been changed on their way")
     return elements
 
 

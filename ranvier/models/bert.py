@@ -18,17 +18,19 @@ ends there, nor has the loss a part of it (transformers lets padding take part).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ranvier.errors import ConfigError, ModelError
-from ranvier.models.block import Initial, Model, repeated
-from ranvier.run import Transformer
+from ranvier.block import Initial, Model, repeated
+from ranvier.config.run import Transformer
+from ranvier.errors import ConfigError, ModelError, RanvierError
+from ranvier.models.family import ModelFacts, text_transformer_in_words, wrong_head
 from ranvier.tensor import layers as tensor
-from ranvier.tensor.loss import ClassLoss, SpanLoss
+from ranvier.tensor.split.loss import ClassLoss, SpanLoss
 
 NORM_EPSILON = 1e-12
 """As BERT was published."""
@@ -49,7 +51,7 @@ class Embedding(nn.Module):
         self.longest = config.sequence
         self.token = tensor.Embedding(config.vocab, config.hidden, dtype=dtype)
         self.position = tensor.PositionEmbedding(config.sequence, config.hidden, dtype=dtype)
-        self.token_type = tensor.SmallEmbedding(NUM_TYPES, config.hidden, dtype=dtype)
+        self.token_type = tensor.TokenTypeEmbedding(NUM_TYPES, config.hidden, dtype=dtype)
         self.norm = _norm(config, dtype)
         self.dropout = tensor.Dropout(config.dropout)
 
@@ -73,7 +75,8 @@ class Attention(nn.Module):
     def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
         super().__init__()
         self.head_width = config.hidden // config.heads
-        self.qkv = tensor.Linear(config.hidden, 3 * config.hidden, stationary="output", units=config.heads, dtype=dtype)
+        self.qkv = tensor.Linear(config.hidden, 3 * config.hidden, stationary="output", units=config.heads,
+                                 parts=("query", "key", "value"), dtype=dtype)
         self.projection = tensor.Linear(config.hidden, config.hidden, stationary="input", units=config.heads,
                                         dtype=dtype)
         self.dropout = tensor.Dropout(config.dropout)
@@ -110,12 +113,13 @@ class ClassHead(nn.Module):
 
     def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
         super().__init__()
-        self.pooler = tensor.TokenLinear(config.hidden, config.hidden, token=0, dtype=dtype)
+        self.pooler = tensor.ClassifierHead(config.hidden, config.hidden, token=0, dtype=dtype)
         self.dropout = tensor.Dropout(config.dropout, whole=True)
-        self.classifier = tensor.WholeLinear(config.hidden, num_classes(config), dtype=dtype)
+        self.classifier = tensor.ReplicatedLinear(config.hidden, num_classes(config), dtype=dtype)
 
     def forward(self, state: State) -> Tensor:
-        return self.classifier(self.dropout(torch.tanh(self.pooler(state["hidden"]))))
+        logits_BC: Tensor = self.classifier(self.dropout(torch.tanh(self.pooler(state["hidden"]))))
+        return logits_BC
 
 
 class SpanHead(nn.Module):
@@ -123,10 +127,10 @@ class SpanHead(nn.Module):
 
     def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
         super().__init__()
-        self.span = tensor.TokenLinear(config.hidden, 2, token=None, dtype=dtype)
+        self.span = tensor.ClassifierHead(config.hidden, 2, token=None, dtype=dtype)
 
     def forward(self, state: State) -> Tensor:
-        logits_BS2 = self.span(state["hidden"])
+        logits_BS2: Tensor = self.span(state["hidden"])
         return logits_BS2.masked_fill(~state["mask"][..., None], torch.finfo(logits_BS2.dtype).min)
 
 
@@ -135,29 +139,23 @@ def num_classes(config: Transformer) -> int:
     return 2 if config.num_classes == "auto" else config.num_classes
 
 
-def model(config: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:
+def bert(config: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:
     """The blocks of a BERT with the head "classes" or "span". Builders honour `torch.device(...)` contexts, "meta"
     included; ConfigError as `problems`."""
     for problem in problems(config):
         raise problem
-    heads = {"classes": (ClassHead, ClassLoss), "span": (SpanHead, SpanLoss)}
-    blocks = {"embedding": partial(Embedding, config, dtype)}
+    return BERT.model(config, head, dtype=dtype)
+
+
+def _model(config: Transformer, head: str, dtype: torch.dtype) -> Model:
+    blocks: dict[str, Callable[[], nn.Module]] = {"embedding": partial(Embedding, config, dtype)}
     layers = tuple((f"layer{index}.attention", f"layer{index}.mlp") for index in range(config.num_layers))
     for attention, mlp in layers:
         blocks[attention] = partial(Attention, config, dtype)
         blocks[mlp] = partial(MLP, config, dtype)
-    kind, loss = heads[head]
-    blocks["head"] = partial(kind, config, dtype)
-    return Model(blocks=blocks, loss=loss(), layers=layers, initial=partial(initial, config),
-                 alike=repeated(layers))
-
-
-def sample(config: Transformer, head: str, count: int) -> tuple[State, Tensor | dict[str, Tensor]]:
-    """Inputs and targets of `count` samples without padding."""
-    ids_BS = torch.zeros(count, config.sequence, dtype=torch.int64)
-    inputs = {"ids": ids_BS, "mask": torch.ones_like(ids_BS), "types": torch.zeros_like(ids_BS)}
-    targets_B = torch.zeros(count, dtype=torch.int64)
-    return inputs, targets_B if head == "classes" else {"start": targets_B, "end": targets_B.clone()}
+    blocks["head"] = partial(ClassHead if head == "classes" else SpanHead, config, dtype)
+    return Model(blocks=blocks, loss=ClassLoss() if head == "classes" else SpanLoss(), layers=layers,
+                 initial=partial(initial, config), alike=repeated(layers))
 
 
 def problems(config: Transformer) -> list[ConfigError]:
@@ -185,3 +183,29 @@ def flops_per_sequence(config: Transformer, *, recomputed: bool = False) -> floa
     """
     s, h, f = config.sequence, config.hidden, config.intermediate or 4 * config.hidden
     return (4 if recomputed else 3) * config.num_layers * (8 * s * h * h + 4 * s * h * f + 4 * s * s * h)
+
+
+class _BERT:
+    """The family `bert`: the heads "classes", targets_B int64, and "span", {"start": [B], "end": [B]} int64."""
+
+    def problems(self, settings: Transformer, head: str) -> list[RanvierError]:
+        return [*wrong_head("bert", head, ("classes", "span")), *problems(settings)]
+
+    def model(self, settings: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:
+        return _model(settings, head, dtype)
+
+    def sample(self, settings: Transformer, head: str, count: int) -> tuple[State, Tensor | dict[str, Tensor]]:
+        """Without padding."""
+        ids_BS = torch.zeros(count, settings.sequence, dtype=torch.int64)
+        inputs = {"ids": ids_BS, "mask": torch.ones_like(ids_BS), "types": torch.zeros_like(ids_BS)}
+        targets_B = torch.zeros(count, dtype=torch.int64)
+        return inputs, targets_B if head == "classes" else {"start": targets_B, "end": targets_B.clone()}
+
+    def flops_per_sample(self, settings: Transformer, *, recomputed: bool = False) -> float:
+        return flops_per_sequence(settings, recomputed=recomputed)
+
+    def describe(self, settings: Transformer) -> ModelFacts:
+        return ModelFacts(text=text_transformer_in_words("bert", settings), tokens=settings.sequence)
+
+
+BERT = _BERT()

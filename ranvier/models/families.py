@@ -1,89 +1,203 @@
-"""Which architecture a run trains, and what everybody else asks of one: its blocks, faults, FLOPs, shapes of samples.
-
-Each family is one file with the same five functions; a run's task says which head it has.
-"""
+"""The model family of a run, and what the rest of a run asks of it."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from types import ModuleType
-from typing import Literal
+from dataclasses import replace
+from functools import lru_cache
 
 import torch
-from torch import Tensor
 
-from ranvier.errors import ConfigError
-from ranvier.models.block import Model, State
-from ranvier.run import Run
+from ranvier.block import Model, State
+from ranvier.config.named_object import blamed, is_object_name, load_object
+from ranvier.config.run import Run, Transformer
+from ranvier.config.task_form import form_of
+from ranvier.errors import ConfigError, ModelError, RanvierError
+from ranvier.layout import frozen_blocks
+from ranvier.models.family import FAMILY_ATTRIBUTES, ModelFacts, ModelFamily, Targets
+from ranvier.models.lora import with_adapters
 
-Head = Literal["tokens", "classes", "span"]
-"""What the last block gives: logits of the next token, of a sample's class, or of an answer's first and last token."""
-
-_FAMILIES = {"lm": "gpt", "classification": "bert", "qa": "bert", "images": "vit"}
-_HEADS: dict[str, Head] = {"lm": "tokens", "classification": "classes", "qa": "span", "images": "classes"}
-
-
-def family_of(run: Run) -> str:
-    """gpt, bert or vit."""
-    return _FAMILIES[run.data.task] if run.model.family == "auto" else run.model.family
+_SETTING = "model.family"
 
 
-def head_of(task: str) -> Head:
-    """What a model gives that learns `task`."""
-    return _HEADS[task]
+def family_name(run: Run) -> str:
+    """gpt, llama, bert, vit or module:name: that of the task where the run says auto. ConfigError as `form_of`."""
+    return form_of(run.data).family if run.model.family == "auto" else run.model.family
 
 
-def module_of(family: str) -> ModuleType:
-    """A family's file."""
-    return import_module(f"ranvier.models.{family}")
+def family_named(name: str, options: tuple[str, ...] = ()) -> ModelFamily:
+    """The family of this name, imported when it is first asked for. ConfigError where a user's is none."""
+    match name:
+        case "gpt":
+            from ranvier.models.gpt import GPT
+            return GPT
+        case "llama":
+            from ranvier.models.llama import LLAMA
+            return LLAMA
+        case "bert":
+            from ranvier.models.bert import BERT
+            return BERT
+        case "vit":
+            from ranvier.models.vit import VIT
+            return VIT
+    if not is_object_name(name):
+        raise ConfigError("must be gpt, llama, bert, vit or module:function", where=_SETTING, value=name,
+                          remedy="Name a shipped family or one of your own.")
+    found: ModelFamily = load_object(name, _SETTING, FAMILY_ATTRIBUTES, options)  # type: ignore[assignment]  # checked
+    return found
 
 
-def _module(run: Run) -> ModuleType:
-    return module_of(family_of(run))
+def family_of(run: Run) -> ModelFamily:
+    """The run's family. ConfigError where a user's is none."""
+    return family_named(family_name(run), run.model.options if is_object_name(run.model.family) else ())
+
+
+def config_of(run: Run) -> Transformer:
+    """The model's settings with its family in the place of auto."""
+    return replace(run.model, family=family_name(run))
+
+
+def head_of(run: Run) -> str:
+    """What the last block gives in this run: "tokens", "classes", "span", or what a user's task calls its own."""
+    return form_of(run.data).head
+
+
+def problems(run: Run) -> list[RanvierError]:
+    """Everything in the model's settings that cannot be, and why its layers cannot freeze. Problems of the task itself
+    are `ranvier.data.prepare`'s."""
+    try:
+        form_of(run.data)
+    except RanvierError:
+        return []
+    try:
+        return _model_problems(run) or [*_adapter_problems(run), *_freezing_problems(run)]
+    except RanvierError as problem:
+        return [problem]
+
+
+def _model_problems(run: Run) -> list[RanvierError]:
+    form = form_of(run.data)
+    family, name = family_of(run), family_name(run)
+    if not is_object_name(name) and not is_object_name(run.data.task) and name not in (form.family, *form.others):
+        return [ConfigError(f"does not do the task {run.data.task}, which {form.family} does", where=_SETTING,
+                            value=name, remedy="Set --model.family auto, or another --data.task.")]
+    with blamed(name, _SETTING, "`problems`"):
+        found = list(family.problems(run.model, form.head))
+    if is_object_name(name) and not found:
+        found = _contract_problems(run, _built(family, name, run.model, form.head, torch.float32))
+    return found
 
 
 def model_of(run: Run, *, dtype: torch.dtype = torch.float32) -> Model:
-    """The blocks of the run's model, its loss and its start; ConfigError for one that cannot be."""
-    for problem in problems(run):
+    """The blocks of the run's model, its loss and its initial values. RanvierError for settings that no model can
+    have."""
+    for problem in _model_problems(run):
         raise problem
-    return _module(run).model(run.model, head_of(run.data.task), dtype=dtype)
+    head = head_of(run)
+    model = _built(family_of(run), family_name(run), run.model, head, dtype)
+    if not run.lora.rank:
+        return model
+    train_head = head != "tokens" if run.lora.train_head == "auto" else run.lora.train_head
+    return with_adapters(model, replace(run.lora, train_head=train_head), seed=run.seed)
 
 
-def problems(run: Run) -> list[ConfigError]:
-    """Everything in the model's settings that cannot be."""
-    family, needed = family_of(run), _FAMILIES[run.data.task]
-    if family != needed:
-        return [ConfigError(f"does not do the task {run.data.task}, which {needed} does", where="model.family",
-                            value=family, remedy="Set --model.family auto, or another --data.task.")]
-    return _module(run).problems(run.model)
+def _built(family: ModelFamily, name: str, settings: Transformer, head: str, dtype: torch.dtype) -> Model:
+    with blamed(name, _SETTING, "`model`"):
+        model = family.model(settings, head, dtype=dtype)
+    if not isinstance(model, Model):
+        raise ModelError("has a `model` that does not return a ranvier.Model", where=_SETTING,
+                         value=type(model).__name__, remedy=f"Correct `model` of {name}.")
+    return model
+
+
+def _contract_problems(run: Run, model: Model) -> list[RanvierError]:
+    """What a user's model says of its layers that the run's settings contradict."""
+    count = len(model.layers)
+    if count and count != run.model.num_layers:
+        return [ConfigError(f"is not the number of layers that {run.model.family} declares, {count}",
+                            where="model.num-layers", value=run.model.num_layers,
+                            remedy=f"Set --model.num-layers {count}, or declare as many in Model(layers=...) as "
+                                   "settings.num_layers.")]
+    return []
+
+
+def _adapter_problems(run: Run) -> list[RanvierError]:
+    """Why the model cannot have the adapters of the section [lora]."""
+    if not run.lora.rank:
+        return []
+    try:
+        model_of(run)
+    except RanvierError as problem:
+        return [problem]
+    return []
+
+
+def _freezing_problems(run: Run) -> list[RanvierError]:
+    """Why layers cannot freeze: the model declares none, or a parameter that would freeze is used in a later layer."""
+    if run.elastic.freeze == "none":
+        return []
+    model = _built(family_of(run), family_name(run), run.model, head_of(run), torch.float32)
+    if not model.layers:
+        return [ConfigError(f"needs layers, and {family_name(run)} declares none", where="elastic.freeze",
+                            value=run.elastic.freeze,
+                            remedy="Set --elastic.freeze none, or declare them: Model(layers=...).")]
+    names = list(model.blocks)
+    counts = [frozen_blocks(model.layers, names, depth) for depth in range(len(model.layers) + 1)]
+
+    def depth(parameter: str) -> int:
+        """Frozen layers from which on it is frozen; more than there are for one that never is."""
+        place = next(place for place, name in enumerate(names) if parameter.startswith(f"{name}."))
+        return sum(count <= place for count in counts)
+
+    for group in model.tied:
+        first, last = min(group, key=depth), max(group, key=depth)
+        if depth(first) < depth(last):
+            return [ConfigError(f"would freeze {first}, which is tied to {last} and goes on training there",
+                                where="elastic.freeze", value=run.elastic.freeze,
+                                remedy="Set --elastic.freeze none, or choose a --data.task whose model has no such "
+                                       "tie.")]
+    return []
+
+
+def num_blocks(run: Run) -> int:
+    """Blocks of the run's model."""
+    return _outline(family_name(run), run.model, head_of(run))[0]
+
+
+def layers_of(run: Run) -> tuple[tuple[str, ...], ...]:
+    """Names of the blocks of each layer (`Model.layers`)."""
+    return _outline(family_name(run), run.model, head_of(run))[1]
+
+
+@lru_cache(maxsize=32)
+def _outline(name: str, settings: Transformer, head: str) -> tuple[int, tuple[tuple[str, ...], ...]]:
+    """Number of blocks, and layers. Planners ask for them thousands of times."""
+    family = family_named(name, settings.options if is_object_name(name) else ())
+    model = _built(family, name, settings, head, torch.float32)
+    return len(model.blocks), model.layers
 
 
 def tokens_of(run: Run) -> int:
-    """Positions of one sample: of an image its patches and what is put before them."""
-    return _module(run).num_tokens(run.model) if family_of(run) == "vit" else run.model.sequence
-
-
-def flops_per_sample(run: Run, *, recomputed: bool = False) -> float:
-    """FLOPs of training on one sample, forward and backward."""
-    return _module(run).flops_per_sequence(run.model, recomputed=recomputed)
+    """Positions of one sample: tokens of a sequence; of an image its patches and what is put before them."""
+    return _facts(run).tokens
 
 
 def text(run: Run) -> str:
     """The model in words."""
-    model = run.model
-    sizes = [f"{family_of(run)}, {model.num_layers} layers, hidden {model.hidden}, {model.heads} heads"]
-    if family_of(run) == "vit":
-        sizes.append(f"images of {model.image_size} in patches of {model.patch_size}")
-    else:
-        sizes.append(f"vocabulary {model.vocab}, sequence {model.sequence}")
-    return ", ".join(sizes)
+    return _facts(run).text
 
 
-def num_blocks(run: Run) -> int:
-    """Embedding, two for each layer, head."""
-    return 2 * run.model.num_layers + 2
+def _facts(run: Run) -> ModelFacts:
+    with blamed(family_name(run), _SETTING, "`describe`"):
+        return family_of(run).describe(run.model)
 
 
-def sample_of(run: Run, count: int) -> tuple[State, Tensor | dict[str, Tensor]]:
-    """Inputs and targets of `count` samples; zeros, where a device context says."""
-    return _module(run).sample(run.model, head_of(run.data.task), count)
+def flops_per_sample(run: Run, *, recomputed: bool = False) -> float:
+    """FLOPs of training on one sample, forward and backward."""
+    with blamed(family_name(run), _SETTING, "`flops_per_sample`"):
+        return family_of(run).flops_per_sample(run.model, recomputed=recomputed)
+
+
+def sample_of(run: Run, count: int) -> tuple[State, Targets]:
+    """Inputs and targets of `count` samples, where a device context says."""
+    with blamed(family_name(run), _SETTING, "`sample`"):
+        return family_of(run).sample(run.model, head_of(run), count)

@@ -2,27 +2,57 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from ranvier import keyed_random
+from ranvier.errors import ConfigError
 
 
-def next_token(logits_V: Tensor, *, seed: int, position: int, temperature: float = 1.0,
-               top_k: int | None = None) -> int:
-    """One token number, drawn from softmax(logits / temperature) over the `top_k` largest logits (all by default).
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a token is drawn from softmax(logits / temperature).
 
-    logits_V: [V], those of tokens that the tokenizer knows. Temperature 0 takes the most likely token. The draw
-    depends on (seed, position) alone. It is the Gumbel-max trick: the largest of logits plus Gumbel noise.
-    ValueError for a negative temperature or a `top_k` below 1.
+    Attributes:
+        temperature: 0 takes the most likely token (greedy decoding).
+        top_k: only so many of the most likely tokens; None for all.
+        top_p: only the most likely tokens whose probabilities add up to so much (Holtzman et al., 2020).
+        seed: of the draws.
     """
-    if temperature < 0 or (top_k is not None and top_k < 1):
-        raise ValueError(f"temperature {temperature} must not be negative and top_k {top_k} must be at least 1")
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """ConfigError for values that no distribution has."""
+        for name, value, wrong, remedy in (
+                ("temperature", self.temperature, not 0 <= self.temperature < float("inf"), "Use 0 or more."),
+                ("top-k", self.top_k, self.top_k is not None and self.top_k < 1, "Use 1 or more, or leave it out."),
+                ("top-p", self.top_p, not 0 < self.top_p <= 1, "Use more than 0, and at most 1.")):
+            if wrong:
+                raise ConfigError("cannot be sampled with", where=name, value=value, remedy=remedy)
+
+
+def next_token(logits_V: Tensor, sampling: Sampling, *, position: int, text: int = 0) -> int:
+    """One token number.
+
+    logits_V: [V], those of tokens that the tokenizer knows. The draw depends on (seed, text, position) alone. It is the
+    Gumbel-max trick: the largest of logits plus Gumbel noise.
+    """
     scores_V = logits_V.detach().to("cpu", torch.float64)
-    if temperature == 0:
+    if sampling.temperature == 0:
         return int(scores_V.argmax())
-    if top_k is not None and top_k < len(scores_V):
-        kept = scores_V.topk(top_k).indices
-        scores_V = torch.full_like(scores_V, -torch.inf).index_copy(0, kept, scores_V[kept])
-    chance_V = keyed_random.uniform(keyed_random.key("next token", seed, position), torch.arange(len(scores_V)))
-    return int((scores_V / temperature - (-chance_V.log()).log()).argmax())
+    scores_V = scores_V / sampling.temperature
+    order = scores_V.argsort(descending=True, stable=True)
+    if sampling.top_k is not None:
+        order = order[:sampling.top_k]
+    probabilities = scores_V[order].softmax(0)
+    order = order[probabilities.cumsum(0) - probabilities < sampling.top_p]
+    kept_V = torch.full_like(scores_V, -torch.inf).index_copy(0, order, scores_V[order])
+    name = ("next token", sampling.seed, position) if text == 0 else ("next token", sampling.seed, position, text)
+    chance_V = keyed_random.uniform(keyed_random.key(*name), torch.arange(len(scores_V)))
+    return int((kept_V - (-chance_V.log()).log()).argmax())

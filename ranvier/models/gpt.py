@@ -1,7 +1,9 @@
 """GPT-2's architecture as a list of blocks, with its initial weights, its loss and its FLOP counts.
 
 Shapes are in the names: B batch, S sequence, H hidden, N heads, D = H / N, F = 4 H, V vocabulary. The carried state is
-one tensor: token ids_BS (int64) into the embedding, x_BSH between blocks, logits_BSV out of the head.
+one tensor: token ids_BS (int64) into the embedding, x_BSH between blocks, logits_BSV out of the head. Sequences of
+several packed samples are a dict, {"ids": ids_BS, "segments": segments_BS} (`ranvier.models.segments`), and then so is
+the state between blocks: {"hidden": x_BSH, "segments": segments_BS}.
 
     embedding -> layer0.attention -> layer0.mlp -> layer1.attention -> ... -> head
 
@@ -11,17 +13,21 @@ projection is tied to the token embedding: two parameters in two blocks, declare
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ranvier.errors import ConfigError, ModelError
-from ranvier.models.block import Initial, Model, repeated
-from ranvier.run import Transformer
+from ranvier.block import Initial, Model, State, repeated
+from ranvier.config.run import Transformer
+from ranvier.errors import ConfigError, ModelError, RanvierError
+from ranvier.models.decoding_cache import DecodingCache
+from ranvier.models.family import ModelFacts, text_transformer_in_words, wrong_head
+from ranvier.models.segments import attention_mask, hidden_and_segments, positions_of, with_hidden
 from ranvier.tensor import layers as tensor
-from ranvier.tensor.loss import NextTokenLoss
+from ranvier.tensor.split.loss import NextTokenLoss
 
 
 class Embedding(nn.Module):
@@ -33,13 +39,20 @@ class Embedding(nn.Module):
         self.token = tensor.Embedding(config.vocab, config.hidden, dtype=dtype)
         self.position = tensor.PositionEmbedding(config.sequence, config.hidden, dtype=dtype)
         self.dropout = tensor.Dropout(config.dropout)
+        self.cache = DecodingCache()
 
-    def forward(self, ids_BS: Tensor) -> Tensor:
-        length = ids_BS.shape[1]
+    def forward(self, inputs: State) -> State:
+        ids_BS, segments_BS = (inputs["ids"], inputs["segments"]) if isinstance(inputs, dict) else (inputs, None)
+        before = self.cache.advance(ids_BS.shape[1])
+        length = before + ids_BS.shape[1]
         if length > self.longest:
             raise ModelError("is longer than the model has positions for", where="sequence of the inputs", value=length,
                              remedy=f"Feed at most {self.longest} tokens, or set --model.sequence {length}.")
-        return self.dropout(self.token(ids_BS) + self.position(length))
+        positions: int | Tensor = length if segments_BS is None else positions_of(segments_BS)
+        if before:
+            positions = torch.arange(before, length, device=ids_BS.device).expand_as(ids_BS)
+        x_BSH: Tensor = self.dropout(self.token(ids_BS) + self.position(positions))
+        return x_BSH if segments_BS is None else {"hidden": x_BSH, "segments": segments_BS}
 
 
 class Attention(nn.Module):
@@ -56,12 +69,18 @@ class Attention(nn.Module):
         self.projection = tensor.Linear(config.hidden, config.hidden, stationary="input", units=config.heads,
                                         dtype=dtype)
         self.dropout = tensor.Dropout(config.dropout)
+        self.cache = DecodingCache()
 
-    def forward(self, x_BSH: Tensor) -> Tensor:
+    def forward(self, state: State) -> State:
+        x_BSH, segments_BS = hidden_and_segments(state)
         qkv_BSN3D = self.qkv(self.norm(x_BSH)).unflatten(-1, (-1, 3, self.head_width))
         q_BNSD, k_BNSD, v_BNSD = (part.transpose(1, 2) for part in qkv_BSN3D.unbind(3))
-        y_BNSD = functional.scaled_dot_product_attention(q_BNSD, k_BNSD, v_BNSD, is_causal=True)
-        return x_BSH + self.dropout(self.projection(y_BNSD.transpose(1, 2).flatten(2)))
+        k_BNSD, v_BNSD = self.cache.extend(k_BNSD, v_BNSD)
+        mask = attention_mask(q_BNSD, k_BNSD, segments_BS)
+        y_BNSD = functional.scaled_dot_product_attention(q_BNSD, k_BNSD, v_BNSD, attn_mask=mask,
+                                                         is_causal=mask is None and q_BNSD.shape == k_BNSD.shape)
+        y_BSH: Tensor = self.dropout(self.projection(y_BNSD.transpose(1, 2).flatten(2)))
+        return with_hidden(state, x_BSH + y_BSH)
 
 
 class MLP(nn.Module):
@@ -74,9 +93,11 @@ class MLP(nn.Module):
         self.fc2 = tensor.Linear(4 * config.hidden, config.hidden, stationary="input", reuse_input=True, dtype=dtype)
         self.dropout = tensor.Dropout(config.dropout)
 
-    def forward(self, x_BSH: Tensor) -> Tensor:
+    def forward(self, state: State) -> State:
+        x_BSH, _ = hidden_and_segments(state)
         y_BSF = tensor.gelu(self.fc1(self.norm(x_BSH)))
-        return x_BSH + self.dropout(self.fc2(y_BSF))
+        y_BSH: Tensor = self.dropout(self.fc2(y_BSF))
+        return with_hidden(state, x_BSH + y_BSH)
 
 
 class Head(nn.Module):
@@ -87,15 +108,21 @@ class Head(nn.Module):
         self.norm = tensor.LayerNorm(config.hidden, dtype=dtype)
         self.projection = tensor.VocabularyLinear(config.hidden, config.vocab, dtype=dtype)
 
-    def forward(self, x_BSH: Tensor) -> Tensor:
-        return self.projection(self.norm(x_BSH))
+    def forward(self, state: State) -> Tensor:
+        x_BSH, _ = hidden_and_segments(state)
+        logits_BSV: Tensor = self.projection(self.norm(x_BSH))
+        return logits_BSV
 
 
 def gpt(config: Transformer, *, dtype: torch.dtype = torch.float32) -> Model:
     """The blocks of a GPT. Builders honour `torch.device(...)` contexts, "meta" included; ConfigError as `problems`."""
     for problem in problems(config):
         raise problem
-    blocks = {"embedding": partial(Embedding, config, dtype)}
+    return GPT.model(config, "tokens", dtype=dtype)
+
+
+def _model(config: Transformer, dtype: torch.dtype) -> Model:
+    blocks: dict[str, Callable[[], nn.Module]] = {"embedding": partial(Embedding, config, dtype)}
     layers = tuple((f"layer{index}.attention", f"layer{index}.mlp") for index in range(config.num_layers))
     for attention, mlp in layers:
         blocks[attention] = partial(Attention, config, dtype)
@@ -104,18 +131,6 @@ def gpt(config: Transformer, *, dtype: torch.dtype = torch.float32) -> Model:
     return Model(blocks=blocks, loss=NextTokenLoss(config.vocab), layers=layers, initial=partial(initial, config),
                  alike=repeated(layers),
                  tied=(("embedding.token.weight", "head.projection.weight"),))
-
-
-def model(config: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:
-    """`gpt`, whose only head is that of tokens."""
-    assert head == "tokens", head
-    return gpt(config, dtype=dtype)
-
-
-def sample(config: Transformer, head: str, count: int) -> tuple[Tensor, Tensor]:
-    """ids_BS and targets_BS of `count` sequences."""
-    ids_BS = torch.zeros(count, config.sequence, dtype=torch.int64)
-    return ids_BS, ids_BS
 
 
 def problems(config: Transformer) -> list[ConfigError]:
@@ -147,3 +162,26 @@ def flops_per_sequence(config: Transformer, *, recomputed: bool = False) -> floa
     s, layers, h, vocab = config.sequence, config.num_layers, config.hidden, config.vocab
     factor = 96 if recomputed else 72
     return factor * s * layers * h * h * (1 + s / (6 * h) + vocab / (factor / 6 * layers * h))
+
+
+class _GPT:
+    """The family `gpt`: the head "tokens", inputs ids_BS and targets_BS int64."""
+
+    def problems(self, settings: Transformer, head: str) -> list[RanvierError]:
+        return [*wrong_head("gpt", head, ("tokens",)), *problems(settings)]
+
+    def model(self, settings: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:
+        return _model(settings, dtype)
+
+    def sample(self, settings: Transformer, head: str, count: int) -> tuple[Tensor, Tensor]:
+        ids_BS = torch.zeros(count, settings.sequence, dtype=torch.int64)
+        return ids_BS, ids_BS
+
+    def flops_per_sample(self, settings: Transformer, *, recomputed: bool = False) -> float:
+        return flops_per_sequence(settings, recomputed=recomputed)
+
+    def describe(self, settings: Transformer) -> ModelFacts:
+        return ModelFacts(text=text_transformer_in_words("gpt", settings), tokens=settings.sequence)
+
+
+GPT = _GPT()

@@ -14,17 +14,19 @@ token 0 and the mean of all patches, is one of token 0 here. Attention probabili
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ranvier.errors import ConfigError, ModelError
-from ranvier.models.block import Initial, Model, repeated
-from ranvier.run import Transformer
+from ranvier.block import Initial, Model, repeated
+from ranvier.config.run import Transformer
+from ranvier.errors import ConfigError, ModelError, RanvierError
+from ranvier.models.family import ModelFacts, transformer_in_words, wrong_head
 from ranvier.tensor import layers as tensor
-from ranvier.tensor.loss import ClassLoss
+from ranvier.tensor.split.loss import ClassLoss
 
 NORM_EPSILON = 1e-6
 """As the article's own code has it."""
@@ -63,8 +65,9 @@ class Embedding(nn.Module):
                              where="shape of the images", value=tuple(images_BCII.shape),
                              remedy="Feed images of model.image_size, or set --model.image-size.")
         patches = patches_of(images_BCII, self.patch_size)
-        x_BSH = self.patch(patches.to(self.patch.weight.dtype))
-        return self.dropout(x_BSH + self.position(patches.shape[1] + 1))
+        patch_BSH = self.patch(patches.to(self.patch.weight.dtype))
+        x_BSH: Tensor = self.dropout(patch_BSH + self.position(patches.shape[1] + 1))
+        return x_BSH
 
 
 class Attention(nn.Module):
@@ -77,7 +80,8 @@ class Attention(nn.Module):
         super().__init__()
         self.head_width = config.hidden // config.heads
         self.norm = _norm(config, dtype)
-        self.qkv = tensor.Linear(config.hidden, 3 * config.hidden, stationary="output", units=config.heads, dtype=dtype)
+        self.qkv = tensor.Linear(config.hidden, 3 * config.hidden, stationary="output", units=config.heads,
+                                 parts=("query", "key", "value"), dtype=dtype)
         self.projection = tensor.Linear(config.hidden, config.hidden, stationary="input", units=config.heads,
                                         dtype=dtype)
         self.dropout = tensor.Dropout(config.dropout)
@@ -86,7 +90,8 @@ class Attention(nn.Module):
         qkv_BSN3D = self.qkv(self.norm(x_BSH)).unflatten(-1, (-1, 3, self.head_width))
         q_BNSD, k_BNSD, v_BNSD = (part.transpose(1, 2) for part in qkv_BSN3D.unbind(3))
         y_BNSD = functional.scaled_dot_product_attention(q_BNSD, k_BNSD, v_BNSD)
-        return x_BSH + self.dropout(self.projection(y_BNSD.transpose(1, 2).flatten(2)))
+        y_BSH: Tensor = self.dropout(self.projection(y_BNSD.transpose(1, 2).flatten(2)))
+        return x_BSH + y_BSH
 
 
 class MLP(nn.Module):
@@ -101,7 +106,9 @@ class MLP(nn.Module):
         self.dropout = tensor.Dropout(config.dropout)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        return x_BSH + self.dropout(self.fc2(tensor.gelu(self.fc1(self.norm(x_BSH)), approximate="none")))
+        y_BSF = tensor.gelu(self.fc1(self.norm(x_BSH)), approximate="none")
+        y_BSH: Tensor = self.dropout(self.fc2(y_BSF))
+        return x_BSH + y_BSH
 
 
 class Head(nn.Module):
@@ -110,10 +117,11 @@ class Head(nn.Module):
     def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
         super().__init__()
         self.norm = _norm(config, dtype)
-        self.classifier = tensor.TokenLinear(config.hidden, num_classes(config), token=0, dtype=dtype)
+        self.classifier = tensor.ClassifierHead(config.hidden, num_classes(config), token=0, dtype=dtype)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        return self.classifier(self.norm(x_BSH))
+        logits_BC: Tensor = self.classifier(self.norm(x_BSH))
+        return logits_BC
 
 
 def num_classes(config: Transformer) -> int:
@@ -121,13 +129,16 @@ def num_classes(config: Transformer) -> int:
     return 2 if config.num_classes == "auto" else config.num_classes
 
 
-def model(config: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:
-    """The blocks of a ViT, whose only head is "classes". Builders honour `torch.device(...)` contexts, "meta" included;
-    ConfigError as `problems`."""
-    assert head == "classes", head
+def vit(config: Transformer, *, dtype: torch.dtype = torch.float32) -> Model:
+    """The blocks of a ViT with a classifier. Builders honour `torch.device(...)` contexts, "meta" included; ConfigError
+    as `problems`."""
     for problem in problems(config):
         raise problem
-    blocks = {"embedding": partial(Embedding, config, dtype)}
+    return VIT.model(config, "classes", dtype=dtype)
+
+
+def _model(config: Transformer, dtype: torch.dtype) -> Model:
+    blocks: dict[str, Callable[[], nn.Module]] = {"embedding": partial(Embedding, config, dtype)}
     layers = tuple((f"layer{index}.attention", f"layer{index}.mlp") for index in range(config.num_layers))
     for attention, mlp in layers:
         blocks[attention] = partial(Attention, config, dtype)
@@ -135,12 +146,6 @@ def model(config: Transformer, head: str, *, dtype: torch.dtype = torch.float32)
     blocks["head"] = partial(Head, config, dtype)
     return Model(blocks=blocks, loss=ClassLoss(), layers=layers, initial=partial(initial, config),
                  alike=repeated(layers))
-
-
-def sample(config: Transformer, head: str, count: int) -> tuple[Tensor, Tensor]:
-    """Images and targets of `count` samples."""
-    images_BCII = torch.zeros(count, CHANNELS, config.image_size, config.image_size)
-    return images_BCII, torch.zeros(count, dtype=torch.int64)
 
 
 def problems(config: Transformer) -> list[ConfigError]:
@@ -175,3 +180,28 @@ def flops_per_sequence(config: Transformer, *, recomputed: bool = False) -> floa
     layer = 8 * s * h * h + 4 * s * h * f + 4 * s * s * h
     patches = 2 * (s - 1) * CHANNELS * config.patch_size ** 2 * h
     return (4 if recomputed else 3) * config.num_layers * layer + 2 * patches
+
+
+class _ViT:
+    """The family `vit`: the head "classes", inputs images_BCII and targets_B int64."""
+
+    def problems(self, settings: Transformer, head: str) -> list[RanvierError]:
+        return [*wrong_head("vit", head, ("classes",)), *problems(settings)]
+
+    def model(self, settings: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:
+        return _model(settings, dtype)
+
+    def sample(self, settings: Transformer, head: str, count: int) -> tuple[Tensor, Tensor]:
+        images_BCII = torch.zeros(count, CHANNELS, settings.image_size, settings.image_size)
+        return images_BCII, torch.zeros(count, dtype=torch.int64)
+
+    def flops_per_sample(self, settings: Transformer, *, recomputed: bool = False) -> float:
+        return flops_per_sequence(settings, recomputed=recomputed)
+
+    def describe(self, settings: Transformer) -> ModelFacts:
+        text = (f"{transformer_in_words('vit', settings)}, images of {settings.image_size} in patches of "
+                f"{settings.patch_size}")
+        return ModelFacts(text=text, tokens=num_tokens(settings))
+
+
+VIT = _ViT()

@@ -9,22 +9,30 @@ Pure: no tensors.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements [start, stop) of the flat buffer, with their group's factor on the learning rate and weight decay."""
+    """Elements [start, stop) of the flat buffer, with their group's factor on the learning rate and weight decay.
+
+    tensor: the gradient (`GradientSpec`) of a parameter that is updated as a whole; None where elements are updated by
+        themselves.
+    """
 
     start: int
     stop: int
     learning_rate_factor: float
     weight_decay: float
+    tensor: object = None
 
     def like(self, other: Segment) -> bool:
-        """Whether both are updated alike."""
-        return (self.learning_rate_factor, self.weight_decay) == (other.learning_rate_factor, other.weight_decay)
+        """Whether both are updated alike, in one piece where they are neighbours."""
+        return self.tensor is None and other.tensor is None and (
+            self.learning_rate_factor, self.weight_decay) == (
+                other.learning_rate_factor, other.weight_decay)
 
 
 @dataclass(frozen=True)
@@ -40,16 +48,37 @@ class Bucket:
         return self.stop - self.start
 
 
-def buckets_of(shares: Sequence[tuple[int, int]], size: int) -> list[list[Bucket]]:
-    """The buckets of each share, none larger than `size` elements; states are numbered in the same order."""
+def joined(buckets: Sequence[Bucket]) -> list[Bucket]:
+    """The same elements in as few buckets as possible: those that follow each other in memory become one."""
+    found: list[Bucket] = []
+    for bucket in buckets:
+        last = found[-1] if found else None
+        if last is not None and last.stop == bucket.start and last.state + len(last) == bucket.state:
+            found[-1] = replace(last, stop=bucket.stop)
+        else:
+            found.append(bucket)
+    return found
+
+
+def buckets_of(shares: Sequence[tuple[int, int]], size: int, uncut: Sequence[tuple[int, int]] = ()
+               ) -> list[list[Bucket]]:
+    """The buckets of each share, none larger than `size` elements; states are numbered in the same order.
+
+    uncut: elements [start, stop), rising and disjoint, that must be in one bucket, which may be larger for that.
+    """
+    stops = [stop for _, stop in uncut]
     found: list[list[Bucket]] = []
     number = state = 0
     for first, last in shares:
         found.append([])
-        for start in range(first, last, size):
+        start = first
+        while start < last:
             stop = min(start + size, last)
+            near = bisect_left(stops, stop)  # the first that ends at `stop` or later
+            if near < len(uncut) and uncut[near][0] < stop < uncut[near][1]:
+                stop = uncut[near][0] if uncut[near][0] > start else uncut[near][1]
             found[-1].append(Bucket(number, start, stop, state))
-            number, state = number + 1, state + stop - start
+            number, state, start = number + 1, state + stop - start, stop
     return found
 
 

@@ -33,10 +33,11 @@ class MasterCopies:
         """Parameter -> its master copy."""
         for group in optimizer.param_groups:
             group["params"][:] = [self.of.get(parameter, parameter) for parameter in group["params"]]
-        for parameter in [parameter for parameter in optimizer.state if parameter in self.of]:
-            optimizer.state[self.of[parameter]] = {
-                name: value.to(wide(value.dtype)) if isinstance(value, Tensor) and value.is_floating_point() else value
-                for name, value in optimizer.state.pop(parameter).items()}
+        for parameter, master in self.of.items():
+            if parameter in optimizer.state:
+                optimizer.state[master] = {
+                    name: value.to(wide(value.dtype)) if isinstance(value, Tensor) and value.is_floating_point()
+                    else value for name, value in optimizer.state.pop(parameter).items()}
         self.note_values()
 
     def note_values(self) -> None:

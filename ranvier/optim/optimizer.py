@@ -15,35 +15,44 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from ranvier.comm.protocol import Work
+from ranvier.config.parameter_groups import group_of
+from ranvier.config.resolve import auto_offload
+from ranvier.config.run import Optim
+from ranvier.optim.average import EMA
 from ranvier.optim.buckets import Bucket, Segment, buckets_of
-from ranvier.optim.gradients import IN_FLIGHT, Chunk, Gradients, GradientSpec
-from ranvier.optim.groups import group_of
+from ranvier.optim.chunks import Chunk, GradientSpec
+from ranvier.optim.gradients import Gradients
 from ranvier.optim.placement import OnHost, Placement, Resident, Streamed, Update
-from ranvier.optim.rules import rule_of
-from ranvier.run import Optim
+from ranvier.optim.reduction import IN_FLIGHT
+from ranvier.optim.rules import Rules, check_state_name, rules_of
+from ranvier.optim.state_places import StateOwner, StatePlaces
 
 Offload = Literal["none", "stream", "host"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StateSlice:
-    """The states of elements [start, stop) of a flattened parameter: name -> [stop - start], views of what lives."""
+    """The states of elements [start, stop) of a flattened parameter: name -> [stop - start], views of what lives.
+
+    whole: states that have a shape of their own, of the whole parameter, which `TensorRule`s have.
+    """
 
     parameter: str
     start: int
     stop: int
     states: Mapping[str, Tensor]
+    whole: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class FlatOptimizer:
-    """AdamW or SGD over the parameters that a rank owns.
+    """The update rules of `optim.algorithm` over the parameters that a rank owns.
 
     Args:
         optim: the settings; `offload` is resolved (not auto).
@@ -59,11 +68,19 @@ class FlatOptimizer:
         self._chunks = [chunk for chunk in gradients.chunks if not chunk.sent_to_owner]
         self.offload = offload
         self.sharded = optim.shard and any(len(chunk.group.ranks) > 1 for chunk in self._chunks)
+        self.scatters = self.sharded and all(chunk.shares is None for chunk in self._chunks)
+        """Whether each member of a group needs the sums of its share alone. Where whole tensors have owners, shares are
+        not equal, and all get all sums."""
         shares = [chunk.share if self.sharded else (chunk.start, chunk.stop) for chunk in self._chunks]
-        self._buckets = dict(zip(map(id, self._chunks), buckets_of(shares, bucket_size), strict=True))
+        self._rules = rules_of(optim, self.weights.dtype)
+        buckets = buckets_of(shares, bucket_size, uncut_places(gradients))
+        self._buckets = dict(zip(map(id, self._chunks), buckets, strict=True))
         self._chunk_of = {bucket.number: chunk for chunk in self._chunks for bucket in self._buckets[id(chunk)]}
         self._groups = sorted(((spec.parameter, self._segment(spec)) for spec in gradients.owned()),
                               key=lambda item: (item[1].start, item[1].stop))
+        self._places = state_places(gradients, self._rules, self.buckets)
+        for name in self._places.sizes:
+            check_state_name(name, optim.algorithm)
         self.placement = self._place()
         self._note_versions()
         self.steps = 0
@@ -75,15 +92,15 @@ class FlatOptimizer:
         self._sent: dict[int, Tensor] = {}
 
     def _place(self) -> Placement:
-        rule, buckets = rule_of(self._optim), self.buckets
+        given = self._rules, self.weights, self._of_bucket, self.buckets, self._places
+        in_flight, ema = self._optim.buckets_in_flight, self._optim.ema
         match self.offload:
             case "none":
-                return Resident(rule, self.weights, self._of_bucket, buckets)
+                return Resident(*given, ema=ema)
             case "stream":
-                return Streamed(rule, self.weights, self._of_bucket, buckets, self._optim.buckets_in_flight)
+                return Streamed(*given, in_flight, ema=ema)
             case "host":
-                return OnHost(rule, self.weights, self._of_bucket, buckets, self._optim.buckets_in_flight,
-                              gradient_dtype=self._gradients.dtype)
+                return OnHost(*given, in_flight, gradient_dtype=self._gradients.dtype, ema=ema)
 
     def _of_bucket(self, bucket: Bucket) -> Tensor:
         """The gradients of a bucket."""
@@ -134,10 +151,15 @@ class FlatOptimizer:
 
     def _gather(self, chunk: Chunk) -> None:
         """Start collecting the parameters of a chunk from those that update them. What is sent lies in memory that a
-        few chunks have in turn."""
+        few chunks have in turn; owners of whole tensors broadcast them in place."""
         if not self.sharded or len(chunk.group.ranks) == 1:
             return
-        if len(self._gathers) == IN_FLIGHT:
+        if chunk.shares is not None:
+            for member, (start, stop) in enumerate(chunk.shares):
+                if start < stop:
+                    self._gathers.append(chunk.group.broadcast(self.weights[start:stop], member))
+            return
+        while len(self._gathers) >= IN_FLIGHT:
             self._gathers.popleft().wait()
         turn, self._gathered = self._gathered % IN_FLIGHT, self._gathered + 1
         if turn not in self._sent:
@@ -157,6 +179,20 @@ class FlatOptimizer:
             self._gathers.popleft().wait()
         self._gathered = 0
 
+    def take_averages(self) -> Tensor:
+        """Parameters become their moving averages, on all ranks that hold them; returns what they were. Collective."""
+        self.finish()
+        self.placement.synchronize()
+        before = self.weights.clone()
+        if self.steps:
+            average = self.placement.states[EMA]
+            for bucket in self.buckets:
+                self.weights[bucket.start:bucket.stop].copy_(average[bucket.state:bucket.state + len(bucket)])
+            for chunk in self._chunks:
+                self._gather(chunk)
+            self.finish()
+        return before
+
     @property
     def gather_buffers(self) -> list[Tensor]:
         """What this rank's shares of parameters are sent from."""
@@ -167,22 +203,29 @@ class FlatOptimizer:
     def slices(self) -> Iterator[StateSlice]:
         """The states that this rank keeps, by parameter; "master" among them where parameters have a copy of their own.
 
-        They may be read and written between steps; after writing, call `go_on_from`.
+        They may be read and written between steps; after writing, call `restore_counters`.
         """
         self.placement.synchronize()
         self.follow_parameters()
-        states = self.placement.states
         for chunk in self._chunks:
             for spec in chunk.specs:
                 first, last = self._gradients.places[spec.parameter]
                 for bucket in self._buckets[id(chunk)]:
                     start, stop = max(first, bucket.start), min(last, bucket.stop)
                     if start < stop:
-                        at = bucket.state + start - bucket.start
-                        yield StateSlice(parameter=spec.name, start=start - first, stop=stop - first,
-                                         states={name: state[at:at + stop - start] for name, state in states.items()})
+                        yield self._slice(spec, bucket, start, stop, first)
 
-    def go_on_from(self, steps: int) -> None:
+    def _slice(self, spec: GradientSpec, bucket: Bucket, start: int, stop: int, first: int) -> StateSlice:
+        """The states of elements [start, stop) of the buffer, which lie in `bucket`; `spec` begins at `first`."""
+        at, states = bucket.state + start - bucket.start, self.placement.states
+        found = {name: states[name][at:at + stop - start] for name in ("master", EMA) if name in states}
+        shapes = self._rules.state_shapes(spec.name, spec.whole_shape, in_layer=spec.in_layer)
+        own = {name: states[name][self._places.of(name, start, stop)] for name in shapes}
+        found |= {name: own[name] for name, shape in shapes.items() if shape is None}
+        return StateSlice(parameter=spec.name, start=start - first, stop=stop - first, states=found,
+                          whole={name: own[name].view(shape) for name, shape in shapes.items() if shape is not None})
+
+    def restore_counters(self, steps: int) -> None:
         """Parameters and `slices` have been written, as they were after `steps` updates."""
         self.steps = steps
         self._note_versions()
@@ -191,7 +234,8 @@ class FlatOptimizer:
         """Where a parameter is and how it is updated."""
         start, stop = self._gradients.places[spec.parameter]
         group = group_of(self._optim, spec.name, spec.parameter.dim())
-        return Segment(start, stop, group.learning_rate_factor, group.weight_decay)
+        whole = self._rules.needs_whole(spec.name, spec.whole_shape, in_layer=spec.in_layer)
+        return Segment(start, stop, group.learning_rate_factor, group.weight_decay, spec if whole else None)
 
     def _segments(self, left_alone: set[nn.Parameter]) -> list[Segment]:
         """What is updated now: parameters that have not been frozen since, and which a loss has reached."""
@@ -199,33 +243,42 @@ class FlatOptimizer:
                 if parameter.requires_grad and parameter not in left_alone]
 
 
-def resolve_bucket_size(optim: Optim, device: str) -> int:
-    """`optim.bucket_size` with auto replaced: what keeps a GPU's link busy, or stays in a CPU's cache."""
-    if optim.bucket_size != "auto":
-        return optim.bucket_size
-    return 4_194_304 if device == "cuda" else 262_144
+def uncut_places(gradients: Gradients) -> list[tuple[int, int]]:
+    """Elements of the buffer that no bucket may cut: gradients whose update needs all of them, in order."""
+    return sorted(gradients.places[spec.parameter] for spec in gradients.owned()
+                  if spec.whole and spec.parameter.numel())
+
+
+def state_places(gradients: Gradients, rules: Rules, buckets: Sequence[Bucket]) -> StatePlaces:
+    """Where the states of these buckets lie. With one rule for all elements padding has states too, so that states
+    begin where buckets do."""
+    if rules.tensors is None:
+        return StatePlaces(buckets, [StateOwner(0, gradients.size, dict.fromkeys(rules.elementwise.states))])
+    owners = [StateOwner(*gradients.places[spec.parameter],
+                         rules.state_shapes(spec.name, spec.whole_shape, in_layer=spec.in_layer))
+              for spec in gradients.owned()]
+    return StatePlaces(buckets, sorted(owners, key=lambda owner: (owner.start, owner.stop)))
 
 
 def resolve_offload(optim: Optim, gradients: Gradients, device: torch.device) -> Offload:
-    """`optim.offload` with auto replaced: none on a CPU, and where a GPU has room for the states and as much again."""
+    """`optim.offload` with auto replaced, by the size of the states (`ranvier.config.resolve.auto_offload`)."""
     if optim.offload != "auto":
         return optim.offload
-    if device.type != "cuda":
-        return "none"
-    states = 12 * gradients.size
-    return "none" if 2 * states <= torch.cuda.mem_get_info(device)[0] else "stream"
+    free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    return auto_offload(device.type, 2 * 12 * gradients.size, free_bytes)
 
 
 def gather_bytes(gradients: Gradients, itemsize: int) -> int:
     """What shares of parameters are sent from, where each member of a chunk's group updates its own."""
     chunks = [chunk for chunk in gradients.chunks if not chunk.sent_to_owner]
-    gathered = sum(len(chunk.group.ranks) > 1 for chunk in chunks)
+    gathered = sum(len(chunk.group.ranks) > 1 and chunk.shares is None for chunk in chunks)
     return min(IN_FLIGHT, gathered) * _largest_share(chunks) * itemsize
 
 
 def _largest_share(chunks: Sequence[Chunk]) -> int:
     """Elements of the largest share that is gathered."""
-    return max((chunk.share[1] - chunk.share[0] for chunk in chunks if len(chunk.group.ranks) > 1), default=0)
+    return max((chunk.share[1] - chunk.share[0] for chunk in chunks
+                if len(chunk.group.ranks) > 1 and chunk.shares is None), default=0)
 
 
 def _flatten(gradients: Gradients) -> Tensor:
@@ -254,12 +307,14 @@ def tensors_by_category(parameters: Sequence[Tensor], gradients: Gradients,
     states count as the host's.
     """
     device = {"parameters": [*parameters, *([optimizer.weights] if optimizer else [])], "gradients": [gradients.flat],
-              "reduction": gradients.reduction_buffers}
+              "reduction": gradients.reductions.buffers}
     host: dict[str, list[Tensor]] = {}
     if optimizer is not None:
         placement, home = optimizer.placement, device if optimizer.offload == "none" else host
         home["master"] = [state for name, state in placement.states.items() if name == "master"]
-        home["moments"] = [state for name, state in placement.states.items() if name != "master"]
+        home["moments"] = [state for name, state in placement.states.items() if name not in ("master", EMA)]
+        if EMA in placement.states:
+            home["average"] = [placement.states[EMA]]
         device["buckets"] = list(placement.workspace.values())
         device["reduction"] += optimizer.gather_buffers
         host["staging"] = list(placement.staging)

@@ -15,17 +15,22 @@ rule sees the same values. With a CPU as the device the copies are real copies, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
-from ranvier.optim.buckets import Bucket, Segment, within
-from ranvier.optim.rules import Rule
+from ranvier.optim.average import EMA, update_average
+from ranvier.optim.buckets import Bucket, Segment, joined, within
+from ranvier.optim.chunks import GradientSpec
+from ranvier.optim.rules import Rules
+from ranvier.optim.state_places import StatePlaces
+from ranvier.optim.tensor_update import TensorUpdate
 from ranvier.precision import is_half, wide
+from ranvier.system.pinned_memory import pinned_zeros
 
 
 @dataclass(kw_only=True)
@@ -46,7 +51,8 @@ class Placement(Protocol):
     """Holds the states of one rank's buckets."""
 
     states: dict[str, Tensor]
-    """Name -> [elements of all buckets], "master" among them where parameters have a copy of their own."""
+    """Name -> [elements that have it], by `StatePlaces`; "master" where parameters have a copy of their own, and "ema"
+    where they are averaged: [elements of all buckets]."""
     workspace: dict[str, Tensor]
     """Device memory beside parameters, gradients and resident states."""
     staging: Sequence[Tensor]
@@ -56,7 +62,7 @@ class Placement(Protocol):
         """Master copies of elements [start, stop) become what the parameters are now."""
 
     def prefetch(self, buckets: Sequence[Bucket]) -> None:
-        """These buckets, in this order, are the next that will be updated. What was told before is forgotten."""
+        """These buckets, in this order, are the next that will be updated. They replace those of an earlier call."""
 
     def update(self, buckets: Sequence[Bucket], update: Update) -> Iterator[Bucket]:
         """Update `buckets`, whose gradients are reduced, one for each turn of the caller's loop. On the device's own
@@ -66,34 +72,53 @@ class Placement(Protocol):
         """Return when `states` may be read by the host."""
 
 
-def _apply(rule: Rule, bucket: Bucket, update: Update, parameters: Tensor, gradients: Tensor,
-           states: dict[str, Tensor]) -> None:
-    """The rule on each segment of a bucket. All tensors hold the bucket's elements, from 0."""
+def _apply(rules: Rules, bucket: Bucket, update: Update, parameters: Tensor, gradients: Tensor,
+           states: Callable[[int, int], dict[str, Tensor]]) -> None:
+    """The rules on each segment of a bucket. All tensors hold the bucket's elements, from 0. states: (start, stop),
+    places in the flat buffer -> the states of these elements."""
+    tensors: dict[str, TensorUpdate] = {}
     for segment in within(update.segments, bucket.start, bucket.stop):
         here = slice(segment.start - bucket.start, segment.stop - bucket.start)
-        rule.update(parameters[here], gradients[here], {name: state[here] for name, state in states.items()},
-                    step=update.step, learning_rate=update.learning_rate * segment.learning_rate_factor,
-                    weight_decay=segment.weight_decay)
+        found, rate = states(segment.start, segment.stop), update.learning_rate * segment.learning_rate_factor
+        if segment.tensor is None:
+            rules.elementwise.update(parameters[here], gradients[here],
+                                     {name: found[name] for name in rules.elementwise.states}, step=update.step,
+                                     learning_rate=rate, weight_decay=segment.weight_decay)
+            continue
+        spec = cast(GradientSpec, segment.tensor)
+        shape = spec.parameter.shape
+        shapes = rules.state_shapes(spec.name, spec.whole_shape, in_layer=spec.in_layer)
+        tensors[spec.name] = TensorUpdate(
+            shape=spec.whole_shape, parameter=parameters[here].view(shape), gradient=gradients[here].view(shape),
+            states={name: found[name].view(own or shape) for name, own in shapes.items()},
+            step=update.step, learning_rate=rate, weight_decay=segment.weight_decay, split=spec.split)
+    if tensors and rules.tensors is not None:
+        rules.tensors.update_tensors(tensors)
 
 
 class _Flat:
     """Flat parameters and gradients of a rank, and its states in one place.
 
-    weights: [all elements], on the device. gradients: gives those of a bucket, on the device too.
+    weights: [all elements], on the device. gradients: gives those of a bucket, on the device too. places: of all states
+    but copies of parameters. master: whether there are master copies. ema: decay of the moving average; 0 for none.
     """
 
-    def __init__(self, rule: Rule, weights: Tensor, gradients: GradientsOf, buckets: Sequence[Bucket],
-                 names: Sequence[str], *, on_host: bool) -> None:
-        self._rule, self._weights, self._gradients = rule, weights, gradients
-        self._names, self._dtype = tuple(names), wide(weights.dtype)
+    def __init__(self, rules: Rules, weights: Tensor, gradients: GradientsOf, buckets: Sequence[Bucket],
+                 places: StatePlaces, *, master: bool, on_host: bool, ema: float) -> None:
+        self._rules, self._weights, self._gradients, self._places = rules, weights, gradients, places
+        self._ema, self._copies = ema, ("master",) * master + (EMA,) * bool(ema)
+        self._names, self._dtype = self._copies + tuple(places.sizes), wide(weights.dtype)
         self._largest = max((len(bucket) for bucket in buckets), default=0)
         self._buckets, size = tuple(buckets), sum(len(bucket) for bucket in buckets)
         device = torch.device("cpu") if on_host else weights.device
-        self.states = {name: torch.zeros(size, dtype=self._dtype, device=device,
-                                         pin_memory=on_host and weights.is_cuda) for name in names}
+        sizes = dict.fromkeys(self._copies, size) | places.sizes
+        self.states = {name: pinned_zeros(sizes[name], self._dtype) if on_host and weights.is_cuda
+                       else torch.zeros(sizes[name], dtype=self._dtype, device=device) for name in self._names}
         self.workspace: dict[str, Tensor] = {}
         self.staging: Sequence[Tensor] = ()
         self.take_parameters(0, len(weights))
+        for bucket in self._buckets if ema else ():  # what the average is before the first update
+            self._of(bucket, EMA).copy_(weights[bucket.start:bucket.stop])
 
     def take_parameters(self, start: int, stop: int) -> None:
         """Master copies of elements [start, stop) become what the parameters are now."""
@@ -104,7 +129,27 @@ class _Flat:
                 self.states["master"][at:at + last - first].copy_(self._weights[first:last])
 
     def _of(self, bucket: Bucket, name: str) -> Tensor:
-        return self.states[name][bucket.state:bucket.state + len(bucket)]
+        return self.states[name][self._part(bucket, name)]
+
+    def _part(self, bucket: Bucket, name: str) -> slice:
+        """The part of a state that belongs to a bucket."""
+        if name in self._copies:
+            return slice(bucket.state, bucket.state + len(bucket))
+        return self._places.of(name, bucket.start, bucket.stop)
+
+    def _apply(self, bucket: Bucket, update: Update, parameters: Tensor, gradients: Tensor,
+               states: Mapping[str, Tensor]) -> None:
+        """The rules on a bucket. states: by name, those of the bucket."""
+        starts = {name: self._part(bucket, name).start for name in self._places.sizes}
+
+        def of(start: int, stop: int) -> dict[str, Tensor]:
+            found = {}
+            for name, first in starts.items():
+                place = self._places.of(name, start, stop)
+                found[name] = states[name][place.start - first:place.stop - first]
+            return found
+
+        _apply(self._rules, bucket, update, parameters, gradients, of)
 
     def _scaled_gradients(self, bucket: Bucket, factor: float) -> Tensor:
         """The bucket's gradients times `factor` in the states' format: in place where they have it already."""
@@ -119,16 +164,17 @@ class _Flat:
         """The update itself, on the device, from states that are there."""
         weights = self._weights[bucket.start:bucket.stop]
         gradients = self._scaled_gradients(bucket, update.factor)
-        moments = {name: state for name, state in states.items() if name != "master"}
-        _apply(self._rule, bucket, update, states.get("master", weights), gradients, moments)
+        self._apply(bucket, update, states.get("master", weights), gradients, states)
+        if EMA in states:
+            update_average(states[EMA], states.get("master", weights), step=update.step, decay=self._ema)
         if "master" in states:
             _copy_updated(weights, states["master"], bucket, update)
 
     def prefetch(self, buckets: Sequence[Bucket]) -> None:
-        pass
+        """Nothing to do: states are where they are updated."""
 
     def synchronize(self) -> None:
-        pass
+        """Nothing to do: states are the host's own, or on the device in order with updates."""
 
 
 def _copy_updated(weights: Tensor, master: Tensor, bucket: Bucket, update: Update, *, non_blocking: bool = False
@@ -142,12 +188,17 @@ def _copy_updated(weights: Tensor, master: Tensor, bucket: Bucket, update: Updat
 class Resident(_Flat):
     """States on the device."""
 
-    def __init__(self, rule: Rule, weights: Tensor, gradients: GradientsOf, buckets: Sequence[Bucket]) -> None:
-        names = (("master",) if is_half(weights.dtype) else ()) + rule.states
-        super().__init__(rule, weights, gradients, buckets, names, on_host=False)
+    def __init__(self, rules: Rules, weights: Tensor, gradients: GradientsOf, buckets: Sequence[Bucket],
+                 places: StatePlaces, *, ema: float = 0.0) -> None:
+        super().__init__(rules, weights, gradients, buckets, places, master=is_half(weights.dtype), on_host=False,
+                         ema=ema)
 
     def update(self, buckets: Sequence[Bucket], update: Update) -> Iterator[Bucket]:
-        for bucket in buckets:
+        """See `Placement`."""
+        # A GPU takes these in one piece, with fewer launches; a CPU's buckets fit its cache. Gradients that have to be
+        # widened first have room for one bucket only.
+        whole = self._weights.is_cuda and bool(buckets) and self._gradients(buckets[0]).dtype is self._dtype
+        for bucket in joined(buckets) if whole else buckets:
             self._finish_bucket(bucket, update, {name: self._of(bucket, name) for name in self._names})
             yield bucket
 
@@ -165,23 +216,27 @@ class _Slot:
 class Streamed(_Flat):
     """States in host memory, with `in_flight` buckets of them on the device at once."""
 
-    def __init__(self, rule: Rule, weights: Tensor, gradients: GradientsOf, buckets: Sequence[Bucket],
-                 in_flight: int) -> None:
-        names = (("master",) if is_half(weights.dtype) else ()) + rule.states
-        super().__init__(rule, weights, gradients, buckets, names, on_host=True)
+    def __init__(self, rules: Rules, weights: Tensor, gradients: GradientsOf, buckets: Sequence[Bucket],
+                 places: StatePlaces, in_flight: int, *, ema: float = 0.0) -> None:
+        super().__init__(rules, weights, gradients, buckets, places, master=is_half(weights.dtype), on_host=True,
+                         ema=ema)
         in_flight = max(1, min(in_flight, len(buckets)))
-        room = {name: torch.empty(in_flight * self._largest, dtype=self._dtype, device=weights.device)
-                for name in names}
+        largest = dict.fromkeys(self._copies, self._largest) | places.largest(buckets)
+        room = {name: torch.empty(in_flight * largest[name], dtype=self._dtype, device=weights.device)
+                for name in self._names}
         self.workspace.update({f"bucket {name}": tensor for name, tensor in room.items()})
-        self._slots = [_Slot({name: tensor[place * self._largest:(place + 1) * self._largest]
+        self._slots = [_Slot({name: tensor[place * largest[name]:(place + 1) * largest[name]]
                               for name, tensor in room.items()}) for place in range(in_flight)]
-        self._in, self._out = ((torch.cuda.Stream(weights.device), torch.cuda.Stream(weights.device))
-                               if weights.is_cuda else (None, None))
+        self._in, self._out = _stream(weights), _stream(weights)
+        for stream in (self._in, self._out):
+            if stream is not None:
+                for tensor in room.values():  # a copy may still be under way when this object is dropped
+                    tensor.record_stream(stream)
         self._queue: list[Bucket] = []
 
     def prefetch(self, buckets: Sequence[Bucket]) -> None:
         """Copies in as many as there is room for; the rest follow as slots become free."""
-        if self._in is not None:
+        if self._in is not None and self._out is not None:
             self._in.wait_stream(self._out)  # what the last step has written is read again
             self._in.wait_stream(torch.cuda.current_stream(self._weights.device))
         for slot in self._slots:
@@ -196,26 +251,28 @@ class Streamed(_Flat):
         bucket = self._queue.pop(0)
         slot.bucket = bucket.number
         with _on(self._in):
-            if slot.stored is not None:
+            if slot.stored is not None and self._in is not None:
                 self._in.wait_event(slot.stored)
             for name, tensor in slot.tensors.items():
-                tensor[:len(bucket)].copy_(self._of(bucket, name), non_blocking=True)
+                state = self._of(bucket, name)
+                tensor[:len(state)].copy_(state, non_blocking=True)
             slot.loaded = _event(self._in)
 
     def update(self, buckets: Sequence[Bucket], update: Update) -> Iterator[Bucket]:
+        """See `Placement`."""
         for bucket in buckets:
             self._update_one(bucket, update)
             yield bucket
 
     def _update_one(self, bucket: Bucket, update: Update) -> None:
         slot = next((slot for slot in self._slots if slot.bucket == bucket.number), None)
-        assert slot is not None, f"bucket {bucket.number} is updated out of the order that prefetch was told"
+        assert slot is not None, f"bucket {bucket.number} is updated out of the order of prefetch"
         if slot.loaded is not None:
             torch.cuda.current_stream(self._weights.device).wait_event(slot.loaded)
-        here = {name: tensor[:len(bucket)] for name, tensor in slot.tensors.items()}
+        here = {name: tensor[:len(self._of(bucket, name))] for name, tensor in slot.tensors.items()}
         self._finish_bucket(bucket, update, here)
         if self._out is not None:
-            self._out.wait_event(_event(torch.cuda.current_stream(self._weights.device)))
+            self._out.wait_stream(torch.cuda.current_stream(self._weights.device))
         with _on(self._out):
             for name, tensor in here.items():
                 self._of(bucket, name).copy_(tensor, non_blocking=True)
@@ -224,6 +281,7 @@ class Streamed(_Flat):
         self._load_next(slot)
 
     def synchronize(self) -> None:
+        """See `Placement`."""
         if self._out is not None:
             self._out.synchronize()
 
@@ -235,15 +293,16 @@ class _Staging:
     gradients: Tensor
     weights: Tensor
     arrived: torch.cuda.Event | None = None
-    left: torch.cuda.Event | None = None
+    """When the gradients are there. Their copy has waited for the device's own stream, so the parameters that were in
+    this memory before have left it, too."""
 
 
 class OnHost(_Flat):
     """States and master copies in host memory, updated by the host's cores."""
 
-    def __init__(self, rule: Rule, weights: Tensor, gradients: GradientsOf, buckets: Sequence[Bucket],
-                 in_flight: int, *, gradient_dtype: torch.dtype) -> None:
-        super().__init__(rule, weights, gradients, buckets, ("master", *rule.states), on_host=True)
+    def __init__(self, rules: Rules, weights: Tensor, gradients: GradientsOf, buckets: Sequence[Bucket],
+                 places: StatePlaces, in_flight: int, *, gradient_dtype: torch.dtype, ema: float = 0.0) -> None:
+        super().__init__(rules, weights, gradients, buckets, places, master=True, on_host=True, ema=ema)
         pinned = weights.is_cuda
 
         def host(dtype: torch.dtype) -> Tensor:
@@ -254,7 +313,7 @@ class OnHost(_Flat):
         self._scaled = host(self._dtype) if gradient_dtype is not self._dtype else None
         self.staging = [tensor for one in self._stagings for tensor in (one.gradients, one.weights)]
         self.staging += [] if self._scaled is None else [self._scaled]
-        self._out = torch.cuda.Stream(weights.device) if weights.is_cuda else None
+        self._out = _stream(weights)
 
     def update(self, buckets: Sequence[Bucket], update: Update) -> Iterator[Bucket]:
         """The gradients of the next buckets go out while the host updates this one."""
@@ -275,29 +334,27 @@ class OnHost(_Flat):
 
     def _update_one(self, bucket: Bucket, update: Update) -> None:
         staging = self._stagings[bucket.number % len(self._stagings)]
-        for event in (staging.arrived, staging.left):
-            if event is not None:
-                event.synchronize()  # the host computes next, so it is the host that waits
+        if staging.arrived is not None:
+            staging.arrived.synchronize()  # the host computes next, so it is the host that waits
         gradients = staging.gradients[:len(bucket)]
         if self._scaled is not None:
             gradients = self._scaled[:len(bucket)].copy_(gradients)
         if update.factor != 1.0:
             gradients.mul_(update.factor)
         master = self._of(bucket, "master")
-        moments = {name: self._of(bucket, name) for name in self._names if name != "master"}
-        _apply(self._rule, bucket, update, master, gradients, moments)
+        self._apply(bucket, update, master, gradients, {name: self._of(bucket, name) for name in self._names})
+        if self._ema:
+            update_average(self._of(bucket, EMA), master, step=update.step, decay=self._ema)
         new = staging.weights[:len(bucket)].copy_(master)
         _copy_updated(self._weights[bucket.start:bucket.stop], new, bucket, update, non_blocking=True)
-        if self._out is not None:
-            staging.left = _event(torch.cuda.current_stream(self._weights.device))
-
-    def synchronize(self) -> None:
-        for staging in self._stagings:
-            if staging.left is not None:
-                staging.left.synchronize()
 
 
-def _on(stream: torch.cuda.Stream | None):
+def _stream(weights: Tensor) -> torch.cuda.Stream | None:
+    """A stream of its own on the device of `weights`; None on a CPU, where copies need none."""
+    return torch.cuda.Stream(weights.device) if weights.is_cuda else None
+
+
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 

@@ -1,31 +1,64 @@
-"""What one update does to one flat piece of parameters: AdamW and SGD, by PyTorch's own fused kernels.
+"""What updates parameters: the protocols of update rules, AdamW and SGD, and which rule updates which parameter.
 
-A rule knows nothing of where states live, of buckets or of ranks. Elements do not depend on each other, so any cut into
-pieces gives the same result, but for the last bit: the kernels round the few elements at a piece's end otherwise.
+    ElementwiseRule   AdamW, SGD, Lion        flat pieces of parameters, cut anywhere
+    TensorRule        Muon, Adafactor         whole tensors by name; it may leave some of them to AdamW
+
+A rule depends neither on where states are stored, nor on buckets, nor on the mesh: `TensorUpdate` gathers and sums for
+it. A rule of a user's is named `module:name` (docs/optimizers.md); `ranvier.testing.rules.check_rule` checks it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from math import prod
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from ranvier.run import Optim
+from ranvier.config.named_object import lacks, load_object
+from ranvier.config.run import Optim
+from ranvier.errors import ConfigError
+from ranvier.layout import Parameter
+from ranvier.optim.adafactor import Adafactor
+from ranvier.optim.lion import Lion
+from ranvier.optim.muon import Muon
+from ranvier.optim.tensor_update import TensorUpdate
+from ranvier.precision import is_half
+
+_RESERVED = ("parameter", "master", "buffer", "random", "ema", "start", "stop")
+"""Names that states cannot have: checkpoints use them for other tensors."""
 
 
-class Rule(Protocol):
-    """Updates flat tensors of one length in place."""
+class ElementwiseRule(Protocol):
+    """Updates flat tensors in place, each element by itself. Pieces of several parameters may come in one call."""
 
-    states: tuple[str, ...]
-    """Names of the states beside the parameters, by torch.optim's names. All start at zero."""
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Names of the states of each element, by torch.optim's names where it has them. All start at zero."""
 
     def update(self, parameters: Tensor, gradients: Tensor, states: dict[str, Tensor], *, step: int,
                learning_rate: float, weight_decay: float) -> None:
         """Update number `step` (from 1). All tensors: [n], one device."""
+
+
+class TensorRule(Protocol):
+    """Updates whole tensors in place, by name."""
+
+    def applies_to(self, name: str, shape: tuple[int, ...], *, in_layer: bool) -> bool:
+        """Whether it updates this parameter; AdamW updates the others. in_layer: whether its block belongs to a layer
+        of the model, and is no embedding or head."""
+
+    def state_shapes(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...] | None]:
+        """The states of a parameter of this shape, and their shapes. None stands for the parameter's own, which is
+        split over rows and columns as the parameter is; other states are whole on each rank. All start at zero."""
+
+    def update_tensors(self, tensors: Mapping[str, TensorUpdate]) -> None:
+        """Update these parameters, by name. With rows and columns every rank of a stage passes the same names in the
+        same order."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +74,7 @@ class AdamW:
 
     def update(self, parameters: Tensor, gradients: Tensor, states: dict[str, Tensor], *, step: int,
                learning_rate: float, weight_decay: float) -> None:
+        """See `ElementwiseRule`."""
         counted = torch.full((), step - 1, dtype=torch.float32, device=parameters.device)
         adamw([parameters], [gradients], [states["exp_avg"]], [states["exp_avg_sq"]], [], [counted], fused=True,
               amsgrad=False, beta1=self.optim.betas[0], beta2=self.optim.betas[1], lr=learning_rate,
@@ -55,15 +89,98 @@ class SGD:
 
     @property
     def states(self) -> tuple[str, ...]:
+        """See `ElementwiseRule`."""
         return ("momentum_buffer",) if self.optim.momentum else ()
 
     def update(self, parameters: Tensor, gradients: Tensor, states: dict[str, Tensor], *, step: int,
                learning_rate: float, weight_decay: float) -> None:
+        """See `ElementwiseRule`."""
         sgd([parameters], [gradients], [states.get("momentum_buffer")], fused=True, lr=learning_rate,
             weight_decay=weight_decay, momentum=self.optim.momentum, dampening=0.0,
             nesterov=False, maximize=False)
 
 
-def rule_of(optim: Optim) -> Rule:
-    """The rule that `optim.algorithm` names."""
-    return AdamW(optim) if optim.algorithm == "adamw" else SGD(optim)
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """Which rule updates which parameter: `elementwise` all that `tensors` does not."""
+
+    elementwise: ElementwiseRule
+    tensors: TensorRule | None = None
+
+    def needs_whole(self, name: str, shape: tuple[int, ...], *, in_layer: bool) -> bool:
+        """Whether this parameter's update needs all of it."""
+        return self.tensors is not None and self.tensors.applies_to(name, shape, in_layer=in_layer)
+
+    def state_shapes(self, name: str, shape: tuple[int, ...], *, in_layer: bool
+                     ) -> Mapping[str, tuple[int, ...] | None]:
+        """The states of a parameter, as `TensorRule.state_shapes` describes them."""
+        if self.tensors is not None and self.needs_whole(name, shape, in_layer=in_layer):
+            return self.tensors.state_shapes(shape)
+        return dict.fromkeys(self.elementwise.states)
+
+
+def states_per_element(rules: Rules, parameters: Iterable[Parameter]) -> float:
+    """Numbers that the optimizer keeps for each element of these parameters, on average; no master copies. Tied
+    parameters count once."""
+    if rules.tensors is None:
+        return len(rules.elementwise.states)
+    elements, states = 0, 0
+    for one in (one for one in parameters if one.is_owner):
+        shapes = rules.state_shapes(one.name, one.shape, in_layer=one.in_layer)
+        elements += one.numel
+        states += sum(one.numel if shape is None else prod(shape) for shape in shapes.values())
+    return states / max(1, elements)
+
+
+def update_flops(rules: Rules, parameters: Iterable[Parameter]) -> float:
+    """Operations of one update of these parameters, beside what every element costs: what a tensor rule's `flops` says,
+    which it need not have."""
+    flops = getattr(rules.tensors, "flops", None)
+    if flops is None:
+        return 0.0
+    return float(sum(flops(one.shape) for one in parameters if one.is_owner and rules.needs_whole(
+        one.name, one.shape, in_layer=one.in_layer)))
+
+
+def rules_of(optim: Optim, dtype: torch.dtype = torch.float32) -> Rules:
+    """The rules that `optim.algorithm` names, for parameters of this format. ConfigError for a user's object that is no
+    rule."""
+    match optim.algorithm:
+        case "adamw":
+            return Rules(elementwise=AdamW(optim))
+        case "sgd":
+            return Rules(elementwise=SGD(optim))
+        case "lion":
+            return Rules(elementwise=Lion(betas=optim.betas))
+        case "muon":
+            return Rules(elementwise=AdamW(optim), tensors=Muon(
+                momentum=optim.momentum, scale=optim.muon_scale,
+                compute_dtype=torch.bfloat16 if is_half(dtype) else None))
+        case "adafactor":
+            return Rules(elementwise=AdamW(optim), tensors=Adafactor())
+    return _users_rules(optim)
+
+
+def _users_rules(optim: Optim) -> Rules:
+    """Those of an object that a run names `module:name`."""
+    text, elementwise = optim.algorithm, ("states", "update()")
+    tensors = ("applies_to()", "state_shapes()", "update_tensors()")
+    found = load_object(text, "optim.algorithm", (), optim.options)
+    if lacks(found, tensors) is None:
+        return Rules(elementwise=AdamW(optim), tensors=cast(TensorRule, found))
+    if (missing := lacks(found, elementwise)) is not None:
+        raise ConfigError(f"is no update rule: it gives a {type(found).__name__}, which has no {missing}",
+                          where="optim.algorithm", value=text,
+                          remedy="Give it `states` and `update`, or `applies_to`, `state_shapes` and `update_tensors` "
+                                 "(docs/optimizers.md).")
+    rule = cast(ElementwiseRule, found)
+    for name in rule.states:
+        check_state_name(name, text)
+    return Rules(elementwise=rule)
+
+
+def check_state_name(name: str, rule: str) -> None:
+    """ConfigError for a name that a state of a rule cannot have."""
+    if name in _RESERVED:
+        raise ConfigError(f"has a state named {name}, which checkpoints use for something else",
+                          where="optim.algorithm", value=rule, remedy="Rename the state.")

@@ -22,22 +22,28 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ranvier.comm.protocol import Group, Work
+from ranvier.config.resolve import bucket_size as resolve_bucket_size
+from ranvier.config.resolve import chunk_size
+from ranvier.config.rules import in_backward_problems
+from ranvier.config.run import Optim
 from ranvier.errors import ConfigError
-from ranvier.optim.gradients import Chunk, Gradients, GradientSpec
+from ranvier.layout import FlatOrder
+from ranvier.optim.chunks import Chunk, GradientSpec
+from ranvier.optim.gradients import Gradients
 from ranvier.optim.guard import BadSteps
 from ranvier.optim.loss_scale import LossScale
 from ranvier.optim.masters import MasterCopies
-from ranvier.optim.optimizer import FlatOptimizer, resolve_bucket_size, resolve_offload, tensors_by_category
-from ranvier.pipeline.timeline import Timeline
+from ranvier.optim.optimizer import FlatOptimizer, resolve_offload, tensors_by_category
 from ranvier.precision import is_half, reduce_dtype
-from ranvier.run import Optim
+from ranvier.schedule.spans import Timeline
 
 _FAR = 8
 """A batch is so many times as heavy as it was said to be: an initial loss scale does not fit it."""
@@ -49,7 +55,7 @@ class Verdict:
 
     squared_norm: [1] fp64, of the gradients of the mean loss, being summed over all ranks by `work`.
     factor: what turns the buffer's gradients into those of the mean loss.
-    steps: whether parameters may be updated; overflow: whether a gradient was no finite number in fp16.
+    steps: whether parameters may be updated; overflow: whether a gradient was not finite in fp16.
     bad: why the step is a bad one, where a guard looks; None: it is not.
     """
 
@@ -62,6 +68,7 @@ class Verdict:
 
     @property
     def norm(self) -> float:
+        """L2 norm of the gradients of the mean loss; waits for the reduction."""
         self.work.wait()
         return float(self.squared_norm.sqrt())
 
@@ -74,7 +81,9 @@ class Updater:
         replicas: the ranks over which gradients without a group of their own are summed. ranks: a group of all ranks.
         optim: how gradients add up, travel and are clipped, and what updates parameters where `own`.
         optimizer: the user's torch optimizer for these parameters, where `own` is False; None for gradients only.
-        runs: blocks (their numbers) that a backward passes together.
+        order: how the gradients of `specs` lie in their buffer and are cut (`Layout.flat_order`);
+            None cuts them here.
+        runs: blocks (their numbers) whose gradients have the same memory in turn; () where each has its own.
         weight: waits for the weight of the global batch, which is known some time after a rank's last forward.
         progress: called between buckets, so that messages move.
         earlier_weight: that of the batches whose gradients `begin` has kept, known together with `weight`.
@@ -87,11 +96,12 @@ class Updater:
 
     def __init__(self, specs: Sequence[GradientSpec], replicas: Group, ranks: Group, *, optim: Optim, own: bool,
                  optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None, dtype: torch.dtype,
-                 device: torch.device, nominal_weight: float, runs: Sequence[range],
-                 send_to_owner: Callable[[GradientSpec], None], weight: Callable[[], float], timeline: Timeline,
-                 progress: Callable[[], None], earlier_weight: Callable[[], float] = lambda: 0.0,
+                 device: torch.device, nominal_weight: float, send_to_owner: Callable[[GradientSpec], None],
+                 weight: Callable[[], float], timeline: Timeline, progress: Callable[[], None],
+                 order: FlatOrder | None = None, runs: Sequence[range] = (),
+                 earlier_weight: Callable[[], float] = lambda: 0.0,
                  bad_steps: BadSteps | None = None, bad_loss: Callable[[], str | None] | None = None) -> None:
-        for problem in in_backward_problems(optim, dtype, own=own):
+        for problem in in_backward_problems(optim, scales_loss=dtype is torch.float16, own=own):
             raise problem
         self._optim, self._ranks = optim, ranks
         self.nominal_weight = nominal_weight
@@ -99,9 +109,9 @@ class Updater:
         self._weight, self._timeline, self._progress, self._device = weight, timeline, progress, device
         bucket_size, half = resolve_bucket_size(optim, device.type), is_half(dtype)
         self.gradients = Gradients(
-            specs, replicas, bucket_size * optim.chunk_buckets, send_to_owner,
+            specs, replicas, chunk_size(optim, device.type), send_to_owner,
             dtype=torch.float32 if half and optim.accumulate == "fp32" else dtype,
-            reduce_dtype=reduce_dtype(optim, dtype), reuse=runs if optim.update_in_backward else (), allocate=False)
+            reduce_dtype=reduce_dtype(optim, dtype), reuse=runs, allocate=False, order=order)
         owned = [spec.parameter for spec in self.gradients.owned()]
         self.updates = own or optimizer is not None
         """Whether anything updates parameters, on this rank or another."""
@@ -123,6 +133,17 @@ class Updater:
         self._by_block_factor = 0.0
 
     @property
+    def _own(self) -> FlatOptimizer:
+        """Ranvier's optimizer, where there is one."""
+        assert self.flat is not None, "this engine has no optimizer of Ranvier's"
+        return self.flat
+
+    @property
+    def has_averages(self) -> bool:
+        """Whether moving averages of parameters are kept."""
+        return self.flat is not None and bool(self._optim.ema)
+
+    @property
     def in_backward(self) -> bool:
         """Whether blocks are updated while the backward runs."""
         return self._optim.update_in_backward
@@ -137,7 +158,7 @@ class Updater:
         `divide_by_it`, lowers a loss scale with which that would overflow; one that has been adapted stays."""
         if divide_by_it:
             self.nominal_weight = weight
-        elif self.loss_scale.is_initial and weight > _FAR * self.nominal_weight:
+        elif self.loss_scale is not None and self.loss_scale.is_initial and weight > _FAR * self.nominal_weight:
             self.loss_scale.lower(weight / self.nominal_weight)
 
     # ------------------------------------------------------------------ one batch
@@ -150,9 +171,9 @@ class Updater:
         self._step, self._squared, self._began = step, torch.zeros(()), False
         if self._by_block is not None:
             self._by_block.zero_()
-        self.gradients.begin(scatter=updates and self.flat is not None and self.flat.sharded)
+        self.gradients.begin(scatter=updates and self.flat is not None and self.flat.scatters)
         if self.in_backward:
-            self.flat.prefetch()
+            self._own.prefetch()
             self.gradients.on_complete = self._update_run
 
     def finish(self) -> Verdict:
@@ -249,10 +270,10 @@ class Updater:
             for chunk in self.gradients.reduced():
                 self._update_chunk(chunk, factor)
         elif self.users is not None:
-            self._step_users(factor)
+            self._step_users(self.users, factor)
         self._timeline.add("optimizer", "update", self._step, started)
 
-    def _step_users(self, factor: float) -> None:
+    def _step_users(self, users: torch.optim.Optimizer, factor: float) -> None:
         """One step of the user's optimizer; of its master copies, where parameters are in half precision."""
         left_alone = set().union(*(self.gradients.left_alone(chunk) for chunk in self.gradients.reduced()))
         for spec in self.gradients.owned():
@@ -261,11 +282,11 @@ class Updater:
                 spec.parameter.grad = None
         if self.masters is None:
             self.gradients.scale(factor)
-            self.users.step()
+            users.step()
             return
         self.masters.follow_parameters()
         self.masters.take_gradients(factor)
-        self.users.step()
+        users.step()
         self.masters.write_parameters()
 
     # ------------------------------------------------------------------ as chunks are reduced
@@ -296,12 +317,12 @@ class Updater:
     def _begin_once(self, weight: float) -> None:
         if weight and not self._began:
             self._began = True
-            self.flat.begin(self.learning_rate)
+            self._own.begin(self.learning_rate)
 
     def _add_kept(self, chunk: Chunk) -> None:
         """Add the gradients of earlier batches of this step, which are of their mean loss, as the buffer has them."""
         weight = self._earlier_weight() if self._kept is not None else 0.0
-        if weight:
+        if weight and self._kept is not None:
             start, stop = chunk.start + chunk.offset, chunk.stop + chunk.offset
             self.gradients.flat[start:stop].add_(self._kept[start:stop], alpha=weight * self.loss_factor)
 
@@ -310,7 +331,7 @@ class Updater:
         if chunk.counts and (self.gradients.scattered or chunk.group.index == 0):
             self._squared = self._squared + self.gradients.squared_norm(chunk)
             if self._by_block is not None:
-                self._count_blocks(chunk)
+                self._count_blocks(self._by_block, chunk)
 
     def watch_blocks(self, num_blocks: int) -> None:
         """Sum up gradients by block from here on; 0 for no more."""
@@ -321,13 +342,13 @@ class Updater:
         assert self._by_block is not None, "nobody watches blocks"
         return self._by_block * self._by_block_factor ** 2
 
-    def _count_blocks(self, chunk: Chunk) -> None:
+    def _count_blocks(self, by_block: Tensor, chunk: Chunk) -> None:
         for spec in chunk.specs:
             norm = self.gradients.squared_norm(chunk, self.gradients.places[spec.parameter])
-            self._by_block[min(spec.blocks)] += norm.cpu()
+            by_block[min(spec.blocks)] += norm.cpu()
 
     def _update_chunk(self, chunk: Chunk, factor: float) -> None:
-        for _ in self.flat.update(chunk, factor):
+        for _ in self._own.update(chunk, factor):
             self._progress()
 
     def _verdict(self, weight: float) -> Verdict:
@@ -338,10 +359,10 @@ class Updater:
 
     # ------------------------------------------------------------------ what lives from step to step
 
-    def go_on_from(self, steps: int | None, loss_scale: Mapping | None) -> None:
+    def restore_counters(self, steps: int | None, loss_scale: Mapping[str, Any] | None) -> None:
         """Parameters and states have been written, as they were after `steps` updates (None: not counted here)."""
         if self.flat is not None:
-            self.flat.go_on_from(steps or 0)
+            self.flat.restore_counters(steps or 0)
         if self.masters is not None:
             self.masters.note_values()
         if self.loss_scale is not None and loss_scale is not None:
@@ -356,15 +377,3 @@ class Updater:
         if self.masters is not None:
             found["device"]["master"] = list(self.masters.of.values())
         return found
-
-
-def in_backward_problems(optim: Optim, dtype: torch.dtype, *, own: bool = True) -> Iterator[ConfigError]:
-    """Where a step may be skipped or shortened by what is known only after it, blocks cannot be updated before."""
-    for wrong, what, remedy in (
-            (not own, "needs Ranvier's own optimizer", "Give the engine optim=, and no optimizer=."),
-            (bool(optim.clip_norm), "cannot clip by a norm that is known only at the end",
-             "Set --optim.clip-norm 0, or leave it out."),
-            (dtype is torch.float16, "cannot skip a step whose gradients overflow",
-             "Set --precision bf16, or leave it out.")):
-        if wrong and optim.update_in_backward:
-            yield ConfigError(what, where="optim.update-in-backward", value=True, remedy=remedy)

@@ -5,30 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Literal
 
 import torch
 from torch import nn
 
+from ranvier.block import Model, initialise
 from ranvier.comm.meta import MetaGroup
+from ranvier.config.rules import check_boundaries
+from ranvier.config.run import TensorParallel
+from ranvier.cost.blocks import BlockCost
 from ranvier.errors import ModelError
 from ranvier.layout import Box, Layout, Parameter
 from ranvier.mesh import Coordinates, Mesh
-from ranvier.models.block import Model, initialise
+from ranvier.pipeline.block_costs import block_costs, build_on_meta
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.pipeline.partition import (
-    BlockCost,
-    block_costs,
-    build_on_meta,
-    check_boundaries,
-    partition,
-    uniform,
-)
-from ranvier.run import TensorParallel
+from ranvier.pipeline.partition import partition, uniform
 from ranvier.tensor.layers import VocabularyLinear, block_splits
-from ranvier.tensor.loss import NextTokenLoss
 from ranvier.tensor.mesh import TensorMesh
-from ranvier.tensor.split import split_layers, split_loss
+from ranvier.tensor.split.layers import split_layers, split_loss
+from ranvier.tensor.split.loss import NextTokenLoss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +49,12 @@ class StageTable:
     costs: tuple[BlockCost, ...] | None
     """Per block, where a sample was given to count with."""
 
+    def stage_costs(self) -> list[tuple[BlockCost, ...]]:
+        """The costs of each stage's blocks, which must be counted."""
+        assert self.costs is not None
+        edges = (0, *self.boundaries, len(self.costs))
+        return [self.costs[start:stop] for start, stop in pairwise(edges)]
+
     def __str__(self) -> str:
         lines = [f"{'stage':>5}  {'blocks':>6}  {'parameters':>12}  {'trainable':>12}  {'cost':>6}  from .. to"]
         lines += [f"{row.stage:>5}  {len(row.blocks):>6}  {row.num_parameters:>12,}  {row.num_trainable:>12,}  "
@@ -64,11 +67,13 @@ def global_parameters(model: Model, modules: dict[str, nn.Module]) -> tuple[Para
     """All parameters of the model by global name, with the owner of tied ones. ModelError for ties that cannot be."""
     found: dict[str, Parameter] = {}
     objects: dict[str, nn.Parameter] = {}
+    layers = {block for layer in model.layers for block in layer} or set(modules)
     for number, (block, module) in enumerate(modules.items()):
         for name, parameter in module.named_parameters():
             full = f"{block}.{name}"
             objects[full] = parameter
-            found[full] = Parameter(full, tuple(parameter.shape), number, full, parameter.requires_grad)
+            found[full] = Parameter(full, tuple(parameter.shape), number, full, parameter.requires_grad,
+                                    in_layer=block in layers)
     grouped: set[str] = set()
     for group in model.tied:
         for name in group:
@@ -89,7 +94,7 @@ def global_parameters(model: Model, modules: dict[str, nn.Module]) -> tuple[Para
                 raise ModelError(f"is tied to {owner.name}, and only one of the two is frozen",
                                  where=f"parameter {name}", value=f"requires_grad={end.trainable}",
                                  remedy="Untie them, or freeze both.")
-            found[name] = Parameter(name, end.shape, end.block, owner.name, end.trainable)
+            found[name] = replace(end, owner=owner.name)
     first: dict[nn.Parameter, str] = {}
     for name, parameter in objects.items():
         other = first.setdefault(parameter, name)
@@ -154,7 +159,7 @@ def _split(parameters: Sequence[Parameter], modules: Mapping[str, nn.Module], me
            ) -> tuple[tuple[Parameter, ...], dict[str, dict[tuple[int, int], Box]]]:
     """The parameters with the axes along which their gradients are summed, and who holds what of each."""
     splits = {f"{block}.{name}": split for block, module in modules.items()
-              for name, split in block_splits(block, module, tensor).items()}
+              for name, split in block_splits(block, module, tensor, mesh.col).items()}
     return (tuple(replace(parameter, summed=splits[parameter.name].summed) for parameter in parameters),
             {parameter.name: splits[parameter.name].boxes(parameter.shape, mesh) for parameter in parameters})
 
@@ -165,7 +170,7 @@ def _check_loss(model: Model, last: nn.Module, mesh: Mesh) -> None:
             and not isinstance(model.loss, NextTokenLoss)):
         raise ModelError("cannot take logits whose vocabulary is split over columns", where="loss",
                          value=getattr(model.loss, "__name__", type(model.loss).__name__),
-                         remedy="Use ranvier.tensor.loss.NextTokenLoss(vocab), or set --mesh.col 1.")
+                         remedy="Use ranvier.tensor.split.loss.NextTokenLoss(vocab), or set --mesh.col 1.")
 
 
 def meta_mesh(mesh: Mesh, tensor: TensorParallel, device: str) -> TensorMesh:

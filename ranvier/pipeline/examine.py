@@ -4,7 +4,7 @@ Nothing was updated, so the same batch can run again, with the same dropout, one
 block look at what comes out of it, and at the gradient that leaves it backward. Gradients are held: none is reduced, so
 that each rank's are its own. What the ranks have seen is gathered, and all of them draw the same conclusion.
 
-    1. parameters that were no finite numbers before the step
+    1. parameters that were not finite before the step
     2. the first microbatch with something not finite in its forward: its inputs, the first block, its targets, the loss
     3. the first microbatch whose backward has it, and of its blocks the last, which the backward met first
     4. the microbatch with the largest loss
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from ranvier.mesh import Coordinates, Mesh
 from ranvier.optim.gradients import Gradients
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.stage import Stage
-from ranvier.tensor.column_tensor import plain
+from ranvier.tensor.columns import plain
 
 Kind = Literal["parameter", "inputs", "output", "targets", "loss", "gradient", "largest loss", "nothing"]
 
@@ -53,7 +53,7 @@ class Cause:
 
 @dataclass(frozen=True, kw_only=True)
 class Sight:
-    """One thing that a rank has seen to be no finite number.
+    """One thing that a rank has seen to be not finite.
 
     flaw: nan or inf. microbatch: -1 for parameters. place: the block's number; one before the first for inputs, one and
     two after the last for targets and the loss. block: None for the loss. parameter: where it is a parameter, or its
@@ -107,10 +107,10 @@ class _Watch:
         for handle in self._handles:
             handle.remove()
 
-    def _enters(self, number: int, name: str, module: nn.Module, args: tuple) -> None:
+    def _enters(self, number: int, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._watch_gradient(args, number, name)
 
-    def _leaves(self, number: int, name: str, module: nn.Module, args: tuple, output: object) -> None:
+    def _leaves(self, number: int, name: str, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         self.note("output", tree_leaves(plain(output)), number, name)
         if number == self._num_blocks - 1:
             self._watch_gradient(output, number + 1, None)
@@ -118,7 +118,8 @@ class _Watch:
     def _watch_gradient(self, state: object, place: int, block: str | None) -> None:
         for tensor in tree_leaves(state):
             if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
-                tensor.register_hook(lambda gradient: self.note("gradient", [gradient], place, block))
+                tensor.register_hook(
+                    lambda gradient: self.note("gradient", [gradient], place, block))
 
 
 def examine(microbatches: Sequence[Microbatch], *, stage: Stage, num_blocks: int, is_last_stage: bool, mesh: Mesh,

@@ -14,7 +14,7 @@ from ranvier.comm.board import Board
 from ranvier.comm.message import Kind, Message
 from ranvier.comm.protocol import Transport
 from ranvier.errors import MessageTimeout, ModelError, TransportError
-from ranvier.pipeline.timeline import Timeline
+from ranvier.schedule.spans import Timeline
 
 Direction = Literal["forward", "return"]
 
@@ -47,7 +47,7 @@ class Inbox:
 
     def begin(self, call: int, step: int, num_microbatches: int,
               on_arrival: Callable[[Direction, int], None]) -> None:
-        """Batch number `call` begins; `on_arrival` is told of each of its messages as they come, early ones at once.
+        """Batch number `call` begins; `on_arrival` is called for each of its messages on arrival, early ones at once.
 
         step: the training step that waits are booked under.
         """
@@ -80,7 +80,7 @@ class Inbox:
             self._on_arrival(way, message.microbatch)
 
     def _check_order(self, way: Direction, message: Message) -> None:
-        """An edge keeps the order of its messages, so one that comes too soon tells of one that is lost."""
+        """An edge keeps the order of its messages, so one that comes too soon shows that another is lost."""
         expected = self._next.get(way, 0)
         if message.microbatch != expected:
             raise TransportError(f"the {_NAMES[way]} of microbatch {expected} is lost: that of {message.microbatch} "
@@ -102,8 +102,8 @@ class Inbox:
 
     def wait(self, what: str, source: int) -> None:
         """Sleep until any message arrives. MessageTimeout, with the whole board, when none does in time."""
-        started, doing = time.monotonic_ns(), self._board.doing
-        self._board.doing = f"a wait for {what} from {self._board.name(source)}"
+        started, doing = time.monotonic_ns(), self._board.action
+        self._board.action = f"a wait for {what} from {self._board.name(source)}"
         message = self._transport.wait(self._timeout)
         if message is None:
             seconds = (time.monotonic_ns() - started) * 1e-9
@@ -111,13 +111,8 @@ class Inbox:
                                  where="comm.timeout-seconds", value=self._timeout,
                                  remedy="See which rank is behind, or raise --comm.timeout-seconds.")
         self._timeline.add("wait", what, self._step, started)
-        self._board.doing = doing
+        self._board.action = doing
         self._receive(message)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether every message of this batch has been taken."""
-        return not self._arrived
 
 
 _NAMES: dict[Direction, str] = {"forward": "forward", "return": "backward"}

@@ -7,12 +7,13 @@ known to every stage, because dropout masks are keyed by them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ranvier.block import State
 from ranvier.errors import ModelError
-from ranvier.models.block import State
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,8 @@ def microbatches(inputs: State, targets: object, size: int, samples: Tensor | No
         raise ModelError("must be at least 1", where="microbatches(size)", value=size,
                          remedy="Give samples per microbatch.")
 
-    def part(value, start: int):
+    def part(value: Any, start: int) -> Any:
         return tree_map(lambda leaf: leaf[start:start + size] if isinstance(leaf, Tensor) else leaf, value)
 
     return [Microbatch(part(inputs, start), part(targets, start), part(samples, start))
-            for start in range(0, count.pop(), size)]
+            for start in range(0, count.pop() or 0, size)]

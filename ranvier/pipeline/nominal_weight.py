@@ -38,6 +38,7 @@ class NominalWeight:
     def agree(self) -> float | None:
         """The power of two next to the sum of all parts, so that dividing by it rounds nothing; None when no rank has a
         valid target. Waits for all ranks' first forward."""
+        assert self._work is not None, "agree comes after start"
         self._work.wait()
         self._work = None
         estimate = float(self._sum)

@@ -39,7 +39,7 @@ def checksum(tensor: Tensor, weights: Tensor) -> Tensor:
     """
     plain = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for piece in plain.split(PIECE):
+    for piece in torch.split(plain, PIECE):
         total = total * _PIECES_FACTOR + torch.sum(piece.to(torch.int64) * weights[:len(piece)])
     return total
 
@@ -59,12 +59,12 @@ class Replicas:
         """parameters: those of this rank by key, up to date. RanvierError on every rank where copies differ."""
         names = [parameter.name for parameter in self._layout.parameters if parameter.name in parameters]
         found = self._gathered([parameters[name] for name in names])
-        told = differences(self._layout, self._stage.ranks, names, found)
-        wrong = torch.tensor([len(told)], dtype=torch.int64)
+        found_here = differences(self._layout, self._stage.ranks, names, found)
+        wrong = torch.tensor([len(found_here)], dtype=torch.int64)
         self._everyone.all_reduce(wrong).wait()
         if int(wrong) == 0:
             return
-        texts = self._everyone.gather_objects(told if self._stage.index == 0 else [])
+        texts = self._everyone.gather_objects(found_here if self._stage.index == 0 else [])
         (name, what), *others = [one for each in texts for one in each]
         more = f"; {len(others)} more {'parameters differ' if len(others) > 1 else 'parameter differs'}"
         raise RanvierError(f"{what}{more if others else ''}", where=f"parameter {name}",
@@ -72,6 +72,7 @@ class Replicas:
                                   "than the last good comparison; where a rank is named again, replace its device.")
 
     def close(self) -> None:
+        """Close the group of the stage."""
         self._stage.close()
 
     def _gathered(self, parameters: Sequence[Tensor]) -> list[list[int]]:
@@ -94,14 +95,14 @@ def differences(layout: Layout, ranks: Sequence[int], names: Sequence[str],
 
     ranks: those of one stage. names: their parameters. checksums: of each rank, in the order of `names`.
     """
-    told = []
+    found_here = []
     for column, name in enumerate(names):
         alike: dict[object, dict[int, int]] = {}
         for rank, sums in zip(ranks, checksums, strict=True):
             at = layout.mesh.coordinates(rank)
             alike.setdefault(layout.box(layout[name], at.row, at.col), {})[rank] = sums[column]
-        told += [(name, _who(layout, sums)) for sums in alike.values() if len(set(sums.values())) > 1]
-    return told
+        found_here += [(name, _who(layout, sums)) for sums in alike.values() if len(set(sums.values())) > 1]
+    return found_here
 
 
 def _who(layout: Layout, sums: Mapping[int, int]) -> str:

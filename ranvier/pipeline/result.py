@@ -33,7 +33,7 @@ class BatchResult:
 
     @property
     def overflow(self) -> bool:
-        """Whether a gradient was no finite number in fp16, so that the step is skipped and the loss scale halved."""
+        """Whether a gradient was not finite in fp16, so that the step is skipped and the loss scale halved."""
         return self.verdict is not None and self.verdict.overflow
 
     @property

@@ -8,6 +8,8 @@ comes, because the stages before and after are ordered alike and sends never blo
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from ranvier.comm.board import Board
@@ -15,9 +17,9 @@ from ranvier.comm.message import Kind, Message
 from ranvier.comm.protocol import Backend
 from ranvier.errors import MessageTimeout, TransportError
 from ranvier.mesh import Mesh
-from ranvier.pipeline.schedule import Action
+from ranvier.schedule.schedule import Action
 
-_KINDS = "FBWC"
+_KINDS: tuple[Literal["F", "B", "W", "C"], ...] = ("F", "B", "W", "C")
 _DONE = -1
 
 
@@ -58,7 +60,8 @@ class Sequencer:
 
     def next(self, call: int) -> Action | None:
         """Peer: wait for the leader's next action; None when the batch is done."""
-        self._board.doing = f"a wait for the next action from {self._board.name(self._leader)}"
+        self._board.action = f"a wait for the next action from {self._board.name(self._leader)}"
+        assert self._transport is not None, "a stage of one rank has no announcements"
         message = self._transport.wait(self._timeout)
         if message is None:
             raise MessageTimeout(

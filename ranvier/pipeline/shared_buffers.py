@@ -24,6 +24,15 @@ BufferSync = Literal["broadcast", "average", "local"]
 CHOICES = ("broadcast", "average", "local")
 
 
+def unused_buffer_sync(shared: SharedBuffers, replicas: Group, ranks: Group) -> str | None:
+    """Why it does not matter what replicas do about buffers; None where it does. Collective over `ranks`, all ranks."""
+    count = torch.tensor([len(shared)])
+    ranks.all_reduce(count).wait()
+    if len(replicas.ranks) == 1:
+        return "there is one replica"
+    return None if count else "no block has a buffer"
+
+
 class SharedBuffers:
     """The buffers of one stage's blocks.
 
@@ -77,6 +86,6 @@ class SharedBuffers:
             work.wait()
             if self._average and flat.is_floating_point():
                 flat.div_(len(self._replicas.ranks))
-            for buffer, value in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+            for buffer, value in zip(buffers, torch.split(flat, [buffer.numel() for buffer in buffers]), strict=True):
                 buffer.copy_(value.view(buffer.shape))
         self._under_way = []

@@ -22,17 +22,17 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from ranvier import keyed_random
+from ranvier.block import Loss, State, carried, named, wrapping_hint
 from ranvier.errors import ModelError, RanvierError
-from ranvier.models.block import Loss
-from ranvier.models.carried_state import State, carried, named, wrapping_hint
+from ranvier.pipeline.block_costs import loss_parts
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.pipeline.partition import loss_parts
-from ranvier.pipeline.schedule import Product
-from ranvier.pipeline.weight_gradients import PostponingForwards, WeightGradients
+from ranvier.schedule.schedule import Product
 from ranvier.tensor.boundaries import detached_names, with_layouts
-from ranvier.tensor.column_tensor import plain
+from ranvier.tensor.columns import plain
 from ranvier.tensor.mesh import TensorMesh
-from ranvier.tensor.split import SplitLinear
+from ranvier.tensor.postponed_linear import PostponingForwards
+from ranvier.tensor.split.linear import SplitLinear
+from ranvier.tensor.weight_gradients import WeightGradients
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,6 +54,10 @@ class _Graph:
     loss_dtype: torch.dtype | None
 
 
+Blocks = Sequence[tuple[int, str, nn.Module]]
+"""Blocks of a stage: (number in the model, name, module)."""
+
+
 class Stage:
     """A run of consecutive blocks on this rank.
 
@@ -67,8 +71,6 @@ class Stage:
         mesh: the tensor mesh, whose columns share activations.
         segments: runs of blocks (places in `blocks`) that keep only what enters them, and are computed again in their
             backward. Their weight gradients are never postponed: their operands have only just been recomputed.
-
-    The last block of the model never postpones products: the gradient of its output is the largest tensor there is.
     """
 
     def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], *, loss: Loss | None, seed: int,
@@ -96,11 +98,10 @@ class Stage:
             if isinstance(layer, SplitLinear):
                 layer.recomputed = True
         self._runs, self._segments = runs_of(len(blocks), segments), segments
-        self._cache: Callable[[Tensor, State, Callable], State] | None = None
+        self._cache: Callable[[Tensor, State, Callable[..., State]], State] | None = None
         self.cached_blocks = 0
         """Blocks that `use_cache` has given to a cache."""
         at_once = {place for segment in segments for place in segment}
-        at_once |= {len(modules) - 1} if loss is not None else set()
         self._forwards = PostponingForwards([module for place, module in enumerate(modules) if place not in at_once],
                                             [modules[place] for place in sorted(at_once)], weight_gradients)
 
@@ -130,7 +131,8 @@ class Stage:
         """What stays gathered between microbatches."""
         return [layer.gathered for layer in self._split_linears if layer.gathered is not None]
 
-    def use_cache(self, forward: Callable[[Tensor, State, Callable], State] | None, num_blocks: int) -> None:
+    def use_cache(self, forward: Callable[[Tensor, State, Callable[..., State]], State] | None,
+                  num_blocks: int) -> None:
         """The first blocks, which are frozen, are computed by `forward` in training, or (None) again by themselves."""
         self._cache, self.cached_blocks = forward, num_blocks if forward is not None else 0
         rest = [range(max(segment.start, self.cached_blocks), segment.stop) for segment in self._segments]
@@ -160,7 +162,7 @@ class Stage:
                 outputs = {"": self._compute_loss(state, microbatch, number)}
             else:
                 outputs = detached_names(named(state, f"block {self.blocks[-1][1]}"))
-        if keep_outputs and self._loss is not None:
+        if keep_outputs and self._loss is not None and self.observe is None:
             self.outputs.append(plain(state))
         roots = {name: get_gradient_edge(tensor) for name, tensor in outputs.items() if tensor.requires_grad}
         kept = bool(roots) or any(leaf.requires_grad for leaf in leaves.values())
@@ -176,9 +178,9 @@ class Stage:
         runs = self._runs if self.training or self._cache is None else runs_of(len(self.blocks), ())
         if self._cache is not None and self.training:  # which may end being used in this very call
             state = self._cached(self.cached_blocks, state, step, samples, number)
-        for run, checkpointed in runs:
+        for run, recomputed in runs:
             part = partial(self._run_some, run, step, samples, number)
-            if checkpointed and torch.is_grad_enabled():
+            if recomputed and torch.is_grad_enabled():
                 state = checkpoint(part, state, use_reentrant=False)
             else:
                 state = part(state)
@@ -194,6 +196,7 @@ class Stage:
             state = self._run_some(range(first, num_blocks), step, theirs, number, self._entering(state))
             return carried(detached_names(named(state, f"block {self.blocks[num_blocks - 1][1]}")))
 
+        assert self._cache is not None
         with torch.no_grad():
             return self._entering(self._cache(samples, state, compute))
 
@@ -202,7 +205,7 @@ class Stage:
         return carried(with_layouts(named(state, "the cache"), self._mesh))
 
     def _run_some(self, run: range, step: int, samples: Tensor, number: int, state: State) -> State:
-        """Blocks `run`, one after the other; under checkpointing again in the backward, with the same randomness."""
+        """Blocks `run`, one after the other; under recomputation again in the backward, with the same randomness."""
         for _, name, module in self.blocks[run.start:run.stop]:
             with keyed_random.scope(self._seed, step, samples, name):
                 try:
@@ -240,6 +243,7 @@ class Stage:
         if microbatch.targets is None:
             raise ModelError("has no targets on the last stage", where=f"microbatch {number}",
                              remedy="Give the ranks of the last stage the targets of every microbatch.")
+        assert self._loss is not None, "only the last stage has a loss"
         targets = tree_map(lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, microbatch.targets)
         try:
             total, weight = loss_parts(self._loss(state, targets))
@@ -271,9 +275,14 @@ class Stage:
         self._last_backward = last
         if last:
             self._block_passed(self.blocks[-1][0] + 1)
+        arrived = tuple(gradients[name] for name in names)
+
+        def run() -> None:
+            if roots:
+                torch.autograd.backward(roots, arrived)
+
         try:
-            products = self._weights.backward_pass(number, lambda: roots and torch.autograd.backward(
-                roots, tuple(gradients[name] for name in names)), defer)
+            products = self._weights.backward_pass(number, run, defer)
         except SystemExit as error:
             raise _ended(f"the backward of microbatch {number}", error) from error
         except Exception as error:
@@ -300,7 +309,7 @@ def _ended(where: str, error: SystemExit) -> ModelError:
 
 
 def runs_of(num_blocks: int, segments: Sequence[range]) -> list[tuple[range, bool]]:
-    """Blocks in order, as checkpointed segments and single blocks between them; True where checkpointed."""
+    """Blocks in order, as recomputed segments and single blocks between them; True where recomputed."""
     inside = {place: segment for segment in segments for place in segment}
     runs: list[tuple[range, bool]] = []
     for place in range(num_blocks):

@@ -14,16 +14,18 @@ end's ranks; here an embedding cut by columns, and a head cut by rows:
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ranvier.comm.message import Kind, Message
-from ranvier.layout import Box, Layout, Move, Parameter, intersection
+from ranvier.comm.protocol import Group
+from ranvier.layout import Box, Layout, Move, Parameter, TensorAxis, index_of, intersection
 from ranvier.mesh import Coordinates
-from ranvier.optim.gradients import GradientSpec
+from ranvier.optim.chunks import GradientSpec
+from ranvier.optim.tensor_update import TensorSplit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,7 @@ class Tie:
     """An end of a tied parameter on a rank, under the key `name`.
 
     box: what the rank holds of it.
-    trains: whether it did when the engine was built. If it is frozen later, its ends go on exchanging zeros, so that
+    trains: whether it did when the engine was built. If it is frozen later, its ends still exchange zeros, so that
         they agree without a word.
     ends: of an owner, how many ends send it gradients; else 0.
     gradients: what comes in where this end owns, in the order in which it is added; else what goes out.
@@ -56,25 +58,21 @@ class Tie:
         return tuple(sorted({rank for move in (*self.gradients, *self.values)
                              for rank in (move.source, move.destination)} - {self.rank}))
 
+    @property
+    def gradient(self) -> Tensor:
+        """Its gradient, which is there from the start of a batch."""
+        assert self.parameter.grad is not None, f"{self.name} has no gradient"
+        return self.parameter.grad
+
     def part(self, tensor: Tensor, move: Move) -> Tensor:
         """What moves, as a view of this end or of its gradient."""
-        return tensor[tuple(slice(start - first, stop - first)
-                            for (start, stop), (first, _) in zip(move.box, self.box, strict=True))]
-
-
-def _ends(layout: Layout) -> dict[str, dict[tuple[int, str], Parameter]]:
-    """Owner -> (stage, key) -> one of the parameters of that end, in model order."""
-    found: dict[str, dict[tuple[int, str], Parameter]] = {}
-    for parameter in layout.parameters:
-        place = layout.stage_of(parameter.block), layout.key(parameter)
-        found.setdefault(parameter.owner, {}).setdefault(place, parameter)
-    return found
+        return tensor[index_of(move.box, self.box)]
 
 
 def ties_of(layout: Layout, rank: int, parameters: dict[str, nn.Parameter]) -> tuple[Tie, ...]:
     """The ties of `rank`, from what every rank knows alike. parameters: those of its stage, by key."""
     at, ties = layout.mesh.coordinates(rank), []
-    for owner, ends in _ends(layout).items():
+    for owner, ends in layout.ends.items():
         home = layout.stage_of(layout[owner].block), owner
         for place, parameter in ends.items():
             if place[0] != at.pipe or len(ends) == 1:
@@ -106,14 +104,14 @@ def _moves(layout: Layout, data: int, name: str, source: Parameter, destination:
     def rank(parameter: Parameter, position: dict[str, int]) -> int:
         return mesh.rank(Coordinates(data=data, pipe=layout.stage_of(parameter.block), **position))
 
-    copies: dict[object, list[dict[str, int]]] = {}
+    copies: dict[tuple[Box, tuple[int, ...]], list[dict[str, int]]] = {}
     for position in positions:
         summand = tuple(position[axis] for axis in source.summed if sums)
         copies.setdefault((layout.box(source, **position), summand), []).append(position)
     moves = []
     for there in positions:
-        for (box, _), holders in copies.items():
-            box = intersection(box, layout.box(destination, **there))
+        for (held, _), holders in copies.items():
+            box = intersection(held, layout.box(destination, **there))
             if box is None or (sums and any(there[axis] != holders[0][axis] for axis in destination.summed)):
                 continue
             holder = there if there in holders else holders[0]
@@ -121,20 +119,25 @@ def _moves(layout: Layout, data: int, name: str, source: Parameter, destination:
     return sorted(moves, key=lambda move: (move.source, move.destination))
 
 
-def gradient_specs(layout: Layout, stage: int, parameters: dict[str, nn.Parameter]) -> list[GradientSpec]:
-    """What a stage's gradients are and where they go. parameters: those of the stage, by key."""
-    blocks: dict[str, set[int]] = {}
-    for parameter in layout.parameters_of(stage):
-        blocks.setdefault(layout.key(parameter), set()).add(parameter.block)
-    ends, order = _ends(layout), {}
-    for place, parameter in enumerate(layout.parameters):
-        order.setdefault(parameter.owner, place)
+def gradient_specs(layout: Layout, rank: int, parameters: Mapping[str, nn.Parameter],
+                   groups: Mapping[tuple[TensorAxis, ...], Group],
+                   splits: Mapping[tuple[TensorAxis, ...], Group] | None = None) -> list[GradientSpec]:
+    """The gradients of `rank` and where they go, in the order of `layout.gradients`.
+
+    parameters: those of its stage, by key. groups: axes of the tensor mesh -> the ranks over which gradients are summed
+    whose parts are spread along these axes. splits: axes of the tensor mesh -> the ranks that share a parameter which
+    is split along these, where updates need whole parameters.
+    """
     specs = []
-    for name in sorted(blocks, key=lambda key: order[layout[key].owner]):
-        owns = layout[name].is_owner and layout.stage_of(layout[name].block) == stage
-        if parameters[name].requires_grad:
-            specs.append(GradientSpec(name=name, parameter=parameters[name], blocks=frozenset(blocks[name]),
-                                      remote_ends=len(ends[name]) - 1 if owns else 0, sent_to_owner=not owns))
+    for gradient in layout.gradients(rank):
+        summed = () if gradient.sent_to_owner else layout.summed(gradient.name)
+        parameter, axes = parameters[gradient.name], layout.split_axes(gradient.name) if gradient.whole else ()
+        split = None
+        if splits and axes and not gradient.sent_to_owner:
+            places = map(layout.mesh.coordinates, splits[axes].ranks)
+            boxes = [layout.box(layout[gradient.name], at.row, at.col) for at in places]
+            split = TensorSplit(group=splits[axes], boxes=boxes, device=parameter.device)
+        specs.append(GradientSpec.of(gradient, parameter, groups[summed] if summed else None, split))
     return specs
 
 
@@ -186,7 +189,7 @@ class TiedParameters:
             if tie.name == name and self._sent.get(name) != batch:
                 self._sent[name] = batch
                 for move in tie.gradients:
-                    self._pass(Kind.TIED_GRADIENT, batch, move, tie.part(tie.parameter.grad, move))
+                    self._pass(Kind.TIED_GRADIENT, batch, move, tie.part(tie.gradient, move))
 
     @torch.no_grad()
     def add_gradients(self, batch: int) -> list[Tie]:
@@ -201,7 +204,7 @@ class TiedParameters:
             if tie.trains and tie.owns:
                 for move in tie.gradients:
                     gradient = self._take(Kind.TIED_GRADIENT, f"the gradient of tied parameter {tie.name}", move)
-                    tie.part(tie.parameter.grad, move).add_(gradient.to(tie.parameter.device))
+                    tie.part(tie.gradient, move).add_(gradient.to(tie.parameter.device))
                 added += [tie] * tie.ends
         return added
 

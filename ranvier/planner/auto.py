@@ -1,7 +1,7 @@
 """`auto` in a run: what a search chooses for the axes of the mesh and the microbatch that the user leaves open.
 
-Rows and columns alone are a matter of bytes (`ranvier.tensor.shape`); as soon as data, pipe or the microbatch is open,
-all that is open is searched together, on the cluster that `launch.cluster` names.
+Rows and columns alone are a matter of bytes (`ranvier.cost.mesh_shape`); as soon as data, pipe or the microbatch is
+open, all that is open is searched together, on the cluster that `launch.cluster` names.
 """
 
 from __future__ import annotations
@@ -12,35 +12,110 @@ from dataclasses import replace
 import psutil
 import torch
 
-from ranvier.errors import ConfigError
-from ranvier.launch import choose_device
-from ranvier.machine import available_cores, memory_limit_bytes
-from ranvier.mesh import AXES
-from ranvier.planner.cluster_files import cluster_names, load_cluster
-from ranvier.planner.hardware import Cluster
-from ranvier.planner.search import Setting, search
-from ranvier.run import Run
+from ranvier.checkpoint.hf.from_pretrained import settled
+from ranvier.config.resolve import Facts, ResolvedRun, resolve
+from ranvier.config.run import MeshSettings, Run
+from ranvier.cost.cluster_files import cluster_names, load_cluster
+from ranvier.cost.hardware import Cluster
+from ranvier.cost.mesh_shape import best_shape
+from ranvier.cost.volume import volume_scheme
+from ranvier.errors import ConfigError, RanvierError
+from ranvier.launch.start import choose_device
+from ranvier.mesh import Axis
+from ranvier.planner.candidates import Setting
+from ranvier.planner.problems import PREVENT_A_CUT, TOO_LARGE, cannot_be_laid_out, problems
+from ranvier.planner.search import search
+from ranvier.system.machine import available_cores, memory_limit_bytes
 
 
-def planned(run: Run, ranks: int, ranks_per_node: int | None = None) -> Run:
+def with_pretrained(run: Run) -> tuple[Run, list[RanvierError]]:
+    """The run with the sizes of its pretrained model, and why that may not be possible."""
+    try:
+        return settled(run), []
+    except RanvierError as problem:
+        return run, [problem]
+
+
+def with_plan(run: Run, num_ranks: int | None, ranks_per_node: int | None = None
+              ) -> tuple[ResolvedRun, list[RanvierError]]:
+    """The run with a number in the place of each auto of mesh and microbatch, and why that may not be possible: they
+    are 1 then.
+
+    num_ranks: all ranks, as their launcher or the user says.
+    """
+    open_axes, size = open_axes_of(run), run.batch.microbatch_size
+    if size != "auto" and not {"data", "pipe"} & {*open_axes}:
+        return _with_shape(run, num_ranks)
+    if num_ranks is None and open_axes:
+        return closed(run), [_unknown_ranks(open_axes[0])]
+    if any(problem.where.startswith(PREVENT_A_CUT) for problem in problems(closed(run))):
+        where = f"mesh.{open_axes[0]}" if open_axes else "batch.microbatch-size"
+        return closed(run), [ConfigError("cannot be planned yet", where=where, value="auto",
+                                         remedy="Fix the other errors first, or give a number.")]
+    try:
+        return planned(run, closed(run).mesh.size if num_ranks is None else num_ranks, ranks_per_node), []
+    except RanvierError as problem:
+        return closed(run), [problem]
+    except TOO_LARGE as error:
+        return closed(run), [cannot_be_laid_out(error)]
+
+
+def planned(run: Run, ranks: int, ranks_per_node: int | None = None) -> ResolvedRun:
     """The run with the fastest mesh and microbatch on `ranks` devices; what is not auto stays. ConfigError where
     nothing is possible or fits, or where nothing is known of the devices here."""
-    searched: list[Setting] = ["mesh"] if run.mesh.is_open else []
+    searched: list[Setting] = ["mesh"] if open_axes_of(run) else []
     if run.batch.microbatch_size == "auto":
         searched.append("microbatch")
     cluster = cluster_for(run, ranks, ranks_per_node or _devices(run, ranks))
     found = search(run, cluster, ranks, searched).best[0].run
-    return replace(run, mesh=found.mesh, batch=found.batch)
+    return resolve(run, Facts(mesh=found.mesh, microbatch_size=found.batch.microbatch_size))
 
 
-def closed(run: Run) -> Run:
+def closed(run: Run) -> ResolvedRun:
     """The run with the least in the place of each auto: for what cannot be planned, and must be looked at all the
     same."""
-    mesh = replace(run.mesh, tile=None, **{axis: 1 for axis in AXES if getattr(run.mesh, axis) == "auto"})
-    size = mesh.row if run.batch.microbatch_size == "auto" else run.batch.microbatch_size
-    boundaries = None if run.mesh.pipe == "auto" else run.pipeline.boundaries
-    return replace(run, mesh=mesh, batch=replace(run.batch, microbatch_size=size),
-                   pipeline=replace(run.pipeline, boundaries=boundaries))
+    open_axes, mesh = open_axes_of(run), run.mesh
+    if isinstance(mesh, MeshSettings):
+        mesh = replace(mesh, tile=None).with_sizes(**dict.fromkeys(open_axes, 1))
+    boundaries = None if "pipe" in open_axes else run.pipeline.boundaries
+    size = run.batch.microbatch_size
+    return resolve(replace(run, pipeline=replace(run.pipeline, boundaries=boundaries)),
+                   Facts(mesh=mesh, microbatch_size=mesh.row if size == "auto" else size))
+
+
+def open_axes_of(run: Run) -> tuple[Axis, ...]:
+    """The axes of the mesh that are auto."""
+    return run.mesh.open_axes if isinstance(run.mesh, MeshSettings) else ()
+
+
+def _unknown_ranks(axis: Axis) -> ConfigError:
+    return ConfigError("needs to know how many ranks there are", where=f"mesh.{axis}", value="auto",
+                       remedy="Start them with torchrun, mpiexec or srun (check and simulate: say --ranks N), or set "
+                              f"--mesh.{axis}.")
+
+
+def _with_shape(run: Run, num_ranks: int | None) -> tuple[ResolvedRun, list[RanvierError]]:
+    """`with_plan` where rows and columns alone are open: the fewest bytes."""
+    mesh, open_axes = run.mesh, open_axes_of(run)
+    if not isinstance(mesh, MeshSettings) or not open_axes:
+        return resolve(run), []
+    alone, axis = closed(run), open_axes[0]
+    if num_ranks is None:
+        return alone, [_unknown_ranks(axis)]
+    taken = alone.mesh.size  # by the axes that are given, since the others are 1
+    stage, rest = divmod(num_ranks, taken)
+    if rest or not stage:
+        return alone, [ConfigError(f"is not possible: {num_ranks} ranks are no multiple of {taken}, which the other "
+                                   "axes take", where=f"mesh.{axis}", value="auto",
+                                   remedy="Change --mesh.data, --mesh.pipe or the number of ranks.")]
+    try:
+        if len(open_axes) == 1:
+            return resolve(run, Facts(mesh=mesh.with_sizes(**{axis: stage}))), []
+        row, col = best_shape(stage, batch=alone.batch.microbatch_size, sequence=run.model.sequence,
+                              hidden=run.model.hidden, heads=run.model.heads, scheme=volume_scheme(run.tensor))
+        return resolve(run, Facts(mesh=mesh.with_sizes(row=row, col=col))), []
+    except ConfigError as problem:
+        return alone, [problem]
 
 
 def _devices(run: Run, ranks: int) -> int:
@@ -53,18 +128,20 @@ def cluster_for(run: Run, ranks: int, ranks_per_node: int) -> Cluster:
     """What `launch.cluster` names; else nominal figures of the devices here."""
     if run.launch.cluster is not None:
         return load_cluster(run.launch.cluster)
-    here = {"nodes": -(-ranks // ranks_per_node), "devices_per_node": ranks_per_node, "name": "this machine"}
+    def here(cluster: Cluster) -> Cluster:
+        return replace(cluster, nodes=-(-ranks // ranks_per_node), devices_per_node=ranks_per_node, name="this machine")
+
     memory = psutil.virtual_memory().total  # not what is free now: all ranks must come to the same
     if choose_device(run.launch.device, ranks_per_node).value == "cpu":
         cluster = load_cluster("laptop")
-        return replace(cluster, device=replace(cluster.device, cores=available_cores()),
-                       host=replace(cluster.host, memory_bytes=min(memory, memory_limit_bytes() or memory)), **here)
-    name = torch.cuda.get_device_name()
+        return here(replace(cluster, device=replace(cluster.device, cores=available_cores()), host=replace(
+            cluster.host, memory_bytes=min(memory, memory_limit_bytes() or memory))))
+    name = torch.cuda.get_device_name(0)
     for known in map(load_cluster, cluster_names()):
         kind = re.sub(r" \d+ GB$", "", known.device.name)
         if known.device.cores is None and re.search(rf"\b{kind}\b", name, re.IGNORECASE):
             device = replace(known.device, memory_bytes=torch.cuda.get_device_properties(0).total_memory)
-            return replace(known, device=device, host=replace(known.host, memory_bytes=memory), **here)
-    raise ConfigError(f"is not told, and no shipped cluster has a {name}", where="launch.cluster", value=None,
+            return here(replace(known, device=device, host=replace(known.host, memory_bytes=memory)))
+    raise ConfigError(f"is not set, and no shipped cluster has a {name}", where="launch.cluster", value=None,
                       remedy="Measure this machine: ranvier doctor --measure --out here.toml; then set "
                              "--launch.cluster here.toml.")

@@ -1,41 +1,48 @@
 """What freezing would make of a run: the mesh and the time of each depth, the transitions, and the run as a whole.
 
-The policy is asked as in the run, with gradients that are smaller the nearer they are to the output: `gradient-norm`,
-whose norms nobody knows yet, then freezes as much as it may. As layers freeze the mesh changes where the run says so
-(elastic.auto_pipe, elastic.auto_dp), that fits, and it pays in the steps that are left; frozen layers whose outputs are
-cached (elastic.cache) are read from the host's memory after the epoch that follows their freezing.
+Decisions are those of the run, by the same functions (`ranvier.elastic`), with facts that a cluster's constants predict
+in place of measured ones. The policy is asked with gradients that are smaller the nearer they are to the output:
+`gradient-norm`, whose norms nobody knows yet, then freezes as much as it may. A transition costs what the ledger
+expects of it. Frozen layers whose outputs are cached are read from the host's memory after the epoch that follows their
+freezing, as far as `elastic.cache-bytes` holds them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from ranvier import check
+from ranvier.config.other_mesh import on_mesh
+from ranvier.config.resolve import ResolvedRun
+from ranvier.config.task_form import form_of
+from ranvier.cost.blocks import BlockCost
+from ranvier.cost.hardware import Cluster
+from ranvier.cost.run_cost import run_cost
+from ranvier.elastic.auto_pipe import Place
+from ranvier.elastic.cache_profile import Times
+from ranvier.elastic.cache_profile import decide as decide_cache
 from ranvier.elastic.freezing import Facts, FreezePolicy, Manual, decide, policy_of
-from ranvier.layout import frozen_blocks
+from ranvier.elastic.ledger import Entry, Ledger
+from ranvier.elastic.mesh_candidates import MeshCandidate, StageMemory, candidate_moved_bytes, mesh_candidates
+from ranvier.elastic.microbatch_profile import TRIAL_STEPS, MicrobatchProfile, microbatch_counts, size_of
+from ranvier.elastic.rules import ElasticRules, EvaluationSchedule, PresentMesh
+from ranvier.elastic.transition_selector import TransitionSelector, mesh_text
+from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
 from ranvier.models import families
-from ranvier.pipeline.partition import BlockCost
-from ranvier.planner.costs import cost
-from ranvier.planner.hardware import Cluster
-from ranvier.refit import on_mesh
-from ranvier.run import Run
-
-if TYPE_CHECKING:
-    from ranvier.planner.search import Work
-
-_START_SECONDS = 1.0
-"""What a transition takes beside moving state: engines and communicators are built anew."""
+from ranvier.planner.predicted_blocks import predicted_blocks
+from ranvier.planner.problems import problems
+from ranvier.planner.work import Work
 
 
 @dataclass(frozen=True, kw_only=True)
 class Period:
-    """Steps with one depth, mesh and global size. transition_seconds: of the transition that begins it."""
+    """Steps with one depth, mesh, global size and microbatch. transition_seconds: of the transition that begins it."""
 
     first_step: int
     steps: int
     global_size: int
+    microbatch_size: int
     frozen: int
     mesh: Mesh
     step_seconds: float
@@ -43,6 +50,7 @@ class Period:
 
     @property
     def seconds(self) -> float:
+        """Of all its steps and the transition before them."""
         return self.steps * self.step_seconds + self.transition_seconds
 
 
@@ -55,86 +63,30 @@ class Course:
 
     @property
     def seconds(self) -> float:
+        """Of the whole run."""
         return sum(period.seconds for period in self.periods)
 
     @property
     def speedup(self) -> float:
+        """How many times as fast the run is as without freezing."""
         return self.unfrozen_seconds / self.seconds
 
 
-def course(run: Run, cluster: Cluster, work: Work) -> Course | None:
+def course(run: ResolvedRun, cluster: Cluster, work: Work) -> Course | None:
     """Of a configuration that a search has chosen; None where the run freezes nothing, and where it takes or freezes
     with epochs of which nobody knows how many steps they have before the data is read."""
-    if run.elastic.freeze == "none" or run.elastic.dry_run or _steps(run) is None:
+    steps, samples = _steps(run), _epoch_samples(run)
+    if run.elastic.freeze == "none" or run.elastic.dry_run or steps is None:
         return None
     policy = policy_of(run.elastic)
-    if not isinstance(policy, Manual) and not run.elastic.every and _epoch_samples(run) is None:
+    if not isinstance(policy, Manual) and not run.elastic.every and samples is None:
         return None
-    steps = _steps(run)
-    total, whole = steps * run.batch.global_size, cost(run, cluster, work.stages(run)).seconds
-    now, periods = _Now(run), []
-    began, cached, moved = 0, 0, 0.0
-    while now.samples < total:
-        now.go(min(-(-(total - now.samples) // now.size), now.until_asked(policy)))
-        deeper = now.asked(policy) if now.samples < total else now.frozen
-        if deeper == now.frozen and now.samples < total:
-            continue
-        count = now.step - began
-        first = min(now.epoch, count) if now.frozen and run.elastic.cache else count  # an epoch computes and writes
-        for start, length, read in ((began, first, cached), (began + first, count - first, now.frozen)):
-            if length:
-                periods.append(Period(
-                    first_step=start, steps=length, global_size=now.size, frozen=now.frozen, mesh=now.run.mesh,
-                    step_seconds=_seconds(now.run, cluster, work, now.frozen, read),
-                    transition_seconds=moved if start == began else 0.0))
-        if now.samples >= total:
-            break
-        if run.elastic.cache and count >= now.epoch:
-            cached = now.frozen
-        began, next_run = now.step, _packed(now.run, run, cluster, work, deeper, total - now.samples)
-        moved = _moved_seconds(now.run, cluster, work, next_run.mesh) if now.samples else 0.0
-        now.frozen, now.run = deeper, next_run
-    return Course(periods=tuple(periods), unfrozen_seconds=whole * steps)
+    whole = run_cost(run, cluster, work.stages(run)).seconds
+    predicted = _PredictedRun(run, cluster, work, policy, steps, samples or steps * run.batch.global_size)
+    return Course(periods=predicted.periods(), unfrozen_seconds=whole * steps)
 
 
-class _Now:
-    """A run on its way through its data."""
-
-    def __init__(self, run: Run) -> None:
-        self.run, self.step, self.samples, self.frozen, self._times = run, 0, 0, 0, 0
-
-    @property
-    def size(self) -> int:
-        """Samples of a step."""
-        return self.run.batch.global_size
-
-    @property
-    def epoch(self) -> int:
-        """Steps of one; all there are where that is not known."""
-        samples = _epoch_samples(self.run)
-        return _steps(self.run) if samples is None else -(-samples // self.size)
-
-    def until_asked(self, policy: FreezePolicy) -> int:
-        """Steps until the policy is asked next."""
-        if isinstance(policy, Manual):
-            return min((at - self.step for at, _ in policy.depths if at > self.step or not self._times),
-                       default=_steps(self.run))
-        if not self.run.elastic.every:
-            epoch = _epoch_samples(self.run)
-            return -(-(epoch - self.samples % epoch) // self.size)
-        return self.run.elastic.every - self.step % self.run.elastic.every
-
-    def go(self, steps: int) -> None:
-        self.step, self.samples = self.step + steps, self.samples + steps * self.size
-
-    def asked(self, policy: FreezePolicy) -> int:
-        """The depth from here on."""
-        layers, self._times = self.run.model.num_layers, self._times + 1
-        return decide(policy, Facts(step=self.step, evaluation=self._times, frozen=self.frozen, num_layers=layers,
-                                    gradient_norms=tuple(float(layers - layer) for layer in range(layers))))
-
-
-def ways(run: Run) -> list[Run]:
+def elastic_variants(run: ResolvedRun) -> list[ResolvedRun]:
     """A run whose layers freeze, as it is and with what may be made of it: the mesh stays or packs and replicates,
     outputs are cached or not. Accuracy is the same for all, but for the rounding of what is cached, and where the
     global batch grows with the replicas."""
@@ -142,17 +94,17 @@ def ways(run: Run) -> list[Run]:
     for packs in (False, True):
         for cache in (False, True):
             other = replace(run, elastic=replace(run.elastic, auto_pipe=packs, auto_dp=packs, cache=cache))
-            if other not in found and not check.problems(other):
+            if other not in found and not problems(other):
                 found.append(other)
     return found
 
 
-def _epoch_samples(run: Run) -> int | None:
+def _epoch_samples(run: ResolvedRun) -> int | None:
     """Of texts nobody says how many sequences they have."""
-    return None if run.data.task == "lm" else run.data.train_samples
+    return None if "data.train_samples" in form_of(run.data).unused else run.data.train_samples
 
 
-def _steps(run: Run) -> int | None:
+def _steps(run: ResolvedRun) -> int | None:
     """Of the whole run, in batches of the size that it has now."""
     samples = _epoch_samples(run)
     if run.train.epochs is None:
@@ -160,53 +112,261 @@ def _steps(run: Run) -> int | None:
     return None if samples is None else -(-samples * run.train.epochs // run.batch.global_size)
 
 
-def _seconds(run: Run, cluster: Cluster, work: Work, frozen: int, cached: int, *, exact: bool = True) -> float:
-    stages = work.stages(run, frozen)
-    names = [block.name for blocks in stages for block in blocks]
-    layers = tuple((f"layer{index}.attention", f"layer{index}.mlp") for index in range(run.model.num_layers))
-    known = min(frozen_blocks(layers, names, cached), len(stages[0]))  # the cache is the first stage's
-    if known:
-        device = cluster.device
-        read = cluster.host_link.seconds(stages[0][known - 1].output_bytes)  # as bytes of the device's memory
-        read = round(read * device.memory_bandwidth * device.memory_share)
-        stages[0] = [_nothing(block) for block in stages[0][:known - 1]] + [
-            replace(_nothing(stages[0][known - 1]), moved_bytes=read)] + stages[0][known:]
-    return cost(run, cluster, stages, exact=exact).seconds
+class _PredictedRun:
+    """A run on its way through its data: the state that `ranvier.train.elasticity` has, without clocks."""
+
+    def __init__(self, run: ResolvedRun, cluster: Cluster, work: Work, policy: FreezePolicy, steps: int, epoch: int
+                 ) -> None:
+        self.first, self.cluster, self.work, self.policy = run, cluster, work, policy
+        self.total_steps, self.epoch_samples = steps, epoch
+        self.rules, self.ledger, self.profile = ElasticRules(run), Ledger(), MicrobatchProfile()
+        self.selector = TransitionSelector(self.rules, lambda step, event, text, fields: None)
+        self.schedule = EvaluationSchedule(every=run.elastic.every, epoch_samples=epoch,
+                                           depths=policy.depths if isinstance(policy, Manual) else None)
+        self.run = replace(run, pipeline=replace(run.pipeline, boundaries=work.boundaries(run) or None))
+        self.step = self.samples = self.frozen = self.evaluations = 0
+        self.cached = 0
+        """Frozen layers whose outputs have been written, and are read."""
+        self.refused_at = 0
+        """Frozen layers at which the cache did not pay."""
+        self.found: list[Period] = []
+        self.written_at = 0
+        """Step at which all outputs of the frozen layers have been written."""
+        self.transition = 0.0
+        """Seconds of a transition that the next period begins with."""
+
+    # ------------------------------------------------------------------ the course of the run
+
+    @property
+    def size(self) -> int:
+        """Samples of a step."""
+        return self.run.batch.global_size
+
+    @property
+    def left(self) -> int:
+        """Steps that are left."""
+        return self.rules.remaining_steps(self.total_steps, self.samples, self.size)
+
+    def periods(self) -> tuple[Period, ...]:
+        """All of them, in order."""
+        if self.schedule.depths is not None and self.schedule.is_due(0, 0, 0, 0):
+            self._evaluate()
+        while self.left:
+            due = self.schedule.steps_until_due(self.step, self.samples, self.size, self.frozen)
+            self._advance(self.left if due is None else min(due, self.left))
+            if self.left:
+                self._evaluate()
+        return tuple(self.found)
+
+    def _advance(self, steps: int) -> None:
+        """So many steps on the present mesh: trials of microbatches first, then an epoch that writes the cache."""
+        for count, length in self._trials(steps):
+            size = size_of(self.run.replica_batch_size, count, self.run.mesh.row)
+            self._take(length, self._with_microbatches(size), self.cached)
+            steps -= length
+        run = self._with_microbatches(self._microbatch_size())
+        if not (self.frozen and self._caches()):
+            self._take(steps, run, min(self.cached, self.frozen))
+            return
+        writes = min(steps, max(0, self.written_at - self.step))
+        self._take(writes, run, self.cached)
+        if self.step >= self.written_at:
+            self.cached = self.frozen
+        self._take(steps - writes, run, self.cached)
+
+    def _take(self, steps: int, run: ResolvedRun, cached: int) -> None:
+        """Steps of one kind; they lengthen the last period where nothing has changed."""
+        if not steps:
+            return
+        seconds = self._seconds(run, self.frozen, cached)
+        period = Period(first_step=self.step, steps=steps, global_size=self.size, frozen=self.frozen, mesh=run.mesh,
+                        microbatch_size=run.batch.microbatch_size, step_seconds=seconds,
+                        transition_seconds=self.transition)
+        last = self.found[-1] if self.found and not self.transition else None
+        if last is not None and replace(last, first_step=self.step, steps=steps, transition_seconds=0.0) == period:
+            self.found[-1] = replace(last, steps=last.steps + steps)
+        else:
+            self.found.append(period)
+        self.transition = 0.0
+        self.step, self.samples = self.step + steps, self.samples + steps * self.size
+
+    # ------------------------------------------------------------------ decisions
+
+    def _evaluate(self) -> None:
+        """Ask the policy, and go where its answer leads."""
+        layers, self.evaluations = self.run.model.num_layers, self.evaluations + 1
+        norms = tuple(float(layers - layer) for layer in range(layers))
+        depth = decide(self.policy, Facts(step=self.step, evaluation=self.evaluations, frozen=self.frozen,
+                                          num_layers=layers, gradient_norms=norms))
+        deeper, again = depth > self.frozen, self.selector.refused_at(depth)
+        if not deeper and not (self.first.elastic.auto_pipe and again):
+            return
+        present, profile = self._present(), self.profile if self.first.elastic.profile_microbatches else None
+        now = self._with_microbatches(self._microbatch_size())
+        facts = predicted_blocks(now, self.cluster, self.work, present, profile)
+        chosen, entry = None, None
+        if self.first.elastic.auto_pipe:
+            candidates = mesh_candidates(
+                self.rules, present, depth, facts, cached=self.rules.caches(depth, self.refused_at), profile=profile,
+                memory=self._stage_memory(depth), among=None if deeper else again)
+            chosen, entry = self.selector.select(
+                present, candidates, facts, depth=depth, step=self.step, ledger=self.ledger,
+                seconds=self._seconds(now, self.frozen, min(self.cached, self.frozen)), remaining_steps=self.left,
+                problem_of=lambda candidate: self._problem(candidate, depth))
+        if chosen is None and not deeper:
+            return
+        here = MeshCandidate(data=present.mesh.data, pipe=present.mesh.pipe, boundaries=present.boundaries,
+                             samples=self.size, seconds=None, fits=True, reason="")
+        self._move(chosen or here, entry, present, candidate_moved_bytes(
+            self.rules, present, chosen or here, facts, depth), depth)
+
+    def _move(self, candidate: MeshCandidate, entry: Entry | None, present: PresentMesh, moved: int, depth: int
+              ) -> None:
+        """Make the transition, which costs what is expected of it."""
+        self.transition = self.ledger.expected_cost(moved)
+        self.run = self._on(candidate)
+        self.ledger = self.ledger.with_entry(entry or Entry(
+            step=self.step, old=mesh_text(present.mesh), new=mesh_text(self.run.mesh), moved_bytes=moved,
+            remaining_steps=self.left)).with_measured(cost=self.transition, moved_bytes=moved)
+        deeper, self.frozen = depth > self.frozen, depth
+        if deeper:
+            self.written_at = self.step + -(-self.epoch_samples // self.size)
+
+    def _present(self) -> PresentMesh:
+        names = tuple(block.name for block in self.work.blocks(self.run, self.frozen))
+        present = PresentMesh(mesh=self.run.mesh, boundaries=tuple(self.run.pipeline.boundaries or ()),
+                              frozen=self.frozen, cached_blocks=0, global_size=self.size,
+                              layers=families.layers_of(self.run), block_names=names)
+        first = present.boundaries[0] if present.boundaries else len(names)
+        return replace(present, cached_blocks=min(first, present.frozen_blocks(min(self.cached, self.frozen))))
+
+    def _on(self, candidate: MeshCandidate) -> ResolvedRun:
+        """The run as it would be on a candidate."""
+        batch = replace(self.first.batch, global_size=self.rules.step_samples(candidate.data))
+        there = on_mesh(replace(self.first, batch=batch), candidate.mesh(self.first.mesh))
+        return replace(there, pipeline=replace(there.pipeline, boundaries=candidate.boundaries or None))
+
+    def _problem(self, candidate: MeshCandidate, depth: int) -> str | None:
+        there = self._on(candidate)
+        found = problems(there)
+        return str(found[0]) if found else self.work.excess(there, self.cluster, depth) or None
+
+    def _stage_memory(self, depth: int) -> StageMemory | None:
+        """What cuts must fit into, where each rank has a device of its own."""
+        device = self.cluster.device
+        if device.cores is not None:
+            return None
+
+        def needed(mesh: Mesh, samples: int, microbatch_size: int) -> Callable[[Place], int] | None:
+            there = on_mesh(replace(self.first, batch=replace(self.first.batch, global_size=samples)), mesh)
+            there = replace(there, batch=replace(there.batch, microbatch_size=microbatch_size),
+                            pipeline=replace(there.pipeline, boundaries=None))
+            if problems(there):
+                return None
+            try:
+                found = self.work.stage_bytes(there, depth)
+            except RanvierError:
+                return None
+
+            def of(place: Place) -> int:
+                return found(place.stage, place.start, place.stop)
+            return of
+
+        return StageMemory(limit_bytes=device.memory_bytes - device.reserved_bytes, needed=needed)
+
+    # ------------------------------------------------------------------ microbatches
+
+    def _with_microbatches(self, size: int) -> ResolvedRun:
+        return replace(self.run, batch=replace(self.run.batch, microbatch_size=size))
+
+    def _counts(self) -> tuple[int, ...]:
+        return microbatch_counts(self.run.mesh.pipe, self.run.replica_batch_size)
+
+    def _microbatch_size(self) -> int:
+        """Samples of a microbatch: the run's or, where numbers of them are profiled, of the fastest one."""
+        if not self.first.elastic.profile_microbatches:
+            return self.run.batch.microbatch_size
+        mesh = self.run.mesh
+        best = self.profile.best(mesh.pipe, mesh.data, self.frozen, self._counts())
+        return size_of(self.run.replica_batch_size, best, mesh.row)
+
+    def _trials(self, steps: int) -> list[tuple[int, int]]:
+        """(count, steps) of the numbers of microbatches that are tried in the next `steps` steps; each takes one more
+        step than it is measured for, since a step is measured while the next one is under way."""
+        found: list[tuple[int, int]] = []
+        pipe, data, row = self.run.mesh.pipe, self.run.mesh.data, self.run.mesh.row
+        while self.first.elastic.profile_microbatches and steps > TRIAL_STEPS:
+            count = self.profile.next_count(pipe, data, self.frozen, self._counts())
+            if count is None:
+                break
+            size = size_of(self.run.replica_batch_size, count, row)
+            seconds = self._seconds(self._with_microbatches(size), self.frozen, min(self.cached, self.frozen))
+            self.profile = self.profile.measured(pipe, data, self.frozen, count, seconds)
+            found.append((count, TRIAL_STEPS + 1))
+            steps -= TRIAL_STEPS + 1
+        return found
+
+    # ------------------------------------------------------------------ the cache
+
+    def _caches(self) -> bool:
+        """Whether outputs of the frozen layers are cached from now on: as asked for, or where reading pays."""
+        if not self.rules.caches(self.frozen, self.refused_at):
+            return False
+        if self.first.elastic.cache_from != "auto" or self.cached >= self.frozen:
+            return True
+        reads = self.left * self.size // self.run.mesh.data
+        verdict = decide_cache("auto", frozen_layers=self.frozen, times=self._cache_times(), remaining_reads=reads,
+                               num_samples=min(self.epoch_samples, reads))
+        if not verdict.pays and not self.cached:
+            self.refused_at = self.frozen
+        return verdict.pays
+
+    def _cache_times(self) -> Times:
+        """Seconds of one sample on a rank of the first stage."""
+        blocks, known = self._first_stage(self.run, self.frozen, self.frozen)
+        before = self._first_stage(self.run, self.frozen, min(self.cached, self.frozen))[1]
+        device, size = self.cluster.device, self.run.batch.microbatch_size
+        work = blocks[before:known]
+        computed = device.seconds(sum(block.flops for block in work), sum(block.moved_bytes for block in work),
+                                  sum(block.operations for block in work), self.run.precision)
+        moved = self.cluster.host_link.seconds(self._entry_bytes(blocks, known)) if known else 0.0
+        return Times(compute=(computed + (moved if before else 0.0)) / size, read=moved / size, write=moved / size)
+
+    def _first_stage(self, run: ResolvedRun, frozen: int, cached: int) -> tuple[list[BlockCost], int]:
+        """The blocks of the first stage, and how many of them `cached` frozen layers are."""
+        stages = self.work.stages(run, frozen)
+        names = [block.name for blocks in stages for block in blocks]
+        present = PresentMesh(mesh=run.mesh, boundaries=(), frozen=frozen, cached_blocks=0, global_size=1,
+                              layers=families.layers_of(run), block_names=tuple(names))
+        return stages[0], min(present.frozen_blocks(cached), len(stages[0]))
+
+    def _entry_bytes(self, blocks: list[BlockCost], known: int) -> float:
+        """Of a microbatch's entries in the cache, in its number format."""
+        half = self.first.elastic.cache_precision == "half"
+        share = _HALVED[self.run.precision] if half else 1.0
+        return blocks[known - 1].output_bytes * share
+
+    def _seconds(self, run: ResolvedRun, frozen: int, cached: int) -> float:
+        """Of a step with so many frozen layers, where outputs of `cached` of them are read."""
+        stages = self.work.stages(run, frozen)
+        plain = run_cost(run, self.cluster, stages).seconds
+        blocks, known = self._first_stage(run, frozen, cached)
+        if not known:
+            return plain
+        device, entry = self.cluster.device, self._entry_bytes(blocks, known)
+        read = self.cluster.host_link.seconds(entry)  # as bytes of the device's memory
+        read_bytes = round(read * device.memory_bandwidth * device.memory_share)
+        stages[0] = [_nothing(block) for block in blocks[:known - 1]] + [
+            replace(_nothing(blocks[known - 1]), moved_bytes=read_bytes)] + blocks[known:]
+        reading = run_cost(run, self.cluster, stages).seconds
+        needed = entry / run.batch.microbatch_size * self.epoch_samples * run.mesh.stage_size
+        held = min(1.0, self.first.elastic.cache_bytes / needed) if needed else 1.0
+        return reading if held == 1.0 else held * reading + (1.0 - held) * plain
+
+
+_HALVED: Mapping[str, float] = {"fp64": 0.25, "fp32": 0.5, "bf16": 1.0, "fp16": 1.0}
+"""What half precision takes of an entry's bytes."""
 
 
 def _nothing(block: BlockCost) -> BlockCost:
     return replace(block, flops=0, written_bytes=0, allocated_bytes=0, moved_bytes=0, operations=0, kept_bytes=0)
-
-
-def _packed(run: Run, first: Run, cluster: Cluster, work: Work, frozen: int, samples: int) -> Run:
-    """The run, which began as `first`, with the mesh for so many frozen layers: of all divisors of the ranks, as
-    AutoPipe and AutoDP may choose (without AutoDP of the first number of stages), that with the most samples a second
-    that fits the memory and pays on the samples that are left. The run as it is where it may not change."""
-    elastic, mesh, found = run.elastic, run.mesh, []
-    if not elastic.auto_pipe:
-        return run
-    ranks = mesh.data * mesh.pipe if elastic.auto_dp else first.mesh.pipe
-    for pipe in (pipe for pipe in range(1, ranks + 1) if ranks % pipe == 0 and pipe <= families.num_blocks(run)):
-        other = replace(mesh, data=ranks // pipe if elastic.auto_dp else mesh.data, pipe=pipe)
-        size = first.batch.global_size
-        if elastic.global_batch != "keep":
-            size = max(1, size * other.data // first.mesh.data)
-        there = on_mesh(replace(first, batch=replace(first.batch, global_size=size)), other)
-        if other != mesh and size >= other.data and not check.problems(there):
-            found.append((_seconds(there, cluster, work, frozen, 0, exact=False) / size, pipe, there))
-    now = _seconds(run, cluster, work, frozen, 0, exact=False) / run.batch.global_size
-    for each, _, there in sorted(found, key=lambda one: one[:2]):
-        gain = (now - each) * samples
-        if gain > _moved_seconds(run, cluster, work, there.mesh) and not work.excess(there, cluster, frozen):
-            return there
-    return run
-
-
-def _moved_seconds(run: Run, cluster: Cluster, work: Work, mesh: Mesh) -> float:
-    """Of a transition to `mesh`: where that is another one, the largest stage's parameters and states leave a rank and
-    arrive at another."""
-    if mesh == run.mesh:
-        return _START_SECONDS
-    largest = max(sum(block.num_parameters for block in blocks) for blocks in work.stages(run))
-    link = cluster.between if run.mesh.size > cluster.devices_per_node else cluster.inside
-    return _START_SECONDS + link.seconds(16 * largest)

@@ -11,29 +11,30 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from statistics import fmean, median
+from typing import Any, Literal
 
 import numpy as np
 import psutil
 import torch
 from pydantic import ValidationError
+from torch import Tensor, nn
 
 from ranvier.comm.message import Kind, Message
-from ranvier.comm.mpi_launch import mpi_available
 from ranvier.comm.protocol import Group
+from ranvier.config.run import Optim, Run, Transformer
+from ranvier.cost.cluster_files import first_fault
+from ranvier.cost.hardware import Cluster, Device, Host, Link, Rate
 from ranvier.errors import ConfigError
-from ranvier.machine import available_cores, memory_limit_bytes
+from ranvier.launch.mpiexec import mpi_available
+from ranvier.launch.rank_processes import run_processes
 from ranvier.models import families
-from ranvier.optim.rules import rule_of
-from ranvier.pipeline.partition import block_costs
-from ranvier.planner.cluster_files import first_fault
-from ranvier.planner.hardware import Cluster, Device, Host, Link, Rate
+from ranvier.optim.rules import AdamW
+from ranvier.pipeline.block_costs import block_costs
 from ranvier.precision import DTYPES
-from ranvier.run import Optim, Run, Transformer
-from ranvier.testing.ranks import run_processes
+from ranvier.system.machine import available_cores, memory_limit_bytes
 from ranvier.world import World
 
 _SHAPES = ((64, 32, 4), (128, 128, 2), (256, 64, 8), (256, 128, 4), (384, 64, 4), (512, 128, 2), (768, 64, 2))
@@ -47,7 +48,8 @@ _BETWEEN = (512, 256)
 between two of a tensor mesh."""
 _MOST_PROCESSES = 16
 _CLOCK_SECONDS = 1e-9
-"""What the clock tells apart: no call took less."""
+"""Resolution of the clock: no call took less."""
+_Precision = Literal["fp32", "bf16", "fp16"]
 Sample = tuple[float, float, float, float]
 """FLOPs, bytes moved, operations; and the seconds that they took."""
 
@@ -55,10 +57,10 @@ Sample = tuple[float, float, float, float]
 def measure(progress: Callable[[str], None] = lambda line: None) -> Cluster:
     """This machine as a cluster of one node. Starts processes of its own, which are gone when it returns."""
     cuda = torch.cuda.is_available()
-    transport = "torch" if cuda or mpi_available() is not None else "mpi"
+    transport: Literal["torch", "mpi"] = "torch" if cuda or mpi_available() is not None else "mpi"
     if cuda:
         progress("computing, on one device")
-        with torch.device("cuda"):
+        with torch.device("cuda", 0):
             found = _compute("cuda")
         devices = torch.cuda.device_count()
     else:
@@ -76,7 +78,7 @@ def measure(progress: Callable[[str], None] = lambda line: None) -> Cluster:
     return formed(found, links, devices, "cuda" if cuda else "cpu")
 
 
-def formed(found: dict, links: dict, devices: int, kind: str) -> Cluster:
+def formed(found: Mapping[str, Any], links: Mapping[str, Any], devices: int, kind: str) -> Cluster:
     """The cluster that these measurements are of. ConfigError where they are not those of any machine."""
     try:
         return _cluster(found, links, devices, kind)
@@ -87,7 +89,7 @@ def formed(found: dict, links: dict, devices: int, kind: str) -> Cluster:
                           remedy="Measure again while the machine has nothing else to do.") from error
 
 
-def _cluster(found: dict, links: dict, devices: int, kind: str) -> Cluster:
+def _cluster(found: Mapping[str, Any], links: Mapping[str, Any], devices: int, kind: str) -> Cluster:
     memory = min(psutil.virtual_memory().total, memory_limit_bytes() or 1 << 62)
     rates = {}
     first = {"cpu": "fp32", "cuda": "bf16"}[kind]
@@ -100,7 +102,7 @@ def _cluster(found: dict, links: dict, devices: int, kind: str) -> Cluster:
         rates[name] = Rate(peak_flops=peak, share=reached / peak)
     cores = None if kind == "cuda" else available_cores()
     device = Device(
-        name=torch.cuda.get_device_name() if kind == "cuda" else "one core", cores=cores, rates=rates,
+        name=torch.cuda.get_device_name(0) if kind == "cuda" else "one core", cores=cores, rates=rates,
         memory_bytes=torch.cuda.get_device_properties(0).total_memory if kind == "cuda" else memory,
         reserved_bytes=1_500_000_000 if kind == "cuda" else 0, memory_bandwidth=bandwidth, memory_share=1.0,
         update_bandwidth=found["update_bandwidth"], operation_seconds=operation,
@@ -119,14 +121,14 @@ def _cluster(found: dict, links: dict, devices: int, kind: str) -> Cluster:
 # --- computing -------------------------------------------------------------------------------------------------------
 
 
-def compute_on_rank(world: World) -> dict:
+def compute_on_rank(world: World) -> dict[str, Any]:
     """One of the processes that compute at once."""
     torch.set_num_threads(1)
     world.backend.group("control", [range(world.size)]).barrier()
     return _compute("cpu")
 
 
-def crowd_on_rank(world: World, cores: int) -> dict:
+def crowd_on_rank(world: World, cores: int) -> dict[str, Any]:
     """Seconds of one process's blocks while all compute on so many cores; and what a collective of two adds to
     computing, for those that have a partner."""
     torch.set_num_threads(1)
@@ -154,7 +156,7 @@ def _collective(world: World) -> float | None:
             if pair is not None:
                 pair.all_reduce(few).wait()
         if world.device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(world.device)
         return max((time.perf_counter() - began) / count, _CLOCK_SECONDS)
 
     found = []
@@ -170,7 +172,7 @@ def _collective(world: World) -> float | None:
     return max(0.0, fmean(found)) if found else None
 
 
-def _crowded(alone: Sequence[dict], crowded: Sequence[dict]) -> dict[str, float]:
+def _crowded(alone: Sequence[Mapping[str, Any]], crowded: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """What is lost where two ranks take turns on each core: of the rates, and what a collective takes longer than it
     takes by itself, once for each turn. On one core no collective is by itself: it has its turns in all that is
     measured."""
@@ -181,8 +183,8 @@ def _crowded(alone: Sequence[dict], crowded: Sequence[dict]) -> dict[str, float]
     return {"crowded_share": min(1.0, 2.0 * blocks[0] / blocks[1]), "turn_seconds": max(0.0, waited)}
 
 
-def _compute(kind: str) -> dict:
-    precisions = ("fp32", "bf16") if kind == "cpu" else ("bf16", "fp16", "fp32")
+def _compute(kind: str) -> dict[str, Any]:
+    precisions: tuple[_Precision, ...] = ("fp32", "bf16") if kind == "cpu" else ("bf16", "fp16", "fp32")
     shapes = _SHAPES if kind == "cpu" else _GPU_SHAPES
     return {
         "precisions": {name: {"samples": [sample for shape in shapes for sample in _blocks(shape, name)],
@@ -191,8 +193,8 @@ def _compute(kind: str) -> dict:
     }
 
 
-def _blocks(shape: tuple[int, int, int], precision: str, timed: Callable[[Callable], float] | None = None
-            ) -> list[Sample]:
+def _blocks(shape: tuple[int, int, int], precision: _Precision,
+            timed: Callable[[Callable[[], object]], float] | None = None) -> list[Sample]:
     """Attention, MLP and head of one shape, forward and backward."""
     hidden, sequence, count = shape
     run = Run(precision=precision, model=Transformer(num_layers=1, hidden=hidden, heads=max(1, hidden // 64),
@@ -207,7 +209,7 @@ def _blocks(shape: tuple[int, int, int], precision: str, timed: Callable[[Callab
     for name in (*model.layers[0], "head"):
         block = model.blocks[name]()
 
-        def step(block=block) -> None:
+        def step(block: nn.Module = block) -> None:
             out = block(state)
             out.backward(torch.ones_like(out))
             state.grad = None
@@ -229,7 +231,7 @@ def _update(kind: str) -> float:
     """Bytes a second that the optimizer moves: 28 for each parameter."""
     size = 1 << (21 if kind == "cpu" else 26)
     parameters, gradients, first, second = (torch.zeros(size, device=kind) for _ in range(4))
-    rule = rule_of(Optim())
+    rule = AdamW(Optim())
     return 28 * size / _timed(lambda: rule.update(
         parameters, gradients, {"exp_avg": first, "exp_avg_sq": second}, step=1, learning_rate=1e-3, weight_decay=0.0))
 
@@ -245,7 +247,10 @@ def _copy(kind: str) -> float:
 def _timed(call: Callable[[], object], seconds: float = 0.15,
            average: Callable[[Sequence[float]], float] = median) -> float:
     """Of as many calls as `seconds` allow, at least five."""
-    sync = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    def sync() -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize(0)
+
     call()
     sync()
     times: list[float] = []
@@ -258,7 +263,7 @@ def _timed(call: Callable[[], object], seconds: float = 0.15,
     return max(average(times), _CLOCK_SECONDS)
 
 
-def _slowest(found: Sequence[dict]) -> dict:
+def _slowest(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What all of them reach: the mean of their times."""
     merged = dict(found[0])
     merged["precisions"] = {
@@ -273,13 +278,13 @@ def _slowest(found: Sequence[dict]) -> dict:
 # --- messages ---------------------------------------------------------------------------------------------------------
 
 
-def messages_on_rank(world: World) -> dict:
+def messages_on_rank(world: World) -> dict[str, Any]:
     """Seconds of one way for each size, and what a collective adds to computing."""
     other, group = 1 - world.rank, world.backend.group("data", [range(2)])
     transport = world.backend.transport("pipe")
     transport.connect([other], [other], _MESSAGES[-1] + 4096)
 
-    def exchange(tensor) -> None:
+    def exchange(tensor: Tensor) -> None:
         for turn in (0, 1):
             if world.rank == turn:
                 transport.send(other, Message(Kind.FORWARD, 0, 0, {"": tensor}))
@@ -317,8 +322,8 @@ def fit(samples: Sequence[Sample]) -> tuple[float, float, float]:
             found = np.linalg.lstsq(rows[:, columns] / scale, np.ones(len(rows)), rcond=None)[0] / scale
             error = float(np.square(rows[:, columns] @ found - 1.0).sum())
             if (found > 0).all() and error < least:
-                least, best = error, tuple(float(found[columns.index(place)]) if place in columns else 0.0
-                                           for place in range(3))
+                each = [float(found[columns.index(place)]) if place in columns else 0.0 for place in range(3)]
+                least, best = error, (each[0], each[1], each[2])
     return best
 
 
@@ -334,8 +339,3 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     rows = np.array([[1.0 / seconds, size / seconds] for size, seconds in points])
     latency, each = np.linalg.lstsq(rows, np.ones(len(points)), rcond=None)[0]
     return max(0.0, float(latency)), 1.0 / max(float(each), 1e-15)
-
-
-def as_one_node(cluster: Cluster, devices: int) -> Cluster:
-    """With another number of ranks on the node."""
-    return replace(cluster, devices_per_node=devices)

@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from ranvier.errors import ConfigError
-from ranvier.figures import COLOURS, INK, clean, new_figure
-from ranvier.pipeline.policies import POLICIES, auto_in_flight
-from ranvier.planner.pipeline_time import Way
-from ranvier.planner.simulation import STEADY, Noise, simulate_step
-from ranvier.planner.simulator import Simulated, StageTimes
+from ranvier.pictures.figures import COLOURS, INK, clean, new_figure
+from ranvier.planner.simulation import STEADY, Noise, Simulation, simulate_step
+from ranvier.schedule.closed_form import Way
+from ranvier.schedule.policies import POLICIES
+from ranvier.schedule.schedule import Policy
+from ranvier.schedule.simulator import Simulated, StageTimes
+from ranvier.schedule.spans import Category
 
-if TYPE_CHECKING:
-    from ranvier.planner.plan import Simulation
-
-_KINDS = {"F": "forward", "B": "backward", "W": "weight"}
+_KINDS: dict[str, Category] = {"F": "forward", "B": "backward", "W": "weight"}
 _LABELS = {"F": "forward", "B": "backward", "W": "weight gradient"}
 _MOST_ACTIONS = 100
 """Of a stage."""
@@ -69,11 +67,11 @@ def mean_stage(stages: Sequence[StageTimes]) -> StageTimes:
         stage.backward for stage in stages), weight=mean(stage.weight for stage in stages))
 
 
-def bubble(stage: StageTimes, pipe: int, count: int, policy, *, in_flight: int | None = None, hop: float = 0.0,
+def bubble(stage: StageTimes, pipe: int, count: int, policy: Policy, *, in_flight: int | None = None, hop: float = 0.0,
            noise: Noise = STEADY) -> float:
     """Of `pipe` equal stages and `count` microbatches."""
     way = Way(transfer=(0.0,) * (pipe - 1), latency=(hop,) * (pipe - 1))
-    return simulate_step([stage] * pipe, count, policy, in_flight or auto_in_flight(pipe), way=way,
+    return simulate_step([stage] * pipe, count, policy, in_flight or pipe, way=way,
                          noise=noise).bubble_fraction
 
 

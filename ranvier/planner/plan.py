@@ -5,23 +5,37 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isfinite
 from pathlib import Path
-from typing import get_args
+from typing import cast, get_args
 
-from ranvier import check, resolve
+from ranvier.config import read
+from ranvier.config.resolve import ResolvedRun
+from ranvier.config.run import Run
+from ranvier.config.task_form import form_of
+from ranvier.cost.cluster_files import load_cluster
+from ranvier.cost.hardware import Cluster
+from ranvier.cost.run_cost import run_pipeline
 from ranvier.errors import ConfigError, RanvierError
-from ranvier.pipeline.policies import auto_in_flight, policy_named
 from ranvier.planner import report
-from ranvier.planner.auto import closed
-from ranvier.planner.cluster_files import load_cluster
-from ranvier.planner.costs import Cost, pipeline_of
-from ranvier.planner.hardware import Cluster
-from ranvier.planner.search import SEARCHED, Plan, Setting, Work, check_precision, predict, search
-from ranvier.planner.simulation import STEADY, Failures, Goodput, Noise, StepSimulation, goodput, simulate_step
+from ranvier.planner.auto import closed, open_axes_of, with_plan, with_pretrained
+from ranvier.planner.candidates import SEARCHED, Setting, predict
+from ranvier.planner.problems import TOO_LARGE, cannot_be_laid_out
+from ranvier.planner.problems import problems as find_problems
+from ranvier.planner.search import Plan, check_precision, search
+from ranvier.planner.simulation import (
+    STEADY,
+    Failures,
+    Goodput,
+    Noise,
+    Simulation,
+    goodput,
+    simulate_step,
+)
 from ranvier.planner.trial import measured
-from ranvier.run import Run
+from ranvier.planner.work import Work
+from ranvier.schedule.policies import policy_named
 
 
 def ranks_for(run: Run, cluster: Cluster, ranks: int | None) -> int:
@@ -29,7 +43,7 @@ def ranks_for(run: Run, cluster: Cluster, ranks: int | None) -> int:
     each core."""
     if ranks is not None:
         return ranks
-    size = 1 if run.mesh.is_open else run.mesh.size
+    size = 1 if open_axes_of(run) else closed(run).mesh.size
     cores = cluster.device.cores
     most = cluster.num_devices if cores is None else min(cluster.num_devices, max(1, int(cores)) * cluster.nodes)
     return min(cluster.num_devices, size) if size > 1 else most
@@ -40,11 +54,15 @@ def settings_of(text: str | None) -> tuple[Setting, ...]:
     if text is None:
         return SEARCHED
     names = tuple(part.strip() for part in text.split(",") if part.strip())
+    if "checkpoint" in names:
+        print("warning: --search checkpoint is --search recompute now; the old spelling works for one more release",
+              file=sys.stderr)
+        names = tuple("recompute" if name == "checkpoint" else name for name in names)
     unknown = [name for name in names if name not in get_args(Setting)]
     if unknown or not names:
         raise ConfigError("is nothing that can be searched", where="--search", value=unknown[0] if unknown else text,
                           remedy=f"Name some of: {', '.join(get_args(Setting))}.")
-    return names
+    return cast("tuple[Setting, ...]", names)  # each is one: the others were refused
 
 
 def plan(name: str, run: Run, cluster_name: str, *, ranks: int | None = None, searched: str | None = None,
@@ -52,10 +70,10 @@ def plan(name: str, run: Run, cluster_name: str, *, ranks: int | None = None, se
     """Search, run the best `measure` for some steps here, print, and write the best as a run file."""
     cluster = load_cluster(cluster_name)
     if out is not None:
-        resolve.check_out(out)
+        read.check_out(out)
     count = ranks_for(run, cluster, ranks)
-    run, problems = check.with_pretrained(run)
-    for problem in (*problems, *(one for one in check.problems(closed(run)) if one.where.startswith("model."))):
+    run, problems = with_pretrained(run)
+    for problem in (*problems, *(one for one in find_problems(closed(run)) if one.where.startswith("model."))):
         raise problem
     def progress(line: str) -> None:
         print(f"ranvier: {line}", file=sys.stderr, flush=True)
@@ -64,8 +82,8 @@ def plan(name: str, run: Run, cluster_name: str, *, ranks: int | None = None, se
         found = search(run, cluster, count, settings_of(searched), progress=progress)
     except RanvierError:  # some are ValueErrors
         raise
-    except check.TOO_LARGE as error:
-        raise check.cannot_be_laid_out(error) from error
+    except TOO_LARGE as error:
+        raise cannot_be_laid_out(error) from error
     if measure:
         found = measured(found, measure, progress)
     if out is not None:
@@ -79,7 +97,8 @@ def plan(name: str, run: Run, cluster_name: str, *, ranks: int | None = None, se
     freezes = run.elastic.freeze != "none" and not run.elastic.dry_run
     if found.best[0].course is None and freezes:
         print("\nWhat freezing gives is not predicted: how many steps an epoch has is not known. " + (
-            "Set --elastic.every and --train.steps." if run.data.task == "lm" else "Set --data.train-samples."))
+            "Set --elastic.every and --train.steps." if "data.train_samples" in form_of(run.data).unused else
+            "Set --data.train-samples."))
     if out is not None:
         print(f"\nwritten to {out}; now: ranvier train {out}")
     return found
@@ -87,7 +106,7 @@ def plan(name: str, run: Run, cluster_name: str, *, ranks: int | None = None, se
 
 def _write(run: Run, path: Path) -> None:
     try:
-        resolve.write(run, path)
+        read.write(run, path)
     except OSError as error:
         raise ConfigError(f"cannot be written: {error.strerror or error}", where="--out", value=str(path),
                           remedy="Name a .toml file in a folder you own.") from error
@@ -118,24 +137,6 @@ def print_plan(found: Plan, name: str, explain: bool) -> None:
 # --- simulate --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Simulation:
-    """What `ranvier simulate` knows."""
-
-    run: Run
-    cluster: Cluster
-    cost: Cost
-    step: StepSimulation
-    pipeline_seconds: float
-    """As simulated, a partial last microbatch and shared cores considered."""
-    seconds: float
-    """Of the whole step: the pipeline, and what follows it."""
-    stall_seconds: float
-    """For which a checkpoint holds the run up: while copies of weights and states go to the host's memory."""
-    excess: str
-    """What does not fit; empty where all does."""
-
-
 def simulate(name: str, run: Run, cluster_name: str, *, ranks: int | None = None, jitter: float = 0.0,
              slow: Sequence[str] = (), mtbf_hours: float | None = None, draw: Path | None = None, as_json: bool = False
              ) -> Simulation:
@@ -144,9 +145,9 @@ def simulate(name: str, run: Run, cluster_name: str, *, ranks: int | None = None
     for where, value in (("--jitter", jitter), ("--mtbf-hours", mtbf_hours or 1.0)):
         if not isfinite(value):
             raise ConfigError("must be a finite number", where=where, value=value, remedy="Leave it out for none.")
-    run, problems = check.with_pretrained(replace(run, launch=replace(run.launch, cluster=cluster_name)))
-    run, unplanned = check.with_plan(run, ranks)
-    for problem in (*problems, *unplanned, *check.problems(run)):
+    run, problems = with_pretrained(replace(run, launch=replace(run.launch, cluster=cluster_name)))
+    run, unplanned = with_plan(run, ranks)
+    for problem in (*problems, *unplanned, *find_problems(run)):
         raise problem
     if run.mesh.size > cluster.num_devices:
         raise ConfigError(f"needs {run.mesh.size} devices, and {cluster.name} has {cluster.num_devices}", where="mesh",
@@ -157,8 +158,8 @@ def simulate(name: str, run: Run, cluster_name: str, *, ranks: int | None = None
         found = simulation(run, cluster, noise)
     except RanvierError:
         raise
-    except check.TOO_LARGE as error:
-        raise check.cannot_be_laid_out(error) from error
+    except TOO_LARGE as error:
+        raise cannot_be_laid_out(error) from error
     lost = None if mtbf_hours is None else goodput(found.seconds, run.mesh.size, Failures(
         mtbf_seconds=mtbf_hours * 3600, checkpoint_steps=run.checkpoint.every or run.train.steps,
         stall_seconds=found.stall_seconds))
@@ -176,24 +177,23 @@ def simulate(name: str, run: Run, cluster_name: str, *, ranks: int | None = None
     return found
 
 
-def simulation(run: Run, cluster: Cluster, noise: Noise = STEADY, work: Work | None = None) -> Simulation:
+def simulation(run: ResolvedRun, cluster: Cluster, noise: Noise = STEADY, work: Work | None = None) -> Simulation:
     """One step."""
     work = work or Work()
     one = predict(run, cluster, work, exact=False)
-    times, count, way, defer_bytes, cores = pipeline_of(one.run, cluster, work.stages(one.run))
-    in_flight = run.pipeline.in_flight if run.pipeline.in_flight != "auto" else auto_in_flight(run.mesh.pipe)
-    step = simulate_step(times, count, policy_named(run.pipeline.policy), in_flight, replicas=run.mesh.data,
-                         stage_size=run.mesh.stage_size, way=way, defer_bytes=defer_bytes, noise=noise,
-                         cores=cores)
+    pipeline = run_pipeline(one.run, cluster, work.stages(one.run))
+    step = simulate_step(pipeline.times, pipeline.num_microbatches, policy_named(run.pipeline.policy),
+                         pipeline.in_flight, replicas=run.mesh.data, stage_size=run.mesh.stage_size,
+                         way=pipeline.way, defer_bytes=pipeline.defer_bytes, noise=noise, cores=pipeline.at_once)
     after = one.cost.seconds - one.cost.pipeline_seconds
     copied = max((entry.host.get("checkpoint", 0) for entry in one.memory), default=0)
-    pipeline = max(step.seconds - one.cost.partial_seconds, one.cost.cores_seconds)
+    seconds = max(step.seconds - one.cost.partial_seconds, one.cost.cores_seconds)
     return Simulation(run=one.run, cluster=cluster, cost=one.cost, step=step, excess=one.reason,
-                      stall_seconds=cluster.host_link.seconds(copied), pipeline_seconds=pipeline,
-                      seconds=pipeline + after)
+                      stall_seconds=cluster.host_link.seconds(copied), pipeline_seconds=seconds,
+                      seconds=seconds + after)
 
 
-def _slow(text: str, run: Run) -> tuple[tuple[int, int], float]:
+def _slow(text: str, run: ResolvedRun) -> tuple[tuple[int, int], float]:
     """"3:1:2.5" is stage 1 of replica 3 at 2.5 times its time."""
     try:
         replica, stage, factor = text.split(":")

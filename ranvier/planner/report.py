@@ -1,4 +1,4 @@
-"""A plan for people and for programs: the table, what binds in words, and a JSON document."""
+"""A plan for people and for programs: the table, the bottleneck in words, and a JSON document."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from ranvier.planner.collectives import placed
-from ranvier.planner.costs import Cost
+from ranvier.config.resolve import ResolvedRun
+from ranvier.cost.collectives import placed
+from ranvier.cost.step import Cost
+from ranvier.planner.candidates import Candidate
 from ranvier.planner.elastic_plan import Course
-from ranvier.planner.search import Found, Plan
-from ranvier.run import Run
+from ranvier.planner.search import Plan
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,7 +24,7 @@ def table(plan: Plan, rows: int = 8) -> Table:
     from rich.table import Table
 
     shown = plan.best[:rows]
-    made = Table("", "data x pipe x row x col", "microbatch", "in flight", "checkpoint", "offload", "shard", "s a step",
+    made = Table("", "data x pipe x row x col", "microbatch", "in flight", "recompute", "offload", "shard", "s a step",
                  "tokens/s", "model FLOPs", "hardware FLOPs", "GiB a device", "days to 3e11 tokens", box=None,
                  header_style="bold")
     more = {name: column for name, column in _further(plan, shown).items() if len({*column}) > 1}
@@ -33,7 +34,7 @@ def table(plan: Plan, rows: int = 8) -> Table:
         run, cost = found.run, found.cost
         longer = found.expected_seconds(plan.measured_over_predicted) / cost.seconds
         made.add_row(str(place + 1), " x ".join(map(str, run.mesh.shape)), str(run.batch.microbatch_size),
-                     str(run.pipeline.in_flight), str(run.memory.checkpoint), run.optim.offload,
+                     str(run.pipeline.in_flight), str(run.memory.recompute), run.optim.offload,
                      "yes" if run.optim.shard else "no", f"{cost.seconds:.4g}",
                      f"{cost.tokens_per_second / longer:,.0f}", f"{cost.model_utilisation / longer:.1%}",
                      f"{cost.hardware_utilisation / longer:.1%}", f"{device_bytes(found) / _GIB:.2f}",
@@ -41,33 +42,33 @@ def table(plan: Plan, rows: int = 8) -> Table:
     return made
 
 
-def _further(plan: Plan, shown: Sequence[Found]) -> dict[str, list[str]]:
-    """Columns that stand in the table where not all rows have the same."""
+def _further(plan: Plan, shown: Sequence[Candidate]) -> dict[str, list[str]]:
+    """Columns that the table has only where its rows differ in them."""
     return {"postponed": ["no" if found.run.pipeline.defer_bytes == 0 else "yes" for found in shown],
             "precision": [found.run.precision for found in shown], "scheme": [scheme(found.run) for found in shown],
             "s the run": [f"{found.course.seconds:.4g}" if found.course else "" for found in shown],
             "s measured": [f"{found.measured_seconds:.4g}" if found.measured_seconds else "" for found in shown]}
 
 
-def scheme(run: Run) -> str:
-    """Of the tensor mesh."""
+def scheme(run: ResolvedRun) -> str:
+    """How the products of the tensor mesh are computed; empty where a stage is one rank."""
     if run.mesh.stage_size == 1:
         return ""
     return run.tensor.scheme + (" by sequence" if run.tensor.scheme == "megatron" and run.tensor.sequence_sharding
                                 else "")
 
 
-def device_bytes(found: Found) -> int:
-    """Of the rank that needs most."""
+def device_bytes(found: Candidate) -> int:
+    """Bytes of the rank that needs the most device memory."""
     return max((entry.device_bytes for entry in found.memory), default=0)
 
 
 def shares(cost: Cost) -> dict[str, float]:
     """Where the time of a step goes, on the stage that all others wait for; they add up to 1."""
-    dearest = max(cost.stages, key=lambda stage: stage.microbatch_seconds)
+    slowest = max(cost.stages, key=lambda stage: stage.microbatch_seconds)
     busy = 1.0 - cost.bubble_fraction
     pipeline = cost.pipeline_seconds / cost.seconds
-    exchange = dearest.exchange_seconds / dearest.microbatch_seconds if dearest.microbatch_seconds else 0.0
+    exchange = slowest.exchange_seconds / slowest.microbatch_seconds if slowest.microbatch_seconds else 0.0
     after = cost.reduction_seconds + cost.update_seconds
     rest = 1.0 - pipeline
     return {"computing": pipeline * busy * (1.0 - exchange), "messages of the tensor mesh": pipeline * busy * exchange,
@@ -77,7 +78,7 @@ def shares(cost: Cost) -> dict[str, float]:
 
 
 def explanation(plan: Plan) -> list[str]:
-    """What binds, in sentences."""
+    """The bottleneck, and what memory excludes, in sentences."""
     best, second = plan.best[0], plan.best[1] if len(plan.best) > 1 else None
     cost = best.cost
     parts = shares(cost)
@@ -105,7 +106,7 @@ def explanation(plan: Plan) -> list[str]:
     return lines
 
 
-def _binds(worst: str, share: float, best: Found, plan: Plan) -> str:
+def _binds(worst: str, share: float, best: Candidate, plan: Plan) -> str:
     mesh, cluster = best.run.mesh, plan.cluster
     if share < 0.05:
         return (f"Computing binds: nothing else takes more than {share:.0%}. What would help is a device that computes "
@@ -136,13 +137,13 @@ def waits_for_link(cost: Cost) -> bool:
     return cost.edge_seconds > max(stage.microbatch_seconds for stage in cost.stages)
 
 
-def describe(run: Run) -> str:
+def describe(run: ResolvedRun) -> str:
     """A configuration in a few words."""
-    parts = [f"{axis} {size}" for axis, size in zip(("data", "pipe", "row", "col"), run.mesh.shape, strict=True)
+    parts = [f"{axis} {size}" for axis, size in run.mesh.sizes.items()
              if size > 1] or ["one rank"]
     extra = [f"microbatch {run.batch.microbatch_size}"]
-    if run.memory.checkpoint != "none":
-        extra.append(f"checkpoint {run.memory.checkpoint}")
+    if run.memory.recompute != "none":
+        extra.append(f"recompute {run.memory.recompute}")
     if run.optim.offload not in ("none", "auto"):
         extra.append(f"offload {run.optim.offload}")
     if run.optim.shard:
@@ -162,11 +163,11 @@ def document(plan: Plan, recipe: str) -> dict[str, object]:
             "explanation": explanation(plan), "measured_over_predicted": plan.measured_over_predicted}
 
 
-def as_dict(found: Found) -> dict[str, object]:
+def as_dict(found: Candidate) -> dict[str, object]:
     """One configuration."""
     run, cost = found.run, found.cost
     return {"mesh": asdict(run.mesh), "microbatch_size": run.batch.microbatch_size,
-            "in_flight": run.pipeline.in_flight, "checkpoint": run.memory.checkpoint, "offload": run.optim.offload,
+            "in_flight": run.pipeline.in_flight, "checkpoint": run.memory.recompute, "offload": run.optim.offload,
             "defer_bytes": run.pipeline.defer_bytes, "sequence_sharding": run.tensor.sequence_sharding,
             "shard": run.optim.shard, "chunk_buckets": run.optim.chunk_buckets, "precision": run.precision,
             "scheme": run.tensor.scheme, "reason": found.reason, **cost_dict(cost),
@@ -194,7 +195,7 @@ def course_dict(course: Course | None) -> dict[str, object] | None:
             "periods": [{**asdict(period), "seconds": period.seconds} for period in course.periods]}
 
 
-def course_lines(found: Found) -> list[str]:
+def course_lines(found: Candidate) -> list[str]:
     """For people; nothing where nothing freezes."""
     course, elastic = found.course, found.run.elastic
     if course is None:

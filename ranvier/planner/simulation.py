@@ -17,9 +17,12 @@ from dataclasses import dataclass, field
 from statistics import NormalDist, mean, stdev
 from typing import Literal
 
-from ranvier.pipeline.schedule import Action, Policy
-from ranvier.planner.pipeline_time import DIRECT, Way
-from ranvier.planner.simulator import Simulated, StageTimes, simulate
+from ranvier.config.resolve import ResolvedRun
+from ranvier.cost.hardware import Cluster
+from ranvier.cost.step import Cost
+from ranvier.schedule.closed_form import DIRECT, Way
+from ranvier.schedule.schedule import Action, Policy
+from ranvier.schedule.simulator import Simulated, StageTimes, simulate
 
 _NORMAL = NormalDist()
 SAMPLED = 48
@@ -40,6 +43,7 @@ class Noise:
 
     @property
     def is_none(self) -> bool:
+        """Whether every action takes exactly its time."""
         return not self.jitter and not self.slow
 
 
@@ -65,10 +69,28 @@ class StepSimulation:
         return 1.0 - self.busy_seconds / self.seconds if self.seconds else 0.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What `ranvier simulate` knows."""
+
+    run: ResolvedRun
+    cluster: Cluster
+    cost: Cost
+    step: StepSimulation
+    pipeline_seconds: float
+    """As simulated, a partial last microbatch and shared cores considered."""
+    seconds: float
+    """Of the whole step: the pipeline, and what follows it."""
+    stall_seconds: float
+    """For which a checkpoint holds the run up: while copies of weights and states go to the host's memory."""
+    excess: str
+    """What does not fit; empty where all does."""
+
+
 def simulate_step(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy, in_flight: int, *,
                   replicas: int = 1, stage_size: int = 1, way: Way = DIRECT,
-                  defer_bytes: int | Literal["auto"] = "auto", noise: Noise = STEADY, sampled: int = SAMPLED,
-                  cores: int | None = None) -> StepSimulation:
+                  defer_bytes: int | Sequence[int] | Literal["auto"] = "auto", noise: Noise = STEADY,
+                  sampled: int = SAMPLED, cores: int | None = None) -> StepSimulation:
     """One batch through all replicas. stage_size: ranks of a stage. sampled: replicas simulated where each is
     different; those with a slow rank always are, and count beside the others' largest. cores: stages of a replica that
     may compute at once."""
@@ -81,13 +103,17 @@ def simulate_step(stages: Sequence[StageTimes], num_microbatches: int, policy: P
     slow = sorted({replica for replica, _ in noise.slow if replica < replicas})
     others = [replica for replica in range(replicas) if replica not in slow]
     usual = others[:sampled if noise.jitter else 1]
-    seconds, busy, shown, slowest = {}, {}, None, 0.0
+    seconds: dict[int, float] = {}
+    busy: dict[int, float] = {}
+    shown, slowest = None, 0.0
     for replica in (*usual, *slow):
         part = run(replica)
         seconds[replica], busy[replica] = part.seconds, _busy_seconds(part)
         rank = part.seconds if replica in slow else 0.0
         if shown is None or rank > slowest:
             shown, slowest = part, rank
+
+    assert shown is not None, "there is at least one replica"
 
     def whole(alike: Sequence[int]) -> list[float]:
         """Seconds of the whole batch, on replicas that are alike."""

@@ -15,10 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from ranvier import resolve
+from ranvier.config import read
+from ranvier.config.run import Checkpoint, Elastic, Run
 from ranvier.errors import LaunchError
 from ranvier.planner.search import Plan
-from ranvier.run import Checkpoint, Elastic, Run
 
 STEPS, WARMUP = 10, 4
 """Of each run, and those at its start that do not count."""
@@ -36,7 +36,7 @@ def measured(plan: Plan, count: int, progress: Callable[[str], None] = lambda li
             progress(f"{found.run.mesh}, microbatch {found.run.batch.microbatch_size}: {found.cost.seconds:.4g} s a "
                      f"step predicted, {seconds:.4g} s measured")
             tried.append(replace(found, measured_seconds=seconds))
-    factor = median(found.measured_seconds / found.cost.seconds for found in tried)
+    factor = median(found.expected_seconds(1.0) / found.cost.seconds for found in tried)
     first, *rest = sorted(tried, key=lambda found: found.ranked_seconds(factor))
     rest = sorted((*rest, *plan.best[count:]), key=lambda found: found.ranked_seconds(factor))
     return replace(plan, best=(first, *rest), measured_over_predicted=factor)
@@ -48,7 +48,7 @@ def step_seconds(run: Run, folder: Path) -> float:
     run = replace(run, run_dir=None, resume="none", checkpoint=Checkpoint(every=0), elastic=Elastic(),
                   train=replace(run.train, steps=STEPS, epochs=None, warmup_steps=0, eval_every=0, eval_sequences=1,
                                 sample_tokens=0))
-    resolve.write(run, folder / "run.toml")
+    read.write(run, folder / "run.toml")
     try:
         done = subprocess.run([sys.executable, "-m", "ranvier", "train", str(folder / "run.toml"), "--run-dir",
                                str(folder / "results"), "--launch.launcher", "local"], capture_output=True, text=True,
@@ -60,4 +60,4 @@ def step_seconds(run: Run, folder: Path) -> float:
     if not lines:
         raise LaunchError(f"could not be measured: {said[0]}", where="--measure", value=str(run.mesh),
                           remedy="Plan for devices that are here, or leave out --measure.")
-    return median(json.loads(line)["step_seconds"] for line in lines[WARMUP:])
+    return median(float(json.loads(line)["step_seconds"]) for line in lines[WARMUP:])

@@ -1,46 +1,39 @@
-"""What the split layers of one stage share: this rank's place on the row x col mesh, two groups, and memory to work in.
+"""The tensor mesh of one stage: what its tensor-parallel layers share on one rank.
 
-    over_rows   the ranks of one column, which differ in row: they share its weights
-    over_cols   the ranks of one row, which differ in col: they share its sequences
+    over_rows   the group of one column, whose ranks differ in row: they share the column's shard of each weight
+    over_cols   the group of one row, whose ranks differ in col: they share the row's sequences
 
-Every rank of a stage makes the same calls in the same order (one schedule for each stage sees to it), so a group's
-collectives need no other agreement.
+With one row this is Megatron-LM's 1D tensor parallelism, and `over_cols` is the tensor-parallel group. With several it
+is 2D tensor parallelism (Optimus: Xu et al., 2021): the microbatch is divided over rows, and features over columns.
+
+Every rank of a stage runs the same layers in the same order, because one schedule decides for the stage. Collectives of
+a group therefore match without tags.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from ranvier.comm.wide import WideSums
-from ranvier.errors import ConfigError, ModelError
-from ranvier.mesh import Mesh
+from ranvier.comm.fp32_sums import Fp32Sums
+from ranvier.comm.protocol import Group
+from ranvier.config.run import TensorParallel
+from ranvier.errors import ModelError
 from ranvier.tensor.activations import Activations, activations_of
 
-if TYPE_CHECKING:
-    from ranvier.comm.protocol import Group
-    from ranvier.run import TensorParallel as Settings
-
 PANEL_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
-"""Largest gathered panel of activations: what stays in a CPU's cache, or fills a GPU with one product."""
-
-
-def tensor_problems(mesh: Mesh, settings: Settings) -> Iterator[ConfigError]:
-    """What a scheme cannot do on `mesh`."""
-    if settings.scheme == "megatron" and mesh.row > 1:
-        yield ConfigError(f"splits blocks over columns only, and mesh.row is {mesh.row}", where="tensor.scheme",
-                          value="megatron", remedy=f"Set --mesh.row 1 --mesh.col {mesh.stage_size}, or "
-                                                   "--tensor.scheme stationary.")
+"""Kind of device -> bytes of the largest gathered panel of activations: what stays in a CPU's cache, or occupies a GPU
+with one product."""
 
 
 class Workspace:
-    """Memory that products use in turn: one buffer for each name, as large as the largest that was asked for.
+    """Memory that products reuse: one buffer for each name and dtype, as large as the largest that was asked for.
 
-    A buffer belongs to whoever took it last; what leaves a product never lies in one.
+    The next `take` of a name overwrites what the last one holds, so results that leave a product never lie in one.
     """
 
     def __init__(self) -> None:
@@ -55,6 +48,7 @@ class Workspace:
         return buffer[:size].view(*shape)
 
     def buffers(self) -> list[Tensor]:
+        """All buffers, each flat."""
         return list(self._buffers.values())
 
     def sizes(self) -> dict[tuple[str, torch.dtype], int]:
@@ -63,53 +57,59 @@ class Workspace:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all buffers."""
         return sum(self.sizes().values())
 
 
 class TensorMesh:
-    """The row x col mesh of one stage, as one of its ranks sees it.
+    """The row x col mesh of one stage, on one of its ranks.
 
     Args:
-        over_rows, over_cols: see above; members in the order of their rows and columns.
-        settings: scheme, sequence sharding, and the format in which sums travel.
-        panel_bytes: largest panel of activations that is gathered, or reduced, in one piece; None for the device's.
-        check_order: before each layer, and after each block, the rows of a column compare where they are (slow; for
-            debugging): a layer that one row leaves out would pair its collectives with another layer's.
+        over_rows, over_cols: see the top of the file; members in the order of their rows and columns.
+        settings: scheme, sequence parallelism, and the number format of sums that travel.
+        device: the kind of device, "cpu" or "cuda".
+        panel_bytes: largest panel of activations that is gathered or reduced in one piece; None for the device's.
+        check_order: before each layer and after each block, the rows of a column compare which layer they run (slow;
+            for debugging). A layer that one row skips would pair its collectives with those of another layer.
     """
 
-    def __init__(self, over_rows: Group, over_cols: Group, settings: Settings, *, device: str = "cpu",
+    def __init__(self, over_rows: Group, over_cols: Group, settings: TensorParallel, *, device: str = "cpu",
                  panel_bytes: int | None = None, check_order: bool = False) -> None:
         self.check_order = check_order
         if settings.reduce_dtype == "fp32":
-            over_rows, over_cols = WideSums(over_rows), WideSums(over_cols)
+            over_rows, over_cols = Fp32Sums(over_rows), Fp32Sums(over_cols)
         self.over_rows, self.over_cols, self.settings = over_rows, over_cols, settings
         self.panel_bytes = panel_bytes or PANEL_BYTES.get(device, PANEL_BYTES["cpu"])
         self.workspace = Workspace()
-        self.activations: Activations = activations_of(self)
-        """How the residual stream lies on the mesh."""
+        self.activations: Activations = activations_of(settings, self.over_cols)
+        """The layout of the residual stream."""
         self.whole_outputs = False
-        """Whether the last layer returns its whole output on every rank: for predictions."""
+        """Whether a `VocabularyLinear` returns the logits of the whole vocabulary on every rank: for predictions."""
 
-    def __deepcopy__(self, memo: dict) -> TensorMesh:
-        """A copy of a layer has the same place among the same ranks."""
+    def __deepcopy__(self, memo: dict[int, object]) -> TensorMesh:
+        """Itself: a copy of a layer has the same place among the same ranks."""
         return self
 
-    def __reduce__(self):
+    def __reduce__(self) -> NoReturn:
         raise ModelError("belongs to ranks that run now, and cannot be saved", where="a layer on rows and columns",
                          remedy="Save its state_dict(), or write a checkpoint.")
 
     @property
     def num_rows(self) -> int:
+        """Rows: ranks that share a column's weights."""
         return len(self.over_rows.ranks)
 
     @property
     def num_cols(self) -> int:
+        """Columns: ranks that share a row's sequences."""
         return len(self.over_cols.ranks)
 
     @property
     def row(self) -> int:
+        """This rank's row."""
         return self.over_rows.index
 
     @property
     def col(self) -> int:
+        """This rank's column."""
         return self.over_cols.index

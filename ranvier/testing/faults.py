@@ -1,25 +1,25 @@
-"""Faults on purpose: what a run does when a rank dies, a message is lost, memory or the disk runs out.
+"""Fault injection: shows what a run does when a rank dies, a message is lost, or memory or the disk runs out.
 
     faulty(world, [Fault(kind="drop", rank=1, message=20)])        # a world whose rank 1 loses its 20th message
 
     python -m ranvier.testing.faults --fault kill:rank=1,call=200 -- train gpt-tiny --run-dir runs/killed
 
-A fault belongs to one rank and acts once (slow: from then on), when its moment has come: at that rank's N-th `call` (a
-message that it sends or a collective that it starts; both are the same from run to run, as polls and waits are not), at
-the N-th `message` that it sends, or so many `seconds` after the start. With `of` it is aimed: `of=state` and `of=order`
-count the messages of that kind alone, `of=transition` counts from the first transition to another mesh on.
+A fault belongs to one rank and is triggered once (slow: and stays). Its trigger is that rank's N-th `call` (a message
+that it sends or a collective that it starts; their order is the same in every run, unlike that of polls and waits), the
+N-th `message` that it sends, or a number of `seconds` after the start. `of` restricts what is counted: `of=state` and
+`of=order` count only messages of that kind, `of=transition` counts from the first transition to another mesh.
 
-    kind        what happens                                                          more
-    kill        SIGKILL: the process is gone at once, whatever it was doing
-    stop        SIGSTOP: it is there and does nothing, as when its machine hangs
-    delay       it stands still before its next message, then goes on                 for=SECONDS
-    slow        from then on it stands still before every message and collective      for=SECONDS
+    kind        effect                                                                  parameters
+    kill        SIGKILL: the process ends at once
+    stop        SIGSTOP: the process exists but does nothing, as if its machine hung
+    delay       the rank sleeps before its next message                                 for=SECONDS
+    slow        the rank sleeps before every message and collective: a straggler        for=SECONDS
     drop        its next message is not sent
-    corrupt     one bit of its next message's tensors is flipped                      bit=NUMBER
-    allocation  torch's allocator is asked for more than there is, and says so
-    disk        its files cannot grow beyond a size: writes fail, as on a full disk   bytes=SIZE, for=SECONDS
+    corrupt     one bit of its next message's tensors is flipped                        bit=NUMBER
+    allocation  an allocation beyond the available memory fails
+    disk        files cannot grow beyond a size: writes fail, as on a full disk         bytes=SIZE, for=SECONDS
 
-kill, stop and disk act on the whole process: with ranks that are threads, on all of them.
+kill, stop and disk affect the whole process: with ranks that are threads, all of them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import click
 import torch
@@ -46,25 +46,27 @@ from ranvier.errors import ConfigError
 from ranvier.world import World
 
 Kind = Literal["kill", "stop", "delay", "slow", "drop", "corrupt", "allocation", "disk"]
+"""See above."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
+"""All kinds of faults."""
 _OF_MESSAGES = ("delay", "drop", "corrupt")
 _OF_PROCESSES = ("kill", "stop", "disk")
-_MOMENTS = ("call", "message", "seconds")
-_AIMS = ("state", "order", "transition")
-_MORE_THAN_THERE_IS = 1 << 60
+_TRIGGERS = ("call", "message", "seconds")
+_SCOPES = ("state", "order", "transition")
+_UNAVAILABLE_BYTES = 1 << 60
 _REMEDY = (f"Write KIND:rank=R,call=N (or message=N, or seconds=T), where KIND is one of {', '.join(KINDS)}, for "
            "example kill:rank=1,call=200.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault of one rank. ConfigError where it could not be.
+    """One fault of one rank. ConfigError for contradictory or missing fields.
 
-    call, message, seconds: its moment; exactly one of them. Calls and messages count from 1, seconds from `faulty`.
-    for_seconds: how long a delay lasts (for slow, each one), or a full disk, which otherwise stays full.
-    of: what is counted: messages of a kind, or whatever follows the begin of a run's first transition.
-    bit: which bit of the tensors' bytes is flipped, modulo their number.
-    limit_bytes: the size beyond which files do not grow; small ones, such as a log, can so still be written.
+    call, message, seconds: its trigger; exactly one of them. Calls and messages count from 1, seconds from `faulty`.
+    for_seconds: duration of a delay (for slow: of each one), or of a full disk, which otherwise stays full.
+    of: what the trigger counts: "state" or "order" messages only, or everything since the first "transition".
+    bit: index of the flipped bit in the tensors' bytes, modulo their number.
+    limit_bytes: size beyond which files cannot grow; smaller ones, such as a log, can still be written.
     """
 
     kind: Kind
@@ -79,24 +81,24 @@ class Fault:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise _wrong(f"there is no kind {self.kind!r}", self)
-        if len([name for name in _MOMENTS if getattr(self, name) is not None]) != 1:
-            raise _wrong("needs one moment: call, message or seconds", self)
-        if self.of not in (None, *_AIMS):
-            raise _wrong(f"of must be one of {', '.join(_AIMS)}", self)
+            raise _invalid(f"there is no kind {self.kind!r}", self)
+        if len([name for name in _TRIGGERS if getattr(self, name) is not None]) != 1:
+            raise _invalid("needs exactly one of call, message and seconds", self)
+        if self.of not in (None, *_SCOPES):
+            raise _invalid(f"of must be one of {', '.join(_SCOPES)}", self)
         if self.of in ("state", "order") and self.message is None:
-            raise _wrong(f"of={self.of} needs the moment message", self)
+            raise _invalid(f"of={self.of} needs message=", self)
         for name, least in (("rank", 0), ("call", 1), ("message", 1), ("seconds", 0), ("for_seconds", 0), ("bit", 0),
                             ("limit_bytes", 0)):
             value = getattr(self, name)
             if value is not None and not least <= value < math.inf:
-                raise _wrong(f"{_key(name)} must be at least {least}, and finite", self)
+                raise _invalid(f"{_key(name)} must be at least {least}, and finite", self)
         if self.kind in ("delay", "slow") and self.for_seconds is None:
-            raise _wrong(f"{'a delay' if self.kind == 'delay' else self.kind} needs for=SECONDS", self)
+            raise _invalid(f"{'a delay' if self.kind == 'delay' else self.kind} needs for=SECONDS", self)
         for name, kinds in (("for_seconds", ("delay", "slow", "disk")), ("bit", ("corrupt",)),
                             ("limit_bytes", ("disk",))):
             if self.kind not in kinds and getattr(self, name) != getattr(Fault, name):
-                raise _wrong(f"{_key(name)} means nothing for {self.kind}", self)
+                raise _invalid(f"{_key(name)} has no effect on {self.kind}", self)
 
     def __str__(self) -> str:
         """The text that `parse` reads."""
@@ -106,93 +108,98 @@ class Fault:
 
 
 def _key(name: str) -> str:
-    """What a field is called in text."""
+    """Name of a field in text."""
     return {"for_seconds": "for", "limit_bytes": "bytes"}.get(name, name)
 
 
-def _wrong(what: str, fault: Fault | str) -> ConfigError:
+def _invalid(what: str, fault: Fault | str) -> ConfigError:
     return ConfigError(what, where="fault", value=str(fault), remedy=_REMEDY)
 
 
 def parse(text: str) -> Fault:
-    """The fault that a text such as `kill:rank=1,call=200` means. ConfigError where it means none."""
+    """The fault that a text such as `kill:rank=1,call=200` describes. ConfigError for an invalid text."""
     kind, _, rest = text.partition(":")
     names = {_key(field.name): field for field in fields(Fault)[1:]}
-    found: dict[str, object] = {}
+    found: dict[str, Any] = {}
     for part in filter(None, rest.split(",")):
         key, sign, value = part.partition("=")
         if key not in names or not sign:
-            raise _wrong(f"{part!r} is none of {'=, '.join(names)}=", text)
-        name, number = names[key].name, float if "seconds" in names[key].name else str if key == "of" else int
+            raise _invalid(f"{part!r} is not one of {'=, '.join(names)}=", text)
+        name = names[key].name
+        convert: type[float | str | int] = float if "seconds" in name else str if key == "of" else int
         if name in found:
-            raise _wrong(f"{key} is there twice", text)
+            raise _invalid(f"{key} is given twice", text)
         try:
-            found[name] = number(value)
+            found[name] = convert(value)
         except ValueError:
-            raise _wrong(f"{key} is not a {'whole ' if number is int else ''}number", text) from None
+            raise _invalid(f"{key} is not a {'whole ' if convert is int else ''}number", text) from None
     if "rank" not in found:
-        raise _wrong("needs the rank that it is for", text)
-    return Fault(kind=kind, **found)
+        raise _invalid("needs a rank", text)
+    return Fault(kind=cast(Kind, kind), **found)  # Fault refuses other kinds
 
 
 def random_fault(draw: random.Random, size: int, *, kinds: Sequence[Kind] = KINDS, calls: int = 1000,
                  seconds: float = 10.0) -> Fault:
-    """A fault of any of `kinds` on any of `size` ranks.
+    """A random fault of one of `kinds` on one of `size` ranks, drawn with `draw`.
 
-    calls, seconds: the latest moment; a fault has either a call or, as often, a time. Delays and full disks last up to
-    a tenth of `seconds`.
+    calls, seconds: the latest trigger, which is either a call or, as often, a time. Delays and full disks last up to a
+    tenth of `seconds`.
     """
-    kind, moment = draw.choice(kinds), draw.choice(("call", "seconds"))
-    when = {moment: draw.randint(1, calls) if moment == "call" else round(draw.uniform(0, seconds), 2)}
+    kind, trigger = draw.choice(kinds), draw.choice(("call", "seconds"))
+    when: dict[str, Any] = {
+        trigger: draw.randint(1, calls) if trigger == "call" else round(draw.uniform(0, seconds), 2)}
     lasting = {"for_seconds": round(draw.uniform(0, seconds / 10), 2)}
-    more = {"delay": lasting, "slow": {"for_seconds": 0.01}, "corrupt": {"bit": draw.randrange(1 << 20)},
-            "disk": draw.choice((lasting, {}))}
-    return Fault(kind=kind, rank=draw.randrange(size), **when, **more.get(kind, {}))
+    parameters: dict[str, dict[str, Any]] = {
+        "delay": lasting, "slow": {"for_seconds": 0.01}, "corrupt": {"bit": draw.randrange(1 << 20)},
+        "disk": draw.choice((lasting, {}))}
+    return Fault(kind=kind, rank=draw.randrange(size), **when, **parameters.get(kind, {}))
 
 
 def faulty(world: World, faults: Sequence[Fault]) -> World:
-    """`world` with those of `faults` that are for its rank. Seconds count from here.
+    """`world` with those of `faults` that are for its rank. Seconds count from this call.
 
-    ConfigError where a fault is for a rank that is not there.
+    ConfigError for a fault of a rank that does not exist.
     """
     for fault in faults:
         if fault.rank >= world.size:
-            raise _wrong(f"there are ranks 0 to {world.size - 1} only", fault)
+            raise _invalid(f"there are only ranks 0 to {world.size - 1}", fault)
     plan = _Plan([fault for fault in faults if fault.rank == world.rank], world.device)
     return replace(world, backend=_FaultyBackend(world.backend, plan))
 
 
 class _Plan:
-    """The faults of one rank that have not acted yet, and its counts."""
+    """The faults of one rank that have not been triggered yet, and the counts that trigger them."""
 
     def __init__(self, faults: Sequence[Fault], device: torch.device) -> None:
-        self._device, self._began = device, time.monotonic()
+        self._device, self._start = device, time.monotonic()
         self._calls = self._messages = 0
         self._by_kind: Counter[str] = Counter()
         self._transition: tuple[int, int, float] | None = None
-        """Calls, messages and the time when the first transition began."""
-        self._lock = threading.Lock()  # a checkpoint may be written, and told of, on another thread
+        """Calls, messages and time at the start of the first transition."""
+        self._lock = threading.Lock()  # checkpoints are written, and send messages, on another thread
+        # Faults of the whole process do not wait for a call of the rank.
         self._timed = [fault for fault in faults if fault.kind in _OF_PROCESSES and fault.seconds is not None]
         self._waiting = [fault for fault in faults if fault not in self._timed]
-        self._begin_timed(None)
+        self._start_timers(None)
 
-    def _begin_timed(self, aim: str | None) -> None:
+    def _start_timers(self, scope: str | None) -> None:
         for fault in self._timed:
-            if fault.of == aim:
-                _later(fault.seconds, self._act, fault)
+            if fault.of == scope and fault.seconds is not None:
+                _later(fault.seconds, self._trigger, fault)
 
     def transition(self) -> None:
-        """Called before the ranks of another mesh find together."""
+        """Called before the ranks of another mesh connect."""
         if self._transition is None:
             self._transition = (self._calls, self._messages, time.monotonic())
-            self._begin_timed("transition")
+            self._start_timers("transition")
 
     def _take(self, message: Message | None) -> list[Fault]:
-        """Those whose moment has come, and which a message (or a collective, None) can have."""
+        """Count a message (or a collective: None), and remove the faults that it triggers."""
         with self._lock:
-            self._calls, self._messages = self._calls + 1, self._messages + (message is not None)
-            kind = None if message is None else message.kind.name.lower()
-            self._by_kind[kind] += 1
+            self._calls += 1
+            if message is not None:
+                self._messages += 1
+                self._by_kind[message.kind.name.lower()] += 1
             taken = [fault for fault in self._waiting if self._is_due(fault) and (
                 fault.kind not in _OF_MESSAGES or (message is not None and (
                     fault.kind != "corrupt" or message.payload_bytes > 0)))]
@@ -200,25 +207,27 @@ class _Plan:
             return taken
 
     def _is_due(self, fault: Fault) -> bool:
-        calls, messages, began = 0, 0, self._began
+        calls, messages, start = 0, 0, self._start
         if fault.of == "transition":
             if self._transition is None:
                 return False
-            calls, messages, began = self._transition
+            calls, messages, start = self._transition
         if fault.seconds is not None:
-            return time.monotonic() - began >= fault.seconds
+            return time.monotonic() - start >= fault.seconds
         if fault.call is not None:
             return self._calls - calls >= fault.call
-        sent = self._messages - messages if fault.of in (None, "transition") else self._by_kind[fault.of]
+        assert fault.message is not None, "a fault has one trigger"
+        count_all = fault.of is None or fault.of == "transition"
+        sent = self._messages - messages if count_all else self._by_kind[str(fault.of)]
         return sent >= fault.message
 
     def collective(self) -> None:
         """Called before a collective starts."""
         for fault in self._take(None):
-            self._act(fault)
+            self._trigger(fault)
 
     def message(self, message: Message) -> Message | None:
-        """What is to be sent instead of `message`: often itself, None for nothing."""
+        """The message to send instead of `message`: usually itself, None for nothing."""
         for fault in self._take(message):
             match fault.kind:
                 case "drop":
@@ -226,24 +235,24 @@ class _Plan:
                 case "corrupt":
                     message = flipped(message, fault.bit)
                 case _:
-                    self._act(fault)
+                    self._trigger(fault)
         return message
 
-    def _act(self, fault: Fault) -> None:
+    def _trigger(self, fault: Fault) -> None:
         match fault.kind:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "delay" | "slow":
-                time.sleep(fault.for_seconds)
+                time.sleep(fault.for_seconds or 0.0)
             case "allocation":
-                torch.empty(_MORE_THAN_THERE_IS, dtype=torch.uint8, device=self._device)
+                torch.empty(_UNAVAILABLE_BYTES, dtype=torch.uint8, device=self._device)
             case "disk":
                 _fill_disk(fault)
 
 
-def _later(seconds: float, function, *args: object) -> None:
+def _later(seconds: float, function: Callable[..., object], *args: object) -> None:
     timer = threading.Timer(seconds, function, args)
     timer.daemon = True
     timer.start()
@@ -258,7 +267,7 @@ def _fill_disk(fault: Fault) -> None:
 
 
 def flipped(message: Message, bit: int) -> Message:
-    """A copy of `message` with one bit of its tensors changed: number `bit` of their bytes in order, modulo all."""
+    """A copy of `message` with one bit of its tensors flipped: number `bit` of all their bits, modulo their number."""
     tensors = {name: tensor.detach().clone(memory_format=torch.contiguous_format)
                for name, tensor in message.tensors.items()}
     place, bit = divmod(bit % (8 * message.payload_bytes), 8)
@@ -272,7 +281,7 @@ def flipped(message: Message, bit: int) -> Message:
 
 
 class _FaultyBackend:
-    """Every message and every collective of the inner backend asks the plan first."""
+    """Applies the plan before each message and collective of the inner backend."""
 
     def __init__(self, inner: Backend, plan: _Plan) -> None:
         self._inner, self._plan = inner, plan
@@ -333,9 +342,9 @@ class _FaultyGroup:
         self._plan.collective()
         return self._inner.reduce(tensor, root)
 
-    def reduce_scatter(self, output: Tensor, tensor: Tensor, room: Tensor | None = None) -> Work:
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, buffer: Tensor | None = None) -> Work:
         self._plan.collective()
-        return self._inner.reduce_scatter(output, tensor, room)
+        return self._inner.reduce_scatter(output, tensor, buffer)
 
     def buffer_bytes(self, operation: Literal["all_reduce", "reduce_scatter"], numel: int, dtype: torch.dtype,
                      device_type: str) -> int:
@@ -354,7 +363,7 @@ class _FaultyGroup:
         self._plan.collective()
         return self._inner.all_to_all(output, tensor, output_splits, input_splits)
 
-    def gather_objects(self, value: object) -> list:
+    def gather_objects(self, value: object) -> list[Any]:
         self._plan.collective()
         return self._inner.gather_objects(value)
 
@@ -369,12 +378,12 @@ class _FaultyGroup:
 
 @click.command()
 @click.option("--fault", "texts", multiple=True, metavar="FAULT",
-              help="KIND:rank=R,call=N (or message=N, or seconds=T); may be given several times.")
+              help="KIND:rank=R,call=N (or message=N, or seconds=T); may be repeated.")
 @click.argument("args", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_context
 def command(context: click.Context, texts: Sequence[str], args: Sequence[str]) -> None:
-    """Run the ranvier command with ARGS (put -- before them), with these faults."""
-    from ranvier.cli import run_command
+    """Run the ranvier command with ARGS (put -- before them) and inject faults."""
+    from ranvier.cli.main import run_command
 
     try:
         faults = [parse(text) for text in texts]

@@ -1,6 +1,6 @@
 """Does a policy keep the schedule's promises? For those who write their own: a few lines, checked in a second.
 
-    class BackwardOnly:                                 # a `ranvier.pipeline.schedule.Policy`
+    class BackwardOnly:                                 # a `ranvier.schedule.schedule.Policy`
         name, defers = "lifo", False
         def choose(self, ready): return ready.backward or ready.forward
         def in_flight(self, in_flight, num_microbatches): return in_flight
@@ -12,10 +12,24 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from itertools import pairwise
+from typing import TypedDict
 
-from ranvier.pipeline.schedule import Action, Policy, Ready, actions_text
-from ranvier.planner.simulator import Simulated, StageTimes, simulate
+from ranvier.schedule.schedule import Action, Policy, Ready, actions_text
+from ranvier.schedule.simulator import Simulated, StageTimes, simulate
+
+
+class _Settings(TypedDict):
+    """Bounds of one simulated batch."""
+
+    in_flight: int
+    defer_bytes: int
+    training: bool
+
+
+def _drawn(factors: random.Random, stage: int, action: Action) -> float:
+    return factors.uniform(0.1, 3.0)
 
 
 class _Watched:
@@ -47,13 +61,12 @@ def check_policy(policy: Policy, *, cases: int = 200, seed: int = 0) -> None:
         stages = [StageTimes(forward=choose.random(), backward=choose.random(), weight=choose.random(),
                              products=choose.randint(1, 3), alive_bytes=alive, trains=choose.random() < 0.8)
                   for _ in range(depth)]
-        settings = dict(in_flight=choose.randint(1, 2 * depth + 1), defer_bytes=choose.choice([0, 8, 20, 1 << 40]),
-                        training=choose.random() < 0.8)
+        settings = _Settings(in_flight=choose.randint(1, 2 * depth + 1),
+                             defer_bytes=choose.choice([0, 8, 20, 1 << 40]), training=choose.random() < 0.8)
         hop, factors = choose.choice([0.0, 0.3, 3.0]), random.Random(case)
         try:
             check_run(simulate(stages, microbatches, _Watched(policy), hop=hop, **settings,
-                               jitter=lambda stage, action, draw=factors: draw.uniform(0.1, 3.0)),
-                      stages, microbatches, policy, **settings)
+                               jitter=partial(_drawn, factors)), stages, microbatches, policy, **settings)
         except AssertionError as error:
             error.add_note(f"policy {policy.name}, case {case}: {depth} stages, {microbatches} microbatches, "
                            f"hop {hop}, {settings}")

@@ -1,32 +1,35 @@
-"""What one process computes with plain PyTorch: the yardstick for every mesh, policy and freezing.
+"""A single-process reference in plain PyTorch, to compare every mesh, policy and frozen prefix with.
 
     reference = Reference(model, seed=0, dtype=torch.float64)
     loss = reference.forward_backward(microbatches)          # of the whole global batch
     relative_error(engine.gradients()[name], reference.gradients()[name])
 
-No pipeline, no messages, no postponed gradients: all blocks in a row, one autograd pass, a torch optimizer.
+No pipeline, no messages, no deferred weight gradients: all blocks in order, one autograd pass, a torch optimizer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ranvier import keyed_random
-from ranvier.models.block import Loss, Model, State, as_model, initialise
+from ranvier.block import Loss, Model, State, as_model, initialise
 from ranvier.pipeline.microbatch import Microbatch
+
+Example = tuple[Any, ...]
+"""Arguments of `Microbatch`: inputs, targets and, where dropout needs them, sample numbers."""
 
 
 class Reference:
     """A model on one device.
 
     Args:
-        model, loss, seed, dtype, optimizer: as for `Engine`. Ready-made modules are changed in place, so give the
-            reference its own copy.
+        model, loss, seed, dtype, optimizer: as for `Engine`. Modules are changed in place, so pass a copy.
 
-    Parameters and gradients carry global names ("block.parameter"), tied ones their owner's.
+    Parameters and gradients have global names ("block.parameter"); tied ones have the name of their owner.
     """
 
     def __init__(self, model: Model | nn.Sequential | Sequence[nn.Module], *, loss: Loss | None = None, seed: int = 0,
@@ -37,7 +40,7 @@ class Reference:
         self.modules = {name: build().to(dtype=dtype) for name, build in model.blocks.items()}
         """Block name -> module, in order."""
         self.parameters: dict[str, nn.Parameter] = {}
-        """Global name -> parameter, one entry for each tied group."""
+        """Global name -> parameter, with one entry for each group of tied parameters."""
         self._share_and_initialise(model)
         trainable = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
         self._optimizer = optimizer(trainable) if optimizer is not None and trainable else None
@@ -60,6 +63,7 @@ class Reference:
 
     def _outputs(self, microbatch: Microbatch, training: bool) -> State:
         samples = microbatch.samples if microbatch.samples is not None else torch.zeros(0, dtype=torch.int64)
+        assert microbatch.inputs is not None, "a reference needs inputs in every microbatch"
         state = microbatch.inputs
         for name, module in self.modules.items():
             module.train(training)
@@ -67,7 +71,7 @@ class Reference:
                 state = module(state)
         return state
 
-    def _sums(self, microbatches: Sequence[Microbatch | tuple], training: bool) -> tuple[Tensor, float]:
+    def _sums(self, microbatches: Sequence[Microbatch | Example], training: bool) -> tuple[Tensor, float]:
         total, weight = torch.zeros((), dtype=torch.float64), 0.0
         for entry in microbatches:
             microbatch = entry if isinstance(entry, Microbatch) else Microbatch(*entry)
@@ -75,8 +79,9 @@ class Reference:
             total, weight = total + loss.reshape(()), weight + float(count)
         return total, weight
 
-    def forward_backward(self, microbatches: Sequence[Microbatch | tuple]) -> float:
-        """Loss of the global batch: sum over valid targets over their number; nan, and no gradients, without any."""
+    def forward_backward(self, microbatches: Sequence[Microbatch | Example]) -> float:
+        """Mean loss over the valid targets of the global batch, after backward; NaN, without gradients, if all are
+        invalid."""
         self._step += 1
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -88,13 +93,12 @@ class Reference:
         return float(total.detach()) / weight
 
     def gradients(self) -> dict[str, Tensor]:
-        """Gradients of trainable parameters; zeros for those that took no part."""
+        """Gradients of trainable parameters by global name; zeros for unused ones."""
         return {name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
                 for name, parameter in self.parameters.items() if parameter.requires_grad}
 
-    def train_batch(self, microbatches: Sequence[Microbatch | tuple]) -> float:
-        """One step: gradients and an update, unless the weight is zero. Parameters that took no part stay as they
-        are."""
+    def train_batch(self, microbatches: Sequence[Microbatch | Example]) -> float:
+        """One step; returns the loss. Unused parameters are not updated, and none is if no target is valid."""
         loss = self.forward_backward(microbatches)
         if loss == loss and self._optimizer is not None:
             for parameter in self.parameters.values():
@@ -104,19 +108,19 @@ class Reference:
         return loss
 
     @torch.no_grad()
-    def evaluate(self, microbatches: Sequence[Microbatch | tuple]) -> float:
-        """Loss without dropout; nan without a valid target."""
+    def evaluate(self, microbatches: Sequence[Microbatch | Example]) -> float:
+        """Mean loss without dropout; NaN without a valid target."""
         total, weight = self._sums(microbatches, training=False)
         return float(total) / weight if weight else float("nan")
 
     @torch.no_grad()
-    def predict(self, microbatches: Sequence[Microbatch | tuple]) -> list[State]:
-        """What the last block returns for each microbatch."""
+    def predict(self, microbatches: Sequence[Microbatch | Example]) -> list[State]:
+        """Output of the last block for each microbatch, without dropout."""
         return [self._outputs(entry if isinstance(entry, Microbatch) else Microbatch(*entry), training=False)
                 for entry in microbatches]
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm of `expected`; the norm of `actual` where `expected` is zero."""
-    norm = torch.linalg.vector_norm(expected).item()
-    return torch.linalg.vector_norm(actual - expected).item() / (norm or 1.0)
+    """Norm of the difference divided by the norm of `expected`; the norm of `actual` if `expected` is zero."""
+    norm = float(torch.linalg.vector_norm(expected))
+    return float(torch.linalg.vector_norm(actual - expected)) / (norm or 1.0)

@@ -16,23 +16,23 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import sqrt
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ranvier import keyed_random
+from ranvier.block import Loss, Model, State, as_model, initialise, named
+from ranvier.config.run import TensorParallel
 from ranvier.errors import ConfigError, DivisibilityError, ModelError, RanvierError
 from ranvier.layout import part
 from ranvier.mesh import Mesh
-from ranvier.models.block import Loss, Model, State, as_model, initialise
-from ranvier.models.carried_state import named
 from ranvier.pipeline.build import split_model
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.run import TensorParallel
-from ranvier.tensor.column_tensor import layout_of_tensor, mark, plain
+from ranvier.tensor.columns import layout_of_tensor, mark, plain
 from ranvier.tensor.layers import block_splits
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.testing.ranks import RanksFailed, run_ranks
@@ -45,17 +45,19 @@ SCHEMES: dict[Scheme, TensorParallel] = {
     "megatron-sequence": TensorParallel(scheme="megatron", sequence_sharding=True)}
 MESHES = ((1, 2), (2, 1), (2, 2), (2, 3))
 """Rows and columns."""
+Sample = Microbatch | tuple[Any, ...] | Tensor | dict[str, Tensor]
+"""A `Microbatch`, (inputs, targets), or inputs."""
 _SEED = 0
 _SMALL = 1e-3
-"""Gradients that are smaller than the largest by more than this are compared on its scale: some are zero but for
-rounding, such as that of a bias of keys."""
+"""Gradients that are smaller than this times the largest are compared on that scale: some are zero but for rounding,
+such as that of the bias of keys."""
 _NOTHING = 1e-5
-"""The same of gradients beside outputs and the loss: all of them may be zero but for rounding."""
+"""The same for gradients relative to outputs and the loss: all of them may be zero but for rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitOutcome:
-    """What came of one mesh and scheme."""
+    """The result of one mesh and scheme."""
 
     row: int
     col: int
@@ -64,7 +66,7 @@ class SplitOutcome:
     error: float | None = None
     """Largest relative error of a tensor, where the model ran."""
     tensor: str = ""
-    """The tensor that has it."""
+    """The tensor that has this error."""
     reason: str = ""
     """Why the model did not run."""
 
@@ -74,35 +76,36 @@ class SplitOutcome:
 
 
 class SplitError(ModelError):
-    """A model that is refused on some mesh and scheme, or gives other numbers there. `outcomes` has all of them."""
+    """A model that is refused on some mesh and scheme, or computes other numbers there. `outcomes` has all results."""
 
     outcomes: tuple[SplitOutcome, ...] = ()
 
 
-def check_split(model: Model | nn.Module | Sequence[nn.Module], sample: Microbatch | tuple | Tensor | dict[str, Tensor],
+def check_split(model: Model | nn.Module | Sequence[nn.Module], sample: Sample,
                 *, loss: Loss | None = None, meshes: Sequence[tuple[int, int]] = MESHES,
                 schemes: Sequence[Scheme] = tuple(SCHEMES), tolerance: float = 1e-9,
                 timeout_seconds: float = 60.0) -> tuple[SplitOutcome, ...]:
-    """Run `model` on each mesh (rows, columns) with each scheme that the mesh allows, and on one rank, in fp64.
+    """Compare `model` on each mesh (rows, columns) and scheme that the mesh allows with itself on one rank, in fp64.
 
     Args:
-        model: as for `Engine`, or one module; it is not changed. Parameters are taken with a little noise, so that
-            none is zero; ends of a tie are compared apart.
-        sample: a `Microbatch`, (inputs, targets), or inputs; two samples or more, shared by the rows. Floats of the
-            inputs get gradients, which are compared, too.
-        loss: of models that do not bring theirs; without any, outputs are compared, and gradients of a random weighting
-            of them.
+        model: as for `Engine`, or one module; it is not changed. Parameters get a little noise, so that none is zero;
+            ends of a tie are compared separately.
+        sample: a `Microbatch`, (inputs, targets), or inputs; two samples or more, divided over the rows. Gradients of
+            floating-point inputs are compared too.
+        loss: for models that have none; without any, outputs are compared, and gradients of a random weighting of them.
+        meshes: (rows, columns) pairs. schemes: names in `SCHEMES`.
         tolerance: largest relative error of outputs, loss, and gradients of inputs and of each parameter.
+        timeout_seconds: longest wait for a message between the ranks, which are threads.
 
     Raises ModelError for a sample that does not fit, SplitError where the model differs or is refused, with the first
     such mesh, scheme and tensor, or line of code. Sizes that a mesh cannot divide are no error, unless no mesh can
     divide them.
     """
+    has_loss = loss is not None or isinstance(model, Model)
+    blocks: Any = model  # as_model checks what it is
     if isinstance(model, nn.Module) and not isinstance(model, (nn.Sequential, nn.ModuleDict, nn.ModuleList)):
-        model = {"block": model}
-    has_loss = loss is not None or (isinstance(model, Model))
-    model = as_model(model, None if isinstance(model, Model) else loss or _no_loss)
-    whole = _ready(model)
+        blocks = {"block": model}
+    whole = _prepared(as_model(blocks, None if isinstance(model, Model) else loss or _no_loss))
     batch = _doubled(sample if isinstance(sample, Microbatch) else Microbatch(*sample) if isinstance(sample, tuple)
                      else Microbatch(sample, None))
     if batch.inputs is None or not tree_leaves(batch.inputs):
@@ -134,7 +137,8 @@ def check_named(target: str, *, as_json: bool = False) -> None:
         raise failed
 
 
-def _called(target: str) -> tuple[Model | nn.Module, object, Loss | None]:
+def _called(target: str) -> tuple[Model | nn.Module, Sample, Loss | None]:
+    """What the function "module:function" returns, with None for a loss that it leaves out."""
     module, _, function = target.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -149,7 +153,8 @@ def _called(target: str) -> tuple[Model | nn.Module, object, Loss | None]:
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise ConfigError("must return (model, sample) or (model, sample, loss)", where=f"split {target}",
                           value=type(made).__name__, remedy="See ranvier.testing.check_split for what a sample is.")
-    return made if len(made) == 3 else (*made, None)
+    model, sample, loss = made if len(made) == 3 else (*made, None)
+    return model, sample, loss
 
 
 def _raise_first(outcomes: tuple[SplitOutcome, ...], tolerance: float) -> None:
@@ -171,13 +176,13 @@ def _raise_first(outcomes: tuple[SplitOutcome, ...], tolerance: float) -> None:
 
 
 def _no_loss(outputs: State, targets: object) -> tuple[Tensor, float]:
+    """In place of a loss where outputs are compared: never called."""
     raise AssertionError("outputs are compared")
 
 
-def _ready(model: Model) -> Model:
-    """The model with blocks that are there, in fp64, with a little noise; each block has its own copy of what is
-    tied."""
-    blocks = {}
+def _prepared(model: Model) -> Model:
+    """The model with built blocks, in fp64, with a little noise; each end of a tie has its own copy."""
+    blocks: dict[str, nn.Module] = {}
     generator = torch.Generator().manual_seed(_SEED)
     for name, build in model.blocks.items():
         module = copy.deepcopy(build()).double().train()
@@ -185,13 +190,18 @@ def _ready(model: Model) -> Model:
             for key, parameter in module.named_parameters():
                 if model.initial is not None:
                     initialise(parameter, f"{name}.{key}", model.initial(f"{name}.{key}"), _SEED)
-                parameter += 0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
         blocks[name] = module
-    return replace(model, blocks={name: (lambda module=module: module) for name, module in blocks.items()}, tied=(),
+    return replace(model, blocks={name: partial(_same, module) for name, module in blocks.items()}, tied=(),
                    initial=None, alike={})
 
 
+def _same(module: nn.Module) -> nn.Module:
+    return module
+
+
 def _doubled(batch: Microbatch) -> Microbatch:
+    """The microbatch with floats in fp64, and with sample numbers."""
     count = len(tree_leaves(batch.inputs)[0]) if batch.inputs is not None and tree_leaves(batch.inputs) else 0
     inputs, targets = tree_map(lambda x: x.detach().double() if isinstance(x, Tensor) and x.is_floating_point() else x,
                                (batch.inputs, batch.targets))
@@ -201,7 +211,7 @@ def _doubled(batch: Microbatch) -> Microbatch:
 # ---------------------------------------------------------------------- one run
 
 def _run(model: Model, batch: Microbatch, mesh: TensorMesh | None, has_loss: bool) -> dict[str, Tensor]:
-    """Every tensor to compare, by name: whole ones, or this rank's parts with their layouts."""
+    """Every tensor to compare, by name: whole ones, or (with a mesh) this rank's parts with their layouts."""
     inputs = tree_map(lambda x: x.clone().requires_grad_() if x.is_floating_point() else x, batch.inputs)
     blocks = {name: build() for name, build in model.blocks.items()}
     for block in blocks.values():
@@ -209,7 +219,7 @@ def _run(model: Model, batch: Microbatch, mesh: TensorMesh | None, has_loss: boo
             parameter.grad = None
     state = inputs
     for name, block in blocks.items():
-        with keyed_random.scope(_SEED, 0, batch.samples, name):
+        with keyed_random.scope(_SEED, 0, _samples(batch), name):
             state = block(state)
     outputs = {f"output {name}".strip(): x for name, x in named(state, "the last block").items()}
     wanted = {name: x for name, x in outputs.items() if x.requires_grad}
@@ -218,29 +228,35 @@ def _run(model: Model, batch: Microbatch, mesh: TensorMesh | None, has_loss: boo
         total = model.loss(state, batch.targets)[0].reshape(())
         found["loss"] = total.detach().clone()
         if total.requires_grad:
-            total.backward()
+            torch.autograd.backward(total)
     elif wanted:
         torch.autograd.backward([plain(x) for x in wanted.values()],
                                 [_own(_weighting(name, x, mesh), x, mesh) for name, x in wanted.items()])
     for name, x in named(inputs, "the inputs").items():
         if x.is_floating_point():
             found[f"gradient of input {name}".strip()] = torch.zeros_like(x) if x.grad is None else x.grad
-    for block, module in blocks.items():
-        for name, parameter in module.named_parameters():
+    for name, block in blocks.items():
+        for own_name, parameter in block.named_parameters():
             if parameter.requires_grad:
-                found[f"gradient of {block}.{name}"] = torch.zeros_like(parameter) if parameter.grad is None \
+                found[f"gradient of {name}.{own_name}"] = torch.zeros_like(parameter) if parameter.grad is None \
                     else parameter.grad
     return found
 
 
+def _samples(batch: Microbatch) -> Tensor:
+    """The numbers of the samples, which `_doubled` gives where the user has not."""
+    assert batch.samples is not None
+    return batch.samples
+
+
 def _copied(x: Tensor) -> Tensor:
-    """The values, and how they lie."""
+    """A copy of the values, with the same layout."""
     layout, values = layout_of_tensor(x), plain(x).detach().clone()
     return values if layout is None else mark(values, layout)
 
 
 def _whole_shape(x: Tensor, mesh: TensorMesh | None) -> list[int]:
-    """Of all rows' and columns' parts together."""
+    """The shape of all rows' and columns' parts together."""
     layout, shape = layout_of_tensor(x), list(plain(x).shape)
     if layout is not None and layout.dim is not None:
         shape[layout.dim] = layout.size
@@ -256,7 +272,7 @@ def _weighting(name: str, x: Tensor, mesh: TensorMesh | None) -> Tensor:
 
 
 def _own(whole: Tensor, mine: Tensor, mesh: TensorMesh | None) -> Tensor:
-    """The part of a whole tensor that lies as `mine`."""
+    """The part of a whole tensor that has the place and layout of `mine`."""
     if mesh is None:
         return whole
     layout, size = layout_of_tensor(mine), plain(mine).shape[0] if mine.dim() else 0
@@ -275,21 +291,22 @@ def _own(whole: Tensor, mine: Tensor, mesh: TensorMesh | None) -> Tensor:
 def _outcome(whole: Model, batch: Microbatch, expected: dict[str, Tensor], shape: tuple[int, int], scheme: Scheme,
              has_loss: bool, tolerance: float, timeout_seconds: float) -> SplitOutcome:
     mesh, settings = Mesh(row=shape[0], col=shape[1]), SCHEMES[scheme]
+    outcome = partial(SplitOutcome, row=shape[0], col=shape[1], scheme=scheme)
 
     def rank(world: World) -> dict[str, tuple[float, float]]:
-        groups = (world.backend.group(axis, mesh.groups(axis)) for axis in ("row", "col"))
-        return _compared(whole, batch, expected, TensorMesh(*groups, settings, check_order=True), has_loss)
+        over_rows = world.backend.group("row", mesh.groups("row"))
+        over_cols = world.backend.group("col", mesh.groups("col"))
+        return _compared(whole, batch, expected, TensorMesh(over_rows, over_cols, settings, check_order=True), has_loss)
 
-    where = dict(row=mesh.row, col=mesh.col, scheme=scheme)
     try:
         ranks = run_ranks(rank, mesh.size, timeout_seconds=timeout_seconds)
     except DivisibilityError as error:
-        return SplitOutcome(status="cannot be divided", reason=str(error), **where)
+        return outcome(status="cannot be divided", reason=str(error))
     except RanksFailed as error:
-        return SplitOutcome(status="refused", reason=str(error).partition("\n")[0], **where)
-    except Exception as error:  # of the model's own code, which does not go through with parts of tensors
+        return outcome(status="refused", reason=str(error).partition("\n")[0])
+    except Exception as error:  # of the model's own code, which fails on parts of tensors
         kind = "" if isinstance(error, ModelError) else f"{type(error).__name__}: "
-        return SplitOutcome(status="refused", reason=f"{kind}{str(error).partition(chr(10))[0]}", **where)
+        return outcome(status="refused", reason=f"{kind}{str(error).partition(chr(10))[0]}")
     errors = {}
     together = {name: [sqrt(sum(one[name][which] ** 2 for one in ranks)) for which in (0, 1)] for name in expected}
     largest = max((norm for name, (_, norm) in together.items() if name.startswith("gradient")), default=0.0)
@@ -298,20 +315,20 @@ def _outcome(whole: Model, batch: Microbatch, expected: dict[str, Tensor], shape
         scale = max(norm, _SMALL * largest, _NOTHING * size) if name.startswith("gradient") else norm
         errors[name] = difference / scale if scale else difference
     worst = max(errors, key=lambda name: (errors[name] != errors[name], errors[name]))
-    return SplitOutcome(status="agrees" if errors[worst] <= tolerance else "differs", error=errors[worst], tensor=worst,
-                        **where)
+    return outcome(status="agrees" if errors[worst] <= tolerance else "differs", error=errors[worst], tensor=worst)
 
 
 def _compared(whole: Model, batch: Microbatch, expected: dict[str, Tensor], mesh: TensorMesh, has_loss: bool
               ) -> dict[str, tuple[float, float]]:
-    """Name -> norms of the difference and of what is expected, of this rank's part."""
-    start, stop = part(len(batch.samples), mesh.num_rows, mesh.row)
-    count = len(batch.samples)
+    """Name -> (norm of the difference, norm of what is expected), each of this rank's part."""
+    samples = _samples(batch)
+    count = len(samples)
+    start, stop = part(count, mesh.num_rows, mesh.row)
     inputs, targets = tree_map(lambda x: x[start:stop] if isinstance(x, Tensor) and x.dim() and len(x) == count else x,
                                (batch.inputs, batch.targets))
-    mine = Microbatch(inputs, targets, batch.samples[start:stop])
+    mine = Microbatch(inputs, targets, samples[start:stop])
     splits = {f"gradient of {block}.{name}": split for block, build in whole.blocks.items()
-              for name, split in block_splits(block, build(), mesh.settings).items()}
+              for name, split in block_splits(block, build(), mesh.settings, mesh.num_cols).items()}
     found = _run(split_model(whole, mesh), mine, mesh, has_loss)
     errors = {}
     for name, wanted in expected.items():

@@ -9,12 +9,13 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ranvier.mesh import Mesh
 from ranvier.train.events import EndEvent, EvalEvent, Event, NoteEvent, StartEvent, StepEvent, Tracker
 
 
-def example_step(step: int, **changed) -> StepEvent:
+def example_step(step: int, **changed: Any) -> StepEvent:
     """A step as a run might have it."""
     return replace(StepEvent(step=step, loss=8 - 0.1 * step, tokens=4096.0, step_seconds=0.5, wait_seconds=0.05,
                              bubble_fraction=0.1, grad_norm=1.5, learning_rate=1e-3, flops_per_second=2e10,
@@ -30,7 +31,9 @@ def example_run(run_dir: Path, steps: int = 4) -> list[Event]:
         if step == 2:
             events += [NoteEvent(step=2, event="skipped", text="no valid target", fields={"tokens": 0}), skipped]
         elif step == steps:
-            events += [EvalEvent(step=step, loss=7.5, tokens=1024.0, seconds=0.2), example_step(step, eval_loss=7.5)]
+            events += [EvalEvent(step=step, loss=7.5, tokens=1024.0, seconds=0.2), 
+                       EvalEvent(step=step, loss=6.5, tokens=1024.0, seconds=0.2, name="code"),
+                       example_step(step, eval_loss=7.5, eval_scores={"eval_code_loss": 6.5})]
         else:
             events.append(example_step(step))
     summary = {"final_loss": 7.6, "eval_loss": 7.5, "tokens_per_second": 8192.0, "bubble_fraction": 0.1,
@@ -47,6 +50,6 @@ def check_tracker(make: Callable[[], Tracker], run_dir: Path = Path("run")) -> N
     for events in (example_run(run_dir), example_run(run_dir)[:3], example_run(run_dir, steps=1), []):
         tracker = make()
         for event in events:
-            returned = tracker.event(event)
+            returned: object = tracker.event(event)  # type: ignore[func-returns-value]  # which is what is checked
             assert returned is None, f"event({type(event).__name__}) returned {returned!r}; a tracker only listens"
         tracker.close()

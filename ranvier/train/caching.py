@@ -7,14 +7,15 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from ranvier.block import State
+from ranvier.config.resolve import ResolvedRun
 from ranvier.data.loader import Loader
 from ranvier.data.task import Prepared
-from ranvier.elastic.auto_cache import AutoCache
+from ranvier.elastic.cache.auto_cache import AutoCache, Compute
 from ranvier.elastic.cache_profile import Times, decide
-from ranvier.models.block import State
-from ranvier.run import Run
+from ranvier.elastic.rules import ElasticRules
 from ranvier.train.events import Event, NoteEvent
-from ranvier.train.formation import Formation
+from ranvier.train.runtime import RankRuntime
 
 _TRIAL_BATCHES = 3
 """Microbatches that are computed, written and read before it is decided whether the cache pays."""
@@ -23,21 +24,31 @@ _TRIAL_BATCHES = 3
 class Caching:
     """One run's cache on one rank: used on ranks of the first stage, for the frozen layers that it holds."""
 
-    def __init__(self, run: Run, data: Prepared, tell: Callable[[Event], None]) -> None:
+    def __init__(self, run: ResolvedRun, data: Prepared, tell: Callable[[Event], None]) -> None:
         self._run, self._data, self._tell = run, data, tell
         self._cache: AutoCache | None = None
-        self._now: Formation | None = None
+        self._now: RankRuntime | None = None
         self._reads = self._seen = 0
-        self._refused_at = 0
-        """Frozen layers at which the cache did not pay; it is tried again with more."""
+        self._refused_at = 0  # frozen layers at which the cache did not pay; it is tried again with more
+
+    @property
+    def _runtime(self) -> RankRuntime:
+        """That of the last `enter`."""
+        assert self._now is not None
+        return self._now
+
+    @property
+    def _open_cache(self) -> AutoCache:
+        """The cache, while the engine uses it."""
+        assert self._cache is not None
+        return self._cache
 
     def wanted(self, frozen: int) -> bool:
         """Whether outputs of so many layers would be cached, as far as that is known."""
-        least = self._run.elastic.cache_from
-        return self._run.elastic.cache and frozen > (self._refused_at if least == "auto" else least - 1)
+        return ElasticRules(self._run).caches(frozen, self._refused_at)
 
-    def enter(self, now: Formation, reads: int) -> bool:
-        """Go on with another engine; `reads` samples of the run are still to come. Whether this rank caches now."""
+    def enter(self, now: RankRuntime, reads: int) -> bool:
+        """Continue with another engine; `reads` samples of the run are still to come. Whether this rank caches now."""
         self._now, engine = now, now.engine
         blocks = engine.frozen_stage_blocks()
         if not (self.wanted(now.frozen) and engine.is_first_stage and blocks):
@@ -48,12 +59,13 @@ class Caching:
             self._cache = AutoCache(
                 self._run.elastic.cache_dir, blocks=blocks, fingerprint=self._fingerprint(),
                 num_samples=len(self._data.train), quota_bytes=self._run.elastic.cache_bytes,
-                precision=self._run.elastic.cache_precision, device=now.world.device, tell=self._say,
+                precision=self._run.elastic.cache_precision, device=now.world.device, warn=self._say,
                 agree=self._agree if mesh.stage_size > 1 else None,
+                lengths=now.train_data.lengths,
                 part=f"{self._run.tensor.scheme}, row {at.row} of {mesh.row}, col {at.col} of {mesh.col}"
                 if mesh.stage_size > 1 else "whole")
         else:
-            self._cache.deepen(blocks)
+            self._cache.set_blocks(blocks)
         self._reads, self._seen = reads // now.run.mesh.data, 0
         self._before = replace(self._cache.counts, seconds=dict(self._cache.counts.seconds))
         engine.use_cache(self._forward, len(blocks))
@@ -65,18 +77,16 @@ class Caching:
             self._cache.close()
             self._cache = None
 
-    close = leave
-
     def prefetch(self, loader: Loader, step: int, *, more: bool) -> None:
         """Read ahead what `step`, counted from 0, has and, where there are more, the step behind it: its first
         microbatch is read while this step computes."""
-        if self._cache is not None and self._now.engine.cached_blocks:
+        if self._cache is not None and self._runtime.engine.cached_blocks:
             self._cache.prefetch([*loader.samples(step), *(loader.samples(step + 1) if more else ())])
 
     def look_again(self) -> None:
         """An epoch has gone by: weights that were changed in a way that torch does not count are noticed now."""
-        if self._cache is not None and self._now.engine.cached_blocks:
-            self._cache.look_again()
+        if self._cache is not None and self._runtime.engine.cached_blocks:
+            self._cache.check_weights()
 
     def facts(self) -> dict[str, object]:
         """What was read and computed, for the summary."""
@@ -89,7 +99,7 @@ class Caching:
 
     def _agree(self, mine: bool) -> bool:
         """Whether all ranks of the stage say so, of the engine that there is now: the cache outlives a transition."""
-        engine = self._now.engine
+        engine = self._runtime.engine
         return mine if engine.mesh.stage_size == 1 else engine.agree(mine)
 
     def _fingerprint(self) -> str:
@@ -97,8 +107,8 @@ class Caching:
         run = self._run
         return f"{self._data.fingerprint} {self._data.transform} {run.precision} {run.model}"
 
-    def _forward(self, samples: Tensor, inputs: State, compute) -> State:
-        state = self._cache.forward(samples, inputs, compute)
+    def _forward(self, samples: Tensor, inputs: State, compute: Compute) -> State:
+        state = self._open_cache.forward(samples, inputs, compute)
         self._seen += 1
         if self._seen == _TRIAL_BATCHES and self._run.elastic.cache_from == "auto":
             self._judge(samples)
@@ -110,22 +120,24 @@ class Caching:
         times = self._times(samples)
         if not self._agree(times is not None):  # all were hits, which others have written; or nothing could be written
             return
-        verdict = decide("auto", frozen_layers=self._now.frozen, times=times, remaining_reads=self._reads,
+        verdict = decide("auto", frozen_layers=self._runtime.frozen, times=times, remaining_reads=self._reads,
                          num_samples=min(len(self._data.train), self._reads))
         if self._agree(verdict.pays):
             return
-        if self._cache.counts.upgraded > self._before.upgraded:
-            self._cache.writes = False
+        cache = self._open_cache
+        if cache.counts.upgraded > self._before.upgraded:
+            cache.writes = False
             self._say(f"outputs of the layers frozen before are read, and those of the new ones are not kept: "
                       f"{verdict.why}")
             return
-        self._refused_at = self._now.frozen
+        self._refused_at = self._runtime.frozen
         self._say(f"cache off: {verdict.why}")
-        self._now.engine.use_cache(None, 0)
+        self._runtime.engine.use_cache(None, 0)
 
     def _times(self, samples: Tensor) -> Times | None:
         """Seconds of a sample since the last transition: what an entry saves, reading it and writing it."""
-        times, now, before = self._cache.times(samples), self._cache.counts, self._before
+        cache = self._open_cache
+        times, now, before = cache.times(samples), cache.counts, self._before
         upgraded, computed = now.upgraded - before.upgraded, now.computed - before.computed
         if times is None or not (upgraded or computed):
             return None

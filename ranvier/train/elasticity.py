@@ -8,38 +8,39 @@ run's clock.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf, isfinite
+from math import inf, isfinite, prod
 from statistics import median
+from typing import Any
 
+from ranvier.config.other_mesh import on_mesh
+from ranvier.config.resolve import ResolvedRun
 from ranvier.data.task import Prepared
-from ranvier.elastic.freezing import Facts, FreezePolicy, Remembers, decide, policy_of
+from ranvier.elastic.freezing import Facts, FreezePolicy, Manual, Remembers, decide, policy_of
 from ranvier.elastic.ledger import Entry, Ledger
-from ranvier.elastic.microbatch_profile import MicrobatchProfile, microbatch_counts, size_of
+from ranvier.elastic.mesh_candidates import MeshCandidate, mesh_candidates
+from ranvier.elastic.microbatch_profile import TRIAL_STEPS, MicrobatchProfile, microbatch_counts, size_of
+from ranvier.elastic.rules import ElasticRules, EvaluationSchedule
+from ranvier.elastic.transition_selector import TransitionSelector, mesh_text
 from ranvier.errors import RanvierError
-from ranvier.machine import affinity
 from ranvier.mesh import Mesh
 from ranvier.optim.learning_rate import learning_rate
 from ranvier.pipeline.engine import Engine
-from ranvier.refit import on_mesh
-from ranvier.run import Run
+from ranvier.system.machine import affinity
 from ranvier.train.caching import Caching
-from ranvier.train.change import Change
+from ranvier.train.commands import Change
 from ranvier.train.events import Event, NoteEvent, StepEvent
-from ranvier.train.files import mesh_text
-from ranvier.train.formation import Formation
-from ranvier.train.judging import Judge
-from ranvier.train.packing import Packing, packings, work_of
-from ranvier.train.room import Room, device_bytes
+from ranvier.train.measured_blocks import RankMeasurement, measured_blocks, present_mesh
+from ranvier.train.memory import MemoryBudget, device_bytes
+from ranvier.train.runtime import RankRuntime
 
-_TRIAL_STEPS = 3
 _RECENT_STEPS = 8
 """Steps whose median says how long one takes now."""
 
 
 @dataclass(kw_only=True)
-class Trying:
+class MicrobatchTrial:
     """A number of microbatches that is being tried, for a few steps, of which the first warms up."""
 
     pipe: int
@@ -53,10 +54,11 @@ class Trying:
         """One more step was measured. Whether that was the last."""
         if step in self.steps:
             self.taken.append(seconds)
-        return len(self.taken) == _TRIAL_STEPS
+        return len(self.taken) == TRIAL_STEPS
 
     @property
     def seconds(self) -> float:
+        """The fastest step, without the first."""
         return min(self.taken[1:])
 
 
@@ -66,29 +68,30 @@ class Elasticity:
     tell: takes events. policy: decides instead of what `run.elastic.freeze` names.
     """
 
-    def __init__(self, run: Run, data: Prepared, *, tell: Callable[[Event], None],
+    def __init__(self, run: ResolvedRun, data: Prepared, *, tell: Callable[[Event], None],
                  policy: FreezePolicy | None = None) -> None:
-        self._first, self._num_samples, self._tell = run, len(data.train), tell
+        self._first, self._num_samples, self._tell = run, data.epoch_samples, tell
         self.policy, self._own = policy or policy_of(run.elastic), policy is not None
         self._by_hand = run.elastic.freeze == "manual" and not self._own
+        self._evaluations = EvaluationSchedule(
+            every=run.elastic.every, epoch_samples=self._num_samples, dry_run=run.elastic.dry_run,
+            depths=self.policy.depths if self._by_hand and isinstance(self.policy, Manual) else None)
         self.caching = Caching(run, data, tell)
         self.evaluations = 0
         """Of the freeze policy, so far."""
-        self.ledger, self.profile, self.judge = Ledger(), MicrobatchProfile(), Judge(run, self._note)
-        self._size = run.batch.global_size
-        """The global batch now."""
-        self._since = (0, 0)
-        """Step of its last change, and the samples that were taken by then."""
-        self._due = False
-        """Whether the policy is still to be asked: the step after which it should have been may have been left out."""
+        self._rules = ElasticRules(run)
+        self.ledger, self.profile = Ledger(), MicrobatchProfile()
+        self.selector = TransitionSelector(self._rules, self._note)
+        self._size = run.batch.global_size  # the current global batch
+        self._since = (0, 0)  # the step of its last change, and the samples consumed by then
+        self._due = False  # the policy is still to be evaluated: the step after which it was due may have been left out
+        # of the layers' gradients in the last step, where the policy is evaluated after it
         self._norms: tuple[float, ...] | None = None
-        """Of the layers' gradients in the last step, where the policy is asked after it."""
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
-        self._trial: Trying | None = None
-        self._told: set[tuple[int, int]] = set()
-        """(pipe, data) whose best number of microbatches has been told."""
+        self._trial: MicrobatchTrial | None = None
+        self._told: set[tuple[int, int]] = set()  # (pipe, data) whose best number of microbatches has been reported
 
-    # ------------------------------------------------------------------ the course of the run
+    # ------------------------------------------------------------------ progress of the run
 
     def _taken(self, step: int) -> int:
         """Samples that `step` steps come to."""
@@ -97,8 +100,7 @@ class Elasticity:
 
     def left(self, step: int) -> int:
         """Steps of the present size that are still to come after `step`."""
-        total = self._first.train.steps * self._first.batch.global_size
-        return max(0, -(-(total - self._taken(step)) // self._size))
+        return self._rules.remaining_steps(self._first.train.steps, self._taken(step), self._size)
 
     def learning_rate(self, step: int) -> float:
         """That of `step`: the schedule's, at the same place in the data; with "scale" in proportion to the batch."""
@@ -109,25 +111,17 @@ class Elasticity:
     def asks_after(self, step: int, before: int, after: int, frozen: int) -> bool:
         """Whether the freeze policy is asked after `step`, which takes the data from sample `before` to `after`. Once
         it is to be asked, it is after each step until one has gradients to be judged by (`saw_gradients`)."""
-        elastic = self._first.elastic
         if not self.freezes:
             return False
-        if self._by_hand:
-            due = any(at == step or (at < step and layers > frozen and not elastic.dry_run)
-                      for at, layers in self.policy.depths)
-        elif elastic.every:
-            due = step % elastic.every == 0
-        else:
-            due = after // self._num_samples > before // self._num_samples
-        self._due |= due
+        self._due |= self._evaluations.is_due(step, before, after, frozen)
         return self._due
 
     def saw_gradients(self, engine: Engine) -> None:
         """The last step was one after which the policy is asked. Collective."""
         self._norms = engine.layer_gradient_norms()
 
-    def begins(self, step: int, engine: Engine, frozen: int) -> None:
-        """The run begins, or goes on, after `step`: depths given by hand for earlier steps hold at once."""
+    def start(self, step: int, engine: Engine, frozen: int) -> None:
+        """The run starts or resumes after `step`: depths given by hand for earlier steps hold at once."""
         if self._by_hand and self.asks_after(step, 0, 0, frozen):
             self._norms = (0.0,) * len(engine.layers)
 
@@ -143,17 +137,17 @@ class Elasticity:
             trial, self._trial = self._trial, None
             self.profile = self.profile.measured(trial.pipe, trial.data, trial.frozen, trial.count, trial.seconds)
 
-    def microbatch_size(self, now: Formation, step: int) -> int:
+    def microbatch_size(self, now: RankRuntime, step: int) -> int:
         """Samples in a microbatch of `step`: the run's or, where numbers of them are profiled, of the one that is being
         tried, or was the fastest. The same on every rank, since all know the same times."""
         run = now.run
         if not self._first.elastic.profile_microbatches:
             return run.batch.microbatch_size
         pipe, data = run.mesh.pipe, run.mesh.data
-        share = -(-run.batch.global_size // data)
+        share = run.replica_batch_size
         counts = microbatch_counts(pipe, share)
         if self._trial is None and (count := self.profile.next_count(pipe, data, now.frozen, counts)) is not None:
-            self._trial = Trying(pipe=pipe, data=data, frozen=now.frozen, count=count)
+            self._trial = MicrobatchTrial(pipe=pipe, data=data, frozen=now.frozen, count=count)
         elif self._trial is None and (pipe, data) not in self._told:
             self._told.add((pipe, data))
             tried = {trial.microbatches: trial.seconds for trial in self.profile.trials
@@ -171,7 +165,7 @@ class Elasticity:
 
     # ------------------------------------------------------------------ what goes along
 
-    def state(self, run: Run, frozen: int) -> dict[str, object]:
+    def state(self, run: ResolvedRun, frozen: int) -> dict[str, object]:
         """What a checkpoint keeps, and a rank that comes back needs; JSON-serialisable."""
         changed = frozen or self.ledger.entries or run.mesh != self._first.mesh or self._since != (0, 0)
         if not self.freezes and not changed:
@@ -185,36 +179,36 @@ class Elasticity:
                 "norms": self._norms and [norm if isfinite(norm) else None for norm in self._norms],
                 "ledger": self.ledger.to_dict(), "profile": self.profile.to_dict(),
                 "policy": self.policy.state_dict() if isinstance(self.policy, Remembers) else None,
-                "refused": [list(mesh) for mesh in sorted(self.judge.refused)]}
+                "refused": [list(mesh) for mesh in sorted(self.selector.refused)]}
 
     @property
     def freezes(self) -> bool:
         """Whether there is a policy that may freeze layers."""
         return self._own or self._first.elastic.freeze != "none"
 
-    def load(self, state: Mapping[str, object]) -> None:
+    def load(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state`, but for what `Change` has."""
         if state:
             self.evaluations, self._size = int(state["evaluations"]), int(state["size"])
             self._since = (int(state["since"][0]), int(state["since"][1]))
             self._due, norms = bool(state["due"]), state["norms"]
-            self._norms = norms and tuple(inf if norm is None else float(norm) for norm in norms)
+            self._norms = None if norms is None else tuple(inf if norm is None else float(norm) for norm in norms)
             self.ledger = Ledger.from_dict(state["ledger"])
             self.profile = MicrobatchProfile.from_dict(state["profile"])
             if isinstance(self.policy, Remembers) and state.get("policy") is not None:
                 self.policy.load_state_dict(state["policy"])
-            self.judge.refused = {tuple(mesh) for mesh in state.get("refused", ())}  # older checkpoints have none
+            self.selector.refused = {tuple(mesh) for mesh in state.get("refused", ())}  # older checkpoints have none
 
-    def went_back(self, step: int, state: Mapping[str, object]) -> None:
+    def rolled_back(self, step: int, state: Mapping[str, Any]) -> None:
         """The run is at `step` again, with the weights of a checkpoint that has `state`. Frozen layers, mesh and global
         batch stay as they are; of the steps of another size, those that were taken back count no more."""
         if step < self._since[0]:
             (since, taken), size = state.get("since", (0, 0)), state.get("global_size", self._first.batch.global_size)
             self._since = (step, taken + (step - since) * size)
 
-    def take_up(self, state: Mapping[str, object], run: Run, engine: Engine) -> Change | None:
-        """What a run that goes on must change to be what it was: its frozen layers and, where it is started on the mesh
-        that it was started on before, the mesh that it had come to."""
+    def restore(self, state: Mapping[str, Any], run: ResolvedRun, engine: Engine) -> Change | None:
+        """The transition with which a resumed run returns to its state: its frozen layers and, if it is started on the
+        mesh on which it was started before, its last mesh. None if nothing changes."""
         self.load(state)
         mesh, frozen = run.mesh, int(state["frozen"])
         if frozen > len(engine.layers):
@@ -224,7 +218,7 @@ class Elasticity:
         size, boundaries = int(state["global_size"]), engine.boundaries or None
         if state["first_size"] != self._first.batch.global_size:  # another one is asked for now
             self._since, self._size = (0, 0), self._first.batch.global_size
-            size = self._global_size(int(state["data"]) if same else mesh.data)
+            size = self._rules.step_samples(int(state["data"]) if same else mesh.data)
         was = replace(mesh, data=int(state["data"]), pipe=int(state["pipe"])) if same else mesh
         if not frozen and was == mesh and size == run.batch.global_size:
             return None
@@ -235,7 +229,7 @@ class Elasticity:
         return Change(data=was.data, pipe=was.pipe, frozen=frozen, old_frozen=0, boundaries=boundaries,
                       global_size=size, microbatch_size=there.batch.microbatch_size, reason=reason)
 
-    def enter(self, now: Formation, change: Change, old: Mesh, moved: int, seconds: float, step: int) -> bool:
+    def enter(self, now: RankRuntime, change: Change, old: Mesh, moved: int, seconds: float, step: int) -> bool:
         """The change from mesh `old` has been made. Returns whether this rank caches from now on."""
         if not self.ledger.entries or self.ledger.entries[-1].measured_cost is not None:  # nobody has judged it
             self.ledger = self.ledger.with_entry(Entry(
@@ -243,20 +237,13 @@ class Elasticity:
                 seconds_before=median(self._recent) if self._recent else None, remaining_steps=self.left(step)))
         self.ledger = self.ledger.with_measured(cost=seconds, moved_bytes=moved)
         if change.wish is not None:
-            self.judge.refused.clear()  # the user has chosen, and that holds until more layers freeze
+            self.selector.refused.clear()  # the user has chosen, and that holds until more layers freeze
         size = now.run.batch.global_size
         if size != self._size:
             self._since, self._size = (step, self._taken(step)), size
         self._recent.clear()
         self._trial = None
         return self.caching.enter(now, reads=self.left(step) * now.run.batch.global_size)
-
-    def rest(self) -> None:
-        """This rank is idle from now on."""
-        self.caching.leave()
-
-    def close(self) -> None:
-        self.caching.close()
 
     def facts(self) -> dict[str, object]:
         """What this rank adds to the summary."""
@@ -285,9 +272,9 @@ class Elasticity:
 
     # ------------------------------------------------------------------ deciding
 
-    def decide(self, now: Formation, step: int, *, resize: Mapping | None, busy: Mapping[str, float],
+    def decide(self, now: RankRuntime, step: int, *, resize: Mapping[str, Any] | None, busy: Mapping[str, float],
                busy_steps: int) -> Change | None:
-        """What is to change after `step`; the same on every rank. resize: a user's wish for another mesh.
+        """What is to change after `step`; the same on every rank. resize: a user's request for another mesh.
 
         busy: seconds in each category of span on this rank, in `busy_steps` steps. Collective.
         """
@@ -300,9 +287,9 @@ class Elasticity:
         if now.world.rank == 0:
             depth = now.frozen if norms is None else self._depth(now, step, norms)
             sizes = [row["device_bytes"] for row in measured if row["device_bytes"] is not None]
-            room = Room(first=self._first, frozen=depth, device_bytes=min(sizes, default=None))
-            change = (self._resized(now, resize, room, step) if resize is not None else
-                      self._packed(now, room, step, measured))
+            budget = MemoryBudget(first=self._first, frozen=depth, device_bytes=min(sizes, default=None))
+            change = (self._resized(now, resize, budget, step) if resize is not None else
+                      self._packed(now, budget, step, measured))
             found = {"change": change and change.document(), "state": self.state(now.run, now.frozen)}
         found = now.ranks.gather_objects(found)[0]
         self.load(found["state"])
@@ -313,7 +300,7 @@ class Elasticity:
         if self._recent and self.ledger.entries and self.ledger.entries[-1].measured_after is None:
             self.ledger = self.ledger.with_measured(after=median(self._recent))
 
-    def _depth(self, now: Formation, step: int, norms: tuple[float, ...]) -> int:
+    def _depth(self, now: RankRuntime, step: int, norms: tuple[float, ...]) -> int:
         """Frozen layers from now on."""
         self.evaluations += 1
         depth = decide(self.policy, Facts(step=step, evaluation=self.evaluations, frozen=now.frozen,
@@ -324,67 +311,69 @@ class Elasticity:
             return now.frozen
         return depth
 
-    def _packed(self, now: Formation, room: Room, step: int, measured: list[dict]) -> Change | None:
-        """The change that follows from as many frozen layers as `room` is for."""
-        run, elastic, depth = now.run, self._first.elastic, room.frozen
-        deeper, again = depth > now.frozen, self.judge.refused_at(depth)
+    def _packed(self, now: RankRuntime, budget: MemoryBudget, step: int, measured: Sequence[RankMeasurement]
+                ) -> Change | None:
+        """The change that follows from as many frozen layers as `budget` is for."""
+        run, elastic, depth = now.run, self._first.elastic, budget.frozen
+        deeper, again = depth > now.frozen, self.selector.refused_at(depth)
         reason = f"{self._policy_text}, evaluation {self.evaluations}"
 
-        def change(packing: Packing) -> Change:
-            return self._change(now, packing.mesh(run.mesh), depth, packing.boundaries or None, reason)
+        def change(candidate: MeshCandidate) -> Change:
+            return self._change(now, candidate.mesh(run.mesh), depth, candidate.boundaries or None, reason)
+
+        def problem_of(candidate: MeshCandidate) -> str | None:
+            problem = budget.problem(change(candidate).applied(run))
+            return None if problem is None else f"{problem.where} {problem.what}"
 
         chosen = None
         if elastic.auto_pipe and (deeper or again):
             profile = self.profile if elastic.profile_microbatches else None
-            work = work_of(now, measured, profile)
-            found = packings(self._first, now, depth, work, cached=elastic.cache and self.caching.wanted(depth),
-                             batch=self._global_size, profile=profile, room=room, among=None if deeper else again)
-            chosen, entry = self.judge.chosen(
-                now, found, work, room, step=step, ledger=self.ledger, remaining_steps=self.left(step),
-                seconds=median(self._recent) if self._recent else None,
-                there=lambda packing: change(packing).applied(run))
+            facts, present = measured_blocks(now, measured, profile), present_mesh(now)
+            candidates = mesh_candidates(self._rules, present, depth, facts, cached=self.caching.wanted(depth),
+                                         profile=profile, memory=budget.stage_memory(),
+                                         among=None if deeper else again)
+            chosen, entry = self.selector.select(
+                present, candidates, facts, depth=depth, step=step, ledger=self.ledger,
+                remaining_steps=self.left(step), seconds=median(self._recent) if self._recent else None,
+                problem_of=problem_of)
             if entry is not None:
                 self.ledger = self.ledger.with_entry(entry)
         if chosen is not None:
             return change(chosen)
         return self._change(now, run.mesh, depth, now.engine.boundaries or None, reason) if deeper else None
 
-    def _resized(self, now: Formation, wish: Mapping, room: Room, step: int) -> Change | None:
-        """A user's wish, if it can be: other replicas or stages of the ranks that the run was started with."""
-        run, depth, data, pipe = now.run, room.frozen, wish.get("data"), wish.get("pipe")
-        problem = wish.get("problem") or self._unfit(run.mesh, data, pipe)
+    def _resized(self, now: RankRuntime, request: Mapping[str, Any], budget: MemoryBudget, step: int) -> Change | None:
+        """The change that a user requests, unless it is refused: other replicas or stages of the ranks that the run
+        was started with."""
+        run, depth, data, pipe = now.run, budget.frozen, request.get("data"), request.get("pipe")
+        problem = request.get("problem") or self._unfit(run.mesh, data, pipe)
         if problem is None:
+            assert data is not None and pipe is not None  # else they are unfit
             mesh = replace(run.mesh, data=data, pipe=pipe)
-            change = replace(self._change(now, mesh, depth, None, "as asked with ranvier resize"), wish=wish["wish"])
+            change = replace(self._change(now, mesh, depth, None, "as asked with ranvier resize"), wish=request["wish"])
             there = change.applied(run)
-            found = room.problem(there)
+            found = budget.problem(there)
             if found is None:
                 return change
-            problem = f"cannot be: {found}"
-        self._note(step, "resize-refused", f"the wish for data {data} x pipe {pipe} {problem}",
-                   {"data": data, "pipe": pipe, "wish": wish.get("wish")})
+            problem = str(found)
+        self._note(step, "resize-refused", f"resize request for data {data} x pipe {pipe} refused: {problem}",
+                   {"data": data, "pipe": pipe, "wish": request.get("wish")})
         return self._change(now, run.mesh, depth, now.engine.boundaries or None, "freezing") if depth > now.frozen \
             else None
 
     def _unfit(self, mesh: Mesh, data: object, pipe: object) -> str | None:
         """Why a run on `mesh` cannot go to one of `data` replicas and `pipe` stages, by these numbers alone."""
         most = self._first.mesh.data * self._first.mesh.pipe
-        if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in (data, pipe)):
+        sizes = [size for size in (data, pipe) if isinstance(size, int) and not isinstance(size, bool) and size >= 1]
+        if len(sizes) < 2:
             return "is no mesh: give --data and --pipe, whole numbers of at least 1"
-        if data * pipe > most:
-            return f"needs {data * pipe} stages in all, and the run was started with {most}"
+        if prod(sizes) > most:
+            return f"needs {prod(sizes)} stages in all, and the run was started with {most}"
         return "is the mesh that the run has" if (data, pipe) == (mesh.data, mesh.pipe) else None
 
-    def _global_size(self, data: int) -> int:
-        """Samples of a step with so many replicas."""
-        first = self._first
-        if first.elastic.global_batch == "keep":
-            return first.batch.global_size
-        return max(1, first.batch.global_size * data // first.mesh.data)
-
-    def _change(self, now: Formation, mesh: Mesh, frozen: int, boundaries: tuple[int, ...] | None,
+    def _change(self, now: RankRuntime, mesh: Mesh, frozen: int, boundaries: tuple[int, ...] | None,
                 reason: str) -> Change:
-        size = self._global_size(mesh.data)
+        size = self._rules.step_samples(mesh.data)
         batch = replace(self._first.batch, global_size=size)
         there = on_mesh(replace(self._first, batch=batch), mesh)
         return Change(data=mesh.data, pipe=mesh.pipe, frozen=frozen, old_frozen=now.frozen, boundaries=boundaries,

@@ -1,34 +1,63 @@
-"""Held-out loss and what the task is judged by, over all ranks and all held-out samples."""
+"""Held-out loss and the task's scores over all ranks and all held-out samples, and sample text of a language model."""
 
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 
+import torch
+
+from ranvier.comm.protocol import Group
 from ranvier.data.task import Prepared
-from ranvier.models.block import State
+from ranvier.inference.evaluation import evaluate as evaluate_samples
+from ranvier.mesh import Coordinates, Mesh
+from ranvier.models.generate import Sampling, next_token
+from ranvier.pipeline.engine import Engine
+from ranvier.pipeline.microbatch import Microbatch
 from ranvier.train.events import EvalEvent
-from ranvier.train.formation import Formation
+from ranvier.train.runtime import RankRuntime
 
 
-def evaluate(formation: Formation, data: Prepared, step: int) -> EvalEvent:
-    """One evaluation, the same samples each time, without dropout. Collective; the same on every rank."""
-    began, engine, loader = time.monotonic(), formation.engine, formation.eval_data
-    scoring = data.scoring() if data.scoring is not None and engine.is_last_stage else None
-    total = weight = 0.0
-    for number in range(-(-loader.total // loader.global_size)):
-        batch = loader.microbatches(number)
+def evaluate(runtime: RankRuntime, data: Prepared, step: int) -> list[EvalEvent]:
+    """One evaluation of the held-out data, and one of each named set: the same samples each time, without dropout.
+    Collective; the same on every rank."""
+    scorings = {"": data.scoring, **{name: one.scoring for name, one in data.eval_sets.items()}}
+    events = []
+    with runtime.engine.averaged() if runtime.run.train.eval_ema and runtime.run.optim.ema else nullcontext():
+        for name, loader in runtime.eval_data.items():
+            found = evaluate_samples(runtime.engine, runtime.ranks, loader, scorings[name])
+            events.append(EvalEvent(step=step, loss=found.loss, tokens=found.weight, seconds=found.seconds,
+                                    scores=found.scores, name=name))
+    return events
 
-        def observe(place: int, output: State, batch=batch) -> None:
-            scoring.add(output, batch[place].targets, batch[place].samples)
 
-        result = engine.evaluate(batch, observe if scoring is not None else None)
-        if result.weight:
-            total, weight = total + result.loss * result.weight, weight + result.weight
-    scores = {}
-    if data.scoring is not None:
-        # of the columns of a row, which have the same outputs, the first counts
-        counts = scoring is not None and engine.coordinates.col == 0
-        parts = formation.ranks.gather_objects(scoring.part() if counts else None)
-        scores = data.scoring().total([part for part in parts if part is not None])
-    return EvalEvent(step=step, loss=total / weight if weight else float("nan"), tokens=weight,
-                     seconds=time.monotonic() - began, scores=scores)
+_SAMPLING = Sampling(temperature=0.8, top_k=40)
+
+
+def continue_tokens(engine: Engine, ranks: Group, mesh: Mesh, device: torch.device, prompt: Sequence[int], *,
+                    count: int, longest: int, vocab: int, seed: int, multiple: int = 1) -> list[int]:
+    """`prompt` followed by `count` tokens of the model's. Collective: every rank calls it and gets the same.
+
+    prompt: at least one token. longest: tokens that the model can see at once; the text slides past it.
+    vocab: tokens that the tokenizer knows; the model may have more. multiple: of what the model's sequences must be;
+    tokens that come later in a causal model do not matter, so the text is filled up with some.
+
+    The last stage of replica 0 draws each token and tells the others; all replicas work on the same text.
+    """
+    tokens = list(prompt)
+    root = mesh.rank(Coordinates(pipe=mesh.pipe - 1))
+    chosen = torch.zeros(1, dtype=torch.int64)
+    for _ in range(count):
+        last = tokens[-longest:]
+        filled = last + last[-1:] * (-len(last) % multiple)
+        seen = torch.tensor([filled], dtype=torch.int64, device=device)
+        outputs = engine.predict([Microbatch(inputs=seen if engine.is_first_stage else None,
+                                             samples=torch.zeros(1, dtype=torch.int64))])
+        if ranks.ranks[ranks.index] == root:
+            assert outputs is not None and isinstance(outputs[0], torch.Tensor)  # the last stage of a language model
+            logits_V = outputs[0][0, len(last) - 1, :vocab]
+            chosen[0] = next_token(logits_V, replace(_SAMPLING, seed=seed), position=len(tokens))
+        ranks.broadcast(chosen, root=ranks.ranks.index(root)).wait()
+        tokens.append(int(chosen))
+    return tokens

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from ranvier.data.eval_sets import metric_name
 from ranvier.mesh import Mesh
 
 
@@ -65,7 +66,8 @@ class StepEvent:
     eval_loss: float | None = None
     """Held-out loss after this step, where it was evaluated."""
     eval_scores: Mapping[str, float] = field(default_factory=dict)
-    """What the task is judged by, likewise: "eval_accuracy", "eval_count" (samples), ..."""
+    """What the task is judged by, likewise: "eval_accuracy", "eval_count" (samples), ..., and all metrics of named
+    evaluation sets: "eval_NAME_loss", ..."""
     frozen_layers: int | None = None
     """Layers that did not train in this step; None in a run in which none ever do."""
     mesh: Mesh | None = None
@@ -75,12 +77,14 @@ class StepEvent:
 
     @property
     def tokens_per_second(self) -> float:
+        """Valid targets of the whole mesh per second."""
         return self.tokens / self.step_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalEvent:
-    """An evaluation on held-out data after `step`; seconds are wall time, outside of any step."""
+    """An evaluation on held-out data after `step`; seconds are wall time, outside of any step. name: of the evaluation
+    set (`data.eval_sets`); empty for the held-out data of the run itself."""
 
     step: int
     loss: float
@@ -88,6 +92,13 @@ class EvalEvent:
     seconds: float
     scores: Mapping[str, float] = field(default_factory=dict)
     """What the task is judged by: "eval_accuracy", "eval_count", ... """
+    name: str = ""
+
+    def metrics(self) -> dict[str, float]:
+        """Loss and scores by the names that they have in metrics.jsonl: eval_loss, or eval_NAME_loss of a named
+        set."""
+        return {metric_name(self.name, metric): value
+                for metric, value in {"eval_loss": self.loss, **self.scores}.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +123,7 @@ class TransitionEvent:
     microbatch_size: int
     stages: str
     wish: str | None = None
-    """The number of the user's wish that it fulfils."""
+    """The ID of the resize request that it fulfils."""
 
     def __str__(self) -> str:
         parts = []
@@ -147,7 +158,7 @@ class EndEvent:
     """
 
     step: int
-    summary: Mapping[str, object]
+    summary: Mapping[str, Any]
     sample: str | None = None
     pictures: Sequence[Path] = ()
     report: str | None = None
@@ -173,6 +184,7 @@ class Trackers:
         self._trackers = tuple(trackers)
 
     def event(self, event: Event) -> None:
+        """Hand the event to each tracker. What one of them raises ends the run."""
         for tracker in self._trackers:
             tracker.event(event)
 

@@ -1,8 +1,8 @@
-"""What a run does about bad steps and about replicas that drift apart.
+"""What a run does about bad steps and about replicas that diverge.
 
-    stop   the step is told, with the block and microbatch that it began with, and the run ends
-    skip   the same as a note; the next step takes the next batch
-    back   the last checkpoint is loaded; its steps are taken again, on the data after the bad batch
+    stop       the step is reported, with the block and microbatch that it began with, and the run ends
+    skip       the same as a note; the next step takes the next batch
+    rollback   the last checkpoint is loaded; its steps are taken again, on the data after the bad batch
 
 Every rank knows at the end of a step whether it was bad, since nothing is updated before that is known.
 """
@@ -13,9 +13,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NoReturn
 
+from ranvier.config.run import Guard
 from ranvier.errors import RanvierError
 from ranvier.pipeline.examine import Cause
-from ranvier.run import Guard
 from ranvier.train.events import Event, NoteEvent
 
 if TYPE_CHECKING:
@@ -32,13 +32,13 @@ class Guards:
     Args:
         tell: takes an event.
         barrier: returns when every rank has called it.
-        go_back: loads the last checkpoint on all ranks and returns its step; None where there is none.
+        rollback: loads the last checkpoint on all ranks and returns its step; None where there is none.
     """
 
     def __init__(self, guard: Guard, engine: Engine, *, tell: Callable[[Event], None], barrier: Callable[[], None],
-                 go_back: Callable[[], int | None]) -> None:
+                 rollback: Callable[[], int | None]) -> None:
         self._guard, self._engine = guard, engine
-        self._tell, self._barrier, self._go_back = tell, barrier, go_back
+        self._tell, self._barrier, self._rollback = tell, barrier, rollback
         self._in_a_row = self._last_bad = 0
 
     def state(self) -> dict[str, int]:
@@ -46,15 +46,15 @@ class Guards:
         return {"in_a_row": self._in_a_row, "last_bad": self._last_bad}
 
     def move(self, engine: Engine, state: Mapping[str, int]) -> None:
-        """The run goes on with another engine, and (on a rank that was idle) as others know it."""
+        """Continue with another engine and, on a rank that was idle, with the counts of the others."""
         self._engine, self._in_a_row, self._last_bad = engine, state["in_a_row"], state["last_bad"]
 
     def after_step(self, step: int, result: BatchResult, microbatches: Sequence[Microbatch],
                    publish: Callable[[], None]) -> int:
-        """The step that the run is at now: `step`, or that of the checkpoint that it has gone back to. Collective.
+        """The step that the run is at now: `step`, or that of the checkpoint to which it was rolled back. Collective.
 
-        publish: tells everything that is known of this step; called before the run leaves its way, and not where it
-        goes on. RanvierError where it ends, on every rank.
+        publish: tells everything that is known of this step; called before a rollback and before the run ends, not
+        otherwise. RanvierError, on every rank, where the run ends.
         """
         if result.bad is not None:
             return self._after_bad(step, result, self._engine.examine(microbatches), publish)
@@ -74,13 +74,13 @@ class Guards:
         if self._guard.bad_step == "skip":
             return step
         publish()
-        gone_back_to = self._go_back()
-        if gone_back_to is None:
+        reached = self._rollback()
+        if reached is None:
             self._stop(step, result, cause, lambda: None, ", and there is no checkpoint to go back to")
-        self._tell(NoteEvent(step=step, event="went-back", fields={"to_step": gone_back_to},
-                             text=f"went back to the checkpoint of step {gone_back_to}; the data goes on after the "
-                                  f"batch of this step"))
-        return gone_back_to
+        self._tell(NoteEvent(step=step, event="went-back", fields={"to_step": reached},
+                             text=f"rolled back to the checkpoint of step {reached}; the data continues after the "
+                                  "batch of this step"))
+        return reached
 
     def _stop(self, step: int, result: BatchResult, cause: Cause, publish: Callable[[], None],
               more: str = "") -> NoReturn:
@@ -117,17 +117,20 @@ def _text(result: BatchResult, cause: Cause) -> str:
 
 
 def _is_finite(result: BatchResult) -> bool:
-    return math.isfinite(result.loss) and math.isfinite(result.grad_norm)
+    if not math.isfinite(result.loss):
+        return False
+    assert result.grad_norm is not None  # of a training batch
+    return math.isfinite(result.grad_norm)
 
 
 def _remedy(cause: Cause, learning_rate: float, guard: Guard) -> str:
     """The next thing to do about `cause`."""
-    others = "" if guard.bad_step != "stop" else "; --guard.bad-step skip or back goes on without such steps"
+    others = "" if guard.bad_step != "stop" else "; --guard.bad-step skip or rollback continues without such steps"
     match cause.kind:
         case "inputs" | "targets":
             return f"Look at the data of this microbatch{others}."
         case "parameter":
-            return "Go on from a checkpoint of an earlier step: --resume PATH."
+            return "Resume from a checkpoint of an earlier step: --resume PATH."
         case _:
             return (f"Lower --train.learning-rate (it was {learning_rate:g} at this step) or raise "
                     f"--train.warmup-steps{others}.")

@@ -4,7 +4,7 @@
 
 Every rank runs all of it; only rank 0 has trackers, so only rank 0 prints and writes. Nothing here waits for the step
 that was started last: its numbers are read while the next one is under way. Ranks that the mesh of the moment does not
-take are idle, and do what rank 0 orders.
+take are idle, and execute commands of rank 0.
 """
 
 from __future__ import annotations
@@ -14,52 +14,64 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 
-from ranvier import check, resolve
-from ranvier.check import laid_out
-from ranvier.checkpoint.from_pretrained import load_pretrained
+from ranvier.checkpoint.hf.from_pretrained import load_pretrained
+from ranvier.checkpoint.hf.peft import AdapterFolder, load_adapters
+from ranvier.checkpoint.ownership import acquire_folders
 from ranvier.comm.protocol import Group
+from ranvier.config import read
+from ranvier.config.resolve import ResolvedRun, resolve
+from ranvier.config.rules import length_warnings
+from ranvier.config.run import Run
+from ranvier.config.task_form import form_of
+from ranvier.cost.count import laid_out
+from ranvier.cost.device_overhead import with_overhead
+from ranvier.data.task import TokenizerWithFiles
+from ranvier.data.tokenizer import Tokenizer
 from ranvier.elastic.freezing import FreezePolicy
 from ranvier.elastic.transition import hand_over, take
 from ranvier.errors import RanvierError
-from ranvier.failure import tell_mesh
-from ranvier.lease import hold
+from ranvier.launch.failures import publish_mesh
+from ranvier.launch.stop import StopRequest
 from ranvier.models import families
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.result import BatchResult
-from ranvier.pipeline.timeline import Category
-from ranvier.plain_file import write_whole
 from ranvier.precision import DTYPES
-from ranvier.run import Run
-from ranvier.stop import StopRequest
+from ranvier.schedule.spans import Category
+from ranvier.system.atomic_file import write_atomically
 from ranvier.tensor.activations import layout_of
-from ranvier.train.beginning import agreed, held_out_line, prepared
-from ranvier.train.change import Change
-from ranvier.train.console import console
+from ranvier.train.best import LOSS, best_of
+from ranvier.train.commands import Change, CommandChannel
+from ranvier.train.determinism import deterministic_algorithms
 from ranvier.train.elasticity import Elasticity
-from ranvier.train.evaluation import evaluate
+from ranvier.train.evaluation import continue_tokens, evaluate
 from ranvier.train.events import EndEvent, NoteEvent, StartEvent, Tracker, Trackers, TransitionEvent
-from ranvier.train.files import EventsFile, MetricsFile, open_folder, plain, writing
-from ranvier.train.formation import Formation, formed
+from ranvier.train.experiment_trackers import experiment_trackers
 from ranvier.train.guards import Guards
-from ranvier.train.headings import UNITS, resolved, settings_text
-from ranvier.train.logs import Log, read_events, read_metrics
-from ranvier.train.memory import check_fits, explained, report_text
+from ranvier.train.history import History
+from ranvier.train.logs import EventsFile, Log, MetricsFile, open_folder, plain, read_events, read_metrics, writing
+from ranvier.train.memory import check_fits, explain_out_of_memory, report_text
 from ranvier.train.metrics import Meter, PendingStep
-from ranvier.train.orders import Orders
-from ranvier.train.peak import matrix_product_rate
-from ranvier.train.report import History, rank_facts, summarise, write_report
+from ranvier.train.peak import matrix_product_rate, peak_facts
+from ranvier.train.report import peak_memory_bytes, summarise, write_report
 from ranvier.train.resize import ResizeRequests
-from ranvier.train.sample import continue_tokens
-from ranvier.train.saving import Saving, Start, checkpoint_folder, told_by
-from ranvier.train.tensorboard import TensorBoard
+from ranvier.train.runtime import RankRuntime, build_runtime
+from ranvier.train.saving import Saving, Start, checkpoint_folder, read_metadata
+from ranvier.train.setup import (
+    agree_on_run,
+    held_out_line,
+    prepare_run,
+    resolve_remaining,
+    settings_text,
+)
 from ranvier.train.timeline import gather_timelines
+from ranvier.train.trackers import TensorBoard, console
 from ranvier.world import World
 
 
@@ -74,32 +86,33 @@ def train(run: Run, recipe: str, world: World, *, trackers: Sequence[Tracker] = 
         freezing: says how many layers are frozen, instead of the policy that elastic.freeze names; asked as often as
             elastic.every says.
 
-    A run that is told to stop (ranvier.stop) saves a checkpoint, leaves no summary.json, and returns {"stopped_after":
-    its last step}. Raises RanvierError where data, settings or folder do not allow the run, and when the loss stops
-    being a number.
+    A run that is told to stop (ranvier.launch.stop) saves a checkpoint, leaves no summary.json, and returns
+    {"stopped_after": its last step}. Raises RanvierError where data, settings or folder do not allow the run, and
+    when the loss stops being a number.
     """
+    closed = resolve(run)
     try:
-        with StopRequest() as stop:
-            training = Training(run, recipe, world, trackers, stream or sys.stdout, stop, freezing)
+        with StopRequest() as stop, deterministic_algorithms(closed.deterministic):
+            training = Training(closed, recipe, world, trackers, stream or sys.stdout, stop, freezing)
             try:
                 training.start()
                 while training.summary is None:
-                    training.go_on()
+                    training.advance()
             finally:
                 training.close()
-        training.part()
+        training.shutdown()
         return training.summary
     except Exception as error:
-        told = explained(error, run, where=f"rank {world.rank}")
-        if told is None:
+        explanation = explain_out_of_memory(error, closed, where=f"rank {world.rank}")
+        if explanation is None:
             raise
-        raise told from error
+        raise explanation from error
 
 
 class Training:
     """One run on one rank. Every method is collective over the ranks of the mesh, but for `close`."""
 
-    def __init__(self, run: Run, recipe: str, world: World, trackers: Sequence[Tracker], stream: TextIO,
+    def __init__(self, run: ResolvedRun, recipe: str, world: World, trackers: Sequence[Tracker], stream: TextIO,
                  stop: StopRequest, freezing: FreezePolicy | None) -> None:
         self.recipe, self.world, self._stop = recipe, world, stop
         self.stops = self.resizes = False
@@ -109,94 +122,119 @@ class Training:
         self.began = time.monotonic()
         self.outputs = Trackers()
         self.everyone = world.backend.group("everyone", [tuple(range(world.size))])
-        run, self.data, self.pretrained = prepared(run, world, stream)
-        self.run = agreed(run, recipe, self.data, self.everyone, world)
+        run, self.data, self.pretrained = prepare_run(run, world, stream)
+        self.run = agree_on_run(run, recipe, self.data, self.everyone, world)
         world.mesh = self.run.mesh
-        self.run, _ = check_fits(self.run, world)
+        self.run = check_fits(self.run, world)
         self.everyone.barrier()  # not before every rank has looked at what is free
-        self.lease = hold([self.run.run_dir, checkpoint_folder(self.run)], self.everyone,
-                          tell=lambda line: print(line, file=stream, flush=True))
-        self.orders = Orders(world)
-        self.now: Formation | None = formed(self.run, world, self.data)
+        self.lease = acquire_folders([self.run_dir, checkpoint_folder(self.run)], self.everyone,
+                                     tell=lambda line: print(line, file=stream, flush=True))
+        self.commands = CommandChannel(world)
+        self.now: RankRuntime | None = build_runtime(self.run, world, self.data)
         self.elastic = Elasticity(self.run, self.data, tell=lambda event: self.outputs.event(event), policy=freezing)
         self.saving = Saving(self.run, recipe, self.engine, self.data, self.lease)
-        self.begins = self.saving.start()
+        self.resumed = self.saving.start()
         self.result: BatchResult | None = None
         """Of the last step on this mesh."""
-        self.done = self.begins.step
+        self.best = best_of(self.run, self.data)
+        if self.best is not None:
+            self.best.load(self.resumed.best, is_own=self.resumed.continues)
+        self.done = self.resumed.step
         """Steps that are taken, those before this run went on among them."""
-        self.now.train_data.offset = self.begins.offset
+        self.runtime.train_data.offset = self.resumed.offset
         self.guards = Guards(self.run.guard, self.engine, tell=lambda event: self.outputs.event(event),
-                             barrier=lambda: self.ranks.barrier(), go_back=self._go_back)
+                             barrier=lambda: self.ranks.barrier(), rollback=self._rollback)
         self.history = History()
         self._asked = self.run
         """The run before `auto` was resolved, from which each change begins."""
-        self.resize_requests = ResizeRequests(self.run.run_dir) if world.rank == 0 else None
+        self.resize_requests = ResizeRequests(self.run_dir) if world.rank == 0 else None
         if world.rank == 0:
-            self.outputs, damaged = _outputs(self.run.run_dir, self.history, trackers, stream,
-                                             begins=self.begins if self.begins.continues else None)
-            self.begins.notes.extend([*damaged, *self._refused_requests(self.done, "it was made before the run began")])
+            more = experiment_trackers(self.run.log, self.run_dir, continues=self.resumed.continues)
+            self.outputs, damaged = _outputs(self.run_dir, self.history, [*more, *trackers], stream,
+                                             begins=self.resumed if self.resumed.continues else None)
+            self.resumed.notes.extend(
+                [*damaged, *self._refused_requests(self.done, "it was made before the run began")])
+
+    @property
+    def runtime(self) -> RankRuntime:
+        """Only a rank of the mesh has one."""
+        assert self.now is not None
+        return self.now
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's folder, on which all ranks have agreed."""
+        assert self.run.run_dir is not None
+        return self.run.run_dir
 
     @property
     def engine(self) -> Engine:
-        return self.now.engine
+        """That of the current mesh; a transition replaces it."""
+        return self.runtime.engine
 
     @property
     def ranks(self) -> Group:
         """The ranks of the mesh."""
-        return self.now.ranks
+        return self.runtime.ranks
 
     @property
     def samples(self) -> int:
         """The place in the data: samples of all steps so far, and those that were left out."""
-        return self.done * self.run.batch.global_size + self.now.train_data.offset
+        return self.done * self.run.batch.global_size + self.runtime.train_data.offset
 
     def start(self) -> None:
         """Write what the run has come to, and start the clock."""
         notes = []
-        if self.pretrained is not None and self.begins.loaded is None:
+        if self.pretrained is not None and self.resumed.loaded is None:
             notes = [NoteEvent(step=0, event="pretrained", text=text)
                      for text in load_pretrained(self.engine, self.pretrained)]
+        if self.run.lora.adapters is not None and (self.resumed.loaded is None or self.resumed.loaded.step == 0):
+            notes += [NoteEvent(step=0, event="pretrained", text=text) for text in load_adapters(
+                self.engine, AdapterFolder(self.run.lora.adapters.expanduser()), families.config_of(self.run),
+                families.head_of(self.run))]
         if self.run.train.epochs is not None:  # how many steps these are is known only now
             notes += [NoteEvent(step=self.done, event="settings", text=str(warning))
-                      for warning in check.length_warnings(self.run.train)]
-        self.run = resolved(self.run, self.engine, self.world, self.saving.origin)
+                      for warning in length_warnings(self.run.train)]
+        self.run = resolve_remaining(self.run, self.engine, self.world, self.saving.origin)
         if self.world.rank == 0:
-            path = self.run.run_dir / "run.toml"
+            path = self.run_dir / "run.toml"
             with writing(path):
-                resolve.write(self.run, path)
+                read.write(self.run, path)
             if self.data.tokenizer is not None:
-                path = self.run.run_dir / "tokenizer.json"
+                path = self.run_dir / "tokenizer.json"
                 with writing(path):
-                    write_whole(path, self.data.tokenizer.text())
+                    write_atomically(path, self.data.tokenizer.text())
+                    if isinstance(self.data.tokenizer, TokenizerWithFiles):
+                        for name, text in self.data.tokenizer.files_beside().items():
+                            write_atomically(path.with_name(name), text)
         self.outputs.event(StartEvent(
-            recipe=self.recipe, run_dir=self.run.run_dir, mesh=self.run.mesh, steps=self.run.train.steps,
+            recipe=self.recipe, run_dir=self.run_dir, mesh=self.run.mesh, steps=self.run.train.steps,
             settings=settings_text(self.run, self.engine, self.world, self.data, self.elastic.text()),
-            stages=str(self.engine.stages), unit=UNITS[self.run.data.task]))
-        for note in (*self.begins.notes, *notes):
+            stages=str(self.engine.stages), unit=form_of(self.run.data).targets))
+        for note in (*self.resumed.notes, *notes):
             self.outputs.event(note)
         self._rank_flops_per_second = self._peak() / self.world.size
         self.pending: PendingStep | None = None
         asked = None if self.resize_requests is None else self.resize_requests.asked
         self.meter = Meter(self.engine.timeline, self.ranks, self._stop, resize_asked=asked)
-        if self.begins.elastic:
-            change = self.elastic.take_up(self.begins.elastic, self.run, self.engine)
+        if self.resumed.elastic:
+            change = self.elastic.restore(self.resumed.elastic, self.run, self.engine)
             if change is not None:
                 self._change(change)
         if self.now is not None:
-            self.elastic.begins(self.done, self.engine, self.now.frozen)
-            if self.elastic.asked and self.elastic.left(self.done):
+            self.elastic.start(self.done, self.engine, self.runtime.frozen)
+            if self.elastic.asked and self._left(self.done):
                 self._consider()
 
-    def go_on(self) -> None:
-        """One step, or on an idle rank whatever is ordered. The run may have ended then."""
+    def advance(self) -> None:
+        """One step, or on an idle rank the next command. The run may have ended then."""
         if self.now is None:
-            self._obey(self.orders.wait(self.run.comm.timeout_seconds))
-        elif self.elastic.left(self.done):
+            self._execute(self.commands.wait(self.run.comm.timeout_seconds))
+        elif self._left(self.done):
             self.step(self.done + 1)
-        if self.now is None:  # a rank that has just come back goes on here: the others may stop after the transition
+        if self.now is None:  # a rank that is no longer idle continues here: the others may stop after the transition
             return
-        left = self.elastic.left(self.done)
+        left = self._left(self.done)
         if self.stops and left:
             self._end(self.leave(self.done))
         elif not left:
@@ -204,18 +242,18 @@ class Training:
 
     def step(self, step: int) -> None:
         """One optimizer step; publishes the numbers of the step before. The run is then at this step, or at that of the
-        checkpoint that the guard has gone back to, or on another mesh."""
+        checkpoint to which the guard has rolled back, or on another mesh."""
         after = self.samples + self.run.batch.global_size
-        if after // len(self.data.train) > self.samples // len(self.data.train):
+        if after // self.data.epoch_samples > self.samples // self.data.epoch_samples:
             self.elastic.caching.look_again()
         rate = self.engine.learning_rate = self.elastic.learning_rate(step)
-        asked = self.elastic.asks_after(step, self.samples, after, self.now.frozen)
+        asked = self.elastic.asks_after(step, self.samples, after, self.runtime.frozen)
         self.engine.watch_layers(asked)
-        with self.now.measured.step():
-            self.now.train_data.microbatch_size = self.elastic.microbatch_size(self.now, step)
+        with self.runtime.measured.step():
+            self.runtime.train_data.microbatch_size = self.elastic.microbatch_size(self.runtime, step)
             with self._span("data", "samples"):
-                batch = self.now.train_data.microbatches(step - 1)
-                self.elastic.caching.prefetch(self.now.train_data, step - 1, more=self.elastic.left(step) > 0)
+                batch = self.runtime.train_data.microbatches(step - 1)
+                self.elastic.caching.prefetch(self.runtime.train_data, step - 1, more=self.elastic.left(step) > 0)
             result = self.result = self.engine.train_batch(batch)
         reached = self.guards.after_step(step, result, batch, partial(self._publish_all, step, result, rate))
         if reached != step:
@@ -225,15 +263,18 @@ class Training:
             self.elastic.saw_gradients(self.engine)
         self.done, last = step, not self.elastic.left(step)
         self._publish()
-        due, considers = last or self.saving.due(step), not last and (self.elastic.asked or self.resizes)
-        stall = self._save(step) if due and not considers else None
-        self._await(step, result, rate)
-        self.pending.checkpoint_stall_seconds = stall
         every = self.run.train.eval_every
-        if last or (every and step % every == 0):
-            event = evaluate(self.now, self.data, step)
-            self.outputs.event(event)
-            self.pending.eval_loss, self.pending.eval_scores = event.loss, event.scores
+        evaluates = last or bool(every and step % every == 0)
+        due, considers = last or self.saving.due(step), not last and (self.elastic.asked or self.resizes)
+        is_late = evaluates and self.best is not None  # the checkpoint has what the evaluation says
+        stall = self._save(step) if due and not considers and not is_late else None
+        pending = self._await(step, result, rate)
+        pending.checkpoint_stall_seconds = stall
+        if evaluates:
+            due |= self._evaluate(step, pending)
+            considers &= self._left(step) > 0
+            if due and is_late and not considers:
+                self._save(step)
             self._publish()
             self.meter.resume()
         elif stall is not None:
@@ -241,18 +282,40 @@ class Training:
         if considers:
             self._consider(save=due)
 
+    def _left(self, step: int) -> int:
+        """Steps after `step`; none once training has stopped early."""
+        return 0 if self.best is not None and self.best.stops else self.elastic.left(step)
+
+    def _evaluate(self, step: int, pending: PendingStep) -> bool:
+        """Evaluate the model after `step`, whose numbers are still on their way; whether a checkpoint is due for it:
+        of the best model so far, or of the last one, where training stops early."""
+        events = evaluate(self.runtime, self.data, step)
+        metrics: dict[str, float] = {}
+        for event in events:
+            self.outputs.event(event)
+            metrics |= event.metrics()
+        pending.eval_loss = metrics.pop("eval_loss")
+        pending.eval_scores = metrics
+        if self.best is None:
+            return False
+        is_best = self.best.saw(step, self.ranks.gather_objects(metrics | {LOSS: pending.eval_loss})[0])
+        if self.best.stops and self.elastic.left(step):
+            self.outputs.event(NoteEvent(step=step, event="early-stopping", text=self.best.reason,
+                                         fields=self.best.state()))
+        return self.best.stops or (is_best and self.run.checkpoint.best is not None)
+
     def leave(self, step: int) -> dict[str, object]:
-        """Save what there is after `step`, and write no report: the run is to go on elsewhere."""
+        """Save the state after `step`, and write no report: the run is to be resumed."""
         self._publish()
         self.saving.finish()
         if self.saving.saved_step != step:
             self._save(step)
         self._require_checkpoint(step)
-        told = next(reason for reason in self.ranks.gather_objects(self._stop.reason) if reason)
+        reason = next(reason for reason in self.ranks.gather_objects(self._stop.reason) if reason)
         for note in self._refused_requests(step, "the run stops"):
             self.outputs.event(note)
-        self.outputs.event(NoteEvent(step=step, event="stopped", fields={"reason": told},
-                                     text=f"stopped by {told}; go on with --resume auto --run-dir {self.run.run_dir}"))
+        self.outputs.event(NoteEvent(step=step, event="stopped", fields={"reason": reason},
+                                     text=f"stopped by {reason}; resume with --resume auto --run-dir {self.run_dir}"))
         return {"stopped_after": step}
 
     def finish(self) -> dict[str, object]:
@@ -260,23 +323,33 @@ class Training:
         run, world = self.run, self.world
         self._require_checkpoint(self.done)
         timelines = gather_timelines(self.ranks, self.meter.kept)
-        text = self._sample() if run.train.sample_tokens and run.data.task == "lm" else None
-        facts = self.ranks.gather_objects(rank_facts(self.engine, world.device) | self.elastic.facts() | (
-            {"memory": self.now.measured.facts(self.saving.checkpoints)} if run.memory_report else {}))
-        summary: dict[str, object] = {}
+        text = self._sample() if run.train.sample_tokens and form_of(run.data).writes_text else None
+        facts = self.ranks.gather_objects(
+            {"peak_memory_bytes": peak_memory_bytes(world.device), **self.engine.counters()} | self.elastic.facts() | (
+            {"memory": self.runtime.measured.facts(self.saving.checkpoints)} if run.memory_report else {}))
+        summary: dict[str, Any] = {}
         if world.rank == 0:
             summary = summarise(recipe=self.recipe, mesh=run.mesh, history=self.history, ranks=facts,
                                 boundaries=self.engine.boundaries, launcher=world.launcher,
                                 transport=world.backend.name, device=world.device,
-                                seconds=time.monotonic() - self.began, frozen=self.now.frozen)
-            pictures = write_report(run.run_dir, summary, self.history, timelines, run.mesh, run.pipeline.policy)
+                                seconds=time.monotonic() - self.began, frozen=self.runtime.frozen)
+            if self.best is not None:
+                summary |= {"best_metric": self.best.metric, "best_value": self.best.value, "best_step": self.best.step,
+                            **({"ended_by": self.best.reason} if self.best.stops else {})}
+            summary |= peak_facts(world.device, run.precision, self._rank_flops_per_second,
+                                  summary["model_flops_utilisation"])
+            pictures = write_report(self.run_dir, summary, self.history, timelines, run.mesh, run.pipeline.policy)
             for note in self._refused_requests(self.done, "the run ends"):
                 self.outputs.event(note)
-            report = report_text(laid_out(run, self.now.frozen)[1], summary["memory"],
+            predicted = laid_out(run, self.runtime.frozen)[1]
+            if world.device.type == "cuda":
+                predicted = tuple(with_overhead(entry, context=True) for entry in predicted)
+            report = report_text(predicted, summary["memory"],
                                  lambda rank: run.mesh.coordinates(rank).pipe) if run.memory_report else None
             self.outputs.event(EndEvent(step=self.done, summary=summary, sample=text, pictures=pictures,
                                         report=report))
-        return self.ranks.gather_objects(summary)[0]
+        gathered: list[dict[str, object]] = self.ranks.gather_objects(summary)
+        return gathered[0]
 
     def _require_checkpoint(self, step: int) -> None:
         """The run ends after `step`: UnsavedError unless its checkpoint is there, OwnershipError unless its folders
@@ -291,13 +364,13 @@ class Training:
     def close(self) -> None:
         """Let go of files and threads, however the run went."""
         written = self.now is None or self.saving.checkpoints.close()
-        self.elastic.close()
+        self.elastic.caching.leave()
         self.outputs.close()
         if self.lease is not None and written:  # else a thread is still at work there, and ends with this process
             self.lease.release()
 
-    def part(self) -> None:
-        """The run has ended well: give back what its ranks have in common."""
+    def shutdown(self) -> None:
+        """After a run that has ended well: free what its ranks have in common."""
         if self.now is not None:
             self.now.close()
 
@@ -305,7 +378,7 @@ class Training:
         """The run has ended on the ranks of the mesh; the idle ones are told."""
         self.summary = summary
         if self.world.rank == 0:
-            self.orders.send({"do": "end", "summary": plain(summary)}, first=self.run.mesh.size)
+            self.commands.send({"do": "end", "summary": plain(summary)}, first=self.run.mesh.size)
 
     # ------------------------------------------------------------------ from mesh to mesh
 
@@ -313,18 +386,19 @@ class Training:
         """One answer to each request for another mesh that this run cannot look at any more."""
         requests = [] if self.resize_requests is None else self.resize_requests.take_all()
         return [NoteEvent(step=step, event="resize-refused",
-                          text=f"the wish for data {one['data']} x pipe {one['pipe']} cannot be: {why}",
+                          text=f"resize request for data {one['data']} x pipe {one['pipe']} refused: {why}",
                           fields={name: one[name] for name in ("data", "pipe", "wish")}) for one in requests]
 
     def _consider(self, save: bool = False) -> None:
         """Freeze layers and go to another mesh, where the policy, the planner or a user's request says so. save: a
-        checkpoint of this step is due; it has what was decided, since a run that goes on from it asks nobody again."""
+        checkpoint of this step is due; it contains the decision, since a run that resumes from it does not decide
+        again."""
         self._publish()
         wanted = None
         if self.resizes:
             self.resizes = False
             wanted = self.ranks.gather_objects(self.resize_requests and self.resize_requests.take())[0]
-        change = self.elastic.decide(self.now, self.done, resize=wanted, busy=self.meter.busy,
+        change = self.elastic.decide(self.runtime, self.done, resize=wanted, busy=self.meter.busy,
                                      busy_steps=self.meter.busy_steps)
         if change is not None:
             self._change(change, save=save)
@@ -338,18 +412,20 @@ class Training:
         self._publish()
         self.saving.finish()
         self._tell_of_checkpoints()
-        order = {"do": "change", "change": change.document(), "step": self.done, "samples": self.samples,
-                 "elastic": self.elastic.state(self.run, self.now.frozen), "guards": self.guards.state(),
-                 "saved_step": self.saving.saved_step, "save": save, "stops": self.stops,
-                 "bad_steps": self.engine.bad_steps and self.engine.bad_steps.state()}
+        command: dict[str, object] = {
+            "do": "change", "change": change.document(), "step": self.done, "samples": self.samples,
+            "elastic": self.elastic.state(self.run, self.runtime.frozen), "guards": self.guards.state(),
+            "saved_step": self.saving.saved_step, "save": save, "stops": self.stops,
+            "bad_steps": self.engine.bad_steps and self.engine.bad_steps.state(),
+            "best": self.best and self.best.state()}
         if self.world.rank == 0:
-            self.orders.send(order, first=self.run.mesh.size)
-        self._obey(order)
+            self.commands.send(command, first=self.run.mesh.size)
+        self._execute(command)
 
-    def _obey(self, order: dict[str, object]) -> None:
-        """Do what rank 0 has ordered; the ranks of the mesh have come to it by themselves."""
-        if order["do"] == "end":
-            self.summary = order["summary"]
+    def _execute(self, command: dict[str, Any]) -> None:
+        """Execute a command of rank 0; the ranks of the mesh have come to it by themselves."""
+        if command["do"] == "end":
+            self.summary = command["summary"]
             return
         began, old, before = time.monotonic_ns(), self.now, self.run.mesh
         held = None
@@ -357,25 +433,29 @@ class Training:
             self.saving.checkpoints.close()
             held = take(old.engine)
             old.close()
-        change = Change.read(order["change"])
-        self.run, self.done, self.stops = change.applied(self._asked), order["step"], order["stops"]
+        change = Change.read(command["change"])
+        self.run, self.done, self.stops = change.applied(self._asked), command["step"], command["stops"]
         self.result = self.now = None
         if self.world.rank == 0:
-            tell_mesh(self.world.store, self.run.mesh)
-        self.now = formed(self.run, self.world, self.data, frozen=change.frozen, fresh=False)
-        moved = hand_over(held, self.now and self.engine, self.world.backend,
+            publish_mesh(self.world.store, self.run.mesh)
+        self.now = build_runtime(self.run, self.world, self.data, frozen=change.frozen, fresh=False)
+        moved = hand_over(held, None if self.now is None else self.engine, self.world.backend,
                           timeout_seconds=self.run.comm.timeout_seconds)
         if self.now is None:
-            self.elastic.rest()
+            self.elastic.caching.leave()
             return
-        self.now.train_data.offset = order["samples"] - self.done * self.run.batch.global_size
-        self.saving.move(self.run, self.engine, offset=self.now.train_data.offset, saved_step=order["saved_step"])
-        self.guards.move(self.engine, order["guards"])
-        if order["bad_steps"]:
-            self.engine.bad_steps.load(order["bad_steps"])
+        self.runtime.train_data.offset = command["samples"] - self.done * self.run.batch.global_size
+        self.saving.move(self.run, self.engine, offset=self.runtime.train_data.offset, saved_step=command["saved_step"])
+        self.guards.move(self.engine, command["guards"])
+        if command["bad_steps"]:
+            bad_steps = self.engine.bad_steps
+            assert bad_steps is not None  # the engine before had one, by the same settings
+            bad_steps.load(command["bad_steps"])
+        if self.best is not None:
+            self.best.load(command["best"])
         self.meter.move(self.engine.timeline, self.ranks)
         seconds = (time.monotonic_ns() - began) * 1e-9
-        self.elastic.load(order["elastic"])
+        self.elastic.load(command["elastic"])
         cache = self.elastic.enter(self.now, change, before, moved, seconds, self.done)
         self.outputs.event(TransitionEvent(step=self.done, old_mesh=before, mesh=self.run.mesh, reason=change.reason,
                                            old_frozen=change.old_frozen, frozen_layers=change.frozen, cache=cache,
@@ -383,7 +463,7 @@ class Training:
                                            global_size=self.run.batch.global_size,
                                            microbatch_size=self.run.batch.microbatch_size,
                                            stages=str(self.engine.stages), wish=change.wish))
-        if order["save"]:
+        if command["save"]:
             self._save(self.done)
 
     # ------------------------------------------------------------------ parts of a step
@@ -397,26 +477,29 @@ class Training:
 
     def _save(self, step: int) -> float | None:
         with self._span("checkpoint", "copy"):
-            return self.saving.save(step, self.result, self.elastic.state(self.run, self.now.frozen))
+            return self.saving.save(step, self.result, self.elastic.state(self.run, self.runtime.frozen), self.best)
 
-    def _go_back(self) -> int | None:
+    def _rollback(self) -> int | None:
         """Load the last checkpoint; its step, or None where there is none."""
         self.saving.finish()
         self._tell_of_checkpoints()
         loaded = self.saving.checkpoints.load()
         if loaded is None:
             return None
-        self.elastic.went_back(loaded.step, told_by(loaded).elastic)
+        metadata = read_metadata(loaded)
+        self.elastic.rolled_back(loaded.step, metadata.elastic)
+        if self.best is not None and metadata.best is not None:
+            self.best.load(asdict(metadata.best))
         self.saving.saved_step = None  # what a run that stops now saves has another place in the data
         for text in loaded.skipped:
             self.outputs.event(NoteEvent(step=loaded.step, event="checkpoint-skipped", text=text))
         return loaded.step
 
     def _leave_out(self, step: int, reached: int) -> None:
-        """The run has gone back from `step` to an earlier one, and the data goes on where it is."""
-        self.now.train_data.offset += (step - reached) * self.run.batch.global_size
-        self.saving.offset = self.now.train_data.offset
-        self.done = self.saving.told_step = reached
+        """After a rollback from `step` to `reached`: the data continues where it is."""
+        self.runtime.train_data.offset += (step - reached) * self.run.batch.global_size
+        self.saving.offset = self.runtime.train_data.offset
+        self.done = self.saving.published_step = reached
         self.meter.resume()
 
     def _publish_all(self, step: int, result: BatchResult, rate: float) -> None:
@@ -425,12 +508,13 @@ class Training:
         self._await(step, result, rate)
         self._publish()
 
-    def _await(self, step: int, result: BatchResult, rate: float) -> None:
+    def _await(self, step: int, result: BatchResult, rate: float) -> PendingStep:
         """The numbers of `step` are on their way."""
-        self.pending = self.meter.step(step, result, rate)
-        self.pending.loss_scale = self.engine.loss_scale and replace(self.engine.loss_scale)
-        if self.elastic.freezes or self.now.frozen or self.run.mesh != self._asked.mesh:
-            self.pending.frozen_layers, self.pending.mesh = self.now.frozen, self.run.mesh
+        self.pending = pending = self.meter.step(step, result, rate)
+        pending.loss_scale = self.engine.loss_scale and replace(self.engine.loss_scale)
+        if self.elastic.freezes or self.runtime.frozen or self.run.mesh != self._asked.mesh:
+            pending.frozen_layers, pending.mesh = self.runtime.frozen, self.run.mesh
+        return pending
 
     def _publish(self) -> None:
         """Wait for the pending step's numbers and tell them. RanvierError when the loss is not a number any more."""
@@ -439,21 +523,21 @@ class Training:
         with self._span("report", "numbers of the step before"):
             self._tell_of_checkpoints()
             if self.pending is not None:
-                self._publish_pending()
+                self._publish_pending(self.pending)
 
-    def _publish_pending(self) -> None:
-        event = self.pending.event(self.now.work_share() * families.flops_per_sample(self.run) / self.data.weight,
+    def _publish_pending(self, pending: PendingStep) -> None:
+        event = pending.event(self.runtime.work_share() * families.flops_per_sample(self.run) / self.data.weight,
                                    self._rank_flops_per_second * self.run.mesh.size)
-        self.stops |= self.pending.stop_requested
-        self.resizes |= self.pending.resize_requested
+        self.stops |= pending.stop_requested
+        self.resizes |= pending.resize_requested
         self.elastic.saw(event)
-        bad, self.pending = self.pending.result.bad, None
+        bad, self.pending = pending.result.bad, None
         if not event.stepped and bad is None:
             text = (f"a gradient overflowed: nothing was updated, and the loss scale is now {event.loss_scale:g}"
                     if event.tokens else "no valid target in the global batch: nothing was updated")
             self.outputs.event(NoteEvent(step=event.step, event="skipped", text=text))
         self.outputs.event(event)
-        self.saving.told_step = event.step
+        self.saving.published_step = event.step
         if event.stepped and not math.isfinite(event.loss):
             self.ranks.barrier()  # a rank that fails ends the others: not before rank 0 has written the step
             raise RanvierError("is not a finite number", where=f"loss of step {event.step}", value=event.loss,
@@ -467,6 +551,7 @@ class Training:
     def _sample(self) -> str:
         """The prompt, and what the model makes of it."""
         run, tokenizer = self.run, self.data.tokenizer
+        assert isinstance(tokenizer, Tokenizer)  # of the task lm
         prompt = tokenizer.encode(run.train.prompt) if run.train.prompt else held_out_line(self.data)
         tokens = continue_tokens(self.engine, self.ranks, run.mesh, self.world.device, prompt, seed=run.seed,
                                  count=run.train.sample_tokens, longest=run.model.sequence, vocab=tokenizer.vocab,
@@ -493,9 +578,9 @@ def _outputs(run_dir: Path, history: History, trackers: Sequence[Tracker], strea
     if begins is not None:
         after, steps, events = begins.step, read_metrics(run_dir, begins.step), read_events(run_dir)
         with writing(run_dir / "summary.json"), suppress(FileNotFoundError):
-            (run_dir / "summary.json").unlink()  # it is of a run that has ended, and this one goes on
+            (run_dir / "summary.json").unlink()  # of a run that had ended, and is resumed now
         history.remember(steps.lines, [line for line in events.lines if line["step"] <= after])
     outputs = Trackers([history, MetricsFile(run_dir, steps.lines), EventsFile(run_dir, events.lines),
                         TensorBoard(run_dir, after), console(stream), *trackers])
-    return outputs, [NoteEvent(step=after, event="log-damaged", text=log.text()) for log in (steps, events)
-                     if log.problems]
+    return outputs, [NoteEvent(step=after, event="log-damaged", text=text) for log in (steps, events)
+                     if (text := log.text()) is not None]

@@ -1,6 +1,7 @@
 """Memory of a run: refuse what cannot fit, measure what was predicted, and explain what ran out.
 
     before the model is built    predicted bytes of the ranks on each machine against what that machine has
+    before a transition          the same for another mesh (`MemoryBudget`)
     --memory-report true         every storage counted where it is made, beside the prediction
     when memory runs out         the prediction and the remedies instead of an allocator's traceback
 """
@@ -8,51 +9,59 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import get_args
 
 import torch
 
-from ranvier.check import laid_out, memory_table
 from ranvier.checkpoint.checkpoints import Checkpoints
-from ranvier.errors import ConfigError, OutOfMemory
-from ranvier.machine import available_memory_bytes
+from ranvier.config.other_mesh import on_mesh
+from ranvier.config.resolve import Facts, ResolvedRun, auto_offload, resolve
+from ranvier.cost.count import device_bytes_of_stages, laid_out
+from ranvier.cost.device_overhead import with_overhead
+from ranvier.cost.memory import RankMemory, remedies, too_large
+from ranvier.cost.memory_table import memory_table
+from ranvier.elastic.auto_pipe import Place as StagePlace
+from ranvier.elastic.mesh_candidates import StageMemory
+from ranvier.errors import OutOfMemory, RanvierError
+from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
-from ranvier.planner.memory import RankMemory, remedies, too_large
-from ranvier.run import Run
-from ranvier.testing.memory import MemoryTracker
+from ranvier.planner.problems import problems
+from ranvier.system.machine import available_memory_bytes
+from ranvier.system.memory_tracker import MemoryTracker, Place
 from ranvier.world import World
 
 _WORKING = ("activations", "postponed", "workspace", "messages", "arriving")
 
 
-def check_fits(run: Run, world: World) -> tuple[Run, tuple[RankMemory, ...]]:
-    """The run with `optim.offload` resolved for this device, and the prediction for each stage. ConfigError when a rank
-    of this machine needs more than there is: memory that is free now, since the ranks themselves are there already."""
-    run = replace(run, launch=replace(run.launch, device=world.device.type))
+def check_fits(run: ResolvedRun, world: World) -> ResolvedRun:
+    """The run with device and `optim.offload` resolved for this rank. ConfigError when a rank of this machine needs
+    more memory than is free now (the ranks themselves are there already)."""
+    on_cuda = world.device.type == "cuda"
+    free_bytes = torch.cuda.mem_get_info(world.device)[0] if on_cuda else 0
     first = world.rank - world.local_rank
     ranks = range(first, min(first + world.local_size, world.size))
 
-    def judged(run: Run) -> tuple[Run, tuple[RankMemory, ...], ConfigError | None]:
+    def local_memory(run: ResolvedRun) -> list[RankMemory]:
         memory = laid_out(run)[1]
-        local = [memory[run.mesh.coordinates(rank).pipe] for rank in ranks]
-        on_cuda, problem = world.device.type == "cuda", None
-        if on_cuda:
-            problem = too_large(local, run=run, place="device", processes=1,
-                                available_bytes=torch.cuda.mem_get_info(world.device)[0])
-        return run, memory, problem or too_large(local, run=run, place="host" if on_cuda else "both",
-                                                 processes=len(local), available_bytes=available_memory_bytes())
+        return [memory[run.mesh.coordinates(rank).pipe] for rank in ranks]
 
-    offload = run.optim.offload
-    found = judged(replace(run, optim=replace(run.optim, offload="none" if offload == "auto" else offload)))
-    if offload == "auto" and world.device.type == "cuda" and found[2] is not None:
-        found = judged(replace(run, optim=replace(run.optim, offload="stream")))
-    if found[2] is not None:
-        raise found[2]
-    return found[:2]
+    run = resolve(run, Facts(device="cuda" if on_cuda else "cpu"))
+    needed_bytes = max(with_overhead(entry).device_bytes if on_cuda else entry.device_bytes
+                       for entry in local_memory(resolve(run, Facts(offload="none"))))
+    run = resolve(run, Facts(offload=auto_offload(world.device.type, needed_bytes, free_bytes)))
+    memory = local_memory(run)
+    problem = too_large([with_overhead(entry) for entry in memory], run=run, place="device", processes=1,
+                        available_bytes=free_bytes) if on_cuda else None
+    problem = problem or too_large(memory, run=run, place="host" if on_cuda else "both", processes=len(memory),
+                                   available_bytes=available_memory_bytes())
+    if problem is not None:
+        raise problem
+    return run
 
 
-def explained(error: BaseException, run: Run, where: str) -> OutOfMemory | None:
+def explain_out_of_memory(error: BaseException, run: ResolvedRun, where: str) -> OutOfMemory | None:
     """`error` as one that tells where the memory went and what to do, if it is an allocator's."""
     if not is_out_of_memory(error):
         return None
@@ -67,29 +76,35 @@ def is_out_of_memory(error: BaseException) -> bool:
             "DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")))
 
 
-def prediction_text(run: Run) -> str:
+def prediction_text(run: ResolvedRun) -> str:
     """The table of predicted memory, as text."""
+    return _as_text("predicted memory, MiB:", memory_table(laid_out(run)[1]))
+
+
+def _as_text(*parts: object) -> str:
+    """Texts and tables of rich, one below the other, without trailing spaces."""
     from rich.console import Console
 
     console = Console(width=200, highlight=False, markup=False, color_system=None)
     with console.capture() as captured:
-        console.print("predicted memory, MiB:")
-        console.print(memory_table(laid_out(run)[1]))
+        for part in parts:
+            console.print(part)
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 class Measured:
-    """What one rank's memory comes to while it trains. Without `wanted` it costs nothing and knows nothing."""
+    """Measured peak memory of one rank while it trains; without `wanted` nothing is measured."""
 
     def __init__(self, engine: Engine, device: torch.device, *, wanted: bool) -> None:
         self._engine, self._device = engine, device
         self._tracker = MemoryTracker() if wanted and device.type == "cpu" else None
         if self._tracker is not None:
-            for place, categories in engine.tensors().items():
-                for category, tensors in categories.items():
+            found = engine.tensors()
+            for place in get_args(Place):
+                for category, tensors in found.get(place, {}).items():
                     self._tracker.tag(tensors, category, place=place)
 
-    def step(self):
+    def step(self) -> AbstractContextManager[object]:
         """A context around a step whose storages are counted."""
         return nullcontext() if self._tracker is None else self._tracker
 
@@ -100,36 +115,102 @@ class Measured:
         lasting = sum(found["device"].values())
         peak = torch.cuda.max_memory_allocated(self._device) if self._tracker is None else self._tracker.peak_bytes()
         found["device"]["working"] = max(0, peak - lasting)
+        if self._tracker is None:
+            found["device"] |= self._overhead(peak)
         found["host"]["checkpoint"] = checkpoints.host_bytes
         return found
+
+
+    def _overhead(self, peak: int) -> dict[str, int]:
+        """Of the device, beside tensors: what the allocator holds more than them at its peak; what the process takes
+        that is not the allocator's (context, libraries, communicators), with other processes on the same device."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        reserved = torch.cuda.max_memory_reserved(self._device)
+        return {"allocator": max(0, reserved - peak),
+                "context and libraries": max(0, total - free - torch.cuda.memory_reserved(self._device))}
 
 
 def report_text(predicted: Sequence[RankMemory], measured: Sequence[Mapping[str, Mapping[str, int]]],
                 stage_of: Callable[[int], int]) -> str:
     """Predicted and measured MiB side by side, for the rank of each stage that needed most. measured: by rank."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table("memory in MiB", *(f"stage {entry.pipe}: predicted" if column == 0 else "measured"
                                      for entry in predicted for column in range(2)), box=None, header_style="bold")
-    dearest = [max((facts for rank, facts in enumerate(measured) if stage_of(rank) == entry.pipe),
+    largest = [max((facts for rank, facts in enumerate(measured) if stage_of(rank) == entry.pipe),
                    key=lambda facts: sum(facts["device"].values())) for entry in predicted]
     folded = [{"device": _folded(entry.device), "host": dict(entry.host)} for entry in predicted]
     for place in ("device", "host"):
-        names = dict.fromkeys(name for facts in (*folded, *dearest) for name, size in facts[place].items() if size)
+        names = dict.fromkeys(name for facts in (*folded, *largest) for name, size in facts[place].items() if size)
         for name in names:
-            sizes = [facts[place].get(name, 0) for pair in zip(folded, dearest, strict=True) for facts in pair]
+            sizes = [facts[place].get(name, 0) for pair in zip(folded, largest, strict=True) for facts in pair]
             table.add_row(name if place == "device" else f"host {name}", *(f"{size / 2**20:,.1f}" for size in sizes))
         if names:
-            sums = [sum(facts[place].values()) for pair in zip(folded, dearest, strict=True) for facts in pair]
+            sums = [sum(facts[place].values()) for pair in zip(folded, largest, strict=True) for facts in pair]
             table.add_row(f"{place} in all", *(f"{size / 2**20:,.1f}" for size in sums), style="bold")
-    console = Console(width=200, highlight=False, markup=False, color_system=None)
-    with console.capture() as captured:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+    return _as_text(table)
 
 
 def _folded(device: Mapping[str, int]) -> dict[str, int]:
     """The prediction with the categories that one measurement covers in one."""
     lasting = {name: size for name, size in device.items() if name not in _WORKING}
     return lasting | {"working": sum(device.get(name, 0) for name in _WORKING)}
+
+
+def device_bytes(device: torch.device) -> int | None:
+    """What this process could use of its device: what is free, and what it holds already, which a transition frees.
+    None where device and host are the same memory."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryBudget:
+    """For a run that was started as `first`, with its first `frozen` layers frozen.
+
+    device_bytes: what each rank may need of its device; None where device and host are the same memory.
+    """
+
+    first: ResolvedRun
+    frozen: int
+    device_bytes: int | None = None
+
+    def problem(self, run: ResolvedRun) -> RanvierError | None:
+        """Why the run cannot continue as `run`: a setting; a rank, alone on its device; all ranks together on this
+        machine, were they all here."""
+        if found := problems(run):
+            return found[0]
+        on_cuda = self.device_bytes is not None
+        try:
+            memory = laid_out(run, self.frozen)[1]
+        except RanvierError as error:
+            return error
+        if self.device_bytes is not None:
+            problem = too_large(memory, place="device", processes=1, run=run, available_bytes=self.device_bytes)
+            if problem is not None:
+                return problem
+        ranks = [entry for entry in memory for _ in range(entry.ranks)]
+        before = sum(entry.host_bytes + (0 if on_cuda else entry.device_bytes)
+                     for entry in laid_out(self.first)[1] for _ in range(entry.ranks))
+        return too_large(ranks, place="host" if on_cuda else "both", processes=len(ranks), run=run,
+                         available_bytes=available_memory_bytes() + before)
+
+    def stage_memory(self) -> StageMemory:
+        """What cuts of other meshes must fit into."""
+        def needed(mesh: Mesh, samples: int, microbatch_size: int) -> Callable[[StagePlace], int] | None:
+            there = on_mesh(replace(self.first, batch=replace(self.first.batch, global_size=samples)), mesh)
+            return self.stage_bytes(replace(there, batch=replace(there.batch, microbatch_size=microbatch_size)))
+
+        return StageMemory(limit_bytes=self.device_bytes, needed=needed)
+
+    def stage_bytes(self, run: ResolvedRun) -> Callable[[StagePlace], int] | None:
+        """What a rank of a stage that might be would need of its device. None where ranks are judged together, which
+        hardly depends on the cut, and where `run` cannot be at all."""
+        if self.device_bytes is None or problems(run):
+            return None
+        try:
+            needed = device_bytes_of_stages(run, self.frozen)
+        except RanvierError:
+            return None
+        return lambda place: needed(place.stage, place.start, place.stop)

@@ -6,7 +6,8 @@ the slowest is done. So each step starts one small asynchronous sum over the ran
     step n:    train_batch(n) . start the sum of n . read step n - 1 . train_batch(n + 1) ...
 
 A rank's step lasts from the end of the step before to the end of this one; what happens outside of steps (an
-evaluation, the start) is left out by calling `resume` after it.
+evaluation, the start) is left out by calling `resume` after it. On CUDA the device's own times are read one step later:
+there a line has the waits of the step before.
 
 The same sum says whether any rank was asked to stop, so all ranks know it at the same step.
 """
@@ -17,30 +18,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
 from ranvier.comm.protocol import Group, Work
+from ranvier.launch.stop import StopRequest
 from ranvier.mesh import Mesh
 from ranvier.optim.loss_scale import LossScale
-from ranvier.pipeline.timeline import Span, Timeline, covering
-from ranvier.stop import StopRequest
+from ranvier.pipeline.result import BatchResult
+from ranvier.schedule.spans import Span, StepWindow, Timeline, covering
 from ranvier.train.events import StepEvent
 
 KEPT_STEPS = 5
 """Latest steps whose spans stay in memory for the timeline, beside the first step's: it shows one of the inner ones, at
 whose ends other ranks are in the steps before and after."""
-
-
-class Result(Protocol):
-    """What the meter reads of the engine's BatchResult; reading waits."""
-
-    loss: float
-    weight: float
-    grad_norm: float
-    stepped: bool
-    bad: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +46,12 @@ class StepSpans:
 
     @property
     def seconds(self) -> float:
+        """Duration of the step on this rank."""
         return (self.stop_ns - self.start_ns) * 1e-9
 
     @property
     def wait_seconds(self) -> float:
+        """Of these, the time in spans of category wait."""
         return sum(span.seconds for span in self.spans if span.category == "wait")
 
 
@@ -68,7 +61,7 @@ class PendingStep:
     how many ranks were asked to stop, and to take another mesh."""
 
     step: int
-    result: Result
+    result: BatchResult
     learning_rate: float
     sums: torch.Tensor
     work: Work
@@ -98,8 +91,10 @@ class PendingStep:
         self.work.wait()
         seconds, waited, bubble = (self.sums[:3] / self.num_ranks).tolist()
         flops_per_second = flops_per_token * self.result.weight / seconds
+        grad_norm = self.result.grad_norm
+        assert grad_norm is not None  # of a training batch
         return StepEvent(step=self.step, loss=self.result.loss, tokens=self.result.weight, step_seconds=seconds,
-                         wait_seconds=waited, bubble_fraction=bubble, grad_norm=self.result.grad_norm,
+                         wait_seconds=waited, bubble_fraction=bubble, grad_norm=grad_norm,
                          learning_rate=self.learning_rate, flops_per_second=flops_per_second,
                          model_flops_utilisation=flops_per_second / peak_flops_per_second,
                          stepped=self.result.stepped, eval_loss=self.eval_loss, eval_scores=self.eval_scores,
@@ -114,7 +109,7 @@ class Meter:
 
     ranks: a group of all ranks; they call `step` for the same steps, in the same order as its other collectives.
     stop: this rank's own; whether it was asked to stop goes with each step's numbers to all ranks. resize_asked:
-    whether this rank knows of a wish for another mesh, likewise.
+    whether this rank knows of a request for another mesh, likewise.
     """
 
     def __init__(self, timeline: Timeline, ranks: Group, stop: StopRequest | None = None,
@@ -129,7 +124,7 @@ class Meter:
         self.resume()
 
     def move(self, timeline: Timeline, ranks: Group) -> None:
-        """The run goes on with another engine, on other ranks. What was kept of the mesh before is let go."""
+        """Continue with another engine, on other ranks; what was kept of the mesh before is dropped."""
         self._timeline, self._ranks, self._first = timeline, ranks, None
         self._latest.clear()
         self.busy, self.busy_steps = {}, -1
@@ -137,29 +132,36 @@ class Meter:
 
     def resume(self) -> None:
         """The next step starts now; spans since the last one belong to no step."""
-        self._timeline.take()
+        for window in self._timeline.begin_step():
+            self._keep(window)
         self._start_ns = time.monotonic_ns()
 
-    def step(self, number: int, result: Result, learning_rate: float) -> PendingStep:
+    def step(self, number: int, result: BatchResult, learning_rate: float) -> PendingStep:
         """Step `number` has ended on this rank, and the next one starts now. Never waits."""
+        waited = share = 0.0
+        for window in self._timeline.end_step(number):
+            took = self._keep(window)
+            waited, share = took.wait_seconds, min(1.0, took.wait_seconds / max(took.seconds, 1e-9))
         stop_ns = time.monotonic_ns()
-        spans = self._timeline.take()
-        took = StepSpans(step=number, start_ns=self._start_ns, stop_ns=stop_ns,
-                         spans=covering(spans, number, self._start_ns, stop_ns))
-        self._start_ns = stop_ns
+        seconds, self._start_ns = (stop_ns - self._start_ns) * 1e-9, stop_ns
+        stop = self._stop is not None and self._stop.requested
+        resize = self._resize_asked is not None and self._resize_asked()
+        sums = torch.tensor([seconds, waited, share, stop, resize], dtype=torch.float64)
+        return PendingStep(step=number, result=result, learning_rate=learning_rate, sums=sums,
+                           work=self._ranks.all_reduce(sums), num_ranks=len(self._ranks.ranks))
+
+    def _keep(self, window: StepWindow) -> StepSpans:
+        """A step that can be read: for the timeline, and for what ranks were busy with."""
+        took = StepSpans(step=window.step, start_ns=window.start_ns, stop_ns=window.stop_ns,
+                         spans=covering(window.spans, window.step, window.start_ns, window.stop_ns))
         self._first = self._first or took
         self._latest.append(took)
         self.busy_steps += 1
         if self.busy_steps:
-            for span in spans:
+            for span in window.spans:
                 if span.label != "weigh":
                     self.busy[span.category] = self.busy.get(span.category, 0.0) + span.seconds
-        share = min(1.0, took.wait_seconds / took.seconds)
-        stop = self._stop is not None and self._stop.requested
-        resize = self._resize_asked is not None and self._resize_asked()
-        sums = torch.tensor([took.seconds, took.wait_seconds, share, stop, resize], dtype=torch.float64)
-        return PendingStep(step=number, result=result, learning_rate=learning_rate, sums=sums,
-                           work=self._ranks.all_reduce(sums), num_ranks=len(self._ranks.ranks))
+        return took
 
     @property
     def kept(self) -> list[StepSpans]:

@@ -1,4 +1,4 @@
-"""timeline.png and loss.png: what each rank did when, and where the loss went."""
+"""timeline.png, loss.png and course.png: what each rank did, the loss, and the transitions of an elastic run."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ranvier.figures import COLOURS, DARK, DPI, FAINT, INK, NAMES, clean, new_figure
 from ranvier.mesh import Mesh
-from ranvier.pipeline.timeline import Category, Span, covering
-from ranvier.train.files import mesh_text, writing
+from ranvier.pictures.figures import COLOURS, DARK, DPI, FAINT, INK, NAMES, clean, new_figure
+from ranvier.schedule.spans import Category, Span, covering
+from ranvier.train.history import History
+from ranvier.train.logs import mesh_text, writing
 from ranvier.train.metrics import StepSpans
 from ranvier.train.timeline import RankTimeline
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.patches import Patch
+
 
 _MAX_RANKS = 64
 
@@ -128,7 +131,7 @@ def _waited(step: StepSpans) -> float:
     return min(1.0, step.wait_seconds / step.seconds)
 
 
-def _draw_row(axes, row: Sequence[Span], zero_ns: int, place: float, narrow_ms: float) -> None:
+def _draw_row(axes: Axes, row: Sequence[Span], zero_ns: int, place: float, narrow_ms: float) -> None:
     for category, colour in COLOURS.items():
         spans = [span for span in row if span.category == category]
         bars = [((span.start_ns - zero_ns) * 1e-6, span.seconds * 1e3) for span in spans]
@@ -138,7 +141,7 @@ def _draw_row(axes, row: Sequence[Span], zero_ns: int, place: float, narrow_ms: 
         axes.broken_barh(bars, (place - height / 2, height), facecolor=colour, linewidth=edges, edgecolor="white")
 
 
-def _label_row(axes, row: Sequence[Span], zero_ns: int, place: float) -> None:
+def _label_row(axes: Axes, row: Sequence[Span], zero_ns: int, place: float) -> None:
     """The microbatch's number on each bar, as small as the bar needs it, and none where nobody could read it."""
     points_per_ms = (axes.transData.transform((1, 0))[0] - axes.transData.transform((0, 0))[0]) * 72 / DPI
     for span in row:
@@ -203,3 +206,50 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
     """Centred running mean over `window` values, fewer at the ends, so that the curve does not lag."""
     half = window // 2
     return [statistics.fmean(values[max(0, index - half):index + half + 1]) for index in range(len(values))]
+
+
+def draw_course(path: Path, history: History, title: str) -> None:
+    """Draw `history`. RanvierError when the file cannot be written."""
+    speeds_by_step = history.column("tokens_per_second")
+    last = max(speeds_by_step, default=1)
+    figure = new_figure(10, 8.5 if history.accuracies else 7)
+    panels = figure.subplots(4 if history.accuracies else 3, 1, sharex=True)
+    for axes in panels:
+        clean(axes)
+        axes.grid(axis="y", color="#E6E6E6", linewidth=0.8)
+        axes.set_axisbelow(True)
+        for step in list(history.meshes)[1:]:
+            axes.axvline(step + 0.5, color=FAINT, linewidth=0.8, linestyle=":")
+    _stairs(panels[0], history.frozen, last, COLOURS["forward"], "")
+    panels[0].set_ylabel("frozen layers", fontsize=10, color=INK)
+    _stairs(panels[1], {step: mesh[0] for step, mesh in history.meshes.items()}, last, COLOURS["forward"], "stages")
+    _stairs(panels[1], {step: mesh[1] for step, mesh in history.meshes.items()}, last, COLOURS["backward"], "replicas")
+    panels[1].set_ylabel("mesh", fontsize=10, color=INK)
+    panels[1].legend(frameon=False, fontsize=9, ncols=2)
+    for axes in panels[:2]:
+        axes.set_ylim(bottom=0)
+        axes.yaxis.get_major_locator().set_params(integer=True)
+    steps, speeds = list(speeds_by_step), list(speeds_by_step.values())
+    panels[2].plot(steps, speeds, color=COLOURS["weight"], linewidth=0.9, label="each step")
+    window = max(5, len(steps) // 25)
+    panels[2].plot(steps, smoothed(speeds, window), color=COLOURS["forward"], linewidth=2,
+                   label=f"mean of {2 * (window // 2) + 1}")
+    panels[2].set_ylabel(f"{history.unit} per second", fontsize=10, color=INK)
+    panels[2].set_ylim(bottom=0)
+    panels[2].legend(frameon=False, fontsize=9, ncols=2)
+    if history.accuracies:
+        panels[3].plot(list(history.accuracies), [100 * score for score in history.accuracies.values()], marker="o",
+                       markersize=5, linewidth=1.5, color=COLOURS["optimizer"], markeredgecolor="white")
+        panels[3].set_ylabel("accuracy in %, held-out", fontsize=10, color=INK)
+    panels[-1].set_xlabel("step", fontsize=10, color=INK)
+    panels[0].set_title(f"{title}: how the run transformed itself", fontsize=12, color=INK, loc="left")
+    panels[0].margins(x=0.02)
+    with writing(path):
+        figure.savefig(path)
+
+
+def _stairs(axes: Axes, values: Mapping[int, int], last: int, colour: str, label: str) -> None:
+    """A value that holds from each step until the next."""
+    steps = list(values)
+    axes.step([*steps, last], [*values.values(), values[steps[-1]]], where="post", color=colour, linewidth=2,
+              label=label or None)

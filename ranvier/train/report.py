@@ -1,11 +1,10 @@
 """The end of a run: what all ranks know, in summary.json, timeline.json and two pictures.
 
-History is a tracker like any other: it keeps of the stream of events what the summary and the loss picture need.
+`ranvier.train.history` keeps what this needs of the stream of events.
 """
 
 from __future__ import annotations
 
-import math
 import platform
 import resource
 import statistics
@@ -14,82 +13,23 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 
 from ranvier.mesh import AXES, Mesh
-from ranvier.train.course import Course, draw_course
-from ranvier.train.events import EvalEvent, Event, StepEvent, TransitionEvent
-from ranvier.train.files import mesh_fields, mesh_text, write_json
-from ranvier.train.pictures import draw_loss, draw_timeline
+from ranvier.train.history import History
+from ranvier.train.logs import mesh_fields, mesh_text, write_json
+from ranvier.train.pictures import draw_course, draw_loss, draw_timeline
 from ranvier.train.timeline import RankTimeline, write_trace
 
 WARM_UP_STEPS = 2
 """First steps that the speed figures leave out (allocation, connections, caches), where there are others."""
 
 
-class Counting(Protocol):
-    """What a summary reads of the engine."""
-
-    boundaries: Sequence[int]
-
-    def counters(self) -> Mapping[str, object]: ...
-
-
-class History:
-    """The course of the run, a few numbers a step."""
-
-    def __init__(self) -> None:
-        self.losses: dict[int, float] = {}
-        self.eval_losses: dict[int, float] = {}
-        self.tokens_per_second: list[float] = []
-        self.step_seconds: list[float] = []
-        self.bubbles: list[float] = []
-        self.utilisations: list[float] = []
-        self.course = Course()
-        self.scores: dict[str, float] = {}
-        """What the last evaluation has come to: eval_accuracy, eval_count, ..."""
-        self.transitions: list[TransitionEvent] = []
-
-    def remember(self, steps: Sequence[Mapping[str, object]], events: Sequence[Mapping[str, object]] = ()) -> None:
-        """Steps of the same run before it went on, as metrics.jsonl has them, and its events."""
-        self.course.remember(steps, events)
-        for line in steps:
-            self.losses[line["step"]] = math.nan if line.get("loss") is None else line["loss"]
-            if line.get("eval_loss") is not None:
-                self.eval_losses[line["step"]] = line["eval_loss"]
-            for name, values in (("tokens_per_second", self.tokens_per_second), ("step_seconds", self.step_seconds),
-                                 ("bubble_fraction", self.bubbles), ("model_flops_utilisation", self.utilisations)):
-                if line.get(name) is not None:
-                    values.append(line[name])
-
-    def event(self, event: Event) -> None:
-        self.course.event(event)
-        if isinstance(event, StepEvent):
-            self.losses[event.step] = event.loss
-            self.tokens_per_second.append(event.tokens_per_second)
-            self.step_seconds.append(event.step_seconds)
-            self.bubbles.append(event.bubble_fraction)
-            self.utilisations.append(event.model_flops_utilisation)
-        elif isinstance(event, EvalEvent):
-            self.eval_losses[event.step] = event.loss
-            self.scores = dict(event.scores)
-        elif isinstance(event, TransitionEvent):
-            self.transitions.append(event)
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
 def steady(values: Sequence[float]) -> float:
     """The median after the first two steps; of all steps where there are no others, and 0 where there are none."""
     return statistics.median(values[WARM_UP_STEPS:] or values or [0.0])
-
-
-def rank_facts(engine: Counting, device: torch.device) -> dict[str, object]:
-    """What one rank adds to the summary. JSON-serialisable."""
-    return {"peak_memory_bytes": peak_memory_bytes(device), **engine.counters()}
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -100,24 +40,25 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def summarise(*, recipe: str, mesh: Mesh, history: History, ranks: Sequence[Mapping], boundaries: Sequence[int],
-              launcher: str, transport: str, device: torch.device, seconds: float, frozen: int = 0
-              ) -> dict[str, object]:
+def summarise(*, recipe: str, mesh: Mesh, history: History, ranks: Sequence[Mapping[str, Any]],
+              boundaries: Sequence[int], launcher: str, transport: str, device: torch.device, seconds: float,
+              frozen: int = 0) -> dict[str, Any]:
     """The contents of summary.json.
 
-    ranks: every rank's `rank_facts`. Fields with a list have one entry a rank; bytes_received_by_axis adds them up.
+    ranks: of every rank `Engine.counters` and "peak_memory_bytes", and optional facts
+    (memory, ledger, cache). Fields with a list have one entry a rank; bytes_received_by_axis adds them up.
     """
-    last_eval = max(history.eval_losses, default=None)
+    losses, last_eval = history.losses, max(history.eval_losses, default=None)
     return {
         "recipe": recipe,
-        "final_loss": history.losses[max(history.losses)] if history.losses else None,
+        "final_loss": losses[max(losses)] if losses else None,
         "eval_loss": None if last_eval is None else history.eval_losses[last_eval],
-        "steps": len(history.losses),
+        "steps": len(losses),
         "seconds": seconds,
-        "tokens_per_second": steady(history.tokens_per_second),
-        "step_seconds": steady(history.step_seconds),
-        "bubble_fraction": steady(history.bubbles),
-        "model_flops_utilisation": steady(history.utilisations),
+        "tokens_per_second": steady(history.values("tokens_per_second")),
+        "step_seconds": steady(history.values("step_seconds")),
+        "bubble_fraction": steady(history.values("bubble_fraction")),
+        "model_flops_utilisation": steady(history.values("model_flops_utilisation")),
         "mesh": mesh_fields(mesh),
         **({"frozen_layers": frozen} if frozen else {}),
         **({"transitions": len(history.transitions), "transition_seconds": sum(
@@ -134,15 +75,11 @@ def summarise(*, recipe: str, mesh: Mesh, history: History, ranks: Sequence[Mapp
         **({"cache": [row.get("cache") for row in ranks]} if any("cache" in row for row in ranks) else {}),
         "launcher": launcher,
         "transport": transport,
-        "device": device_name(device),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "threads": torch.get_num_threads(),
         "versions": versions(),
         "commit": commit(),
     }
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
 
 
 def versions() -> dict[str, str | None]:
@@ -177,7 +114,7 @@ def write_report(run_dir: Path, summary: Mapping[str, object], history: History,
     draw_timeline(timeline, timelines, mesh, policy)
     if history.losses:  # none are known where nothing was left to do, in a folder without the steps before
         draw_loss(loss, history.losses, history.eval_losses, f"{summary['recipe']} on mesh {mesh_text(mesh)}",
-                  history.course.unit)
-    if history.course.is_elastic:
-        draw_course(course, history.course, str(summary["recipe"]))
+                  history.unit)
+    if len(history.meshes) > 1:
+        draw_course(course, history, str(summary["recipe"]))
     return [picture for picture in (course, timeline, loss) if picture.exists()]

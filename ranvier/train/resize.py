@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ranvier.errors import RanvierError
-from ranvier.plain_file import open_plain, write_whole
+from ranvier.system.atomic_file import open_regular_file, write_atomically
 from ranvier.train.logs import read_events
 
 NAME = "resize.json"
@@ -49,8 +49,10 @@ class ResizeRequests:
                 os.rename(path, taken)
             except OSError:
                 continue  # its author has withdrawn it
+            name = _REQUEST.fullmatch(path.name)
+            assert name is not None  # `_waiting` lists no other names
             try:
-                return _read(taken, _REQUEST.fullmatch(path.name)[1])
+                return _read(taken, name[1])
             finally:
                 _remove(taken)
         return None
@@ -75,7 +77,7 @@ class ResizeRequests:
 
 def _read(path: Path, wish: str | None) -> dict[str, object]:
     try:
-        with open_plain(path, own=True) as file:
+        with open_regular_file(path, own=True) as file:
             content = file.read(_MOST_BYTES + 1)
     except OSError as error:
         return {"data": None, "pipe": None, "wish": wish, "problem": f"cannot be read: {error.strerror or error}"}
@@ -140,7 +142,7 @@ def ask(run_dir: Path, *, data: int, pipe: int) -> str:
     wish = secrets.token_hex(8)
     path = _path(run_dir, wish)
     try:
-        write_whole(path, json.dumps({"data": data, "pipe": pipe, "wish": wish}))
+        write_atomically(path, json.dumps({"data": data, "pipe": pipe, "wish": wish}))
     except OSError as error:
         raise RanvierError(f"cannot be written: {error.strerror or error}", where=str(path),
                            remedy="Ask as the user whose run it is.") from error

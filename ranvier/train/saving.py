@@ -1,11 +1,11 @@
-"""A run's checkpoints: when they are written, what is told of them, and where a run goes on."""
+"""A run's checkpoints: when they are written, where a run resumes, and which settings may change then."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -13,17 +13,19 @@ from annotated_types import Ge, Lt
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
-from ranvier import resolve
 from ranvier.checkpoint.checkpoints import Checkpoints, Loaded, Written
 from ranvier.checkpoint.manifest import checkpoints as listed
 from ranvier.checkpoint.manifest import damaged, read_manifest, step_folder, step_of
+from ranvier.config import read
+from ranvier.config.aliases import current_values
+from ranvier.config.resolve import ResolvedRun
+from ranvier.config.run import Lora
 from ranvier.data.task import Prepared
 from ranvier.errors import CheckpointError, ConfigError, UnsavedError
-from ranvier.lease import Lease
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.result import BatchResult
-from ranvier.run import Run
-from ranvier.train import resume
+from ranvier.system.lease import Lease
+from ranvier.train.best import BestEvaluation
 from ranvier.train.events import NoteEvent
 from ranvier.train.report import versions
 
@@ -39,11 +41,23 @@ class Start:
     notes: list[NoteEvent] = field(default_factory=list)
     loaded: Loaded | None = None
     elastic: Mapping[str, object] = field(default_factory=dict)
+    best: Mapping[str, object] = field(default_factory=dict)
 
 
 @checked(frozen=True, kw_only=True, config=ConfigDict(extra="ignore", strict=True))
-class Told:
-    """What a checkpoint says of its run: what `Saving.save` has told it. Of another loop's, nothing."""
+class BestState:
+    """What `BestEvaluation.state` gives."""
+
+    metric: str
+    value: float | None
+    step: Annotated[int, Ge(0)] | None
+    reference: float | None
+    since: Annotated[int, Ge(0)]
+
+
+@checked(frozen=True, kw_only=True, config=ConfigDict(extra="ignore", strict=True))
+class CheckpointMetadata:
+    """What a checkpoint says of its run, as `Saving.save` has written it; all defaults where another loop wrote it."""
 
     samples: Annotated[int, Ge(0), Lt(1 << 62)] | None = None
     """Sequences consumed."""
@@ -57,6 +71,8 @@ class Told:
     run: dict[str, object] = field(default_factory=dict)
     elastic: dict[str, object] = field(default_factory=dict)
     """What layers are frozen, and how the run came to its mesh: `Elasticity.state`."""
+    best: BestState | None = None
+    """The best evaluation so far."""
 
     @property
     def values(self) -> dict[str, object]:
@@ -66,25 +82,28 @@ class Told:
         return {**self.run, **nested}
 
 
-def told_by(loaded: Loaded) -> Told:
-    """CheckpointError where what it says cannot be."""
+def read_metadata(loaded: Loaded) -> CheckpointMetadata:
+    """What a checkpoint says of its run. CheckpointError where a field has an impossible value."""
     try:
-        return TypeAdapter(Told).validate_json(json.dumps(dict(loaded.about)))
+        return TypeAdapter(CheckpointMetadata).validate_json(json.dumps(dict(loaded.about)))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise damaged(loaded.folder, f"about.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
-def _checkpoints(run: Run, engine: Engine, lease: Lease | None) -> Checkpoints:
+def _checkpoints(run: ResolvedRun, engine: Engine, lease: Lease | None) -> Checkpoints:
     made = Checkpoints(engine, checkpoint_folder(run), keep=run.checkpoint.keep, keep_every=run.checkpoint.keep_every,
                        timeout_seconds=run.comm.timeout_seconds, lease=lease)
     made.claim()
     return made
 
 
-def checkpoint_folder(run: Run) -> Path:
+def checkpoint_folder(run: ResolvedRun) -> Path:
     """Where the checkpoints of a run are whose folder is known."""
-    return run.checkpoint.dir or run.run_dir / "checkpoint"
+    if run.checkpoint.dir is not None:
+        return run.checkpoint.dir
+    assert run.run_dir is not None
+    return run.run_dir / "checkpoint"
 
 
 class Saving:
@@ -93,26 +112,26 @@ class Saving:
     data: what the run reads. lease: rank 0's, of the folder of checkpoints.
     """
 
-    def __init__(self, run: Run, recipe: str, engine: Engine, data: Prepared, lease: Lease | None) -> None:
+    def __init__(self, run: ResolvedRun, recipe: str, engine: Engine, data: Prepared, lease: Lease | None) -> None:
+        assert run.run_dir is not None  # all ranks have agreed on it
         self._run, self._recipe, self._engine, self._text = run, recipe, engine, data.fingerprint
         self._lease = lease
         self._labels = list(data.class_names)
         self._tokenizer = None if data.tokenizer is None else data.tokenizer.fingerprint
         self.checkpoints = _checkpoints(run, engine, lease)
-        self.origin = self.checkpoints.of_first(resolve.origin(run.run_dir))
+        self.origin = self.checkpoints.of_first(read.origin(run.run_dir))
         """The checkpoint elsewhere that the run of this folder began with; none where it began anew."""
         self.offset = 0
         """Sequences that were consumed beyond the steps' own: what a change of batch or going back has left out."""
         self.saved_step: int | None = None
         """After which the last checkpoint was begun; None where it is known to have failed."""
-        self._last_error: str | None = None
-        """What was wrong with the checkpoint that was begun last."""
-        self.told_step = 0
+        self._last_error: str | None = None  # of the last checkpoint
+        self.published_step = 0
         """The last step whose numbers are in the run's folder; rank 0 only. No checkpoint of a later one gets its name,
         or a run that died then and went on from it would never tell that step's numbers."""
 
-    def move(self, run: Run, engine: Engine, *, offset: int, saved_step: int | None) -> None:
-        """The run goes on with another engine, on another mesh perhaps; the old checkpoints are closed."""
+    def move(self, run: ResolvedRun, engine: Engine, *, offset: int, saved_step: int | None) -> None:
+        """Continue with another engine, perhaps on another mesh; the previous `Checkpoints` is closed."""
         self._run, self._engine, self.offset, self.saved_step = run, engine, offset, saved_step
         damaged, self.checkpoints = self.checkpoints.damaged, _checkpoints(run, engine, self._lease)
         self.checkpoints.damaged |= damaged
@@ -120,7 +139,7 @@ class Saving:
     # ------------------------------------------------------------------ where the run begins
 
     def start(self) -> Start:
-        """Go on as `run.resume` says. CheckpointError or ConfigError where that cannot be."""
+        """Resume as `run.resume` says. CheckpointError or ConfigError where that cannot be."""
         folder, source = self.checkpoints.folder, self._run.resume
         if source == "none" or source not in ("auto", self.origin):
             self._refuse_others(None if source == "none" else Path(source))
@@ -132,43 +151,44 @@ class Saving:
             loaded = self.checkpoints.load(self.origin)
         if loaded is None:
             return Start(notes=[NoteEvent(step=0, event="resume", text=f"no checkpoint in {folder}: from the start")])
-        told = told_by(loaded)
-        self._check_same(loaded, told)
+        metadata = read_metadata(loaded)
+        self._check_same(loaded, metadata)
         continues = loaded.folder.resolve().parent == folder.resolve()
         if loaded.step >= self._run.train.steps and not continues:
             raise ConfigError(f"leaves nothing to do: {loaded.folder} has taken {loaded.step} steps",
                               where="train.steps", value=self._run.train.steps,
                               remedy=f"Set --train.steps above {loaded.step}, or leave --resume out.")
         usual = loaded.step * self._run.batch.global_size
-        self.offset = (usual if told.samples is None else told.samples) - usual
+        self.offset = (usual if metadata.samples is None else metadata.samples) - usual
         if self._engine.bad_steps is not None:
-            self._engine.bad_steps.load(told.guard)
+            self._engine.bad_steps.load(metadata.guard)
         notes = [NoteEvent(step=loaded.step, event="checkpoint-skipped", text=text) for text in loaded.skipped]
         return Start(step=loaded.step, offset=self.offset, continues=continues,
-                     notes=[*notes, self._note(loaded), *self._differences(loaded.step, told)], loaded=loaded,
-                     elastic=told.elastic)
+                     notes=[*notes, self._note(loaded), *self._differences(loaded.step, metadata)], loaded=loaded,
+                     elastic=metadata.elastic, best={} if metadata.best is None else asdict(metadata.best))
 
-    def _check_same(self, loaded: Loaded, told: Told) -> None:
+    def _check_same(self, loaded: Loaded, metadata: CheckpointMetadata) -> None:
         """CheckpointError for what gives parameters of the same shapes another meaning."""
-        where, values = f"checkpoint {loaded.folder}", resolve.flatten(self._run)
-        heads, now = told.values.get("model.heads"), self._run.model.heads
+        where, values = f"checkpoint {loaded.folder}", read.flatten(self._run)
+        heads, now = metadata.values.get("model.heads"), self._run.model.heads
         if heads not in (None, now):
             raise CheckpointError(f"was written by a model with {heads} heads", where=where,
                                   value=now, remedy=f"Set --model.heads {heads}.")
-        for name in resume.REFUSED:
-            before = told.values.get(name)
-            if before != values[name] and resume.is_known(name, told.values):
-                raise CheckpointError(f"was written with {resolve.flag(name)} {resolve.as_text(before)}", where=where,
-                                      value=resolve.as_text(values[name]),
-                                      remedy=f"Set --{resolve.flag(name)} {resolve.as_text(before)}.")
-        if told.tokenizer is not None and self._tokenizer not in (None, told.tokenizer):
+        for name in REFUSED:
+            before = metadata.values.get(name, EARLIER.get(name))
+            if before != values[name] and is_known(name, metadata.values):
+                raise CheckpointError(f"was written with {read.flag(name)} {read.as_text(before)}", where=where,
+                                      value=read.as_text(values[name]),
+                                      remedy=f"Set --{read.flag(name)} {read.as_text(before)}.")
+        if metadata.tokenizer is not None and self._tokenizer not in (None, metadata.tokenizer):
             own = loaded.folder.absolute().parent.parent / "tokenizer.json"
             raise CheckpointError("was trained with another tokenizer: the same numbers would be other tokens",
                                   where=where, value=self._run.data.tokenizer,
                                   remedy=f"Set --data.tokenizer {own if own.exists() else 'to the path of its own'}.")
-        if told.labels and self._labels and told.labels != self._labels:
+        if metadata.labels and self._labels and metadata.labels != self._labels:
             raise CheckpointError("was trained on other classes: the same outputs would be others", where=where,
-                                  value=self._labels[:20], remedy=f"Give data with its classes: {told.labels[:20]}.")
+                                  value=self._labels[:20],
+                                  remedy=f"Give data with its classes: {metadata.labels[:20]}.")
 
     def _refuse_others(self, path: Path | None) -> None:
         """ConfigError where the folder has checkpoints of another run, or (path is one of them) newer ones, which
@@ -179,7 +199,7 @@ class Saving:
         if path is None or path.resolve().parent != newest[0].resolve().parent:
             raise ConfigError("has checkpoints of another run", where="checkpoint.dir",
                               value=str(self.checkpoints.folder),
-                              remedy="Go on with --resume auto, or choose another folder.")
+                              remedy="Resume with --resume auto, or choose another folder.")
         if step_of(path) != step_of(newest[0]):
             raise ConfigError(f"is older than {newest[0].name} in the same folder, which would be mixed up with what "
                               "comes now", where="resume", value=str(path),
@@ -188,21 +208,21 @@ class Saving:
     def _note(self, loaded: Loaded) -> NoteEvent:
         was, now = loaded.about.get("mesh"), str(self._engine.mesh)
         moved = f", written on {was}" if was is not None and was != now else ""
-        return NoteEvent(step=loaded.step, event="resume", text=f"goes on from {loaded.folder}{moved}",
+        return NoteEvent(step=loaded.step, event="resume", text=f"resumes from {loaded.folder}{moved}",
                          fields={"folder": str(loaded.folder), "mesh": now, "written_on": was})
 
-    def _differences(self, step: int, told: Told) -> Iterator[NoteEvent]:
-        """What makes the run another one than it was, though it goes on."""
-        if told.text not in (None, self._text):
+    def _differences(self, step: int, metadata: CheckpointMetadata) -> Iterator[NoteEvent]:
+        """What makes the run another one than it was before it resumed."""
+        if metadata.text not in (None, self._text):
             yield NoteEvent(step=step, event="resume", text="the text is another one than before: samples differ from "
                                                             "here on")
-        values = resolve.flatten(self._run)
+        values = read.flatten(self._run)
         if step > self._run.train.steps:
             yield NoteEvent(step=step, event="resume", text=f"has taken more steps than train.steps, "
                                                             f"{self._run.train.steps}: nothing is left to do")
-        for name, before in resume.differences(told.values, values):
-            was, now = resolve.as_text(before), resolve.as_text(values[name])
-            yield NoteEvent(step=step, event="changed", text=f"{resolve.flag(name)} was {was} and is {now} now",
+        for name, before in differences(metadata.values, values):
+            was, now = read.as_text(before), read.as_text(values[name])
+            yield NoteEvent(step=step, event="changed", text=f"{read.flag(name)} was {was} and is {now} now",
                             fields={"setting": name, "before": was, "now": now})
 
     # ------------------------------------------------------------------ while it trains
@@ -212,19 +232,23 @@ class Saving:
         every = self._run.checkpoint.every
         return bool(every and step % every == 0)
 
-    def save(self, step: int, result: BatchResult | None, elastic: Mapping[str, object]) -> float | None:
+    def save(self, step: int, result: BatchResult | None, elastic: Mapping[str, object],
+             best: BestEvaluation | None = None) -> float | None:
         """Begin a checkpoint; returns the seconds that training waited for it. None where the step was taken although
-        its loss is no number: what comes of it is not kept. result: the step's, None where that was told as good."""
+        its loss is no number: what comes of it is not kept. result: the step's, None where that was told as good. best:
+        the best evaluation so far, whose checkpoint stays."""
         if result is not None and result.stepped and math.isnan(result.loss):
             return None
         self.saved_step = step
         return self.checkpoints.save({
-            "recipe": self._recipe, "run": resolve.document(self._run), "text": self._text, "versions": versions(),
+            "recipe": self._recipe, "run": read.document(self._run), "text": self._text, "versions": versions(),
             **({"labels": self._labels} if self._labels else {}), "elastic": elastic,
             **({} if self._tokenizer is None else {"tokenizer": self._tokenizer}),
             "samples": step * self._run.batch.global_size + self.offset,
             **({} if self._engine.bad_steps is None else {"guard": self._engine.bad_steps.state()}),
-        }, when=lambda: self.told_step >= step)
+            **({} if best is None else {"best": best.state()}),
+        }, when=lambda: self.published_step >= step,
+            best=best.step if best is not None and self._run.checkpoint.best is not None else None)
 
     def tell(self) -> Iterator[NoteEvent]:
         """What has been written since the last call; only rank 0 knows. CheckpointError where the run is to stop."""
@@ -252,7 +276,7 @@ class Saving:
             there = f"the newest that is there is {newest}" if newest else "there is none"
             raise UnsavedError(f"is not on the disk, so the run is not done: {problem}; {there}",
                                where=f"checkpoint {step_folder(self.checkpoints.folder, step)}",
-                               remedy="Free space there or choose another --checkpoint.dir, and go on with "
+                               remedy="Free space there or choose another --checkpoint.dir, and resume with "
                                       f"--resume auto --run-dir {self._run.run_dir}.")
 
     def _missing(self, step: int) -> str | None:
@@ -280,3 +304,38 @@ class Saving:
     def _error(self, written: Written) -> CheckpointError:
         return CheckpointError(f"cannot be written: {written.error}", where=f"checkpoint {written.folder}",
                                remedy=written.remedy)
+
+
+PLACE = ("mesh.", "batch.microbatch_size", "pipeline.", "tensor.", "comm.", "launch.", "log.", "memory", "checkpoint.",
+         "optim.offload", "optim.bucket_size", "optim.chunk_buckets", "optim.buckets_in_flight", "optim.shard",
+         "optim.update_in_backward", "data.corpus", "data.tokenizer", "data.cache_dir", "data.max_bytes",
+         "elastic.cache", "deterministic", "resume", "run_dir", "max_restarts")
+"""Beginnings of names. Text and tokenizer are compared by what is in them, wherever they lie."""
+
+REFUSED = ("data.task", "model.norm_epsilon", "lora.alpha", "lora.method")
+"""Beside the model's sizes and the optimizer's algorithm, which the tensors of a checkpoint show, and its heads."""
+
+
+EARLIER: Mapping[str, object] = {"data.padding": "maximum", "lora.alpha": Lora.alpha, "lora.method": Lora.method}
+"""What a run did before it had a setting, where that is not the setting's default."""
+
+
+def differences(before: Mapping[str, object], now: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """(setting, its value in the checkpoint) of all that are to be told, by dotted name.
+
+    before: what the checkpoint says. now: all settings of the run.
+    """
+    before = current_values(before)
+    for name, value in now.items():
+        if name.startswith(PLACE) or name in REFUSED or not is_known(name, before):
+            continue
+        was = before[name] if name in before else EARLIER.get(name, read.settings()[name].default)
+        was = tuple(was) if isinstance(was, list) else was
+        if was != value and str(was) != str(value):  # paths are text in a checkpoint
+            yield name, was
+
+
+def is_known(name: str, before: Mapping[str, object]) -> bool:
+    """Whether a checkpoint says what a setting was. One that was none is not among what a run writes; an imported
+    checkpoint has some settings only."""
+    return name in before or "seed" in before

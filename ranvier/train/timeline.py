@@ -9,15 +9,16 @@ from __future__ import annotations
 import socket
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ranvier.comm.protocol import Group
 from ranvier.mesh import Mesh
-from ranvier.pipeline.timeline import Category, Span
+from ranvier.schedule.spans import Category, Span
 from ranvier.train.events import TransitionEvent
-from ranvier.train.files import write_json
+from ranvier.train.logs import write_json
 from ranvier.train.metrics import StepSpans
 
 _BARRIERS = 5
@@ -59,7 +60,7 @@ def _machine() -> str:
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
 
-def _offset(reference: dict, row: dict) -> tuple[int, int]:
+def _offset(reference: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[int, int]:
     """Nanoseconds to add to `row`'s clock to read the reference's, and the estimate's error."""
     if row["machine"] == reference["machine"]:
         return 0, 0
@@ -67,12 +68,12 @@ def _offset(reference: dict, row: dict) -> tuple[int, int]:
     return round(statistics.median(differences)), (max(differences) - min(differences)) // 2
 
 
-def _pack(step: StepSpans) -> list:
+def _pack(step: StepSpans) -> list[Any]:
     return [step.step, step.start_ns, step.stop_ns,
             [[span.category, span.label, span.start_ns, span.stop_ns] for span in step.spans]]
 
 
-def _unpack(row: list, offset_ns: int) -> StepSpans:
+def _unpack(row: Sequence[Any], offset_ns: int) -> StepSpans:
     number, start_ns, stop_ns, spans = row
     return StepSpans(step=number, start_ns=start_ns + offset_ns, stop_ns=stop_ns + offset_ns, spans=[
         Span(category, label, number, begin + offset_ns, end + offset_ns) for category, label, begin, end in spans])
@@ -110,5 +111,5 @@ def write_trace(path: Path, timelines: Sequence[RankTimeline], mesh: Mesh,
                       "clock_error_microseconds": [line.clock_error_ns / 1000 for line in timelines]}}, indent=None)
 
 
-def _named(kind: str, process: int, thread: int, name: str) -> dict:
+def _named(kind: str, process: int, thread: int, name: str) -> dict[str, object]:
     return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}

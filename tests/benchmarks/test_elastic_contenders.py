@@ -95,6 +95,7 @@ def result(folder, name):
                    if line.startswith("| ") and "---" not in line]
 
 
+@pytest.mark.slow
 def test_cache_depth(tmp_path):
     cache_depth.measure(cache_depth.parse(["--quick", "--depths", "2", "--output", str(tmp_path / "x.json")]))
     found, table = result(tmp_path, "x")
@@ -103,6 +104,7 @@ def test_cache_depth(tmp_path):
     assert row["gain"][0] > 0 and found["pays_from"] in (2, None)
 
 
+@pytest.mark.slow
 def test_outcomes_that_are_kept_are_not_run_again(tmp_path, monkeypatch):
     options = ["--quick", "--epochs", "1", "--only", "none", "--keep", str(tmp_path / "runs"), "--outcomes",
                str(tmp_path / "kept.jsonl"), "--output", str(tmp_path / "x.json")]

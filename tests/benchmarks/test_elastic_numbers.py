@@ -82,6 +82,7 @@ def test_every_contender_can_be(task, ranks):
         assert run.elastic.auto_dp == (one.name in ("pipe-dp", "all"))
 
 
+@pytest.mark.slow
 def test_eight_devices_simulated():
     shape = replace(SHAPES[0], batch=64)
     found = simulate_all(shape)

@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu import memory as gpu
 from benchmarks.memory.device_bytes import cases, predicted_bytes
 from benchmarks.memory.overlap import covered
-from ranvier.run import Optim
+from ranvier.config.run import Optim
 
 ROOT = Path(__file__).parents[2]
 CIRCUMSTANCES = {"date", "commit", "machine", "versions", "command"}
@@ -136,6 +136,10 @@ def test_gpu_tries_train_on_any_device():
         assert all(0 < loss < 20 for loss in found["losses"]) and found["end_seconds"] > 0
     found = gpu.try_fsdp(config, torch.device("cpu"))
     assert all(0 < loss < 20 for loss in found["losses"]) and found["host_bytes"] == 16 * gpu.count_parameters(config)
+
+
+def test_gpu_updates_are_timed_on_any_device():
+    assert 0 < gpu.update_seconds(torch.device("cpu"), 1 << 10) < 1e-3
 
 
 def test_gpu_search_finds_the_largest_that_fits(monkeypatch):

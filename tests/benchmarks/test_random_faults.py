@@ -87,7 +87,7 @@ def test_what_retention_explains_is_not_lost(before, after, gone):
     (-signal.SIGKILL, False, "", "all ranks end with it"), (1, False, "nothing", "? exit 1"),
     (-signal.SIGSEGV, False, "x was killed by SIGKILL", "? exit -11"),
     (1, False, "rank 1 was killed by SIGKILL", "says who was killed, exit 1"),
-    (2, False, "a message did not come\nranvier: nothing is heard any more from rank 1", "says who is silent, exit 2"),
+    (2, False, "a message did not come\nranvier: nothing was heard from rank 1", "says who is silent, exit 2"),
     (2, False, "a collective did not end", "says who waits for whom, exit 2"),
     (143, False, "ranvier: stopped by SIGTERM", "stops before it can save, exit 143")])
 def test_how_a_start_ended(code, complete, text, outcome):

@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from benchmarks.tensor import buffers
 
 
+@pytest.mark.slow
 def test_live_bytes_are_those_of_the_papers_method_1(tmp_path):
     entries = buffers.main(["--output", str(tmp_path / "buffers.json")])
     summa = next(entry for entry in entries if entry["scheme"] == "summa")

@@ -20,15 +20,15 @@ from benchmarks.tensor.contender import Contender, builder, contenders
 from benchmarks.tensor.run import WorkDiffers, check_work, main, measure
 from benchmarks.tensor.stem import Stem, reference
 from benchmarks.tensor.team import phase_seconds
-from ranvier.comm import mpi_launch
 from ranvier.comm.mpi_backend import MPIBackend
+from ranvier.launch import mpiexec
 from ranvier.testing.ranks import run_processes
 from ranvier.testing.reference import relative_error
 
 RANKS = 4
 STEM = Stem(num_layers=2, hidden=32, heads=4, sequence=8, microbatch=4, dtype="float64")
 TINY = ["--layers", "1", "--hidden", "16", "--heads", "4", "--sequence", "8", "--microbatch", "4", "--quick"]
-UNUSABLE = mpi_launch.mpi_available()
+UNUSABLE = mpiexec.mpi_available()
 HERE = "tests.benchmarks.test_tensor_peers"
 
 
@@ -202,6 +202,7 @@ def test_ranks_are_started_by_mpiexec_too(tmp_path):
     assert entry["ranks"] == 2 and len(entry["rounds"][0]["peak_bytes"]) == 2
 
 
+@pytest.mark.slow
 def test_a_contender_that_computes_something_else_gets_no_ratio(tmp_path):
     with pytest.raises(WorkDiffers, match="wrong does not compute"):
         _measured(tmp_path, Contender(name="wrong", build=f"{HERE}:open_alone", mesh=(1, 1),

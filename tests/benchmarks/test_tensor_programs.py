@@ -7,9 +7,9 @@ import random
 import pytest
 
 from benchmarks.tensor import counted, limits, scaling
-from ranvier.check import laid_out
-from ranvier.comm.mpi_launch import mpi_available
-from ranvier.run import Transformer
+from ranvier.config.run import Transformer
+from ranvier.cost.count import laid_out
+from ranvier.launch.mpiexec import mpi_available
 
 CIRCUMSTANCES = {"date", "commit", "machine", "versions", "command"}
 
@@ -108,6 +108,7 @@ def test_scaling(tmp_path, capsys):
     assert "of processor time" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_isoefficiency():
     """Megatron's bytes grow as the paper says, Optimus' as its trees; on rings the logarithm goes."""
     found = {row["name"]: row for row in scaling.isoefficiency(scaling.MANY_RANKS, 6144, 512)}

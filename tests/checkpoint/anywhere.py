@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ranvier.checkpoint.manifest import MANIFEST, Manifest, encode
 from ranvier.checkpoint.saved import Saved
+from ranvier.config.run import Optim, TensorParallel, Transformer
 from ranvier.data.lm import Sequences
 from ranvier.data.loader import Loader
 from ranvier.data.sampler import Sampler
@@ -18,10 +19,11 @@ from ranvier.data.tokens import About, Tokens
 from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
 from ranvier.pipeline.engine import Engine
-from ranvier.run import Optim, TensorParallel, Transformer
 from ranvier.testing.ranks import run_ranks
 
 CONFIG = Transformer(num_layers=2, hidden=8, heads=4, vocab=61, sequence=8, dropout=0.1)
+LLAMA = Transformer(family="llama", num_layers=2, hidden=8, heads=4, kv_heads=2, intermediate=16, vocab=61, sequence=8,
+                    qk_norm="head", tied=True)
 GLOBAL_SIZE = 8
 SEED = 3
 _NUMBERS = np.random.default_rng(0).integers(0, CONFIG.vocab, 1 + 64 * CONFIG.sequence)
@@ -31,12 +33,12 @@ SAMPLES = Sequences(TOKENS, CONFIG.sequence)
 
 
 def engine_on(world, mesh: Mesh, *, dtype=torch.float32, scheme: str = "stationary", model=None, optim=None,
-              **options) -> Engine:
+              pipeline=None, **options) -> Engine:
     """An engine of the small GPT; options are Optim's unless they are Engine's."""
     optim = optim or Optim(**{"bucket_size": 200, "chunk_buckets": 2, "weight_decay": 0.1, **options})
     return Engine(model or gpt(CONFIG, dtype=dtype), world, mesh=mesh, seed=SEED, dtype=dtype, learning_rate=1e-2,
                   nominal_weight=float(GLOBAL_SIZE * CONFIG.sequence), tensor=TensorParallel(scheme=scheme),
-                  optim=optim)
+                  optim=optim, pipeline=pipeline)
 
 
 def train(engine: Engine, steps: int) -> list[float]:

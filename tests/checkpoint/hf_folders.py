@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from ranvier.checkpoint.hf_import import import_model
+from ranvier.checkpoint.hf import gpt2 as hf_gpt2
+from ranvier.checkpoint.hf.import_model import import_model
 from ranvier.checkpoint.manifest import encode
 from ranvier.checkpoint.saved import Saved
-from ranvier.models import hf_gpt2
-from ranvier.run import Transformer
+from ranvier.config.run import Transformer
 from tests.checkpoint.anywhere import write_manifest
 
 SMALL = Transformer(family="gpt", num_layers=2, hidden=24, heads=3, vocab=300, sequence=16)

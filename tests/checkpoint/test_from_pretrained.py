@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ranvier.checkpoint.from_pretrained import load_pretrained, resized, settled, with_model, with_sizes
-from ranvier.checkpoint.pretrained import Pretrained
+from ranvier.checkpoint.hf.from_pretrained import load_pretrained, resized, settled, with_model, with_sizes
+from ranvier.checkpoint.hf.pretrained import Pretrained
+from ranvier.config.run import Data, Optim, Run, TensorParallel, Transformer
 from ranvier.errors import CheckpointError, ConfigError, ModelError
 from ranvier.mesh import Mesh
 from ranvier.models import families
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.run import Data, Optim, Run, TensorParallel, Transformer
 from ranvier.testing.ranks import run_ranks
 from tests.covering import covering
 from tests.hf_peers import BERT, DINOV2, VIT, peer, saved
@@ -112,8 +112,8 @@ def test_notes_are_the_same_on_every_rank(folder_of):
     said = [note.replace(str(folder_of(kind)), "FOLDER") for note in ranks[0][3]]
     assert said == [
         "the first 8 of 12 positions are taken",
-        "head.classifier.weight has the shape (2, 24) in FOLDER and (5, 24) here: it starts from the seed",
-        "head.classifier.bias has the shape (2,) in FOLDER and (5,) here: it starts from the seed",
+        "head.classifier.weight has the shape (2, 24) in FOLDER and (5, 24) here: it is initialised from the seed",
+        "head.classifier.bias has the shape (2,) in FOLDER and (5,) here: it is initialised from the seed",
         "not in FOLDER, so from the seed: head.classifier.weight, head.classifier.bias"]
 
 
@@ -153,7 +153,7 @@ def test_numbers_that_are_none(folder_of, tmp_path):
     tensors["vit.layernorm.bias"][3] = float("nan")
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes((folder_of(kind) / "config.json").read_bytes())
-    with pytest.raises(CheckpointError, match=r"head\.norm\.bias in .*: has a value that is no finite number"):
+    with pytest.raises(CheckpointError, match=r"head\.norm\.bias in .*: has a value that is NaN or infinite"):
         started(with_sizes(run_of(kind), Pretrained(tmp_path)), tmp_path)
 
 
@@ -172,7 +172,7 @@ def test_images_of_another_size_compute_what_transformers_computes(tmp_path, kin
     expected = model(images, **options).last_hidden_state
     config = replace(found.config, image_size=size)
     state = images
-    for name, build in families.module_of("vit").model(config, "classes").blocks.items():
+    for name, build in families.family_named("vit").model(config, "classes", dtype=torch.float32).blocks.items():
         block = build().eval()
         block = block.norm if name == "head" else block
         with torch.no_grad():

@@ -11,19 +11,21 @@ import torch
 from hf_folders import SMALL, edit_manifest, parameters, write_checkpoint, write_model
 from safetensors.torch import load_file, save_file
 
-from ranvier import resolve
-from ranvier.checkpoint import hf_export, logits
-from ranvier.checkpoint.hf_export import export
-from ranvier.checkpoint.hf_import import import_model
+from ranvier.checkpoint.hf import export_model as hf_export
+from ranvier.checkpoint.hf import form as hf
+from ranvier.checkpoint.hf import gpt2 as hf_gpt2
+from ranvier.checkpoint.hf import logits
+from ranvier.checkpoint.hf.export_model import export
+from ranvier.checkpoint.hf.import_model import import_model
+from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.checkpoint.manifest import step_folder
-from ranvier.checkpoint.pretrained import Pretrained
 from ranvier.checkpoint.saved import Saved, checksum
 from ranvier.checkpoint.tensor_file import Slot, shards, write_tensors
-from ranvier.cli import run_command
+from ranvier.cli.main import run_command
+from ranvier.config import read
+from ranvier.config.run import Transformer
 from ranvier.data import tokenizer as tokenizers
 from ranvier.errors import CheckpointError
-from ranvier.models import hf, hf_gpt2
-from ranvier.run import Transformer
 
 
 def files_of(folder):
@@ -83,7 +85,7 @@ def test_a_checkpoint_of_an_import(tmp_path):
           {name: tensor.bfloat16() for name, tensor in ours.items()})
     recipe = tomllib.loads((run / "run.toml").read_text())
     assert manifest.about["run"] == recipe
-    found = resolve.resolve([resolve.load(str(run / "run.toml"))[1]])
+    found = read.merge([read.load(str(run / "run.toml"))[1]])
     assert found.problems == ()
     assert (found.run.model, found.run.precision) == (SMALL, "bf16")
     assert not (run / "tokenizer.json").exists()
@@ -130,8 +132,9 @@ def test_shards(tmp_path):
         assert {tensor for tensor, file in index["weight_map"].items() if file == name} == part.keys()
         assert len(part) == 1 or sum(tensor.nbytes for tensor in part.values()) <= 20000
     equal(tensors_of(tmp_path / "there"), tensors)
-    again = import_model(tmp_path / "there", tmp_path / "again", tell=silent)
-    assert again["model"] == tomllib.loads((run / "run.toml").read_text())["model"]
+    import_model(tmp_path / "there", tmp_path / "again", tell=silent)
+    written = tomllib.loads((tmp_path / "again/run.toml").read_text())
+    assert written["model"] == tomllib.loads((run / "run.toml").read_text())["model"]
     one, other = (Saved(step_folder(folder / "checkpoint", 0)) for folder in (run, tmp_path / "again"))
     equal({name: one.read("parameter", name) for name in one.manifest.tensors["parameter"]},
           {name: other.read("parameter", name) for name in other.manifest.tensors["parameter"]})

@@ -12,11 +12,11 @@ from torch import nn
 from ranvier.checkpoint import files
 from ranvier.checkpoint.checkpoints import Checkpoints
 from ranvier.checkpoint.manifest import File, Manifest, SavedTensor, _overlap, encode, read_manifest
+from ranvier.config.run import Optim
 from ranvier.errors import CheckpointError
 from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
 from ranvier.pipeline.engine import Engine
-from ranvier.run import Optim
 from ranvier.testing.ranks import run_ranks
 from tests.checkpoint.anywhere import CONFIG, GLOBAL_SIZE, SEED, engine_on, everything, on, train
 
@@ -192,6 +192,7 @@ def test_generators_of_a_stranger(tmp_path):
     run_ranks(rank, 1, timeout_seconds=60.0)
 
 
+@pytest.mark.slow
 def test_a_manifest_of_many_pieces_takes_no_minutes(tmp_path):
     """Pieces that all begin at one row are told apart by the other dim; and what no dim tells apart is refused."""
     count = 20_000

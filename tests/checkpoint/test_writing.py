@@ -20,11 +20,11 @@ from ranvier.checkpoint.checkpoints import Checkpoints
 from ranvier.checkpoint.manifest import MANIFEST, read_manifest
 from ranvier.checkpoint.saved import Saved, find
 from ranvier.comm.board import Board
+from ranvier.config.run import Optim
 from ranvier.errors import CheckpointError, OwnershipError
-from ranvier.lease import Lease, Owner
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
-from ranvier.run import Optim
+from ranvier.system.lease import Lease, Owner
 from ranvier.testing.ranks import run_ranks
 from tests.checkpoint.anywhere import assert_same, engine_on, everything, on, train, write_manifest
 
@@ -236,10 +236,10 @@ def elsewhere(number):
 def test_a_folder_of_another_program_is_left_alone(tmp_path):
     """Nothing of it is cleared away; what it has written can be read under its name."""
     save_steps(tmp_path, 1)
-    theirs = Lease.take([tmp_path], me=elsewhere(1), beat_seconds=0.05, still_seconds=0.2)
+    theirs = Lease.acquire([tmp_path], owner=elsewhere(1), heartbeat_seconds=0.05, expiry_seconds=0.2)
     (tmp_path / ".step-2.abc.tmp").mkdir()
     for call in (Checkpoints.load, Checkpoints.save):
-        with pytest.raises(OwnershipError, match="belongs to a run that is under way: process 1 on host1 has it"):
+        with pytest.raises(OwnershipError, match="belongs to a run in progress: process 1 on host1 owns it"):
             on(Mesh(data=2), lambda engine, call=call: call(Checkpoints(engine, tmp_path)))
     assert load(tmp_path / "own", path=tmp_path / "step-1")[0].step == 1
     assert names(tmp_path) == [".step-2.tmp", "step-1"]
@@ -253,7 +253,7 @@ def test_a_program_that_has_lost_its_folder_publishes_and_removes_nothing(tmp_pa
     def overtaken(path, tensors):
         written = write(path, tensors)
         if ".step-3." in str(path) and not taken:
-            taken.append(Lease.take([tmp_path]))  # in one process the last one has it
+            taken.append(Lease.acquire([tmp_path]))  # in one process the last one has it
             files.clear_leftovers(tmp_path)
         return written
 
@@ -261,9 +261,9 @@ def test_a_program_that_has_lost_its_folder_publishes_and_removes_nothing(tmp_pa
     *before, lost, again = save_steps(tmp_path, 4, keep=1)
     assert [one.error for one in before] == [None, None]
     for told in (lost, again):
-        assert re.search(r"folder .* does not belong to this run any more \(generation 1\): process \d+ on .* has "
+        assert re.search(r"folder .* no longer belongs to this run \(generation 1\): process \d+ on .* has "
                          "taken it over", told.error) or "cannot be seen from rank 0" in told.error
-    assert "This run ends, and publishes nothing more there" in again.remedy
+    assert "This run ends, and writes nothing more there" in again.remedy
     assert names(tmp_path) == ["step-2"]
 
 
@@ -299,7 +299,7 @@ def test_checkpoints_let_go_of_their_folder_when_they_are_closed(tmp_path):
         return checkpoints.wait(), checkpoints.close()
 
     on(Mesh(), work)
-    Lease.take([tmp_path], me=elsewhere(1), patience_seconds=0.0).verify()
+    Lease.acquire([tmp_path], owner=elsewhere(1), wait_seconds=0.0).verify()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -315,7 +315,7 @@ def test_a_save_without_a_store_has_failed(tmp_path, rank):
             checkpoints._store = SimpleNamespace(set=gone, check=gone, get=gone)
         checkpoints.save()
         if rank:
-            engine._board.close()
+            engine._connections.board.close()
         return checkpoints.wait()
 
     for told, in on(Mesh(data=2), work):
@@ -446,7 +446,7 @@ def late_part(tmp_path, monkeypatch, then):
 
 
 def test_a_rank_that_is_gone_before_its_part_is_there(tmp_path, monkeypatch):
-    told, = late_part(tmp_path, monkeypatch, lambda engine, write: engine._board.close())
+    told, = late_part(tmp_path, monkeypatch, lambda engine, write: engine._connections.board.close())
     assert told.error == "rank 1 has not written its part, and is not heard of any more" and names(tmp_path) == []
 
 

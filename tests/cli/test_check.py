@@ -4,12 +4,17 @@ import dataclasses
 
 import pytest
 
-from ranvier import check, resolve
-from ranvier.run import Run
+from ranvier.cli import check
+from ranvier.config import read
+from ranvier.config.resolve import ResolvedRun, resolve
+from ranvier.config.run import Run
+from ranvier.cost.memory import PROCESS_BYTES
+from ranvier.planner.auto import with_plan
+from ranvier.planner.problems import problems, warnings
 
 
 def run_with(**flags):
-    found = resolve.resolve([resolve.Layer(origin="flag", is_text=True, values={
+    found = read.merge([read.Layer(origin="flag", is_text=True, values={
         name.replace("__", "."): text for name, text in flags.items()})])
     assert not found.problems
     return found.run
@@ -91,7 +96,7 @@ def test_stages_and_memory_of_other_families(task, data, scheme):
     """Their carried states are dicts, or their inputs images."""
     rows = {} if scheme == "megatron" else {"mesh__row": "2"}
     report = check.check(run_with(data__task=task, data__train=data, mesh__pipe="2", mesh__col="2",
-                                  tensor__scheme=scheme, memory__checkpoint="1", **rows))
+                                  tensor__scheme=scheme, memory__recompute="1", **rows))
     assert report.problems == ()
     assert report.stages.rows[0].blocks[0] == "embedding" and report.stages.rows[-1].blocks[-1] == "head"
     for entry in report.memory:
@@ -105,12 +110,13 @@ def test_memory_follows_the_microbatches_in_flight():
     one = activations(pipeline__in_flight="1")
     assert activations(pipeline__policy="gpipe") == [8 * size for size in one]
     assert activations(pipeline__policy="1f1b") == [(4 - stage) * size for stage, size in enumerate(one)]
-    assert activations() == [4 * size for size in one[:3]] + one[3:]
-    assert activations(batch__global_size="8") == [2 * size for size in one[:3]] + one[3:]
+    assert activations(pipeline__memory="none") == [4 * size for size in one[:3]] + one[3:]
+    assert activations(pipeline__memory="none", batch__global_size="8") == [2 * size for size in one[:3]] + one[3:]
+    assert activations()[0] > 4 * one[0], "beside a process that needs most of the memory"
 
 
 def test_any_number_of_ranks_on_a_laptop():
-    found = resolve.resolve([resolve.load("gpt-100b")[1]])
+    found = read.merge([read.load("gpt-100b")[1]])
     run = dataclasses.replace(found.run, mesh=dataclasses.replace(found.run.mesh, data=4096))
     report = check.check(run, run.mesh.size)
     assert report.problems == ()
@@ -120,8 +126,8 @@ def test_any_number_of_ranks_on_a_laptop():
 
 
 def test_the_default_run_is_fine():
-    assert check.problems(Run()) == []
-    assert list(check.warnings(Run())) == []
+    assert problems(resolve(Run())) == []
+    assert list(warnings(resolve(Run()))) == []
 
 
 # ---------------------------------------------------------------------- the optimizer and memory
@@ -139,7 +145,7 @@ def test_the_default_run_is_fine():
     ({"train__final_learning_rate": "1e-5"}, "train.final-learning-rate")])
 def test_settings_of_the_optimizer_that_do_nothing(flags, where):
     run = run_with(**{"mesh__data": "2"} | flags)
-    (warning,) = check.warnings(run)
+    (warning,) = warnings(run)
     assert warning.where == where and "has no effect" in str(warning)
 
 
@@ -148,7 +154,7 @@ def test_settings_of_the_optimizer_that_do_nothing(flags, where):
     ({"batch__microbatch_size": "32", "optim__clip_norm": "1"}, "cannot clip by a norm that is known only at the end"),
     ({"batch__microbatch_size": "32", "precision": "fp16"}, "cannot skip a step whose gradients overflow")])
 def test_what_update_in_backward_cannot_do(flags, message):
-    (problem,) = check.problems(run_with(optim__update_in_backward="true", **flags))
+    (problem,) = problems(resolve(run_with(optim__update_in_backward="true", **flags)))
     assert (problem.where, problem.what) == ("optim.update-in-backward", message)
 
 
@@ -163,14 +169,14 @@ def test_groups_are_checked_against_the_models_names():
 
 def test_what_all_ranks_would_need_here():
     report = check.check(run_with(mesh__data="2", mesh__pipe="2"))
-    needed = sum(2 * (entry.device_bytes + entry.host_bytes) for entry in report.memory) + 4 * check.PROCESS_BYTES
+    needed = sum(2 * (entry.device_bytes + entry.host_bytes) for entry in report.memory) + 4 * PROCESS_BYTES
     assert report.machine.needed_bytes == needed and report.machine.available_bytes > 0
     assert dataclasses.replace(report.machine, available_bytes=needed).__str__().endswith(": enough")
     assert dataclasses.replace(report.machine, available_bytes=needed - 1).__str__().endswith(": not enough")
     assert check.check(run_with(mesh__data="65")).machine is None
     run = run_with(mesh__pipe="2", precision="bf16", optim__offload="stream", launch__device="cuda")
     report = check.check(run)
-    assert report.machine.needed_bytes == sum(entry.host_bytes for entry in report.memory) + 2 * check.PROCESS_BYTES
+    assert report.machine.needed_bytes == sum(entry.host_bytes for entry in report.memory) + 2 * PROCESS_BYTES
 
 
 def test_a_machine_that_is_too_small_is_a_warning(monkeypatch):
@@ -179,7 +185,7 @@ def test_a_machine_that_is_too_small_is_a_warning(monkeypatch):
     assert report.problems == ()
     (warning,) = report.warnings
     assert str(warning).startswith("memory of this machine: would not suffice for all 4 ranks: they need 1,4")
-    assert "In this order: lower --batch.microbatch-size (it is 4); set --memory.checkpoint auto;" in str(warning)
+    assert "In this order: lower --batch.microbatch-size (it is 4); set --memory.recompute auto;" in str(warning)
     monkeypatch.setattr(check, "available_memory_bytes", lambda: 2000 << 20)
     assert check.check(run_with(mesh__data="2", mesh__pipe="2")).warnings == ()
 
@@ -192,8 +198,8 @@ def test_a_machine_that_is_too_small_is_a_warning(monkeypatch):
     ({"mesh__col": "auto", "mesh__row": "2", "mesh__data": "2"}, 8, (2, 2)),
     ({"mesh__row": "auto", "mesh__col": "auto", "tensor__scheme": "megatron"}, 4, (1, 4))])
 def test_auto_takes_the_shape_that_receives_least(flags, ranks, shape):
-    run, problems = check.with_plan(run_with(**flags), ranks)
-    assert not problems and (run.mesh.row, run.mesh.col) == shape and run.mesh.size == ranks
+    run, found = with_plan(run_with(**flags), ranks)
+    assert not found and (run.mesh.row, run.mesh.col) == shape and run.mesh.size == ranks
     report = check.check(run_with(**flags), ranks)
     assert not report.problems and report.document()["tensor_mesh"]["row"] == shape[0]
 
@@ -204,11 +210,11 @@ def test_auto_takes_the_shape_that_receives_least(flags, ranks, shape):
     ({"mesh__row": "auto", "mesh__col": "3"}, 4, "4 ranks are no multiple of 3"),
     ({"mesh__row": "auto", "mesh__col": "auto"}, 7, "does not divide the hidden size 128")])
 def test_auto_that_cannot_be(flags, ranks, text):
-    run, problems = check.with_plan(run_with(**flags), ranks)
-    assert len(problems) == 1 and text in str(problems[0]) and problems[0].remedy
-    assert not run.mesh.is_open
+    run, found = with_plan(run_with(**flags), ranks)
+    assert len(found) == 1 and text in str(found[0]) and found[0].remedy
+    assert isinstance(run, ResolvedRun)
     report = check.check(run_with(**flags), ranks)
-    assert problems[0].what in {problem.what for problem in report.problems}
+    assert found[0].what in {problem.what for problem in report.problems}
     assert report.stages is None and report.memory == () and report.machine is None  # of a mesh that nobody asked for
 
 
@@ -233,7 +239,7 @@ def test_tensor_settings_without_effect(flags, where):
 
 
 def test_a_tile_that_does_not_divide_is_a_problem_not_an_exception():
-    found = resolve.resolve([resolve.Layer(origin="flag", is_text=True, values={
+    found = read.merge([read.Layer(origin="flag", is_text=True, values={
         "mesh.row": "2", "mesh.col": "2", "mesh.tile": "3,2"})])
     assert [problem.where for problem in found.problems] == ["mesh.tile"] and found.run.mesh.tile is None
 

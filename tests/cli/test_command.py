@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from ranvier import resolve
-from ranvier.cli import run_command
+from ranvier.cli.main import run_command
+from ranvier.config import read
 
 TINY = ["--model.num-layers", "1", "--model.hidden", "16", "--model.heads", "2", "--model.vocab", "260",
         "--model.sequence", "16", "--batch.global-size", "4", "--batch.microbatch-size", "2", "--train.steps", "2",
@@ -31,15 +31,15 @@ def corpus(tmp_path):
 
 
 def test_help_and_version_do_not_import_torch():
-    program = ("import sys; from ranvier.cli import run_command\n"
+    program = ("import sys; from ranvier.cli.main import run_command\n"
                "codes = [run_command([*args]) for args in (['--help'], ['train', '--help'], ['--version'])]\n"
                "assert codes == [0, 0, 0], codes\n"
                "assert 'torch' not in sys.modules and 'rich' not in sys.modules\n")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    for name in resolve.settings():
-        assert f"--{resolve.flag(name)}" in done.stdout
-    assert "Sequences in one step, over all replicas." in " ".join(done.stdout.split())
+    for name in read.settings():
+        assert f"--{read.flag(name)}" in done.stdout
+    assert "Global batch size: sequences in one optimizer step" in " ".join(done.stdout.split())
 
 
 @pytest.mark.parametrize(("args", "text"), [
@@ -78,7 +78,7 @@ def test_only_the_first_rank_of_a_machine_tells_them(capsys, monkeypatch):
 def test_a_folder_that_holds_a_run_is_refused(capsys, tmp_path):
     (tmp_path / "run.toml").write_text("")
     assert run_command(["train", "gpt-tiny", "--run-dir", str(tmp_path)]) == 2
-    assert re.fullmatch(r"ranvier: error: run-dir: holds the results of another run .* Choose another folder .*\n",
+    assert re.fullmatch(r"ranvier: error: run-dir: contains the results of another run .* Choose another folder .*\n",
                         capsys.readouterr().err)
 
 
@@ -96,7 +96,7 @@ def test_check_as_json(capsys):
     assert values["train.steps"] == ("70", "flag")
     assert values["mesh.pipe"] == ("2", "recipe gpt-tiny")
     assert values["comm.transport"] == ("auto", "default")
-    assert set(values) == {resolve.flag(name) for name in resolve.settings()}
+    assert set(values) == {read.flag(name) for name in read.settings()}
 
 
 def test_check_finds_everything_at_once(capsys):
@@ -144,7 +144,7 @@ def test_training_leaves_its_results_in_its_folder_only(tmp_path, corpus):
     assert {"run.toml", "metrics.jsonl", "summary.json", "timeline.json"} <= {path.name for path in run_dir.iterdir()}
     losses = [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert len(losses) == 2
-    found = resolve.resolve([resolve.load(str(run_dir / "run.toml"))[1]])
+    found = read.merge([read.load(str(run_dir / "run.toml"))[1]])
     assert found.problems == ()
     assert (found.run.comm.transport, found.run.pipeline.in_flight) == ("torch", 2)
     assert isinstance(found.run.launch.threads, int)
@@ -168,7 +168,7 @@ def test_interrupting_a_command_in_this_process(monkeypatch):
     def interrupted():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(resolve, "recipe_names", interrupted)
+    monkeypatch.setattr(read, "recipe_names", interrupted)
     assert run_command(["check", "gpt-tiny"]) == 130
 
 
@@ -204,9 +204,9 @@ def test_switches_that_are_none(capsys, args, text):
 def test_help_shows_both_forms_of_a_switch(capsys):
     assert run_command(["train", "--help"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    for setting in resolve.settings().values():
+    for setting in read.settings().values():
         assert (f"--{setting.flag} [true|false] / --no-{setting.flag} " in shown) == setting.is_yes_no, setting.name
-    assert sum(setting.is_yes_no for setting in resolve.settings().values()) >= 8
+    assert sum(setting.is_yes_no for setting in read.settings().values()) >= 8
 
 
 # ---------------------------------------------------------------------- data that does not fit is found by check
@@ -216,7 +216,7 @@ def test_help_shows_both_forms_of_a_switch(capsys):
     ("classification", "t.tsv", "sentence\nhello\n", "t.tsv line 1: has no column label"),
     ("classification", "t.tsv", "a,b\n" * 9, "t.tsv line 1: has no column label"),
     ("qa", "t.json", '{"data": [{"title": 1}]}', r"t.json data\[0\]: has no list 'paragraphs'"),
-    ("qa", "t.json", "hello", "t.json: is no JSON text"),
+    ("qa", "t.json", "hello", "t.json: is not JSON"),
     ("images", "t", None, "data.train .*t: has fewer than two folders, one for each class"),
     ("lm", "t.jsonl", '{"body": 1}', "t.jsonl line 1: has no field `text`")])
 def test_check_reads_as_much_of_the_data_as_shows_that_it_is_wrong(capsys, tmp_path, task, name, content, text):

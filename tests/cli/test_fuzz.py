@@ -6,9 +6,12 @@ import tomli_w
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ranvier import check, resolve
-from ranvier.cli import run_command
+from ranvier.cli import check
+from ranvier.cli.main import run_command
+from ranvier.config import read
 from ranvier.errors import ConfigError
+from ranvier.planner.auto import with_plan
+from ranvier.planner.problems import problems, warnings
 
 NUMBERS = st.one_of(st.integers(-3, 70), st.sampled_from([2**31, 2**62, 2**63, 10**30]), st.floats(), st.booleans())
 TEXTS = st.one_of(st.text(max_size=8), st.sampled_from(
@@ -16,8 +19,8 @@ TEXTS = st.one_of(st.text(max_size=8), st.sampled_from(
 LEAVES = st.one_of(NUMBERS, TEXTS, st.dates(date(2000, 1, 1)), st.lists(NUMBERS, max_size=3),
                    st.lists(TEXTS, max_size=2),
                    st.dictionaries(st.sampled_from(["steps", "x"]), NUMBERS, max_size=2))
-SECTIONS = sorted({name.partition(".")[0] for name in resolve.settings()})
-KEYS = st.one_of(st.sampled_from(sorted({name.rpartition(".")[2] for name in resolve.settings()})), st.text(max_size=6))
+SECTIONS = sorted({name.partition(".")[0] for name in read.settings()})
+KEYS = st.one_of(st.sampled_from(sorted({name.rpartition(".")[2] for name in read.settings()})), st.text(max_size=6))
 TREES = st.dictionaries(st.one_of(st.sampled_from(SECTIONS), KEYS),
                         st.one_of(LEAVES, st.dictionaries(KEYS, LEAVES, max_size=4)), max_size=4)
 
@@ -31,12 +34,13 @@ def assert_in_words(problems):
 
 @given(TREES)
 def test_any_tree(tree):
-    found = resolve.resolve([resolve.from_dict(tree, "file x.toml")])
+    found = read.merge([read.from_dict(tree, "file x.toml")])
     assert_in_words(found.problems)
-    assert_in_words(check.problems(found.run, 4))
-    assert_in_words(check.warnings(found.run))
-    again = resolve.resolve([resolve.Layer(origin="flag", is_text=True, values={
-        name: resolve.as_text(value) for name, value in resolve.flatten(found.run).items()
+    run, more = with_plan(found.run, 4)
+    assert_in_words([*more, *problems(run, 4)])
+    assert_in_words(warnings(run))
+    again = read.merge([read.Layer(origin="flag", is_text=True, values={
+        name: read.as_text(value) for name, value in read.flatten(found.run).items()
         if name not in ("train.prompt", "data.corpus")})])
     assert again.problems == ()
 
@@ -47,11 +51,11 @@ def test_any_file_that_is_written_and_read(tmp_path, tree):
     path = tmp_path / "x.toml"
     path.write_bytes(tomli_w.dumps(tree).encode("utf-8", "surrogatepass"))
     try:
-        layer = resolve.load(str(path))[1]
+        layer = read.load(str(path))[1]
     except ConfigError as error:
         assert_in_words([error])
         return
-    assert_in_words(resolve.resolve([layer]).problems)
+    assert_in_words(read.merge([layer]).problems)
 
 
 @given(st.binary(max_size=40))
@@ -60,17 +64,17 @@ def test_any_bytes(tmp_path, content):
     path = tmp_path / "x.toml"
     path.write_bytes(content)
     try:
-        resolve.load(str(path))
+        read.load(str(path))
     except ConfigError as error:
         assert_in_words([error])
 
 
-FLAGS = st.one_of(st.sampled_from([f"--{setting.flag}" for setting in resolve.settings().values()]),
+FLAGS = st.one_of(st.sampled_from([f"--{setting.flag}" for setting in read.settings().values()]),
                   st.sampled_from(["--ranks", "--json", "--help", "--run-di", "--", "-x", "gpt-tiny"]))
 
 
 @given(st.lists(st.one_of(FLAGS, TEXTS, st.integers(-2, 80).map(str)), max_size=6))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_command_line(capsys, args):
     code = run_command(["check", "gpt-tiny", *args])
     out, err = capsys.readouterr()

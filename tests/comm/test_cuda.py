@@ -5,15 +5,15 @@ import time
 import pytest
 import torch
 
-from ranvier.comm import mpi_launch
 from ranvier.comm.message import Kind, Message
+from ranvier.launch import mpiexec
 from ranvier.testing.ranks import run_processes
 from ranvier.world import World
 from tests.comm import conformance
 
 HERE = "tests.comm.test_cuda"
 pytestmark = pytest.mark.gpu
-UNUSABLE = mpi_launch.mpi_available()
+UNUSABLE = mpiexec.mpi_available()
 
 
 def devices(count: int):

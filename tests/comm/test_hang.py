@@ -9,33 +9,33 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from ranvier.comm.board import Board, said
-from ranvier.comm.hang import HangWatch, in_debugger
+from ranvier.comm.board import Board, read_actions
+from ranvier.comm.hang import HangDetector, in_debugger
 from ranvier.errors import Hang
 from ranvier.mesh import Mesh
 
 
 def watch(seconds=None):
     told = []
-    return HangWatch(seconds, told.append), told
+    return HangDetector(seconds, told.append), told
 
 
 def look(judge, action, seconds):
-    judge.look(action, seconds, 1, threading.get_ident())
+    judge.check(action, seconds, 1, threading.get_ident())
 
 
 def test_the_limit_follows_from_the_actions_before():
     judge, _ = watch()
     assert judge.limit("forward 0") is None, "the first ones may compile"
     for seconds in (0.1, 40.0, 0.1):
-        judge.ended("forward 1", seconds)
-        judge.ended("a wait for the forward of microbatch 1 from pipe 0", 100.0)
+        judge.record("forward 1", seconds)
+        judge.record("a wait for the forward of microbatch 1 from pipe 0", 100.0)
     assert judge.limit("forward 7") == 800.0
     assert judge.limit("backward 7") is None
     assert judge.limit("a wait for the forward of microbatch 1 from pipe 0") is None
     assert judge.limit("code outside the engine") is None
     for _ in range(3):
-        judge.ended("backward 1", 0.001)
+        judge.record("backward 1", 0.001)
     assert judge.limit("backward 0") == 30.0
 
 
@@ -49,7 +49,7 @@ def test_a_limit_that_is_set(seconds, limit):
 
 def test_what_hangs_is_told_once_with_its_place():
     judge, told = watch(4.0)
-    judge.ended("forward 0", 0.25)
+    judge.record("forward 0", 0.25)
     look(judge, "forward 1", 4.0)
     assert told == []
     look(judge, "forward 1", 5.0)
@@ -57,7 +57,7 @@ def test_what_hangs_is_told_once_with_its_place():
     (error,) = told
     assert isinstance(error, Hang)
     assert re.fullmatch(r"rank 1: forward 1 runs for 5 s, and none of its kind has taken more than 0.25 s: it hangs "
-                        r"in look \(.*hang\.py:\d+\)\. Look at that line, or raise --launch.hang-.*", str(error))
+                        r"in check \(.*hang\.py:\d+\)\. Look at that line, or raise --launch.hang-.*", str(error))
 
 
 def test_a_breakpoint_does_not_hang():
@@ -79,11 +79,11 @@ def test_the_board_judges_and_says_for_how_long():
     store = HashStore()
     board = Board(store, 0, Mesh(pipe=2), interval_seconds=0.05, hang=judge)
     try:
-        board.doing = "backward 1"
-        board.doing = "a wait for the forward of microbatch 2 from pipe 0"
+        board.action = "backward 1"
+        board.action = "a wait for the forward of microbatch 2 from pipe 0"
         time.sleep(0.5)
         assert told == []
-        board.doing = "forward 2"
+        board.action = "forward 2"
         board._since -= 1000.0
         time.sleep(0.2)
         assert told == []
@@ -93,8 +93,8 @@ def test_the_board_judges_and_says_for_how_long():
             time.sleep(0.01)
         assert "forward 2 runs for 0 s" in str(told[0])
         board._interval = 100.0
-        board._looks = (board._changes, 1)
+        board._checks = (board._changes, 1)
         board._publish()
-        assert said(store, [0])[0][1] == "forward 2 for 100 s, after backward 1"
+        assert read_actions(store, [0])[0][1] == "forward 2 for 100 s, after backward 1"
     finally:
         board.close()

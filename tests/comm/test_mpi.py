@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from ranvier.comm import mpi_launch
 from ranvier.errors import LaunchError
+from ranvier.launch import mpiexec
 from ranvier.testing.ranks import RanksFailed, run_processes
 from ranvier.world import World
 from tests.comm import conformance
+from tests.covering import quick
 
 HERE = "tests.comm.test_mpi"
-UNUSABLE = mpi_launch.mpi_available()
+UNUSABLE = mpiexec.mpi_available()
 
 
 def mpi(function):
@@ -46,6 +47,7 @@ def gaps(world: World) -> float:
     return transport.longest_gap_seconds
 
 
+@pytest.mark.slow
 @mpi
 def test_the_longest_gap_counts_while_a_message_is_under_way():
     sender, _ = run_processes(f"{HERE}:gaps", 2, "mpi")
@@ -65,7 +67,7 @@ def leave_messages_behind(world: World) -> bool:
 
 
 @mpi
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", quick(1, [1, 2]))
 def test_orderly_shutdown(size):
     assert run_processes(f"{HERE}:leave_messages_behind", size, "mpi") == [True] * size
 
@@ -86,7 +88,7 @@ def test_a_failed_rank_ends_all():
 
 
 def late_collective(world: World) -> str:
-    from ranvier.comm.mpi_backend import MPIGroup
+    from ranvier.comm.mpi_group import MPIGroup
     from ranvier.errors import MessageTimeout
 
     group = world.backend.group("data", [range(world.size)])
@@ -108,6 +110,7 @@ def late_collective(world: World) -> str:
     return text
 
 
+@pytest.mark.slow
 @mpi
 def test_a_collective_that_does_not_end_is_named():
     text, _ = run_processes(f"{HERE}:late_collective", 2, "mpi")
@@ -132,12 +135,12 @@ MPIBackend(torch.device("cpu")).close()
 try:
     MPIBackend(torch.device("cpu"))
 except LaunchError as error:
-    assert "is finalised, and MPI starts once in a process" in str(error)
+    assert "is finalised, and MPI can start only once in a process" in str(error)
     print("fine")
 """,
     "nothing here initialises MPI": """
 import sys
-from ranvier.comm.mpi_launch import mpi_available, mpiexec_command
+from ranvier.launch.mpiexec import mpi_available, mpiexec_command
 import ranvier.comm.mpi_backend
 assert mpi_available() is None
 mpiexec_command(2, ["true"])
@@ -148,7 +151,7 @@ print("fine")
 
 
 @mpi
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", quick(1, SCRIPTS))
 def test_who_initialises_finalises(script):
     done = subprocess.run([sys.executable, "-c", SCRIPTS[script]], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
@@ -163,7 +166,7 @@ VERSIONS = {
 
 @pytest.mark.parametrize("text", VERSIONS)
 def test_flavours(text):
-    assert mpi_launch.flavour(text) == VERSIONS[text]
+    assert mpiexec.flavour(text) == VERSIONS[text]
 
 
 @pytest.fixture
@@ -174,23 +177,23 @@ def pretend(monkeypatch, tmp_path):
         path.write_text(f"#!/bin/sh\necho '{version}'\n")
         path.chmod(0o755)
         return str(path)
-    monkeypatch.setattr(mpi_launch.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(mpiexec.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     return make
 
 
 def test_mpich_is_started_plainly(pretend):
     path = pretend("HYDRA build details:")
-    assert mpi_launch.mpiexec_command(64, ["a", "b"]) == [path, "-n", "64", "a", "b"]
+    assert mpiexec.mpiexec_command(64, ["a", "b"]) == [path, "-n", "64", "a", "b"]
 
 
 def test_open_mpi_is_told_what_it_may(pretend, monkeypatch):
     path = pretend("mpiexec (Open MPI) 5.0.11")
-    monkeypatch.setattr(mpi_launch.os, "sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr(mpi_launch.os, "geteuid", lambda: 1000)
-    assert mpi_launch.mpiexec_command(2, ["a"]) == [path, "-n", "2", "--bind-to", "none", "a"]
-    monkeypatch.setattr(mpi_launch.os, "geteuid", lambda: 0)
-    assert mpi_launch.mpiexec_command(3, ["a"]) == [
+    monkeypatch.setattr(mpiexec.os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(mpiexec.os, "geteuid", lambda: 1000)
+    assert mpiexec.mpiexec_command(2, ["a"]) == [path, "-n", "2", "--bind-to", "none", "a"]
+    monkeypatch.setattr(mpiexec.os, "geteuid", lambda: 0)
+    assert mpiexec.mpiexec_command(3, ["a"]) == [
         path, "-n", "3", "--bind-to", "none", "--allow-run-as-root", "--oversubscribe", "a"]
 
 
@@ -199,30 +202,30 @@ def test_the_interpreters_own_mpiexec_comes_first(pretend, monkeypatch, tmp_path
     elsewhere.mkdir()
     other = pretend("HYDRA", elsewhere)
     monkeypatch.setenv("PATH", str(elsewhere))
-    assert mpi_launch.find_mpiexec() == other
-    assert mpi_launch.find_mpiexec() != pretend("HYDRA") == mpi_launch.find_mpiexec()
+    assert mpiexec.find_mpiexec() == other
+    assert mpiexec.find_mpiexec() != pretend("HYDRA") == mpiexec.find_mpiexec()
 
 
 def test_a_missing_mpiexec_is_named(pretend):
     with pytest.raises(LaunchError, match="mpiexec: is neither beside the interpreter nor on PATH"):
-        mpi_launch.mpiexec_command(2, ["a"])
-    assert "no mpiexec" in mpi_launch.mpi_available() or "mpi4py is not installed" in mpi_launch.mpi_available()
+        mpiexec.mpiexec_command(2, ["a"])
+    assert "no mpiexec" in mpiexec.mpi_available() or "mpi4py is not installed" in mpiexec.mpi_available()
 
 
 def test_reasons(pretend, monkeypatch):
     pretend("mpiexec (Open MPI) 5.0.11")
-    monkeypatch.setattr(mpi_launch.importlib.util, "find_spec", lambda name: None)
-    assert mpi_launch.mpi_available().startswith("mpi4py is not installed")
-    monkeypatch.setattr(mpi_launch.importlib.util, "find_spec", lambda name: name)
-    real = mpi_launch._output
-    monkeypatch.setattr(mpi_launch, "_output", lambda *command: "MPICH 5" if "-c" in command else real(*command))
-    assert "is open-mpi's but mpi4py loads mpich's library" in mpi_launch.mpi_available()
+    monkeypatch.setattr(mpiexec.importlib.util, "find_spec", lambda name: None)
+    assert mpiexec.mpi_available().startswith("mpi4py is not installed")
+    monkeypatch.setattr(mpiexec.importlib.util, "find_spec", lambda name: name)
+    real = mpiexec._output
+    monkeypatch.setattr(mpiexec, "_output", lambda *command: "MPICH 5" if "-c" in command else real(*command))
+    assert "is open-mpi's but mpi4py loads mpich's library" in mpiexec.mpi_available()
 
     def fail(*command):
         raise LaunchError("fails", where="python", value="cannot load MPI library", remedy="Reinstall it.")
-    monkeypatch.setattr(mpi_launch, "_output", fail)
-    assert "cannot load MPI library" in mpi_launch.mpi_available()
-    monkeypatch.setattr(mpi_launch, "_output", real)
+    monkeypatch.setattr(mpiexec, "_output", fail)
+    assert "cannot load MPI library" in mpiexec.mpi_available()
+    monkeypatch.setattr(mpiexec, "_output", real)
     with pytest.raises(LaunchError, match="cannot be run"):
         real("/no/such/program")
     with pytest.raises(LaunchError, match="false: fails"):

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ranvier.comm.mpi_launch import mpi_available
 from ranvier.errors import LaunchError
+from ranvier.launch.mpiexec import mpi_available
 from ranvier.testing.ranks import RanksFailed, run_processes, run_ranks
 from ranvier.world import World
 
@@ -111,6 +111,6 @@ def test_processes_that_do_not_end_are_killed(tmp_path):
 
 
 def test_mpi_without_mpiexec_is_named(monkeypatch):
-    monkeypatch.setattr("ranvier.comm.mpi_launch.find_mpiexec", lambda: None)
+    monkeypatch.setattr("ranvier.launch.mpiexec.find_mpiexec", lambda: None)
     with pytest.raises(LaunchError, match="neither beside the interpreter nor on PATH"):
         run_processes(f"{HERE}:describe", 2, "mpi")

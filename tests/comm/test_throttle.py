@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ranvier.comm.message import encoded_bytes
-from ranvier.comm.throttle import Link, _Lane, throttled
+from ranvier.comm.throttle import Link, _LinkClock, throttled
 from ranvier.errors import ConfigError
 from ranvier.testing.ranks import run_ranks
 from tests.comm.conformance import everyone, message, receive
@@ -16,7 +16,7 @@ MS = 1_000_000
 
 
 def arrivals(link: Link, sends: list[tuple[int, int]]) -> list[int]:
-    lane = _Lane(link, 0, 1, "pipe")
+    lane = _LinkClock(link, 0, 1, "pipe")
     return [lane.arrival(sent, num_bytes) for sent, num_bytes in sends]
 
 

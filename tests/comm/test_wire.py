@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ranvier.comm import mpi_launch
-from ranvier.comm.collectives import REDUCE, CheckedGroup
-from ranvier.comm.ways import ring_bytes, way_of
-from ranvier.comm.wide import WideSums
+from ranvier.comm.collectives import CheckedGroup, reduce_into
+from ranvier.comm.fp32_sums import Fp32Sums
+from ranvier.comm.sum_algorithms import choose_algorithm, ring_bytes
+from ranvier.launch import mpiexec
 from ranvier.testing.ranks import run_processes
 
 HERE = "tests.comm.test_wire"
@@ -82,7 +82,7 @@ class WireGroup(CheckedGroup):
         for step in range(1, len(self.ranks)):
             mine = (self.index - step - 1) % len(shares)
             came = self._pass_on(shares[(mine + 1) % len(shares)])
-            REDUCE[op](shares[mine], came, out=shares[mine])
+            reduce_into(shares[mine], came, op)
         return shares
 
     def _spread(self, shares):
@@ -192,7 +192,7 @@ def test_what_is_counted_has_arrived(library, size, share, dtype, operation, roo
 
     def member(index):
         group = WireGroup(network, size, index, library)
-        asked = WideSums(group) if wide else group
+        asked = Fp32Sums(group) if wide else group
         result = collective(asked, operation, brought[index], root)
         if operation in ("all_reduce", "reduce") and result is not None:
             assert torch.equal(result, total)
@@ -213,7 +213,7 @@ def test_sums_of_sixteen_bits_take_half_the_bytes_of_fp32():
 
                 def member(index, dtype=dtype, wide=wide, network=network, library=library, operation=operation):
                     group = WireGroup(network, 3, index, library)
-                    collective(WideSums(group) if wide else group, operation, torch.ones(60_000, dtype=dtype))
+                    collective(Fp32Sums(group) if wide else group, operation, torch.ones(60_000, dtype=dtype))
 
                 together(3, member)
                 found[dtype, wide] = sum(network.arrived)
@@ -223,10 +223,10 @@ def test_sums_of_sixteen_bits_take_half_the_bytes_of_fp32():
 def test_libraries_reduce_and_scatter_where_they_can():
     large = 1 << 20
     for dtype in (torch.float32, torch.bfloat16):
-        assert way_of("nccl", "reduce_scatter", dtype, large, 4) == "library"
-        assert way_of("nccl", "all_reduce", dtype, 8, 4) == "library"
-    assert way_of("mpi", "reduce_scatter", torch.float32, large, 4) == "library"
-    assert way_of("mpi", "reduce_scatter", torch.bfloat16, large, 4) == "exchanged", "MPI has no such number"
+        assert choose_algorithm("nccl", "reduce_scatter", dtype, large, 4) == "library"
+        assert choose_algorithm("nccl", "all_reduce", dtype, 8, 4) == "library"
+    assert choose_algorithm("mpi", "reduce_scatter", torch.float32, large, 4) == "library"
+    assert choose_algorithm("mpi", "reduce_scatter", torch.bfloat16, large, 4) == "exchanged", "MPI has no such number"
 
 
 # ---------------------------------------------------------------------- real libraries
@@ -314,8 +314,9 @@ def over_mpi(world):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
-@pytest.mark.skipif(mpi_launch.mpi_available() is not None, reason="needs mpi4py and mpiexec")
+@pytest.mark.skipif(mpiexec.mpi_available() is not None, reason="needs mpi4py and mpiexec")
 def test_mpi_is_handed_what_is_counted():
     for rank in run_processes(f"{HERE}:over_mpi", 3, "mpi"):
         for name, counted, handed in rank:

@@ -19,6 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ranvier.config.run import Data, Run, Transformer
 from ranvier.data import named_files, sentences
 from ranvier.data.accuracy import Accuracy
 from ranvier.data.arrays import open_arrays, write_arrays
@@ -28,8 +29,7 @@ from ranvier.data.sampler import Sampler
 from ranvier.data.sentences import Part, Sentence, class_names, parse, read_sentences
 from ranvier.data.subset import first_of_order, held_out
 from ranvier.errors import DataError
-from ranvier.run import Data, Run, Transformer
-from ranvier.tensor.loss import IGNORED
+from ranvier.tensor.split.loss import IGNORED
 
 ROWS = [("a fine film", "good"), ("dull and slow", "bad"), ("a joy", "good"), ("no joy at all", "bad")]
 VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "fine", "film", "a", "##s", "joy"]
@@ -161,13 +161,13 @@ def test_forms_of_files(data):
     (b"sentence\tlabels\na\t1", r"f line 1: has no column label \(got \['sentence', 'labels'\]\)"),
     (b"label\ttext\n", "f line 1: has no column sentence"),
     (b"label\tsentence\tlabel\n", "f line 1: has the column label twice"),
-    (b"sentence\tlabel\na\t1\nb\n", r"f line 3: has not 2 columns as the header \(got 1\)"),
-    (b"sentence\tlabel\na\t1\tx\n", r"f line 2: has not 2 columns as the header \(got 3\)"),
+    (b"sentence\tlabel\na\t1\nb\n", r"f line 3: does not have 2 columns, as the header has \(got 1\)"),
+    (b"sentence\tlabel\na\t1\tx\n", r"f line 2: does not have 2 columns, as the header has \(got 3\)"),
     (b"sentence\tlabel\na\t \n", "f line 2: has no label"),
     (b"sentence\tlabel\n\t1\n", "f line 2: has no sentence"),
     (b"sentence\tlabel\n\na\0b\t1\n", "f line 3: has a NUL character"),
-    (b"sentence\tlabel\na\t1\nb\xff\t1\n", "f line 3: is no UTF-8 text"),
-    ("sentence\tlabel\na\t1\n".encode("utf-16"), "f line 1: is no UTF-8 text")])
+    (b"sentence\tlabel\na\t1\nb\xff\t1\n", "f line 3: is not UTF-8 text"),
+    ("sentence\tlabel\na\t1\n".encode("utf-16"), "f line 1: is not UTF-8 text")])
 def test_faults_of_files_are_told_with_their_line(data, message):
     with pytest.raises(DataError, match=f"{message}.*tab-separated UTF-8 text"):
         parse(data, "f")
@@ -178,7 +178,7 @@ def test_sets_that_nobody_can_learn_from():
         parts("label\tsentence\n")
     with pytest.raises(DataError, match=r"data.train f: has one class only.*\(got '1'\)"):
         parts("label\tsentence\n1\ta\n1\tb\n")
-    with pytest.raises(DataError, match=r"f line 3: is no label of the training data \(got '2'\). Use .*: 0, 1"):
+    with pytest.raises(DataError, match=r"f line 3: is not a label of the training data \(got '2'\). Use .*: 0, 1"):
         parts("label\tsentence\n1\ta\n0\tb\n", held="label\tsentence\n1\ta\n2\tb\n")
     with pytest.raises(DataError, match="has too few sentences to train on"):
         parts("label\tsentence\n1\ta\n0\tb\n", held="label\tsentence\n")
@@ -246,9 +246,9 @@ def test_settings_that_cannot_be(tmp_path):
 
 def test_files_that_cannot_be_read(tmp_path, monkeypatch):
     run = made(tmp_path)
-    refused(replace(run, data=replace(run.data, train=str(tmp_path))), "data.train: is no file")
+    refused(replace(run, data=replace(run.data, train=str(tmp_path))), "data.train: is not a file")
     os.mkfifo(tmp_path / "pipe")
-    refused(replace(run, data=replace(run.data, eval=str(tmp_path / "pipe"))), "data.eval: is no file")
+    refused(replace(run, data=replace(run.data, eval=str(tmp_path / "pipe"))), "data.eval: is not a file")
     monkeypatch.setattr(named_files, "MOST_BYTES", 3)
     refused(run, "is larger than 4 GiB")
     monkeypatch.undo()
@@ -259,7 +259,8 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch):
 def test_a_pretrained_model_that_does_not_fit_its_tokenizer(tmp_path):
     folder = model_folder(tmp_path / "model", config={"vocab_size": 9})
     refused(made(tmp_path, pretrained=str(folder)), r"a smaller vocabulary than its tokenizer, which has 10 \(got 9")
-    refused(made(tmp_path, pretrained=str(tmp_path / "none")), "model.pretrained: is neither a folder nor a model")
+    refused(made(tmp_path, pretrained=str(tmp_path / "none")),
+            "model.pretrained: is neither a folder nor the name of a known model")
     model_folder(tmp_path / "model", config={"vocab_size": 12})
     assert prepare(made(tmp_path, pretrained=str(folder), vocab=5)).tokenizer.vocab == 10
 
@@ -297,7 +298,7 @@ def test_the_sentiment_set_is_fetched_and_its_split_is_fixed(tmp_path, small_sen
     by_hand = replace(run, data=replace(run.data, train=str(small_sentiment)))
     assert prepare(by_hand).fingerprint == prepared.fingerprint
     small_sentiment.write_bytes(b"other")
-    refused(by_hand, "has not the sha256")
+    refused(by_hand, "does not have the sha256")
 
 
 def test_ratings_become_classes_by_their_sign(tmp_path, small_sentiment):
@@ -331,7 +332,7 @@ def test_sst2_is_asked_for_by_its_name_with_its_own_split(tmp_path, monkeypatch)
 def test_a_hub_with_other_rows_or_none(tmp_path, monkeypatch, rows):
     run = replace(made(tmp_path), data=Data(task="classification", train="sst2", cache_dir=tmp_path / "cache"))
     hub(monkeypatch, lambda *args, split: rows)
-    refused(run, "data.train nyu-mll/glue:sst2: has other rows than expected")
+    refused(run, "data.train nyu-mll/glue:sst2: has rows that are not as expected")
 
     def unreachable(*args, split):
         raise ConnectionError("no route\nmore")

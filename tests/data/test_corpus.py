@@ -13,15 +13,17 @@ import types
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ranvier import check
+from ranvier.cli import check
+from ranvier.config.resolve import resolve
+from ranvier.config.run import Data, Run, Transformer
 from ranvier.data import corpus as module
 from ranvier.data import lm
 from ranvier.data.corpus import (
-    Corpus,
     Document,
+    OpenCorpus,
     archive_texts,
     articles,
     missing_path,
@@ -33,12 +35,12 @@ from ranvier.data.corpus import (
 from ranvier.data.prepare import prepare
 from ranvier.data.tokenizer import train
 from ranvier.errors import DataError
-from ranvier.run import Data, Run, Transformer
+from ranvier.planner.problems import warnings
 
 
 def corpus(texts):
     documents = [Document(str(number), text) for number, text in enumerate(texts)]
-    return Corpus(name="made", fingerprint="", read=lambda max_bytes: iter(documents))
+    return OpenCorpus(name="made", fingerprint="", read=lambda max_bytes: iter(documents))
 
 
 def opened(name, tmp_path, lines=None):
@@ -170,7 +172,7 @@ def test_addresses_are_fetched_by_their_package_manager_once(tmp_path, monkeypat
 
 def test_a_file_under_the_addresses_name_is_checked(tmp_path):
     make_sotu(tmp_path / module.SOTU.filename, ADDRESSES)
-    with pytest.raises(DataError, match=f"has not the sha256 {module.SOTU.sha256}"):
+    with pytest.raises(DataError, match=f"does not have the sha256 {module.SOTU.sha256}"):
         list(opened(tmp_path / module.SOTU.filename, tmp_path).documents(100))
     assert len(list(archive_texts(tmp_path / module.SOTU.filename, "package/data/"))) == 2
 
@@ -245,6 +247,7 @@ def test_few_documents_are_cut_by_position(count):
         assert train.endswith("\n") and 0.04 < len(held) / len(text) < 0.07
 
 
+@settings(max_examples=30)
 @given(st.lists(st.text(min_size=1, max_size=60), max_size=45))
 def test_splitting_loses_nothing(texts):
     parts = list(split(Document("", text) for text in texts))
@@ -312,11 +315,11 @@ def test_all_of_a_users_text_is_read_and_a_limit_is_told(tmp_path, monkeypatch):
     data = prepare(run)
     parts = [data.tokenizer.decode(part.tokens.head(10**6)[:-1]) for part in (data.train, data.eval)]
     assert "".join(parts) == text and "data.max-bytes" not in data.about
-    assert list(check.warnings(run)) == []
+    assert list(warnings(resolve(run))) == []
     limited = replace(run, data=replace(run.data, max_bytes=5000))
     for _ in range(2):  # from the cache, too
         assert ", of its first 5,000 bytes: data.max-bytes leaves out the rest" in prepare(limited).about
-    (warning,) = check.warnings(limited)
+    (warning,) = warnings(resolve(limited))
     assert str(warning) == (f"data.max-bytes: leaves out a part of {tmp_path}/mine.txt, which has 33,000 bytes (got "
                             "5000). Set --data.max-bytes auto to take all of it.")
     named = replace(run, data=replace(run.data, corpus="python-stdlib"))

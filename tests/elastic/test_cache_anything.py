@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -30,6 +31,7 @@ def damage(path, place):
             file.write(bytes([byte ^ 0xff]))
 
 
+@pytest.mark.slow
 @given(steps=STEPS, wide=st.booleans(), state=st.sampled_from(["tensor", "dict"]), quota=st.sampled_from(
     [0, 60_000, 200_000, 1 << 24]))
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

@@ -12,9 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ranvier.elastic.cache_folder import Folder
-from ranvier.elastic.cache_form import Form
-from ranvier.elastic.cache_store import Store, _digest
+from ranvier.elastic.cache.store import Folder, RowFormat, Store, digest_of
 from tests.elastic.cached import HIT, MISS, Cached, Prefix
 
 EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -114,7 +112,7 @@ def lie(**changes):
     def change(text):
         text = text | changes
         text.pop("digest")
-        return json.dumps(text | {"digest": _digest(text)})
+        return json.dumps(text | {"digest": digest_of(text)})
     return change
 
 
@@ -204,8 +202,7 @@ WRITER = """
 import os, random, sys, numpy as np
 from pathlib import Path
 from tests.elastic.test_cache_damage import BIG, KEY
-from ranvier.elastic.cache_folder import Folder
-from ranvier.elastic.cache_store import Store
+from ranvier.elastic.cache.store import Folder, Store
 
 def write(folder, samples, seed):
     store = Store.create(Folder(folder, 1 << 30), KEY, BIG, "full", {})
@@ -228,7 +225,7 @@ for line in sys.stdin:
 """
 """A process whose children write entries of one number each, whose last digits are the sample's, over and over."""
 KEY = "ab" * 16
-BIG = Form.of(torch.zeros(1, 1 << 16, dtype=torch.int64), "full")
+BIG = RowFormat.of(torch.zeros(1, 1 << 16, dtype=torch.int64), "full")
 """Rows of half a megabyte: a signal comes while one is being written."""
 
 

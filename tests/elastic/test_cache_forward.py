@@ -2,13 +2,13 @@
 
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from ranvier.elastic.auto_cache import AutoCache
-from ranvier.elastic.cache_key import digests
-from ranvier.elastic.cache_store import Store
+from ranvier.elastic.cache.auto_cache import AutoCache, digests
+from ranvier.elastic.cache.store import Store
 from ranvier.testing.ranks import run_ranks
 from tests.elastic.cached import HIT, MISS, NUM_SAMPLES, Cached, Prefix, same
 
@@ -108,10 +108,10 @@ def test_weights_that_change_and_change_back_are_a_hit(tmp_path):
 def test_weights_changed_behind_torchs_back_are_seen_after_an_epoch_and_when_more_are_frozen(tmp_path, when):
     with Cached(tmp_path) as cached:
         cached.right(1, 2)
-        cached.cache.look_again()
+        cached.cache.check_weights()
         assert cached.right(1, 2) == HIT
         cached.prefix.blocks[0][2].scale.data.mul_(2)
-        cached.deepen(5) if when == "depth" else cached.cache.look_again()
+        cached.deepen(5) if when == "depth" else cached.cache.check_weights()
         assert cached.right(1, 2) == MISS
 
 
@@ -567,3 +567,56 @@ def test_states_on_a_gpu(tmp_path, precision):
         same(state["mask"].cpu(), truth["mask"].cpu())
         cached.deepen(4)
         assert cached(0, 1, 2)[1] == [(2, None)] and cached(0, 5)[1] == [(0, [1])]
+
+
+# ---------------------------------------------------------------------- samples with lengths of their own
+
+class Ragged(Prefix):
+    """Inputs that are padded to the longest sample of a microbatch; the padding has other values each time."""
+
+    lengths = np.arange(NUM_SAMPLES) % 5 + 1
+    noise = 0.0
+
+    def inputs(self, samples):
+        length = int(self.lengths[list(samples)].max()) + (1 if len(samples) == 3 else 0)
+        x = torch.randn(NUM_SAMPLES, 6, 6, generator=torch.Generator().manual_seed(9))[list(samples), :length]
+        mask = torch.arange(length) < torch.tensor(self.lengths[list(samples)])[:, None]
+        self.noise += 1
+        return {"x": torch.where(mask[..., None], x, self.noise), "mask": mask}
+
+
+def own_part(state, samples):
+    """The samples' own positions, and whether all others count as none."""
+    rows = [state["x"][row, :Ragged.lengths[sample]] for row, sample in enumerate(samples)]
+    assert state["mask"].sum(1).tolist() == Ragged.lengths[list(samples)].tolist()
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("precision", ["full", "half"])
+def test_entries_have_the_positions_of_their_own_samples(tmp_path, precision):
+    with Cached(tmp_path, Ragged(), lengths=Ragged.lengths, precision=precision) as cached:
+        first = {samples: cached(*samples)[0] for samples in ((0, 1, 2), (3, 4), (5, 9))}
+        for samples in ((0, 1, 2), (0, 4), (9, 0, 3), (1,)):  # other companions, so other lengths
+            state, calls = cached(*samples)
+            assert calls == HIT and state["x"].shape[:2] == state["mask"].shape
+            truth = own_part(cached.prefix.truth(list(samples)), samples)
+            assert torch.allclose(own_part(state, samples), truth, atol=1e-2 if precision == "half" else 0, rtol=0)
+        assert not cached.told and len(first) == 3
+        short = cached.cache.counts.bytes_written
+        cached.deepen(5)
+        state, calls = cached(0, 4)
+        assert calls == [(4, None)] and torch.allclose(own_part(state, (0, 4)), own_part(
+            cached.prefix.truth([0, 4]), (0, 4)), atol=1e-2 if precision == "half" else 0, rtol=0)
+    record = 16 * (-(-(6 * (4 if precision == "full" else 2)) // 16) + 1)
+    assert short == sum(int(Ragged.lengths[sample]) for sample in (0, 1, 2, 3, 4, 5, 9)) * record
+
+
+def test_states_without_positions_are_not_kept(tmp_path):
+    class Pooled(Ragged):
+        def compute(self, first, state, rows):
+            return {"x": super().compute(first, state, rows)["x"][:, 0, 0]}
+
+    with Cached(tmp_path, Pooled(), lengths=Ragged.lengths) as cached:
+        cached(0, 1)
+        cached(0, 1)
+        assert len(cached.told) == 1 and "positions as their second dim" in cached.told[0]

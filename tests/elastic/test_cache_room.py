@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ranvier.elastic import cache_store
-from ranvier.elastic.cache_folder import Folder, lock
-from ranvier.elastic.cache_form import Form
-from ranvier.elastic.cache_store import Store
+from ranvier.elastic.cache import store as store_module
+from ranvier.elastic.cache.store import Folder, RowFormat, Store, lock
 from tests.elastic.cached import HIT, MISS, NUM_SAMPLES, Cached, Prefix
 
 EVERY = [*range(NUM_SAMPLES)]
@@ -36,11 +34,11 @@ def depths(folder):
 
 def can_punch(folder):
     """Whether this file system makes holes; where it does not, older entries go file by file."""
-    store = Store.create(Folder(folder, 1 << 20), "cd" * 16, Form.of(torch.zeros(1, WIDE * 5), "full"), "full", {})
+    store = Store.create(Folder(folder, 1 << 20), "cd" * 16, RowFormat.of(torch.zeros(1, WIDE * 5), "full"), "full", {})
     store.write(0, torch.zeros(WIDE * 20, dtype=torch.uint8).numpy())
-    gone = store.give_back([0]) and not store.has(0)
+    gone = store.free_slots([0]) and not store.has(0)
     store.close()
-    Folder(folder, 1 << 20).drop("cd" * 16)
+    Folder(folder, 1 << 20).remove("cd" * 16)
     return gone
 
 
@@ -164,7 +162,7 @@ def test_a_writer_that_does_not_let_go_is_not_waited_for(tmp_path, monkeypatch):
         cached.right(0)
         file = os.open(tmp_path, os.O_RDONLY)
         assert lock(file, exclusive=True)
-        monkeypatch.setattr(Folder.alone.__wrapped__, "__defaults__", (0.01,))
+        monkeypatch.setattr(store_module, "_LOCK_TIMEOUT_SECONDS", 0.01)
         assert cached.right(1) == MISS and cached.cache.counts.unwritten == 1
         os.close(file)
         assert cached.right(1) == MISS and cached.right(1) == HIT
@@ -203,7 +201,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_an_entry(tmp_path, monkeypatch, a
 
     with Cached(tmp_path) as cached:
         with monkeypatch.context() as patch:
-            patch.setattr(cache_store.os, "pwrite", full)
+            patch.setattr(store_module.os, "pwrite", full)
             cached.right(0, 1, 2, 3)
         calls = cached.right(0, 1, 2, 3)
         assert calls == ([(0, [*range(after // 2, 4)])] if after // 2 else MISS)
@@ -329,7 +327,7 @@ def test_a_folder_of_somebody_else_is_not_used(unnamed, tmp_path, monkeypatch):
     (tmp_path / "ranvier-cache-12345").mkdir()
     with Cached(None) as cached:
         assert cached.right(0) == MISS and cached.right(0) == MISS
-        assert len(cached.told) == 1 and "belongs to somebody else" in cached.told[0]
+        assert len(cached.told) == 1 and "belongs to another user" in cached.told[0]
 
 
 def test_a_link_in_place_of_the_folder_is_not_followed(unnamed, tmp_path):
@@ -352,7 +350,7 @@ def test_a_file_that_is_removed_while_it_is_opened_is_made_again(tmp_path, monke
             removed[0].unlink()
         return lock(file, **how)
 
-    monkeypatch.setattr(cache_store, "lock", remove_first)
+    monkeypatch.setattr(store_module, "lock", remove_first)
     with Cached(tmp_path) as cached:
         assert cached.right(0) == MISS
         assert cached.right(0) == HIT
@@ -365,7 +363,7 @@ def test_a_file_that_is_removed_whenever_it_is_made_is_given_up(tmp_path, monkey
             path.unlink()
         return True
 
-    monkeypatch.setattr(cache_store, "lock", remove)
+    monkeypatch.setattr(store_module, "lock", remove)
     with Cached(tmp_path) as cached:
         assert cached.right(0) == MISS and cached.right(0) == MISS
-        assert len(cached.told) == 1 and "removed as often as it is made" in cached.told[0]
+        assert len(cached.told) == 1 and "removed whenever it is created" in cached.told[0]

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ranvier.config.run import Batch, Checkpoint, Elastic, Guard, Optim, Run, Train
+from ranvier.elastic.rules import ElasticRules
+from ranvier.launch.stop import StopRequest
 from ranvier.mesh import Mesh
-from ranvier.run import Batch, Checkpoint, Elastic, Guard, Optim, Train
-from ranvier.stop import StopRequest
 from ranvier.train import loop
 from ranvier.train.elasticity import Elasticity
 from tests.checkpoint.anywhere import assert_same, everything
@@ -70,6 +71,7 @@ def test_a_stop_at_the_step_of_a_transition(sentences, tmp_path, in_one_process,
     assert losses(run) == pytest.approx(in_one_process, rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("every", "stop", "mesh"), [
     (5, 6, Mesh(pipe=4)), pytest.param(7, 14, Mesh(pipe=2), marks=pytest.mark.slow)], ids=str)
 def test_a_checkpoint_of_the_step_at_which_layers_freeze_has_them_frozen(sentences, tmp_path, in_one_process,
@@ -85,6 +87,7 @@ def test_a_checkpoint_of_the_step_at_which_layers_freeze_has_them_frozen(sentenc
     assert losses(run) == pytest.approx(in_one_process, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_memory_report_after_the_pipeline_has_packed(sentences, tmp_path, monkeypatch):
     always(monkeypatch)
     run = tiny(sentences, tmp_path / "run", elastic=BY_HAND, memory_report=True, train=Train(steps=8))
@@ -107,6 +110,7 @@ def course(steps, size):
     """An elasticity that knows the length of its run and nothing else."""
     elastic = object.__new__(Elasticity)
     elastic._first = type("First", (), {"train": Train(steps=steps), "batch": Batch(global_size=size)})
+    elastic._rules = ElasticRules(Run(batch=Batch(global_size=size, microbatch_size=1)))
     elastic._since, elastic._size = (0, 0), size
     return elastic
 
@@ -115,12 +119,12 @@ def test_going_back_over_a_change_of_the_global_batch():
     elastic = course(24, 8)
     elastic._since, elastic._size = (5, 40), 16
     assert elastic.left(7) == 8
-    elastic.went_back(6, {"since": [5, 40], "global_size": 16})
+    elastic.rolled_back(6, {"since": [5, 40], "global_size": 16})
     assert elastic.left(6) == 9
-    elastic.went_back(4, {})
+    elastic.rolled_back(4, {})
     assert elastic.left(4) == 10 and elastic._taken(6) == 64
     elastic._since, elastic._size = (10, 112), 24
-    elastic.went_back(8, {"since": [4, 32], "global_size": 16})
+    elastic.rolled_back(8, {"since": [4, 32], "global_size": 16})
     assert elastic._taken(8) == 96 and elastic.left(8) == 4
 
 
@@ -148,6 +152,7 @@ def all_frozen(sentences, tmp_path_factory):
     return losses(run)
 
 
+@pytest.mark.slow
 def test_all_layers_freeze_in_two_transitions_in_a_row_and_the_run_is_resized_before_its_last_step(
         sentences, tmp_path, all_frozen):
     run = tiny(sentences, tmp_path / "run", train=Train(steps=10, learning_rate=3e-3, eval_every=3),
@@ -160,6 +165,7 @@ def test_all_layers_freeze_in_two_transitions_in_a_row_and_the_run_is_resized_be
     assert (tmp_path / "run" / "checkpoint" / "step-9").exists() and results[3]["steps"] == 10
 
 
+@pytest.mark.slow
 def test_a_finished_elastic_run_is_resumed_and_one_without_its_flags_goes_on_frozen(sentences, tmp_path, all_frozen):
     flags = Elastic(freeze="manual", manual=("2:3", "3:6"))
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=flags, train=Train(steps=6, learning_rate=3e-3))
@@ -171,10 +177,11 @@ def test_a_finished_elastic_run_is_resumed_and_one_without_its_flags_goes_on_fro
     assert losses(run) == pytest.approx(all_frozen, rel=1e-9) and results[0]["frozen_layers"] == 6
 
 
+@pytest.mark.slow
 def test_a_bad_step_after_a_transition_goes_back_over_it(sentences, tmp_path, monkeypatch):
     """The checkpoint is of another mesh, with fewer frozen layers; the guard and the data go on."""
     run = tiny(sentences, tmp_path / "run", elastic=replace(BY_HAND, auto_pipe=False, auto_dp=False),
-               checkpoint=Checkpoint(every=4, keep=9), guard=Guard(bad_step="back"))
+               checkpoint=Checkpoint(every=4, keep=9), guard=Guard(bad_step="rollback"))
     broken = []
 
     class Breaks(Wishes):
@@ -227,10 +234,11 @@ def changing_nothing(monkeypatch, through):
             change(training, back, save)
 
     monkeypatch.setattr(loop.Training, "_change", there_and_back)
-    monkeypatch.setattr(Elasticity, "_packed", lambda elastic, now, room, step, measured: elastic._change(
-        now, now.run.mesh, room.frozen, now.engine.boundaries or None, "nothing changes"))
+    monkeypatch.setattr(Elasticity, "_packed", lambda elastic, now, budget, step, measured: elastic._change(
+        now, now.run.mesh, budget.frozen, now.engine.boundaries or None, "nothing changes"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "through", "precision", "optim"), [
     pytest.param(Mesh(pipe=2, data=2), None, "bf16", Optim(offload="none", shard=True, clip_norm=0.1),
                  marks=pytest.mark.slow),

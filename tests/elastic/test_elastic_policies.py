@@ -7,9 +7,9 @@ from math import ceil, hypot
 
 import pytest
 
+from ranvier.config.run import Elastic
 from ranvier.elastic.freezing import GradientNorm
 from ranvier.mesh import Mesh
-from ranvier.run import Elastic
 from tests.elastic.test_elastic_run import NUM_LAYERS, events, lines, losses, run_all, sentences, tiny, transitions
 
 __all__ = ["sentences"]  # a fixture
@@ -20,6 +20,7 @@ def frozen_after(run):
     return [(line["step"], line["frozen_layers"]) for line in transitions(run)]
 
 
+@pytest.mark.slow
 def test_a_dry_run_tells_and_changes_nothing(sentences, tmp_path):
     """What it tells is what the same policy does, by the cap's formula for 1, 2, ... evaluations."""
     elastic = Elastic(freeze="cap", every=4)

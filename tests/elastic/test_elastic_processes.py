@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from ranvier import resolve
-from ranvier.comm.mpi_launch import mpi_available
+from ranvier.config import read
+from ranvier.launch.mpiexec import mpi_available
 from ranvier.mesh import Mesh
 from ranvier.testing.ranks import run_processes
 from ranvier.train.resize import ask
@@ -131,7 +131,7 @@ def test_losses_are_those_of_one_rank_in_this_process(start, tmp_path, transport
     run = start(transport, elastic__auto_pipe="true", elastic__auto_dp="true", elastic__cut="reference")
     code, text = run.end()
     assert code == 0, text
-    there = resolve.resolve([resolve.load(str(run.folder / "run.toml"))[1]]).run
+    there = read.merge([read.load(str(run.folder / "run.toml"))[1]]).run
     here = replace(there, mesh=Mesh(), run_dir=tmp_path / "here", pipeline=replace(there.pipeline, boundaries=None),
                    elastic=replace(there.elastic, auto_pipe=False, auto_dp=False))
     run_all(here)
@@ -175,6 +175,7 @@ def test_an_idle_rank_that_is_killed_ends_the_run(start, transport):
     assert "Traceback" not in text
 
 
+@pytest.mark.slow
 @MOSTLY_TORCH
 def test_a_rank_that_is_killed_while_state_travels(start, transport):
     run = start(transport, ranks=2, manual="", train__steps=10**6, faults=["kill:rank=1,message=3,of=state"])
@@ -195,7 +196,7 @@ def test_an_idle_rank_that_has_stopped_is_missed_at_the_next_transition(start, t
     os.kill(run.ranks()[1], signal.SIGSTOP)
     ask(run.folder, data=1, pipe=2)
     code, text = run.end()
-    assert code in (1, 2) and "nothing is heard any more from rank 1 (data 0, pipe 1, row 0, col 0)" in text, text
+    assert code in (1, 2) and "no heartbeat from rank 1 (data 0, pipe 1, row 0, col 0)" in text, text
 
 
 @pytest.mark.slow
@@ -207,7 +208,7 @@ def test_an_idle_rank_notices_that_rank_0_has_stopped(start, transport):
     run.wait_until(lambda: run.transitions)
     os.kill(run.ranks()[0], signal.SIGSTOP)
     code, text = run.end()
-    assert code in (1, 2) and "nothing is heard any more from rank 0, whose orders an idle rank waits for" in text, text
+    assert code in (1, 2) and "nothing was heard from rank 0, whose commands an idle rank awaits" in text, text
     assert "[rank 1 (idle)]" in text
 
 

@@ -9,22 +9,23 @@ from dataclasses import replace
 
 import pytest
 
+from ranvier.config.run import Batch, Checkpoint, Data, Elastic, Optim, Run, Train, Transformer
 from ranvier.elastic.ledger import Ledger
 from ranvier.errors import RanvierError
+from ranvier.launch.stop import StopRequest
 from ranvier.mesh import Mesh
 from ranvier.optim.learning_rate import learning_rate
-from ranvier.run import Batch, Checkpoint, Data, Elastic, Optim, Run, Train, Transformer
-from ranvier.stop import StopRequest
 from ranvier.testing.ranks import run_ranks
 from ranvier.train import elasticity, loop, resize
-from ranvier.train.course import Course
 from ranvier.train.events import StepEvent
+from ranvier.train.history import History
 from ranvier.train.loop import train
+from tests.covering import quick
 
 WORDS = ["the", "a", "film", "story", "actor", "scene", "plot", "music", "is", "was", "very", "quite", "good", "bad"]
 
 
-packings, pays = elasticity.packings, Ledger.pays
+mesh_candidates, pays = elasticity.mesh_candidates, Ledger.pays
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +96,11 @@ BY_HAND = Elastic(freeze="manual", manual=("5:2", "14:4"), auto_pipe=True, auto_
 
 def always(monkeypatch):
     """Half the stages are always the best, and any transition pays: ranks that are threads tell nothing of time."""
-    def halved(first, now, *args, **options):
-        found = packings(first, now, *args, **options)
-        return sorted(found, key=lambda packing: abs(packing.pipe - max(1, now.run.mesh.pipe // 2)))
+    def halved(rules, present, *args, **options):
+        found = mesh_candidates(rules, present, *args, **options)
+        return sorted(found, key=lambda candidate: abs(candidate.pipe - max(1, present.mesh.pipe // 2)))
 
-    monkeypatch.setattr(elasticity, "packings", halved)
+    monkeypatch.setattr(elasticity, "mesh_candidates", halved)
     monkeypatch.setattr(Ledger, "pays", lambda ledger, **facts: replace(pays(ledger, **facts), pays=True))
 
 
@@ -151,6 +152,7 @@ def test_idle_ranks_come_to_the_same_end(sentences, tmp_path, in_one_process, mo
     assert all(result == results[0] for result in results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [Mesh(pipe=2, data=2), *(pytest.param(each, marks=pytest.mark.slow) for each in (
     Mesh(pipe=2, col=2), Mesh(data=4)))], ids=str)
 def test_from_other_meshes(sentences, tmp_path, in_one_process, monkeypatch, mesh):
@@ -190,7 +192,7 @@ def test_the_articles_rule_packs_by_sizes(sentences, tmp_path, in_one_process):
     assert [(line["mesh"]["pipe"], line["mesh"]["data"]) for line in transitions(run)] == [(4, 1), (2, 2)]
 
 
-@pytest.mark.parametrize(("grows", "factor"), [("grow", 1.0), ("scale", 2.0)])
+@pytest.mark.parametrize(("grows", "factor"), quick(1, [("grow", 1.0), ("scale", 2.0)]))
 def test_the_global_batch_may_grow(sentences, tmp_path, monkeypatch, grows, factor):
     always(monkeypatch)
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=Elastic(
@@ -311,8 +313,9 @@ def test_a_request_that_is_no_plain_file_of_the_runs_user_is_refused(tmp_path, m
     assert requests.asked()
     found = requests.take()
     assert (found["data"], found["pipe"], found["wish"]) == (None, None, None)
-    problem = {"a FIFO": "is no plain file", "a folder": "is no plain file", "of another user": "to another user",
-               "a link": "is a link", "a device": "is a link"}.get(kind)
+    problem = {"a FIFO": "is not a regular file", "a folder": "is not a regular file",
+               "of another user": "to another user",
+               "a link": "is a symbolic link", "a device": "is a symbolic link"}.get(kind)
     assert (problem in found["problem"]) if problem else found["problem"] is None
     assert not requests.asked() and requests.take() is None
     odd_file(tmp_path / resize.NAME, "a folder")
@@ -329,7 +332,7 @@ def test_a_fifo_in_place_of_a_request_stops_no_run(sentences, tmp_path):
 
     run_all(run, trackers=[Odd(run, {})])
     refused, = events(run, "resize-refused")
-    assert "cannot be read: is no plain file" in refused["text"] and len(losses(run)) == NUM_STEPS
+    assert "cannot be read: is not a regular file" in refused["text"] and len(losses(run)) == NUM_STEPS
 
 
 def test_asking_where_no_run_is(tmp_path):
@@ -387,6 +390,7 @@ def test_an_elastic_run_goes_on_anywhere(sentences, tmp_path, in_one_process, mo
 
 # ---------------------------------------------------------------------- microbatches, pictures
 
+@pytest.mark.slow
 def test_numbers_of_microbatches_are_tried_and_the_fastest_kept(sentences, tmp_path):
     elastic = replace(BY_HAND, auto_pipe=False, auto_dp=False)
     plain, run = (tiny(sentences, tmp_path / name, mesh=mesh, train=replace(TRAIN, epochs=4), elastic=replace(
@@ -399,6 +403,7 @@ def test_numbers_of_microbatches_are_tried_and_the_fastest_kept(sentences, tmp_p
     assert str(told[0]["microbatches"]) == min(told[0]["seconds"], key=told[0]["seconds"].get)
 
 
+@pytest.mark.slow
 @pytest.mark.pictures
 def test_what_the_run_leaves_to_look_at(sentences, tmp_path, monkeypatch):
     always(monkeypatch)
@@ -411,12 +416,12 @@ def test_what_the_run_leaves_to_look_at(sentences, tmp_path, monkeypatch):
 
 
 def test_the_picture_knows_the_run_before_it_went_on():
-    course = Course()
-    course.remember([{"step": 1, "tokens_per_second": 5.0},
+    history = History()
+    history.remember([{"step": 1, "tokens_per_second": 5.0},
                      {"step": 2, "tokens_per_second": 6.0, "eval_accuracy": 0.5}],
                     [{"step": 0, "event": "start", "mesh": {"pipe": 4, "data": 1}},
                      {"step": 1, "event": "transition", "frozen_layers": 2, "mesh": {"pipe": 2, "data": 2}}])
-    course.event(StepEvent(step=3, loss=1.0, tokens=8.0, step_seconds=1.0, wait_seconds=0.0, bubble_fraction=0.0,
+    history.event(StepEvent(step=3, loss=1.0, tokens=8.0, step_seconds=1.0, wait_seconds=0.0, bubble_fraction=0.0,
                            grad_norm=1.0, learning_rate=1.0, flops_per_second=1.0, model_flops_utilisation=0.1))
-    assert course.is_elastic and course.frozen == {0: 0, 1: 2} and course.meshes == {0: (4, 1), 1: (2, 2)}
-    assert course.speeds == {1: 5.0, 2: 6.0, 3: 8.0} and course.scores == {2: 0.5}
+    assert history.frozen == {0: 0, 1: 2} and history.meshes == {0: (4, 1), 1: (2, 2)}
+    assert history.column("tokens_per_second") == {1: 5.0, 2: 6.0, 3: 8.0} and history.accuracies == {2: 0.5}

@@ -18,20 +18,22 @@ from test_elastic_run import (  # noqa: F401 (fixtures)
     transitions,
 )
 
-from ranvier.check import laid_out
+from ranvier.config.resolve import resolve
+from ranvier.config.run import Batch, Checkpoint, Comm, Elastic, Train
+from ranvier.cost.count import laid_out
 from ranvier.data.prepare import prepare
-from ranvier.elastic.auto_cache import AutoCache
+from ranvier.elastic.cache.auto_cache import AutoCache
 from ranvier.elastic.cache_profile import Times
 from ranvier.elastic.ledger import Ledger
 from ranvier.mesh import Mesh
-from ranvier.run import Batch, Checkpoint, Comm, Elastic, Train
-from ranvier.train import caching, formation, room
+from ranvier.train import caching, memory, runtime
 from ranvier.train.elasticity import Elasticity
+from tests.covering import quick
 
 
-@pytest.mark.parametrize("mesh", [
+@pytest.mark.parametrize("mesh", quick(1, [
     Mesh(data=3), Mesh(data=2, row=2), *(pytest.param(each, marks=pytest.mark.slow)
-                                         for each in (Mesh(data=4), Mesh(pipe=2, col=2)))], ids=str)
+                                         for each in (Mesh(data=4), Mesh(pipe=2, col=2)))]), ids=str)
 def test_each_held_out_sample_counts_once_on_every_mesh(sentences, tmp_path, monkeypatch, mesh):  # noqa: F811
     """In pieces of 8, of which the last has 6 and rows must be filled up."""
     found = []
@@ -39,12 +41,13 @@ def test_each_held_out_sample_counts_once_on_every_mesh(sentences, tmp_path, mon
         run = tiny(sentences, tmp_path / name, mesh=shape, train=Train(steps=2))
         run_all(run)
         found.append(next(line for line in lines(run, "events.jsonl") if line["event"] == "eval"))
-        monkeypatch.setattr(formation, "_EVAL_SAMPLES", 1)
+        monkeypatch.setattr(runtime, "SAMPLES_AT_ONCE", 1)
     one, many = found
     assert many["eval_count"] == many["tokens"] == 30 and many["eval_accuracy"] == one["eval_accuracy"]
     assert many["loss"] == pytest.approx(one["loss"], rel=1e-12) and 0.5 < one["loss"] < 1
 
 
+@pytest.mark.slow
 def test_the_cache_is_on_from_as_many_frozen_layers_as_are_asked_for(sentences, tmp_path):  # noqa: F811
     for least, on in ((2, [True, True]), (3, [False, True])):
         run = tiny(sentences, tmp_path / f"{least}", mesh=Mesh(), elastic=replace(
@@ -105,7 +108,8 @@ def test_the_cache_on_a_tensor_mesh_goes_through_transitions(sentences, tmp_path
     assert all(counts["hits"] > 0 and counts["upgraded"] > 0 for counts in results[0]["cache"] if counts)
 
 
-@pytest.mark.parametrize("cut", ["exact", "reference"])
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", quick(1, ["exact", "reference"]))
 def test_a_mesh_that_the_settings_forbid_is_passed_over(sentences, tmp_path, monkeypatch, cut):  # noqa: F811
     """Two replicas of two rows would have microbatches of one sample."""
     always(monkeypatch)
@@ -144,8 +148,8 @@ class OneMoreByNorms:
         return min(facts.frozen + 1, facts.num_layers)
 
 
-@pytest.mark.parametrize("elastic", [
-    BY_HAND, Elastic(freeze="cap", alpha=0.4, every=5), Elastic(freeze="none", every=5)], ids=lambda each: each.freeze)
+@pytest.mark.parametrize("elastic", quick(1, [
+    BY_HAND, Elastic(freeze="cap", alpha=0.4, every=5), Elastic(freeze="none", every=5)]), ids=lambda each: each.freeze)
 def test_what_a_checkpoint_comes_before_is_frozen_when_the_run_goes_on(sentences, tmp_path, elastic):  # noqa: F811
     """The checkpoint after step 5 is written before the policy is asked after step 5."""
     elastic = replace(elastic, auto_pipe=False, auto_dp=False)
@@ -192,14 +196,14 @@ def test_what_a_policy_of_ones_own_remembers_comes_back_with_a_checkpoint(senten
 def test_the_cache_reads_a_step_ahead_and_looks_again_each_epoch(sentences, tmp_path, monkeypatch):  # noqa: F811
     """Two epochs of twelve steps of four microbatches of two, frozen from the first step on."""
     named, looked = [], []
-    prefetch, look_again = AutoCache.prefetch, AutoCache.look_again
+    prefetch, check_weights = AutoCache.prefetch, AutoCache.check_weights
 
     def noted(cache, samples):
         named.append([each.tolist() for each in samples])
         prefetch(cache, samples)
 
     monkeypatch.setattr(AutoCache, "prefetch", noted)
-    monkeypatch.setattr(AutoCache, "look_again", lambda cache: (looked.append(1), look_again(cache)))
+    monkeypatch.setattr(AutoCache, "check_weights", lambda cache: (looked.append(1), check_weights(cache)))
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(), elastic=Elastic(
         freeze="manual", manual=("0:2",), cache=True, cache_from=1, cache_dir=tmp_path / "cache"))
     results, _ = run_all(run)
@@ -208,6 +212,7 @@ def test_the_cache_reads_a_step_ahead_and_looks_again_each_epoch(sentences, tmp_
     assert len(looked) == 2 and results[0]["cache"][0]["hits"] == 96
 
 
+@pytest.mark.slow
 def test_another_batch_that_is_asked_for_is_taken(sentences, tmp_path):  # noqa: F811
     """Where a run with frozen layers goes on."""
     first = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=replace(BY_HAND, auto_pipe=False,
@@ -226,7 +231,7 @@ def test_depths_from_the_start(sentences, tmp_path):  # noqa: F811
     assert [line["frozen_layers"] for line in lines(run, "metrics.jsonl")] == [2] * 7 + [3] * 17
     # where a run goes on with depths that it did not have before, they hold at once; a dry run tells each of them once
     for dry, asked in ((False, [True, False]), (True, [False, False])):
-        elastic = Elasticity(replace(run, elastic=replace(run.elastic, dry_run=dry)), prepare(run), tell=print)
+        elastic = Elasticity(resolve(replace(run, elastic=replace(run.elastic, dry_run=dry))), prepare(run), tell=print)
         assert [elastic.asks_after(9, 0, 0, 3), elastic.asks_after(9, 0, 0, 2)] == asked[::-1]
 
 
@@ -248,13 +253,13 @@ engines: list = []
 
 
 def test_a_step_without_gradients_puts_the_policy_off(sentences, tmp_path, monkeypatch):  # noqa: F811
-    build = formation.build_engine
+    build = runtime.build_engine
 
     def kept(*args, **options):
         engines.append(build(*args, **options))
         return engines[-1]
 
-    monkeypatch.setattr(formation, "build_engine", kept)
+    monkeypatch.setattr(runtime, "build_engine", kept)
     run = replace(tiny(sentences, tmp_path / "run", mesh=Mesh(), elastic=Elastic(freeze="cap", alpha=0.5)),
                   precision="fp16")
     run_all(run, trackers=[Overflows(10)])
@@ -267,7 +272,7 @@ def test_a_step_without_gradients_puts_the_policy_off(sentences, tmp_path, monke
 def test_a_smaller_global_batch_takes_as_many_samples(sentences, tmp_path):  # noqa: F811
     """Also where a step is a third of what it was, which no float is."""
     run = replace(tiny(sentences, tmp_path / "run"), train=Train(steps=10), mesh=Mesh(data=3))
-    elastic = Elasticity(run, prepare(run), tell=print)
+    elastic = Elasticity(resolve(run), prepare(run), tell=print)
     elastic.load(elastic.state(run, 1) | {"since": [1, 8], "size": 3})
     assert [elastic.left(step) for step in (1, 2, 24, 25)] == [24, 23, 1, 0]
     elastic.load(elastic.state(run, 1) | {"since": [0, 0], "size": 24})
@@ -276,10 +281,10 @@ def test_a_smaller_global_batch_takes_as_many_samples(sentences, tmp_path):  # n
 
 def test_a_global_batch_that_changed_is_known_where_the_mesh_is_the_first_again(sentences, tmp_path):  # noqa: F811
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(data=2), elastic=Elastic(global_batch="grow"))
-    elastic = Elasticity(run, prepare(run), tell=print)
+    elastic = Elasticity(resolve(run), prepare(run), tell=print)
     assert elastic.state(run, 0) == {}
     elastic.load(elastic.state(run, 1) | {"since": [6, 36]})
-    again = Elasticity(run, prepare(run), tell=print)
+    again = Elasticity(resolve(run), prepare(run), tell=print)
     again.load(elastic.state(run, 0))
     assert again.left(6) == elastic.left(6) and again.learning_rate(7) == elastic.learning_rate(7)
 
@@ -287,11 +292,11 @@ def test_a_global_batch_that_changed_is_known_where_the_mesh_is_the_first_again(
 @pytest.mark.parametrize(("more", "fits"), [(0, True), (-1, False)])
 def test_a_mesh_fits_where_all_its_ranks_do(sentences, tmp_path, monkeypatch, more, fits):  # noqa: F811
     """Together, each counted once, in what is free and what the run's first mesh has taken."""
-    run = tiny(sentences, tmp_path / "run")
+    run = resolve(tiny(sentences, tmp_path / "run"))
     there = replace(run, mesh=Mesh(data=4))
     first, second = (sum(entry.ranks * (entry.device_bytes + entry.host_bytes) for entry in laid_out(each)[1])
                      for each in (run, there))
-    monkeypatch.setattr(room, "available_memory_bytes", lambda: second - first + more)
-    problem = room.Room(first=run, frozen=0).problem(there)
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: second - first + more)
+    problem = memory.MemoryBudget(first=run, frozen=0).problem(there)
     assert (problem is None) == fits
     assert fits or "4 ranks here need" in str(problem)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ranvier.config.run import Batch, Data, Elastic, Optim, Run, Train, Transformer
 from ranvier.mesh import Mesh
-from ranvier.run import Batch, Data, Elastic, Optim, Run, Train, Transformer
 from tests.elastic.test_elastic_run import events, losses, read_rows, run_all, transitions
 
 THINGS = ["house", "river", "stone", "garden", "window", "bridge", "forest", "cloud"]
@@ -70,6 +70,7 @@ def write_images(folder, count):
             Image.fromarray(pixels).save(folder / name / f"{number}.png")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("augment", [pytest.param("none", marks=pytest.mark.slow), "flip-crop"])
 def test_a_vision_transformer_reads_from_its_cache_what_it_would_compute(tmp_path, augment):
     """Augmented images, too, where each epoch repeats the first one's."""

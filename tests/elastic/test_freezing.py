@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ranvier.config.rules import freeze_problems, manual_depth
+from ranvier.config.run import Elastic
 from ranvier.elastic.freezing import (
     Cap,
     Facts,
@@ -19,15 +21,10 @@ from ranvier.elastic.freezing import (
     Manual,
     NoFreezing,
     decide,
-    frozen_blocks,
-    manual_depth,
     policy_of,
-    problems,
-    tie_problem,
 )
-from ranvier.errors import ConfigError, ModelError
-from ranvier.layout import Parameter
-from ranvier.run import Elastic
+from ranvier.errors import ConfigError
+from ranvier.layout import frozen_blocks
 
 
 def facts(norms, *, frozen=0, evaluation=1, step=0):
@@ -154,16 +151,7 @@ def test_a_truth_value_is_no_number_of_layers():
     (Elastic(freeze="manual", manual=("10:1", "020:3")), Manual(((10, 1), (20, 3))))], ids=str)
 def test_policy_of(elastic, policy):
     assert policy_of(elastic) == policy
-    assert not [*problems(elastic, 3)]
-
-
-def test_a_policy_that_nobody_knows():
-    class Other:
-        freeze, alpha, manual = "melt", 0.5, ()
-
-    says = r"^elastic.freeze: is not a freeze policy \(got 'melt'\). Choose one of none, gradient-norm, cap, manual.$"
-    with pytest.raises(ConfigError, match=says):
-        policy_of(Other())
+    assert not [*freeze_problems(elastic, 3)]
 
 
 @pytest.mark.parametrize("text", ["", "10", "10:", ":3", "10:3:1", "a:b", "-1:3", "1.5:2", " 1:2", "1:2\n", "²:1",
@@ -174,7 +162,7 @@ def test_manual_entries_that_cannot_be_read(text):
         manual_depth(text)
     with pytest.raises(ConfigError, match=says):
         policy_of(Elastic(freeze="manual", manual=(text,)))
-    problem, = problems(Elastic(freeze="manual", manual=("1:1", text, "5:2")), 2)
+    problem, = freeze_problems(Elastic(freeze="manual", manual=("1:1", text, "5:2")), 2)
     assert re.match(says, str(problem))
 
 
@@ -193,7 +181,7 @@ def test_manual_entries_that_cannot_be_read(text):
         "elastic.manual: is not later than the entry before it, 5:3 (got '5:4'). Give the entries in the order of "
         "their steps, one for each step."])], ids=str)
 def test_problems(settings, says):
-    assert [str(problem) for problem in problems(Elastic(**settings), 6)] == says
+    assert [str(problem) for problem in freeze_problems(Elastic(**settings), 6)] == says
 
 
 # ---------------------------------------------------------------------- layers, blocks and ties
@@ -204,38 +192,6 @@ LAYERS = (("layer0.attention", "layer0.mlp"), ("layer1.attention", "layer1.mlp")
 
 def test_frozen_blocks_are_a_prefix():
     assert [frozen_blocks(LAYERS, BLOCKS, frozen) for frozen in (0, 1, 2)] == [0, 3, 5]
-
-
-def parameters(*ends):
-    """(block, owner's block or None, trainable) of each."""
-    names = [f"{BLOCKS[block]}.weight" for block, *_ in ends]
-    return tuple(Parameter(name, (2,), block, name if owner is None else f"{BLOCKS[owner]}.weight", trainable)
-                 for name, (block, owner, trainable) in zip(names, ends, strict=True))
-
-
-def test_a_tie_across_the_edge_is_refused():
-    tied = parameters((0, None, True), (2, None, True), (5, 0, True))
-    assert tie_problem(tied, LAYERS, BLOCKS, 0) is None
-    problem = tie_problem(tied, LAYERS, BLOCKS, 1)
-    assert isinstance(problem, ModelError)
-    assert str(problem) == (
-        "parameter embedding.weight: would be frozen with the first layer, and is tied to head.weight, which goes on "
-        "training. Untie the two in the model, or freeze both with requires_grad=False.")
-    assert "the first 2 layers," in str(tie_problem(tied, LAYERS, BLOCKS, 2))
-
-
-@pytest.mark.parametrize("ends", [
-    [(0, None, False), (5, 0, False)],  # both frozen beforehand
-    [(0, None, True), (2, 0, True)],  # both in the prefix
-    [(3, None, True), (5, 3, True)],  # both behind it
-    [(0, None, True), (5, None, True)]])  # no tie
-def test_ties_that_are_in_nobodys_way(ends):
-    assert tie_problem(parameters(*ends), LAYERS, BLOCKS, 1) is None
-
-
-def test_a_tie_whose_owner_is_behind_the_edge():
-    assert "parameter layer0.mlp.weight: would be" in str(
-        tie_problem(parameters((2, 4, True), (4, None, True)), LAYERS, BLOCKS, 1))
 
 
 # ---------------------------------------------------------------------- the example

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from ranvier.block import freeze, frozen_prefix
 from ranvier.comm.message import Kind
+from ranvier.config.run import Optim, Pipeline
 from ranvier.data.lm import Sequences
 from ranvier.data.loader import Loader
 from ranvier.data.sampler import Sampler
 from ranvier.errors import ModelError
 from ranvier.layout import frozen_blocks
 from ranvier.mesh import Mesh
-from ranvier.models.block import freeze, frozen_prefix
 from ranvier.models.gpt import gpt
 from ranvier.pipeline.engine import Engine
-from ranvier.run import Optim
 from ranvier.testing.ranks import run_ranks
 from tests.checkpoint.anywhere import CONFIG, GLOBAL_SIZE, SEED, TOKENS
 
@@ -34,8 +34,8 @@ def counted(frozen, boundaries, **options):
 
     def work(world):
         engine = Engine(UNTIED, world, mesh=mesh, seed=SEED, dtype=torch.float64, learning_rate=1e-2, frozen=frozen,
-                        boundaries=boundaries, optim=Optim(bucket_size=64), **options)
-        sent, stored, send, forward = Counter(), [0], engine._transport.send, engine._stage.forward
+                        pipeline=Pipeline(boundaries=boundaries), optim=Optim(bucket_size=64), **options)
+        sent, stored, send, forward = Counter(), [0], engine._connections.transport.send, engine._stage.forward
 
         def counting_send(destination, message):
             if message.kind in (Kind.BACKWARD, Kind.CREDIT):
@@ -47,7 +47,7 @@ def counted(frozen, boundaries, **options):
             stored.append(engine._stage.stored)
             return outcome
 
-        engine._transport.send, engine._stage.forward = counting_send, counting_forward
+        engine._connections.transport.send, engine._stage.forward = counting_send, counting_forward
         loader = Loader(SAMPLES, Sampler(len(SAMPLES), SEED), global_size=GLOBAL_SIZE, microbatch_size=2,
                         needs_inputs=engine.is_first_stage, needs_targets=engine.is_last_stage)
         batch = loader.microbatches(0)
@@ -108,7 +108,7 @@ def kept(frozen):
     """Bytes that each block of both stages keeps in a batch; the edge is within layer 1."""
     def work(world):
         engine = Engine(UNTIED, world, mesh=Mesh(pipe=2), seed=SEED, dtype=torch.float64, learning_rate=1e-2,
-                        frozen=frozen, boundaries=(4,), optim=Optim(bucket_size=64))
+                        frozen=frozen, pipeline=Pipeline(boundaries=(4,)), optim=Optim(bucket_size=64))
         found = Counter()
         for _, name, module in engine._stage.blocks:
             count_saved(module, name, found)

@@ -7,15 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ranvier.config.run import Optim
 from ranvier.data.lm import Sequences
 from ranvier.data.loader import Loader
 from ranvier.data.sampler import Sampler
 from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
 from ranvier.pipeline.engine import Engine
-from ranvier.run import Optim
 from ranvier.testing.ranks import run_ranks
 from tests.checkpoint.anywhere import CONFIG, GLOBAL_SIZE, SEED, TOKENS
+from tests.covering import quick
 
 SAMPLES = Sequences(TOKENS, CONFIG.sequence)
 
@@ -72,9 +73,9 @@ def plainly(frozen=0, clip_norm=0.0):
     return run_ranks(work, 1)[0]
 
 
-@pytest.mark.parametrize(("mesh", "optim"), [
+@pytest.mark.parametrize(("mesh", "optim"), quick(3, [
     (Mesh(), {}), (Mesh(pipe=2, data=2), {}), (Mesh(data=4), {"shard": True}), (Mesh(row=2, col=2), {}),
-    (Mesh(pipe=4), {"clip_norm": 0.01}), (Mesh(data=2, col=2), {"offload": "stream", "shard": True})], ids=str)
+    (Mesh(pipe=4), {"clip_norm": 0.01}), (Mesh(data=2, col=2), {"offload": "stream", "shard": True})]), ids=str)
 def test_norms_of_layers_are_those_of_one_process(mesh, optim):
     found, whole = norms(mesh, **optim)
     assert found == pytest.approx(plainly(clip_norm=optim.get("clip_norm", 0.0)), rel=1e-9)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ranvier.elastic.ledger import Entry, Ledger, calibrated
+from ranvier.elastic.ledger import Entry, Ledger
 
 MESHES = dict(old="pipe 4 x data 1", new="pipe 2 x data 2")
 
@@ -38,7 +38,6 @@ def test_costs_follow_measured_ones():
 
 
 def test_a_prediction_is_the_measured_time_scaled_as_the_model_is():
-    assert calibrated(0.5, 0.4, 0.2) == 0.25
     verdict = asked(Ledger())
     assert verdict.entry.seconds_after == pytest.approx(0.345)
 

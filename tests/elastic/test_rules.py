@@ -7,22 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from ranvier.check import check
-from ranvier.check import warnings as check_warnings
-from ranvier.cli import run_command
-from ranvier.elastic import rules
+from ranvier.cli.check import check
+from ranvier.cli.main import run_command
+from ranvier.config import rules
+from ranvier.config.resolve import ResolvedRun
+from ranvier.config.run import Data, Elastic, Optim, Transformer
 from ranvier.mesh import Mesh
-from ranvier.run import Data, Elastic, Optim, Run, Transformer
+from ranvier.planner.problems import warnings
 
-BERT = Run(model=Transformer(num_layers=4, hidden=16, heads=2, vocab=100, sequence=8),
-           data=Data(task="classification", train="sentiment"))
-VIT = Run(model=Transformer(num_layers=4, hidden=16, heads=2), data=Data(task="images", train="cifar10"))
+BERT = ResolvedRun(model=Transformer(num_layers=4, hidden=16, heads=2, vocab=100, sequence=8),
+                   data=Data(task="classification", train="sentiment"))
+VIT = ResolvedRun(model=Transformer(num_layers=4, hidden=16, heads=2), data=Data(task="images", train="cifar10"))
 
 
 @pytest.mark.parametrize(("run", "where", "message"), [
     (replace(BERT, elastic=Elastic(freeze="manual")), "elastic.freeze", "needs entries"),
     (replace(BERT, elastic=Elastic(freeze="manual", manual=("3:5",))), "elastic.manual", "more than the model's 4"),
-    (Run(elastic=Elastic(freeze="cap")), "elastic.freeze", "tied to the head"),
+    (ResolvedRun(elastic=Elastic(freeze="cap")), "elastic.freeze", "tied to head"),
     (replace(BERT, model=replace(BERT.model, num_layers=1), elastic=Elastic(freeze="gradient-norm")), "elastic.freeze",
      "nothing to compare in a model of one layer"),
     (replace(BERT, model=replace(BERT.model, dropout=0.1), elastic=Elastic(freeze="cap", cache=True)), "elastic.cache",
@@ -48,9 +49,9 @@ def test_contradictions_are_found(run, where, message):
     replace(VIT, data=replace(VIT.data, augment="flip-crop", augment_repeats=True),
             elastic=Elastic(freeze="gradient-norm", cache=True)),
     replace(BERT, mesh=Mesh(pipe=2), elastic=Elastic(freeze="manual", manual=("3:2", "5:4"), auto_pipe=True,
-                                                  auto_dp=True)), Run()])
+                                                  auto_dp=True)), ResolvedRun()])
 def test_what_may_be_asked(run):
-    assert list(rules.problems(run)) == [] and list(check_warnings(run)) == []
+    assert list(rules.elastic_problems(run)) == [] and list(warnings(run)) == []
 
 
 @pytest.mark.parametrize(("elastic", "where"), [
@@ -61,7 +62,7 @@ def test_what_may_be_asked(run):
     (Elastic(freeze="cap", cache_from=3), "elastic.cache-from"),
     (Elastic(freeze="cap", cache_dir=Path("x")), "elastic.cache-dir"), (Elastic(alpha=0.5), "elastic.alpha")])
 def test_settings_without_effect_are_told(elastic, where):
-    assert [warning.where for warning in check_warnings(replace(BERT, mesh=Mesh(pipe=2), elastic=elastic))] == [where]
+    assert [warning.where for warning in warnings(replace(BERT, mesh=Mesh(pipe=2), elastic=elastic))] == [where]
 
 
 def test_resize_says_what_is_wrong(tmp_path, capsys):

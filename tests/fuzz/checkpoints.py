@@ -20,8 +20,8 @@ from ranvier.checkpoint.checkpoints import Checkpoints
 from ranvier.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from ranvier.checkpoint.saved import Saved, find
 from ranvier.comm.inprocess import InProcessWorld
+from ranvier.config.run import Optim
 from ranvier.pipeline.engine import Engine
-from ranvier.run import Optim
 from ranvier.world import World
 from tests.checkpoint.anywhere import write_manifest
 from tests.fuzz.inputs import BYTE_CHANGES, JSON_CHANGES, change_bytes, change_json, nudge, try_all

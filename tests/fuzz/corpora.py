@@ -10,9 +10,9 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
+from ranvier.config.run import Data, Run, Transformer
 from ranvier.data.corpus import open_corpus
 from ranvier.data.prepare import prepare
-from ranvier.run import Data, Run, Transformer
 from tests.fuzz.inputs import try_all
 
 KINDS = ("text", "bytes", "empty", "latin", "long line", "sparse", "pipe", "link to nothing", "link to itself",

@@ -13,13 +13,16 @@ from pathlib import Path
 import tomli_w
 from hypothesis import strategies as st
 
-from ranvier import check, launch, resolve
-from ranvier.cli import run_command
+from ranvier.cli.main import run_command
+from ranvier.config import read
+from ranvier.launch import start as launch
+from ranvier.planner.auto import with_plan
+from ranvier.planner.problems import problems, warnings
 from tests.cli.test_fuzz import FLAGS, TEXTS, TREES
 from tests.fuzz.inputs import BYTE_CHANGES, assert_in_words, change_bytes, try_all
 
-RECIPES = {name: (resources.files("ranvier") / "recipes" / f"{name}.toml").read_bytes()
-           for name in resolve.recipe_names()}
+RECIPES = {name: (resources.files("ranvier") / "config" / "recipes" / f"{name}.toml").read_bytes()
+           for name in read.recipe_names()}
 FULL = b"""seed = 3
 precision = "bf16"
 run_dir = "runs/x"
@@ -43,14 +46,14 @@ dir = "kept"
 
 def _read(path: Path) -> None:
     """Resolve and check the file; a value that is accepted is the one that the file has."""
-    _, layer = resolve.load(str(path))
-    found = resolve.resolve([layer])
-    run, more = check.with_plan(found.run, 4)
-    for problem in (*found.problems, *more, *check.problems(run, 4), *check.warnings(run)):
+    _, layer = read.load(str(path))
+    found = read.merge([layer])
+    run, more = with_plan(found.run, 4)
+    for problem in (*found.problems, *more, *problems(run, 4), *warnings(run)):
         assert_in_words(problem)
     if found.problems:
         raise found.problems[0]
-    values = resolve.flatten(found.run)
+    values = read.flatten(found.run)
     for key, value in tomllib.loads(path.read_text(encoding="utf-8")).items():
         for name, given in {f"{key}.{inner}": part for inner, part in value.items()}.items() if isinstance(
                 value, dict) else [(key, value)]:
@@ -134,17 +137,17 @@ def command_lines(folder: Path, count: int) -> int:
 
 def values(folder: Path, count: int) -> int:
     """One flag with one text, of all flags: taken as what it says, or one problem."""
-    settings = resolve.settings()
+    settings = read.settings()
 
     def work(value):
         name, text = value
-        found = resolve.resolve([resolve.Layer(origin="flag", values={name: text}, is_text=True)])
-        run, more = check.with_plan(found.run, 4)
-        for problem in (*found.problems, *more, *check.problems(run, 4)):
+        found = read.merge([read.Layer(origin="flag", values={name: text}, is_text=True)])
+        run, more = with_plan(found.run, 4)
+        for problem in (*found.problems, *more, *problems(run, 4)):
             assert_in_words(problem)
         if not found.problems:
-            taken = resolve.as_text(resolve.flatten(found.run)[name])
-            again = resolve.resolve([resolve.Layer(origin="flag", values={name: taken}, is_text=True)])
+            taken = read.as_text(read.flatten(found.run)[name])
+            again = read.merge([read.Layer(origin="flag", values={name: taken}, is_text=True)])
             assert again.run == found.run, "what is written into run.toml is what was taken"
 
     return try_all(st.tuples(st.sampled_from(sorted(settings)), _WORDS), work, count)

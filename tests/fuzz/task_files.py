@@ -12,10 +12,10 @@ import numpy as np
 from hypothesis import strategies as st
 from PIL import Image
 
+from ranvier.config.run import Data, Run, Transformer
 from ranvier.data import wordpiece
 from ranvier.data.arrays import open_arrays, write_arrays
 from ranvier.data.prepare import prepare
-from ranvier.run import Data, Run, Transformer
 from tests.fuzz.inputs import BYTE_CHANGES, JSON_CHANGES, change_bytes, change_json, try_all
 
 TSV = "sentence\tlabel\n" + "".join(f"grüße, film {number} 中文\t{number % 3}\n" for number in range(9))

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from ranvier.comm.mpi_launch import mpi_available
-from ranvier.processes import Process
+from ranvier.launch.mpiexec import mpi_available
+from ranvier.system.processes import Process
 
 LIMIT_SECONDS = 10
 """No rank outlives its run by more."""

@@ -8,10 +8,11 @@ import sys
 import time
 from types import SimpleNamespace
 
-from ranvier import launch, supervise
+from ranvier.launch import start as launch
+from ranvier.launch import supervision as supervise
+from ranvier.launch.stop import StopRequest
 from ranvier.mesh import Mesh
-from ranvier.pipeline.timeline import Timeline
-from ranvier.stop import StopRequest
+from ranvier.schedule.spans import Timeline
 from ranvier.train.metrics import Meter
 
 how, transport = sys.argv[1:3]

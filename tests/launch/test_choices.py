@@ -6,9 +6,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from ranvier import launch
 from ranvier.errors import ConfigError, LaunchError
-from ranvier.launchers import Started
+from ranvier.launch import start as launch
+from ranvier.launch.launchers import Started
 from ranvier.mesh import Mesh
 
 TORCHRUN = Started(launcher="torchrun", rank=0, size=2, local_rank=0, local_size=2)
@@ -29,7 +29,7 @@ def without_mpi(monkeypatch):
 
 @pytest.mark.parametrize(("started", "device", "value", "reason"), [
     (None, "cpu", "mpi", "30 to 100 times"), (MPIEXEC, "cpu", "mpi", "30 to 100 times"),
-    (TORCHRUN, "cpu", "torch", "MPI would see each alone"), (None, "cuda", "torch", "NCCL")])
+    (TORCHRUN, "cpu", "torch", "each rank's MPI would see only itself"), (None, "cuda", "torch", "NCCL")])
 def test_auto_transport_with_mpi(with_mpi, started, device, value, reason):
     choice = launch.choose_transport("auto", started, device)
     assert choice.value == value

@@ -7,12 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ranvier import check, cli, launch
+from ranvier.cli import main as cli
+from ranvier.config.other_mesh import difference, fallback, fallback_meshes, microbatch_size, on_mesh, refit
+from ranvier.config.resolve import ResolvedRun
+from ranvier.config.run import Batch, Optim, Pipeline, Transformer
 from ranvier.errors import ConfigError
-from ranvier.fallback import difference, fallback, fallback_meshes, microbatch_size
+from ranvier.launch import start as launch
 from ranvier.mesh import Mesh
-from ranvier.refit import on_mesh, refit
-from ranvier.run import Batch, Optim, Pipeline, Run, Transformer
+from ranvier.planner.problems import problems
 
 SIZES = st.integers(1, 64)
 MESHES = st.builds(Mesh, data=SIZES, pipe=st.integers(1, 16), row=st.integers(1, 8), col=st.integers(1, 8))
@@ -106,8 +108,8 @@ def test_what_changed_in_words(old, new, text):
     assert difference(old, new) == text
 
 
-SMALL = Run(model=Transformer(num_layers=3, hidden=16, heads=4, vocab=260, sequence=16), batch=Batch(global_size=16,
-                                                                                           microbatch_size=4))
+SMALL = ResolvedRun(model=Transformer(num_layers=3, hidden=16, heads=4, vocab=260, sequence=16),
+                    batch=Batch(global_size=16, microbatch_size=4))
 
 
 @given(data=st.integers(1, 4), pipe=st.integers(1, 8), row=st.sampled_from((1, 2)), col=st.sampled_from((1, 2, 4)),
@@ -116,14 +118,14 @@ def test_a_refitted_run_is_legal(data, pipe, row, col, num_ranks, boundaries):
     mesh = Mesh(data=data, pipe=pipe, row=row, col=col)
     run = replace(SMALL, mesh=mesh, pipeline=Pipeline(
         boundaries=tuple(range(1, pipe)) if boundaries and pipe > 1 else None))
-    assert check.problems(run) == []
+    assert problems(run) == []
     try:
-        refitted, warning = refit(run, num_ranks, "torchrun")
+        refitted, warning = refit(run, num_ranks, "torchrun", problems)
     except ConfigError as error:
         assert error.where == "mesh"
-        assert all(check.problems(on_mesh(run, candidate)) for candidate in fallback_meshes(mesh, num_ranks))
+        assert all(problems(on_mesh(run, candidate)) for candidate in fallback_meshes(mesh, num_ranks))
         return
-    assert check.problems(refitted, num_ranks) == []
+    assert problems(refitted, num_ranks) == []
     assert refitted.batch.global_size == run.batch.global_size
     if refitted.mesh.shape[1:] == mesh.shape[1:]:
         assert refitted.pipeline == run.pipeline
@@ -135,7 +137,7 @@ def test_a_refitted_run_is_legal(data, pipe, row, col, num_ranks, boundaries):
 
 
 def test_more_replicas_may_make_microbatches_smaller():
-    refitted, warning = refit(replace(SMALL, mesh=Mesh(data=2)), 8, "srun")
+    refitted, warning = refit(replace(SMALL, mesh=Mesh(data=2)), 8, "srun", problems)
     assert (refitted.mesh, refitted.batch.microbatch_size) == (Mesh(data=8), 2)
     assert "8 ranks that srun started" in str(warning) and "microbatches of 2 sequences" in str(warning)
 
@@ -144,7 +146,7 @@ def test_no_mesh_is_legal():
     run = replace(SMALL, mesh=Mesh(data=4, pipe=1), optim=Optim(update_in_backward=True))
     with pytest.raises(ConfigError, match=r"mesh: does not fit the 3 ranks .* Tried: data 3 x pipe 1 x row 1 x col 1 "
                                           r"\(optim.update-in-backward: needs batches of one microbatch"):
-        refit(run, 3, "torchrun")
+        refit(run, 3, "torchrun", problems)
 
 
 # ------------------------------------------------------------------------------------------------ the command
@@ -179,7 +181,7 @@ def test_the_command_takes_another_mesh_and_rank_0_says_so(train, capsys, rank):
     assert mesh == Mesh(data=1, pipe=3)
     assert arguments["saves_on_stop"]
     err = capsys.readouterr().err
-    expected = (r"ranvier: warning: mesh: does not fit the 3 ranks that mpiexec started: the run goes on with data 1 "
+    expected = (r"ranvier: warning: mesh: does not fit the 3 ranks that mpiexec started: the run resumes with data 1 "
                 r"x pipe 3 x row 1 x col 1 \(more stages, fewer replicas\) "
                 r"\(got 'data 2 x pipe 2 x row 1 x col 1'\)\. .*")
     assert bool(re.search(expected, err)) == (rank == 0)
@@ -189,7 +191,7 @@ def test_the_command_takes_another_mesh_and_rank_0_says_so(train, capsys, rank):
 def test_the_command_takes_another_mesh_for_one_that_is_open(train, capsys):
     mesh, _ = train(0, 3, "--resume", "auto", "--mesh.data", "1", "--mesh.row", "auto", "--mesh.col", "auto")
     assert mesh == Mesh(data=1, pipe=3)
-    assert "the run goes on with" in capsys.readouterr().err
+    assert "the run resumes with" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [["--resume", "auto", "--mesh.pipe", "1"], []])
@@ -202,7 +204,7 @@ def test_the_command_keeps_a_mesh_that_fits_and_that_of_a_run_that_does_not_resu
 def test_restarts_are_for_the_launcher_where_there_is_one(train, capsys):
     _, arguments = train(0, 3, "--resume", "auto", "--max-restarts", "2")
     assert arguments["restart"] is None
-    assert "ranvier: warning: max-restarts: does nothing under mpiexec (got 2)." in capsys.readouterr().err
+    assert "ranvier: warning: max-restarts: has no effect under mpiexec (got 2)." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("flag", "value", "message"), [

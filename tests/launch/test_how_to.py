@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from ranvier import resolve
+from ranvier.config import read
 
 ROOT = Path(__file__).resolve().parents[2]
 SBATCH = ROOT / "examples" / "slurm" / "train.sbatch"
@@ -122,7 +122,7 @@ def free_port():
 
 
 def job_with_free_port():
-    """A job's number that leads to a port nobody uses (ranvier.launchers)."""
+    """A job's number that leads to a port nobody uses (ranvier.launch.launchers)."""
     for job in range(os.getpid(), os.getpid() + 1000):
         try:
             socket.create_server(("127.0.0.1", 20_000 + job * 31 % 40_000)).close()
@@ -143,7 +143,7 @@ def sbatch(shell, tmp_path, *train, programs, **variables):
     return process
 
 
-def read(path):
+def contents(path):
     return path.read_text() if path.exists() else ""
 
 
@@ -158,8 +158,9 @@ def test_the_job_is_requeued_while_the_run_is_unfinished_and_goes_on(shell, tmp_
     (tmp_path / "run" / "checkpoint" / "step-9").mkdir(parents=True)
     process = sbatch(shell, tmp_path, "gpt-tiny", "--seed", "3", programs={"ranvier": PLAYED}, TASKS=1, DOES=does)
     assert finish(process)[0] == code
-    assert read(tmp_path / "requeued") == ("requeue 7\n" if requeued else "")
-    assert read(tmp_path / "asked") == f"ranvier train gpt-tiny --seed 3 --resume auto --run-dir {tmp_path / 'run'}\n"
+    assert contents(tmp_path / "requeued") == ("requeue 7\n" if requeued else "")
+    assert contents(tmp_path / "asked") == (
+        f"ranvier train gpt-tiny --seed 3 --resume auto --run-dir {tmp_path / 'run'}\n")
 
 
 def test_the_script_tells_slurm_what_the_page_says():
@@ -176,11 +177,11 @@ def test_a_job_is_signalled_and_the_next_one_has_fewer_tasks(shell, tmp_path, co
     ranvier, run_dir = RANVIER.format(python=sys.executable), tmp_path / "run"
     first = sbatch(shell, tmp_path, *train, programs={"ranvier": ranvier}, TASKS=2, job=job_with_free_port())
     wait_for(lambda: len(steps_in(run_dir)) > 5, first)
-    for task in read(tmp_path / "pids").split():
+    for task in contents(tmp_path / "pids").split():
         os.kill(int(task), signal.SIGUSR1)
     code, output = finish(first)
     assert code == 0, output
-    assert read(tmp_path / "requeued").startswith("requeue ") and not (run_dir / "summary.json").exists()
+    assert contents(tmp_path / "requeued").startswith("requeue ") and not (run_dir / "summary.json").exists()
     done = steps_in(run_dir)
     assert done == [*range(1, len(done) + 1)] and len(done) < STEPS
     assert (run_dir / "checkpoint" / f"step-{len(done)}").is_dir(), "nothing is lost"
@@ -188,10 +189,10 @@ def test_a_job_is_signalled_and_the_next_one_has_fewer_tasks(shell, tmp_path, co
     second = sbatch(shell, tmp_path, *train, programs={"ranvier": ranvier}, TASKS=1, job=job_with_free_port())
     code, output = finish(second)
     assert code == 0, output
-    assert "the run goes on with data 1 x pipe 1 x row 1 x col 1 (fewer stages)" in output
+    assert "the run resumes with data 1 x pipe 1 x row 1 x col 1 (fewer stages)" in output
     assert steps_in(run_dir) == [*range(1, STEPS + 1)]
     assert (run_dir / "summary.json").exists()
-    assert read(tmp_path / "requeued").count("requeue") == 1
+    assert contents(tmp_path / "requeued").count("requeue") == 1
 
 
 # -------------------------------------------------------------------------------------------------------- Kubernetes
@@ -242,7 +243,7 @@ def test_the_parts_of_the_manifest_fit():
 def test_a_pod_is_done_when_the_run_is_finished(shell, tmp_path, does, code):
     process = pod(shell, 0, {"torchrun": PLAYED}, RUN_DIR=tmp_path / "run", DOES=does, ASKED=tmp_path / "asked")
     assert finish(process)[0] == code
-    asked = read(tmp_path / "asked")
+    asked = contents(tmp_path / "asked")
     assert asked.startswith("torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint "
                             "ranvier-0.ranvier:29400 ")
     assert asked.endswith(f" -m ranvier train gpt-tiny --train.steps 100000 --resume auto --run-dir {tmp_path}/run\n")
@@ -252,7 +253,7 @@ def test_a_pod_of_a_finished_run_has_nothing_to_do(shell, tmp_path):
     (tmp_path / "summary.json").touch()
     process = pod(shell, 0, {"torchrun": PLAYED}, RUN_DIR=tmp_path, DOES="exit 1", ASKED=tmp_path / "asked")
     assert finish(process)[0] == 0
-    assert read(tmp_path / "asked") == ""
+    assert contents(tmp_path / "asked") == ""
 
 
 def test_one_pods_eviction_stops_all(shell, tmp_path):
@@ -307,7 +308,7 @@ def test_the_pages_commands_are_those_that_are_tested():
     assert commands("slurm") == ["sbatch examples/slurm/train.sbatch /shared/runs/first gpt-tiny --train.steps 100000"]
     assert commands("kubernetes")[0] == "kubectl apply -f examples/kubernetes/job.yaml"
     flags = {flag for page in PAGES.values() for flag in re.findall(r"`--([a-z-]+\.[a-z-]+)", page)}
-    assert flags and flags <= {setting.flag for setting in resolve.settings().values()}
+    assert flags and flags <= {setting.flag for setting in read.settings().values()}
     for page in PAGES.values():
         for link in re.findall(r"\]\(([^)#]+)", page):
             assert (ROOT / "docs" / link).exists(), link
@@ -329,7 +330,7 @@ def test_torchrun_starts_again_after_a_rank_died_and_then_with_fewer_ranks(shell
     os.kill(victim, signal.SIGKILL)
     code, output = finish(first)
     assert code == 0, output
-    resumed = int(re.search(r"goes on from .*?step-(\d+)", output, re.DOTALL)[1])
+    resumed = int(re.search(r"resumes from .*?step-(\d+)", output, re.DOTALL)[1])
     assert resumed >= 20
     steps = steps_in(run_dir)
     assert steps == sorted(set(steps)), "each step once, although some were taken twice"
@@ -339,7 +340,7 @@ def test_torchrun_starts_again_after_a_rank_died_and_then_with_fewer_ranks(shell
     second = train(1, "--train.steps", STEPS + 5)
     code, output = finish(second)
     assert code == 0, output
-    assert "the run goes on with data 1 x pipe 1 x row 1 x col 1 (fewer replicas)" in output
+    assert "the run resumes with data 1 x pipe 1 x row 1 x col 1 (fewer replicas)" in output
     assert steps_in(run_dir)[-6:] == [*range(STEPS, STEPS + 6)]
 
 

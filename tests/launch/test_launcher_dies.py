@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ranvier.comm.mpi_launch import find_mpiexec
-from ranvier.launchers import Started
-from ranvier.lifeline import follow_launcher
-from ranvier.processes import Process, ancestors_with, descendants
+from ranvier.launch.heartbeat import exit_with_launcher
+from ranvier.launch.launchers import Started
+from ranvier.launch.mpiexec import find_mpiexec
+from ranvier.system.processes import Process, ancestors_with, descendants
 from tests.launch.announced import LIMIT_SECONDS, LINUX, NO_MPI, torchrun
 
 SCRIPT = str(Path(__file__).parent / "script.py")
@@ -30,8 +30,8 @@ def test_torchruns_agent_is_killed(start_ranks):
         each.process.kill()
     for each in started:
         each.assert_ranks_end()
-        assert re.search(r"^ranvier: rank \d ends: (torchrun's agent has gone \(process \d+\)|the store that "
-                         r"torchrun's agent keeps has gone)", each.text, re.MULTILINE), each.text
+        assert re.search(r"^ranvier: rank \d ends: (torchrun's agent is gone \(process \d+\)|the store that "
+                         r"torchrun's agent hosts is gone)", each.text, re.MULTILINE), each.text
 
 
 @LINUX
@@ -78,7 +78,7 @@ def test_the_store_goes_with_rank_0_under_srun(start_ranks):
         each.wait_for_ranks(1)
     first.process.kill()
     second.assert_ranks_end()
-    assert re.search(r"^ranvier: rank 1 ends: the store that rank 0 keeps has gone \(", second.text, re.MULTILINE)
+    assert re.search(r"^ranvier: rank 1 ends: the store that rank 0 hosts is gone \(", second.text, re.MULTILINE)
     assert second.process.wait() == 1
 
 
@@ -90,8 +90,9 @@ def test_slurms_step_daemon_is_killed(tmp_path, how):
                f"environ = os.environ | {slurm(0)!r}\n"
                "subprocess.Popen(sys.argv[1:], env=environ)\n"
                "time.sleep(100)\n")
-    task = ("import os, sys, time\nfrom ranvier.launchers import detect\nfrom ranvier.lifeline import follow_launcher\n"
-            "follow_launcher(detect(os.environ))\nopen(sys.argv[1], 'w').write(str(os.getpid()))\ntime.sleep(100)\n")
+    task = ("import os, sys, time\nfrom ranvier.launch.launchers import detect\n"
+            "from ranvier.launch.heartbeat import exit_with_launcher\n"
+            "exit_with_launcher(detect(os.environ))\nopen(sys.argv[1], 'w').write(str(os.getpid()))\ntime.sleep(100)\n")
     between = SHELL if how != "a parent" else []
     daemon = subprocess.Popen([sys.executable, "-c", program, *between, sys.executable, "-c", task,
                                str(tmp_path / "pid")])
@@ -113,7 +114,7 @@ def test_slurms_step_daemon_is_killed(tmp_path, how):
 
 def test_a_launcher_that_lives_ends_nothing(monkeypatch):
     monkeypatch.setenv("SLURM_PROCID", "0")
-    follow_launcher(Started(launcher="srun", rank=0, size=2))
+    exit_with_launcher(Started(launcher="srun", rank=0, size=2))
     time.sleep(1.2)
 
 

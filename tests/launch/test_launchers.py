@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ranvier.errors import ConfigError
-from ranvier.launchers import Started, detect, expand_hosts, local_variables, tasks_per_node
+from ranvier.launch.launchers import Started, detect, expand_hosts, local_variables, tasks_per_node
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
             "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "4", "MASTER_ADDR": "node01", "MASTER_PORT": "29500",

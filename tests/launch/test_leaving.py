@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ranvier import failure
 from ranvier.errors import RanvierError
+from ranvier.launch import failures as failure
 
 
 class Full(io.StringIO):
@@ -26,15 +26,15 @@ def test_the_others_are_ended_although_the_log_cannot_be_written(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Full())
     monkeypatch.setattr(os, "_exit", lambda code: ended.append(("exit", code)))
     backend = SimpleNamespace(name="torch", abort=lambda code: ended.append(("abort", code)))
-    failure.leave(SimpleNamespace(backend=backend, launcher="local"), 2)
+    failure.abort_all_ranks(SimpleNamespace(backend=backend, launcher="local"), 2)
     assert ended == [("abort", 2), ("exit", 2)]
 
 
 @pytest.mark.parametrize(("number", "raised"), [(errno.ENOSPC, False), (errno.EFBIG, False), (errno.EDQUOT, False),
                                                 (errno.EIO, True), (errno.EPIPE, True)])
 def test_a_console_whose_disk_is_full_does_not_end_the_run(number, raised):
-    from ranvier.train.console import console
     from ranvier.train.events import NoteEvent
+    from ranvier.train.trackers import console
 
     class Fails(io.StringIO):
         def flush(self):
@@ -51,9 +51,9 @@ def test_a_console_whose_disk_is_full_does_not_end_the_run(number, raised):
 
 def test_a_thread_that_a_full_disk_ends_says_so():
     """A library's thread that writes a log knows no better than to raise; another error stays as it is."""
-    full = failure.in_words(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), threading.Thread(name="events"))
+    full = failure.as_user_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), threading.Thread(name="events"))
     assert isinstance(full, RanvierError)
     assert str(full) == ("a file of events: cannot be written: No space left on device. Free space on that disk, or "
                          "choose another folder with --run-dir.")
     refused = ConnectionRefusedError(errno.ECONNREFUSED, "refused")
-    assert failure.in_words(refused, None) is refused
+    assert failure.as_user_error(refused, None) is refused

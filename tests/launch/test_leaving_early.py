@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from ranvier.comm.board import Board, begun, waits_for
+from ranvier.comm.board import Board, find_waiting_rank, read_collective_calls
 from ranvier.mesh import Mesh
+from tests.covering import quick
 
 SCRIPT = Path(__file__).parent / "leaver.py"
 TRANSPORTS = ["torch", pytest.param("mpi", marks=pytest.mark.slow)]
@@ -22,11 +23,11 @@ def leave(where, transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(("where", "says"), [
+@pytest.mark.parametrize(("where", "says"), quick(1, [
     ("forward", "error: block 1, forward of microbatch 0: ends the program of this rank while the others wait for it "
                 "(got 'sys.exit(0)')"),
     ("loop", "error: rank 1: ended its program with exit code 0 while rank 0 (data 0, pipe 0, row 0, col 0) "
-             "needs it")])
+             "needs it")]))
 def test_the_others_end_and_the_culprit_is_named(where, says, transport):
     """They would wait 300 seconds for its messages otherwise."""
     code, errors, seconds = leave(where, transport)
@@ -34,6 +35,7 @@ def test_the_others_end_and_the_culprit_is_named(where, says, transport):
     assert seconds < 100.0
 
 
+@pytest.mark.slow
 def test_ranks_that_have_made_the_same_calls_may_leave_one_by_one():
     code, errors, _ = leave("end", "torch")
     assert code == 0 and not errors, errors
@@ -42,10 +44,10 @@ def test_ranks_that_have_made_the_same_calls_may_leave_one_by_one():
 def test_who_needs_whom():
     """Ranks beyond an engine's mesh are needed by nobody; without an engine nobody needs anybody."""
     store = dist.HashStore()
-    assert begun(store, 0) == (0, 0) and waits_for(store, 1, range(3)) is None
+    assert read_collective_calls(store, 0) == (0, 0) and find_waiting_rank(store, 1, range(3)) is None
     boards = [Board(store, rank, Mesh(pipe=2)) for rank in range(2)]
     for board, calls in zip(boards, (4, 3), strict=True):
         board.calls = calls
         board.close()
-    assert begun(store, 0) == (4, 2)
-    assert [waits_for(store, rank, range(3)) for rank in range(3)] == [None, 0, None]
+    assert read_collective_calls(store, 0) == (4, 2)
+    assert [find_waiting_rank(store, rank, range(3)) for rank in range(3)] == [None, 0, None]

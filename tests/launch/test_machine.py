@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from ranvier.machine import available_cores, cpu_quota, interface_towards, memory_limit_bytes, threads_per_rank
+from ranvier.system.machine import available_cores, cpu_quota, interface_towards, memory_limit_bytes, threads_per_rank
 
 
 @pytest.mark.parametrize(("files", "quota"), [
@@ -60,6 +60,6 @@ def test_an_interface_is_named_by_its_address(monkeypatch):
     for name, text in [("lo", "127.0.0.1"), ("eth3", "10.0.0.2"), ("ib0", "10.9.0.2")]:
         found[name] = [address()]
         found[name][0].address = text
-    monkeypatch.setattr("ranvier.machine.socket.socket", Probe)
-    monkeypatch.setattr("ranvier.machine.psutil.net_if_addrs", lambda: found)
+    monkeypatch.setattr("ranvier.system.machine.socket.socket", Probe)
+    monkeypatch.setattr("ranvier.system.machine.psutil.net_if_addrs", lambda: found)
     assert interface_towards("node0") == "eth3"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ranvier.comm.mpi_launch import find_mpiexec, mpi_available
+from ranvier.launch.mpiexec import find_mpiexec, mpi_available
 
 SCRIPT = str(Path(__file__).parent / "script.py")
 DEADLINE_SECONDS = 120
@@ -91,6 +91,7 @@ def test_plain_python_starts_the_ranks_and_ends_with_them(start, transport, how)
     assert ranks_in(out) == [("0", "local", transport), ("1", "local", transport)]
 
 
+@pytest.mark.slow
 def test_auto_says_what_it_chose_and_why(start):
     code, out, _ = start(sys.executable, SCRIPT, "succeed", "auto").finish()
     assert code == 0
@@ -100,6 +101,7 @@ def test_auto_says_what_it_chose_and_why(start):
     assert len(re.findall(r"^device cpu: .* threads for each of 2 ranks", out, re.MULTILINE)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["raise", pytest.param("thread", marks=pytest.mark.slow)])
 def test_a_rank_that_raises(start, how):
     for started in [start(sys.executable, SCRIPT, how, transport) for transport in HERE]:
@@ -108,7 +110,7 @@ def test_a_rank_that_raises(start, how):
         assert err.count("Traceback (most recent call last)") == 1
         assert err.count(f"{RANK_1} failed:\n") == 1
         assert err.count("ValueError: the user's own fault" if how == "raise" else "KeyError: 'nothing'") == 1
-        assert err.splitlines()[-1] == f"ranvier: {RANK_1} ended with exit code 1; the other ranks were stopped"
+        assert err.splitlines()[-1] == f"ranvier: {RANK_1} exited with code 1; the other ranks were terminated"
 
 
 @MOSTLY_TORCH
@@ -121,9 +123,10 @@ def test_a_rank_that_refuses_its_settings(start, transport):
 @MOSTLY_TORCH
 def test_a_rank_that_exits_early(start, transport):
     code, _, err = start(sys.executable, SCRIPT, "exit", transport).finish()
-    assert (code, err) == (1, f"ranvier: {RANK_1} ended with exit code 5; the other ranks were stopped\n")
+    assert (code, err) == (1, f"ranvier: {RANK_1} exited with code 5; the other ranks were terminated\n")
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed(start):
     for started in [start(sys.executable, SCRIPT, "kill", transport) for transport in HERE]:
         code, _, err = started.finish()
@@ -132,6 +135,7 @@ def test_a_rank_that_is_killed(start):
         assert "BAD TERMINATION" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code", "text"), [
     (signal.SIGINT, 130, "interrupted"),
     pytest.param(signal.SIGTERM, 143, "stopped by SIGTERM", marks=pytest.mark.slow)])
@@ -141,6 +145,7 @@ def test_stopping_the_command_stops_its_ranks(start, number, code, text):
         assert started.finish()[::2] == (code, f"ranvier: {text}\n")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel")
 def test_killing_the_command_outright_ends_its_ranks(start):
     for started in [start(sys.executable, SCRIPT, "hang", transport) for transport in HERE]:
@@ -224,4 +229,4 @@ def test_a_folder_that_holds_a_run_is_refused_under_mpiexec(start, tmp_path):
     command = [sys.executable, "-m", "ranvier", "train", "gpt-tiny", "--mesh.pipe", "1", "--run-dir", tmp_path]
     code, _, err = start(find_mpiexec(), "-n", 2, *command).finish()
     assert code == 2
-    assert err.count("run-dir: holds the results of another run") == 1
+    assert err.count("run-dir: contains the results of another run") == 1

@@ -11,18 +11,23 @@ from types import SimpleNamespace
 
 import pytest
 
-from ranvier import failure, launch, restart, supervise
+from ranvier.config.other_mesh import refit
+from ranvier.config.resolve import ResolvedRun
+from ranvier.config.run import Batch, Optim, Transformer
 from ranvier.errors import ConfigError, Hang, MessageTimeout, RanvierError
+from ranvier.launch import failures as failure
+from ranvier.launch import start as launch
+from ranvier.launch import supervision as supervise
+from ranvier.launch.supervision import Outcome
 from ranvier.mesh import Mesh
-from ranvier.processes import Process, descendants
-from ranvier.refit import refit
-from ranvier.restart import Restarts
-from ranvier.run import Batch, Optim, Run, Transformer
-from ranvier.supervise import Outcome
+from ranvier.system.processes import Process, descendants
+from ranvier.train import restart
+from ranvier.train.restart import Restarts
 from tests.launch.announced import LINUX
 
-SMALL = Run(model=Transformer(num_layers=3, hidden=16, heads=4, vocab=260, sequence=16), mesh=Mesh(data=2, pipe=2),
-            batch=Batch(global_size=16, microbatch_size=4), max_restarts=2, resume="auto")
+SMALL = ResolvedRun(model=Transformer(num_layers=3, hidden=16, heads=4, vocab=260, sequence=16),
+                    mesh=Mesh(data=2, pipe=2), batch=Batch(global_size=16, microbatch_size=4), max_restarts=2,
+                    resume="auto")
 
 
 def saved(folder, step=5):
@@ -52,10 +57,10 @@ def test_on_fewer_where_so_many_have_no_legal_mesh(tmp_path, capsys, monkeypatch
     run = replace(SMALL, run_dir=tmp_path, mesh=Mesh(data=4, pipe=1), optim=Optim(update_in_backward=True))
     assert Restarts(run, [])(3) is None and capsys.readouterr().err == ""
 
-    def refused(run, num_ranks, launcher):
+    def refused(run, num_ranks, launcher, problems):
         if num_ranks == 3:
             raise ConfigError("is odd", where="mesh", remedy="Take two.")
-        return refit(run, num_ranks, launcher)
+        return refit(run, num_ranks, launcher, problems)
 
     monkeypatch.setattr(restart, "refit", refused)
     assert Restarts(replace(SMALL, run_dir=tmp_path), [])(3)[0] == Mesh(data=1, pipe=2)
@@ -69,8 +74,8 @@ def test_a_run_that_began_elsewhere_begins_there_again_until_it_has_a_checkpoint
 
 
 @pytest.mark.parametrize(("outcome", "starts", "code"), [
-    (Outcome(code=1, num_lost=1, may_succeed_again=True), [4, 3], 0), (Outcome(code=2), [4], 2),
-    (Outcome(code=2, may_succeed_again=True), [4, 4], 0), (Outcome(code=143), [4], 143), (Outcome(code=0), [4], 0)])
+    (Outcome(code=1, num_lost=1, retryable=True), [4, 3], 0), (Outcome(code=2), [4], 2),
+    (Outcome(code=2, retryable=True), [4, 4], 0), (Outcome(code=143), [4], 143), (Outcome(code=0), [4], 0)])
 def test_what_is_started_again(monkeypatch, outcome, starts, code):
     outcomes, seen = [outcome, Outcome(code=0)], []
 
@@ -100,7 +105,7 @@ def test_what_the_first_to_fail_leaves_for_the_parent(error, lost, again):
     world = SimpleNamespace(rank=1, store=SimpleNamespace(clone=lambda: SimpleNamespace(compare_set=compare_set)))
     assert failure._is_first(world, error, 2, isinstance(error, RanvierError))
     record = json.loads(kept[failure.FAILED])
-    assert (record["num_lost"], record["may_succeed_again"]) == (lost, again)
+    assert (record["num_lost"], record["retryable"]) == (lost, again)
 
 
 # ------------------------------------------------------------------------------------------------ a real run

@@ -146,9 +146,9 @@ def test_a_host_that_is_cut_off(hosts, tmp_path, mesh):
             agent.end()
     here, there = (agent.text for agent in agents)
     assert "Traceback" not in re.sub(r"(?s)Traceback.{0,3000}ChildFailedError", "", here + there), here + there
-    assert re.search(r"ranvier: nothing is heard any more from rank 2 \(.*; rank 3 \(", here), here
+    assert re.search(r"ranvier: no heartbeat from rank 2 \(.*; rank 3 \(", here), here
     assert re.search(r"ranvier: error: .*\[rank [23] ", there, re.DOTALL), there
-    assert "ranvier: rank 0's store does not answer: this machine is cut off from it" in there, there
+    assert "ranvier: rank 0's store does not answer: this machine is disconnected from it" in there, there
 
     newest = step_of(checkpoints(folder)[0])
     again = Agent(hosts, 0, 1, tmp_path / "again.txt", train(tmp_path, mesh, "--train.steps", newest + 7))

@@ -1,18 +1,19 @@
 """The shared store listens where ranks need it, and takes orders only from those who have the run's secret."""
 
 import socket
+import time
 from datetime import timedelta
 
 import pytest
 from torch.distributed import HashStore, TCPStore
 
-from ranvier import shared_store
 from ranvier.comm.signed_store import SignedStore, private_prefix, signed
 from ranvier.errors import LaunchError
-from ranvier.launchers import Started, detect
-from ranvier.machine import address_towards
-from ranvier.shared_store import keep_store, new_secret, open_store
-from ranvier.stopped import told_pids
+from ranvier.launch import shared_store
+from ranvier.launch.launchers import Started, detect
+from ranvier.launch.shared_store import create_store, new_secret, open_store
+from ranvier.launch.stopped_ranks import read_pids
+from ranvier.system.machine import address_towards
 
 SECOND = timedelta(seconds=5)
 
@@ -65,6 +66,15 @@ def test_a_name_that_says_nothing_to_others_means_all_interfaces(other_address):
     del store
 
 
+def test_a_launcher_that_is_gone_before_its_ranks_look_for_it():
+    began, port = time.monotonic(), free_port()
+    torchrun = Started(launcher="torchrun", rank=0, size=2, local_rank=0, local_size=2, master=("127.0.0.1", port),
+                       agent_store=True)
+    with pytest.raises(LaunchError, match=r"launch: the launcher that hosted the ranks' store is gone \(got '127"):
+        open_store(torchrun, 300.0)
+    assert time.monotonic() - began < 30
+
+
 def test_a_port_that_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         with pytest.raises(LaunchError, match=r"launch: cannot listen there: .*MASTER_PORT"):
@@ -72,7 +82,7 @@ def test_a_port_that_is_taken():
 
 
 def test_the_store_of_our_own_starter_takes_a_strangers_word_for_nothing():
-    tcp = keep_store("127.0.0.1", 0, SECOND)
+    tcp = create_store("127.0.0.1", 0, SECOND)
     secret = new_secret()
     ours = signed(tcp, secret)[1]
     ours.set("ranvier/pid/0", "4711")
@@ -83,11 +93,11 @@ def test_the_store_of_our_own_starter_takes_a_strangers_word_for_nothing():
     for forged in ("1", "-1", signature + "1", "0" * 64 + "1", ""):
         stranger.set(key, forged)
         assert not ours.check(["ranvier/pid/0"]) and ours.get("ranvier/pid/0") == b""
-        assert told_pids(ours, 1) == {}
+        assert read_pids(ours, 1) == {}
     stranger.set(key.replace("pid/0", "pid/1"), signature + "4711")
     assert not ours.check(["ranvier/pid/1"]), "a signature is of its key, too"
     stranger.set("ranvier/pid/0", "1")
-    assert told_pids(ours, 2) == {}
+    assert read_pids(ours, 2) == {}
 
 
 def test_ranks_with_one_secret_agree():
@@ -111,5 +121,5 @@ def test_where_the_secret_comes_from(monkeypatch):
     assert len({new_secret() for _ in range(8)}) == 8 and len(new_secret()) == 64
     assert "from the job" not in private_prefix("from the job script")
     monkeypatch.setattr(shared_store, "find_spec", lambda name: None)
-    with pytest.raises(LaunchError, match="mpiexec does not say where rank 0 is"):
+    with pytest.raises(LaunchError, match="mpiexec does not give the address of rank 0"):
         open_store(Started(launcher="mpiexec", rank=0, size=2, mpi=True), 5.0)

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from ranvier.comm.mpi_launch import mpi_available
-from ranvier.pipeline.timeline import Timeline
-from ranvier.stop import STOP_SIGNALS, StopRequest
+from ranvier.launch.mpiexec import mpi_available
+from ranvier.launch.stop import STOP_SIGNALS, StopRequest
+from ranvier.schedule.spans import Timeline
 from ranvier.testing.ranks import run_ranks
 from ranvier.train.metrics import Meter
+from tests.covering import quick
 
 SCRIPT = str(Path(__file__).parent / "saving.py")
 MPI = pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.skipif(mpi_available() is not None, reason="no MPI")])
@@ -55,9 +56,9 @@ def end(process, pids):
     return process.returncode, out, err
 
 
-@pytest.mark.parametrize(("number", "transport"), [
+@pytest.mark.parametrize(("number", "transport"), quick(1, [
     (signal.SIGTERM, "torch"), pytest.param(signal.SIGUSR1, "torch", marks=pytest.mark.slow),
-    pytest.param(signal.SIGTERM, "mpi", marks=SLOW_MPI.marks), pytest.param(signal.SIGUSR1, "mpi", marks=MPI.marks)])
+    pytest.param(signal.SIGTERM, "mpi", marks=SLOW_MPI.marks), pytest.param(signal.SIGUSR1, "mpi", marks=MPI.marks)]))
 def test_ranks_save_in_their_own_time_when_the_command_is_told_to_stop(start, number, transport):
     process, pids = start("save", transport)
     process.send_signal(number)

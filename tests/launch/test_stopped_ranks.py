@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ranvier.comm.mpi_launch import find_mpiexec
-from ranvier.processes import Process
-from ranvier.stopped import StoppedRanks, kill_stopped, ranks_below, told_pids
+from ranvier.launch.mpiexec import find_mpiexec
+from ranvier.launch.stopped_ranks import StoppedRankDetector, find_rank_processes, kill_stopped_ranks, read_pids
+from ranvier.system.processes import Process
+from tests.covering import quick
 from tests.launch.announced import LIMIT_SECONDS, LINUX, NO_MPI, torchrun
 
 SCRIPT = str(Path(__file__).parent / "ending.py")
@@ -20,17 +21,18 @@ RANK_1 = r"rank 1 \(data 0, pipe 1, row 0, col 0\)"
 MPI = pytest.param("mpi", marks=[pytest.mark.mpi, NO_MPI])
 
 
-def stop_and_wait(started, seconds):
+def stop_and_wait(started, seconds, rank=1):
     for each in started:
         each.wait_for_ranks()
-        os.kill(each.ranks[1].pid, signal.SIGSTOP)
+        os.kill(each.ranks[rank].pid, signal.SIGSTOP)
     for each in started:
         each.process.wait(seconds)
         each.assert_ranks_end()
 
 
+@pytest.mark.slow
 @LINUX
-@pytest.mark.parametrize("transport", ["torch", MPI])
+@pytest.mark.parametrize("transport", quick(1, ["torch", MPI]))
 def test_a_rank_that_is_stopped_while_the_run_ends(start_ranks, transport):
     each = start_ranks(sys.executable, SCRIPT, "end", transport, 2, 300)
     stop_and_wait([each], 2 + 3 + LIMIT_SECONDS)
@@ -47,7 +49,44 @@ def test_a_rank_that_is_stopped_under_another_launcher(start_ranks):
     stop_and_wait(started, 40)  # torchrun's agent asks its rank to end before it kills it, but for one that is gone
     for each in started:
         assert each.process.returncode != 0
-        assert re.search(rf"ranvier: error: {RANK_1}: is stopped \(SIGSTOP\), and the run is ended", each.text)
+        assert re.search(rf"ranvier: error: {RANK_1}: is stopped \(SIGSTOP\) while all others wait for it", each.text)
+
+
+@LINUX
+@pytest.mark.mpi
+@NO_MPI
+def test_the_host_of_the_store_is_stopped(start_ranks):
+    """Its store answers nobody, so whoever asks it first never comes to look for stopped ranks."""
+    each = start_ranks(find_mpiexec(), "-n", 2, sys.executable, SCRIPT, "meet", "torch", 2, 300)
+    stop_and_wait([each], 40, rank=0)
+    assert each.process.returncode != 0
+    assert re.search(r"error: rank 0 \(data 0, pipe 0, row 0, col 0\): is stopped \(SIGSTOP\)", each.text), each.text
+
+
+@LINUX
+def test_a_rank_that_is_stopped_before_it_is_connected(start_ranks):
+    """torchrun's agent would wait for it for half a minute after the other rank has failed."""
+    each = start_ranks(*torchrun(SCRIPT, "begin-1", "torch", 2, 3))
+    each.wait_for_ranks()
+    each.process.wait(30)
+    each.assert_ranks_end()
+    assert each.process.returncode != 0 and "ranvier: error: rank 1: did not say in time" in each.text, each.text
+
+
+@LINUX
+@pytest.mark.mpi
+@NO_MPI
+@pytest.mark.parametrize(("stopped_seconds", "timeout_seconds", "cause"), [
+    (2, 300, r"rank 0: is stopped \(SIGSTOP\) while all others wait for it to start MPI"),
+    pytest.param(0, 4, r"MPI: has not started on all ranks \(got 'more than 4 s'\)", marks=pytest.mark.slow)])
+def test_a_rank_that_is_stopped_before_mpi_has_started(start_ranks, stopped_seconds, timeout_seconds, cause):
+    """MPI_Init waits without a limit, and mpi4py holds the GIL meanwhile."""
+    each = start_ranks(find_mpiexec(), "-n", 2, sys.executable, SCRIPT, "begin-0", "mpi", stopped_seconds,
+                       timeout_seconds)
+    each.wait_for_ranks()
+    assert each.process.wait(30) != 0
+    each.assert_ranks_end()
+    assert re.search(f"ranvier: error: {cause}", each.text), each.text
 
 
 @LINUX
@@ -57,7 +96,7 @@ def test_the_time_limit_ends_what_nobody_looks_for(start_ranks, transport):
     started = [start_ranks(sys.executable, SCRIPT, how, transport, 0, 4) for how in ("end", "meet")]
     stop_and_wait(started, 4 + 10 + LIMIT_SECONDS)
     assert [each.process.returncode for each in started] == [2, 2]
-    assert "rank 1: gives no sign of life, and the run waits for its end" in started[0].text
+    assert "rank 1: sends no heartbeat, and the run waits for it to end" in started[0].text
     assert "a collective did not end" in started[1].text
 
 
@@ -66,7 +105,7 @@ def test_a_rank_that_leaves_with_exit_code_0(start_ranks):
     each = start_ranks(sys.executable, SCRIPT, "leave", "torch", 0, 300)
     each.wait_for_ranks()
     assert each.process.wait(3 + LIMIT_SECONDS) == 1
-    assert re.search(rf"^ranvier: {RANK_1} left with exit code 0 before the run had ended", each.text, re.MULTILINE)
+    assert re.search(rf"^ranvier: {RANK_1} exited with code 0 before the run had ended", each.text, re.MULTILINE)
 
 
 @LINUX
@@ -131,36 +170,36 @@ def test_process_ids_in_the_store_are_believed_of_own_descendants_only(child):
     stranger = os.getppid()
     store = Store({"ranvier/pid/0": str(child.pid), "ranvier/pid/1": str(stranger), "ranvier/pid/2": "-1",
                    "ranvier/pid/3": "1", "ranvier/pid/4": "x", "ranvier/pid/5": "0", "ranvier/pid/7": "\u00b2"})
-    assert ranks_below(store, 8, Process.find(os.getpid())) == {0: Process.find(child.pid)}
-    assert told_pids(store, 8) == {child.pid: 0, stranger: 1, 1: 3, 0: 5}
+    assert find_rank_processes(store, 8, Process.find(os.getpid())) == {0: Process.find(child.pid)}
+    assert read_pids(store, 8) == {child.pid: 0, stranger: 1, 1: 3, 0: 5}
 
 
 @LINUX
 def test_looks_are_counted_not_seconds(child):
-    watch, ranks = StoppedRanks(3), {1: Process.find(child.pid)}
+    watch, ranks = StoppedRankDetector(3), {1: Process.find(child.pid)}
     until(lambda: not ranks[1].is_stopped)
-    assert [watch.look(ranks) for _ in range(4)] == [[]] * 4
+    assert [watch.check(ranks) for _ in range(4)] == [[]] * 4
     child.send_signal(signal.SIGSTOP)
     until(lambda: ranks[1].is_stopped)
-    assert [watch.look(ranks) for _ in range(4)] == [[], [], [1], [1]]
+    assert [watch.check(ranks) for _ in range(4)] == [[], [], [1], [1]]
     child.send_signal(signal.SIGCONT)
     until(lambda: not ranks[1].is_stopped)
-    assert watch.look(ranks) == []
+    assert watch.check(ranks) == []
     child.send_signal(signal.SIGSTOP)
     until(lambda: ranks[1].is_stopped)
-    assert watch.look(ranks) == [], "it begins anew"
-    off = StoppedRanks(0)
-    assert [off.look(ranks) for _ in range(3)] == [[]] * 3
+    assert watch.check(ranks) == [], "it begins anew"
+    off = StoppedRankDetector(0)
+    assert [off.check(ranks) for _ in range(3)] == [[]] * 3
 
 
 @LINUX
 def test_stopped_ranks_are_killed_and_others_are_not(child):
     me = Process.find(os.getpid())
-    kill_stopped(me, "A_RANK_OF_THIS_TEST")
+    kill_stopped_ranks(me, "A_RANK_OF_THIS_TEST")
     child.send_signal(signal.SIGSTOP)
     stopped = Process.find(child.pid)
     until(lambda: stopped.is_stopped)
-    kill_stopped(me, "ANOTHER_VARIABLE")
+    kill_stopped_ranks(me, "ANOTHER_VARIABLE")
     assert stopped.runs
-    kill_stopped(me, "A_RANK_OF_THIS_TEST")
+    kill_stopped_ranks(me, "A_RANK_OF_THIS_TEST")
     assert child.wait(20) == -signal.SIGKILL

@@ -8,12 +8,12 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from ranvier import keyed_random
-from ranvier.checkpoint.pretrained import Pretrained
+from ranvier.block import Initial
+from ranvier.checkpoint.hf.pretrained import Pretrained
+from ranvier.config.run import Transformer
 from ranvier.errors import ConfigError, ModelError
 from ranvier.models import bert
-from ranvier.models.block import Initial
-from ranvier.run import Transformer
-from ranvier.tensor.loss import IGNORED, ClassLoss, SpanLoss
+from ranvier.tensor.split.loss import IGNORED, ClassLoss, SpanLoss
 from tests.hf_peers import (
     BERT,
     assert_gradients,
@@ -46,7 +46,7 @@ def test_classes_equal_transformers(tmp_path, settings):
     model = peer("BertForSequenceClassification", **BERT | settings)
     found = Pretrained(saved(model, tmp_path / "model"))
     assert (found.missing, found.head, found.config.family) == ((), "classes", "bert")
-    blocks = blocks_of(bert.model(found.config, "classes", dtype=torch.float64), found)
+    blocks = blocks_of(bert.bert(found.config, "classes", dtype=torch.float64), found)
     inputs, targets = inputs_of(), torch.tensor([1, IGNORED, 0])
     logits, expected = forward(blocks, inputs), theirs_of(model, inputs).logits
     assert relative(logits, expected) < 1e-10
@@ -62,7 +62,7 @@ def test_spans_equal_transformers_without_padding(tmp_path):
     model = peer("BertForQuestionAnswering", **BERT)
     found = Pretrained(saved(model, tmp_path / "model"))
     assert (found.missing, found.head) == ((), "span")
-    blocks = blocks_of(bert.model(found.config, "span", dtype=torch.float64), found)
+    blocks = blocks_of(bert.bert(found.config, "span", dtype=torch.float64), found)
     inputs = inputs_of()
     inputs["mask"] = torch.ones_like(inputs["mask"])
     start, end = torch.tensor([1, 0, 3]), torch.tensor([4, 0, 8])
@@ -80,7 +80,7 @@ def test_spans_equal_transformers_without_padding(tmp_path):
 def test_spans_have_no_part_in_padding(tmp_path):
     """Scores of tokens are transformers', those of padding are not; the loss is one over the tokens alone."""
     model = peer("BertForQuestionAnswering", **BERT)
-    blocks = blocks_of(bert.model(Pretrained(saved(model, tmp_path)).config, "span", dtype=torch.float64),
+    blocks = blocks_of(bert.bert(Pretrained(saved(model, tmp_path)).config, "span", dtype=torch.float64),
                        Pretrained(tmp_path))
     inputs = inputs_of()
     logits, theirs, is_token = forward(blocks, inputs), theirs_of(model, inputs), inputs["mask"].bool()
@@ -98,7 +98,7 @@ def test_spans_have_no_part_in_padding(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_padding_is_no_number_too_large(dtype):
     """The least number of a format survives the loss and its gradients."""
-    blocks = {name: build() for name, build in bert.model(tiny(), "span", dtype=dtype).blocks.items()}
+    blocks = {name: build() for name, build in bert.bert(tiny(), "span", dtype=dtype).blocks.items()}
     target = torch.tensor([1, 2, 0])
     total, weight = SpanLoss()(forward(blocks, inputs_of()), {"start": target, "end": target})
     assert weight == 3 and total.isfinite() and total.dtype is torch.float32
@@ -112,7 +112,7 @@ def tiny(**changed) -> Transformer:
 
 @pytest.mark.parametrize("head", ["classes", "span"])
 def test_padding_changes_nothing(head):
-    blocks = {name: build() for name, build in bert.model(tiny(), head, dtype=torch.float64).blocks.items()}
+    blocks = {name: build() for name, build in bert.bert(tiny(), head, dtype=torch.float64).blocks.items()}
     inputs = inputs_of()
     shorter = {name: tensor[1:2, :7] for name, tensor in inputs.items()}
     whole, alone = forward(blocks, inputs), forward(blocks, shorter)
@@ -123,7 +123,7 @@ def test_padding_changes_nothing(head):
 @pytest.mark.parametrize("head", ["classes", "span"])
 def test_a_sample_of_padding_alone_is_no_nan(head):
     """Its first token counts as one, so it has something to attend to."""
-    model = bert.model(tiny(), head, dtype=torch.float64)
+    model = bert.bert(tiny(), head, dtype=torch.float64)
     blocks = {name: build() for name, build in model.blocks.items()}
     inputs = {name: torch.zeros(2, 5, dtype=torch.int64) for name in ("ids", "mask", "types")}
     assert blocks["embedding"](inputs)["mask"].tolist() == [[True, False, False, False, False]] * 2
@@ -139,7 +139,7 @@ def test_a_sample_of_padding_alone_is_no_nan(head):
 
 
 def test_masks_may_be_bool_and_the_state_is_a_dict():
-    blocks = {name: build() for name, build in bert.model(tiny(), "classes", dtype=torch.float64).blocks.items()}
+    blocks = {name: build() for name, build in bert.bert(tiny(), "classes", dtype=torch.float64).blocks.items()}
     inputs = inputs_of()
     state = blocks["embedding"](inputs)
     assert set(state) == {"hidden", "mask"} and state["mask"].dtype is torch.bool
@@ -149,7 +149,7 @@ def test_masks_may_be_bool_and_the_state_is_a_dict():
 
 def test_dropout_is_keyed_and_has_its_places():
     """Embedding, each sublayer's output, and what the classifier sees."""
-    blocks = {name: build() for name, build in bert.model(tiny(dropout=0.5), "classes").blocks.items()}
+    blocks = {name: build() for name, build in bert.bert(tiny(dropout=0.5), "classes").blocks.items()}
     inputs = inputs_of()
 
     def run(step):
@@ -170,7 +170,7 @@ def test_dropout_is_keyed_and_has_its_places():
 
 
 def test_longer_sequences_are_refused():
-    blocks = {name: build() for name, build in bert.model(tiny(sequence=5), "classes").blocks.items()}
+    blocks = {name: build() for name, build in bert.bert(tiny(sequence=5), "classes").blocks.items()}
     with pytest.raises(ModelError, match=r"longer than the model has positions for \(got 9\)"):
         forward(blocks, inputs_of())
 
@@ -178,7 +178,7 @@ def test_longer_sequences_are_refused():
 def test_heads_must_divide_hidden():
     assert bert.problems(tiny()) == []
     with pytest.raises(ConfigError, match=r"heads: does not divide model.hidden 24 \(got 5\). Set --model.heads 4"):
-        bert.model(tiny(heads=5), "classes")
+        bert.bert(tiny(heads=5), "classes")
 
 
 @pytest.mark.parametrize(("loss", "logits", "targets", "text"), [
@@ -195,9 +195,9 @@ def test_targets_that_do_not_fit(loss, logits, targets, text):
 @pytest.mark.parametrize("head", ["classes", "span"])
 def test_samples_starts_and_names(head):
     config = tiny(num_classes=4)
-    model = bert.model(config, head)
+    model = bert.bert(config, head)
     blocks = {name: build() for name, build in model.blocks.items()}
-    inputs, targets = bert.sample(config, head, 2)
+    inputs, targets = bert.BERT.sample(config, head, 2)
     total, weight = model.loss(forward(blocks, inputs), targets)
     assert total.isfinite() and weight == 2
     assert model.layers == (("layer0.attention", "layer0.mlp"), ("layer1.attention", "layer1.mlp"))
@@ -217,9 +217,9 @@ def test_two_classes_where_nobody_says():
 
 def test_flops_count_the_layers_products():
     config = tiny(intermediate=40)
-    blocks = {name: build() for name, build in bert.model(config, "span").blocks.items()}
+    blocks = {name: build() for name, build in bert.bert(config, "span").blocks.items()}
     with FlopCounterMode(display=False) as counter:
-        total, _ = SpanLoss()(forward(blocks, bert.sample(config, "span", 1)[0]),
+        total, _ = SpanLoss()(forward(blocks, bert.BERT.sample(config, "span", 1)[0]),
                               {"start": torch.zeros(1, dtype=torch.int64), "end": torch.zeros(1, dtype=torch.int64)})
         total.backward()
     head = 3 * 2 * config.sequence * config.hidden * 2

@@ -5,18 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ranvier.models.generate import next_token
+from ranvier.errors import ConfigError
+from ranvier.models.generate import Sampling, next_token
 
 LOGITS = torch.tensor([1.0, 3.0, 2.0, -1.0, 2.5])
 
 
 def shares(count=4000, **options):
-    drawn = torch.tensor([next_token(LOGITS, seed=1, position=position, **options) for position in range(count)])
+    sampling = Sampling(seed=1, **options)
+    drawn = torch.tensor([next_token(LOGITS, sampling, position=position) for position in range(count)])
     return torch.bincount(drawn, minlength=len(LOGITS)) / count
 
 
 def test_same_seed_and_position_same_token():
-    draws = [[next_token(LOGITS, seed=seed, position=position) for position in range(50)] for seed in (1, 1, 2)]
+    draws = [[next_token(LOGITS, Sampling(seed=seed), position=position) for position in range(50)]
+             for seed in (1, 1, 2)]
     assert draws[0] == draws[1] != draws[2]
 
 
@@ -34,10 +37,23 @@ def test_top_k_leaves_the_rest_out():
 
 
 def test_temperature_zero_takes_the_most_likely():
-    assert {next_token(LOGITS, seed=seed, position=0, temperature=0) for seed in range(20)} == {1}
+    assert {next_token(LOGITS, Sampling(seed=seed, temperature=0), position=0) for seed in range(20)} == {1}
 
 
-@pytest.mark.parametrize("wrong", [dict(temperature=-1.0), dict(top_k=0)])
+def test_top_p_takes_the_fewest_that_add_up_to_it():
+    assert set(shares(top_p=0.5).nonzero().flatten().tolist()) == {1, 4}
+    assert set(shares(200, top_p=1e-9).nonzero().flatten().tolist()) == {1}
+    assert torch.equal(shares(200, top_p=1.0), shares(200))
+
+
+def test_texts_have_draws_of_their_own():
+    draws = [[next_token(LOGITS, Sampling(), position=position, text=text) for position in range(50)]
+             for text in range(2)]
+    assert draws[0] != draws[1]
+
+
+@pytest.mark.parametrize("wrong", [dict(temperature=-1.0), dict(temperature=float("nan")), dict(top_k=0),
+                                   dict(top_p=0.0), dict(top_p=1.1)])
 def test_settings_that_mean_nothing_are_refused(wrong):
-    with pytest.raises(ValueError, match="must not be negative"):
-        next_token(LOGITS, seed=0, position=0, **wrong)
+    with pytest.raises(ConfigError, match=f"{next(iter(wrong)).replace('_', '-')}: cannot be sampled with"):
+        Sampling(**wrong)

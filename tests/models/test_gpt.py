@@ -9,12 +9,13 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from ranvier.block import Initial, initialise
+from ranvier.checkpoint.hf import form as hf
+from ranvier.checkpoint.hf import gpt2 as hf_gpt2
+from ranvier.config.run import Transformer
 from ranvier.errors import ConfigError, ModelError
-from ranvier.models import hf, hf_gpt2
-from ranvier.models.block import Initial, initialise
 from ranvier.models.gpt import flops_per_sequence, gpt, problems
-from ranvier.run import Transformer
-from ranvier.tensor.loss import next_token_loss
+from ranvier.tensor.split.loss import next_token_loss
 
 SIZES = [
     Transformer(num_layers=1, hidden=8, heads=1, vocab=11, sequence=5),
@@ -57,7 +58,7 @@ def to_hf(tensors, config):
 def from_hf(tensors, config):
     found = {ours: hf.tensor_here(place, [tensors[name] for name in place.names])
              for ours, place in hf_gpt2.places(config).items()}
-    return found | {ours: found[owner] for ours, owner in hf_gpt2.GPT2.tied.items()}
+    return found | {ours: found[owner] for ours, owner in hf_gpt2.GPT2.tied(config).items()}
 
 
 def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:

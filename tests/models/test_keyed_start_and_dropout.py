@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from ranvier import keyed_random
-from ranvier.models.block import Initial, initialise
+from ranvier.block import Initial, initialise
+from ranvier.config.run import Transformer
 from ranvier.models.gpt import gpt
-from ranvier.run import Transformer
 
 NORMAL = Initial("normal", 0.02)
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ranvier.errors import ModelError
-from ranvier.tensor.loss import next_token_loss
+from ranvier.tensor.split.loss import next_token_loss
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 

@@ -11,18 +11,19 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-import ranvier.recipes
+import ranvier.config.recipes
+from ranvier.config.resolve import ResolvedRun, resolve
+from ranvier.config.run import Run
 from ranvier.data.prepare import prepare
 from ranvier.data.prepare import problems as data_problems
 from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
 from ranvier.models.gpt import problems as model_problems
 from ranvier.optim.learning_rate import learning_rate
-from ranvier.run import Run
 from ranvier.testing.ranks import run_ranks
-from ranvier.train.formation import formed
+from ranvier.train.runtime import build_runtime
 
-FILES = sorted(path for folder in ranvier.recipes.__path__ for path in Path(folder).glob("*.toml"))
+FILES = sorted(path for folder in ranvier.config.recipes.__path__ for path in Path(folder).glob("*.toml"))
 
 # AxoNN, Tables I and II: GPUs, layers, hidden, heads, G_inter, G_data, microbatch.
 PAPER = {
@@ -33,8 +34,8 @@ PAPER = {
 }
 
 
-def recipe(path: Path) -> Run:
-    return TypeAdapter(Run).validate_python(tomllib.loads(path.read_text()))
+def recipe(path: Path) -> ResolvedRun:
+    return resolve(TypeAdapter(Run).validate_python(tomllib.loads(path.read_text())))
 
 
 def num_parameters(run: Run) -> int:
@@ -49,7 +50,8 @@ def num_parameters(run: Run) -> int:
 
 
 def test_all_names_are_there():
-    assert {path.stem for path in FILES} == {"gpt-tiny", "gpt2-small", "bert-sentiment", "vit-cifar10", *PAPER}
+    assert {path.stem for path in FILES} == {"gpt-tiny", "llama-tiny", "gpt2-small", "bert-sentiment", "vit-cifar10",
+                                             *PAPER}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -70,7 +72,7 @@ def test_the_papers_settings(name):
     assert (run.batch.microbatch_size, run.train.steps, run.data.corpus) == (microbatch, 11, "wikitext-103")
     assert (run.train.learning_rate, run.optim.betas, run.optim.weight_decay) == (0.001, (0.9, 0.999), 0.01)
     assert (run.precision, run.optim.offload, run.optim.bucket_size, run.optim.chunk_buckets,
-            run.memory.checkpoint) == ("fp16", "stream", 4_000_000, 4, "paper")
+            run.memory.recompute) == ("fp16", "stream", 4_000_000, 4, "axonn")
     assert math.isclose(num_parameters(run), billions * 1e9, rel_tol=0.04)
 
 
@@ -85,7 +87,7 @@ def test_the_smallest_recipes_loss_falls_from_the_start():
     run = replace(recipe(next(path for path in FILES if path.stem == "gpt-tiny")), mesh=Mesh())
 
     def rank(world):
-        formation, losses = formed(run, world, prepare(run)), []
+        formation, losses = build_runtime(run, world, prepare(run)), []
         for step in range(1, 31):
             formation.engine.learning_rate = learning_rate(run.train, step)
             losses.append(formation.engine.train_batch(formation.train_data.microbatches(step - 1)).loss)

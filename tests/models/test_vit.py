@@ -8,12 +8,12 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from ranvier.checkpoint.pretrained import Pretrained
+from ranvier.block import Initial
+from ranvier.checkpoint.hf.pretrained import Pretrained
+from ranvier.config.run import Transformer
 from ranvier.errors import ConfigError, ModelError
 from ranvier.models import vit
-from ranvier.models.block import Initial
-from ranvier.run import Transformer
-from ranvier.tensor.loss import IGNORED, ClassLoss
+from ranvier.tensor.split.loss import IGNORED, ClassLoss
 from tests.hf_peers import (
     DINOV2,
     VIT,
@@ -37,7 +37,7 @@ def test_equals_transformers_vit(tmp_path, settings):
     model = peer("ViTForImageClassification", **VIT | settings)
     found = Pretrained(saved(model, tmp_path / "model"))
     assert (found.missing, found.head, found.config.family) == ((), "classes", "vit")
-    blocks = blocks_of(vit.model(found.config, "classes", dtype=torch.float64), found)
+    blocks = blocks_of(vit.vit(found.config, dtype=torch.float64), found)
     images, targets = images_of(found.config.image_size), torch.tensor([1, IGNORED, 0])
     logits, expected = forward(blocks, images), model(images).logits
     assert relative(logits, expected) < 1e-10
@@ -51,7 +51,7 @@ def test_equals_transformers_vit(tmp_path, settings):
 
 def backbone_of(found: Pretrained) -> dict[str, nn.Module]:
     """All blocks but the classifier, which DINOv2 has in another form."""
-    model = vit.model(found.config, "classes", dtype=torch.float64)
+    model = vit.vit(found.config, dtype=torch.float64)
     blocks = {name: build() for name, build in model.blocks.items()}
     blocks["head"] = blocks["head"].norm
     with torch.no_grad():
@@ -83,13 +83,13 @@ def tiny(**changed) -> Transformer:
 
 
 def test_images_of_another_size_are_refused():
-    blocks = {name: build() for name, build in vit.model(tiny(), "classes").blocks.items()}
+    blocks = {name: build() for name, build in vit.vit(tiny()).blocks.items()}
     with pytest.raises(ModelError, match=r"images: must be \[batch, 3, 12, 12\] \(got \(3, 3, 16, 16\)\)"):
         forward(blocks, images_of(16).float())
 
 
 def test_images_take_the_blocks_number_format():
-    blocks = {name: build() for name, build in vit.model(tiny(), "classes", dtype=torch.float64).blocks.items()}
+    blocks = {name: build() for name, build in vit.vit(tiny(), dtype=torch.float64).blocks.items()}
     assert forward(blocks, images_of().float()).dtype is torch.float64
 
 
@@ -99,14 +99,14 @@ def test_sizes_that_cannot_be():
         "model.heads: does not divide model.hidden 24 (got 5). Set --model.heads 4.",
         "model.image_size: is not a multiple of model.patch_size 14 (got 99). Set --model.image-size 98."]
     with pytest.raises(ConfigError, match="does not divide"):
-        vit.model(tiny(heads=5), "classes")
+        vit.vit(tiny(heads=5))
 
 
 def test_samples_starts_and_names():
     config = tiny(num_classes=4)
-    model = vit.model(config, "classes")
+    model = vit.vit(config)
     blocks = {name: build() for name, build in model.blocks.items()}
-    total, weight = model.loss(forward(blocks, (sample := vit.sample(config, "classes", 2))[0]), sample[1])
+    total, weight = model.loss(forward(blocks, (sample := vit.VIT.sample(config, "classes", 2))[0]), sample[1])
     assert total.isfinite() and weight == 2
     assert model.layers == (("layer0.attention", "layer0.mlp"), ("layer1.attention", "layer1.mlp"))
     assert list(model.blocks) == ["embedding", *(name for layer in model.layers for name in layer), "head"]
@@ -121,9 +121,9 @@ def test_samples_starts_and_names():
 
 def test_flops_count_the_layers_products_and_the_patches():
     config = tiny(intermediate=40)
-    blocks = {name: build() for name, build in vit.model(config, "classes").blocks.items()}
+    blocks = {name: build() for name, build in vit.vit(config).blocks.items()}
     with FlopCounterMode(display=False) as counter:
-        forward(blocks, vit.sample(config, "classes", 1)[0]).sum().backward()
+        forward(blocks, vit.VIT.sample(config, "classes", 1)[0]).sum().backward()
     head = 3 * 2 * config.hidden * 2
     attention = 12 * config.num_layers * vit.num_tokens(config)**2 * config.hidden  # its CPU kernel may not be counted
     assert counter.get_total_flops() - head in (vit.flops_per_sequence(config),

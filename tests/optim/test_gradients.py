@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 from ranvier.comm.throttle import Link
+from ranvier.config.run import Pipeline
 from ranvier.mesh import Mesh
-from ranvier.optim.gradients import Gradients, GradientSpec
+from ranvier.optim.chunks import GradientSpec
+from ranvier.optim.gradients import Gradients
 from ranvier.testing.ranks import run_ranks
 from tests.pipeline.parity import chain, chunks_of, on_mesh, points, share
 from tests.pipeline.test_unusual_blocks import Plain
@@ -47,7 +49,8 @@ class FakeGroup:
 
 def spec(name, block, size=4, **options):
     blocks = block if isinstance(block, tuple) else (block,)
-    return GradientSpec(name=name, parameter=nn.Parameter(torch.zeros(size)), blocks=frozenset(blocks), **options)
+    return GradientSpec(name=name, numel=size, parameter=nn.Parameter(torch.zeros(size)), blocks=frozenset(blocks),
+                        **options)
 
 
 def make(specs, chunk_size=4, size=2):
@@ -282,7 +285,7 @@ def test_adversarial_orders_on_real_groups():
 def watch(events):
     """Notes when actions end and when chunks are reduced."""
     def prepare(engine):
-        execute, reduce = engine._execute, engine._data_group.all_reduce
+        execute, reduce = engine._runner.execute, engine._connections.data.all_reduce
 
         def executing(action, *rest):
             facts = execute(action, *rest)
@@ -293,7 +296,7 @@ def watch(events):
             events.append("reduce")
             return reduce(tensor, op)
 
-        engine._execute, engine._data_group.all_reduce = executing, reducing
+        engine._runner.execute, engine._connections.data.all_reduce = executing, reducing
     return prepare
 
 
@@ -308,7 +311,8 @@ def test_chunks_are_reduced_while_others_are_computed(pipe, defer_bytes):
         watch(events)(engine)
         engine.forward_backward(share(engine, points([[1, 1], [1, 1]])))
 
-    on_mesh(partial(chain, *[Plain] * 6), Mesh(data=2, pipe=pipe), work, optim=chunks_of(20), defer_bytes=defer_bytes)
+    on_mesh(partial(chain, *[Plain] * 6), Mesh(data=2, pipe=pipe), work, optim=chunks_of(20),
+            pipeline=Pipeline(defer_bytes=defer_bytes))
     for events in found.values():
         last = max(place for place, event in enumerate(events) if event in ("B1", "W1"))
         assert events.index("reduce") < last, events
@@ -328,6 +332,6 @@ def test_nothing_is_written_after_it_was_reduced(monkeypatch):
 
     for policy, defer_bytes in [("message-driven", 1 << 30), ("message-driven", 300), ("1f1b", 0)]:
         on_mesh(partial(chain, *[Plain] * 5, tied=(("b0.linear.weight", "b3.linear.weight"),)), Mesh(), rank_work,
-                optim=chunks_of(20), policy=policy, defer_bytes=defer_bytes, nominal_weight=16.0)
+                optim=chunks_of(20), pipeline=Pipeline(policy=policy, defer_bytes=defer_bytes), nominal_weight=16.0)
     for group in found:
         assert len(group.reduced) == 5 and group.nothing_was_written_since()

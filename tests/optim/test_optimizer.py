@@ -9,12 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from ranvier.config.parameter_groups import parse, problems
+from ranvier.config.run import Optim
 from ranvier.errors import ConfigError
 from ranvier.optim.buckets import Bucket, Segment, buckets_of, within
-from ranvier.optim.gradients import Gradients, GradientSpec
-from ranvier.optim.groups import parse, problems
+from ranvier.optim.chunks import GradientSpec
+from ranvier.optim.gradients import Gradients
 from ranvier.optim.optimizer import FlatOptimizer, storage_bytes, tensors_by_category
-from ranvier.run import Optim
+from ranvier.optim.rules import rules_of
 from ranvier.testing.memory import MemoryTracker
 from ranvier.testing.ranks import run_ranks
 
@@ -35,16 +37,19 @@ def parameters_of(shapes, dtype=torch.float32, seed=0):
 
 def make(parameters, group=None, *, chunk=None, accumulate=None, offload="none", bucket_size=7, **options):
     group = group or Alone()
-    specs = [GradientSpec(name=str(number), parameter=parameter, blocks=frozenset([number]))
+    rules = rules_of(Optim(**options))
+    specs = [GradientSpec(name=str(number), numel=parameter.numel(), parameter=parameter, blocks=frozenset([number]),
+                          whole=rules.needs_whole(str(number), tuple(parameter.shape), in_layer=True))
              for number, parameter in enumerate(parameters)]
-    gradients = Gradients(specs, group, chunk or 2 * bucket_size, lambda spec: None, dtype=accumulate)
+    gradients = Gradients(specs, group, chunk or 2 * bucket_size, lambda spec: None, dtype=accumulate,
+                          shard=options.get("shard", False))
     optimizer = FlatOptimizer(Optim(**options), gradients, offload=offload, bucket_size=bucket_size)
     return gradients, optimizer
 
 
 def step(gradients, optimizer, values, *, factor=1.0, learning_rate=1e-2):
     """One update from these gradients, one tensor for each parameter."""
-    gradients.begin(scatter=optimizer.sharded)
+    gradients.begin(scatter=optimizer.scatters)
     for spec, value in zip(gradients.owned(), values, strict=True):
         spec.parameter.grad.add_(value)
     gradients.all_passed()
@@ -83,7 +88,7 @@ def test_equals_torch(algorithm, offload, dtype):
             torch.testing.assert_close(one, other, rtol=1e-6 if dtype is torch.float32 else 1e-14, atol=0.0)
 
 
-@pytest.mark.parametrize("algorithm", TORCH)
+@pytest.mark.parametrize("algorithm", [*TORCH, "lion", "muon", "adafactor"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_placements_and_cuts_agree_to_the_bit_where_the_kernel_does(algorithm, dtype):
     """Where states live changes nothing; buckets of multiples of 16 elements cut no vector."""
@@ -165,8 +170,8 @@ def test_groups_that_cannot_be_read(text):
 
 def test_a_group_that_fits_nothing():
     (problem,) = problems(Optim(groups=("head.*:1:0", "x:y:1:0")), ["head.weight", "body.weight"])
-    assert str(problem) == ("optim.groups: fits no parameter of the model (got 'x:y:1:0'). Parameters are called "
-                            "head.weight, body.weight and so on.")
+    assert str(problem) == ("optim.groups: fits no parameter of the model (got 'x:y:1:0'). The nearest names are "
+                            "body.weight, head.weight.")
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
@@ -233,6 +238,17 @@ def replica(world, *, shapes, offload, shard, dtype, steps=3, chunk=None, option
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("algorithm", "offload"), [("muon", "stream"), ("adafactor", "none"), ("adafactor", "host")])
+def test_sharded_whole_tensors(algorithm, offload, dtype):
+    """Each tensor is updated by one replica; every element of a state is on one of them."""
+    work = partial(replica, shapes=SHAPES, offload=offload, dtype=dtype, options={"algorithm": algorithm})
+    (expected, _), *_ = run_ranks(partial(work, shard=False), 3)
+    for parameters, _ in run_ranks(partial(work, shard=True), 3):
+        for one, other in zip(parameters, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5 if dtype is torch.float32 else 0.02, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize("size", [2, 3])
 def test_sharded_equals_unsharded(offload, size, dtype):
@@ -259,7 +275,7 @@ def test_fewer_parameters_than_replicas(shapes):
 def test_building_needs_no_more_than_training():
     """Parameters are there twice while they move, which is before gradients are there at all."""
     parameters = parameters_of([(100, 10)] * 10, torch.bfloat16)
-    specs = [GradientSpec(name=str(number), parameter=parameter, blocks=frozenset([number]))
+    specs = [GradientSpec(name=str(number), numel=parameter.numel(), parameter=parameter, blocks=frozenset([number]))
              for number, parameter in enumerate(parameters)]
     with MemoryTracker() as tracker:
         tracker.tag(parameters, "parameters")

@@ -44,6 +44,19 @@ def test_placements_agree(offload, dtype, in_flight):
             assert torch.equal(other.placement.states[name], state.cpu()), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("algorithm", ["lion", "muon", "adafactor"])
+def test_other_rules_agree(algorithm, dtype):
+    """Streamed states are those on the device, to the bit; so are those of a run on the CPU, but for rounding."""
+    accumulate = torch.float32 if dtype is torch.bfloat16 else None
+    expected, _ = trained(dtype, offload="none", accumulate=accumulate, algorithm=algorithm)
+    found, _ = trained(dtype, offload="stream", accumulate=accumulate, algorithm=algorithm)
+    assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
+    on_host, _ = trained(dtype, offload="host", accumulate=accumulate, algorithm=algorithm)
+    for one, two in zip(on_host, expected, strict=True):
+        torch.testing.assert_close(one, two, rtol=2e-2, atol=1e-3)
+
+
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_the_allocators_figures(in_flight):
     """4 phi + (12 d + 4) bsize, by torch.cuda.max_memory_allocated."""

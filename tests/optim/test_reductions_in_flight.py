@@ -9,16 +9,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ranvier.check import laid_out
-from ranvier.comm import mpi_launch
+from ranvier.config.resolve import ResolvedRun
+from ranvier.config.run import Batch, Optim, Transformer
+from ranvier.cost.count import laid_out
+from ranvier.launch import mpiexec
 from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
-from ranvier.optim.gradients import IN_FLIGHT, Gradients
+from ranvier.optim.gradients import Gradients
 from ranvier.optim.optimizer import FlatOptimizer
+from ranvier.optim.reduction import IN_FLIGHT, Reductions
 from ranvier.pipeline.engine import Engine
-from ranvier.run import Batch, Optim, Run, Transformer
 from ranvier.testing.memory import MemoryTracker
 from ranvier.testing.ranks import run_processes, run_ranks
+from tests.covering import quick
 from tests.optim.test_gradients import spec
 
 HERE = "tests.optim.test_reductions_in_flight"
@@ -46,22 +49,22 @@ def trackers(monkeypatch):
             tracker.most = max(tracker.most, tracker.live.get(("device", "reduction"), 0))
         return call
 
-    monkeypatch.setattr(Gradients, "_reduce", counting(Gradients._reduce))
+    monkeypatch.setattr(Reductions, "start", counting(Reductions.start))
     monkeypatch.setattr(FlatOptimizer, "_gather", counting(FlatOptimizer._gather))
     return found
 
 
-@pytest.mark.parametrize(("precision", "options"), [
+@pytest.mark.parametrize(("precision", "options"), quick(3, [
     ("bf16", {}), ("bf16", {"accumulate": "half"}), ("bf16", {"reduce_dtype": "fp32"}),
-    ("bf16", {"accumulate": "half", "reduce_dtype": "fp32"}), ("fp32", {})])
+    ("bf16", {"accumulate": "half", "reduce_dtype": "fp32"}), ("fp32", {})]))
 @pytest.mark.parametrize("shard", [False, True])
-@pytest.mark.parametrize(("data", "bucket_size"), [(1, 1000), (2, 1000), (2, 10_000), (4, 1000)])
+@pytest.mark.parametrize(("data", "bucket_size"), quick(2, [(1, 1000), (2, 1000), (2, 10_000), (4, 1000)]))
 def test_memory_is_what_is_predicted(trackers, precision, options, shard, data, bucket_size):
     """With a peer that comes when all others have computed all their gradients: chunks of 4 and 40 kB and more."""
     if shard and data == 1:
         pytest.skip("there is nobody to share with")
     optim = Optim(bucket_size=bucket_size, chunk_buckets=2, shard=shard, offload="none", **options)
-    run = Run(mesh=Mesh(data=data), model=MODEL, precision=precision, optim=optim,
+    run = ResolvedRun(mesh=Mesh(data=data), model=MODEL, precision=precision, optim=optim,
               batch=Batch(global_size=2 * data, microbatch_size=1))
     predicted = laid_out(run)[1][0].device
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
@@ -175,7 +178,8 @@ def on_processes(world):
     return True
 
 
-@pytest.mark.parametrize("transport", ["torch", pytest.param("mpi", marks=[
-    pytest.mark.mpi, pytest.mark.skipif(mpi_launch.mpi_available() is not None, reason="needs mpiexec")])])
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", quick(1, ["torch", pytest.param("mpi", marks=[
+    pytest.mark.mpi, pytest.mark.skipif(mpiexec.mpi_available() is not None, reason="needs mpiexec")])]))
 def test_real_processes(transport):
     assert run_processes(f"{HERE}:on_processes", 3, transport) == [True] * 3

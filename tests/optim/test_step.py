@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from ranvier.config.run import Optim
 from ranvier.mesh import Mesh
-from ranvier.optim.gradients import GradientSpec
+from ranvier.optim.chunks import GradientSpec
 from ranvier.optim.step import Updater
-from ranvier.pipeline.timeline import Timeline
-from ranvier.run import Optim
+from ranvier.schedule.spans import Timeline
 from ranvier.testing.ranks import run_ranks
+from tests.covering import quick
 
 BLOCKS, STEPS, WEIGHT, LEARNING_RATE = 3, 3, 2.0, 1e-2
 KINDS = {  # shape, axes along which it is cut, axes along which each copy has a part of the gradient (else all of it)
@@ -47,8 +48,9 @@ def specs_on(mesh, at, backend, dtype):
     specs = []
     for block, (kind, (shape, cut, partial_along)) in product(range(BLOCKS), KINDS.items()):
         whole_along = {"row", "col"} - {*cut, *partial_along}
+        parameter = nn.Parameter(drawn(shape, block, kind, along(at, cut)).to(dtype))
         specs.append(GradientSpec(
-            name=f"{block}.{kind}", parameter=nn.Parameter(drawn(shape, block, kind, along(at, cut)).to(dtype)),
+            name=f"{block}.{kind}", parameter=parameter, numel=parameter.numel(),
             blocks=frozenset([block]), group=groups[partial_along] if partial_along else None,
             counts=not any(along(at, whole_along))))
     return specs, groups[()]
@@ -60,7 +62,8 @@ def train(world, mesh, optim, dtype, apart):
     specs, replicas = specs_on(mesh, at, world.backend, dtype)
     updater = Updater(specs, replicas, world.backend.group("all", [list(range(mesh.size))]), optim=optim, own=True,
                       optimizer=None, dtype=dtype, device=world.device, nominal_weight=4.0,
-                      runs=[range(block, block + 1) for block in range(BLOCKS)], send_to_owner=lambda spec: None,
+                      runs=[range(block, block + 1) for block in range(BLOCKS)] if optim.update_in_backward else (),
+                      send_to_owner=lambda spec: None,
                       weight=lambda: WEIGHT, timeline=Timeline(), progress=lambda: None)
     assert updater.flat.sharded == optim.shard
     updater.learning_rate, norms = LEARNING_RATE, []
@@ -125,14 +128,15 @@ def assert_equals_torch(mesh, *, dtype, apart, clip_norm, **options):
 @pytest.mark.parametrize("clip_norm", [0.0, 0.5])
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("shard", [False, True])
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", quick(2, MESHES), ids=str)
 def test_steps_equal_those_of_torch(mesh, shard, apart, clip_norm):
     """Each rank has gradients of its own; norms, mean gradients (apart) and parameters are those of the whole."""
     assert_equals_torch(mesh, dtype=torch.float64, shard=shard, apart=apart, clip_norm=clip_norm)
 
 
-@pytest.mark.parametrize("options", [{"accumulate": "half"}, {"shard": True}, {"reduce_dtype": "fp32", "shard": True},
-                                     {"offload": "stream", "shard": True}, {"offload": "host"}])
+@pytest.mark.parametrize("options", quick(3, [
+    {"accumulate": "half"}, {"shard": True}, {"reduce_dtype": "fp32", "shard": True},
+    {"offload": "stream", "shard": True}, {"offload": "host"}]))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mesh", [Mesh(data=2, row=2), Mesh(row=2, col=2)], ids=str)
 def test_in_half_precision(mesh, dtype, options):
@@ -141,7 +145,7 @@ def test_in_half_precision(mesh, dtype, options):
 
 @pytest.mark.parametrize("shard", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", quick(2, MESHES), ids=str)
 def test_updates_in_the_backward(mesh, dtype, shard):
     """Copies that count and others share a run's memory; what has a group of its own keeps its own."""
     assert_equals_torch(mesh, dtype=dtype, apart=False, clip_norm=0.0, shard=shard, update_in_backward=True)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from ranvier.block import Initial, Model
+from ranvier.config.run import Optim, Transformer
 from ranvier.mesh import Mesh
-from ranvier.models.block import Initial, Model
 from ranvier.models.gpt import gpt
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.run import Optim, Transformer
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference, relative_error
 

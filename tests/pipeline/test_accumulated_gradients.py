@@ -5,9 +5,10 @@ from functools import partial
 import pytest
 import torch
 
+from ranvier.config.run import Optim
+from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
-from ranvier.run import Optim
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
 from tests.covering import covering
@@ -145,3 +146,13 @@ def test_an_overflow_in_one_call_skips_the_step_and_halves_the_scale_once():
         engine.close()
 
     run_ranks(rank, 1)
+
+
+def test_a_step_with_the_result_of_an_evaluation_is_refused():
+    def work(engine):
+        result = engine.evaluate(share(engine, PARTS[0]))
+        with pytest.raises(ConfigError, match=r"Engine\.step\(result\): is of an evaluation, which has no gradients\. "
+                                              r"Give the result of forward_backward\."):
+            engine.step(result)
+
+    on_mesh(small_gpt, Mesh(data=2), work, learning_rate=1e-2, optim=Optim())

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from ranvier import keyed_random
+from ranvier.config.run import Guard, Memory, Optim
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.optim.guard import USUAL_STEPS, BadSteps
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.run import Guard, Optim
 from ranvier.testing.ranks import run_ranks
-from tests.covering import label
+from tests.covering import label, quick
 from tests.pipeline.parity import chain, on_mesh, points, share, small_gpt, tokens
 from tests.pipeline.test_training import weights
 from tests.tensor.split_parity import on_mesh as on_tensor_mesh
@@ -79,9 +79,9 @@ OPTIONS = {"plain": {"optim": optim()}, "shard": {"optim": optim(shard=True)},
            "torch's": {"optimizer": partial(torch.optim.AdamW, lr=1e-2)}}
 
 
-@pytest.mark.parametrize(("mesh", "options", "fault"), [
+@pytest.mark.parametrize(("mesh", "options", "fault"), quick(5, [
     *((mesh, "shard", fault) for mesh in MESHES for fault in (makes_nan, infinite_gradient)),
-    *((Mesh(data=2, pipe=2), options, makes_nan) for options in OPTIONS if options != "shard")],
+    *((Mesh(data=2, pipe=2), options, makes_nan) for options in OPTIONS if options != "shard")]),
     ids=label)
 def test_a_bad_step_is_as_if_its_batch_had_not_been(mesh, options, fault):
     """Parameters are equal to the bit to those of a run without guard and without the batch."""
@@ -173,7 +173,7 @@ def test_a_loss_far_above_the_usual_is_bad():
                 causes.append(engine.examine(share(engine, batch_of(mesh, seed))))
         return [result.bad for result in results], causes
 
-    for bad, causes in on_mesh(make, mesh, work, optim=optim(), guard=Guard(explode=2.0)):
+    for bad, causes in on_mesh(make, mesh, work, optim=optim(), guard=Guard(loss_spike_factor=2.0)):
         assert [bool(text) for text in bad] == [False, False, True, False]
         assert "more than 2 times 2.5" in bad[2] and "the median of the last 2 good ones" in bad[2]
         cause, = causes
@@ -187,12 +187,12 @@ def test_the_usual_is_the_median_of_good_losses_and_survives():
     losses = [1.0] * 5 + [3.0] * (USUAL_STEPS - 1)
     at = iter(losses)
     now = [0.0]
-    steps = BadSteps(Guard(explode=2.0), lambda: now[0])
+    steps = BadSteps(Guard(loss_spike_factor=2.0), lambda: now[0])
     for now[0] in at:
         steps.good()
     now[0] = 5.9
     assert steps.by_loss() is None
-    again = BadSteps(Guard(explode=2.0), lambda: now[0])
+    again = BadSteps(Guard(loss_spike_factor=2.0), lambda: now[0])
     assert again.by_loss() is None, "nothing is usual yet"
     again.load(steps.state())
     now[0] = 6.1
@@ -206,10 +206,11 @@ def test_blocks_updated_in_the_backward_cannot_be_guarded():
     early = Optim(update_in_backward=True)
     with pytest.raises(ConfigError, match=r"Guard\(bad_step=...\): cannot look at a step before blocks are updated"):
         on_mesh(small_gpt, Mesh(), lambda engine: None, optim=early, guard=Guard(bad_step="skip"))
-    with pytest.raises(ConfigError, match=r"Guard\(explode=...\): .*: optim.update-in-backward is set"):
-        on_mesh(small_gpt, Mesh(), lambda engine: None, optim=early, guard=Guard(explode=2.0))
-    with pytest.raises(ConfigError, match=r"Guard\(explode=...\): has no effect .*: guard.bad-step is none"):
-        on_mesh(small_gpt, Mesh(), lambda engine: None, optim=Optim(), guard=Guard(explode=2.0, bad_step="none"))
+    with pytest.raises(ConfigError, match=r"Guard\(loss_spike_factor=...\): .*: optim.update-in-backward is set"):
+        on_mesh(small_gpt, Mesh(), lambda engine: None, optim=early, guard=Guard(loss_spike_factor=2.0))
+    with pytest.raises(ConfigError, match=r"Guard\(loss_spike_factor=...\): has no effect .*: guard.bad-step is none"):
+        on_mesh(small_gpt, Mesh(), lambda engine: None, optim=Optim(),
+                guard=Guard(loss_spike_factor=2.0, bad_step="none"))
 
     def work(engine):
         result = engine.train_batch(share(engine, tokens([[2]])))
@@ -264,7 +265,7 @@ def test_the_first_microbatch_is_named_where_several_are_bad():
     *((*SAMPLES[2], checkpoint) for checkpoint in (1, 2)), *((*sample, "none") for sample in SAMPLES)], ids=str)
 def test_the_block_whose_gradients_are_not_finite_is_named(mesh, sample, microbatch, replica, checkpoint):
     make = partial(lambda: faulty(small_gpt(), "layer1.mlp", infinite_gradient, samples=[sample]))
-    cause = examined(make, mesh, batch_of(mesh, 0), checkpoint=checkpoint)
+    cause = examined(make, mesh, batch_of(mesh, 0), memory=Memory(recompute=checkpoint))
     assert str(cause) in [f"block layer1.mlp, microbatch {microbatch} of replica {replica}: the gradient of its input "
                           f"has {flaw}" for flaw in ("inf", "nan")]
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from ranvier.block import Initial, Model
+from ranvier.config.run import Pipeline
 from ranvier.errors import ModelError
 from ranvier.mesh import Mesh
-from ranvier.models.block import Initial, Model
 from ranvier.pipeline.build import cut
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch, microbatches
@@ -114,7 +115,8 @@ def test_replicas_start_alike_where_nobody_seeds():
     kept = {name: tensor.clone() for name, tensor in models[0][0].state_dict().items()}
 
     def rank(world):
-        engine = Engine(models[world.rank], world, mesh=Mesh(data=2, pipe=2), loss=squared, boundaries=(1,))
+        engine = Engine(models[world.rank], world, mesh=Mesh(data=2, pipe=2), loss=squared,
+                        pipeline=Pipeline(boundaries=(1,)))
         return {name: tensor.clone() for name, tensor in engine._stage.blocks[0][2].state_dict().items()}
 
     found = run_ranks(rank, 4)
@@ -143,7 +145,7 @@ def test_counters_and_the_timeline():
         return engine.counters(), [(span.category, span.label, span.step) for span in spans if span.category != "wait"]
 
     counters, spans = zip(*on_mesh(lambda: chain(*[partial(nn.Linear, 4, 4)] * 4), Mesh(data=2, pipe=2), work,
-                                   policy="gpipe"), strict=True)
+                                   pipeline=Pipeline(policy="gpipe")), strict=True)
     assert all(one["bytes_sent"] > 0 and one["longest_gap_seconds"] >= 0.0 for one in counters)
     # two batches of two microbatches [2, 4] in fp64; two chunks' worth of 40 parameters
     assert [one["bytes_received_by_axis"] for one in counters[:2]] == [{"pipe": 2 * 2 * 64, "data": 2 * 40 * 8}] * 2

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from ranvier.config.run import Pipeline
 from ranvier.errors import ModelError, TransportError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.microbatch import Microbatch
@@ -76,12 +77,12 @@ def states(counts, seed=0):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_several_tensors_for_a_part_of_the_way(mesh, policy):
-    assert_parity(of(*PARTS), states([[3, 2, 3, 1]] * mesh.data), mesh, policy=policy)
+    assert_parity(of(*PARTS), states([[3, 2, 3, 1]] * mesh.data), mesh, pipeline=Pipeline(policy=policy))
 
 
 @pytest.mark.parametrize("boundaries", [(number, number + 1) for number in range(1, 7)], ids=str)
 def test_wherever_it_is_cut(boundaries):
-    assert_parity(of(*PARTS), states([[3, 2]]), Mesh(pipe=3), boundaries=boundaries)
+    assert_parity(of(*PARTS), states([[3, 2]]), Mesh(pipe=3), pipeline=Pipeline(boundaries=boundaries))
 
 
 def halves(linear, x):
@@ -126,8 +127,8 @@ def test_pairs_of_outputs(middle, policy):
 
     parts = (plain, *middle, plain)
     make = of(*parts)
-    assert_parity(make, points([[2, 3, 2], [2]]), Mesh(data=2, pipe=4), policy=policy)
-    assert_parity(make, points([[2, 3, 2]]), Mesh(pipe=2), policy=policy, boundaries=(2,))
+    assert_parity(make, points([[2, 3, 2], [2]]), Mesh(data=2, pipe=4), pipeline=Pipeline(policy=policy))
+    assert_parity(make, points([[2, 3, 2]]), Mesh(pipe=2), pipeline=Pipeline(policy=policy, boundaries=(2,)))
 
 
 def test_the_dimensions_may_change_from_block_to_block_and_be_empty():
@@ -234,7 +235,7 @@ def test_code_that_ends_the_program_inside_a_batch_is_a_failure(mesh, make, wher
 
 def test_a_dtype_that_messages_do_not_carry():
     make = of(lambda linear, x: linear(x).to(torch.complex64), lambda linear, x: linear(x.real))
-    with pytest.raises(TransportError, match="forward of microbatch 0: messages do not carry this dtype"):
+    with pytest.raises(TransportError, match="forward of microbatch 0: has a tensor of a dtype"):
         run(make, points([[2]]), Mesh(pipe=2))
 
 

@@ -9,16 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from ranvier.config.run import Memory, Pipeline
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
-from ranvier.pipeline.checkpointing import (
+from ranvier.pipeline.recomputation import (
     best_interval,
-    checkpointed_bytes,
     layers_of,
     paper_interval,
     segments_of,
     stage_segments,
+    stored_bytes,
 )
+from tests.covering import quick
 from tests.pipeline.parity import assert_parity, chain, chunks_of, frozen, on_mesh, points, share, small_gpt, tokens
 from tests.pipeline.test_parity import of_blocks, residuals
 from tests.pipeline.test_unusual_blocks import Plain
@@ -31,17 +33,17 @@ POLICIES = ("message-driven", "1f1b", "gpipe")
 
 def test_bytes_of_a_stage():
     kept, stored = [10, 20, 30, 40, 50], [1, 2, 3, 4, 5]
-    assert checkpointed_bytes(kept, stored, 0, 3) == 3 * 150
-    assert checkpointed_bytes(kept, stored, 1, 3) == 3 * 15 + 50
-    assert checkpointed_bytes(kept, stored, 2, 3) == 3 * (1 + 3 + 5) + 70
-    assert checkpointed_bytes(kept, stored, 5, 3) == 3 + 150
-    assert checkpointed_bytes([], [], 1, 3) == 0
+    assert stored_bytes(kept, stored, 0, 3) == 3 * 150
+    assert stored_bytes(kept, stored, 1, 3) == 3 * 15 + 50
+    assert stored_bytes(kept, stored, 2, 3) == 3 * (1 + 3 + 5) + 70
+    assert stored_bytes(kept, stored, 5, 3) == 3 + 150
+    assert stored_bytes([], [], 1, 3) == 0
 
 
 @given(st.integers(1, 40), st.integers(1, 30), st.integers(1, 50), st.integers(1, 50))
 def test_the_best_interval_has_the_fewest_bytes_and_is_near_the_formula(layers, microbatches, stored, kept):
     def needs(interval):
-        return checkpointed_bytes([kept] * layers, [stored] * layers, interval, microbatches)
+        return stored_bytes([kept] * layers, [stored] * layers, interval, microbatches)
 
     best = best_interval([kept] * layers, [stored] * layers, microbatches)
     assert needs(best) == min(map(needs, range(layers + 1)))
@@ -79,38 +81,42 @@ def test_layers_and_segments_of_a_stage():
 
 # ---------------------------------------------------------------------- the same gradients
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", quick(1, POLICIES))
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("checkpoint", [1, 2, "paper"])
 def test_gpt_with_dropout(checkpoint, mesh, policy):
     """The recomputed forward drops the same elements."""
-    assert_parity(partial(small_gpt, dropout=0.2), tokens([[2, 1, 2]] * mesh.data, ignored=0.3), mesh, policy=policy,
-                  checkpoint=checkpoint)
+    assert_parity(partial(small_gpt, dropout=0.2), tokens([[2, 1, 2]] * mesh.data, ignored=0.3), mesh,
+                  pipeline=Pipeline(policy=policy),
+                  memory=Memory(recompute=checkpoint))
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("checkpoint", [1, 3, 100])
 def test_own_blocks(checkpoint, mesh):
-    assert_parity(residuals, points([[3, 1, 2, 2]] * mesh.data), mesh, checkpoint=checkpoint)
+    assert_parity(residuals, points([[3, 1, 2, 2]] * mesh.data), mesh, memory=Memory(recompute=checkpoint))
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_frozen_and_tied_blocks(mesh):
-    assert_parity(lambda: frozen(residuals(), of_blocks(0, 1, 4)), points([[2, 1]] * mesh.data), mesh, checkpoint=2)
+    assert_parity(lambda: frozen(residuals(), of_blocks(0, 1, 4)), points([[2, 1]] * mesh.data), mesh,
+                  memory=Memory(recompute=2))
     assert_parity(partial(chain, *[Plain] * 6, tied=(("b0.linear.weight", "b4.linear.weight"),)),
-                  points([[2, 1]] * mesh.data), mesh, checkpoint=2)
+                  points([[2, 1]] * mesh.data), mesh, memory=Memory(recompute=2))
 
 
 def test_auto_chooses_by_bytes_and_needs_a_sample():
     batches = tokens([[2, 1]])
-    assert_parity(small_gpt, batches, Mesh(pipe=2), checkpoint="auto", sample=batches[0][0])
-    with pytest.raises(ConfigError, match=r"Engine\(checkpoint=...\): needs a sample"):
-        assert_parity(small_gpt, batches, Mesh(), checkpoint="auto")
+    assert_parity(small_gpt, batches, Mesh(pipe=2), memory=Memory(recompute="auto"), sample=batches[0][0])
+    with pytest.raises(ConfigError, match=r"Memory\(recompute=...\): needs a sample"):
+        assert_parity(small_gpt, batches, Mesh(), memory=Memory(recompute="auto"))
 
 
 @pytest.mark.parametrize("checkpoint", [0, -1, "foo", 1.5, True, None])
 def test_what_is_no_interval(checkpoint):
-    with pytest.raises(ConfigError, match=r"Engine\(checkpoint=...\): must be none, auto, paper, or a number"):
+    """What `Memory` refuses by itself, given in the spelling of the last release."""
+    with (pytest.raises(ConfigError, match=r"Memory\(recompute=...\): must be none, auto, axonn, or a number"),
+          pytest.warns(FutureWarning)):
         assert_parity(small_gpt, tokens([[2, 1]]), Mesh(), checkpoint=checkpoint)
 
 
@@ -133,7 +139,7 @@ def test_what_is_computed_again(checkpoint, expected):
     """Four blocks, two microbatches: each forward once more under checkpointing, and never in an evaluation."""
     Counted.forwards = 0
     batches = points([[1, 2]])
-    assert_parity(partial(chain, *[Counted] * 4), batches, Mesh(), checkpoint=checkpoint,
+    assert_parity(partial(chain, *[Counted] * 4), batches, Mesh(), memory=Memory(recompute=checkpoint),
                   also=lambda engine: engine.evaluate(batches[0]).loss)
     assert Counted.forwards == expected + 8 + 8, "the reference's and the evaluation's beside it"
 
@@ -142,7 +148,7 @@ def test_reductions_start_while_the_backward_runs():
     """A segment's gradients are complete when the backward leaves it."""
     def work(engine):
         events, gradients = [], engine._updater.gradients
-        reduce, backward = engine._data_group.all_reduce, engine._stage.backward
+        reduce, backward = engine._connections.data.all_reduce, engine._stage.backward
 
         def reducing(tensor, op="sum"):
             events.append("reduce")
@@ -153,11 +159,11 @@ def test_reductions_start_while_the_backward_runs():
             events.append("backward")
             return result
 
-        engine._data_group.all_reduce, engine._stage.backward = reducing, running
+        engine._connections.data.all_reduce, engine._stage.backward = reducing, running
         engine.forward_backward(share(engine, points([[1, 1], [1, 1]])))
         assert len(gradients.chunks) == 6
         last = max(place for place, event in enumerate(events) if event == "backward")
         return events[:last].count("reduce")
 
-    found = on_mesh(partial(chain, *[Plain] * 6), Mesh(data=2), work, optim=chunks_of(20), checkpoint=2)
+    found = on_mesh(partial(chain, *[Plain] * 6), Mesh(data=2), work, optim=chunks_of(20), memory=Memory(recompute=2))
     assert found == [4, 4], "the loss's sum, and the chunks of two segments of three; the first segment's come after"

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from ranvier.comm.board import Board, in_time, said, silent
+from ranvier.comm.board import Board, call_with_timeout, find_silent_ranks, read_actions
 from ranvier.comm.message import Kind
+from ranvier.config.run import Pipeline
 from ranvier.errors import MessageTimeout, ModelError, RanvierError, TransportError
 from ranvier.mesh import Mesh
 from tests.pipeline.parity import chain, on_mesh, points, share, squared
@@ -72,7 +73,7 @@ def test_a_forward_that_raises(mesh):
     started = time.monotonic()
     with pytest.raises(ValueError, match="no such thing") as caught:
         train(partial(chain, Passes, partial(FailsAt, "forward"), Passes), marked([[1] * 4] * mesh.data, 2), mesh,
-              policy="1f1b")
+              pipeline=Pipeline(policy="1f1b"))
     assert time.monotonic() - started < 30.0, "the others must not wait for their timeouts"
     text = text_of(caught.value)
     assert "in block b1, forward of microbatch 2" in text
@@ -85,7 +86,8 @@ def test_a_forward_that_raises(mesh):
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=3)], ids=str)
 def test_a_backward_that_raises(mesh):
     with pytest.raises(ValueError, match="no way back") as caught:
-        train(partial(chain, Passes, partial(FailsAt, "backward"), Passes), marked([[1] * 4], 1), mesh, policy="1f1b")
+        train(partial(chain, Passes, partial(FailsAt, "backward"), Passes), marked([[1] * 4], 1), mesh,
+              pipeline=Pipeline(policy="1f1b"))
     text = text_of(caught.value)
     assert "in the backward of microbatch 1" in text
     assert re.search(r"actions so far: F0 (F1 )?(F2 )?B0 (F1|F2|F3) >B1<", text), text
@@ -95,9 +97,9 @@ def test_a_postponed_product_that_raises(monkeypatch):
     def broken(self, microbatch, product):
         raise ValueError("no product")
 
-    monkeypatch.setattr("ranvier.pipeline.weight_gradients.WeightGradients.run", broken)
+    monkeypatch.setattr("ranvier.tensor.weight_gradients.WeightGradients.run", broken)
     with pytest.raises(ValueError, match="no product") as caught:
-        train(partial(chain, Plain, Plain), points([[1]]), Mesh(), defer_bytes=1 << 30)
+        train(partial(chain, Plain, Plain), points([[1]]), Mesh(), pipeline=Pipeline(defer_bytes=1 << 30))
     assert "actions so far: F0 B0 >W0<" in text_of(caught.value)
 
 
@@ -110,7 +112,8 @@ def raises(outputs, targets):
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=2)], ids=str)
 def test_a_loss_that_raises(mesh):
     with pytest.raises(ValueError, match="no loss") as caught:
-        train(partial(chain, Passes, Passes, loss=raises), marked([[1] * 3], 1), mesh, policy="gpipe")
+        train(partial(chain, Passes, Passes, loss=raises), marked([[1] * 3], 1), mesh,
+              pipeline=Pipeline(policy="gpipe"))
     text = text_of(caught.value)
     assert "in the loss of microbatch 1" in text and "actions so far: F0 >F1<" in text
 
@@ -130,12 +133,12 @@ def test_a_failure_of_ones_own_kind_keeps_its_words():
 def losing(kind, microbatch, then=lambda engine: None):
     """What makes a rank's transport lose one message."""
     def prepare(engine):
-        send = engine._transport.send
+        send = engine._connections.transport.send
 
         def sending(destination, message):
             if (message.kind, message.microbatch) != (kind, microbatch):
                 send(destination, message)
-        engine._transport.send = sending
+        engine._connections.transport.send = sending
         then(engine)
     return prepare
 
@@ -160,7 +163,8 @@ def quick_board(monkeypatch):
 
 def test_a_forward_that_never_comes(quick_board):
     """`pipe 1 waits 31 s for the forward of microbatch 5 from pipe 0, which is in backward 2`, and all the others."""
-    text = timeout(Mesh(pipe=2), points([[1] * 3]), losing(Kind.FORWARD, 2), in_flight=4, policy="gpipe")
+    text = timeout(Mesh(pipe=2), points([[1] * 3]), losing(Kind.FORWARD, 2),
+                   pipeline=Pipeline(in_flight=4, policy="gpipe"))
     assert text.startswith("Engine(timeout_seconds=...): a message did not come\n")
     assert re.search(r"\npipe 1 waits \d s for the forward of microbatch 2 from pipe 0, which is in a wait for the "
                      r"backward of microbatch 0 from pipe 1\n", text) or re.search(
@@ -173,16 +177,16 @@ def test_a_gap_between_messages_is_noticed_at_once():
     with pytest.raises(TransportError, match=r"messages from pipe 0: the forward of microbatch 1 is lost: that of 2 "
                                              r"came first\. Go on with Checkpoints"):
         on_mesh(partial(chain, *[Plain] * 4), Mesh(pipe=2), lambda engine: (
-            losing(Kind.FORWARD, 1)(engine), engine.forward_backward(share(engine, points([[1] * 3])))), in_flight=3,
-            policy="gpipe")
+            losing(Kind.FORWARD, 1)(engine), engine.forward_backward(share(engine, points([[1] * 3])))),
+            pipeline=Pipeline(in_flight=3, policy="gpipe"))
 
 
 def test_a_gap_between_returns_is_noticed_at_once():
     with pytest.raises(TransportError, match=r"messages from pipe 1: the backward of microbatch 0 is lost: that of 1 "
                                              r"came first"):
         on_mesh(partial(chain, *[Plain] * 4), Mesh(pipe=2), lambda engine: (
-            losing(Kind.BACKWARD, 0)(engine), engine.forward_backward(share(engine, points([[1] * 3])))), in_flight=3,
-            policy="gpipe")
+            losing(Kind.BACKWARD, 0)(engine), engine.forward_backward(share(engine, points([[1] * 3])))),
+            pipeline=Pipeline(in_flight=3, policy="gpipe"))
 
 
 def test_a_backward_that_never_comes(quick_board):
@@ -233,7 +237,7 @@ def uneven(first, second, calls=1):
         for _ in range(calls):
             engine.forward_backward(share(engine, points([[1] * (first if engine.is_first_stage else second)])))
 
-    on_mesh(partial(chain, Plain, Plain), Mesh(pipe=2), work, timeout_seconds=0.5, in_flight=5)
+    on_mesh(partial(chain, Plain, Plain), Mesh(pipe=2), work, timeout_seconds=0.5, pipeline=Pipeline(in_flight=5))
 
 
 @pytest.mark.parametrize(("first", "second", "calls"), [(2, 3, 1), (3, 2, 1), (3, 2, 2), (1, 0, 2), (0, 1, 1)])
@@ -263,13 +267,13 @@ def test_ranks_that_say_nothing_any_more_are_told_from_busy_ones():
 
     store = HashStore()
     boards = [Board(store, rank, Mesh(pipe=4), 0.05) for rank in range(3)]
-    while len(said(store, range(4))) < 3:
+    while len(read_actions(store, range(4))) < 3:
         time.sleep(0.01)
-    assert silent(store, range(4), 0.4) == []
-    boards[0].doing = "backward 3"
+    assert find_silent_ranks(store, range(4), 0.4) == []
+    boards[0].action = "backward 3"
     boards[1].close()
-    assert silent(store, range(4), 0.4) == [1]
-    assert said(store, [0])[0][1] == "backward 3"
+    assert find_silent_ranks(store, range(4), 0.4) == [1]
+    assert read_actions(store, [0])[0][1] == "backward 3"
     for board in boards:
         board.close()
 
@@ -300,8 +304,8 @@ def test_a_store_that_does_not_answer_holds_nobody_up(monkeypatch):
     store = Deaf()
     began = time.monotonic()
     board = Board(store, 0, Mesh(pipe=2), 0.05)
-    assert in_time(store.get, 0.2) is None and silent(store, [1], 0.1) is None
-    assert "from pipe 1, which is not heard of: the store cannot be reached\n" in board.report("news", 1, 3.0)
+    assert call_with_timeout(store.get, 0.2) is None and find_silent_ranks(store, [1], 0.1) is None
+    assert "from pipe 1, which is not heard from: the store cannot be reached\n" in board.report("news", 1, 3.0)
     assert time.monotonic() - began < 20
     store.ended.set()
     board.close()

@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from ranvier.checkpoint.checkpoints import Checkpoints
+from ranvier.config.run import Optim
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
-from ranvier.run import Optim
 from ranvier.testing.ranks import run_ranks
+from tests.covering import quick
 from tests.pipeline.parity import chain
 
 HALF = [torch.bfloat16, torch.float16]
@@ -45,7 +46,7 @@ def train(world, mesh, dtype, steps, work=lambda engine: None, **options):
 
 @pytest.mark.parametrize("accumulate", ["fp32", "half"])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("mesh", [Mesh(), Mesh(data=2, pipe=2)], ids=str)
+@pytest.mark.parametrize("mesh", quick(1, [Mesh(), Mesh(data=2, pipe=2)]), ids=str)
 def test_a_users_optimizer_has_fp32_master_copies(mesh, dtype, accumulate):
     """40 steps of 1e-5 are less than half of what tells two numbers of half precision apart: they must add up. The
     reference is Ranvier's own AdamW, which has such copies."""

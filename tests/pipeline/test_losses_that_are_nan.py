@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from ranvier.config.run import Guard, Optim
 from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
-from ranvier.run import Guard, Optim
 from tests.pipeline.parity import chain, on_mesh, points, share
 
 MODEL = partial(chain, *[partial(nn.Linear, 4, 4)] * 3)

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import nn
 
+from ranvier.config.run import Memory, Optim, Pipeline
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.optim.loss_scale import LossScale
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.run import Optim
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
-from tests.covering import covering
+from tests.covering import covering, quick
 from tests.pipeline.parity import SEED, chain, frozen, on_mesh, points, share, small_gpt, squared, tokens
 from tests.pipeline.test_parity import of_blocks, residuals
 from tests.pipeline.test_training import assert_same_weights, batch_of, three_ends, weights
@@ -28,7 +28,7 @@ def optim(**options):
 
 
 @pytest.mark.parametrize(("offload", "shard"), [("none", False), ("none", True), ("stream", True), ("host", False)])
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", quick(2, MESHES), ids=str)
 @pytest.mark.parametrize("make", [small_gpt, three_ends, lambda: frozen(residuals(), of_blocks(0, 1, 4, 7))],
                          ids=["gpt", "three ends", "partly frozen"])
 def test_steps_equal_those_of_torch(make, mesh, offload, shard):
@@ -117,7 +117,7 @@ def test_groups_that_fit_nothing_are_refused():
 def test_a_stage_without_trainable_parameters():
     model = partial(lambda: frozen(residuals(), of_blocks(0, 1, 2, 3)))
     on_mesh(model, Mesh(data=2, pipe=2), lambda engine: engine.train_batch(share(engine, points([[1, 2], [2]]))).loss,
-            optim=optim(offload="stream", shard=True), boundaries=(4,))
+            optim=optim(offload="stream", shard=True), pipeline=Pipeline(boundaries=(4,)))
 
 
 # ---------------------------------------------------------------------- half precision
@@ -175,11 +175,11 @@ def test_loss_scale():
     assert scale.scale == 2.0**-14 and scale.skipped_steps == 101
 
 
-@pytest.mark.parametrize(("mesh", "options", "dtype"), [*covering([Mesh(data=2, pipe=2)], [
+@pytest.mark.parametrize(("mesh", "options", "dtype"), quick(4, [*covering([Mesh(data=2, pipe=2)], [
     {}, {"accumulate": "half"}, {"offload": "stream", "shard": True}, {"offload": "host", "reduce_dtype": "fp32"},
     ], [torch.bfloat16, torch.float16]), *covering([Mesh()], [
         {}, {"offload": "host", "reduce_dtype": "fp32"}, {"accumulate": "half"}, {"offload": "stream", "shard": True},
-    ], [torch.float16, torch.bfloat16])], ids=str)
+    ], [torch.float16, torch.bfloat16])]), ids=str)
 def test_half_precision_follows_fp32(mesh, options, dtype):
     """Losses over 15 steps stay near those of fp32."""
     batches = [tokens([[2, 2]] * mesh.data, seed=seed) for seed in range(15)]
@@ -216,7 +216,7 @@ def test_updates_in_the_backward_equal_those_after_it(make, mesh, checkpoint, op
         return found, weights(engine)
 
     found, parameters = zip(*on_mesh(make, mesh, work, optim=optim(update_in_backward=True, **options),
-                                     learning_rate=1e-2, checkpoint=checkpoint), strict=True)
+                                     learning_rate=1e-2, memory=Memory(recompute=checkpoint)), strict=True)
     assert all(norm == pytest.approx(norms, rel=1e-10) for norm in found)
     assert_same_weights(parameters, reference, mesh)
 
@@ -270,7 +270,7 @@ def test_states_of_several_tensors(mesh, uses, checkpoint, options):
         return [engine.train_batch(share(engine, batch)).grad_norm for batch in batches], weights(engine)
 
     found, parameters = zip(*on_mesh(make, mesh, work, optim=optim(**options), learning_rate=1e-2,
-                                     checkpoint=checkpoint), strict=True)
+                                     memory=Memory(recompute=checkpoint)), strict=True)
     assert all(norm == pytest.approx(norms, rel=1e-10) for norm in found)
     assert_same_weights(parameters, reference, mesh)
 

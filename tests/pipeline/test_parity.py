@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from ranvier.config.run import Pipeline
 from ranvier.mesh import Mesh
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.testing.reference import Reference
+from tests.covering import quick
 from tests.pipeline.parity import (
     IGNORED,
     SEED,
@@ -53,21 +55,23 @@ def whole(batches):
                        torch.cat([one.samples for one in every]))]
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
+@pytest.mark.parametrize("mesh", quick(9, MESHES), ids=mesh_id)
 def test_gpt_on_every_mesh(mesh):
     """Against one process that takes the global batch whole; each replica has tokens of its own, many do not count."""
     batches = tokens([[2, 2, 1]] * mesh.data, ignored=0.4)
     reference = Reference(small_gpt(), seed=SEED, dtype=torch.float64)
     loss = reference.forward_backward(whole(batches))
-    outcome = gradients_on(small_gpt, batches, mesh, policy=POLICIES[(mesh.data + mesh.pipe) % 3], optim=chunks_of(125))
+    outcome = gradients_on(small_gpt, batches, mesh, pipeline=Pipeline(policy=POLICIES[(mesh.data + mesh.pipe) % 3]),
+                           optim=chunks_of(125))
     assert_close(outcome.gradients, reference.gradients())
     assert set(outcome.losses) == {outcome.losses[0]} and abs(outcome.losses[0] - loss) < 1e-12 * loss
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
+@pytest.mark.parametrize("mesh", quick(9, MESHES), ids=mesh_id)
 def test_own_blocks_on_every_mesh(mesh):
     batches = points([[3, 1, 2, 2]] * mesh.data)
-    assert_parity(residuals, batches, mesh, policy=POLICIES[(mesh.data + mesh.pipe + 1) % 3], optim=chunks_of(5))
+    assert_parity(residuals, batches, mesh, pipeline=Pipeline(policy=POLICIES[(mesh.data + mesh.pipe + 1) % 3]),
+                  optim=chunks_of(5))
 
 
 @pytest.mark.parametrize("chunk_size", [3, 40, 2000])
@@ -76,7 +80,7 @@ def test_own_blocks_on_every_mesh(mesh):
 def test_chunks_of_every_size(make, mesh, chunk_size):
     """A weight and its bias may lie in different chunks, of which one is complete before the other."""
     batches = tokens([[2, 2, 1]] * mesh.data) if make is small_gpt else points([[2, 2, 1]] * mesh.data)
-    assert_parity(make, batches, mesh, optim=chunks_of(chunk_size), defer_bytes=1 << 40)
+    assert_parity(make, batches, mesh, optim=chunks_of(chunk_size), pipeline=Pipeline(defer_bytes=1 << 40))
 
 
 # ---------------------------------------------------------------------- cuts
@@ -84,12 +88,13 @@ def test_chunks_of_every_size(make, mesh, chunk_size):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("boundaries", [(1, 2), (1, 7), (5, 6), (3, 4)], ids=str)
 def test_boundaries_by_hand(policy, boundaries):
-    assert_parity(small_gpt, tokens([[2] * 4]), Mesh(pipe=3), boundaries=boundaries, policy=policy)
+    assert_parity(small_gpt, tokens([[2] * 4]), Mesh(pipe=3), pipeline=Pipeline(boundaries=boundaries, policy=policy))
 
 
 @pytest.mark.parametrize("count", [3, 5, 7])
 def test_blocks_that_do_not_divide(count):
-    assert_parity(partial(residuals, count), points([[2, 2], [2, 2]]), Mesh(data=2, pipe=3), partition="uniform")
+    assert_parity(partial(residuals, count), points([[2, 2], [2, 2]]), Mesh(data=2, pipe=3),
+                  pipeline=Pipeline(partition="uniform"))
 
 
 # ---------------------------------------------------------------------- numbers of microbatches and samples
@@ -101,13 +106,13 @@ def test_blocks_that_do_not_divide(count):
 ], ids=str)
 def test_numbers_of_microbatches(policy, counts):
     """One, fewer than stages, many; a smaller last one; other numbers, or none, on another replica."""
-    assert_parity(residuals, points(counts), Mesh(data=len(counts), pipe=3), policy=policy)
+    assert_parity(residuals, points(counts), Mesh(data=len(counts), pipe=3), pipeline=Pipeline(policy=policy))
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 3, 9])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_in_flight_limits(policy, in_flight):
-    assert_parity(residuals, points([[1] * 7]), Mesh(pipe=4), policy=policy, in_flight=in_flight)
+    assert_parity(residuals, points([[1] * 7]), Mesh(pipe=4), pipeline=Pipeline(policy=policy, in_flight=in_flight))
 
 
 @pytest.mark.parametrize("mesh", [Mesh(pipe=2), Mesh(data=2, pipe=4)], ids=mesh_id)
@@ -128,7 +133,7 @@ def without_targets(batches, replicas):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_unequal_numbers_of_valid_targets(policy, nominal):
     batches = tokens([[2, 2]], ignored=0.9) + tokens([[2, 2, 2]], ignored=0.1, seed=5)
-    assert_parity(small_gpt, batches, Mesh(data=2, pipe=2), policy=policy, nominal_weight=nominal)
+    assert_parity(small_gpt, batches, Mesh(data=2, pipe=2), pipeline=Pipeline(policy=policy), nominal_weight=nominal)
 
 
 def test_a_replica_without_valid_targets():
@@ -143,7 +148,7 @@ def of_blocks(*numbers):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("is_frozen", [
+@pytest.mark.parametrize("is_frozen", quick(6, [
     pytest.param(of_blocks(0), id="first block"), pytest.param(of_blocks(0, 1, 2), id="prefix"),
     pytest.param(of_blocks(0, 1), id="first stage"), pytest.param(of_blocks(2, 3), id="second stage"),
     pytest.param(of_blocks(2, 3, 4, 5), id="middle stages"), pytest.param(of_blocks(6, 7), id="last stage"),
@@ -153,11 +158,11 @@ def of_blocks(*numbers):
     pytest.param(lambda name: name != "b7.linear.bias", id="all but the last bias"),
     pytest.param(lambda name: name.endswith("weight"), id="biases only"),
     pytest.param(lambda name: name.endswith("bias"), id="weights only"),
-])
+]))
 def test_any_subset_frozen(policy, is_frozen):
     """Two blocks on each of four stages."""
     assert_parity(lambda: frozen(residuals(), is_frozen), points([[2, 1, 2], [2, 2, 2]]), Mesh(data=2, pipe=4),
-                  boundaries=(2, 4, 6), policy=policy, optim=chunks_of(5))
+                  pipeline=Pipeline(boundaries=(2, 4, 6), policy=policy), optim=chunks_of(5))
 
 
 def test_everything_frozen():
@@ -171,4 +176,4 @@ def test_gpt_with_a_frozen_prefix_that_is_untied(policy):
         model = frozen(small_gpt(), lambda name: name.startswith(("embedding", "layer0")))
         return type(model)(blocks=model.blocks, loss=model.loss, initial=model.initial)
 
-    assert_parity(make, tokens([[2, 2, 2], [2]]), Mesh(data=2, pipe=3), policy=policy)
+    assert_parity(make, tokens([[2, 2, 2], [2]]), Mesh(data=2, pipe=3), pipeline=Pipeline(policy=policy))

@@ -9,21 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from ranvier.block import Model
+from ranvier.config.rules import check_boundaries
+from ranvier.config.run import Transformer
+from ranvier.cost.blocks import BlockCost
 from ranvier.errors import ConfigError, ModelError
-from ranvier.models.block import Model
 from ranvier.models.gpt import flops_per_sequence, gpt
-from ranvier.pipeline.cut import cut
-from ranvier.pipeline.partition import (
-    BlockCost,
-    FusedAttention,
-    KeptBytes,
-    block_costs,
-    check_boundaries,
-    loss_parts,
-    partition,
-    uniform,
-)
-from ranvier.run import Transformer
+from ranvier.pipeline.block_costs import FusedAttention, KeptBytes, block_costs, loss_parts
+from ranvier.pipeline.partition import partition, uniform
+from ranvier.schedule.partition import cut
 from tests.pipeline.parity import chain, small_gpt, squared
 
 

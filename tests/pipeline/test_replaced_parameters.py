@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from ranvier.checkpoint import state
+from ranvier.config.run import Optim, Pipeline
 from ranvier.errors import ModelError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
-from ranvier.run import Optim
 from ranvier.testing.ranks import run_ranks
 from tests.covering import covering, label
 from tests.pipeline.parity import SEED, chain, points, share, squared
@@ -86,7 +86,7 @@ def in_place(module, values):
     [Mesh(), Mesh(data=2, pipe=2)]), ids=label)
 def test_new_values_train(mesh, dtype, kind, write):
     """As those that are written in place, to the bit, and the parameters are those of the start."""
-    options = {**OPTIMIZERS[kind], "defer_bytes": 1 << 20}
+    options = {**OPTIMIZERS[kind], "pipeline": Pipeline(defer_bytes=1 << 20)}
     expected, found = (run_ranks(partial(trained, mesh=mesh, write=one, dtype=dtype, **options), mesh.size)
                        for one in (in_place, write))
     for mine, theirs in zip(found, expected, strict=True):
@@ -202,7 +202,7 @@ def test_a_forward_that_replaces_its_weight_is_refused(defer_bytes):
 
     def rank(world):
         engine = Engine(chain(partial(Renews, 4, 4), partial(nn.Linear, 4, 4), loss=squared), world,
-                        dtype=torch.float64, optim=Optim(), defer_bytes=defer_bytes)
+                        dtype=torch.float64, optim=Optim(), pipeline=Pipeline(defer_bytes=defer_bytes))
         engine.train_batch(points([[2]])[0])
 
     with pytest.raises(ModelError, match=r"parameter b0\.weight: was replaced during the batch"):

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from ranvier.config.run import Optim
 from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.replicas import PIECE, checksum
-from ranvier.run import Optim
+from tests.covering import quick
 from tests.pipeline.parity import chain, frozen, on_mesh, share, small_gpt, tokens
 from tests.pipeline.test_parity import of_blocks
 from tests.tensor.split_parity import on_mesh as on_tensor_mesh
@@ -85,9 +86,9 @@ def test_a_frozen_parameter_is_compared_too():
     on_mesh(make, Mesh(data=2), work)
 
 
-@pytest.mark.parametrize(("mesh", "scheme"), [(Mesh(row=2, col=2), "stationary"), (Mesh(row=2, col=2), "summa"),
-                                              (Mesh(data=2, row=2, col=2), "stationary"),
-                                              (Mesh(col=2, data=2), "megatron"), (Mesh(col=4), "sequence")], ids=str)
+@pytest.mark.parametrize(("mesh", "scheme"), quick(2, [
+    (Mesh(row=2, col=2), "stationary"), (Mesh(row=2, col=2), "summa"), (Mesh(data=2, row=2, col=2), "stationary"),
+    (Mesh(col=2, data=2), "megatron"), (Mesh(col=4), "sequence")]), ids=str)
 def test_good_runs_on_rows_and_columns_agree(mesh, scheme):
     """Norms and biases are held by several ranks, weights by one of each replica; tied ends are cut differently."""
     batch = token_batches(mesh, count=2)

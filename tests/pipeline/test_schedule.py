@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranvier.errors import ConfigError
-from ranvier.pipeline.policies import POLICIES, GPipe, MessageDriven, OneForwardOneBackward, policy_named
-from ranvier.pipeline.schedule import Action, Done, Product, Schedule, Wait, actions_text
-from ranvier.planner import simulator
-from ranvier.planner.simulator import StageTimes, simulate
+from ranvier.schedule import simulator
+from ranvier.schedule.policies import POLICIES, GPipe, MessageDriven, OneForwardOneBackward, policy_named
+from ranvier.schedule.schedule import Action, Done, Product, Schedule, Wait, actions_text
+from ranvier.schedule.simulator import StageTimes, simulate
 from ranvier.testing.policies import check_policy, check_run
 
 EQUAL = StageTimes(forward=1.0, backward=1.0, weight=1.0)

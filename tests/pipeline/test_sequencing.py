@@ -18,13 +18,14 @@ from torch import nn
 from ranvier.comm.board import Board
 from ranvier.comm.protocol import Group
 from ranvier.comm.throttle import Link, throttled
+from ranvier.config.run import Pipeline
 from ranvier.errors import MessageTimeout, TransportError
 from ranvier.layout import Split
 from ranvier.mesh import Mesh
-from ranvier.pipeline import engine as engine_module
+from ranvier.pipeline import connections
 from ranvier.pipeline.engine import Engine
-from ranvier.pipeline.schedule import Action
 from ranvier.pipeline.sequencer import Sequencer
+from ranvier.schedule.schedule import Action
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
 from tests.covering import covering
@@ -65,7 +66,7 @@ class Copied(nn.Linear):
     def splits(self, settings):
         return {"weight": Split(((), ()), summed=("row",)), "bias": Split(((),), summed=("row",))}
 
-    def cannot(self, mesh):
+    def divisibility_constraints(self, mesh):
         return ()
 
     def split(self, mesh):
@@ -120,7 +121,7 @@ def run(mesh, batches, adversary, *, seconds=0.0, wait_seconds=60.0, **options):
         engine = Engine(chain(*[lambda: Sharded(groups, seconds)] * 4), world, mesh=mesh, seed=SEED,
                         dtype=torch.float64, timeout_seconds=wait_seconds, **options)
         actions = []
-        execute, weight = engine._execute, engine._stage.weight
+        execute, weight = engine._runner.execute, engine._stage.weight
 
         def executing(action, *rest):
             actions.append((str(action), action.product, action.defer))
@@ -130,7 +131,7 @@ def run(mesh, batches, adversary, *, seconds=0.0, wait_seconds=60.0, **options):
             meet(groups, 3, 100 * number + product)
             weight(number, product)
 
-        engine._execute, engine._stage.weight = executing, weighing
+        engine._runner.execute, engine._stage.weight = executing, weighing
         result = engine.forward_backward(share(engine, batches))
         engine.evaluate(share(engine, batches))
         gradients = {name: gradient.clone() for name, gradient in engine.gradients().items()}
@@ -161,12 +162,13 @@ def check(mesh, adversary, counts=None, **options):
     Mesh(pipe=2, row=2, col=2), Mesh(pipe=2, col=2), Mesh(pipe=3, row=2), Mesh(row=2, col=2),
     Mesh(data=2, pipe=2, col=2), Mesh(data=2, pipe=3, row=2)], ["message-driven", "1f1b", "gpipe"]), ids=str)
 def test_one_order_on_every_rank_of_a_stage(mesh, policy):
-    check(mesh, Adversary(seed=mesh.size), policy=policy, in_flight=2 * mesh.pipe)
+    check(mesh, Adversary(seed=mesh.size), pipeline=Pipeline(policy=policy, in_flight=2 * mesh.pipe))
 
 
 def test_postponed_products_and_uneven_replicas():
     """W actions are decided by the leader too; replicas go their own ways."""
-    orders = check(Mesh(data=2, pipe=2, col=2), Adversary(seed=5), [[2] * 6, [1]], defer_bytes=1 << 20, in_flight=4)
+    orders = check(Mesh(data=2, pipe=2, col=2), Adversary(seed=5), [[2] * 6, [1]],
+                   pipeline=Pipeline(defer_bytes=1 << 20, in_flight=4))
     assert any(name.startswith("W") for name, _, _ in orders[0])
 
 
@@ -177,7 +179,8 @@ def test_postponed_products_and_uneven_replicas():
        st.sampled_from([0, 600, "auto", 1 << 30]), st.integers(1, 7))
 def test_any_mesh_any_delays(tensor, pipe, data, policy, seed, defer_bytes, in_flight):
     mesh = Mesh(data=data, pipe=pipe, row=tensor[0], col=tensor[1])
-    check(mesh, Adversary(seed=seed, jitter_seconds=5e-3), policy=policy, defer_bytes=defer_bytes, in_flight=in_flight)
+    check(mesh, Adversary(seed=seed, jitter_seconds=5e-3), pipeline=Pipeline(policy=policy, defer_bytes=defer_bytes,
+                                                                             in_flight=in_flight))
 
 
 # ---------------------------------------------------------------------- the tests above can fail
@@ -203,19 +206,22 @@ class SecondColumnIsLate(Adversary):
 
 
 def test_without_a_leader_the_order_check_finds_ranks_that_differ(monkeypatch):
-    monkeypatch.setattr(engine_module, "Sequencer", EachForItself)
+    monkeypatch.setattr(connections, "Sequencer", EachForItself)
     with pytest.raises(TransportError, match="stage order: the ranks of a stage run different actions"):
-        run(Mesh(pipe=2, col=2), numbered([[1] * 6]), SecondColumnIsLate(), seconds=4e-3, in_flight=6, check_order=True)
+        run(Mesh(pipe=2, col=2), numbered([[1] * 6]), SecondColumnIsLate(), seconds=4e-3,
+            pipeline=Pipeline(in_flight=6), check_order=True)
 
 
 def test_without_a_leader_collectives_mix(monkeypatch):
-    monkeypatch.setattr(engine_module, "Sequencer", EachForItself)
+    monkeypatch.setattr(connections, "Sequencer", EachForItself)
     with pytest.raises(Disorder, match="met"):
-        run(Mesh(pipe=2, col=2), numbered([[1] * 6]), SecondColumnIsLate(), seconds=4e-3, in_flight=6)
+        run(Mesh(pipe=2, col=2), numbered([[1] * 6]), SecondColumnIsLate(), seconds=4e-3,
+            pipeline=Pipeline(in_flight=6))
 
 
 def test_with_a_leader_the_same_delays_do_no_harm():
-    run(Mesh(pipe=2, col=2), numbered([[1] * 6]), SecondColumnIsLate(), seconds=4e-3, in_flight=6, check_order=True)
+    run(Mesh(pipe=2, col=2), numbered([[1] * 6]), SecondColumnIsLate(), seconds=4e-3, pipeline=Pipeline(in_flight=6),
+        check_order=True)
 
 
 def test_a_leader_that_says_nothing(monkeypatch):

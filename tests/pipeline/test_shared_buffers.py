@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from ranvier.checkpoint import state
+from ranvier.config.run import Optim
 from ranvier.elastic.transition import hand_over, take
 from ranvier.errors import ConfigError, ModelError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
-from ranvier.run import Optim
 from ranvier.testing.ranks import run_ranks
 from tests.pipeline.parity import SEED, chain, on_mesh, points, share, squared
 

@@ -1,7 +1,7 @@
 """Tied parameters: who owns, who sends to whom, and that ends on any stages make one sum and one value."""
 
 import random
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import replace
 from functools import partial
 
@@ -11,15 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from ranvier.block import Model
 from ranvier.comm.message import Kind, decode, encode
+from ranvier.config.run import Pipeline
 from ranvier.errors import ModelError
 from ranvier.layout import Layout, Parameter, Split
 from ranvier.mesh import Mesh
-from ranvier.models.block import Model
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.ties import TiedParameters, gradient_specs, ties_of
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
+from tests.covering import quick
 from tests.pipeline.parity import (
     SEED,
     assert_close,
@@ -44,7 +46,7 @@ def blocks(*groups, count=6):
                  tied=tuple(tuple(f"b{number}.linear.weight" for number in group) for group in groups))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", quick(1, POLICIES))
 @pytest.mark.parametrize("groups", [
     pytest.param([(0, 5)], id="first and last"), pytest.param([(5, 0)], id="owned by the last"),
     pytest.param([(0, 2, 5)], id="three ends"), pytest.param([(2, 5, 0)], id="three ends, owned by the second"),
@@ -54,8 +56,8 @@ def blocks(*groups, count=6):
 ])
 @pytest.mark.parametrize("mesh", [Mesh(pipe=3), Mesh(data=2, pipe=3)], ids=str)
 def test_one_sum_of_all_ends(groups, mesh, policy):
-    assert_parity(partial(blocks, *groups), points([[2, 1], [2, 2, 2]][:mesh.data]), mesh, policy=policy,
-                  boundaries=(2, 4), optim=chunks_of(5))
+    assert_parity(partial(blocks, *groups), points([[2, 1], [2, 2, 2]][:mesh.data]), mesh,
+                  pipeline=Pipeline(policy=policy, boundaries=(2, 4)), optim=chunks_of(5))
 
 
 @pytest.mark.parametrize("groups", [[(0, 3)], [(3, 0)], [(0, 1)], [(0, 3), (1, 2)]], ids=str)
@@ -69,8 +71,8 @@ def test_a_frozen_tie_is_never_sent():
     kinds = []
 
     def watch(engine):
-        send = engine._transport.send
-        engine._transport.send = lambda to, message: (kinds.append(message.kind), send(to, message))
+        send = engine._connections.transport.send
+        engine._connections.transport.send = lambda to, message: (kinds.append(message.kind), send(to, message))
 
     def work(engine):
         watch(engine)
@@ -85,8 +87,8 @@ def test_a_tie_is_sent_once_a_batch():
     kinds = []
 
     def watch(engine):
-        send = engine._transport.send
-        engine._transport.send = lambda to, message: (kinds.append(message.kind), send(to, message))
+        send = engine._connections.transport.send
+        engine._connections.transport.send = lambda to, message: (kinds.append(message.kind), send(to, message))
 
     assert_parity(partial(blocks, (0, 2, 5)), points([[2, 2, 2]]), Mesh(pipe=3), also=watch)
     assert kinds.count(Kind.TIED_GRADIENT) == 2
@@ -96,7 +98,7 @@ def test_ends_on_one_stage_are_one_parameter():
     def work(engine):
         return [(name, module.linear.weight) for _, name, module in engine._stage.blocks]
 
-    first, second = on_mesh(partial(blocks, (0, 1, 4)), Mesh(pipe=2), work, boundaries=(3,))
+    first, second = on_mesh(partial(blocks, (0, 1, 4)), Mesh(pipe=2), work, pipeline=Pipeline(boundaries=(3,)))
     weights = dict(first)
     assert weights["b0"] is weights["b1"] and weights["b0"] is not weights["b2"]
     assert torch.equal(dict(second)["b4"], weights["b0"])
@@ -125,7 +127,7 @@ def test_who_sends_to_whom():
 
     def rank(world):
         return [(tie.name, tie.owns, tie.peers) for tie in
-                Engine(blocks((2, 5, 0)), world, mesh=mesh, boundaries=(2, 4))._ties.ties]
+                Engine(blocks((2, 5, 0)), world, mesh=mesh, pipeline=Pipeline(boundaries=(2, 4)))._ties.ties]
 
     ties = run_ranks(rank, mesh.size)
     assert ties[3:] == [[("b2.linear.weight", False, (4,))], [("b2.linear.weight", True, (3, 5))],
@@ -291,9 +293,8 @@ def test_ends_cut_in_any_way_make_one_sum_and_one_value(layout, seed):
         for rank, found in enumerate(added):
             owns = layout.mesh.coordinates(rank).pipe == home[0]
             assert len(found) == (len(places) - 1 if owns else 0)
-            assert [spec.remote_ends for spec in gradient_specs(layout, layout.mesh.coordinates(rank).pipe,
-                                                               ranks.parameters[rank]) if not spec.sent_to_owner] == (
-                [len(found)] if owns else [])
+            specs = gradient_specs(layout, rank, ranks.parameters[rank], defaultdict(lambda: None))
+            assert [spec.remote_ends for spec in specs if not spec.sent_to_owner] == ([len(found)] if owns else [])
 
         value = torch.randn(SHAPE, generator=generator(batch), dtype=torch.float64)
         for _, _, parameter, index in ranks.each(home):

@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch import nn
 
+from ranvier.block import Model
 from ranvier.comm.throttle import Link
 from ranvier.errors import ConfigError, ModelError
 from ranvier.mesh import Mesh
-from ranvier.models.block import Model
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference, relative_error
+from tests.covering import quick
 from tests.pipeline.parity import (
     IGNORED,
     SEED,
@@ -68,7 +69,7 @@ def batch_of(make, mesh, seed=0):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", quick(2, MESHES), ids=str)
 @pytest.mark.parametrize("make", [small_gpt, three_ends, lambda: frozen(residuals(), of_blocks(0, 1, 4, 7))],
                          ids=["gpt", "three ends", "partly frozen"])
 def test_steps_equal_those_of_plain_pytorch(make, mesh, optimizer):
@@ -320,13 +321,15 @@ def test_training_without_an_optimizer():
 
 
 @pytest.mark.parametrize(("options", "says"), [
-    ({"in_flight": 0}, r"Engine\(in_flight=...\): must be at least 1 \(got 0\)"),
-    ({"policy": "random"}, r"Engine\(policy=...\): is not a policy \(got 'random'\)"),
-    ({"boundaries": (0,)}, r"Engine\(boundaries=...\): does not rise, or leaves a stage without blocks \(got \(0,\)\)"),
-    ({"boundaries": (1, 2)}, r"Engine\(boundaries=...\): has 2 numbers for 2 stages \(got \(1, 2\)\)"),
+    ({"in_flight": 0}, r"Pipeline\(in_flight=...\): must be at least 1 \(got 0\)"),
+    ({"policy": "random"}, r"Pipeline\(policy=...\): is not a policy \(got 'random'\)"),
+    ({"boundaries": (0,)},
+     r"Pipeline\(boundaries=...\): does not rise, or leaves a stage without blocks \(got \(0,\)\)"),
+    ({"boundaries": (1, 2)}, r"Pipeline\(boundaries=...\): has 2 numbers for 2 stages \(got \(1, 2\)\)"),
 ])
 def test_wrong_settings(options, says):
-    with pytest.raises(ConfigError, match=says):
+    """In the spelling of the last release, which `Pipeline` has not looked at."""
+    with pytest.raises(ConfigError, match=says), pytest.warns(FutureWarning):
         on_mesh(residuals, Mesh(pipe=2), lambda engine: None, **options)
 
 

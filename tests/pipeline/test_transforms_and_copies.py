@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from ranvier.config.run import Optim, Pipeline
 from ranvier.errors import ModelError
 from ranvier.mesh import Mesh
-from ranvier.run import Optim
 from ranvier.testing.reference import Reference
 from tests.pipeline.parity import SEED, assert_parity, chain, on_mesh, points, share, small_gpt, tokens
 
@@ -58,7 +58,7 @@ def test_gradients_through_transforms_are_torchs(transform, also):
     forward_mode = transform in (by_jvp, by_dual_numbers)  # of which torch has one level a process
     mesh = Mesh() if forward_mode else Mesh(data=2, pipe=2)
     batches = points([[2, 3, 1]] * mesh.data)
-    first, *others = (assert_parity(model, batches, mesh, policy=policy, defer_bytes=defer_bytes)
+    first, *others = (assert_parity(model, batches, mesh, pipeline=Pipeline(policy=policy, defer_bytes=defer_bytes))
                       for policy, defer_bytes in zip(POLICIES, (1 << 20, 0, 1 << 20), strict=True))
     for other in others:
         assert all(torch.equal(other.gradients[name], value) for name, value in first.gradients.items())
@@ -72,7 +72,7 @@ def test_other_layers_still_postpone():
         engine.train_batch(share(engine, points([[2]])))
         return [span.label for span in engine.timeline.take() if span.category == "weight"]
 
-    assert on_mesh(model, Mesh(), work, defer_bytes=1 << 20, optim=Optim()) == [["W0", "W0"]]
+    assert on_mesh(model, Mesh(), work, pipeline=Pipeline(defer_bytes=1 << 20), optim=Optim()) == [["W0", "W0", "W0"]]
 
 
 # ---------------------------------------------------------------------- copies
@@ -102,7 +102,7 @@ def test_an_average_of_a_live_model_is_that_of_plain_torch(options):
         return {f"{block}.{name}": value.clone() for block, one in averages.items()
                 for name, value in one.module.state_dict().items()}
 
-    found = on_mesh(model, mesh, work, defer_bytes=1 << 20, learning_rate=1e-3, **options)
+    found = on_mesh(model, mesh, work, pipeline=Pipeline(defer_bytes=1 << 20), learning_rate=1e-3, **options)
     for name, value in expected.module.items():
         mine = [one[name.replace("_", ".")] for one in found if name.replace("_", ".") in one]
         assert len(mine) == 2
@@ -126,7 +126,8 @@ def test_a_saved_block_needs_nothing_of_ranvier():
         engine.train_batch(share(engine, points([[2]])))
         assert not torch.equal(copies[0].weight, engine.named_parameters()["b0.weight"])
 
-    on_mesh(partial(chain, *[partial(nn.Linear, 4, 4)] * 2), Mesh(), work, defer_bytes=1 << 20, optim=Optim())
+    on_mesh(partial(chain, *[partial(nn.Linear, 4, 4)] * 2), Mesh(), work, pipeline=Pipeline(defer_bytes=1 << 20),
+            optim=Optim())
 
 
 def test_a_block_may_copy_a_layer_in_its_forward():
@@ -140,7 +141,8 @@ def test_a_block_may_copy_a_layer_in_its_forward():
             return super().forward(x) + teacher(x).detach() + pickle.loads(pickle.dumps(teacher))(x) + self.inner(x)
 
     globals()["Copies"] = Copies
-    assert_parity(partial(chain, Copies, partial(nn.Linear, 4, 4)), points([[2, 1]]), Mesh(), defer_bytes=1 << 20)
+    assert_parity(partial(chain, Copies, partial(nn.Linear, 4, 4)), points([[2, 1]]), Mesh(),
+                  pipeline=Pipeline(defer_bytes=1 << 20))
 
 
 def test_blocks_on_rows_and_columns_are_copied_and_not_saved():

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from ranvier.config.run import Optim, Pipeline
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.run import Optim
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
 from tests.covering import covering
@@ -72,7 +72,7 @@ def test_own_optimizer(options, mesh, defer_bytes):
     theirs = expected(SGD)
     assert torch.equal(theirs["b0.unused"], expected(SGD, ())["b0.unused"]), "torch leaves it alone"
     for mine in on_mesh(MODEL, mesh, partial(trained, batches=STEPS), optim=OWN(**options), learning_rate=0.1,
-                        defer_bytes=defer_bytes):
+                        pipeline=Pipeline(defer_bytes=defer_bytes)):
         for name, value in mine.items():
             torch.testing.assert_close(value, theirs[name], rtol=1e-10, atol=1e-13)
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ranvier.config.run import Pipeline
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.testing.ranks import run_ranks
@@ -225,7 +226,8 @@ BLOCKS = [
 @pytest.mark.parametrize("block", BLOCKS)
 def test_block(block, mesh, policy):
     """In the middle of a chain, where its products are postponed."""
-    assert_parity(partial(chain, Plain, block, Plain, Plain), points([[3, 2, 3]] * mesh.data), mesh, policy=policy,
+    assert_parity(partial(chain, Plain, block, Plain, Plain), points([[3, 2, 3]] * mesh.data), mesh,
+                  pipeline=Pipeline(policy=policy),
                   optim=chunks_of(5))
 
 
@@ -279,7 +281,7 @@ def test_autocast_inside_a_block(policy):
     reference.forward_backward(batch)
 
     def rank(world):
-        engine = Engine(make(), world, mesh=Mesh(), seed=3, policy=policy, nominal_weight=20.0)
+        engine = Engine(make(), world, mesh=Mesh(), seed=3, pipeline=Pipeline(policy=policy), nominal_weight=20.0)
         engine.forward_backward(batch)
         return {name: gradient.clone() for name, gradient in engine.gradients().items()}
 

@@ -4,10 +4,12 @@ import pytest
 import torch
 from torch import nn
 
+from ranvier.config.run import Pipeline
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
-from ranvier.pipeline.schedule import Product
-from ranvier.pipeline.weight_gradients import PostponingForwards, WeightGradients
+from ranvier.schedule.schedule import Product
+from ranvier.tensor.postponed_linear import PostponingForwards
+from ranvier.tensor.weight_gradients import WeightGradients
 from ranvier.testing.ranks import run_ranks
 from tests.pipeline.parity import points, squared
 
@@ -160,7 +162,7 @@ def test_an_engine_goes_on_after_a_batch_that_broke():
     def rank(world):
         torch.manual_seed(0)
         engine = Engine([Block(), Block(), Block()], world, mesh=Mesh(), loss=squared, dtype=torch.float64,
-                        defer_bytes=1 << 30)
+                        pipeline=Pipeline(defer_bytes=1 << 30))
         batch, found = points([[2, 2, 2]])[0], []
         for broken in (False, True, False):
             switch[:] = [True] * broken

@@ -10,18 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ranvier.config.resolve import ResolvedRun
+from ranvier.config.run import Batch, Memory, Optim, TensorParallel, Transformer
+from ranvier.cost.cluster_files import cluster_names, cluster_of
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.mesh import Mesh
 from ranvier.planner import measure
-from ranvier.planner.cluster_files import cluster_names, cluster_of
-from ranvier.planner.search import Work, predict
-from ranvier.run import Batch, Memory, Optim, Run, TensorParallel, Transformer
+from ranvier.planner.candidates import predict
+from ranvier.planner.work import Work
 
-TREES = {name: tomllib.loads((resources.files("ranvier") / "clusters" / f"{name}.toml").read_text())
+TREES = {name: tomllib.loads((resources.files("ranvier") / "cost" / "clusters" / f"{name}.toml").read_text())
          for name in cluster_names()}
 MODEL = Transformer(num_layers=4, hidden=64, heads=4, vocab=300, sequence=64)
-RUNS = [Run(model=MODEL, batch=Batch(global_size=16, microbatch_size=2), precision="fp32", **changes) for changes in (
-    {"mesh": Mesh(data=2, pipe=2)}, {"mesh": Mesh(pipe=2, row=2, col=2), "memory": Memory(checkpoint=1)},
+RUNS = [ResolvedRun(model=MODEL, batch=Batch(global_size=16, microbatch_size=2), precision="fp32", **changes)
+        for changes in (
+    {"mesh": Mesh(data=2, pipe=2)}, {"mesh": Mesh(pipe=2, row=2, col=2), "memory": Memory(recompute=1)},
     {"mesh": Mesh(row=2, col=2), "tensor": TensorParallel(scheme="summa"), "optim": Optim(offload="stream")},
     {"mesh": Mesh(data=2, col=2), "tensor": TensorParallel(scheme="megatron"),
      "optim": Optim(offload="host", shard=True)})]

@@ -6,59 +6,63 @@ from types import SimpleNamespace
 
 import pytest
 
-from ranvier import check
-from ranvier.cli import run_command
+from ranvier.cli import check
+from ranvier.cli.main import run_command
+from ranvier.config.resolve import ResolvedRun, resolve
+from ranvier.config.run import Batch, Launch, MeshSettings, Run, Transformer
+from ranvier.cost.cluster_files import load_cluster
+from ranvier.cost.run_cost import run_cost
 from ranvier.mesh import Mesh
 from ranvier.planner import auto
-from ranvier.planner.auto import cluster_for, planned
-from ranvier.planner.cluster_files import load_cluster
-from ranvier.planner.costs import cost
-from ranvier.planner.search import Work
-from ranvier.run import Batch, Launch, Run, Transformer
+from ranvier.planner.auto import cluster_for, planned, with_plan
+from ranvier.planner.work import Work
 
-OPEN = Run(mesh=Mesh(data="auto", pipe="auto"), batch=Batch(global_size=16, microbatch_size="auto"),
+OPEN = Run(mesh=MeshSettings(data="auto", pipe="auto"), batch=Batch(global_size=16, microbatch_size="auto"),
            model=Transformer(num_layers=4, hidden=64, heads=4, vocab=512, sequence=32),
            launch=Launch(cluster="h100", device="cuda"))
 
 
 def seconds(run):
-    return cost(run, load_cluster("h100"), Work().stages(run)).seconds
+    return run_cost(run, load_cluster("h100"), Work().stages(run)).seconds
 
 
 def test_the_fastest_of_all_that_is_open():
     run = planned(OPEN, 4)
-    assert not run.mesh.is_open and run.mesh.size == 4 and run.mesh.stage_size == 1
-    assert replace(run, mesh=OPEN.mesh, batch=OPEN.batch) == OPEN
+    assert isinstance(run, ResolvedRun) and run.mesh.size == 4 and run.mesh.stage_size == 1
+    assert run == resolve(replace(OPEN, mesh=run.mesh, batch=run.batch))
     others = [replace(run, mesh=Mesh(data=4 // pipe, pipe=pipe), batch=replace(run.batch, microbatch_size=size))
               for pipe in (1, 2, 4) for size in (1, 2, 4, 8, 16) if size * (4 // pipe) <= 16]
     assert seconds(run) == min(map(seconds, others))
 
 
 @pytest.mark.parametrize(("mesh", "ranks", "expected"), [
-    (Mesh(data="auto", pipe=2), 4, (2, 2, 1, 1)), (Mesh(pipe="auto"), 3, (1, 3, 1, 1)),
-    (Mesh(data="auto", col=2), 4, (2, 1, 1, 2)), (Mesh(data="auto", row="auto", col=2, tile=(2, 1)), 4, (1, 1, 2, 2))])
+    (MeshSettings(data="auto", pipe=2), 4, (2, 2, 1, 1)), (MeshSettings(pipe="auto"), 3, (1, 3, 1, 1)),
+    (MeshSettings(data="auto", col=2), 4, (2, 1, 1, 2)),
+    (MeshSettings(data="auto", row="auto", col=2, tile=(2, 1)), 4, (1, 1, 2, 2))])
 def test_what_is_given_stays(mesh, ranks, expected):
     run = replace(OPEN, mesh=mesh, batch=replace(OPEN.batch, microbatch_size=2))
     found = planned(run, ranks)
-    assert found.mesh.shape == expected and found.batch == run.batch and found.mesh.tile == mesh.tile
+    assert found.mesh.shape == expected and found.batch.microbatch_size == 2 and found.mesh.tile == mesh.tile
 
 
 def test_the_microbatch_alone():
-    run, problems = check.with_plan(replace(OPEN, mesh=Mesh(pipe=2)), None)
+    run, problems = with_plan(replace(OPEN, mesh=Mesh(pipe=2)), None)
     assert not problems and run.mesh == Mesh(pipe=2)
     assert seconds(run) == min(seconds(replace(run, batch=replace(run.batch, microbatch_size=size)))
                                for size in (1, 2, 4, 8, 16))
 
 
 @pytest.mark.parametrize(("mesh", "ranks", "text"), [
-    (Mesh(data="auto"), None, r"mesh.data: needs to know how many ranks there are \(got 'auto'\). Start them with"),
-    (Mesh(data="auto", pipe=2), 5,
+    (MeshSettings(data="auto"), None,
+     r"mesh.data: needs to know how many ranks there are \(got 'auto'\). Start them with"),
+    (MeshSettings(data="auto", pipe=2), 5,
      "mesh: cannot be made of 5 ranks with pipe 2 and row 1 and col 1: .* 4 and 6 ranks would do"),
-    (Mesh(pipe="auto"), 11, "mesh: cannot be made of 11 ranks with data 1 and row 1 and col 1: .* 10 ranks would do"),
-    (Mesh(pipe="auto"), 100_000, "ranks: is more than the [0-9]+ devices of H100")])
+    (MeshSettings(pipe="auto"), 11,
+     "mesh: cannot be made of 11 ranks with data 1 and row 1 and col 1: .* 10 ranks would do"),
+    (MeshSettings(pipe="auto"), 100_000, "ranks: is more than the [0-9]+ devices of H100")])
 def test_what_cannot_be_planned(mesh, ranks, text):
-    run, (problem,) = check.with_plan(replace(OPEN, mesh=mesh), ranks)
-    assert not run.mesh.is_open and run.batch.microbatch_size == 1
+    run, (problem,) = with_plan(replace(OPEN, mesh=mesh), ranks)
+    assert isinstance(run, ResolvedRun) and run.batch.microbatch_size == 1
     with pytest.raises(type(problem), match=text):
         raise problem
     assert str(problem) in {str(other) for other in check.check(replace(OPEN, mesh=mesh), ranks).problems}
@@ -67,15 +71,15 @@ def test_what_cannot_be_planned(mesh, ranks, text):
 def test_problems_of_the_model_come_first():
     report = check.check(replace(OPEN, model=replace(OPEN.model, heads=3)), 4)
     assert [problem.where for problem in report.problems] == ["mesh.data", "model.heads"]
-    assert str(report.problems[0]) == ("mesh.data: is not planned before the other problems are mended (got 'auto'). "
-                                       "Mend them, or give a number.")
+    assert str(report.problems[0]) == ("mesh.data: cannot be planned yet (got 'auto'). "
+                                       "Fix the other errors first, or give a number.")
 
 
 def test_nominal_figures_of_the_devices_here(monkeypatch):
     here = cluster_for(replace(OPEN, launch=Launch(device="cpu")), 6, 2)
     assert (here.nodes, here.devices_per_node) == (3, 2) and here.device.cores >= 1
     monkeypatch.setattr(auto, "choose_device", lambda setting, count: type("Choice", (), {"value": "cuda"}))
-    monkeypatch.setattr(auto.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(auto.torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(auto.torch.cuda, "get_device_properties", lambda number: SimpleNamespace(
         total_memory=150_754_820_096))
     there = cluster_for(replace(OPEN, launch=Launch()), 8, 4)
@@ -83,12 +87,12 @@ def test_nominal_figures_of_the_devices_here(monkeypatch):
     assert there.num_devices == 8 and there.nodes == 2
     for name, shipped in (("Tesla V100-SXM2-16GB", "summit"), ("Quadro RTX 5000", "frontera"),
                           ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-80GB", "a100")):
-        monkeypatch.setattr(auto.torch.cuda, "get_device_name", lambda name=name: name)
+        monkeypatch.setattr(auto.torch.cuda, "get_device_name", lambda device, name=name: name)
         assert cluster_for(replace(OPEN, launch=Launch()), 8, 4).device.name == load_cluster(shipped).device.name
-    monkeypatch.setattr(auto.torch.cuda, "get_device_name", lambda: "Voodoo 2")
-    _, (problem,) = check.with_plan(replace(OPEN, launch=Launch()), 4)
+    monkeypatch.setattr(auto.torch.cuda, "get_device_name", lambda device: "Voodoo 2")
+    _, (problem,) = with_plan(replace(OPEN, launch=Launch()), 4)
     assert str(problem) == (
-        "launch.cluster: is not told, and no shipped cluster has a Voodoo 2. Measure this machine: ranvier doctor "
+        "launch.cluster: is not set, and no shipped cluster has a Voodoo 2. Measure this machine: ranvier doctor "
         "--measure --out here.toml; then set --launch.cluster here.toml.")
 
 
@@ -116,6 +120,6 @@ def test_a_run_plans_itself_and_its_ranks_take_the_plan(tmp_path):
     found = tomllib.loads((tmp_path / "run" / "run.toml").read_text())
     shape = [found["mesh"][axis] for axis in ("data", "pipe", "row", "col")]
     assert all(isinstance(size, int) for size in (*shape, found["batch"]["microbatch_size"]))
-    from ranvier.machine import available_cores
+    from ranvier.system.machine import available_cores
 
     assert shape[0] * shape[1] == available_cores() and shape[2:] == [1, 1]

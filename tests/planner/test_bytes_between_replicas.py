@@ -3,12 +3,14 @@
 import pytest
 import torch
 
+from ranvier.config.resolve import ResolvedRun
+from ranvier.config.run import Batch, Optim, Transformer
+from ranvier.cost.cluster_files import load_cluster
 from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
 from ranvier.pipeline.engine import Engine
-from ranvier.planner.cluster_files import load_cluster
-from ranvier.planner.search import Work, predict
-from ranvier.run import Batch, Optim, Run, Transformer
+from ranvier.planner.candidates import predict
+from ranvier.planner.work import Work
 from ranvier.testing.ranks import run_ranks
 
 MODEL = Transformer(num_layers=1, hidden=64, heads=2, vocab=1000, sequence=8)
@@ -21,7 +23,7 @@ MODEL = Transformer(num_layers=1, hidden=64, heads=2, vocab=1000, sequence=8)
 def test_bytes_between_replicas(precision, options, shard, data):
     """But for what chunks are filled up by, and the last, small one."""
     optim = Optim(bucket_size=40_000, chunk_buckets=1, offload="none", shard=shard, **options)
-    run = Run(mesh=Mesh(data=data), model=MODEL, precision=precision, optim=optim,
+    run = ResolvedRun(mesh=Mesh(data=data), model=MODEL, precision=precision, optim=optim,
               batch=Batch(global_size=data, microbatch_size=1))
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
 

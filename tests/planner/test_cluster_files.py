@@ -6,10 +6,10 @@ from importlib import resources
 
 import pytest
 
+from ranvier.cost.cluster_files import cluster_names, cluster_of, load_cluster, write_cluster
 from ranvier.errors import ConfigError
-from ranvier.planner.cluster_files import cluster_names, cluster_of, load_cluster, write_cluster
 
-LAPTOP = tomllib.loads((resources.files("ranvier") / "clusters" / "laptop.toml").read_text())
+LAPTOP = tomllib.loads((resources.files("ranvier") / "cost" / "clusters" / "laptop.toml").read_text())
 
 
 def test_shipped_clusters():

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from ranvier.cli import run_command
-from ranvier.planner.cluster_files import load_cluster
+from ranvier.cli.main import run_command
+from ranvier.cost.cluster_files import load_cluster
 from ranvier.planner.measure import _crowded, fit, line, seconds_of_a_flop
 from ranvier.testing.ranks import run_processes
 

@@ -6,25 +6,32 @@ from dataclasses import replace
 
 import pytest
 
-from ranvier import check, resolve
-from ranvier.cli import run_command
+from ranvier.cli import check
+from ranvier.cli.main import run_command
+from ranvier.config import read
+from ranvier.config.resolve import ResolvedRun
+from ranvier.config.run import Batch, MeshSettings, Run, Transformer
+from ranvier.cost.blocks import BlockCost
+from ranvier.cost.cluster_files import load_cluster
+from ranvier.cost.count import laid_out
+from ranvier.cost.memory import PROCESS_BYTES
+from ranvier.cost.run_cost import run_cost
 from ranvier.errors import ConfigError, LaunchError
 from ranvier.mesh import Mesh
-from ranvier.pipeline.partition import BlockCost
 from ranvier.planner import report, trial
 from ranvier.planner import search as search_module
-from ranvier.planner.cluster_files import load_cluster
-from ranvier.planner.costs import cost
-from ranvier.planner.memory import PROCESS_BYTES
-from ranvier.planner.search import SEARCHED, Work, candidates, predict, search
-from ranvier.run import Batch, Run, Transformer
+from ranvier.planner.candidates import SEARCHED, predict, variants
+from ranvier.planner.plan import settings_of
+from ranvier.planner.problems import problems
+from ranvier.planner.search import search
+from ranvier.planner.work import Work
 
-TINY = Run(model=Transformer(num_layers=4, hidden=64, heads=4, vocab=512, sequence=32),
+TINY = ResolvedRun(model=Transformer(num_layers=4, hidden=64, heads=4, vocab=512, sequence=32),
            batch=Batch(global_size=16, microbatch_size=2))
 
 
 def gpt(name, **changes):
-    run = resolve.resolve([resolve.load(name)[1]]).run
+    run = read.merge([read.load(name)[1]]).run
     return replace(run, **changes)
 
 
@@ -33,7 +40,7 @@ def gpt(name, **changes):
 def test_scaled_work_is_counted_work(mesh, size):
     """Counted for two sizes of microbatch, known for all; to the number."""
     run = replace(TINY, mesh=mesh, batch=Batch(global_size=20, microbatch_size=size))
-    table, _ = check.laid_out(run)
+    table, _ = laid_out(run)
     assert Work().blocks(run) == list(table.costs)
     stages = Work().stages(run)
     assert [tuple(block.name for block in blocks) for blocks in stages] == [row.blocks for row in table.rows]
@@ -41,11 +48,11 @@ def test_scaled_work_is_counted_work(mesh, size):
 
 
 def test_candidates_are_all_meshes_and_all_of_them_can_be():
-    found = list(candidates(TINY, load_cluster("h100"), 8))
+    found = list(variants(TINY, load_cluster("h100"), 8))
     assert {run.mesh.shape for run in found} >= {(8, 1, 1, 1), (1, 8, 1, 1), (1, 1, 2, 4), (2, 2, 1, 2)}
     assert len({(run.mesh, run.batch.microbatch_size) for run in found}) == len(found)
-    assert all(run.mesh.size == 8 and not check.problems(run) for run in found)
-    only = list(candidates(replace(TINY, mesh=Mesh(pipe=2)), load_cluster("h100"), 2, ("microbatch",)))
+    assert all(run.mesh.size == 8 and not problems(run) for run in found)
+    only = list(variants(replace(TINY, mesh=Mesh(pipe=2)), load_cluster("h100"), 2, ("microbatch",)))
     assert {run.mesh for run in only} == {Mesh(pipe=2)}
     assert {run.batch.microbatch_size for run in only} == {1, 2, 4, 8, 16}
 
@@ -56,7 +63,7 @@ def test_the_plan_is_the_fastest_of_all_that_fit():
     seconds = [found.cost.seconds for found in plan.best]
     assert seconds[0] == min(seconds) and all(found.fits and found.memory for found in plan.best)
     work = Work()
-    everything = [cost(run, cluster, work.stages(run)).seconds for run in candidates(
+    everything = [run_cost(run, cluster, work.stages(run)).seconds for run in variants(
         replace(TINY, launch=replace(TINY.launch, device="cuda")), cluster, 4)]
     assert plan.considered == len(everything) > len(plan.best) and seconds[0] <= min(everything)
 
@@ -65,16 +72,16 @@ def test_what_saves_memory_waits_for_its_turn():
     """Little memory: the plan is the fastest of all variants that fit, each looked at by itself."""
     cluster = load_cluster("h100")
     small = replace(cluster, device=replace(cluster.device, memory_bytes=1_504_000_000))
-    searched = ("microbatch", "checkpoint", "offload")
+    searched = ("microbatch", "recompute", "offload")
     run = replace(TINY, mesh=Mesh(pipe=2))
     plan = search(run, small, 2, searched)
     every = [predict(replace(run, batch=replace(run.batch, microbatch_size=size), memory=replace(
-        run.memory, checkpoint=checkpoint), optim=replace(run.optim, offload=offload)), small)
+        run.memory, recompute=checkpoint), optim=replace(run.optim, offload=offload)), small)
         for size in (1, 2, 4, 8, 16) for checkpoint in ("none", "auto") for offload in ("none", "stream", "host")]
     fitting = [found.cost.seconds for found in every if found.fits]
     assert 0 < len(fitting) < len(every)
     assert plan.best[0].cost.seconds == pytest.approx(min(fitting), rel=1e-3)
-    assert plan.best[0].run.optim.offload != "none" or plan.best[0].run.memory.checkpoint != "none"
+    assert plan.best[0].run.optim.offload != "none" or plan.best[0].run.memory.recompute != "none"
 
 
 @pytest.mark.parametrize(("cluster", "mesh", "settings"), [
@@ -82,7 +89,7 @@ def test_what_saves_memory_waits_for_its_turn():
     ("h100", Mesh(pipe=2, row=2), {"offload": "stream"}), ("summit", Mesh(data=4), {"shard": True}),
     ("h100", Mesh(pipe=6), {"checkpoint": 1})], ids=str)
 def test_memory_is_what_check_says(cluster, mesh, settings):
-    run = replace(TINY, mesh=mesh, memory=replace(TINY.memory, checkpoint=settings.get("checkpoint", "none")),
+    run = replace(TINY, mesh=mesh, memory=replace(TINY.memory, recompute=settings.get("checkpoint", "none")),
                   optim=replace(TINY.optim, offload=settings.get("offload", "none"), shard="shard" in settings))
     work = Work()
     predict(replace(run, batch=replace(run.batch, microbatch_size=4)), load_cluster(cluster), work)  # known blocks
@@ -155,6 +162,7 @@ def test_chunks_are_large_where_each_is_dear():
     assert search(run, cluster, 4, ("microbatch",)).best[0].run.optim.bucket_size == 2048
 
 
+@pytest.mark.slow
 def test_where_cores_are_shared_alike_plans_are_ordered_by_what_waits(monkeypatch):
     """Replicas before stages that are a little faster; with devices of their own the fastest comes first."""
     def together(found):
@@ -196,11 +204,12 @@ def test_a_model_that_is_far_too_large_is_told_what_would_work():
     devices, nodes, mesh = larger_cluster_in(text)
     assert mesh.size == devices == 8 * nodes and devices < 5000
     sparing = replace(run, precision="bf16", mesh=mesh, batch=replace(run.batch, global_size=64, microbatch_size=1),
-                      memory=replace(run.memory, checkpoint="auto"), optim=replace(run.optim, offload="none"),
+                      memory=replace(run.memory, recompute="auto"), optim=replace(run.optim, offload="none"),
                       pipeline=replace(run.pipeline, defer_bytes=0))
     assert predict(sparing, replace(load_cluster("laptop"), nodes=nodes)).fits
 
 
+@pytest.mark.slow
 def test_a_model_that_is_too_large_is_told_what_would_work():
     cluster = load_cluster("h100")
     small = replace(cluster, nodes=4, device=replace(cluster.device, memory_bytes=1_500_600_000))  # 0.6 MB are left
@@ -231,7 +240,8 @@ def test_what_would_fit_is_named_where_it_was_not_looked_for():
 def test_auto_where_nothing_fits():
     cluster = load_cluster("h100")
     small = replace(cluster, nodes=4, device=replace(cluster.device, memory_bytes=1_500_600_000))
-    run = replace(TINY, batch=replace(TINY.batch, microbatch_size="auto"), mesh=Mesh(data="auto"))
+    run = Run(model=TINY.model, precision=TINY.precision, mesh=MeshSettings(data="auto"),
+              batch=Batch(global_size=TINY.batch.global_size, microbatch_size="auto"))
     with pytest.raises(ConfigError, match=r"does not fit 2 devices .*It fits [\d,]+ devices"):
         search(run, small, 2, ("mesh", "microbatch"))
 
@@ -250,7 +260,7 @@ def test_the_command_plans_and_writes_a_run_that_can_be(capsys, tmp_path):
                              "--explain")
     assert code == 0, err
     assert "gpt-tiny on 4 of the 8 devices of Laptop" in out and "takes" in out and "days to 3e11 tokens" in out
-    run = resolve.resolve([resolve.load(str(tmp_path / "best.toml"))[1]]).run
+    run = read.merge([read.load(str(tmp_path / "best.toml"))[1]]).run
     assert run.mesh.size == 4 and not check.check(run, 4).problems
 
 
@@ -318,8 +328,8 @@ def test_the_command_prints_json(capsys):
     (["plan", "gpt-tiny", "--cluster", "h100", "--ranks", "37"], "mesh: cannot be made of 37 ranks: of their divisors "
      "none suits the model's 10 blocks, its 4 heads and a batch of 32 (got '37 ranks'). 36 and 38 ranks would do."),
     (["plan", "gpt-tiny", "--cluster", "summit", "--precision", "bf16"], "precision: has no rate on V100 16 GB"),
-    (["plan", "gpt-tiny", "--cluster", "h100", "--elastic.freeze", "manual", "--elastic.manual", "5:99"],
-     "elastic.manual"),
+    (["plan", "gpt-tiny", "--cluster", "h100", "--elastic.freeze", "manual", "--elastic.manual", "5:2"],
+     "elastic.freeze: would freeze embedding.token.weight"),
     (["plan", "gpt-tiny", "--cluster", "laptop", "--search", ","], "--search: is nothing that can be searched"),
     (["plan", "gpt-tiny", "--cluster", "laptop", "--batch.global-size", "none"], "batch.global-size: must be"),
     (["plan", "gpt-tiny", "--cluster", "laptop", "--out", "/no/such/folder/x.toml"],
@@ -328,9 +338,9 @@ def test_the_command_prints_json(capsys):
      "--out: is no .toml file, which is how it would be known (got 'best'). Name it best.toml."),
     (["simulate", "gpt-tiny", "--cluster", "laptop", "--mtbf-hours", "inf"], "--mtbf-hours: must be a finite number"),
     (["simulate", "gpt-tiny", "--cluster", "laptop", "--jitter", "nan"], "--jitter: must be a finite number"),
-    (["plan", "gpt-tiny", "--cluster", "laptop", "--search", "checkpoint", "--mesh.pipe", "1", "--mesh.data", "4",
+    (["plan", "gpt-tiny", "--cluster", "laptop", "--search", "recompute", "--mesh.pipe", "1", "--mesh.data", "4",
       "--batch.global-size", "8", "--batch.microbatch-size", "4"], "batch.microbatch-size: "),
-    (["plan", "gpt-tiny", "--cluster", "laptop", "--search", "checkpoint", "--pipeline.boundaries", "99"],
+    (["plan", "gpt-tiny", "--cluster", "laptop", "--search", "recompute", "--pipeline.boundaries", "99"],
      "pipeline.boundaries: "),
     (["simulate", "gpt-tiny", "--cluster", "h200"], "mesh: needs 4 devices, and H200 has 1"),
     (["simulate", "gpt-tiny", "--cluster", "laptop", "--slow", "0:9:2"],
@@ -347,7 +357,7 @@ def test_the_command_prints_json(capsys):
      "model: cannot be laid out: "),
     (["plan", "gpt-tiny", "--cluster", "laptop", "--ranks", "2", "--search", "microbatch"],
      "mesh: has 4 ranks, not 2, and may not change"),
-    (["doctor", "--out", "x.toml"], "--out: is for what is measured (got 'x.toml'). Add --measure."),
+    (["doctor", "--out", "x.toml"], "--out: has no effect without --measure (got 'x.toml'). Add --measure."),
     (["doctor", "--measure", "--out", "/no/such/folder/x.toml"], "--out: cannot be written"),
     (["doctor", "--measure", "--out", "here"], "--out: is no .toml file"),
     (["doctor", "--measure", "--out", "."], "--out: cannot be written: it is a folder"),
@@ -372,10 +382,11 @@ def test_the_command_simulates(capsys, tmp_path):
 
 
 def test_searched_settings_have_names():
-    assert set(SEARCHED) == {"mesh", "microbatch", "in-flight", "checkpoint", "offload", "shard", "chunks",
+    assert set(SEARCHED) == {"mesh", "microbatch", "in-flight", "recompute", "offload", "shard", "chunks",
                              "elastic"}
 
 
+@pytest.mark.slow
 def test_the_table_tells_apart_what_it_ranks():
     """Columns for what differs between its rows, and for nothing else."""
     def headers(plan):
@@ -390,3 +401,8 @@ def test_the_table_tells_apart_what_it_ranks():
     assert len(set(described)) == len(described)
     row = report.as_dict(many.best[0])
     assert row["defer_bytes"] == "auto" and row["sequence_sharding"] in (True, False)
+
+
+def test_the_old_name_of_recomputation_still_works(capsys):
+    assert settings_of("mesh,checkpoint") == ("mesh", "recompute")
+    assert "--search checkpoint is --search recompute now" in capsys.readouterr().err

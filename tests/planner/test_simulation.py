@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ranvier.pipeline.policies import POLICIES, GPipe, MessageDriven, OneForwardOneBackward, auto_in_flight
 from ranvier.planner import simulation
-from ranvier.planner.pipeline_time import DIRECT, Way, closed_form, passage
 from ranvier.planner.simulation import (
     Failures,
     Noise,
@@ -21,7 +19,10 @@ from ranvier.planner.simulation import (
     largest_of,
     simulate_step,
 )
-from ranvier.planner.simulator import StageTimes, simulate
+from ranvier.schedule.closed_form import DIRECT, Way, closed_form, passage
+from ranvier.schedule.policies import POLICIES, GPipe, MessageDriven, OneForwardOneBackward
+from ranvier.schedule.simulator import StageTimes, simulate
+from tests.covering import quick
 
 STAGE = StageTimes(forward=1.0, backward=1.0, weight=1.0)
 
@@ -38,9 +39,9 @@ def test_the_closed_form_holds_for_equal_stages_without_messages(policy, pipe, c
 @pytest.mark.parametrize(("pipe", "count"), [(1, 1), (2, 1), (2, 8), (4, 3), (4, 16), (8, 64)])
 def test_weight_gradients_that_wait_fill_the_end(pipe, count):
     """The closed form is the least that can be; the engine's schedule is at most a tenth above it."""
-    least = passage([STAGE] * pipe, count, MessageDriven(), auto_in_flight(pipe), exact=False).seconds
+    least = passage([STAGE] * pipe, count, MessageDriven(), pipe, exact=False).seconds
     assert least == max(2 * (count - 1) + 2 * pipe + 1, pipe - 1 + 3 * count)
-    real = simulate([STAGE] * pipe, count, MessageDriven(), auto_in_flight(pipe), defer_bytes="auto").seconds
+    real = simulate([STAGE] * pipe, count, MessageDriven(), pipe, defer_bytes="auto").seconds
     assert least <= real + 1e-9 and real <= 1.1 * least
 
 
@@ -54,9 +55,9 @@ def test_short_simulations_give_the_long_one(data):
     way = Way(transfer=(data.draw(st.integers(0, 4)) / 8,) * (pipe - 1), latency=(data.draw(st.integers(0, 4)) / 8,)
               * (pipe - 1))
     count = data.draw(st.integers(1, 120))
-    whole = simulate(stages, count, policy, auto_in_flight(pipe), hop=way.hop, transfer=way.busy,
+    whole = simulate(stages, count, policy, pipe, hop=way.hop, transfer=way.busy,
                      defer_bytes="auto").seconds
-    assert passage(stages, count, policy, auto_in_flight(pipe), way=way).seconds == pytest.approx(whole, rel=0.05)
+    assert passage(stages, count, policy, pipe, way=way).seconds == pytest.approx(whole, rel=0.05)
 
 
 def test_the_dearest_stage_and_the_in_flight_limit_bound_the_closed_form():
@@ -98,7 +99,8 @@ def test_replicas_without_noise_are_all_alike():
     assert found.seconds == simulate([STAGE] * 4, 8, MessageDriven(), 4, defer_bytes="auto").seconds
 
 
-@pytest.mark.parametrize("stage_size", [1, 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage_size", quick(1, [1, 4]))
 def test_many_random_replicas_by_a_few(stage_size):
     """48 of 300 replicas tell about what all 300 take: to 5 % on average, of which the slowest of all, itself a matter
     of chance, is a part."""
@@ -114,7 +116,7 @@ def test_many_random_replicas_by_a_few(stage_size):
     assert max(map(abs, errors)) < 0.12 and abs(mean(errors)) < 0.05
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", quick(2, POLICIES), ids=lambda policy: policy.name)
 @pytest.mark.parametrize("slow", [{}, {(1, 2): 1.5}], ids=["alike", "one slow"])
 def test_long_batches_by_their_first_part(policy, slow, monkeypatch):
     """256 of 1500 microbatches tell what all take, to 2 % on average over seeds."""
@@ -132,8 +134,8 @@ def test_long_batches_by_their_first_part(policy, slow, monkeypatch):
 
 
 def test_jitter_has_the_deviation_that_was_asked_for():
-    from ranvier.pipeline.schedule import Action
     from ranvier.planner.simulation import _factor
+    from ranvier.schedule.schedule import Action
 
     factor = _factor(Noise(jitter=0.3), 0, 1)
     drawn = [factor(0, Action("F", 0)) for _ in range(20_000)]
@@ -164,6 +166,7 @@ def test_largest_of():
     assert largest_of(values, 10_000) == pytest.approx(math.exp(2.0 + 0.385), rel=0.03)
 
 
+@pytest.mark.slow
 def test_a_thousand_ranks_take_seconds_and_a_hundred_thousand_less_than_a_minute():
     began = time.monotonic()
     assert 2 * (1024 + 63) < simulate_step([STAGE] * 1024, 64, MessageDriven(), 1024).seconds < 3 * (1024 + 63)

@@ -10,16 +10,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ranvier import keyed_random
+from ranvier.block import Model
+from ranvier.config.run import TensorParallel as Settings
+from ranvier.config.run import Transformer
 from ranvier.layout import Layout, part
 from ranvier.mesh import Mesh
-from ranvier.models.block import Model
 from ranvier.models.gpt import gpt
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.run import TensorParallel as Settings
-from ranvier.run import Transformer
 from ranvier.tensor.mesh import TensorMesh
-from ranvier.tensor.split import split_layers
+from ranvier.tensor.split.layers import split_layers
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference, relative_error
 

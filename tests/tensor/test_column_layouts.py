@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ranvier.block import Model
+from ranvier.config.run import Memory, TensorParallel, Transformer
 from ranvier.mesh import Mesh
 from ranvier.models import bert
-from ranvier.models.block import Model
+from ranvier.pipeline.block_costs import block_costs
 from ranvier.pipeline.build import Parts
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.pipeline.partition import block_costs
-from ranvier.run import TensorParallel, Transformer
 from ranvier.tensor import layers
 from ranvier.tensor.columns import LocalSize
 from ranvier.testing import SplitError, check_split
@@ -108,10 +108,10 @@ def scattered(block, x):
 
 
 RIGHT = {
-    "gate": lambda: Own(gate, score=layers.TokenLinear(HIDDEN, 1, token=None)),
-    "router": lambda: Own(router, score=layers.TokenLinear(HIDDEN, 2, token=None), a=layers.LayerNorm(HIDDEN),
+    "gate": lambda: Own(gate, score=layers.ClassifierHead(HIDDEN, 1, token=None)),
+    "router": lambda: Own(router, score=layers.ClassifierHead(HIDDEN, 2, token=None), a=layers.LayerNorm(HIDDEN),
                           b=layers.RMSNorm(HIDDEN)),
-    "feature gate": lambda: Own(feature_gate, score=layers.TokenLinear(HIDDEN, HIDDEN, token=None), into=output(),
+    "feature gate": lambda: Own(feature_gate, score=layers.ClassifierHead(HIDDEN, HIDDEN, token=None), into=output(),
                                 back=inputs()),
     "norms of heads": lambda: Own(normed_heads, query=output(units=HEADS), key=output(units=HEADS),
                                   value=output(units=HEADS), norm_query=layers.RMSNorm(HIDDEN, over="inner"),
@@ -152,14 +152,14 @@ def test_layouts_cross_stages_and_recomputation(shape, checkpoint):
             ("first", "second", "third"), blocks, strict=True)},
             loss=lambda y, t: (functional.cross_entropy(y, t, reduction="sum"), len(t)))
 
-    ready = [Own(first, token=layers.Embedding(20, HIDDEN), score=layers.TokenLinear(HIDDEN, 1, token=None),
-                 into=output(24)), Own(second, back=inputs(24)), Own(third, classes=layers.TokenLinear(HIDDEN, 3))]
+    ready = [Own(first, token=layers.Embedding(20, HIDDEN), score=layers.ClassifierHead(HIDDEN, 1, token=None),
+                 into=output(24)), Own(second, back=inputs(24)), Own(third, classes=layers.ClassifierHead(HIDDEN, 3))]
     blocks = [block.double() for block in ready]
     mesh = Mesh(**shape)
     ids = torch.randint(0, 20, (2 * mesh.data, 2 * mesh.row, LENGTH), generator=torch.Generator().manual_seed(2))
     batches = [[Microbatch(one, one[:, 0] % 3, torch.arange(len(one)) + 10 * number)
                 for number, one in enumerate(ids[2 * replica:2 * replica + 2])] for replica in range(mesh.data)]
-    outcome = gradients_on(make, batches, mesh, checkpoint=checkpoint)
+    outcome = gradients_on(make, batches, mesh, memory=Memory(recompute=checkpoint))
     reference = Reference(copy.deepcopy(make()), seed=SEED, dtype=torch.float64)
     reference.forward_backward([one for replica in batches for one in replica])
     assert_close(outcome.gradients, reference.gradients())
@@ -168,8 +168,8 @@ def test_layouts_cross_stages_and_recomputation(shape, checkpoint):
 def test_attention_with_a_mask_is_counted_on_columns():
     """On the meta device attention is counted as the fused kernel, which has its mask in another place."""
     config = Transformer(family="bert", num_layers=1, hidden=24, heads=4, vocab=31, sequence=8)
-    counted = [block_costs(Parts(bert.model(config, "classes"), Mesh(col=columns), TensorParallel(), "cpu").model,
-                           *bert.sample(config, "classes", 2)) for columns in (1, 2)]
+    counted = [block_costs(Parts(bert.bert(config, "classes"), Mesh(col=columns), TensorParallel(), "cpu").model,
+                           *bert.BERT.sample(config, "classes", 2)) for columns in (1, 2)]
     whole, half = (next(cost for cost in costs if cost.name == "layer0.attention") for costs in counted)
     assert half.flops == whole.flops / 2 and type(half.output_bytes) is int
 
@@ -178,40 +178,42 @@ def test_attention_with_a_mask_is_counted_on_columns():
 
 REFUSED = {
     "a norm of the stream": (lambda block, x: functional.rms_norm(x, (HIDDEN,)), "stationary",
-                             "torch.nn.functional.rms_norm over a dim that columns share", "layers.RMSNorm"),
+                             "torch.nn.functional.rms_norm over a dim that is sharded over columns", "layers.RMSNorm"),
     "a mean of features": (lambda block, x: x * x.pow(2).mean(-1, keepdim=True), "stationary",
-                           "mean along dim 2, which columns share,", "RMSNorm or LayerNorm"),
+                           "mean along dim 2, which is sharded over columns,", "RMSNorm or LayerNorm"),
     "a softmax over heads": (lambda block, x: block.back(block.into(x).softmax(-1)), "megatron",
-                             "softmax along dim 2, which columns share,", "Use the layers"),
+                             "softmax along dim 2, which is sharded over columns,", "Use the layers"),
     "a norm across heads": (lambda block, x: block.back(functional.layer_norm(block.into(x), (HIDDEN,))), "stationary",
-                            "torch.nn.functional.layer_norm over a dim that columns share", "over='inner'"),
+                            "torch.nn.functional.layer_norm over a dim that is sharded over columns", "over='inner'"),
     "two output-stationary products": (lambda block, x: block.back(block.into(block.into(x))), "megatron",
                                        "block 1.into: takes the residual stream, and was given something else",
                                        "Linear(stationary='input') leads back"),
     "an input-stationary product alone": (lambda block, x: block.back(x), "megatron-sequence",
-                                          "block 1.back: takes what lies between two Linears", "leads from the"),
+                                          "block 1.back: takes activations between two Linears", "leads from the"),
     "a residual around the inside": (lambda block, x: x + block.into(x), "megatron-sequence",
-                                     "add of tensors that lie on columns in different ways", "Go from one to the"),
+                                     "add of tensors with different layouts over columns", "Go from one to the"),
     "a layer's parameter": (lambda block, x: x @ block.norm.weight.diag(), "megatron",
                             "with a parameter outside of its layer", "Call the layer"),
     "dropout": (lambda block, x: functional.dropout(x, 0.1), "stationary", "torch.nn.functional.dropout",
                 "layers.Dropout"),
     "dropout of what is replicated": (lambda block, x: functional.dropout(x, 0.1), "megatron",
-                                      "torch.nn.functional.dropout draws other numbers on each rank", "layers.Dropout"),
+                                      "torch.nn.functional.dropout draws different numbers on each rank",
+                                      "layers.Dropout"),
     "a constant of local size": (lambda block, x: x * torch.arange(x.shape[-1]), "stationary",
-                                 "of a tensor that has 6 of 12 places of the dim that columns share", "zeros_like"),
+                                 "of a tensor with 6 of 12 elements along the dim that is sharded over columns",
+                                 "zeros_like"),
     "the local size as a number": (lambda block, x: x * x.shape[-1] ** -0.5, "stationary",
-                                   "takes the size of a dim that columns share for that of the whole", "settings"),
+                                   "uses the local size of a dim that is sharded over columns as if", "settings"),
     "a written size": (lambda block, x: block.back(block.into(x).unflatten(-1, (2, -1)).flatten(2)), "stationary",
                        "unflatten with -1, (2, -1)", "leave it as -1"),
     "an index of a token that another column has": (lambda block, x: x[:, [4]] + x, "megatron-sequence",
                                                     "__getitem__ (index 4 is out of bounds", "Use the layers"),
     "an index of a feature": (lambda block, x: x * x[..., :1], "stationary", "__getitem__ with", "Read the size"),
     "a matrix product over features": (lambda block, x: x @ torch.eye(HIDDEN, dtype=x.dtype), "stationary",
-                                       "matmul along the dim that columns share", "Use the layers"),
+                                       "matmul along the dim that is sharded over columns", "Use the layers"),
     "an unknown function": (lambda block, x: torch.fft.fft(x).real, "stationary", "fft_fft", "Use the layers"),
     "ids of a part": (lambda block, x: block.words((x[..., None] > 0).long().flatten(2)), "stationary",
-                      "block 1.words: takes numbers that every column has", "of the block's inputs"),
+                      "block 1.words: takes integers that are the same on every column", "from the block's inputs"),
     "tokens and samples merged": (lambda block, x: x.flatten(0, 1).view_as(x), "megatron-sequence", "flatten with 0, 1",
                                   "keep the dim in front"),
 }
@@ -228,7 +230,7 @@ def test_refused_by_name(name):
 
 
 def test_a_loss_of_each_columns_own():
-    with pytest.raises(SplitError, match=r"sum over all dims cannot be computed from one column's part"):
+    with pytest.raises(SplitError, match=r"sum over all dims cannot be computed from one column's shard"):
         check_split([Words()], (IDS, torch.zeros(2, LENGTH, HIDDEN)), meshes=[(1, 2)], schemes=["stationary"],
                     loss=lambda y, t: (((y - t) ** 2).sum(), 1))
 
@@ -241,7 +243,7 @@ def test_a_layer_that_does_not_say_what_it_gives():
             super().__init__(HIDDEN, 24, stationary="output")
             del self.takes, self.gives
 
-    with pytest.raises(SplitError, match="does not say how what it returns lies on the columns"):
+    with pytest.raises(SplitError, match="does not declare the layout of its output over columns"):
         check_split([Words(), Wider()], IDS, meshes=[(1, 2)], schemes=["stationary"])
 
 
@@ -255,17 +257,18 @@ def test_local_sizes():
     assert [0] * size == size * [0] == [0] * 6
     assert (size // 2).whole == 6 and (2 * size - 1).whole == 23 and list(range(size)) == list(range(6))
     for wrong in (lambda: size / 2, lambda: size ** 0.5, lambda: 1 / size, lambda: size * 0.5, lambda: float(size)):
-        with pytest.raises(Exception, match="takes the size of a dim that columns share for that of the whole"):
+        with pytest.raises(Exception, match="uses the local size of a dim that is sharded over columns"):
             wrong()
 
 
 # ---------------------------------------------------------------------- many small modules: right, or refused
 
 LAYERS = [
-    output, partial(output, 24), inputs, partial(inputs, 24), partial(layers.TokenLinear, HIDDEN, 1, token=None),
-    partial(layers.TokenLinear, HIDDEN, HIDDEN, token=None), partial(layers.LayerNorm, HIDDEN),
+    output, partial(output, 24), inputs, partial(inputs, 24), partial(layers.ClassifierHead, HIDDEN, 1, token=None),
+    partial(layers.ClassifierHead, HIDDEN, HIDDEN, token=None), partial(layers.LayerNorm, HIDDEN),
     partial(layers.RMSNorm, HIDDEN), partial(layers.RMSNorm, HIDDEN, over="inner"),
-    partial(layers.RMSNorm, 2, over="heads"), partial(layers.WholeLinear, HIDDEN, HIDDEN), partial(layers.Dropout, 0.3)]
+    partial(layers.RMSNorm, 2, over="heads"), partial(layers.ReplicatedLinear, HIDDEN, HIDDEN),
+    partial(layers.Dropout, 0.3)]
 STEPS = [
     lambda a, b, d: a + b, lambda a, b, d: a * torch.tanh(b), lambda a, b, d: a.softmax(d),
     lambda a, b, d: a.sum(d, keepdim=True), lambda a, b, d: functional.rms_norm(a, (int(a.size(-1)),)),

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from ranvier.comm.message import Kind
+from ranvier.config.run import Memory, Pipeline, Transformer
 from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
 from ranvier.models import bert, vit
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.run import Transformer
 from ranvier.testing.reference import Reference, relative_error
-from tests.covering import covering
+from tests.covering import covering, quick
 from tests.pipeline.parity import frozen
 from tests.tensor.split_parity import IGNORED, SEED, TOLERANCE, assert_parity, legal, on_mesh, share
 
@@ -27,9 +27,9 @@ def make(kind, **changed):
     """A tiny model in fp64 that every mesh of this folder can split; images have 10 tokens."""
     if kind == "images":
         config = Transformer(**SIZES | dict(num_layers=1, image_size=12, patch_size=4) | changed)
-        return vit.model(config, "classes", dtype=torch.float64)
+        return vit.vit(config, dtype=torch.float64)
     config = Transformer(**SIZES | dict(num_layers=1, sequence=12, intermediate=72) | changed)
-    return bert.model(config, kind, dtype=torch.float64)
+    return bert.bert(config, kind, dtype=torch.float64)
 
 
 def batches_of(kind, mesh, *, count=2):
@@ -66,7 +66,7 @@ def assert_as_one_process(kind, mesh, *, count=2, change=lambda model: model, **
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("rows", "cols", "scheme"), FEW)
+@pytest.mark.parametrize(("rows", "cols", "scheme"), quick(4, FEW))
 def test_on_tensor_meshes(rows, cols, scheme, kind):
     mesh = Mesh(row=rows, col=cols)
     assert_as_one_process(kind, mesh, scheme=scheme)
@@ -81,10 +81,10 @@ def test_on_all_tensor_meshes(rows, cols, scheme, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("mesh", "scheme"), [
+@pytest.mark.parametrize(("mesh", "scheme"), quick(2, [
     (Mesh(data=2, pipe=2, row=2, col=2), "stationary"), (Mesh(pipe=2, row=2, col=2), "summa"),
-    (Mesh(data=2, pipe=2, col=2), "sequence"), (Mesh(pipe=3, col=2), "megatron"), (Mesh(data=2, pipe=3), "stationary")],
-    ids=str)
+    (Mesh(data=2, pipe=2, col=2), "sequence"), (Mesh(pipe=3, col=2), "megatron"),
+    (Mesh(data=2, pipe=3), "stationary")]), ids=str)
 def test_on_all_axes(mesh, scheme, kind):
     assert_as_one_process(kind, mesh, scheme=scheme)
 
@@ -93,8 +93,8 @@ def test_on_all_axes(mesh, scheme, kind):
     [(2, 2, "stationary"), (2, 2, "summa"), (1, 2, "sequence"), (1, 1, "stationary")], KINDS))
 def test_checkpointed_and_postponed(rows, cols, scheme, kind):
     mesh = Mesh(pipe=2, row=rows, col=cols)
-    assert_as_one_process(kind, mesh, scheme=scheme, checkpoint=1)
-    assert_as_one_process(kind, mesh, scheme=scheme, defer_bytes=1 << 40)
+    assert_as_one_process(kind, mesh, scheme=scheme, memory=Memory(recompute=1))
+    assert_as_one_process(kind, mesh, scheme=scheme, pipeline=Pipeline(defer_bytes=1 << 40))
 
 
 @pytest.mark.parametrize(("rows", "cols", "scheme", "kind"), covering(
@@ -126,11 +126,11 @@ def test_a_frozen_prefix_on_two_stages(kind, boundaries, backward):
     gradient travels back; where the first stage has more than them, one does for each microbatch."""
     mesh = Mesh(pipe=2)
     batches, change = batches_of(kind, mesh), partial(frozen, is_frozen=first_layer)
-    outcome = assert_as_one_process(kind, mesh, change=change, boundaries=boundaries)
+    outcome = assert_as_one_process(kind, mesh, change=change, pipeline=Pipeline(boundaries=boundaries))
     assert not any(map(first_layer, outcome.gradients)) and outcome.gradients
 
     def work(engine):
-        sent, transport = [], engine._transport
+        sent, transport = [], engine._connections.transport
         send = transport.send
 
         def watched(to, message):
@@ -141,14 +141,14 @@ def test_a_frozen_prefix_on_two_stages(kind, boundaries, backward):
         engine.forward_backward(share(engine, batches))
         return sent.count(Kind.BACKWARD)
 
-    _, last = on_mesh(lambda: change(make(kind, num_layers=2)), mesh, work, boundaries=boundaries)
+    _, last = on_mesh(lambda: change(make(kind, num_layers=2)), mesh, work, pipeline=Pipeline(boundaries=boundaries))
     assert last == backward
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("mesh", "scheme"), [
+@pytest.mark.parametrize(("mesh", "scheme"), quick(2, [
     (Mesh(pipe=2, row=2, col=2), "stationary"), (Mesh(pipe=2, col=2), "sequence"), (Mesh(row=2, col=2), "summa"),
-    (Mesh(data=2, pipe=2), "stationary")], ids=str)
+    (Mesh(data=2, pipe=2), "stationary")]), ids=str)
 def test_a_frozen_prefix_on_meshes(kind, mesh, scheme):
     assert_as_one_process(kind, mesh, scheme=scheme, change=partial(frozen, is_frozen=first_layer))
 

@@ -10,15 +10,17 @@ from torch import nn
 
 from benchmarks.tensor.counted import SETTINGS, Meter, Sizes
 from ranvier.comm.inprocess import InProcessGroup
+from ranvier.config.resolve import ResolvedRun
+from ranvier.config.run import Batch, Launch, TensorParallel, Transformer
 from ranvier.mesh import Mesh
 from ranvier.models.gpt import MLP, Attention
 from ranvier.pipeline.build import meta_mesh
-from ranvier.planner.search import Work
-from ranvier.run import Batch, Launch, Run, TensorParallel, Transformer
+from ranvier.planner.work import Work
 from ranvier.tensor import mesh as tensor_mesh
 from ranvier.tensor.mesh import TensorMesh
-from ranvier.tensor.split import split_layers
+from ranvier.tensor.split.layers import split_layers
 from ranvier.testing.ranks import run_ranks
+from tests.covering import quick
 
 SIZES = Sizes(batch=6, sequence=12, hidden=36, heads=12, vocab=36)
 COLLECTIVES = ("all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
@@ -29,7 +31,7 @@ class Observed:
 
     def __init__(self, group):
         self.calls, self.live, self.peak = Counter(), 0, 0
-        new, let_go = group._new, group._let_go
+        new, let_go = group._allocate, group._release
 
         def taking(like, *shape):
             buffer = new(like, *shape)
@@ -41,7 +43,7 @@ class Observed:
             self.live -= buffer.nbytes
             let_go(buffer)
 
-        group._new, group._let_go = taking, letting_go
+        group._allocate, group._release = taking, letting_go
         for name in COLLECTIVES:
             setattr(group, name, self.noted(name, getattr(group, name)))
 
@@ -66,7 +68,7 @@ def through_a_layer(mesh, groups, scheme, row, col, dtype, device):
             mesh.workspace.sizes())
 
 
-@pytest.mark.parametrize("travel", ["auto", "fp32"])
+@pytest.mark.parametrize("travel", quick(1, ["auto", "fp32"]))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 @pytest.mark.parametrize(("scheme", "row", "col"), [("stationary", 2, 3), ("summa", 2, 2), ("megatron", 1, 3),
@@ -98,7 +100,7 @@ def test_sums_in_fp32_take_twice_the_bytes_of_half():
 
 def test_plans_count_the_panels_of_the_clusters_devices():
     """A GPU's panels are 16 times as large: fewer operations, and fewer seconds for their start."""
-    run = Run(mesh=Mesh(row=2, col=2), batch=Batch(global_size=8, microbatch_size=8),
+    run = ResolvedRun(mesh=Mesh(row=2, col=2), batch=Batch(global_size=8, microbatch_size=8),
               model=Transformer(num_layers=1, hidden=512, heads=8, vocab=1024, sequence=1024))
     work = Work()
     cpu, cuda = (sum(block.operations for block in work.blocks(replace(run, launch=Launch(device=device))))

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from ranvier import keyed_random
+from ranvier.block import Initial, initialise
+from ranvier.config.run import Memory, Optim, Pipeline
 from ranvier.mesh import Mesh
-from ranvier.models.block import Initial, initialise
-from ranvier.run import Optim
 from ranvier.tensor import layers
-from ranvier.tensor.split import split_layers
+from ranvier.tensor.split.layers import split_layers
 from ranvier.testing.reference import Reference, relative_error
-from tests.covering import covering
+from tests.covering import covering, quick
 from tests.tensor.split_parity import (
     SCHEMES,
     SEED,
@@ -58,7 +58,7 @@ def test_raw_gradients_are_not_multiplied_by_the_number_of_rows(rows, cols, sche
     assert outcome.losses == pytest.approx([loss] * mesh.size, rel=1e-12)
 
 
-@pytest.mark.parametrize(("rows", "cols", "scheme"), MESHES)
+@pytest.mark.parametrize(("rows", "cols", "scheme"), quick(3, MESHES))
 def test_steps_of_sgd_are_not_longer_on_more_rows(rows, cols, scheme):
     """SGD, unlike AdamW, steps as far as gradients are long. Rows have unequal numbers of targets."""
     mesh = Mesh(row=rows, col=cols)
@@ -124,7 +124,7 @@ def test_megatrons_columns_share_a_dropout_mask():
     assert all(torch.equal(first, other) for other in others)
 
 
-@pytest.mark.parametrize(("rows", "cols", "scheme"), MESHES)
+@pytest.mark.parametrize(("rows", "cols", "scheme"), quick(3, MESHES))
 def test_heavy_dropout_drops_what_one_process_drops(rows, cols, scheme):
     mesh = Mesh(row=rows, col=cols)
     make, batches = partial(tiny_gpt, dropout=0.5), token_batches(mesh)
@@ -187,8 +187,8 @@ def test_a_model_whose_biases_start_from_something(rows, cols, scheme):
                                  "layer0.attention.qkv.bias", "layer0.attention.projection.weight",
                                  "layer0.attention.projection.bias", "layer0.mlp.fc2.bias", "layer0.mlp.norm.weight",
                                  "head.norm.bias", "head.projection.weight"])
-@pytest.mark.parametrize(("rows", "cols", "scheme"), [
-    (1, 2, "sequence"), (1, 2, "megatron"), (2, 2, "stationary"), (2, 2, "summa")])
+@pytest.mark.parametrize(("rows", "cols", "scheme"), quick(2, [
+    (1, 2, "sequence"), (1, 2, "megatron"), (2, 2, "stationary"), (2, 2, "summa")]))
 def test_the_norm_counts_each_element_once(rows, cols, scheme, big):
     """One kind of parameter at a time, the others frozen: a shard left out or a copy counted twice is a wrong norm."""
     def make():
@@ -318,13 +318,13 @@ def test_a_layer_that_is_used_twice(rows, cols, scheme, twice, defer_bytes):
     batches = token_batches(mesh)
     reference = Reference(make(), seed=SEED, dtype=torch.float64)
     reference.forward_backward(every(batches))
-    outcome = gradients_on(make, batches, mesh, scheme=scheme, defer_bytes=defer_bytes)
+    outcome = gradients_on(make, batches, mesh, scheme=scheme, pipeline=Pipeline(defer_bytes=defer_bytes))
     assert_close(outcome.gradients, reference.gradients())
 
 
 # ---------------------------------------------------------------------- training that needs checkpointing
 
-@pytest.mark.parametrize(("rows", "cols", "scheme"), MESHES)
+@pytest.mark.parametrize(("rows", "cols", "scheme"), quick(3, MESHES))
 def test_training_is_the_same_without_checkpointing(rows, cols, scheme):
     """Buffers that one layer's forward shares with the next one's would keep operands only where they are computed
     again."""
@@ -340,7 +340,8 @@ def test_training_is_the_same_without_checkpointing(rows, cols, scheme):
         return weights_of(engine), engine.layout
 
     for checkpoint in ("none", 1):
-        weights, layouts = zip(*on_mesh(tiny_gpt, mesh, work, scheme=scheme, checkpoint=checkpoint, optimizer=SGD),
+        weights, layouts = zip(*on_mesh(tiny_gpt, mesh, work, scheme=scheme, memory=Memory(recompute=checkpoint),
+                                        optimizer=SGD),
                                strict=True)
         assert_close(assemble(weights, layouts[0]), reference.parameters)
 
@@ -352,5 +353,5 @@ def test_microbatches_in_flight_do_not_share_memory(rows, cols, scheme):
     batches = token_batches(mesh, count=4)
     reference = Reference(tiny_gpt(), seed=SEED, dtype=torch.float64)
     reference.forward_backward(every(batches))
-    outcome = gradients_on(tiny_gpt, batches, mesh, scheme=scheme, policy="gpipe")
+    outcome = gradients_on(tiny_gpt, batches, mesh, scheme=scheme, pipeline=Pipeline(policy="gpipe"))
     assert_close(outcome.gradients, reference.gradients())

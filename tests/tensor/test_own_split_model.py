@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ranvier.config.run import Memory, Optim
 from ranvier.mesh import Mesh
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.run import Optim
 from ranvier.tensor import layers
 from ranvier.testing.reference import Reference, relative_error
-from tests.covering import covering
+from tests.covering import covering, quick
 from tests.tensor.split_parity import (
     SEED,
     TOLERANCE,
@@ -81,7 +81,7 @@ class Classes(nn.Module):
     def __init__(self, token: int) -> None:
         super().__init__()
         self.norm = layers.LayerNorm(12)
-        self.head = layers.TokenLinear(12, 5, token=token)
+        self.head = layers.ClassifierHead(12, 5, token=token)
 
     def forward(self, x):
         return self.head(torch.tanh(self.norm(x)))
@@ -122,9 +122,9 @@ def test_gradients(rows, cols, scheme, token):
     assert outcome.norms == pytest.approx([norm] * mesh.size, rel=1e-10)
 
 
-@pytest.mark.parametrize(("mesh", "checkpoint"), [
+@pytest.mark.parametrize(("mesh", "checkpoint"), quick(2, [
     (Mesh(row=2, col=2), "none"), (Mesh(row=2, col=2), 2), (Mesh(data=2, pipe=2, row=2, col=2), "none"),
-    (Mesh(pipe=3, col=2), 1)], ids=str)
+    (Mesh(pipe=3, col=2), 1)]), ids=str)
 def test_training(mesh, checkpoint):
     """Steps, evaluation and predictions; copies of the head's bias stay the same to the bit."""
     batches = sentences(mesh)
@@ -141,7 +141,8 @@ def test_training(mesh, checkpoint):
         return found, weights_of(engine), engine.layout
 
     found, weights, layouts = zip(*on_mesh(classifier, mesh, work, loss=class_loss, learning_rate=1e-2,
-                                           checkpoint=checkpoint, optim=Optim(weight_decay=0.01)), strict=True)
+                                           memory=Memory(recompute=checkpoint), optim=Optim(weight_decay=0.01)),
+                                   strict=True)
     assert all(mine == pytest.approx(losses, rel=1e-9) for mine in found)
     assert_close(assemble(weights, layouts[0]), reference.parameters, 1e-8)
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ranvier.cost.placement import best_tile, bytes_between_nodes
 from ranvier.mesh import Mesh
-from ranvier.tensor.placement import best_tile, bytes_between_nodes
 
 SIZES = st.integers(1, 6)
 BYTES = st.sampled_from([0, 1, 2, 3, 10])

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ranvier.cost.mesh_shape import best_shape
+from ranvier.cost.volume import layer_volume
 from ranvier.errors import ConfigError
-from ranvier.tensor.shape import best_shape
-from ranvier.tensor.volume import layer_volume
 
 PAPER = {"batch": 384, "sequence": 512, "hidden": 8192}
 """Xu et al., 2021, Table 2, 64 ranks: b s / h = 24."""

@@ -9,11 +9,12 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ranvier import keyed_random
-from ranvier.run import TensorParallel as Settings
+from ranvier.config.run import TensorParallel as Settings
 from ranvier.tensor import layers
-from ranvier.tensor.loss import NextTokenLoss
-from ranvier.tensor.split import split_layers
+from ranvier.tensor.split.layers import split_layers
+from ranvier.tensor.split.loss import NextTokenLoss
 from ranvier.testing.reference import relative_error
+from tests.covering import quick
 from tests.tensor.split_parity import (
     IGNORED,
     SCHEMES,
@@ -63,7 +64,7 @@ def linear(stationary, rows, **options):
 
 # ---------------------------------------------------------------------- products
 
-@pytest.mark.parametrize("panel_bytes", [None, 3000])
+@pytest.mark.parametrize("panel_bytes", quick(1, [None, 3000]))
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("stationary", ["output", "input"])
 @pytest.mark.parametrize(("rows", "cols", "scheme"), MESHES)
@@ -267,7 +268,7 @@ def test_dropout_drops_what_the_unsplit_layer_drops(rows, cols, scheme):
 @pytest.mark.parametrize("token", [0, 5, SEQUENCE - 1, -1, None])
 @pytest.mark.parametrize(("rows", "cols", "scheme"), FEW)
 def test_token_linear(rows, cols, scheme, token, bias):
-    make = partial(filled, partial(layers.TokenLinear, HIDDEN, 5, bias, token=token))
+    make = partial(filled, partial(layers.ClassifierHead, HIDDEN, 5, bias, token=token))
     dy = random(2 * rows, 5) if token is not None else random(2 * rows, SEQUENCE, 5)
     assert_layer_parity(make, stream(rows), dy, rows, cols, scheme, enter=stream_part, leave=row_part)
 
@@ -275,7 +276,7 @@ def test_token_linear(rows, cols, scheme, token, bias):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("rows", "cols", "scheme"), FEW)
 def test_whole_linear(rows, cols, scheme, bias):
-    make = partial(filled, partial(layers.WholeLinear, HIDDEN, 5, bias))
+    make = partial(filled, partial(layers.ReplicatedLinear, HIDDEN, 5, bias))
     assert_layer_parity(make, random(2 * rows, HIDDEN), random(2 * rows, 5), rows, cols, scheme, enter=row_part,
                         leave=row_part)
 
@@ -283,7 +284,7 @@ def test_whole_linear(rows, cols, scheme, bias):
 @pytest.mark.parametrize(("rows", "cols", "scheme"), FEW)
 def test_small_embedding(rows, cols, scheme):
     kinds = torch.randint(3, (2 * rows, SEQUENCE), generator=torch.Generator().manual_seed(5))
-    make = partial(filled, partial(layers.SmallEmbedding, 3, HIDDEN))
+    make = partial(filled, partial(layers.TokenTypeEmbedding, 3, HIDDEN))
     assert_layer_parity(make, kinds, stream(rows), rows, cols, scheme, enter=row_part, leave=stream_part)
 
 
@@ -306,7 +307,7 @@ def test_dropout_of_what_all_columns_have(rows, cols, scheme):
 @pytest.mark.parametrize(("rows", "cols", "scheme"), FEW)
 def test_token_linear_of_a_token_that_is_not_there(rows, cols, scheme, token):
     def work(mesh):
-        head = split_layers(layers.TokenLinear(HIDDEN, 5, token=token, dtype=torch.float64), mesh, "block")
+        head = split_layers(layers.ClassifierHead(HIDDEN, 5, token=token, dtype=torch.float64), mesh, "block")
         with pytest.raises(IndexError):
             head(stream_part(mesh, stream(rows)))
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from ranvier.comm.throttle import Link
+from ranvier.config.run import Memory, Optim, Pipeline
+from ranvier.config.run import TensorParallel as Settings
 from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.run import Optim
-from ranvier.run import TensorParallel as Settings
 from ranvier.testing.reference import Reference, relative_error
-from tests.covering import covering
+from tests.covering import covering, quick
 from tests.pipeline.parity import frozen
 from tests.tensor.split_parity import (
     SEED,
@@ -40,7 +40,7 @@ def two_layers(**options):
 
 
 @pytest.mark.parametrize("tied", TIED)
-@pytest.mark.parametrize(("rows", "cols", "scheme", "count"), covering(legal(), [1, 3]))
+@pytest.mark.parametrize(("rows", "cols", "scheme", "count"), quick(5, covering(legal(), [1, 3])))
 def test_gpt_on_every_mesh(rows, cols, scheme, count, tied):
     mesh = Mesh(row=rows, col=cols)
     assert_parity(partial(two_layers, tied=tied), token_batches(mesh, count=count), mesh, scheme=scheme)
@@ -51,29 +51,29 @@ def test_gpt_on_every_mesh(rows, cols, scheme, count, tied):
 def test_gpt_on_all_four_axes(scheme, boundaries, tied):
     """Two replicas whose rows have unequal numbers of targets; layers lie unevenly on stages."""
     assert_parity(partial(two_layers, tied=tied), token_batches(ALL_AXES), ALL_AXES, scheme=scheme,
-                  boundaries=boundaries)
+                  pipeline=Pipeline(boundaries=boundaries))
 
 
-@pytest.mark.parametrize(("mesh", "scheme"), [
+@pytest.mark.parametrize(("mesh", "scheme"), quick(4, [
     (Mesh(pipe=2, row=2, col=2), "summa"), (Mesh(data=2, row=2, col=2), "stationary"), (Mesh(data=2, row=2), "summa"),
     (Mesh(pipe=3, col=2), "sequence"), (Mesh(pipe=2, row=3, col=2), "stationary"), (Mesh(data=3, col=2), "megatron"),
-    (Mesh(data=2, col=2), "sequence"), (Mesh(data=2, pipe=2, col=2), "megatron")], ids=str)
+    (Mesh(data=2, col=2), "sequence"), (Mesh(data=2, pipe=2, col=2), "megatron")]), ids=str)
 def test_gpt_with_pipeline_or_replicas(mesh, scheme):
     assert_parity(tiny_gpt, token_batches(mesh, per_row=2), mesh, scheme=scheme)
 
 
-@pytest.mark.parametrize(("rows", "cols", "scheme", "checkpoint"), [
+@pytest.mark.parametrize(("rows", "cols", "scheme", "checkpoint"), quick(5, [
     (*one, checkpoint) for one in legal([(1, 2), (2, 2)]) for checkpoint in (1, 2, "auto")
-    if checkpoint != 2 or one == (2, 2, "stationary")])
+    if checkpoint != 2 or one == (2, 2, "stationary")]))
 def test_checkpointing(rows, cols, scheme, checkpoint):
     mesh = Mesh(row=rows, col=cols)
     batches = token_batches(mesh, count=2)
-    assert_parity(two_layers, batches, mesh, scheme=scheme, checkpoint=checkpoint,
+    assert_parity(two_layers, batches, mesh, scheme=scheme, memory=Memory(recompute=checkpoint),
                   sample=row_share(batches[0][0], mesh, 0))
 
 
-@pytest.mark.parametrize(("mesh", "checkpoint"), covering(
-    [Mesh(row=2), Mesh(row=2, col=3), Mesh(pipe=2, row=2, col=2)], [1, "none"]), ids=str)
+@pytest.mark.parametrize(("mesh", "checkpoint"), quick(2, covering(
+    [Mesh(row=2), Mesh(row=2, col=3), Mesh(pipe=2, row=2, col=2)], [1, "none"])), ids=str)
 def test_weights_that_are_kept(mesh, checkpoint):
     """Gathered once in a step, so that fewer bytes go down the columns."""
     def work(engine):
@@ -82,8 +82,8 @@ def test_weights_that_are_kept(mesh, checkpoint):
 
     batches = token_batches(mesh)
     keeps = Settings(keep_weights=True)
-    assert_parity(tiny_gpt, batches, mesh, settings=keeps, checkpoint=checkpoint)
-    kept, other = (on_mesh(tiny_gpt, mesh, work, settings=settings, checkpoint=checkpoint)
+    assert_parity(tiny_gpt, batches, mesh, settings=keeps, memory=Memory(recompute=checkpoint))
+    kept, other = (on_mesh(tiny_gpt, mesh, work, settings=settings, memory=Memory(recompute=checkpoint))
                    for settings in (keeps, Settings()))
     assert all(few < many for few, many in zip(kept, other, strict=True))
 
@@ -97,31 +97,33 @@ def test_a_recomputed_layer_gathers_once_for_recomputation_and_backward(mesh):
         return engine.counters()["bytes_received_by_axis"]["row"]
 
     batches = token_batches(mesh, count=1)
-    plain, recomputed = (on_mesh(tiny_gpt, mesh, work, checkpoint=checkpoint) for checkpoint in ("none", 1))
+    plain, recomputed = (on_mesh(tiny_gpt, mesh, work, memory=Memory(recompute=checkpoint))
+                         for checkpoint in ("none", 1))
     assert all(again <= once for once, again in zip(plain, recomputed, strict=True))
 
 
-@pytest.mark.parametrize("scheme", ["stationary", "summa"])
+@pytest.mark.parametrize("scheme", quick(1, ["stationary", "summa"]))
 def test_policies_agree_to_the_bit(scheme):
     """Weight gradients at once, some later, all later; in every order of microbatches."""
     mesh = Mesh(pipe=2, row=2, col=2)
     batches = token_batches(mesh, count=5)
-    first = gradients_on(tiny_gpt, batches, mesh, scheme=scheme, policy="gpipe")
-    for options in ({"policy": "1f1b"}, {"defer_bytes": 0}, {"defer_bytes": HUGE, "in_flight": 5},
-                    {"defer_bytes": 20_000, "in_flight": 3}, {}):
-        other = gradients_on(tiny_gpt, batches, mesh, scheme=scheme, **options)
+    first = gradients_on(tiny_gpt, batches, mesh, scheme=scheme, pipeline=Pipeline(policy="gpipe"))
+    for options in (Pipeline(policy="1f1b"), Pipeline(defer_bytes=0), Pipeline(defer_bytes=HUGE, in_flight=5),
+                    Pipeline(defer_bytes=20_000, in_flight=3), Pipeline()):
+        other = gradients_on(tiny_gpt, batches, mesh, scheme=scheme, pipeline=options)
         for mine, theirs in zip(first.of_ranks, other.of_ranks, strict=True):
             wrong = [name for name in mine if not torch.equal(mine[name], theirs[name])]
             assert set(mine) == set(theirs) and not wrong, f"{options}: {wrong}"
         assert first.losses == other.losses
 
 
-@pytest.mark.parametrize("scheme", ["stationary", "summa"])
+@pytest.mark.parametrize("scheme", quick(1, ["stationary", "summa"]))
 def test_gradients_agree_to_the_bit_whatever_arrives_when(scheme):
     """The ranks of a stage run the same actions, in an order that nobody knows before."""
     mesh = Mesh(data=2, pipe=2, row=2, col=2)
     batches = token_batches(mesh, count=4)
-    first, second = (gradients_on(tiny_gpt, batches, mesh, scheme=scheme, in_flight=3, check_order=seed == 1,
+    first, second = (gradients_on(tiny_gpt, batches, mesh, scheme=scheme, pipeline=Pipeline(in_flight=3),
+                                  check_order=seed == 1,
                                   throttle=Link(jitter_seconds=1e-3, seed=seed)).gradients for seed in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -136,7 +138,7 @@ def test_postponed_weight_gradients(mesh, settings):
         return queue
 
     outcome = assert_parity(tiny_gpt, token_batches(mesh), mesh, settings=Settings(**settings), also=postponed,
-                            defer_bytes=HUGE)
+                            pipeline=Pipeline(defer_bytes=HUGE))
     assert all(outcome.others), "nothing was postponed, so nothing was tested"
 
 
@@ -144,7 +146,8 @@ def test_postponed_weight_gradients(mesh, settings):
                                               (Mesh(col=4), "megatron"), (Mesh(col=2), "stationary")], ids=str)
 def test_postponed_weight_gradients_on_columns_alone(mesh, scheme):
     """They are added to gradients where those lie."""
-    assert_parity(tiny_gpt, token_batches(mesh), mesh, scheme=scheme, defer_bytes=HUGE, boundaries=None)
+    assert_parity(tiny_gpt, token_batches(mesh), mesh, scheme=scheme,
+                  pipeline=Pipeline(defer_bytes=HUGE, boundaries=None))
 
 
 @pytest.mark.parametrize(("mesh", "bucket_size"), covering(
@@ -168,12 +171,13 @@ def test_partly_frozen(rows, cols, scheme, which):
     assert_parity(lambda: frozen(two_layers(), FROZEN[which]), token_batches(mesh, count=2), mesh, scheme=scheme)
 
 
-@pytest.mark.parametrize("which", FROZEN)
+@pytest.mark.parametrize("which", quick(3, FROZEN))
 def test_partly_frozen_on_stages(which):
     """A frozen first stage keeps no graph; a frozen stage in the middle passes gradients on."""
     mesh = Mesh(pipe=3, row=2, col=2)
-    assert_parity(lambda: frozen(two_layers(), FROZEN[which]), token_batches(mesh), mesh, boundaries=(3, 5),
-                  checkpoint=1 if which == "a prefix" else "none", defer_bytes=HUGE)
+    assert_parity(lambda: frozen(two_layers(), FROZEN[which]), token_batches(mesh), mesh,
+                  pipeline=Pipeline(boundaries=(3, 5), defer_bytes=HUGE),
+                  memory=Memory(recompute=1 if which == "a prefix" else "none"))
 
 
 @pytest.mark.parametrize(("rows", "cols", "scheme", "count"), covering(

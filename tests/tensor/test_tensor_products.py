@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ranvier.layout import part
-from ranvier.tensor import summa
-from ranvier.tensor.products import InputStationary, OutputStationary, SummaProduct, SummaVocabulary
+from ranvier.tensor.split import summa
+from ranvier.tensor.split.products import InputStationary, OutputStationary, SummaProduct, SummaVocabulary
 from ranvier.testing.reference import relative_error
 from tests.tensor.split_parity import SCHEMES, SHAPES, inner_part, legal, on_tensor_mesh, own, random, stream_part
 

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from ranvier.comm import mpi_launch
+from ranvier.config.run import Optim
+from ranvier.launch import mpiexec
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
-from ranvier.run import Optim
 from ranvier.testing.ranks import run_processes
 from ranvier.testing.reference import Reference, relative_error
 from ranvier.world import World
 from tests.tensor.split_parity import SCHEMES, SEED, every, share, tiny_gpt, token_batches
 
-UNUSABLE = mpi_launch.mpi_available()
+UNUSABLE = mpiexec.mpi_available()
 
 
 def errors(world: World, rows: int, cols: int, scheme: str) -> list[float]:

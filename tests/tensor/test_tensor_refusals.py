@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from ranvier.block import Model
 from ranvier.errors import ConfigError, ModelError
 from ranvier.mesh import Mesh
-from ranvier.models.block import Model
 from ranvier.pipeline.engine import Engine
 from ranvier.tensor import layers
 from ranvier.testing.ranks import run_ranks
@@ -76,7 +76,7 @@ def alone(build):
      "features of the residual stream cannot be divided by mesh.col 4 (got 6)"),
     (partial(layers.LayerNorm, 6), 1, 4, "summa", "features cannot be divided by mesh.col 4 (got 6)"),
     (partial(layers.PositionEmbedding, 5, 6), 1, 4, "stationary", "features cannot be divided by mesh.col 4 (got 6)"),
-    (partial(layers.TokenLinear, 6, 2), 1, 4, "stationary", "features cannot be divided by mesh.col 4 (got 6)"),
+    (partial(layers.ClassifierHead, 6, 2), 1, 4, "stationary", "features cannot be divided by mesh.col 4 (got 6)"),
     (partial(layers.VocabularyLinear, 6, 20), 4, 1, "stationary",
      "features of the residual stream cannot be divided by mesh.row 4 (got 6)"),
     (partial(layers.VocabularyLinear, 8, 3), 4, 1, "summa", "vocabulary is smaller than mesh.row 4 (got 3)"),
@@ -105,13 +105,13 @@ def test_megatron_has_no_rows(rows, cols, sharded):
 @pytest.mark.parametrize("ready", [False, True])
 @pytest.mark.parametrize(("build", "text"), [
     (partial(nn.Linear, 4, 4), "parameter b.layer.weight: belongs to a layer that cannot be split over rows and "
-                               "columns (got 'Sublayer'). Use the layers of ranvier.tensor in its place, or set "
+                               "columns (got 'Sublayer'). Use the layers of ranvier.tensor.layers in its place, or set "
                                "--mesh.row 1 --mesh.col 1."),
     (partial(nn.LayerNorm, 4), "parameter b.layer.weight: belongs to a layer that cannot be split"),
     (partial(nn.Conv1d, 4, 4, 1), "parameter b.layer.weight: belongs to a layer that cannot be split"),
     (partial(nn.BatchNorm1d, 4), "parameter b.layer.weight: belongs to a layer that cannot be split"),
-    (partial(nn.Dropout, 0.1), "block b.layer (nn.Dropout): draws other random numbers on each rank (got 0.1). "
-                               "Use ranvier.tensor.Dropout, whose masks are keyed by place."),
+    (partial(nn.Dropout, 0.1), "block b.layer (nn.Dropout): draws different random numbers on each rank (got 0.1). "
+                               "Use ranvier.tensor.layers.Dropout, whose masks are keyed by place."),
 ], ids=str)
 @pytest.mark.parametrize(("rows", "cols"), [(2, 2), (1, 2), (2, 1)])
 def test_layers_that_are_not_ours(rows, cols, build, text, ready):
@@ -138,7 +138,7 @@ def test_a_parameter_of_the_blocks_own():
 @pytest.mark.parametrize("build", [partial(nn.Dropout1d, 0.1), partial(nn.AlphaDropout, 0.1)],
                          ids=["Dropout1d", "AlphaDropout"])
 def test_other_kinds_of_dropout(build):
-    refused(alone(build), 1, 2, "stationary", ModelError, "draws other random numbers on each rank")
+    refused(alone(build), 1, 2, "stationary", ModelError, "draws different random numbers on each rank")
 
 
 @pytest.mark.parametrize("length", [7, 5])
@@ -169,7 +169,7 @@ def test_all_ranks_refuse_alike(rows):
 
 
 def test_a_loss_that_does_not_know_of_columns():
-    from ranvier.tensor.loss import next_token_loss
+    from ranvier.tensor.split.loss import next_token_loss
 
     refused(lambda: replace(tiny_gpt(), loss=next_token_loss), 1, 2, "stationary", ModelError,
             "loss: cannot take logits whose vocabulary is split over columns (got 'next_token_loss')")

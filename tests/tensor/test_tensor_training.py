@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from ranvier.block import Model
+from ranvier.config.run import Optim
+from ranvier.config.run import TensorParallel as Settings
 from ranvier.mesh import Mesh
-from ranvier.models.block import Model
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.run import Optim
-from ranvier.run import TensorParallel as Settings
 from ranvier.tensor import layers
 from ranvier.testing.reference import Reference
-from tests.covering import covering
+from tests.covering import covering, quick
 from tests.pipeline.parity import frozen
 from tests.tensor.split_parity import (
     SEED,
@@ -70,18 +70,18 @@ def assert_trains(make, mesh, *, steps=10, clip_norm=0.0, count=2, tolerance=1e-
     assert_close(whole, reference.parameters, tolerance)
 
 
-@pytest.mark.parametrize(("mesh", "scheme"), RUNS, ids=str)
+@pytest.mark.parametrize(("mesh", "scheme"), quick(3, RUNS), ids=str)
 def test_ten_steps_equal_torchs(mesh, scheme):
     assert_trains(tiny_gpt, mesh, scheme=scheme, optim=optim())
 
 
-@pytest.mark.parametrize("mesh", [Mesh(row=2, col=2), Mesh(data=2, row=2, col=2)], ids=str)
+@pytest.mark.parametrize("mesh", quick(1, [Mesh(row=2, col=2), Mesh(data=2, row=2, col=2)]), ids=str)
 def test_ten_steps_with_a_users_optimizer(mesh):
     assert_trains(tiny_gpt, mesh, optimizer=ADAMW)
 
 
-@pytest.mark.parametrize(("mesh", "scheme", "options"), covering(
-    SPREAD, [{"shard": True}, {"shard": True, "offload": "stream"}, {"offload": "host"}]), ids=str)
+@pytest.mark.parametrize(("mesh", "scheme", "options"), quick(3, covering(
+    SPREAD, [{"shard": True}, {"shard": True, "offload": "stream"}, {"offload": "host"}])), ids=str)
 def test_states_that_are_sharded_or_offloaded(mesh, scheme, options):
     assert_trains(tiny_gpt, mesh, steps=3, scheme=scheme, optim=optim(**options))
 
@@ -92,16 +92,16 @@ def test_states_on_one_replica(mesh, scheme, options):
     assert_trains(tiny_gpt, mesh, steps=3, count=1, scheme=scheme, optim=optim(**options))
 
 
-@pytest.mark.parametrize(("clip_norm", "mesh", "scheme", "shard"), covering(
-    [0.05, 1e6], [*((*run, False) for run in RUNS), *((*run, True) for run in SPREAD)]), ids=str)
+@pytest.mark.parametrize(("clip_norm", "mesh", "scheme", "shard"), quick(5, covering(
+    [0.05, 1e6], [*((*run, False) for run in RUNS), *((*run, True) for run in SPREAD)])), ids=str)
 def test_clipping_by_the_global_norm_is_torchs(clip_norm, mesh, scheme, shard):
     assert_trains(tiny_gpt, mesh, steps=3, scheme=scheme, clip_norm=clip_norm,
                   optim=optim(clip_norm=clip_norm, shard=shard))
 
 
-@pytest.mark.parametrize(("mesh", "scheme", "bucket_size", "shard"), covering([
+@pytest.mark.parametrize(("mesh", "scheme", "bucket_size", "shard"), quick(2, covering([
     (Mesh(data=2, col=2), "megatron", 50), (Mesh(data=2, col=2), "megatron", 7), (Mesh(data=2, col=2), "sequence", 50),
-    (Mesh(data=2, row=2, col=2), "stationary", 50), (Mesh(data=2, row=2), "summa", 50)], [False, True]), ids=str)
+    (Mesh(data=2, row=2, col=2), "stationary", 50), (Mesh(data=2, row=2), "summa", 50)], [False, True])), ids=str)
 def test_copies_stay_the_same_to_the_bit_however_updates_are_cut(mesh, scheme, bucket_size, shard):
     """torch's fused kernels round the last few elements of a piece differently, so that pieces must be cut alike
     wherever copies are."""
@@ -157,12 +157,12 @@ def test_gradients_and_their_step_apart(mesh):
 
 # ---------------------------------------------------------------------- half precision
 
-@pytest.mark.parametrize(("mesh", "scheme", "dtype", "options"), [
+@pytest.mark.parametrize(("mesh", "scheme", "dtype", "options"), quick(3, [
     (Mesh(row=2, col=2), "stationary", torch.bfloat16, {}),
     (Mesh(row=2, col=2), "summa", torch.bfloat16, {"accumulate": "half", "offload": "stream"}),
     (Mesh(col=2), "megatron", torch.bfloat16, {}), (Mesh(col=2), "sequence", torch.bfloat16, {"accumulate": "half"}),
     (Mesh(data=2, row=2), "stationary", torch.bfloat16, {"shard": True, "reduce_dtype": "fp32"}),
-    (Mesh(row=2, col=2), "stationary", torch.float16, {"offload": "host"})], ids=str)
+    (Mesh(row=2, col=2), "stationary", torch.float16, {"offload": "host"})]), ids=str)
 def test_half_precision_follows_the_reference(mesh, scheme, dtype, options):
     """With fp32 masters; copies stay the same to the bit."""
     batches = [token_batches(mesh, seed=seed) for seed in range(6)]
@@ -212,7 +212,7 @@ class Pair(nn.Module):
 class Scores(nn.Module):
     def __init__(self):
         super().__init__()
-        self.head = layers.TokenLinear(8, 2)
+        self.head = layers.ClassifierHead(8, 2)
         self.head.weight.data.fill_(0.5)
         self.head.bias.data.fill_(0.1)
 

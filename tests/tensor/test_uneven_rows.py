@@ -9,17 +9,18 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ranvier.comm import mpi_launch
+from ranvier.block import Model
+from ranvier.config.run import Memory, Pipeline, TensorParallel, Transformer
+from ranvier.launch import mpiexec
 from ranvier.mesh import Mesh
-from ranvier.models.block import Model
 from ranvier.models.gpt import gpt
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.run import TensorParallel, Transformer
 from ranvier.tensor import layers
 from ranvier.testing import SplitError, check_split
 from ranvier.testing.ranks import run_processes
 from ranvier.testing.reference import Reference
 from ranvier.world import World
+from tests.covering import quick
 from tests.tensor.split_parity import SCHEMES, SEED, assert_close, gradients_on, on_mesh, share
 
 HIDDEN, LENGTH = 12, 6
@@ -60,7 +61,7 @@ class Experts(nn.Module):
 class Classes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.classes = layers.TokenLinear(HIDDEN, 3)
+        self.classes = layers.ClassifierHead(HIDDEN, 3)
 
     def forward(self, state):
         return self.classes(state["x"])
@@ -107,12 +108,12 @@ BATCHES = [[Microbatch(ids, ids[:, 0] % 3, torch.arange(2) + 10 * number) for nu
 
 
 @pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("checkpoint", ["none", 1])
+@pytest.mark.parametrize("checkpoint", quick(1, ["none", 1]))
 @pytest.mark.parametrize(("defer_bytes", "pipe"), [(0, 1), (1 << 40, 1), (1 << 40, 2)])
 def test_in_the_engine(keep, checkpoint, defer_bytes, pipe):
     """Recomputed, with weights that stay gathered, and with postponed weight gradients: all rows have as many."""
     outcome = gradients_on(routed, BATCHES, Mesh(pipe=pipe, row=2, col=2), settings=TensorParallel(keep_weights=keep),
-                           checkpoint=checkpoint, defer_bytes=defer_bytes)
+                           memory=Memory(recompute=checkpoint), pipeline=Pipeline(defer_bytes=defer_bytes))
     reference = Reference(copy.deepcopy(routed()), seed=SEED, dtype=torch.float64)
     reference.forward_backward(BATCHES[0])
     assert_close(outcome.gradients, reference.gradients())
@@ -120,7 +121,7 @@ def test_in_the_engine(keep, checkpoint, defer_bytes, pipe):
 
 def test_a_layer_that_one_row_leaves_out_is_named():
     ids = torch.stack([ODD, EVEN - 1, EVEN * 0 + 4, EVEN * 0 + 2])
-    with pytest.raises(SplitError, match=r"block 1\.norm: is called by some rows only") as caught:
+    with pytest.raises(SplitError, match=r"block 1\.norm: is called on some rows only") as caught:
         check_split([Words(), Experts(skips=True), Classes()], (ids, ids[:, 0] % 3), loss=class_loss, meshes=[(2, 2)],
                     schemes=["stationary"])
     assert "the end of block 1" in str(caught.value) and "x[:0]" in str(caught.value)
@@ -132,7 +133,7 @@ def test_the_engine_names_it_too():
         model.blocks["first"]().skips = True
         return model
 
-    with pytest.raises(Exception, match="is called by some rows only"):
+    with pytest.raises(Exception, match="is called on some rows only"):
         on_mesh(make, Mesh(row=2), lambda engine: engine.forward_backward(share(engine, BATCHES)), check_order=True)
 
 
@@ -153,11 +154,12 @@ def errors(world: World, scheme: str) -> list[float]:
     return found
 
 
-UNUSABLE = mpi_launch.mpi_available()
+UNUSABLE = mpiexec.mpi_available()
 
 
-@pytest.mark.parametrize(("transport", "scheme"), [("torch", "stationary"), pytest.param(
-    "mpi", "summa", marks=[pytest.mark.mpi, pytest.mark.skipif(UNUSABLE is not None, reason=str(UNUSABLE))])])
+@pytest.mark.slow
+@pytest.mark.parametrize(("transport", "scheme"), quick(1, [("torch", "stationary"), pytest.param(
+    "mpi", "summa", marks=[pytest.mark.mpi, pytest.mark.skipif(UNUSABLE is not None, reason=str(UNUSABLE))])]))
 def test_over_processes(transport, scheme):
     for found in run_processes("tests.tensor.test_uneven_rows:errors", 2, transport, args=[scheme]):
         assert max(found) < 1e-12

@@ -4,14 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ranvier.tensor.volume import (
+from benchmarks.tensor.paper_volumes import activation_bytes, paper_elements
+from ranvier.cost.volume import (
     PRODUCTS,
     Bytes,
-    activation_bytes,
     embedding_volume,
     head_volume,
     layer_volume,
-    paper_elements,
 )
 
 SHAPES = st.fixed_dictionaries({"row": st.integers(1, 6), "col": st.integers(1, 6), "batch": st.integers(1, 8),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ranvier.cli import run_command
+from ranvier.cli.main import run_command
 from ranvier.errors import ModelError
 from ranvier.layout import Split
 from ranvier.pipeline.microbatch import Microbatch
@@ -37,7 +37,7 @@ class Wrong(nn.Module):
     def splits(self, settings):
         return {}
 
-    def cannot(self, mesh):
+    def divisibility_constraints(self, mesh):
         return ()
 
     def split(self, mesh):
@@ -63,7 +63,7 @@ def floats():
 
 
 def agreeing():
-    return [bare(), layers.RMSNorm(12), layers.TokenLinear(12, 2)], Microbatch(IDS, IDS[:, 0] % 2), \
+    return [bare(), layers.RMSNorm(12), layers.ClassifierHead(12, 2)], Microbatch(IDS, IDS[:, 0] % 2), \
         lambda y, t: (nn.functional.cross_entropy(y, t, reduction="sum"), len(t))
 
 

@@ -10,7 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ranvier import check, keyed_random
+from ranvier import keyed_random
+from ranvier.config.resolve import resolve
+from ranvier.config.run import Batch, Checkpoint, Data, Guard, Optim, Run, Train, Transformer
 from ranvier.data.loader import Loader
 from ranvier.data.sampler import Sampler
 from ranvier.errors import RanvierError
@@ -18,11 +20,12 @@ from ranvier.mesh import Mesh
 from ranvier.models import families
 from ranvier.models.gpt import gpt
 from ranvier.pipeline.examine import Cause
-from ranvier.run import Batch, Checkpoint, Data, Guard, Optim, Run, Train, Transformer
+from ranvier.planner.problems import problems
 from ranvier.testing.ranks import run_ranks
-from ranvier.train import formation
+from ranvier.train import runtime
 from ranvier.train.guards import Guards
 from ranvier.train.loop import train
+from tests.covering import quick
 
 # ---------------------------------------------------------------------- the decisions alone
 
@@ -62,7 +65,7 @@ class Case:
     def __init__(self, *, cause=CAUSE, checkpoints=(), **settings):
         self.told, self.notes, self.engine = [], [], Engine(cause)
         self.checkpoints = list(checkpoints)
-        self.guards = Guards(Guard(**settings), self.engine, tell=self._tell, go_back=self._go_back,
+        self.guards = Guards(Guard(**settings), self.engine, tell=self._tell, rollback=self._go_back,
                              barrier=lambda: self.told.append("barrier"))
 
     def _tell(self, event):
@@ -92,15 +95,15 @@ def test_stop_names_step_loss_block_and_microbatch():
     case = Case()
     assert case.fails(7) == (
         "step 7: loss is nan; nothing was updated. Block b, microbatch 2 of replica 0: its output has nan. Lower "
-        "--train.learning-rate (it was 0.5 at this step) or raise --train.warmup-steps; --guard.bad-step skip or back "
-        "goes on without such steps.")
+        "--train.learning-rate (it was 0.5 at this step) or raise --train.warmup-steps; --guard.bad-step skip or "
+        "rollback continues without such steps.")
     assert case.told == ["bad-step", "publish", "barrier"], "the step is written before the run ends"
     assert case.notes[0].fields == {"cause": "output", "block": "b", "microbatch": 2, "replica": 0, "rank": 3}
 
 
 @pytest.mark.parametrize(("cause", "remedy"), [
     (Cause(kind="inputs", text="microbatch 0: its inputs have nan"), "Look at the data of this microbatch"),
-    (Cause(kind="parameter", text="parameter p is not finite"), "Go on from a checkpoint of an earlier step"),
+    (Cause(kind="parameter", text="parameter p is not finite"), "Resume from a checkpoint of an earlier step"),
     (Cause(kind="gradient", text="block b, microbatch 0"), "Lower --train.learning-rate")])
 def test_the_remedy_fits_the_cause(cause, remedy):
     assert remedy in Case(cause=cause).fails(1)
@@ -126,22 +129,23 @@ def test_skip_goes_on_until_too_many_in_a_row():
 
 
 def test_back_returns_to_the_checkpoint():
-    case = Case(bad_step="back", checkpoints=[4])
+    case = Case(bad_step="rollback", checkpoints=[4])
     assert case.step(6, BAD) == 4
     assert case.told == ["bad-step", "publish", "load", "went-back"]
-    assert case.notes[1].text == "went back to the checkpoint of step 4; the data goes on after the batch of this step"
+    assert case.notes[1].text == ("rolled back to the checkpoint of step 4; the data continues after the batch of this "
+                                  "step")
     assert case.notes[1].fields == {"to_step": 4}
 
 
 def test_back_without_a_checkpoint_stops():
-    case = Case(bad_step="back")
+    case = Case(bad_step="rollback")
     assert "step 2: loss is nan, and there is no checkpoint to go back to; nothing was updated" in case.fails(2)
     assert case.told.count("publish") == 1
 
 
 def test_a_run_that_gets_no_further_ends():
     """Steps that are taken again are good, and still the run stands at the same place."""
-    case = Case(bad_step="back", most_bad_steps=3, checkpoints=[4, 4, 4])
+    case = Case(bad_step="rollback", most_bad_steps=3, checkpoints=[4, 4, 4])
     for number in (5, 6, 7, 5, 6, 7):
         assert case.step(number, BAD if number == 7 else None) == (4 if number == 7 else number)
     assert [case.step(number) for number in (5, 6)] == [5, 6]
@@ -149,7 +153,7 @@ def test_a_run_that_gets_no_further_ends():
 
 
 def test_a_run_that_gets_further_goes_on():
-    case = Case(bad_step="back", most_bad_steps=2, checkpoints=[4, 8, 8])
+    case = Case(bad_step="rollback", most_bad_steps=2, checkpoints=[4, 8, 8])
     for number, reached in ((7, 4), (9, 8), ):
         assert case.step(number, BAD) == reached
         for after in range(reached + 1, number + 2):
@@ -196,7 +200,7 @@ def break_data(monkeypatch, *bad_batches, size=8):
     """One sample of each of these batches (from 0, as they lie in the data) makes the MLP return nan: one of replica 0,
     microbatch 1. Returns a list that will have the batches that rank 0 takes, in order."""
     taken, bad = [], set()
-    batch_of, loaders_of = Loader.microbatches, formation._loaders
+    batch_of, loaders_of = Loader.microbatches, runtime._loaders
 
     def microbatches(self, step):
         if threading.current_thread().name == "rank 0" and self.sampler.seed is not None:
@@ -223,7 +227,7 @@ def break_data(monkeypatch, *bad_batches, size=8):
         return replace(model, blocks={**model.blocks, "layer0.mlp": build})
 
     monkeypatch.setattr(Loader, "microbatches", microbatches)
-    monkeypatch.setattr(formation, "_loaders", loaders)
+    monkeypatch.setattr(runtime, "_loaders", loaders)
     monkeypatch.setattr(families, "model_of", broken)
     return taken
 
@@ -237,7 +241,7 @@ def run_all(run):
 WHERE = "Block layer0.mlp, microbatch 1 of replica 0: its output has nan"
 
 
-@pytest.mark.parametrize("mesh", [Mesh(), Mesh(data=2, pipe=2), Mesh(row=2, col=2)], ids=str)
+@pytest.mark.parametrize("mesh", quick(2, [Mesh(), Mesh(data=2, pipe=2), Mesh(row=2, col=2)]), ids=str)
 def test_a_run_stops_with_the_block_named(corpus, tmp_path, monkeypatch, mesh):
     break_data(monkeypatch, 2)
     with pytest.raises(RanvierError, match=f"step 3: loss is nan; nothing was updated. {WHERE}. Lower "):
@@ -266,13 +270,13 @@ def test_a_run_goes_back(corpus, tmp_path, monkeypatch, mesh):
     """To the checkpoint of step 2: from there on losses are those of a run that never took the batches that are left
     out. A run that is resumed after it takes the data from where this one is."""
     taken = break_data(monkeypatch, 3)
-    guarded = run_of(corpus, tmp_path / "run", mesh=mesh, guard=Guard(bad_step="back"), checkpoint=Checkpoint(every=2),
-                     train=Train(steps=5, sample_tokens=0, eval_sequences=2))
+    guarded = run_of(corpus, tmp_path / "run", mesh=mesh, guard=Guard(bad_step="rollback"),
+                     checkpoint=Checkpoint(every=2), train=Train(steps=5, sample_tokens=0, eval_sequences=2))
     text = run_all(guarded)
     assert taken == [0, 1, 2, 3, 4, 5, 6]
     steps = lines(tmp_path / "run" / "metrics.jsonl")
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 3, 4, 5]
-    assert "step 4: went back to the checkpoint of step 2" in text
+    assert "step 4: rolled back to the checkpoint of step 2" in text
     events = [event["event"] for event in lines(tmp_path / "run" / "events.jsonl")]
     assert [event for event in events if event != "checkpoint"] == ["start", "bad-step", "went-back", "eval", "end"]
 
@@ -293,7 +297,7 @@ def test_a_run_goes_back(corpus, tmp_path, monkeypatch, mesh):
 def test_a_run_without_a_checkpoint_cannot_go_back(corpus, tmp_path, monkeypatch):
     break_data(monkeypatch, 1)
     with pytest.raises(RanvierError, match="step 2: loss is nan, and there is no checkpoint to go back to; nothing"):
-        run_all(run_of(corpus, tmp_path, guard=Guard(bad_step="back")))
+        run_all(run_of(corpus, tmp_path, guard=Guard(bad_step="rollback")))
     assert [step["step"] for step in lines(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
@@ -328,11 +332,11 @@ def test_replicas_that_differ_end_the_run(corpus, tmp_path, monkeypatch):
 
 
 def test_check_tells_what_cannot_be_guarded():
-    run = Run(optim=Optim(update_in_backward=True), batch=Batch(global_size=4), mesh=Mesh())
-    assert [str(problem) for problem in check.problems(run)] == [], "stop is the default, and means none here"
-    problem, = check.problems(replace(run, guard=Guard(bad_step="back")))
+    run = resolve(Run(optim=Optim(update_in_backward=True), batch=Batch(global_size=4), mesh=Mesh()))
+    assert problems(run) == [], "stop is the default, and means none here"
+    problem, = problems(replace(run, guard=Guard(bad_step="rollback")))
     assert str(problem) == (
         "guard.bad-step: cannot look at a step before blocks are updated: optim.update-in-backward is set (got "
-        "'back'). Set --guard.bad-step stop, or leave --optim.update-in-backward out.")
-    problem, = check.problems(replace(run, guard=Guard(explode=3.0)))
-    assert problem.where == "guard.explode"
+        "'rollback'). Set --guard.bad-step stop, or leave --optim.update-in-backward out.")
+    problem, = problems(replace(run, guard=Guard(loss_spike_factor=3.0)))
+    assert problem.where == "guard.loss-spike-factor"

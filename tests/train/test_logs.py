@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ranvier.mesh import Mesh
+from ranvier.train.history import History
 from ranvier.train.logs import MOST_BYTES, read_events, read_metrics
-from ranvier.train.report import History, summarise
+from ranvier.train.report import summarise
 
 STEPS = [{"step": step, "loss": None if step == 7 else 5.0 / step, "tokens": 128, "tokens_per_second": 1e3 + step,
           "step_seconds": 0.1, "bubble_fraction": 0.25, "model_flops_utilisation": 0.5, "frozen_layers": step // 5,

@@ -10,16 +10,18 @@ from itertools import pairwise
 
 import pytest
 
-from ranvier import check, resolve
+from ranvier.config import read
+from ranvier.config.resolve import resolve
+from ranvier.config.run import Batch, Data, Guard, Optim, Pipeline, Run, TensorParallel, Train, Transformer
+from ranvier.cost.tensor_traffic import tensor_mesh_facts
 from ranvier.errors import DataError, RanvierError
 from ranvier.mesh import Mesh
 from ranvier.optim.learning_rate import learning_rate
-from ranvier.run import Batch, Data, Guard, Optim, Pipeline, Run, TensorParallel, Train, Transformer
 from ranvier.testing.ranks import run_ranks
 from ranvier.train import loop
 from ranvier.train.events import EndEvent, StartEvent, StepEvent
 from ranvier.train.loop import train
-from tests.covering import covering
+from tests.covering import covering, quick
 
 STEPS = 6
 
@@ -182,12 +184,13 @@ def test_the_mesh_changes_no_number(data, pipe, policy, finished, corpus, tmp_pa
     assert lines(tmp_path / "events.jsonl")[-1]["sample"] == heard.events[-1].sample, "the same text"
 
 
-@pytest.mark.parametrize("mesh, tensor", [
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh, tensor", quick(1, [
     pytest.param(Mesh(row=2, col=2), TensorParallel(), marks=pytest.mark.slow),
     (Mesh(row=2, pipe=2, data=2), TensorParallel(keep_weights=True)),
     pytest.param(Mesh(row=2, col=2), TensorParallel(scheme="summa"), marks=pytest.mark.slow),
     pytest.param(Mesh(col=2), TensorParallel(scheme="megatron"), marks=pytest.mark.slow),
-    (Mesh(col=2, pipe=2), TensorParallel(scheme="megatron", sequence_sharding=True))])
+    (Mesh(col=2, pipe=2), TensorParallel(scheme="megatron", sequence_sharding=True))]))
 def test_rows_and_columns_change_no_number(mesh, tensor, finished, corpus, tmp_path):
     """Evaluation of 7 sequences, and the last microbatch, are filled up where rows must share them."""
     reference, _, _, heard = finished
@@ -207,7 +210,7 @@ def test_the_tensor_mesh_lies_on_nodes_as_it_sends_least(finished, corpus, tmp_p
               timeout_seconds=120)
     with open(tmp_path / "run.toml", "rb") as file:
         tile = tuple(tomllib.load(file)["mesh"]["tile"])
-    assert tile == check.tensor_mesh_facts(run, 2).tile == (2, 1), "weights are the larger part here"
+    assert tile == tensor_mesh_facts(resolve(run), 2).tile == (2, 1), "weights are the larger part here"
     for ours, theirs in zip(losses(tmp_path), losses(finished[0]), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-9)
 
@@ -242,8 +245,8 @@ def test_ranks_with_different_text_are_refused(corpus, tmp_path, monkeypatch):
         run, data, model = prepared(run, world, stream)
         return run, replace(data, fingerprint="other") if world.rank == 1 else data, model
 
-    prepared = loop.prepared
-    monkeypatch.setattr(loop, "prepared", other_text)
+    prepared = loop.prepare_run
+    monkeypatch.setattr(loop, "prepare_run", other_text)
     with pytest.raises(DataError, match="data of rank 1: differs from that of rank 0"):
         run_all(tiny(corpus, tmp_path, mesh=Mesh(data=2)))
 
@@ -256,18 +259,18 @@ def test_the_learning_rate_rises_and_stays():
 
 def test_default_folders_are_free_and_named_after_the_recipe(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    first = resolve.default_folder("some/where/mine.toml")
+    first = read.default_folder("some/where/mine.toml")
     assert first.parent.name == "runs" and first.name.startswith("mine-")
     first.mkdir(parents=True)
-    assert resolve.default_folder("some/where/mine.toml") != first
-    assert resolve.default_folder("my.module:function").name.startswith("my.module-function-")
+    assert read.default_folder("some/where/mine.toml") != first
+    assert read.default_folder("my.module:function").name.startswith("my.module-function-")
 
 
-@pytest.mark.parametrize(("changed", "text"), [
+@pytest.mark.parametrize(("changed", "text"), quick(1, [
     ({}, "adamw in buckets of 262,144, states on the device"),
     ({"offload": "stream", "shard": True, "bucket_size": 1000, "buckets_in_flight": 2},
      "adamw in buckets of 1,000, states streamed from the host, 2 buckets at once, sharded over 2 replicas"),
-    ({"algorithm": "sgd", "offload": "host"}, "sgd in buckets of 262,144, states and updates on the host")])
+    ({"algorithm": "sgd", "offload": "host"}, "sgd in buckets of 262,144, states and updates on the host")]))
 def test_the_optimizer_in_words(corpus, tmp_path, changed, text):
     run = tiny(corpus, tmp_path / "run", optim=Optim(**changed), precision="bf16",
                train=Train(steps=1, sample_tokens=0))

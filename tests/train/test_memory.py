@@ -12,15 +12,17 @@ import psutil
 import pytest
 import torch
 
-from ranvier import machine
-from ranvier.check import laid_out
+from ranvier.config.resolve import ResolvedRun, resolve
+from ranvier.config.run import Batch, Memory, Optim, TensorParallel, Train, Transformer
+from ranvier.cost.count import laid_out
+from ranvier.cost.memory import remedies, too_large
 from ranvier.errors import ConfigError, OutOfMemory
-from ranvier.machine import available_memory_bytes
 from ranvier.mesh import Mesh
-from ranvier.planner.memory import remedies, too_large
-from ranvier.run import Batch, Memory, Optim, Run, TensorParallel, Train, Transformer
-from ranvier.train import formation, memory
+from ranvier.system import machine
+from ranvier.system.machine import available_memory_bytes
+from ranvier.train import memory, runtime
 from ranvier.train.loop import Training
+from tests.covering import quick
 from tests.train.test_loop import corpus, lines, run_all, tiny
 
 __all__ = ["corpus"]
@@ -30,16 +32,20 @@ def larger(corpus, run_dir, **changed):
     """Layers wide enough to outweigh what is not counted, such as the loss's scratch."""
     model = Transformer(num_layers=4, hidden=64, heads=2, vocab=300, sequence=64)
     settings = {"batch": Batch(global_size=8, microbatch_size=2), "train": Train(steps=3, sample_tokens=0),
-                "precision": "fp32", "memory_report": True} | changed
-    return tiny(corpus, run_dir, model=model, **settings)
+                "precision": "fp32", "memory_report": True, "model": model} | changed
+    return tiny(corpus, run_dir, **settings)
 
 
-@pytest.mark.parametrize(("name", "changed"), [
+LLAMA = Transformer(family="llama", num_layers=4, hidden=64, heads=4, kv_heads=2, intermediate=96, vocab=300,
+                    sequence=64, qk_norm="head", tied=True)
+
+
+@pytest.mark.parametrize(("name", "changed"), quick(4, [
     ("fp32", {}), pytest.param("bf16", {"precision": "bf16"}, marks=pytest.mark.slow),
     ("offloaded", {"precision": "bf16", "optim": Optim(offload="stream", bucket_size=10_000, accumulate="half")}),
     pytest.param("on the host", {"precision": "bf16", "optim": Optim(offload="host", bucket_size=10_000)},
                  marks=pytest.mark.slow),
-    ("checkpointed", {"memory": Memory(checkpoint=1), "mesh": Mesh(pipe=2)}),
+    ("checkpointed", {"memory": Memory(recompute=1), "mesh": Mesh(pipe=2)}),
     pytest.param("shared out", {
         "precision": "bf16", "mesh": Mesh(data=3), "batch": Batch(global_size=9, microbatch_size=1),
         "optim": Optim(offload="stream", bucket_size=5000, chunk_buckets=3, shard=True)}, marks=pytest.mark.slow),
@@ -62,12 +68,15 @@ def larger(corpus, run_dir, **changed):
     ("megatron, sequence sharded, updated in the backward", {
         "mesh": Mesh(col=2), "tensor": TensorParallel(scheme="megatron", sequence_sharding=True),
         "optim": Optim(update_in_backward=True), "batch": Batch(global_size=4, microbatch_size=4)}),
-    ("sgd on one rank", {"optim": Optim(algorithm="sgd"), "mesh": Mesh()})])
+    ("llama, more columns than heads of keys", {"model": LLAMA, "mesh": Mesh(col=4)}),
+    pytest.param("llama, checkpointed on stages", {"model": LLAMA, "memory": Memory(recompute=1), "mesh": Mesh(
+        pipe=2, data=2), "precision": "bf16"}, marks=pytest.mark.slow),
+    ("sgd on one rank", {"optim": Optim(algorithm="sgd"), "mesh": Mesh()})]))
 def test_what_is_predicted_is_what_is_measured(corpus, tmp_path, name, changed):
     """What lives from step to step to the byte; the rest, which is a bound, within a half."""
     run = larger(corpus, tmp_path / "run", **changed)
     summaries, text = run_all(run)
-    predicted = laid_out(run)[1]
+    predicted = laid_out(resolve(run))[1]
     for rank, measured in enumerate(summaries[0]["memory"]):
         entry = predicted[run.mesh.coordinates(rank).pipe]
         for place in ("device", "host"):
@@ -90,9 +99,10 @@ def test_no_report_unless_it_is_asked_for(corpus, tmp_path):
     assert "memory" not in summaries[0] and "memory in MiB" not in text
 
 
+@pytest.mark.slow
 def test_checkpointing_takes_less(corpus, tmp_path):
     def working(checkpoint):
-        run = larger(corpus, tmp_path / str(checkpoint), memory=Memory(checkpoint=checkpoint), mesh=Mesh(pipe=2))
+        run = larger(corpus, tmp_path / str(checkpoint), memory=Memory(recompute=checkpoint), mesh=Mesh(pipe=2))
         return [facts["device"]["working"] for facts in run_all(run)[0][0]["memory"]]
 
     plain, every, auto = working("none"), working(1), working("auto")
@@ -103,15 +113,15 @@ def test_checkpointing_takes_less(corpus, tmp_path):
 
 def test_a_run_that_cannot_fit_is_refused_before_it_is_built(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "available_memory_bytes", lambda: 10 << 20)
-    monkeypatch.setattr(formation, "_loaders", lambda *args: pytest.fail("built"))
+    monkeypatch.setattr(runtime, "_loaders", lambda *args: pytest.fail("built"))
     with pytest.raises(ConfigError, match=r"memory of the machine: does not suffice: 4 ranks here need \d\d MiB, "
                                           r"and there are 10; of stage \d: parameters .* In this order: lower "
-                                          r"--batch.microbatch-size \(it is 2\); set --memory.checkpoint auto; "):
+                                          r"--batch.microbatch-size \(it is 2\); set --memory.recompute auto; "):
         run_all(larger(corpus, tmp_path / "run"))
 
 
 def test_devices_and_hosts_are_judged_apart():
-    run = Run(mesh=Mesh(pipe=2), precision="bf16", optim=Optim(offload="stream"))
+    run = ResolvedRun(mesh=Mesh(pipe=2), precision="bf16", optim=Optim(offload="stream"))
     entries = laid_out(run)[1]
     device, host = max(entry.device_bytes for entry in entries), sum(entry.host_bytes for entry in entries)
     settings = {"run": run, "processes": 1}
@@ -126,11 +136,11 @@ def test_devices_and_hosts_are_judged_apart():
 
 
 def test_remedies_are_those_that_are_left():
-    run = Run(mesh=Mesh(data=2))
+    run = ResolvedRun(mesh=Mesh(data=2))
     assert remedies(run, shared=False) == [
-        "lower --batch.microbatch-size (it is 4)", "set --memory.checkpoint auto", "set --optim.shard true",
+        "lower --batch.microbatch-size (it is 4)", "set --memory.recompute auto", "set --optim.shard true",
         "set --precision bf16", "set --optim.offload stream", "raise --mesh.pipe, with more ranks"]
-    frugal = replace(run, batch=Batch(microbatch_size=1), memory=Memory(checkpoint="auto"), precision="bf16",
+    frugal = replace(run, batch=Batch(microbatch_size=1), memory=Memory(recompute="auto"), precision="bf16",
                      optim=Optim(shard=True, offload="stream"))
     assert remedies(frugal, shared=True) == remedies(frugal, shared=False) == ["raise --mesh.pipe, with more ranks"]
 
@@ -171,7 +181,7 @@ def test_other_errors_stay_what_they_are(corpus, tmp_path, monkeypatch):
 
 _LIMITED = """
 import resource, sys, torch
-from ranvier.cli import main
+from ranvier.cli.main import main
 import ranvier.train.loop, matplotlib.figure, tokenizers
 import psutil
 now = psutil.Process().memory_info().vms
@@ -180,6 +190,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.slow
 def test_a_real_allocator(corpus, tmp_path):
     """A process that may have 400 MiB more, and a model that keeps more: exit code 2, and the table."""
     command = ["train", "gpt-tiny", "--mesh.data", "1", "--mesh.pipe", "1", "--data.corpus", str(corpus / "texts"),

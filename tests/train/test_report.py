@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 
 from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
-from ranvier.pipeline.timeline import Span, Timeline, covering
+from ranvier.schedule.spans import Span, Timeline, covering
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.trackers import example_run, example_step
 from ranvier.train import timeline as timelines_module
+from ranvier.train.history import History
 from ranvier.train.metrics import KEPT_STEPS, Meter, StepSpans
 from ranvier.train.peak import matrix_product_rate
 from ranvier.train.pictures import draw_loss, draw_timeline, joined, representative_step, shares, smoothed, within
-from ranvier.train.report import History, peak_memory_bytes, steady, summarise, write_report
+from ranvier.train.report import peak_memory_bytes, steady, summarise, write_report
 from ranvier.train.timeline import RankTimeline, gather_timelines, write_trace
 
 PNG = b"\x89PNG"

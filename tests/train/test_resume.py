@@ -14,19 +14,23 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from ranvier import cli, failure, plain_file
 from ranvier.checkpoint import files
 from ranvier.checkpoint.checkpoints import Checkpoints
 from ranvier.checkpoint.saved import Saved
+from ranvier.cli import main as cli
+from ranvier.cli.train import check_folder
+from ranvier.config.run import Batch, Checkpoint, Data, Guard, Optim, Run, Train, Transformer
 from ranvier.errors import CheckpointError, ConfigError, OwnershipError, RanvierError, UnsavedError
-from ranvier.lease import Lease, Owner
+from ranvier.launch import failures as failure
 from ranvier.mesh import Mesh
-from ranvier.run import Batch, Checkpoint, Data, Guard, Optim, Run, Train, Transformer
+from ranvier.system import atomic_file
+from ranvier.system.lease import Lease, Owner
 from ranvier.testing.ranks import run_ranks
 from ranvier.train import loop
 from ranvier.train.loop import train
-from ranvier.train.resume import differences
+from ranvier.train.saving import differences
 from tests.checkpoint.anywhere import everything, write_manifest
+from tests.covering import quick
 
 
 @pytest.fixture(scope="module")
@@ -112,15 +116,15 @@ def test_the_metrics_tell_what_checkpoints_cost(whole):
     assert sorted(path.name for path in (whole / "checkpoint").glob("step-*")) == ["step-4", "step-6", "step-8"]
 
 
-@pytest.mark.parametrize("mesh", [
-    Mesh(data=2), Mesh(pipe=3), pytest.param(Mesh(row=2, col=2), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("mesh", quick(1, [
+    Mesh(data=2), Mesh(pipe=3), pytest.param(Mesh(row=2, col=2), marks=pytest.mark.slow)]), ids=str)
 def test_a_run_that_dies_goes_on(text, whole, tmp_path, mesh):
     run_all(tiny(text, tmp_path), dies_after=5)
     assert not (tmp_path / "summary.json").exists()
     summary, said = run_all(tiny(text, tmp_path, mesh=mesh, resume="auto",
                                  optim=Optim(offload="stream", shard=True)))
     resumed = next(event for event in lines(tmp_path / "events.jsonl") if event["event"] == "resume")
-    assert resumed["step"] in (2, 4, 6) and f"step {resumed['step']}: goes on from {tmp_path}" in said
+    assert resumed["step"] in (2, 4, 6) and f"step {resumed['step']}: resumes from {tmp_path}" in said
     assert ("written on" in resumed["text"]) == (mesh != Mesh(data=2))
     expected = losses(whole)
     if mesh == Mesh(data=2):
@@ -151,7 +155,7 @@ def test_what_a_stranger_says_of_a_run(text, whole, tmp_path, about):
 
 
 def test_the_guard_goes_on_with_the_losses_that_it_knows(text, tmp_path):
-    explode = Guard(explode=50.0)
+    explode = Guard(loss_spike_factor=50.0)
     run_all(tiny(text, tmp_path, steps=4, guard=explode))
     about = Saved(tmp_path / "checkpoint" / "step-4").manifest.about
     assert about["guard"]["losses"] == list(losses(tmp_path).values())
@@ -168,7 +172,7 @@ def test_a_run_that_goes_on_is_not_done(text, tmp_path):
 def test_a_run_that_is_done_stays_done(text, tmp_path):
     first, _ = run_all(tiny(text, tmp_path, steps=4))
     again, said = run_all(tiny(text, tmp_path, steps=4, resume="auto"))
-    assert again["final_loss"] == first["final_loss"] and "step 4: goes on" in said
+    assert again["final_loss"] == first["final_loss"] and "step 4: resumes" in said
     assert len(losses(tmp_path)) == 4
 
 
@@ -182,6 +186,7 @@ def test_in_another_folder_and_with_another_batch(text, whole, tmp_path):
     assert about["samples"] == 6 * 8 + 4 * 4
 
 
+@pytest.mark.slow
 def test_a_run_that_began_elsewhere_and_died_at_once(text, whole, tmp_path):
     """Before its first checkpoint: auto goes on from where it began, and so does the same command again."""
     elsewhere = str(whole / "checkpoint" / "step-6")
@@ -191,14 +196,14 @@ def test_a_run_that_began_elsewhere_and_died_at_once(text, whole, tmp_path):
         run_all(first, dies_after=7)
         assert tomllib.loads((run_dir / "run.toml").read_text())["resume"] == elsewhere
         assert not list(run_dir.glob("checkpoint/step-*"))
-        cli._check_folder(replace(first, resume=resume))
+        check_folder(first.run_dir, resume)
         _, said = run_all(replace(first, resume=resume))
-        assert "goes on from" in said and list(losses(run_dir)) == [7, 8, 9]
+        assert "resumes from" in said and list(losses(run_dir)) == [7, 8, 9]
         assert tomllib.loads((run_dir / "run.toml").read_text())["resume"] == elsewhere
         _, said = run_all(replace(first, resume=resume, train=replace(first.train, steps=10)))
-        assert f"goes on from {run_dir}/checkpoint/step-9" in said
-    with pytest.raises(ConfigError, match="run-dir: holds the results of another run"):
-        cli._check_folder(replace(first, resume=str(whole / "checkpoint" / "step-8")))
+        assert f"resumes from {run_dir}/checkpoint/step-9" in said
+    with pytest.raises(ConfigError, match="run-dir: contains the results of another run"):
+        check_folder(first.run_dir, str(whole / "checkpoint" / "step-8"))
 
 
 def test_fewer_steps_than_the_checkpoint_has(text, tmp_path):
@@ -217,7 +222,7 @@ def test_a_damaged_one_is_named(text, tmp_path):
     run_all(tiny(text, tmp_path, steps=4))
     (tmp_path / "checkpoint" / "step-4" / "part-00001.safetensors").write_bytes(b"")
     _, said = run_all(tiny(text, tmp_path, steps=6, resume="auto"))
-    assert "step-4: part-00001.safetensors should have" in said and "goes on from" in said
+    assert "step-4: part-00001.safetensors should have" in said and "resumes from" in said
     assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
 
 
@@ -228,7 +233,7 @@ DAMAGE = (b'{"step": 3, "event": "start", "mesh": null}\n', b'{"step": 2, "loss"
           b'{"step": 2, "event": "' + b"x" * 3_000_000 + b'"}\n', b'{"step": 2, "event": "transition", "mes')
 
 
-@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl"])
+@pytest.mark.parametrize("name", quick(1, ["events.jsonl", "metrics.jsonl"]))
 def test_no_run_depends_on_its_logs(text, whole, tmp_path, name):
     """Whatever they say: it goes on from its checkpoint with the same numbers, tells it once, and leaves it out."""
     run_all(tiny(text, tmp_path, steps=4))
@@ -244,7 +249,7 @@ def test_no_run_depends_on_its_logs(text, whole, tmp_path, name):
     assert len(told) == 1 and told[0]["step"] == 4
 
 
-@pytest.mark.parametrize("lost", ["removed", "a folder of its own"])
+@pytest.mark.parametrize("lost", quick(1, ["removed", "a folder of its own"]))
 def test_a_run_that_is_done_and_has_no_logs(text, whole, tmp_path, lost):
     """All that is known is in its checkpoint: it ends well, and its summary says that no step was taken."""
     run = tiny(text, tmp_path, resume="auto", checkpoint=Checkpoint(dir=tmp_path / "checkpoints", every=2))
@@ -260,7 +265,7 @@ def test_a_run_that_is_done_and_has_no_logs(text, whole, tmp_path, lost):
     assert lines(run.run_dir / "events.jsonl")[-1]["event"] == "end" and not (run.run_dir / "loss.png").exists()
 
 
-@pytest.mark.parametrize("name", ["run.toml", "summary.json", "tokenizer.json"])
+@pytest.mark.parametrize("name", quick(1, ["run.toml", "summary.json", "tokenizer.json"]))
 def test_documents_are_there_whole_or_as_they_were(text, tmp_path, monkeypatch, name):
     """The run dies while it writes one of them again."""
     run_all(tiny(text, tmp_path, steps=2))
@@ -273,7 +278,7 @@ def test_documents_are_there_whole_or_as_they_were(text, tmp_path, monkeypatch, 
         if path.name == name:
             raise Died
 
-    written = plain_file.replacing
+    written = atomic_file.replace_atomically
 
     @contextmanager
     def half(path):
@@ -282,7 +287,7 @@ def test_documents_are_there_whole_or_as_they_were(text, tmp_path, monkeypatch, 
             file.truncate(file.tell() // 2)
             dies(path)
 
-    monkeypatch.setattr(plain_file, "replacing", half)
+    monkeypatch.setattr(atomic_file, "replace_atomically", half)
     with pytest.raises(Died):
         run_all(tiny(text, tmp_path, steps=4, resume="auto"))
     if name != "summary.json":  # that of the run before goes when this one begins
@@ -355,7 +360,7 @@ def test_what_is_refused(text, whole, tmp_path, changes, error, message):
     assert not (tmp_path / "run.toml").exists()
 
 
-@pytest.mark.parametrize("on_error", ["continue", "stop"])
+@pytest.mark.parametrize("on_error", quick(1, ["continue", "stop"]))
 def test_checkpoints_that_cannot_be_written(text, whole, tmp_path, monkeypatch, on_error):
     """A run is done when its last checkpoint is on the disk, and not before."""
     def full(path, tensors):
@@ -427,13 +432,13 @@ def elsewhere(number):
     return Owner(host=f"host{number}", machine=f"machine{number}", pid=number, started="1")
 
 
-@pytest.mark.parametrize("folder", ["run", "checkpoints"])
+@pytest.mark.parametrize("folder", quick(1, ["run", "checkpoints"]))
 def test_a_second_start_is_refused(text, tmp_path, folder):
     """Whichever of its folders another run has, also one that is on another machine."""
     run = tiny(text, tmp_path / "run", resume="auto", checkpoint=Checkpoint(dir=tmp_path / "checkpoints", every=2))
-    theirs = Lease.take([tmp_path / folder], me=elsewhere(1), beat_seconds=0.05)
-    with pytest.raises(OwnershipError, match=rf"folder {tmp_path}/{folder}: belongs to a run that is under way: "
-                                             r"process 1 on host1 has it \(generation 1\)\. Wait for that run or"):
+    theirs = Lease.acquire([tmp_path / folder], owner=elsewhere(1), heartbeat_seconds=0.05)
+    with pytest.raises(OwnershipError, match=rf"folder {tmp_path}/{folder}: belongs to a run in progress: "
+                                             r"process 1 on host1 owns it \(generation 1\)\. Wait for that run, or"):
         run_all(run)
     assert not (tmp_path / "run" / "run.toml").exists()
     theirs.release()
@@ -454,7 +459,7 @@ def test_a_run_whose_folder_another_one_has_taken_ends(text, whole, tmp_path):
         def close(self):
             pass
 
-    with pytest.raises(OwnershipError, match=r"does not belong to this run any more \(generation 1\): process \d+ on"):
+    with pytest.raises(OwnershipError, match=r"no longer belongs to this run \(generation 1\): process \d+ on"):
         run_ranks(lambda world: train(run, "tiny", world, stream=io.StringIO(), trackers=[Takes()]), 2,
                   timeout_seconds=120)
     assert second["summary"]["steps"] == 8 and losses(tmp_path) == losses(whole)
@@ -501,7 +506,7 @@ def test_a_run_that_is_told_to_stop_saves(text, whole, tmp_path, monkeypatch, ra
         patch.setattr(loop.Training, "step", told)
         summary, said = run_all(tiny(text, tmp_path, checkpoint=Checkpoint(every=0)))
     assert summary == {"stopped_after": at + 1} and not (tmp_path / "summary.json").exists()
-    assert f"step {at + 1}: stopped by SIGUSR1; go on with --resume auto --run-dir {tmp_path}" in said
+    assert f"step {at + 1}: stopped by SIGUSR1; resume with --resume auto --run-dir {tmp_path}" in said
     assert lines(tmp_path / "events.jsonl")[-1]["event"] == "stopped"
     run_all(tiny(text, tmp_path, resume="auto"))
     assert losses(tmp_path) == losses(whole)

@@ -11,11 +11,10 @@ import pytest
 
 from ranvier.errors import RanvierError
 from ranvier.testing.trackers import check_tracker, example_run, example_step
-from ranvier.train.console import LiveConsole, PlainConsole, console, duration, sparkline, step_text
 from ranvier.train.events import NoteEvent, StartEvent, Trackers
-from ranvier.train.files import EventsFile, LineFile, MetricsFile, open_folder, write_json
+from ranvier.train.logs import EventsFile, LineFile, MetricsFile, open_folder, write_json
 from ranvier.train.report import History
-from ranvier.train.tensorboard import TensorBoard
+from ranvier.train.trackers import LiveConsole, PlainConsole, TensorBoard, console, duration, sparkline, step_text
 
 full_disk = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 
@@ -53,14 +52,15 @@ def test_metrics_has_one_complete_object_a_step(tmp_path):
         assert all(field in step for step in steps), field
     assert steps[0]["loss"] == 7.9 and steps[0]["tokens"] == 4096 and steps[0]["tokens_per_second"] == 8192
     assert steps[1]["loss"] is None and steps[1]["tokens_per_second"] == 0, "a number that is none is null"
-    assert "eval_loss" not in steps[0] and steps[3]["eval_loss"] == 7.5
+    assert "eval_loss" not in steps[0] and steps[3]["eval_loss"] == 7.5 and steps[3]["eval_code_loss"] == 6.5
 
 
 def test_events_each_have_step_and_event(tmp_path):
     feed(EventsFile(tmp_path), example_run(tmp_path))
     events = lines(tmp_path / "events.jsonl")
     assert [(event["step"], event["event"]) for event in events] == [
-        (0, "start"), (2, "skipped"), (4, "eval"), (4, "end")]
+        (0, "start"), (2, "skipped"), (4, "eval"), (4, "eval"), (4, "end")]
+    assert [event.get("name") for event in events[2:4]] == [None, "code"]
     assert events[0]["mesh"] == {"data": 2, "pipe": 2, "row": 1, "col": 1} and events[1]["tokens"] == 0
 
 
@@ -77,7 +77,8 @@ def test_tensorboard_holds_the_curves(tmp_path):
     files = list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
     assert len(files) == 1
     written = files[0].read_bytes()
-    for tag in (b"train/loss", b"speed/tokens_per_second", b"eval/loss", b"notes/skipped", b"sample"):
+    for tag in (b"train/loss", b"speed/tokens_per_second", b"eval/loss", b"eval/code/loss", b"notes/skipped",
+                b"sample"):
         assert tag in written, tag
 
 
@@ -132,7 +133,7 @@ def test_durations_and_sparklines():
 @pytest.mark.parametrize("kind, name", [(MetricsFile, "metrics.jsonl"), (EventsFile, "events.jsonl")])
 def test_a_full_disk_is_one_clear_error(kind, name, tmp_path):
     tracker = kind(tmp_path)
-    os.dup2(os.open("/dev/full", os.O_WRONLY), tracker._lines._file.fileno())
+    os.dup2(os.open("/dev/full", os.O_WRONLY), tracker._file.fileno())
     with pytest.raises(RanvierError, match=f"{name}: cannot be written: No space left on device. Free") as caught:
         for event in example_run(tmp_path):
             tracker.event(event)
@@ -140,7 +141,15 @@ def test_a_full_disk_is_one_clear_error(kind, name, tmp_path):
     tracker.close()
 
 
-def no_space(handle):
+def test_a_full_disk_when_tensorboard_closes(tmp_path, monkeypatch):
+    """What its library has kept for later reaches the disk only now."""
+    tracker = TensorBoard(tmp_path)
+    monkeypatch.setattr(tracker._writer.file_writer.event_writer._ev_writer, "flush", no_space)
+    with pytest.raises(RanvierError, match=r"tensorboard: cannot be written: No space left on device\. Free"):
+        tracker.close()
+
+
+def no_space(handle=None):
     raise OSError(28, "No space left on device")
 
 

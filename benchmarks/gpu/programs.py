@@ -1,0 +1,149 @@
+"""Training programs that run alike on CPU and CUDA ranks, from a specification that JSON can hold.
+
+`losses` and `kill_target` are for `ranvier.testing.ranks.run_processes`, which several ranks on one device need;
+`on_one_rank` runs a specification in this process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ranvier.comm.inprocess import InProcessWorld
+from ranvier.config.run import Guard, Memory, Optim, Pipeline, TensorParallel, Transformer
+from ranvier.launch.failures import install_error_handlers
+from ranvier.mesh import Mesh
+from ranvier.models.gpt import gpt
+from ranvier.pipeline.engine import Engine
+from ranvier.pipeline.microbatch import Microbatch
+from ranvier.precision import DTYPES
+from ranvier.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A GPT, its mesh, and how it trains. The dicts are keyword arguments of the configuration's sections."""
+
+    layers: int = 2
+    hidden: int = 32
+    heads: int = 2
+    vocab: int = 64
+    sequence: int = 16
+    dropout: float = 0.0
+    precision: str = "fp32"
+    mesh: dict[str, int] = field(default_factory=dict)
+    optim: dict[str, Any] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
+    pipeline: dict[str, Any] = field(default_factory=dict)
+    tensor: dict[str, Any] = field(default_factory=dict)
+    steps: int = 3
+    microbatches: int = 2
+    """Of all replicas together."""
+    samples: int = 2
+    """In a microbatch."""
+    seed: int = 1
+
+    @property
+    def transformer(self) -> Transformer:
+        return Transformer(num_layers=self.layers, hidden=self.hidden, heads=self.heads, vocab=self.vocab,
+                           sequence=self.sequence, dropout=self.dropout)
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> Program:
+        """From what `asdict` has made of one."""
+        return cls(**{one.name: row[one.name] for one in fields(cls) if one.name in row})
+
+    @property
+    def flops_per_token(self) -> float:
+        """Forward and backward, attention counted in full: 72 l h^2 (1 + s/6h + V/12lh), as in Megatron's papers."""
+        return 72 * self.layers * self.hidden**2 * (
+            1 + self.sequence / (6 * self.hidden) + self.vocab / (12 * self.layers * self.hidden))
+
+
+def world_of_one(device: torch.device) -> World:
+    """A rank that is alone."""
+    return World(backend=InProcessWorld(1).backend(0), store=dist.HashStore(), launcher="benchmark", device=device,
+                 local_rank=0, local_size=1)
+
+
+def batches(program: Program, mesh: Mesh, rank: int) -> Iterator[list[Microbatch]]:
+    """The share of `rank` of each step's microbatches: the same samples on any mesh."""
+    at = mesh.coordinates(rank)
+    rows = range(at.row * program.samples // mesh.row, (at.row + 1) * program.samples // mesh.row)
+    numbers = range(at.data * program.microbatches // mesh.data, (at.data + 1) * program.microbatches // mesh.data)
+    for step in range(program.steps):
+        generator = torch.Generator().manual_seed(1000 * program.seed + step)
+        tokens = torch.randint(program.vocab, (program.microbatches, program.samples, program.sequence + 1),
+                               generator=generator)
+        yield [Microbatch(tokens[number, rows, :-1].contiguous(), tokens[number, rows, 1:].contiguous(),
+                          torch.tensor([number * program.samples + row for row in rows])) for number in numbers]
+
+
+@contextmanager
+def engine_of(program: Program, world: World) -> Iterator[Engine]:
+    """The program's engine on this rank."""
+    dtype, mesh = DTYPES[program.precision], Mesh(**program.mesh)
+    rows = program.samples // mesh.row
+    sample = Microbatch(*(torch.zeros(rows, program.sequence, dtype=torch.int64) for _ in range(2)),
+                        torch.arange(rows))
+    engine = Engine(gpt(program.transformer, dtype=dtype), world, mesh=mesh, optim=Optim(**program.optim),
+                    learning_rate=1e-3, dtype=dtype, memory=Memory(**program.memory), seed=program.seed, sample=sample,
+                    pipeline=Pipeline(**program.pipeline), tensor=TensorParallel(**program.tensor), guard=Guard(),
+                    timeout_seconds=60.0)
+    yield engine
+    engine.close()
+
+
+def losses(world: World, row: dict[str, Any]) -> list[list[float]]:
+    """[loss, gradient norm] of each step; the same on all ranks."""
+    program = Program.of(row)
+    found = []
+    with engine_of(program, world) as engine:
+        for batch in batches(program, engine.mesh, world.rank):
+            result = engine.train_batch(batch)
+            found.append([result.loss, float(result.grad_norm or 0.0)])
+    return found
+
+
+def on_one_rank(program: Program, device: torch.device) -> list[list[float]]:
+    """`losses` in this process."""
+    world = world_of_one(device)
+    found = losses(world, asdict(program))
+    world.backend.close()
+    return found
+
+
+def kill_target(world: World, row: dict[str, Any], victim: int, step: int) -> int:
+    """Trains until rank `victim` kills itself in `step`; the others are to leave by themselves."""
+    program = Program.of(row)
+    if world.device.type == "cuda":
+        os.environ.update(one_device_environment(world.rank))
+    backend: Any = world.backend
+    world.lost = backend.waits.lost
+    install_error_handlers(world, Mesh(**program.mesh), stopped_seconds=0.0, hang_seconds=0.0, timeout_seconds=300.0)
+    with engine_of(program, world) as engine:
+        for number, batch in enumerate(batches(program, engine.mesh, world.rank)):
+            if number == step and world.rank == victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+            engine.train_batch(batch)
+    return program.steps
+
+
+def one_device_environment(rank: int) -> dict[str, str]:
+    """What lets several NCCL ranks share one device: NCCL takes them for different hosts, so it does not refuse a
+    device that it sees twice, and uses sockets of the loopback interface. A trick of tests, not a promise of NCCL's."""
+    return {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1",
+            "NCCL_SHM_DISABLE": "1", "CUDA_MODULE_LOADING": "EAGER"}
+
+
+def on_shared_device(world: World, row: dict[str, Any]) -> list[list[float]]:
+    """`losses`, for ranks that share a device; `run_processes` calls it before the first communicator is made."""
+    os.environ.update(one_device_environment(world.rank))
+    return losses(world, row)

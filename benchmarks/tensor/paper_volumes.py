@@ -1,0 +1,35 @@
+"""Formulas of papers beside which counted bytes and memory are printed: Table 1 of Xu et al., 2021 (Optimus), and the
+activations of Korthikanti et al., 2022."""
+
+from __future__ import annotations
+
+from math import log2, sqrt
+from typing import Literal
+
+from ranvier.cost.volume import Scheme
+
+
+def paper_elements(scheme: Literal["summa", "megatron"], *, ranks: int, batch: int, sequence: int, hidden: int
+                   ) -> tuple[float, float]:
+    """Elements per layer in the forward and in the backward with its recomputation: Table 1 of Xu et al., 2021.
+
+    summa on a square mesh, broadcasts and reductions as trees of log2(sqrt(ranks)) steps; megatron with rings.
+    """
+    activation, weight = batch * sequence * hidden, hidden * hidden
+    if scheme == "megatron":
+        share = (ranks - 1) / ranks
+        return 4 * share * activation, 8 * share * activation
+    share = log2(ranks) / (2 * sqrt(ranks))
+    return share * (7 * activation + 12 * weight), share * (21 * activation + 36 * weight)
+
+
+def activation_bytes(scheme: Scheme, *, row: int, col: int, batch: int, sequence: int, hidden: int, heads: int,
+                     fused_attention: bool) -> float:
+    """What a rank keeps of one layer and microbatch for its backward, in half precision, with dropout.
+
+    fused_attention: no scores [b, n, s, s] are kept. megatron keeps what its ranks hold in common, 10 s b h, on each.
+    """
+    ranks, activation = row * col, batch * sequence * hidden
+    scores = 0 if fused_attention else 5 * batch * heads * sequence**2
+    common = 10 if scheme == "megatron" else 0
+    return common * activation + ((34 - common) * activation + scores) / ranks

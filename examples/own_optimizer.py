@@ -1,0 +1,21 @@
+"""An optimizer of your own: `ranvier train gpt-tiny --optim.algorithm examples.own_optimizer:Adagrad
+--optim.options epsilon=1e-8 --run-dir runs/own-optimizer`.
+
+An update rule says which states each element has, and updates parameters in place. Sharding, offload, checkpoints and
+resharding are the run's. `ranvier.testing.rules.check_rule` tells whether a rule keeps the protocol; docs/optimizers.md
+describes rules that need whole tensors.
+"""
+
+
+class Adagrad:
+    """Duchi et al., 2011: steps shrink with the sum of squared gradients of each element."""
+
+    states = ("sum",)  # for each element, zero at first
+
+    def __init__(self, epsilon=1e-10):
+        self.epsilon = epsilon
+
+    def update(self, parameters, gradients, states, *, step, learning_rate, weight_decay):
+        gradients = gradients.add(parameters, alpha=weight_decay)
+        states["sum"].addcmul_(gradients, gradients)
+        parameters.addcdiv_(gradients, states["sum"].sqrt().add_(self.epsilon), value=-learning_rate)

@@ -1,0 +1,222 @@
+"""The model contract: an ordered list of named blocks and a loss.
+
+A block is an `nn.Module` whose forward takes and returns the *carried state*: one tensor, or a dict of named tensors
+(hidden states, a mask, positions). A block is never split over stages; a stage is a run of consecutive blocks. The
+loss takes what the last block returns and the targets and gives (sum, weight): the sum of the losses of the valid
+targets, and how many those are. Blocks are built lazily, so that a rank builds only the blocks it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ranvier import keyed_random
+from ranvier.errors import ModelError
+from ranvier.layout import frozen_blocks
+
+INITIAL_PIECE = 1 << 16
+"""Elements that are initialised at once: the fp64 and int64 temporaries of this many fit a core's cache."""
+
+State = Tensor | dict[str, Tensor]
+"""The carried state, which blocks hand on: one tensor, or a dict of named tensors. Anything else is refused."""
+
+Loss = Callable[[State, object], tuple[Tensor, Tensor | float | int]]
+
+
+@dataclass(frozen=True)
+class Initial:
+    """How one parameter starts: `kind` "normal" (mean 0, standard deviation `scale`), "uniform" (between -`scale` and
+    `scale`) or "constant" (`scale`)."""
+
+    kind: Literal["normal", "uniform", "constant"]
+    scale: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A network as an ordered list of blocks.
+
+    blocks: name -> builder of the block's module; the order is the order of execution.
+    loss: (what the last block returns, targets) -> (sum of losses, weight).
+    tied: groups of full parameter names ("block.parameter") that are one parameter; the first is its owner.
+    initial: full parameter name -> its start, from the seed; None keeps the values that the builders produce.
+    layers: block names grouped into the layers that checkpoint intervals and freezing count; () where unknown.
+    alike: block -> an earlier one that computes the same with parameters of the same shapes, both to be trained or
+        both not, so that one of them is enough to be counted.
+    """
+
+    blocks: Mapping[str, Callable[[], nn.Module]]
+    loss: Loss
+    tied: tuple[tuple[str, ...], ...] = ()
+    initial: Callable[[str], Initial] | None = None
+    layers: tuple[tuple[str, ...], ...] = ()
+    alike: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.blocks:
+            raise ModelError("has no blocks", where="model", remedy="Give at least one named block.")
+        for name in self.blocks:
+            if not name or not isinstance(name, str):
+                raise ModelError("a block's name must be a non-empty text", where="model.blocks", value=name,
+                                 remedy="Name each block, for example 'layer3.mlp'.")
+
+    def build(self) -> nn.ModuleDict:
+        """All blocks in one process, initialised by nothing but their builders: for references and exports."""
+        return nn.ModuleDict({name.replace(".", "__"): build() for name, build in self.blocks.items()})
+
+
+def repeated(layers: Sequence[Sequence[str]]) -> dict[str, str]:
+    """`Model.alike` where all layers are like the first."""
+    return {block: first for layer in layers[1:] for block, first in zip(layer, layers[0], strict=True)}
+
+
+def frozen_prefix(model: Model, num_layers: int) -> int:
+    """How many blocks are frozen with the first `num_layers` layers (see `ranvier.layout.frozen_blocks`). ModelError
+    where the model does not say what its layers are, or has fewer."""
+    if not 0 <= num_layers <= len(model.layers):
+        raise ModelError(f"is not a number of layers that the model has ({len(model.layers)})", where="frozen layers",
+                         value=num_layers, remedy="Freeze fewer layers, or declare them: Model(layers=...).")
+    return frozen_blocks(model.layers, list(model.blocks), num_layers)
+
+
+def freeze(model: Model, num_layers: int) -> Model:
+    """The same model with its first layers (see `frozen_prefix`) not to be trained."""
+    def build(whole: Callable[[], nn.Module]) -> nn.Module:
+        return whole().requires_grad_(False)
+
+    names = list(model.blocks)[:frozen_prefix(model, num_layers)]
+    alike: dict[str, str] = {}
+    first: dict[tuple[str, bool], str] = {}
+    for name in model.blocks:
+        kind = model.alike.get(name, name), name in names
+        if first.setdefault(kind, name) != name:
+            alike[name] = first[kind]
+    return replace(model, alike=alike,
+                   blocks={**model.blocks, **{name: partial(build, model.blocks[name]) for name in names}})
+
+
+def as_model(model: Model | nn.Sequential | Sequence[nn.Module] | Mapping[str, nn.Module], loss: Loss | None) -> Model:
+    """Any list of blocks as a `Model`. Parameters that two blocks share are found and declared as tied.
+
+    ModelError when it is none of these, or when a loss is missing or given twice.
+    """
+    if isinstance(model, Model):
+        if loss is not None:
+            raise ModelError("was given beside a Model, which has its own", where="loss",
+                             remedy="Leave the loss out, or build the Model with it.")
+        return model
+    if loss is None:
+        raise ModelError("is missing", where="loss",
+                         remedy="Pass loss=f with f(output, targets) -> (sum of losses, number of valid targets).")
+    if isinstance(model, (nn.Sequential, nn.ModuleDict)):
+        modules = dict(model._modules)  # named_children() leaves out a module that comes a second time
+    elif isinstance(model, Mapping):
+        modules = dict(model)
+    elif isinstance(model, (Sequence, nn.ModuleList)):
+        modules = {str(index): module for index, module in enumerate(model)}
+    else:
+        raise ModelError("is not a list of blocks", where="model", value=type(model).__name__,
+                         remedy="Pass a ranvier.Model, an nn.Sequential, a list of modules, or a dict of them.")
+    for name, module in modules.items():
+        if not isinstance(module, nn.Module):
+            raise ModelError("is not an nn.Module", where=f"block {name}", value=type(module).__name__,
+                             remedy="Wrap plain functions in a module with a forward method.")
+    return Model(blocks={name: partial(_ready_made, module) for name, module in modules.items()}, loss=loss,
+                 tied=_shared(modules))
+
+
+def _ready_made(module: nn.Module) -> nn.Module:
+    """The builder of a block that is there already."""
+    return module
+
+
+def _shared(modules: Mapping[str, nn.Module]) -> tuple[tuple[str, ...], ...]:
+    """Groups of names of parameters that several blocks share by identity."""
+    names: dict[int, list[str]] = {}
+    for block, module in modules.items():
+        for name, parameter in module.named_parameters():
+            names.setdefault(id(parameter), []).append(f"{block}.{name}")
+    return tuple(tuple(group) for group in names.values() if len(group) > 1)
+
+
+@torch.no_grad()
+def initialise(parameter: Tensor, name: str, initial: Initial, seed: int,
+               shape: Sequence[int] | None = None, box: Sequence[tuple[int, int]] | None = None) -> None:
+    """Fill `parameter` with its start: `box` (all by default) of a parameter of `shape`, in pieces of bounded size."""
+    if initial.kind == "constant":
+        parameter.fill_(initial.scale)
+        return
+    shape = tuple(parameter.shape if shape is None else shape)
+    box = [(0, size) for size in shape] if box is None else list(box)
+    key = keyed_random.key("initial", seed, name)
+    draw = keyed_random.normal if initial.kind == "normal" else keyed_random.signed_uniform
+    if not shape:
+        parameter.copy_(draw(key, torch.zeros((), dtype=torch.int64)) * initial.scale)
+        return
+    first, last = box[0]
+    width = max(1, parameter.numel() // max(1, last - first))
+    rows = max(1, INITIAL_PIECE // width)
+    for start in range(first, last, rows):
+        stop = min(start + rows, last)
+        index = keyed_random.global_index(shape, [(start, stop), *box[1:]])
+        parameter[start - first:stop - first].copy_(draw(key, index) * initial.scale)
+
+
+# --- the carried state ------------------------------------------------------------------------------------------------
+
+
+def named(state: State, where: str) -> dict[str, Tensor]:
+    """A carried state as named tensors; a single tensor has the name "". ModelError for anything else."""
+    if isinstance(state, Tensor):
+        return {"": state}
+    if isinstance(state, dict) and state and all(
+            isinstance(name, str) and name and isinstance(tensor, Tensor) for name, tensor in state.items()):
+        return state
+    what, remedy = _refusal(state)
+    raise ModelError(f"must return a tensor or a non-empty dict of named tensors{what}", where=where,
+                     value=type(state).__name__, remedy=remedy)
+
+
+def carried(tensors: Mapping[str, Tensor]) -> State:
+    """The inverse of `named`."""
+    return tensors[""] if "" in tensors else dict(tensors)
+
+
+def wrapping_hint(state: object) -> str | None:
+    """How to make a block of a module that returns `state`: the line that a module around it needs; None where it
+    returns a carried state, or nothing that could be one."""
+    taken = _tensor_in(state)
+    return None if taken is None else ("Put a module around it with the line: def forward(self, state): return "
+                                       f"self.module(state){taken}")
+
+
+def _tensor_in(state: object) -> str | None:
+    """The expression that takes a tensor out of what a module returned: [0] of nn.LSTM's tuple, or ["logits"]."""
+    if isinstance(state, (tuple, list)):
+        places = [f"[{place}]" for place, value in enumerate(state) if isinstance(value, Tensor)]
+    elif isinstance(state, Mapping) and type(state) is not dict:
+        places = [f'["{name}"]' for name, value in state.items() if isinstance(value, Tensor)]
+    else:
+        places = []
+    return next(iter(places), None)
+
+
+def _refusal(state: object) -> tuple[str, str]:
+    """What of `state` is wrong, and what to do."""
+    if (hint := wrapping_hint(state)) is not None:
+        return "", f"{hint}."
+    remedy = "Return the carried state that the next block takes."
+    if isinstance(state, dict):
+        for name, value in state.items():
+            if not isinstance(name, str) or not name:
+                return f", and one key is {name!r}", "Name every tensor with a non-empty text."
+            if not isinstance(value, Tensor):
+                return (f", and under the key {name!r} is a {type(value).__name__}",
+                        "Make it a tensor, or leave it out of the carried state.")
+    return "", remedy

@@ -1,0 +1,94 @@
+"""BERT in Hugging Face's format: names, layout, config.json.
+
+Queries, keys and values are separate tensors there; here the rows of one head are together. Files of pretrained models
+often have other heads than the one that a run trains, or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ranvier.checkpoint.hf.form import (
+    Form,
+    Place,
+    left_out,
+    num_labels,
+    numbered_labels,
+    parts_of_heads,
+    read_settings,
+    same,
+)
+from ranvier.config.run import Transformer
+from ranvier.models.bert import NORM_EPSILON, NUM_TYPES, num_classes
+
+
+def places(config: Transformer, head: str) -> dict[str, Place]:
+    """Our parameters, in our order, and where they are."""
+    hidden, width = config.hidden, config.intermediate or 4 * config.hidden
+    found = {"embedding.token.weight": same("bert.embeddings.word_embeddings.weight", config.vocab, hidden),
+             "embedding.position.weight": same("bert.embeddings.position_embeddings.weight", config.sequence, hidden),
+             "embedding.token_type.weight": same("bert.embeddings.token_type_embeddings.weight", NUM_TYPES, hidden),
+             "embedding.norm.weight": same("bert.embeddings.LayerNorm.weight", hidden),
+             "embedding.norm.bias": same("bert.embeddings.LayerNorm.bias", hidden)}
+    for layer in range(config.num_layers):
+        there = f"bert.encoder.layer.{layer}"
+        for kind, columns in (("weight", (hidden,)), ("bias", ())):
+            wide = (width,) if columns else ()
+            of_layer = {
+                "attention.qkv": parts_of_heads([f"{there}.attention.self.{part}.{kind}" for part in (
+                    "query", "key", "value")], config.heads, 3 * hidden, *columns),
+                "attention.projection": same(f"{there}.attention.output.dense.{kind}", hidden, *columns),
+                "attention.norm": same(f"{there}.attention.output.LayerNorm.{kind}", hidden),
+                "mlp.fc1": same(f"{there}.intermediate.dense.{kind}", width, *columns),
+                "mlp.fc2": same(f"{there}.output.dense.{kind}", hidden, *wide),
+                "mlp.norm": same(f"{there}.output.LayerNorm.{kind}", hidden),
+            }
+            found |= {f"layer{layer}.{name}.{kind}": place for name, place in of_layer.items()}
+    if head == "span":
+        return found | {"head.span.weight": same("qa_outputs.weight", 2, hidden),
+                        "head.span.bias": same("qa_outputs.bias", 2)}
+    classes = num_classes(config)
+    return found | {"head.pooler.weight": same("bert.pooler.dense.weight", hidden, hidden),
+                    "head.pooler.bias": same("bert.pooler.dense.bias", hidden),
+                    "head.classifier.weight": same("classifier.weight", classes, hidden),
+                    "head.classifier.bias": same("classifier.bias", classes)}
+
+
+_SIZES = {"vocab_size": "vocab", "max_position_embeddings": "sequence", "hidden_size": "hidden",
+          "num_hidden_layers": "num_layers", "num_attention_heads": "heads", "intermediate_size": "intermediate"}
+_FUNCTION = {
+    "hidden_act": ("gelu", ("gelu",)), "position_embedding_type": ("absolute", ("absolute",)),
+    "type_vocab_size": (2, (2,)), "is_decoder": (False, (False,)), "add_cross_attention": (False, (False,)),
+}
+_DROPS = {"hidden_dropout_prob": 0.1, "classifier_dropout": None, "attention_probs_dropout_prob": 0.1}
+_CLASSES = {"classes": "BertForSequenceClassification", "span": "BertForQuestionAnswering"}
+
+
+def write(config: Transformer, head: str) -> dict[str, object]:
+    """The content of config.json, the arguments of transformers.BertConfig, for the same function as `config`'s."""
+    return {
+        "model_type": "bert", "architectures": [_CLASSES[head]], "vocab_size": config.vocab,
+        "max_position_embeddings": config.sequence, "hidden_size": config.hidden,
+        "num_hidden_layers": config.num_layers, "num_attention_heads": config.heads,
+        "intermediate_size": config.intermediate or 4 * config.hidden, "hidden_act": "gelu", "type_vocab_size": 2,
+        "layer_norm_eps": config.norm_epsilon or NORM_EPSILON, "position_embedding_type": "absolute",
+        "hidden_dropout_prob": config.dropout, "attention_probs_dropout_prob": 0.0, "classifier_dropout": None,
+        "pad_token_id": 0, **numbered_labels(num_classes(config) if head == "classes" else 2),
+    }
+
+
+def read(document: Mapping[str, object]) -> tuple[Transformer, list[str]]:
+    """The inverse of `write`, for any config.json: (settings, notes on what they leave out).
+
+    ModelError if it is of a BERT that computes something else than ours.
+    """
+    config = read_settings(document, _SIZES, _FUNCTION, {
+        "family": "bert", "dropout": document.get("hidden_dropout_prob", 0.1),
+        "norm_epsilon": document.get("layer_norm_eps", 1e-12), "num_classes": num_labels(document)})
+    return config, left_out(document, config, _DROPS)
+
+
+BERT = Form(title="BERT", family="bert", prefix="bert.", places=places, read=read, write=write,
+            keys=frozenset({"model_type", "architectures", "layer_norm_eps", "id2label", "label2id", "num_labels",
+                            *_SIZES, *_FUNCTION, *_DROPS}),
+            per_layer=16, class_of=_CLASSES, aside=r"(bert\.)?embeddings\.position_ids")

@@ -1,0 +1,333 @@
+"""Export of a checkpoint to a folder in Hugging Face's format, which transformers loads; tensor by tensor, in one
+process.
+
+The folder gets its name when the files have been read again and give the logits of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+
+from ranvier.checkpoint.hf import form as hf
+from ranvier.checkpoint.hf import logits
+from ranvier.checkpoint.hf.forms import form_of
+from ranvier.checkpoint.hf.peft import AdapterFolder, Adapters, modules_of
+from ranvier.checkpoint.hf.peft import write as write_adapters
+from ranvier.checkpoint.hf.tokenizer_files import (
+    TOKENIZER,
+    export_files_beside,
+    export_tokenizer,
+    tokenizer_beside,
+)
+from ranvier.checkpoint.manifest import SavedTensor
+from ranvier.checkpoint.new_folder import check_free, new_folder
+from ranvier.checkpoint.saved import Saved, find
+from ranvier.checkpoint.tensor_file import STORED, Slot, shards, write_tensors
+from ranvier.config.named_object import is_object_name
+from ranvier.config.run import Lora, Run, Transformer
+from ranvier.data.publish import Progress
+from ranvier.errors import CheckpointError
+from ranvier.models import families
+from ranvier.models.lora import is_adapter
+from ranvier.optim.average import EMA
+from ranvier.precision import DTYPES
+
+SHARD_BYTES = 1_000_000_000
+_PARAMETERS_OF_LAYER = 9
+"""At least."""
+_run = TypeAdapter(Run)
+
+
+def export(run: Path, out: Path, *, dtype: str | None = None, shard_bytes: int = SHARD_BYTES,
+           tokenizer: Path | None = None, tell: Progress = print, ema: bool = False) -> None:
+    """Write the newest complete checkpoint of `run` (a run's folder, a folder of checkpoints, or a checkpoint) to
+    `out`. Adapters are merged into the weights.
+
+    Args:
+        dtype: number format of the files, by its name in a run; by default that of the checkpoint's fp32 master copies,
+            or of its parameters if it has none.
+        shard_bytes: size of the largest file of tensors, unless one tensor is larger.
+        tokenizer: a tokenizer.json; by default the one in the run's folder.
+        tell: takes one line about what was done.
+        ema: takes the moving average of the parameters (optim.ema) in their place.
+
+    CheckpointError or DataError if that is not possible; nothing is left at `out` then.
+    """
+    check_free(out)
+    saved = newest_whole(run, tell)
+    try:
+        source = Source(saved, dtype, ema=ema)
+        slots = source.slots()
+        with new_folder(out, sum(slot.size_bytes for slot in slots)) as folder:
+            found = tokenizer or (tokenizer_of(run, source) if source.config.family != "vit" else None)
+            end = None if found is None else export_tokenizer(folder, found, source.config)
+            ends: dict[str, object] = {"bos_token_id": end, "eos_token_id": end} if source.head == "tokens" else {}
+            if source.config.family == "llama" and found is not None:
+                ends |= export_files_beside(folder, found)
+            _write_config(folder, source, ends)
+            files = _write_weights(folder, source, shards(slots, shard_bytes))
+            comparison = logits.compare(source.config, source.value, folder, head=source.head)
+            logits.check(comparison, out)
+            _report(tell, source, files, found, comparison)
+    finally:
+        saved.close()
+
+
+def export_adapters(run: Path, out: Path, *, dtype: str | None = None, tell: Progress = print, ema: bool = False
+                    ) -> None:
+    """Write the adapters of the newest complete checkpoint of `run`, and its head where that was trained, to `out` in
+    PEFT's format. dtype, tell, ema: as of `export`.
+
+    CheckpointError if it has none; nothing is left at `out` then.
+    """
+    check_free(out)
+    saved = newest_whole(run, tell)
+    try:
+        source = Source(saved, dtype, ema=ema)
+        adapters = source.adapters
+        if adapters is None:
+            raise CheckpointError("has no adapters", where=f"checkpoint {saved.folder}",
+                                  remedy="Leave --adapters out to export the model.")
+        frozen = set(saved.manifest.frozen)
+        trained = [name for name in source.places if name.startswith("head.") and name not in frozen]
+        size = sum(prod(saved.tensor("parameter", name).shape) for name in (*trained, *(
+            name for name in saved.manifest.tensors["parameter"] if is_adapter(name))))
+        with new_folder(out, size * source.dtype.itemsize) as folder:
+            write_adapters(folder, adapters, source.base, dtype=source.dtype, base=source.run.model.pretrained,
+                           trained=trained)
+            AdapterFolder(folder).places(source.config, source.head)  # reads it again
+        tell(f"{saved.folder}, step {saved.manifest.step}: {len(adapters.names)} adapters of rank {adapters.lora.rank}"
+             + (f", and {', '.join(trained)}" if trained else ""))
+    finally:
+        saved.close()
+
+
+def tokenizer_of(run: Path, source: Source) -> Path | None:
+    """The tokenizer.json with which the checkpoint of `source` at `run` was trained, where it is still there."""
+    about = source.saved.manifest.about
+    named = source.named_tokenizer
+    return tokenizer_beside(run, source.saved.folder, None if named in ("bpe", "gpt2") else Path(named).expanduser(),
+                            about.get("tokenizer"))
+
+
+def newest_whole(path: Path, tell: Progress) -> Saved:
+    """The newest undamaged checkpoint at `path`. CheckpointError if there is none."""
+    problems: list[CheckpointError] = []
+    for folder in find(path):
+        try:
+            saved = Saved(folder)
+            for damage in saved.damage():
+                raise damage
+        except CheckpointError as error:
+            problems.append(error)
+            continue
+        for problem in problems:
+            tell(f"left out: {problem.where}: {problem.what}")
+        return saved
+    raise problems[0] if problems else CheckpointError(
+        "has no checkpoint", where=str(path), remedy="Name a run's folder, its folder of checkpoints, or one of them.")
+
+
+def averages_in(saved: Saved) -> Mapping[str, SavedTensor]:
+    """The moving averages of parameters by name; those of frozen parameters are these themselves. CheckpointError if
+    the run keeps none."""
+    found = saved.manifest.tensors.get(EMA)
+    if not found:
+        raise CheckpointError("has no moving average of the parameters", where=f"checkpoint {saved.folder}",
+                              remedy="Train with --optim.ema, or leave --ema out.")
+    return found
+
+
+class Source:
+    """The parameters of a checkpoint of `ranvier train`, in the number format of the export.
+
+    config: the model's settings; head: of the model; form: its names and layout in Hugging Face's format; dtype: of the
+    export. ema: whether they are the moving averages. CheckpointError if the model has no such form, or the checkpoint
+    no averages.
+    """
+
+    def __init__(self, saved: Saved, dtype: str | None, *, ema: bool = False) -> None:
+        self.saved = saved
+        self.run = run_of(saved)
+        self.config, self.head, self.named_tokenizer = model_of(saved)
+        self.form = form_of(self.config)
+        kinds = saved.manifest.tensors
+        parameters, masters = kinds.get("parameter", {}), kinds.get("master", {})
+        if _PARAMETERS_OF_LAYER * self.config.num_layers > len(parameters):
+            raise _of_another_model(saved, f"has too few parameters for {self.config.num_layers} layers",
+                                    len(parameters))
+        self.places = self.form.places(self.config, self.head)
+        adapters = {name for name in parameters if is_adapter(name)}
+        for name in sorted(self.places.keys() ^ (parameters.keys() - adapters)):
+            raise _of_another_model(saved, f"{'lacks the' if name in self.places else 'has a'} parameter {name}")
+        averages = averages_in(saved) if ema else {}
+        self._kind = {name: EMA if name in averages else "master" if name in masters else "parameter"
+                      for name in self.places}
+        formats = set()
+        for name, kind in self._kind.items():
+            tensor = saved.tensor(kind, name)
+            if tensor.shape != (wanted := self.places[name].shape):
+                raise _of_another_model(saved, f"has a {kind} {name} of another shape than {wanted}", tensor.shape)
+            if getattr(torch, tensor.dtype) not in STORED:
+                raise _of_another_model(saved, f"has a {kind} {name} in {tensor.dtype}")
+            formats.add(getattr(torch, tensor.dtype))
+        self.adapters = self._adapters(adapters, masters, averages) if adapters else None
+        """Those of the checkpoint, which `exact` and `value` merge into the weights."""
+        self.dtype = DTYPES[dtype] if dtype else max(formats, key=lambda one: (one.itemsize, str(one)))
+        self.rounds = bool(formats - {self.dtype, *_WITHIN.get(self.dtype, ())})
+        """Whether values are rounded."""
+
+    @property
+    def has_masters(self) -> bool:
+        return "master" in self._kind.values()
+
+    def write_config(self) -> dict[str, object]:
+        """The content of config.json for the model's settings."""
+        assert self.form.write is not None, "form_of gives forms that can be written"
+        return self.form.write(self.config, self.head)
+
+    def slots(self) -> list[Slot]:
+        """The tensors of the export, in order."""
+        return [Slot(name=name, dtype=self.dtype, shape=shape) for place in self.places.values()
+                for name, shape in zip(place.names, place.shapes, strict=True)]
+
+    def _adapters(self, names: set[str], masters: Mapping[str, object], averages: Mapping[str, object]) -> Adapters:
+        """CheckpointError for adapters that are of no layer of the model, or that its settings do not describe."""
+        lora, targets = self.run.lora, {name.rpartition(".lora.")[0] for name in names}
+        kinds = ("A", "B", *(["magnitude_change"] if lora.method == "dora" else []))
+        known = modules_of(self.config, self.head)
+        if not lora.rank or not targets <= known.keys() or names != {
+                f"{target}.lora.{kind}" for target in targets for kind in kinds}:
+            raise _of_another_model(self.saved, "has adapters that its settings do not describe", min(names))
+        for target in targets:
+            rank = self.saved.tensor("parameter", f"{target}.lora.A").shape[0]
+            if rank != lora.rank:
+                raise _of_another_model(self.saved, f"has adapters of another rank than {lora.rank}", rank)
+        return Adapters(config=self.config, head=self.head, lora=lora, names=frozenset(targets),
+                        read=lambda name: self.saved.read(
+                            EMA if name in averages else "master" if name in masters else "parameter", name))
+
+    def exact(self, ours: str) -> Tensor:
+        """A parameter in the number format of the checkpoint; with adapters merged into it in fp32 or wider."""
+        found = self.base(ours)
+        return found if self.adapters is None else self.adapters.merged(ours, found)
+
+    def base(self, ours: str) -> Tensor:
+        """A parameter in the number format of the checkpoint, without adapters."""
+        return self.saved.read(self._kind[ours], ours)
+
+    def value(self, ours: str) -> Tensor:
+        """A parameter in the number format of the export. CheckpointError if a value is NaN or infinite there."""
+        return hf.finite(self.exact(ours).to(self.dtype), ours, self.saved.folder)
+
+
+_WITHIN = {torch.float32: (torch.bfloat16, torch.float16),
+           torch.float64: (torch.bfloat16, torch.float16, torch.float32)}
+"""Number formats that a wider one contains."""
+
+
+def run_of(saved: Saved) -> Run:
+    """The settings of model, adapters and data in the manifest. CheckpointError if they are missing or invalid."""
+    run = saved.manifest.about.get("run")
+    try:
+        found = _run.validate_json(json.dumps({key: run[key] for key in ("model", "lora", "data") if key in run}
+                                              if isinstance(run, dict) and "model" in run else None), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, ("about", "run", *(first["loc"] or ("model",)))))
+        raise _of_another_model(saved, f"does not say which model it is of: {place}: {first['msg']}") from error
+    return found
+
+
+def model_of(saved: Saved) -> tuple[Transformer, str, str]:
+    """The model's settings in the manifest, with its family, the head of its task and the setting of its tokenizer.
+    CheckpointError if they are missing or invalid."""
+    found = run_of(saved)
+    for setting, name in (("model.family", found.model.family), ("data.task", found.data.task)):
+        if is_object_name(name):  # importing it would run code that a checkpoint names, and no user
+            raise _of_another_model(saved, f"is of a {setting} outside of Ranvier, which has no form there", name)
+    for problem in families.problems(replace(found, lora=Lora())):
+        raise _of_another_model(saved, f"is of no possible model: {problem.where} {problem.what}", problem.value)
+    config = replace(found.model, family=families.family_name(found))
+    classifier = saved.manifest.tensors.get("parameter", {}).get("head.classifier.bias")
+    if config.num_classes == "auto" and classifier is not None and len(classifier.shape) == 1 and classifier.shape[0]:
+        config = replace(config, num_classes=classifier.shape[0])
+    return config, families.head_of(found), found.data.tokenizer
+
+
+def _of_another_model(saved: Saved, what: str, value: object = None) -> CheckpointError:
+    return CheckpointError(what, where=f"checkpoint {saved.folder}", value=value,
+                           remedy="Only checkpoints of `ranvier train`, whose models are GPTs, Llamas, BERTs and ViTs, "
+                                  "can be exported.")
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def _write_weights(folder: Path, source: Source, parts: list[list[Slot]]) -> list[str]:
+    """Write model.safetensors, or numbered shards and their index. Returns the names of the files."""
+    ours = {there: (name, number) for name, place in source.places.items() for number, there in enumerate(place.names)}
+
+    def tensors(part: list[Slot]) -> Iterator[Tensor]:
+        for slot in part:
+            name, number = ours[slot.name]
+            yield hf.tensors_there(source.places[name], source.value(name))[number]
+
+    files = ["model.safetensors"] if len(parts) == 1 else [
+        f"model-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
+    for file, part in zip(files, parts, strict=True):
+        write_tensors(folder / file, part, tensors(part))
+    if len(parts) > 1:
+        placed = {slot.name: file for file, part in zip(files, parts, strict=True) for slot in part}
+        total = sum(slot.size_bytes for part in parts for slot in part)
+        _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": placed})
+    return files
+
+
+def _write_config(folder: Path, source: Source, ends: dict[str, object]) -> None:
+    """Write config.json. ends: the tokens that begin and end texts."""
+    dtype = str(source.dtype).removeprefix("torch.")  # under its old name and its new one
+    _write_json(folder / "config.json", {**source.write_config(), **_labels(source), **ends,
+                                         "torch_dtype": dtype, "dtype": dtype})
+
+
+def _labels(source: Source) -> dict[str, object]:
+    """The names of the classes, if the run has written them into its checkpoints."""
+    names, classes = source.saved.manifest.about.get("labels"), source.config.num_classes
+    if source.head != "classes" or not isinstance(names, (list, tuple)) or len(names) != classes or not all(
+            isinstance(name, str) for name in names):
+        return {}
+    return hf.label_keys(names)
+
+
+def _write_json(path: Path, document: dict[str, object]) -> None:
+    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def _report(tell: Progress, source: Source, files: list[str], tokenizer: Path | None,
+            comparison: logits.Comparison) -> None:
+    saved, config = source.saved, source.config
+    name = next(name for name, dtype in DTYPES.items() if dtype is source.dtype)
+    num_parameters = sum(slot.size_bytes for slot in source.slots()) // source.dtype.itemsize
+    tell(f"{saved.folder}, step {saved.manifest.step}: {num_parameters:,} parameters in {name}"
+         + (", from master copies" if source.has_masters else "")
+         + (f", with {len(source.adapters.names)} adapters merged" if source.adapters else "")
+         + f", in {len(files)} file{'s' if len(files) > 1 else ''}")
+    if config.family != "vit":
+        tell(f"tokenizer: {tokenizer}" if tokenizer else
+             f"without a tokenizer: the run's folder has no {TOKENIZER}; --tokenizer names one")
+    logits.tell(comparison, tell)
+    if source.rounds:
+        inputs = logits.inputs_of(config)
+        exact, rounded = (logits.logits(config, read, inputs, source.head) for read in (source.exact, source.value))
+        moved = (exact - rounded).abs().max()
+        if moved:
+            tell(f"rounding to {name} has changed logits by at most {float(moved):.2g}")

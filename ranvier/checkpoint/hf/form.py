@@ -1,0 +1,231 @@
+"""Parameters under Hugging Face's names and in its layout, in both directions.
+
+    form         model_type    file
+    GPT-2        gpt2          gpt2.py
+    BERT         bert          bert.py
+    ViT          vit           vit.py
+    DINOv2       dinov2        vit.py; import only: a trained model is exported as ViT, which computes the same
+    Llama        llama, mistral, qwen2, qwen3, gemma, gemma2, olmo2; llama.py: one block with settings
+
+"Here" and "ours" are Ranvier's names and layout, "there" are Hugging Face's. A form gives, for every parameter of ours,
+the tensors there that hold it (`Place`). All of this is linear, so gradients are converted by the same functions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+
+from ranvier.config.run import Transformer
+from ranvier.errors import CheckpointError, ModelError
+
+_adapter = TypeAdapter(Transformer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a parameter is: names and shapes of its tensors there, its shape here. join: tensors there -> ours; part:
+    the inverse."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    shape: tuple[int, ...]
+    join: Callable[[Sequence[Tensor]], Tensor]
+    part: Callable[[Tensor], Sequence[Tensor]]
+
+
+def _no_ties(config: Transformer) -> Mapping[str, str]:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """An architecture in Hugging Face's format. A new one is an object of this class in a file of its own.
+
+    Attributes:
+        title: its name in messages.
+        family: of ours.
+        prefix: of names in files; a file may leave it out.
+        places: (settings, head) -> our parameters, without tied ones, and where they are.
+        read: content of config.json -> (settings, notes on what of its training they leave out). ModelError if the
+            model there computes something else.
+        write: (settings, head) -> content of config.json; None if the form is import only.
+        keys: of config.json that are read.
+        per_layer: number of tensors of a layer there, at least.
+        class_of: head -> class of transformers; the first head is that of files that do not name one.
+        tied: settings -> parameter of ours -> the one that owns its values.
+        aside: regular expression for names of tensors that are ignored.
+        layers_key: key of config.json with the number of layers.
+        any_head: whether files may have other heads than ours, or none.
+    """
+
+    title: str
+    family: str
+    prefix: str
+    places: Callable[[Transformer, str], dict[str, Place]]
+    read: Callable[[Mapping[str, object]], tuple[Transformer, list[str]]]
+    write: Callable[[Transformer, str], dict[str, object]] | None
+    keys: frozenset[str]
+    per_layer: int
+    class_of: Mapping[str, str]
+    aside: str
+    layers_key: str = "num_hidden_layers"
+    any_head: bool = True
+    tied: Callable[[Transformer], Mapping[str, str]] = _no_ties
+
+
+def tensors_there(place: Place, tensor: Tensor) -> list[Tensor]:
+    """A parameter of ours, or its gradient, as the tensors `place.names`."""
+    return [one.contiguous() for one in place.part(tensor)]
+
+
+def tensor_here(place: Place, tensors: Sequence[Tensor]) -> Tensor:
+    """The inverse of `tensors_there`."""
+    return place.join(tensors)
+
+
+def finite(tensor: Tensor, name: str, where: Path) -> Tensor:
+    """`tensor`. CheckpointError if an element is NaN or infinite. name, where: of the parameter, for the error."""
+    if not torch.isfinite(tensor).all():
+        raise CheckpointError(f"has a value that is NaN or infinite in {str(tensor.dtype).removeprefix('torch.')}",
+                              where=f"{name} in {where}",
+                              remedy="Use an earlier checkpoint, or a number format with a wider range, such as fp32.")
+    return tensor
+
+
+# --- places ----------------------------------------------------------------------------------------------------------
+
+
+def same(name: str, *shape: int, there: tuple[int, ...] | None = None) -> Place:
+    """A tensor that is equal here and there. there: its shape there, if that is another one."""
+    return Place(names=(name,), shapes=(there or shape,), shape=shape, join=partial(_reshaped, shape),
+                 part=partial(_reshaped_one, there or shape))
+
+
+def transposed(name: str, *shape: int) -> Place:
+    """A matrix that is transposed there."""
+    return Place(names=(name,), shapes=(shape[::-1],), shape=shape, join=_transposed, part=_transposed_one)
+
+
+def parts_of_heads(names: Sequence[str], heads: int, *shape: int) -> Place:
+    """Three tensors of queries, keys and values there; here the rows of one head are together."""
+    return Place(names=tuple(names), shapes=((shape[0] // 3, *shape[1:]),) * 3, shape=shape,
+                 join=partial(_heads_together, heads), part=partial(_heads_apart, heads))
+
+
+def scaled(name: str, scale: str, *shape: int) -> Place:
+    """A weight or bias whose rows are multiplied by another tensor there (a layer scale); here the product."""
+    return Place(names=(name, scale), shapes=(shape, shape[:1]), shape=shape, join=_scaled, part=_unscaled)
+
+
+def _reshaped(shape: tuple[int, ...], tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0].reshape(shape)
+
+
+def _reshaped_one(shape: tuple[int, ...], tensor: Tensor) -> list[Tensor]:
+    return [tensor.reshape(shape)]
+
+
+def _transposed(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0].t().contiguous()
+
+
+def _transposed_one(tensor: Tensor) -> list[Tensor]:
+    return [tensor.t()]
+
+
+def _heads_together(heads: int, tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([tensor.reshape(heads, -1, *tensor.shape[1:]) for tensor in tensors], dim=1).flatten(0, 2)
+
+
+def _heads_apart(heads: int, tensor: Tensor) -> list[Tensor]:
+    return [part.flatten(0, 1) for part in tensor.reshape(heads, 3, -1, *tensor.shape[1:]).unbind(1)]
+
+
+def _scaled(tensors: Sequence[Tensor]) -> Tensor:
+    weight, scale = tensors
+    return weight * scale.view(-1, *[1] * (weight.dim() - 1))
+
+
+def _unscaled(tensor: Tensor) -> list[Tensor]:
+    return [tensor, tensor.new_ones(len(tensor))]
+
+
+# --- config.json -----------------------------------------------------------------------------------------------------
+
+
+def read_settings(document: Mapping[str, object], sizes: Mapping[str, str],
+                  functions: Mapping[str, tuple[object, tuple[object, ...]]],
+                  more: Mapping[str, object]) -> Transformer:
+    """The settings in config.json.
+
+    Args:
+        document: its content.
+        sizes: keys there -> our settings.
+        functions: keys that select what is computed -> (default of transformers, values that we compute).
+        more: further settings of ours.
+
+    ModelError if a key is missing, or a value is invalid or selects something that we do not compute.
+    """
+    for key, (default, allowed) in functions.items():
+        value = document.get(key, default)
+        if not isinstance(value, (str, int, float, type(None))) or value not in allowed:
+            raise ModelError(f"must be {' or '.join(map(str, allowed))}", where=f"{key} in config.json", value=value,
+                             remedy="Name another model: other variants of its architecture are not supported.")
+    for key in sizes:
+        if key not in document:
+            raise ModelError("is missing", where=f"{key} in config.json",
+                             remedy="Take config.json from where the model comes from.")
+    try:
+        # Of JSON, strict reading takes no text or truth value for a number, but a dict for a dataclass.
+        config = _adapter.validate_json(json.dumps({**{ours: document[key] for key, ours in sizes.items()}, **more}),
+                                        strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        ours = str(first["loc"][0])
+        theirs = {name: key for key, name in sizes.items()} | {"dropout": next(
+            (key for key in ("hidden_dropout_prob", "resid_pdrop") if key in document), "dropout"),
+            "norm_epsilon": "layer_norm_eps"} | {ours: key for key, ours in sizes.items()}
+        raise ModelError(f"is invalid: {first['msg']}", where=f"{theirs.get(ours, ours)} in config.json",
+                         value=first["input"], remedy="Take config.json from where the model comes from.") from error
+    if config.head_width is None and config.hidden % config.heads:
+        key_of = {ours: key for key, ours in sizes.items()}
+        raise ModelError(f"does not divide {key_of['hidden']} {config.hidden}", where=f"{key_of['heads']} in "
+                         "config.json", value=config.heads, remedy="Take config.json from where the model comes from.")
+    return config
+
+
+def label_keys(names: Sequence[str]) -> dict[str, object]:
+    """The names of classes, by their numbers, as config.json has them."""
+    return {"id2label": {str(number): name for number, name in enumerate(names)},
+            "label2id": {name: number for number, name in enumerate(names)}}
+
+
+def numbered_labels(count: int) -> dict[str, object]:
+    """`label_keys` of the names that transformers gives to classes without names."""
+    return label_keys([f"LABEL_{number}" for number in range(count)])
+
+
+def num_labels(document: Mapping[str, object]) -> object:
+    """The number of classes of a classifier."""
+    labels = document.get("id2label")
+    return len(labels) if isinstance(labels, dict) and labels else document.get("num_labels", 2)
+
+
+def left_out(document: Mapping[str, object], config: Transformer, defaults: Mapping[str, float | None]) -> list[str]:
+    """Notes on dropout that our training does not have. defaults: key -> the default of transformers."""
+    found = []
+    for key, default in defaults.items():
+        value = document.get(key, default)
+        ours = 0 if key in ("attn_pdrop", "attention_probs_dropout_prob", "drop_path_rate") else config.dropout
+        if value is not None and value != ours:
+            found.append(f"{key} {value} is left out: here dropout is {config.dropout:g} for embeddings and sublayers, "
+                         f"and attention has none")
+    return found

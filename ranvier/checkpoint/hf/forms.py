@@ -1,0 +1,31 @@
+"""The forms of Hugging Face models that Ranvier reads and writes, by `model_type` in config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ranvier.checkpoint.hf.bert import BERT
+from ranvier.checkpoint.hf.form import Form
+from ranvier.checkpoint.hf.gpt2 import GPT2
+from ranvier.checkpoint.hf.llama import LLAMA_FORMS, model_type
+from ranvier.checkpoint.hf.vit import DINOV2, VIT
+from ranvier.config.run import Transformer
+from ranvier.errors import ModelError
+
+_FORMS: Mapping[str, Form] = {"gpt2": GPT2, "bert": BERT, "vit": VIT, "dinov2": DINOV2, **LLAMA_FORMS}
+
+
+def form_of_type(model_type: object) -> Form:
+    """The form of a model_type in config.json. ModelError if it is not known."""
+    if not isinstance(model_type, str) or model_type not in _FORMS:
+        *others, last = _FORMS
+        raise ModelError(f"must be {', '.join(others)} or {last}", where="model_type in config.json", value=model_type,
+                         remedy="Name a model of one of these architectures; others are not supported.")
+    return _FORMS[model_type]
+
+
+def form_of(config: Transformer) -> Form:
+    """The form in which models of a family are exported."""
+    if config.family == "llama":
+        return form_of_type(model_type(config))
+    return form_of_type({"auto": "gpt2", "gpt": "gpt2"}.get(config.family, config.family))

@@ -1,0 +1,162 @@
+"""Training from a folder in Hugging Face's format: a run gets its sizes, and an engine its parameters.
+
+Each rank reads the parameters of its own blocks, one at a time, and keeps its part of each, on any mesh. Parameters
+that the folder does not have, such as a classifier, keep the values initialised from the seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import isqrt
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ranvier.checkpoint import state
+from ranvier.checkpoint.hf import form as hf
+from ranvier.checkpoint.hf.llama import COMPUTED
+from ranvier.checkpoint.hf.peft import with_adapter_settings
+from ranvier.checkpoint.hf.pretrained import Pretrained
+from ranvier.config.named_object import is_object_name
+from ranvier.config.run import Run, Transformer
+from ranvier.data.offline.pretrained_models import names, sizes_of
+from ranvier.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from ranvier.pipeline.engine import Engine
+
+_POSITIONS = "embedding.position.weight"
+_SIZES = ("family", "num_layers", "hidden", "heads", "vocab", "intermediate", "norm_epsilon")
+
+
+def _sizes(config: Transformer) -> dict[str, Any]:
+    """The settings that a folder decides."""
+    more: tuple[str, ...] = {"vit": ("patch_size",), "llama": (*COMPUTED, "max_positions")}.get(config.family, ())
+    return {name: getattr(config, name) for name in (*_SIZES, *more) if config.family != "vit" or name != "vocab"}
+
+
+def with_sizes(run: Run, pretrained: Pretrained) -> Run:
+    """The run with a model of the folder's sizes. Sequence, image size, dropout and classes stay the run's: positions
+    are cut or resized. ConfigError where the sequence is longer than the folder has positions for."""
+    found = pretrained.config
+    positions = found.max_positions or found.sequence
+    if found.family != "vit" and run.model.sequence > positions:
+        raise ConfigError(f"is longer than {pretrained.folder} has positions for, which is {positions}",
+                          where="model.sequence", value=run.model.sequence,
+                          remedy=f"Set --model.sequence {positions}.")
+    return replace(run, model=replace(run.model, **_sizes(found)))
+
+
+def with_model(run: Run, pretrained: Pretrained) -> Run:
+    """`with_sizes`; ConfigError if a setting of the run differs from the folder's."""
+    found = with_sizes(run, pretrained)
+    _check_same(run, {name: value for name, value in _sizes(found.model).items() if name != "family"})
+    return found
+
+
+def settled(run: Run) -> Run:
+    """The run with the sizes of its pretrained model, as far as they are known without fetching anything, and the
+    settings of its adapters. RanvierError if there is no such folder, or a setting of the run differs."""
+    return with_adapter_settings(_with_known_sizes(run))
+
+
+def _with_known_sizes(run: Run) -> Run:
+    name = run.model.pretrained
+    if name is None:
+        return run
+    sizes: Mapping[str, Any] = sizes_of(name)
+    if not sizes:
+        folder = Path(name).expanduser()
+        if not folder.is_dir():
+            raise ConfigError("is neither a folder that exists nor the name of a model", where="model.pretrained",
+                              value=name, remedy="Give a folder in Hugging Face's format, or one of: "
+                                                 f"{', '.join(names())}.")
+        return with_model(run, Pretrained(folder))
+    _check_same(run, sizes)
+    return replace(run, model=replace(run.model, **sizes))
+
+
+def _check_same(run: Run, sizes: Mapping[str, object]) -> None:
+    if is_object_name(run.model.family):
+        raise ConfigError(f"cannot be read into the family {run.model.family}", where="model.pretrained",
+                          value=run.model.pretrained, remedy="Leave it out: only shipped families can start from a "
+                                                             "folder in Hugging Face's form.")
+    for name, there in sizes.items():
+        wanted = getattr(run.model, name)
+        if wanted not in (getattr(Transformer, name), there):
+            raise ConfigError(f"is not that of the pretrained model, {there}",
+                              where=f"model.{name.replace('_', '-')}", value=wanted,
+                              remedy="Leave it out, or choose another --model.pretrained.")
+
+
+def load_pretrained(engine: Engine, pretrained: Pretrained) -> list[str]:
+    """Set every parameter of this rank that the folder has to its part of the folder's, and its master copy as well.
+
+    Call it on every rank, before the first step. Returns notes for the user, the same on every rank. ModelError for a
+    parameter of another shape; CheckpointError for a value that is NaN or infinite.
+    """
+    shapes = {parameter.name: parameter.shape for parameter in engine.layout.parameters if parameter.is_owner}
+    notes: list[str] = []
+    taken: set[str] = set()
+    for name, shape in shapes.items():
+        if name in pretrained.places and _fits(pretrained, name, shape, notes):
+            taken.add(name)
+    left = [name for name in shapes if name not in taken]
+    if left:
+        notes.append(f"not in {pretrained.folder}, so from the seed: {', '.join(left)}")
+    unused = [name for name in pretrained.places if name not in shapes]
+    if unused or pretrained.left_out:
+        notes.append(f"left out of {pretrained.folder}: {', '.join([*unused, *pretrained.left_out])}")
+    dtype = next(iter(engine.named_parameters().values())).dtype if engine.named_parameters() else torch.float32
+
+    def value(name: str) -> Tensor | None:
+        if name not in taken:
+            return None
+        found = resized(pretrained.read(name), name, shapes[name], pretrained.config.family)
+        hf.finite(found.to(dtype), name, pretrained.folder)
+        return found
+
+    state.set_parameters(engine, value)
+    return notes
+
+
+def _fits(pretrained: Pretrained, name: str, shape: tuple[int, ...], notes: list[str]) -> bool:
+    """Whether a parameter of the folder fits the run, after it is cut or resized, which is added to `notes`."""
+    there, family = pretrained.places[name].shape, pretrained.config.family
+    if there == shape:
+        return True
+    if name == _POSITIONS and there[1] == shape[1]:
+        if family == "vit":
+            old, new = isqrt(there[0] - 1), isqrt(shape[0] - 1)
+            notes.append(f"positions of {old} x {old} patches are resized to {new} x {new}")
+            return True
+        if shape[0] < there[0]:
+            notes.append(f"the first {shape[0]} of {there[0]} positions are taken")
+            return True
+    if name.startswith("head.classifier."):
+        notes.append(f"{name} has the shape {there} in {pretrained.folder} and {shape} here: it is initialised "
+                     "from the seed")
+        return False
+    raise ModelError(f"has another shape than in {pretrained.folder}, where it is {there}", where=f"parameter {name}",
+                     value=shape, remedy="Build the model with the folder's sizes: with_sizes(run, pretrained).")
+
+
+def resized(value: Tensor, name: str, shape: tuple[int, ...], family: str) -> Tensor:
+    """`value`, with position embeddings cut or resized to `shape`: the first positions of a text; the grid of patches
+    of an image, bicubically interpolated as transformers does (interpolate_pos_encoding).
+
+    value: [positions, hidden] for position embeddings, with the class token first in an image model.
+    """
+    if name != _POSITIONS or tuple(value.shape) == tuple(shape):
+        return value
+    if family != "vit":
+        return value[:shape[0]]
+    old, new = isqrt(len(value) - 1), isqrt(shape[0] - 1)
+    wide = value.to(torch.promote_types(value.dtype, torch.float32))
+    grid_1HGG = wide[1:].reshape(old, old, -1).permute(2, 0, 1)[None]
+    grid_1HGG = functional.interpolate(grid_1HGG, size=(new, new), mode="bicubic", align_corners=False)
+    return torch.cat([wide[:1], grid_1HGG[0].permute(1, 2, 0).flatten(0, 1)]).to(value.dtype)

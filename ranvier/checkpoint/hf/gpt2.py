@@ -1,0 +1,99 @@
+"""GPT in Hugging Face's format, as its GPT-2: names, layout, config.json.
+
+Hugging Face stores these weights as [in, out], and the rows of all queries before all keys before all values; here
+weights are [out, in], and one head's query, key and value rows lie together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from ranvier.checkpoint.hf.form import Form, Place, left_out, read_settings, same, transposed
+from ranvier.config.run import Transformer
+from ranvier.errors import ModelError
+
+
+def places(config: Transformer, head: str = "tokens") -> dict[str, Place]:
+    """Our parameters, in our order, and where they are."""
+    hidden = config.hidden
+    found = {"embedding.token.weight": same("transformer.wte.weight", config.vocab, hidden),
+             "embedding.position.weight": same("transformer.wpe.weight", config.sequence, hidden)}
+    for layer in range(config.num_layers):
+        there = f"transformer.h.{layer}"
+        of_layer = {
+            "attention.norm.weight": same(f"{there}.ln_1.weight", hidden),
+            "attention.norm.bias": same(f"{there}.ln_1.bias", hidden),
+            "attention.qkv.weight": _qkv(f"{there}.attn.c_attn.weight", config.heads, 3 * hidden, hidden),
+            "attention.qkv.bias": _qkv(f"{there}.attn.c_attn.bias", config.heads, 3 * hidden),
+            "attention.projection.weight": transposed(f"{there}.attn.c_proj.weight", hidden, hidden),
+            "attention.projection.bias": same(f"{there}.attn.c_proj.bias", hidden),
+            "mlp.norm.weight": same(f"{there}.ln_2.weight", hidden),
+            "mlp.norm.bias": same(f"{there}.ln_2.bias", hidden),
+            "mlp.fc1.weight": transposed(f"{there}.mlp.c_fc.weight", 4 * hidden, hidden),
+            "mlp.fc1.bias": same(f"{there}.mlp.c_fc.bias", 4 * hidden),
+            "mlp.fc2.weight": transposed(f"{there}.mlp.c_proj.weight", hidden, 4 * hidden),
+            "mlp.fc2.bias": same(f"{there}.mlp.c_proj.bias", hidden),
+        }
+        found |= {f"layer{layer}.{name}": place for name, place in of_layer.items()}
+    return found | {"head.norm.weight": same("transformer.ln_f.weight", hidden),
+                    "head.norm.bias": same("transformer.ln_f.bias", hidden)}
+
+
+def _qkv(name: str, heads: int, *shape: int) -> Place:
+    return Place(names=(name,), shapes=(shape[::-1],), shape=shape, join=partial(_heads_together, heads),
+                 part=partial(_heads_apart, heads))
+
+
+def _heads_together(heads: int, tensors: Sequence[Tensor]) -> Tensor:
+    rows = tensors[0].t()
+    return rows.reshape(3, heads, -1, *rows.shape[1:]).transpose(0, 1).flatten(0, 2)
+
+
+def _heads_apart(heads: int, tensor: Tensor) -> list[Tensor]:
+    return [tensor.reshape(heads, 3, -1, *tensor.shape[1:]).transpose(0, 1).flatten(0, 2).t()]
+
+
+# --- config.json -----------------------------------------------------------------------------------------------------
+
+_SIZES = {"vocab_size": "vocab", "n_positions": "sequence", "n_embd": "hidden", "n_layer": "num_layers",
+          "n_head": "heads"}
+_FUNCTION = {
+    "activation_function": ("gelu_new", ("gelu_new", "gelu_pytorch_tanh")),
+    "layer_norm_epsilon": (1e-5, (1e-5,)), "tie_word_embeddings": (True, (True,)),
+    "scale_attn_weights": (True, (True,)), "scale_attn_by_inverse_layer_idx": (False, (False,)),
+    "add_cross_attention": (False, (False,)),
+}
+
+
+def write(config: Transformer, head: str = "tokens") -> dict[str, object]:
+    """The content of config.json, the arguments of transformers.GPT2Config, for the same function as `config`'s."""
+    return {
+        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": config.vocab,
+        "n_positions": config.sequence, "n_embd": config.hidden, "n_layer": config.num_layers, "n_head": config.heads,
+        "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
+        "embd_pdrop": config.dropout, "resid_pdrop": config.dropout, "attn_pdrop": 0.0,
+    }
+
+
+def read(document: Mapping[str, object]) -> tuple[Transformer, list[str]]:
+    """The inverse of `write`, for any config.json: (settings, notes on what they leave out).
+
+    ModelError if it is of a GPT-2 that computes something else than ours.
+    """
+    config = read_settings(document, _SIZES, _FUNCTION,
+                           {"family": "gpt", "dropout": document.get("resid_pdrop", 0.1)})
+    if document.get("n_inner") not in (None, 4 * config.hidden):
+        raise ModelError(f"must be null or 4 n_embd = {4 * config.hidden}", where="n_inner in config.json",
+                         value=document["n_inner"], remedy="Name a model whose MLPs are four times as wide as it is.")
+    return config, left_out(document, config, {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1})
+
+
+GPT2 = Form(title="GPT-2's language model", family="gpt", prefix="transformer.", places=places, read=read, write=write,
+            keys=frozenset({"model_type", *_SIZES, *_FUNCTION, "n_inner", "embd_pdrop", "resid_pdrop", "attn_pdrop"}),
+            per_layer=12, class_of={"tokens": "GPT2LMHeadModel"}, layers_key="n_layer",
+            tied=lambda config: {"head.projection.weight": "embedding.token.weight"},
+            aside=r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)", any_head=False)
+"""aside: the causal mask, which old files have among the parameters."""

@@ -1,0 +1,346 @@
+"""The family llama in Hugging Face's format: Llama, Mistral, Qwen 2 and 3, Gemma, Gemma 2 and OLMo 2.
+
+    model_type     what it adds to Llama's block
+    mistral        a sliding window
+    qwen2          biases of queries, keys and values
+    qwen3          a norm of each head's queries and keys
+    olmo2          norms after sublayers, and of all queries and keys together
+    gemma          norms that add 1 to their weight, scaled embeddings, GeGLU
+    gemma2         norms on both sides, caps of scores and logits, a window in every other layer
+
+Weights have the same layout here and there. A model is exported under the type that its settings need: one without a
+window that came as Mistral leaves as Llama, which computes the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from ranvier.checkpoint.hf.form import Form, Place, left_out, read_settings, same
+from ranvier.config.run import Transformer
+from ranvier.errors import ModelError
+from ranvier.models.llama import NORM_EPSILON, head_width, inner_width, kv_heads, window_of
+
+LONGEST_SEQUENCE = 2048
+"""Of the settings that are read: models have positions for far more than a training sequence usually has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """A model_type. defaults: of transformers, for keys that config.json lacks; fixed: settings that it always has."""
+
+    model_type: str
+    title: str
+    model_class: str
+    defaults: Mapping[str, object]
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    activation_key: str = "hidden_act"
+
+
+_KINDS = {kind.model_type: kind for kind in (
+    _Kind(model_type="llama", title="Llama's language model", model_class="LlamaForCausalLM",
+          defaults={"rms_norm_eps": 1e-6}),
+    _Kind(model_type="mistral", title="Mistral's language model", model_class="MistralForCausalLM",
+          defaults={"rms_norm_eps": 1e-6, "sliding_window": 4096}),
+    _Kind(model_type="qwen2", title="Qwen 2's language model", model_class="Qwen2ForCausalLM",
+          defaults={"rms_norm_eps": 1e-6, "sliding_window": 4096}, fixed={"bias": "qkv"}),
+    _Kind(model_type="qwen3", title="Qwen 3's language model", model_class="Qwen3ForCausalLM",
+          defaults={"rms_norm_eps": 1e-6, "sliding_window": 4096, "head_dim": 128}, fixed={"qk_norm": "head"}),
+    _Kind(model_type="olmo2", title="OLMo 2's language model", model_class="Olmo2ForCausalLM",
+          defaults={"rms_norm_eps": 1e-5}, fixed={"norms": "after", "qk_norm": "all"}),
+    _Kind(model_type="gemma", title="Gemma's language model", model_class="GemmaForCausalLM",
+          defaults={"rms_norm_eps": 1e-6, "tie_word_embeddings": True, "head_dim": 256,
+                    "hidden_act": "gelu_pytorch_tanh"},
+          fixed={"norm_offset": 1, "embedding_scale": "sqrt-hidden"}),
+    _Kind(model_type="gemma2", title="Gemma 2's language model", model_class="Gemma2ForCausalLM",
+          defaults={"rms_norm_eps": 1e-6, "tie_word_embeddings": True, "head_dim": 256, "sliding_window": 4096,
+                    "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
+                    "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+          fixed={"norm_offset": 1, "embedding_scale": "sqrt-hidden", "norms": "both"},
+          activation_key="hidden_activation"))}
+
+
+# --- places ----------------------------------------------------------------------------------------------------------
+
+
+def places(config: Transformer, head: str = "tokens") -> dict[str, Place]:
+    """Our parameters, in our order, and where they are."""
+    hidden = config.hidden
+    found = {"embedding.token.weight": same("model.embed_tokens.weight", config.vocab, hidden)}
+    for layer in range(config.num_layers):
+        found |= {f"layer{layer}.{name}": place for name, place in _of_layer(config, f"model.layers.{layer}").items()}
+    found["head.norm.weight"] = same("model.norm.weight", hidden)
+    if not config.tied:
+        found["head.projection.weight"] = same("lm_head.weight", config.vocab, hidden)
+    return found
+
+
+def _of_layer(config: Transformer, there: str) -> dict[str, Place]:
+    hidden, width, inner = config.hidden, head_width(config), inner_width(config)
+    queries, keys = config.heads * width, kv_heads(config) * width
+    attention, mlp = f"{there}.self_attn", f"{there}.mlp"
+    norms = _norm_names(config)
+    found = {f"{ours}.weight": same(f"{there}.{name}.weight", hidden) for ours, name in norms.items()
+             if ours.startswith("attention")}
+    biased = config.bias != "none"
+    for ours, name, features in (("query", "q_proj", queries), ("key", "k_proj", keys), ("value", "v_proj", keys)):
+        found |= _linear(f"attention.qkv.{ours}", f"{attention}.{name}", features, hidden, bias=biased)
+    found |= _linear("attention.projection", f"{attention}.o_proj", hidden, queries,
+                     bias=config.bias in ("attention", "all"))
+    if config.qk_norm != "none":
+        each = config.qk_norm == "head"
+        found |= {"attention.query_norm.weight": same(f"{attention}.q_norm.weight", width if each else queries),
+                  "attention.key_norm.weight": same(f"{attention}.k_norm.weight", width if each else keys)}
+    found |= {f"{ours}.weight": same(f"{there}.{name}.weight", hidden) for ours, name in norms.items()
+              if ours.startswith("mlp")}
+    for ours, name, features, into in (("fc1.gate", "gate_proj", inner, hidden), ("fc1.up", "up_proj", inner, hidden),
+                                       ("fc2", "down_proj", hidden, inner)):
+        found |= _linear(f"mlp.{ours}", f"{mlp}.{name}", features, into, bias=config.bias == "all")
+    return found
+
+
+def _norm_names(config: Transformer) -> dict[str, str]:
+    """A layer's norms here and there."""
+    match config.norms:
+        case "before":
+            return {"attention.norm": "input_layernorm", "mlp.norm": "post_attention_layernorm"}
+        case "after":
+            return {"attention.norm_after": "post_attention_layernorm", "mlp.norm_after": "post_feedforward_layernorm"}
+    return {"attention.norm": "input_layernorm", "attention.norm_after": "post_attention_layernorm",
+            "mlp.norm": "pre_feedforward_layernorm", "mlp.norm_after": "post_feedforward_layernorm"}
+
+
+def _linear(ours: str, there: str, *shape: int, bias: bool) -> dict[str, Place]:
+    found = {f"{ours}.weight": same(f"{there}.weight", *shape)}
+    return found | ({f"{ours}.bias": same(f"{there}.bias", shape[0])} if bias else {})
+
+
+def tied(config: Transformer) -> Mapping[str, str]:
+    """The head's projection, where it is the token embedding."""
+    return {"head.projection.weight": "embedding.token.weight"} if config.tied else {}
+
+
+# --- config.json: reading --------------------------------------------------------------------------------------------
+
+_SIZES = {"vocab_size": "vocab", "hidden_size": "hidden", "num_hidden_layers": "num_layers",
+          "num_attention_heads": "heads", "intermediate_size": "intermediate",
+          "max_position_embeddings": "max_positions"}
+_OPTIONAL = {"num_key_value_heads": "kv_heads", "head_dim": "head_width", "rms_norm_eps": "norm_epsilon",
+             "tie_word_embeddings": "tied"}
+_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu-tanh", "gelu_new": "gelu-tanh"}
+_FUNCTION = {"pretraining_tp": (1, (1, None)), "use_bidirectional_attention": (None, (None, False)),
+             "partial_rotary_factor": (1.0, (1.0, None))}
+_DROPS = {"attention_dropout": 0.0}
+_MORE = ("hidden_act", "hidden_activation", "attention_bias", "mlp_bias", "sliding_window", "use_sliding_window",
+         "max_window_layers", "layer_types", "query_pre_attn_scalar", "attn_logit_softcapping",
+         "final_logit_softcapping", "rope_theta", "rope_scaling", "rope_parameters", "model_type",
+         "original_max_position_embeddings")
+
+
+def _read(kind: _Kind, document: Mapping[str, object]) -> tuple[Transformer, list[str]]:
+    """The settings in config.json, and notes on what they leave out. ModelError if it is of a model that computes
+    something else than ours."""
+    document = {**kind.defaults, **document}
+    activation = document.get(kind.activation_key, "silu")
+    if kind.model_type == "gemma" and activation == "gelu":
+        activation = "gelu_pytorch_tanh"  # as transformers reads Gemma's first files
+    functions: dict[str, tuple[object, tuple[object, ...]]] = {**_FUNCTION, kind.activation_key: (
+        "silu", tuple(_ACTIVATIONS))}
+    optional = {key: ours for key, ours in _OPTIONAL.items() if document.get(key) is not None}
+    config = read_settings(document, _SIZES | optional, functions, {
+        "family": "llama", "bias": _bias(document), "activation": _ACTIVATIONS.get(str(activation), "silu"),
+        **_rope(document), **_window(kind, document), **_caps(kind, document), **kind.fixed})
+    return replace(config, sequence=min(config.max_positions or LONGEST_SEQUENCE, LONGEST_SEQUENCE)), left_out(
+        document, config, _DROPS)
+
+
+def _bias(document: Mapping[str, object]) -> str:
+    attention, mlp = bool(document.get("attention_bias")), bool(document.get("mlp_bias"))
+    if mlp and not attention:
+        raise _wrong("mlp_bias", True, "is set without attention_bias, which no model here has")
+    return "all" if mlp else "attention" if attention else "none"
+
+
+def _caps(kind: _Kind, document: Mapping[str, object]) -> dict[str, object]:
+    if kind.model_type != "gemma2":
+        return {}
+    return {"attention_softcap": document.get("attn_logit_softcapping") or 0.0,
+            "logit_softcap": document.get("final_logit_softcapping") or 0.0,
+            "query_width": document.get("query_pre_attn_scalar")}
+
+
+def _window(kind: _Kind, document: Mapping[str, object]) -> dict[str, object]:
+    """The sliding window, and which layers have none."""
+    window, layers = document.get("sliding_window"), document.get("num_hidden_layers")
+    has_switch = kind.model_type in ("qwen2", "qwen3")
+    if window is None or "sliding_window" not in kind.defaults or (has_switch and not document.get(
+            "use_sliding_window")):
+        return {}
+    if not isinstance(layers, int) or isinstance(layers, bool) or not 0 < layers < 10_000:
+        return {"window": window}  # refused with the other sizes
+    kinds = document.get("layer_types")
+    if kinds is None and has_switch:
+        first = document.get("max_window_layers", 28)
+        kinds = ["sliding_attention" if isinstance(first, int) and layer >= first else "full_attention"
+                 for layer in range(layers)]
+    elif kinds is None:
+        every = 2 if kind.model_type == "gemma2" else 0
+        return {"window": window, "full_every": every}
+    full = [layer for layer in range(layers) if isinstance(kinds, list) and layer < len(kinds)
+            and kinds[layer] == "full_attention"]
+    if len(full) == layers:
+        return {}
+    every = full[0] + 1 if full else 0
+    wanted = ["full_attention" if layer in full else "sliding_attention" for layer in range(layers)]
+    if kinds != wanted or full != (list(range(every - 1, layers, every)) if every else []):
+        raise _wrong("layer_types", kinds, "must have one full_attention in every so many layers, at their end")
+    return {"window": window, "full_every": every}
+
+
+_ROPE_TYPES = {"default": "none", "linear": "linear", "dynamic": "dynamic", "llama3": "llama3", "yarn": "yarn"}
+_ROPE_KEYS = frozenset({"rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings",
+                        "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"})
+
+
+def _rope(document: Mapping[str, object]) -> dict[str, object]:
+    """Rotary embeddings, under the keys of transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters)."""
+    rope = document.get("rope_parameters") or document.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise _wrong("rope_scaling", rope, "must be an object")
+    found: dict[str, object] = {"rope_base": rope.get("rope_theta", document.get("rope_theta", 10000.0))}
+    named = rope.get("rope_type", rope.get("type", "default"))
+    if not isinstance(named, str) or named not in _ROPE_TYPES or any(isinstance(one, dict) for one in rope.values()):
+        raise _wrong("rope_type", named, f"must be {', '.join(_ROPE_TYPES)}, the same in all layers")
+    scaling = found["rope_scaling"] = _ROPE_TYPES[named]
+    if scaling == "none":
+        return found
+    for key, value in rope.items():
+        if key not in _ROPE_KEYS and value not in (None, 1.0, True):
+            raise _wrong(key, value, f"of the rotary scaling {named} changes what is computed, and is not supported")
+    found["rope_factor"] = rope.get("factor", 1.0)
+    if scaling != "linear":
+        outer = document.get("original_max_position_embeddings", document.get("max_position_embeddings"))
+        found["rope_positions"] = (outer if scaling == "dynamic" else None) or rope.get(
+            "original_max_position_embeddings") or outer
+    if scaling == "llama3":
+        found["rope_limits"] = [rope.get("low_freq_factor", 1.0), rope.get("high_freq_factor", 4.0)]
+    elif scaling == "yarn":
+        found |= {"rope_limits": [rope.get("beta_slow") or 1.0, rope.get("beta_fast") or 32.0],
+                  "rope_magnitude": rope.get("attention_factor")}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _wrong(key: str, value: object, what: str) -> ModelError:
+    return ModelError(what, where=f"{key} in config.json", value=value,
+                      remedy="Name another model: other variants of its architecture are not supported.")
+
+
+# --- config.json: writing --------------------------------------------------------------------------------------------
+
+
+def model_type(config: Transformer) -> str:
+    """The type under which a model is exported: the first whose block has what the settings need."""
+    needs = {"gemma2": config.norms == "both", "gemma": bool(config.norm_offset), "olmo2": config.norms == "after",
+             "qwen3": config.qk_norm == "head", "qwen2": config.bias == "qkv", "mistral": config.window is not None}
+    return next((name for name, needed in needs.items() if needed), "llama")
+
+
+def _write(kind: _Kind, config: Transformer, head: str = "tokens") -> dict[str, object]:
+    """The content of config.json for the same function as `config`'s. ModelError where no architecture there has it."""
+    document: dict[str, object] = {
+        "model_type": kind.model_type, "architectures": [kind.model_class], "vocab_size": config.vocab,
+        "hidden_size": config.hidden, "num_hidden_layers": config.num_layers, "num_attention_heads": config.heads,
+        "num_key_value_heads": kv_heads(config), "head_dim": head_width(config),
+        "intermediate_size": inner_width(config), "max_position_embeddings": config.max_positions or config.sequence,
+        "rms_norm_eps": config.norm_epsilon or NORM_EPSILON, "tie_word_embeddings": config.tied,
+        kind.activation_key: next(there for there, ours in _ACTIVATIONS.items() if ours == config.activation),
+        "attention_bias": config.bias in ("attention", "all"), "mlp_bias": config.bias == "all",
+        "attention_dropout": 0.0, **_written_rope(config), **_written_window(kind, config)}
+    if kind.model_type == "gemma2":
+        document |= {"query_pre_attn_scalar": _whole(config.query_width or head_width(config)),
+                     "attn_logit_softcapping": config.attention_softcap or None,
+                     "final_logit_softcapping": config.logit_softcap or None}
+    again, _ = _read(kind, document)
+    for name in COMPUTED:
+        wanted, found = (_with_defaults(one, name) for one in (config, again))
+        if wanted != found:
+            raise ModelError(f"has no form in {kind.title}, which has {found}", where=f"model.{name.replace('_', '-')}",
+                             value=wanted, remedy="Only what an architecture of transformers computes can be exported.")
+    return document
+
+
+def _whole(value: float) -> float:
+    """An int where it is one: transformers takes no other number."""
+    return int(value) if value == int(value) else value
+
+
+COMPUTED = ("vocab", "hidden", "num_layers", "heads", "kv_heads", "head_width", "intermediate", "norm_epsilon",
+             "activation", "bias", "tied", "norms", "norm_offset", "qk_norm", "query_width", "window", "full_every",
+             "rope_base", "rope_scaling", "rope_factor", "rope_positions", "rope_limits", "rope_magnitude",
+             "embedding_scale", "attention_softcap", "logit_softcap")
+"""Settings that decide what is computed."""
+
+
+def _with_defaults(config: Transformer, name: str) -> object:
+    """A setting with what none stands for."""
+    match name:
+        case "kv_heads":
+            return kv_heads(config)
+        case "head_width":
+            return head_width(config)
+        case "intermediate":
+            return inner_width(config)
+        case "norm_epsilon":
+            return config.norm_epsilon or NORM_EPSILON
+        case "query_width":
+            return config.query_width or float(head_width(config))
+        case "full_every":  # without a window, or with one in all layers
+            return [window_of(config, layer) for layer in range(config.num_layers)]
+        case "rope_limits":
+            return config.rope_limits or {"llama3": (1.0, 4.0), "yarn": (1.0, 32.0)}.get(config.rope_scaling)
+    return getattr(config, name)
+
+
+def _written_rope(config: Transformer) -> dict[str, object]:
+    """Under the keys of transformers 4, which 5 reads, too."""
+    if config.rope_scaling == "none":
+        return {"rope_theta": config.rope_base, "rope_scaling": None}
+    rope: dict[str, object] = {"rope_type": config.rope_scaling, "factor": config.rope_factor}
+    positions: dict[str, object] = {}
+    if config.rope_scaling == "dynamic":
+        positions["max_position_embeddings"] = config.rope_positions  # from which its base starts to rise
+    elif config.rope_scaling in ("llama3", "yarn"):
+        rope["original_max_position_embeddings"] = config.rope_positions
+    limits = _with_defaults(config, "rope_limits")
+    if isinstance(limits, Sequence):
+        names = ("low_freq_factor", "high_freq_factor") if config.rope_scaling == "llama3" else (
+            "beta_slow", "beta_fast")
+        rope |= zip(names, limits, strict=True)
+    if config.rope_magnitude is not None:
+        rope["attention_factor"] = config.rope_magnitude
+    return {"rope_theta": config.rope_base, "rope_scaling": rope, **positions}
+
+
+def _written_window(kind: _Kind, config: Transformer) -> dict[str, object]:
+    if "sliding_window" not in kind.defaults:
+        return {}
+    found: dict[str, object] = {"sliding_window": config.window}
+    if kind.model_type == "mistral":
+        return found
+    kinds = ["full_attention" if window_of(config, layer) is None else "sliding_attention"
+             for layer in range(config.num_layers)]
+    found["layer_types"] = kinds
+    if kind.model_type != "gemma2":
+        found |= {"use_sliding_window": config.window is not None,
+                  "max_window_layers": 0 if config.window is not None else config.num_layers}
+    return found
+
+
+LLAMA_FORMS: Mapping[str, Form] = {name: Form(
+    title=kind.title, family="llama", prefix="model.", places=places, read=partial(_read, kind),
+    write=partial(_write, kind), keys=frozenset({*_SIZES, *_OPTIONAL, *_FUNCTION, *_DROPS, *_MORE}), per_layer=9,
+    class_of={"tokens": kind.model_class}, tied=tied,
+    aside=r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq", any_head=False) for name, kind in _KINDS.items()}
+"""model_type -> form. aside: frequencies, which old files have among the parameters."""

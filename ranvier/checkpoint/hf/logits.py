@@ -1,0 +1,201 @@
+"""Compares the logits of two copies of a model for a short text or an image, with one block of ours in memory at a
+time.
+
+The other copy is the model of transformers if it is installed and fits into memory, as files in Hugging Face's format
+are written for it; otherwise the files are read again as our model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ranvier.block import Model, State
+from ranvier.checkpoint.hf import form as hf
+from ranvier.checkpoint.hf.forms import form_of
+from ranvier.checkpoint.hf.pretrained import Pretrained
+from ranvier.config.run import Transformer
+from ranvier.errors import CheckpointError
+from ranvier.models.families import family_named
+from ranvier.models.vit import CHANNELS
+from ranvier.system.machine import available_memory_bytes
+
+TOLERANCE = 1e-3
+"""In standard deviations of the logits. Both models have equal weights and compute in fp32, so rounding makes
+differences of about 1e-6, and a wrong weight differences of 0.1 and more."""
+_TOKENS = 32
+_COPIES = 2
+"""Copies of the model in fp32 that transformers may have in memory while it loads one."""
+_SPARE_BYTES = 1 << 29
+Read = Callable[[str], Tensor]
+"""Our parameter's name -> its value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """largest: difference of two logits; scale: their standard deviation over the vocabulary, or their root mean square
+    without a vocabulary; what: the inputs, in words; peer: the other model; note: why that is not transformers'."""
+
+    largest: float
+    scale: float
+    what: str
+    peer: str
+    note: str | None = None
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the models compute the same; False if a logit is NaN."""
+        return self.largest <= TOLERANCE * self.scale
+
+    def __str__(self) -> str:
+        return (f"logits of {self.what} against {self.peer}: largest difference {self.largest:.2g}, their "
+                f"scale being {self.scale:.2g}")
+
+
+def inputs_of(config: Transformer) -> State:
+    """A fixed text with tokens of the whole vocabulary; two of them, one padded, for BERT; two images for ViT."""
+    if config.family == "vit":
+        shape = (2, CHANNELS, config.image_size, config.image_size)
+        return torch.sin(torch.arange(prod(shape)) * 0.7919 % 100).view(shape)
+    length = min(_TOKENS, config.sequence)
+    if config.family != "bert":
+        return (torch.arange(length) * 7919 % config.vocab)[None]
+    ids = (torch.arange(2 * length) * 7919 % config.vocab).view(2, length)
+    place = torch.arange(length).expand(2, length)
+    return {"ids": ids, "mask": (place < torch.tensor([[length], [(length + 1) // 2]])).long(),
+            "types": (place >= length // 2).long()}
+
+
+def in_words(config: Transformer) -> str:
+    """The inputs in words."""
+    if config.family == "vit":
+        return "2 images"
+    return "2 texts" if config.family == "bert" else f"{min(_TOKENS, config.sequence)} tokens"
+
+
+@torch.no_grad()
+def logits(config: Transformer, read: Read, inputs: State, head: str = "tokens") -> Tensor:
+    """The output of the head in fp32, with one block in memory at a time; of GPT [batch, tokens, vocabulary]."""
+    state, tied = inputs, form_of(config).tied(config)
+    for name, build in _model(config, head).blocks.items():
+        with torch.device("meta"):
+            block = build()
+        block.to_empty(device="cpu").eval()
+        for inner, parameter in block.named_parameters():
+            ours = f"{name}.{inner}"
+            parameter.copy_(read(tied.get(ours, ours)))
+        state = block(state)
+    assert isinstance(state, Tensor), "the heads of these families return one tensor"
+    return state
+
+
+def _model(config: Transformer, head: str) -> Model:
+    return family_named("gpt" if config.family == "auto" else config.family).model(config, head, dtype=torch.float32)
+
+
+def compare(config: Transformer, read: Read, folder: Path, *, head: str = "tokens",
+            source: Pretrained | None = None) -> Comparison:
+    """Compare the logits of our parameters with those of the files in `folder`.
+
+    source: build the model of transformers from what was checked in `folder`, and use nothing else that may be there;
+    parts of a head that are missing there are then ours. By default transformers loads the folder as any user would.
+    """
+    inputs = inputs_of(config)
+    ours = logits(config, read, inputs, head)
+    theirs, peer, note = _theirs(config, head, read, folder, source, inputs)
+    if head == "span" and isinstance(inputs, dict):
+        is_token = inputs["mask"].bool()
+        ours, theirs = ours[is_token], theirs[is_token]
+    scale = ours.std(-1).square().mean() if head == "tokens" else ours.square().mean()
+    return Comparison(largest=float((ours - theirs).abs().max()), scale=float(scale.sqrt()), what=in_words(config),
+                      peer=peer, note=note)
+
+
+def check(comparison: Comparison, where: Path) -> None:
+    """CheckpointError if the logits differ or are NaN. where: of the new folder, for the error."""
+    if not comparison.is_equal:
+        raise CheckpointError(f"computes something else than its source: {comparison}. Nothing was left there",
+                              where=str(where), remedy="Please report this, with the model's settings.")
+
+
+def tell(comparison: Comparison, line: Callable[[str], None]) -> None:
+    """Report the peer and the result to `line`."""
+    if comparison.note:
+        line(f"{comparison.note}: compared with {comparison.peer}")
+    line(str(comparison))
+
+
+def _theirs(config: Transformer, head: str, read: Read, folder: Path, source: Pretrained | None,
+            inputs: State) -> tuple[Tensor, str, str | None]:
+    """(the logits of the files in `folder`, the model that computed them, why that is not transformers')."""
+    try:
+        import transformers
+    except ImportError:
+        return _ours_again(folder, head, read, inputs), "Ranvier's own reading of the files", (
+            "transformers is not installed")
+    sizes = (prod(place.shape) for place in form_of(config).places(config, head).values())
+    needed = _SPARE_BYTES + _COPIES * 4 * sum(sizes)
+    if (free := available_memory_bytes()) < needed:
+        return (_ours_again(folder, head, read, inputs), "Ranvier's own reading of the files",
+                f"transformers' model needs {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} are free")
+    with _quiet(transformers), torch.no_grad():
+        if source is None:
+            kind = getattr(transformers, form_of(config).class_of[head])
+            model = kind.from_pretrained(folder, local_files_only=True)
+        else:
+            model = _built(transformers, source, head, read)
+        found = _forward(model.float().eval(), inputs, head)
+    if source is not None and source.form.write is None:  # features of the first token
+        found = functional.linear(found, read("head.classifier.weight").float(), read("head.classifier.bias").float())
+    return found, f"transformers {transformers.__version__}", None
+
+
+def _built(transformers: Any, source: Pretrained, head: str, read: Read) -> Any:
+    """The model of transformers with the settings and tensors of a folder; missing parts of a head are ours."""
+    kind = getattr(transformers, source.form.class_of[head])
+    tensors = source.state_dict()
+    if source.form.write is None:
+        tensors = {name.removeprefix(source.form.prefix): tensor for name, tensor in tensors.items()}
+    else:
+        places = source.form.places(source.config, head)
+        for ours in source.missing:
+            tensors |= zip(places[ours].names, hf.tensors_there(places[ours], read(ours).float()), strict=True)
+    return kind.from_pretrained(None, config=kind.config_class(**source.settings), state_dict=tensors)
+
+
+def _forward(model: Any, inputs: State, head: str) -> Tensor:
+    """The logits of a model of transformers; of one without a head, the features of the first token."""
+    found = model(inputs) if isinstance(inputs, Tensor) else model(
+        input_ids=inputs["ids"], attention_mask=inputs["mask"], token_type_ids=inputs["types"])
+    if head == "span":
+        return torch.stack([found.start_logits, found.end_logits], -1)
+    result: Tensor = found.logits if "logits" in found else found.last_hidden_state[:, 0]
+    return result
+
+
+def _ours_again(folder: Path, head: str, read: Read, inputs: State) -> Tensor:
+    found = Pretrained(folder)
+    return logits(found.config, lambda ours: read(ours) if ours in found.missing else found.read(ours), inputs, head)
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Inside, transformers shows no progress bars and reports nothing while it loads a model."""
+    logging = transformers.utils.logging
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

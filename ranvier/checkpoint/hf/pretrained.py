@@ -1,0 +1,307 @@
+"""A model in Hugging Face's format on disk, read as untrusted input: config.json and the files of tensors.
+
+    config.json
+    model.safetensors | model.safetensors.index.json and the files it names | pytorch_model.bin, without unpickling
+
+Everything is checked before it is used: the files have exactly the tensors that config.json asks for, in their shapes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ranvier.checkpoint.hf import form as hf
+from ranvier.checkpoint.hf.forms import form_of, form_of_type
+from ranvier.checkpoint.tensor_file import STORED
+from ranvier.errors import CheckpointError
+
+_CONFIG_BYTES = 1 << 20
+_INDEX_BYTES = 1 << 27
+_FORMATS = {name: dtype for dtype, name in STORED.items()}
+_ROWS_BYTES = 1 << 24
+_SHARED = ("lm_head.weight", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias")
+"""Tied tensors, which old files list a second time without values of their own."""
+
+
+class Tensors(Protocol):
+    """Named tensors on disk."""
+
+    def heads(self) -> Mapping[str, tuple[torch.dtype | str, tuple[int, ...]]]:
+        """Name -> (dtype, or the file's name of it if parameters cannot have it; shape)."""
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        """A tensor, or some of its rows."""
+
+
+class Pretrained:
+    """The model in `folder`. ModelError or CheckpointError if it is damaged, or not one that we compute.
+
+    Attributes:
+        form: its names and layout.
+        config: its settings, with the family.
+        head: that config.json names, or the form's first.
+        notes: what of its training the settings leave out.
+        settings: the part of config.json that is read.
+        missing: our parameters that it does not have, all of them of the head.
+        left_out: its tensors of other heads.
+        dtypes: of its tensors.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        document = _json(folder, "config.json", _CONFIG_BYTES)
+        self.form = form_of_type(document.get("model_type"))
+        self.config, self.notes = self.form.read(document)
+        self.settings = {key: value for key, value in document.items() if key in self.form.keys}
+        self.head = _head(self.form, document)
+        self._tensors = _open(folder)
+        heads = self._tensors.heads()
+        if self.form.per_layer * self.config.num_layers > len(heads):
+            raise self._wrong(f"has too few tensors for {self.form.layers_key} {self.config.num_layers}", len(heads))
+        self.places = {ours: place for ours, place in self.form.places(self.config, self.head).items()
+                       if not self.form.any_head or _is_needed(ours, place, heads, self.form.prefix)}
+        self._called = self._names_of_files(heads)
+        self._check(heads)
+        self.missing = tuple(ours for ours in form_of(self.config).places(self.config, self.head)
+                             if ours not in self.places)
+        if "head.classifier.weight" not in self.places:
+            self.config = replace(self.config, num_classes="auto")
+        self.dtypes = {dtype for name in self._called.values() if isinstance(dtype := heads[name][0], torch.dtype)}
+
+    def read(self, ours: str) -> Tensor:
+        """The parameter `ours`, in our layout and the number format of the file."""
+        place = self.places[self.form.tied(self.config).get(ours, ours)]
+        return hf.tensor_here(place, [self._tensors.read(self._called[name]) for name in place.names])
+
+    def notes_on_tensors(self) -> list[str]:
+        """Notes for the user on the head."""
+        found = []
+        if self.left_out:
+            found.append(f"left out: {len(self.left_out)} tensors of other heads ({', '.join(self.left_out[:3])}"
+                         f"{', ...' if len(self.left_out) > 3 else ''})")
+        if self.missing:
+            found.append(f"not in the files, so from the seed: {', '.join(self.missing)}")
+        return found
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All tensors for transformers: under its names, in its layout, in fp32."""
+        return {name: self._tensors.read(called).float() for name, called in self._called.items()}
+
+    def _names_of_files(self, heads: Mapping[str, object]) -> dict[str, str]:
+        """Names in Hugging Face's full form -> the files', which may leave out the prefix, or be of an old form."""
+        prefix = self.form.prefix
+        if any(name.startswith(prefix) for name in heads):
+            prefix = ""
+        found = {}
+        for place in self.places.values():
+            for name in place.names:
+                found[name] = called = name.removeprefix(prefix)
+                if called not in heads and _old(called) in heads:
+                    found[name] = _old(called)
+        return found
+
+    def _check(self, heads: Mapping[str, tuple[torch.dtype | str, tuple[int, ...]]]) -> None:
+        for place in self.places.values():
+            for there, wanted in zip(place.names, place.shapes, strict=True):
+                name = self._called[there]
+                if name not in heads:
+                    raise self._wrong(f"has no tensor {name}")
+                dtype, shape = heads[name]
+                if shape != wanted:
+                    raise self._wrong(f"has a tensor {name} of another shape than config.json's {wanted}", shape)
+                if dtype not in STORED:
+                    raise self._wrong(f"has a tensor {name} in a number format that parameters do not have", str(dtype))
+        tied = [("lm_head.weight", owner) for owner in self.form.tied(self.config).values()]
+        known = {*self._called.values(), *(end for end, _ in tied)}
+        more = [name for name in heads if name not in known and not re.fullmatch(self.form.aside, name)]
+        self.left_out = tuple(name for name in more if self.form.any_head and self._is_of_a_head(name, heads))
+        if len(more) > len(self.left_out):
+            name = next(name for name in more if name not in self.left_out)
+            raise self._wrong(f"has {len(more) - len(self.left_out)} tensors that {self.form.title} does not have, "
+                              f"{name} among them")
+        for end, owner in tied:
+            if end in heads:
+                self._check_tied(heads, end, self._called[self.places[owner].names[0]])
+
+    def _is_of_a_head(self, name: str, heads: Mapping[str, object]) -> bool:
+        """Whether a tensor lies outside of what all heads have in common."""
+        prefix = self.form.prefix
+        if name.removeprefix(prefix).startswith("pooler."):
+            return True
+        if any(other.startswith(prefix) for other in heads):
+            return not name.startswith(prefix)
+        return name.partition(".")[0] not in ("embeddings", "encoder", "layernorm")
+
+    def _check_tied(self, heads: Mapping[str, tuple[torch.dtype | str, tuple[int, ...]]], end: str, owner: str) -> None:
+        """The head is the token embedding, here as there."""
+        rows = max(1, _ROWS_BYTES // (8 * self.config.hidden))
+        if heads[end] != heads[owner] or not all(
+                torch.equal(self._tensors.read(end, part), self._tensors.read(owner, part))
+                for start in range(0, self.config.vocab, rows) for part in [slice(start, start + rows)]):
+            raise self._wrong(f"has a head ({end}) that is not its token embedding ({owner}): untied heads cannot be "
+                              "imported")
+
+    def _wrong(self, what: str, value: object = None) -> CheckpointError:
+        return _wrong(self.folder, what, value)
+
+
+def _head(form: hf.Form, document: Mapping[str, object]) -> str:
+    """The head that config.json names, or the form's first."""
+    named = document.get("architectures")
+    named = named if isinstance(named, list) else []
+    return next((head for head, kind in form.class_of.items() if kind in named), next(iter(form.class_of)))
+
+
+def _is_needed(ours: str, place: hf.Place, heads: Mapping[str, object], prefix: str) -> bool:
+    """False for a part of a head that files may lack, and these do."""
+    if not ours.startswith("head.") or ours.startswith("head.norm."):
+        return True
+    stem = place.names[0].rpartition(".")[0]
+    return any(f"{one}.{kind}" in heads for one in (stem, stem.removeprefix(prefix)) for kind in ("weight", "bias"))
+
+
+def _old(name: str) -> str:
+    """A parameter of a norm under its name in the first files of BERT."""
+    for new, old in (("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")):
+        name = name.removesuffix(new) + old if name.endswith(new) else name
+    return name
+
+
+def _wrong(folder: Path, what: str, value: object = None) -> CheckpointError:
+    return CheckpointError(what, where=f"model {folder}", value=value,
+                           remedy="Name a folder with a whole model, as save_pretrained writes it.")
+
+
+def own_file(folder: Path, name: str) -> Path:
+    """The file `name` of `folder`. CheckpointError when it is missing, is not a plain file, or is a link to elsewhere:
+    links may lead to the blobs of Hugging Face's own cache, of which its snapshots are made."""
+    path = folder / name
+    try:
+        if path.is_symlink():
+            target, home = path.resolve(), folder.resolve()
+            places = [home, *([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])]
+            if not any(target.is_relative_to(place) for place in places):
+                raise _wrong(folder, f"has a link {name} that leads out of it")
+        if path.is_file():
+            return path
+    except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError
+        raise _wrong(folder, f"has a file {name} that cannot be read: {error}") from error
+    raise _wrong(folder, f"has no file {name}")
+
+
+def _json(folder: Path, name: str, most_bytes: int) -> dict[str, object]:
+    path = own_file(folder, name)
+    try:
+        if path.stat().st_size > most_bytes:
+            raise _wrong(folder, f"has a {name} that is larger than any", path.stat().st_size)
+        document = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise _wrong(folder, f"has a {name} that cannot be read: {error}") from error
+    if not isinstance(document, dict):
+        raise _wrong(folder, f"has a {name} that is not a JSON object")
+    return document
+
+
+# --- files of tensors ------------------------------------------------------------------------------------------------
+
+
+def _open(folder: Path) -> Tensors:
+    """The tensors of `folder`, from the first of the forms that is there."""
+    if _is_there(folder / "model.safetensors"):
+        return _Safetensors(folder, ["model.safetensors"])
+    if _is_there(folder / "model.safetensors.index.json"):
+        placed = _json(folder, "model.safetensors.index.json", _INDEX_BYTES).get("weight_map")
+        if not isinstance(placed, dict) or not all(isinstance(name, str) for name in placed.values()):
+            raise _wrong(folder, "has a model.safetensors.index.json without a weight_map of file names")
+        files = sorted(set(placed.values()))
+        for name in files:
+            if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name, flags=re.ASCII):
+                raise _wrong(folder, "has a model.safetensors.index.json that names something else than a file beside "
+                                     "it", name)
+        return _Safetensors(folder, files, placed)
+    if _is_there(folder / "pytorch_model.bin"):
+        return _TorchFile(folder)
+    raise _wrong(folder, "has neither model.safetensors, model.safetensors.index.json nor pytorch_model.bin")
+
+
+def _is_there(path: Path) -> bool:
+    return path.exists() or path.is_symlink()
+
+
+class _Safetensors:
+    """One or several safetensors files. placed: tensor -> file, as the index says."""
+
+    def __init__(self, folder: Path, files: Sequence[str], placed: Mapping[str, str] | None = None) -> None:
+        self._folder = folder
+        self._file_of: dict[str, str] = {}
+        self._open: dict[str, Any] = {}
+        for file in files:
+            path = own_file(folder, file)
+            try:
+                self._open[file] = safe_open(str(path), framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise self._unreadable(file, error) from error
+            self._file_of |= dict.fromkeys(self._open[file].keys(), file)
+        if placed is not None and placed != self._file_of:
+            name = next(name for name in sorted({*placed, *self._file_of})
+                        if placed.get(name) != self._file_of.get(name))
+            raise _wrong(folder, f"has a model.safetensors.index.json that is wrong about {name}")
+
+    def _unreadable(self, file: str, error: Exception) -> CheckpointError:
+        return _wrong(self._folder, f"has a damaged file {file}: {str(error).partition(chr(10))[0]}")
+
+    def heads(self) -> dict[str, tuple[torch.dtype | str, tuple[int, ...]]]:
+        found = {}
+        for name, file in self._file_of.items():
+            view = self._open[file].get_slice(name)
+            found[name] = (_FORMATS.get(view.get_dtype(), view.get_dtype()), tuple(view.get_shape()))
+        return found
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        file = self._file_of[name]
+        try:
+            opened = self._open[file]
+            tensor: Tensor = opened.get_tensor(name) if rows is None else opened.get_slice(name)[rows]
+            return tensor
+        except (SafetensorError, OSError) as error:
+            raise self._unreadable(file, error) from error
+
+
+class _TorchFile:
+    """pytorch_model.bin. Its pickle may build tensors and nothing else; they are memory-mapped, unless the file has the
+    format before torch 1.6."""
+
+    def __init__(self, folder: Path) -> None:
+        path = own_file(folder, "pytorch_model.bin")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about old forms of pickles
+                found = torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
+        except Exception as error:  # a stranger's pickle raises what it likes
+            raise _wrong(folder, "has a pytorch_model.bin that is not a plain dict of tensors: "
+                                 f"{str(error).partition(chr(10))[0]}") from error
+        if not isinstance(found, dict) or not all(
+                isinstance(name, str) and isinstance(tensor, Tensor) and tensor.layout is torch.strided
+                and tensor.device.type == "cpu" for name, tensor in found.items()):
+            raise _wrong(folder, "has a pytorch_model.bin that is not a plain dict of tensors")
+        claimed = sum(tensor.nbytes for name, tensor in found.items() if name not in _SHARED)
+        if claimed > path.stat().st_size:
+            raise _wrong(folder, "has a pytorch_model.bin that claims more numbers than it has")
+        self._found: dict[str, Tensor] = {name: tensor.detach() for name, tensor in found.items()}
+
+    def heads(self) -> dict[str, tuple[torch.dtype | str, tuple[int, ...]]]:
+        return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self._found.items()}
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        return self._found[name] if rows is None else self._found[name][rows]

@@ -1,0 +1,145 @@
+"""The tokenizer of a model in Hugging Face's format: imported into a run's tokenizer.json, and exported from it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from ranvier.checkpoint.hf.pretrained import own_file
+from ranvier.config.run import Transformer
+from ranvier.data import tokenizer as tokenizers
+from ranvier.data import wordpiece
+from ranvier.errors import DataError
+
+TOKENIZER = "tokenizer.json"
+GENERATION = "generation_config.json"
+_BESIDE = (GENERATION, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+"""Files that belong to a language model and its tokenizer, and that training does not read."""
+_MOST_BYTES = 1 << 22
+_ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def import_tokenizer(model: Path, path: Path, config: Transformer, tell: Callable[[str], None]) -> str | None:
+    """Write the tokenizer of the folder `model` to `path`, if it has one that fits the model. Returns its fingerprint
+    if training can read it. `tell` takes the reason if it does not fit."""
+    if config.family == "vit":
+        return None
+    try:
+        vocab, fingerprint = (_import_wordpiece if config.family == "bert" else _import_bpe)(model, path)
+        if vocab <= config.vocab:
+            return fingerprint
+        tell(f"left out: {model / TOKENIZER} has more tokens than the model")
+    except DataError as error:
+        tell(f"left out: {error.where} {error.what}")
+    path.unlink(missing_ok=True)
+    return None
+
+
+def _import_bpe(model: Path, path: Path) -> tuple[int, str | None]:
+    """From tokenizer.json, or else vocab.json and merges.txt: the number of tokens, and the fingerprint."""
+    if (model / TOKENIZER).exists():
+        tokenizer = tokenizers.load(shutil.copyfile(own_file(model, TOKENIZER), path))
+    elif (model / "vocab.json").exists() and (model / "merges.txt").exists():
+        vocab, merges = (own_file(model, name).read_bytes() for name in ("vocab.json", "merges.txt"))
+        tokenizer = tokenizers.from_merges(vocab, merges, model)
+        tokenizer.save(path)
+    else:
+        return 0, None
+    return tokenizer.vocab, tokenizer.fingerprint
+
+
+def _import_wordpiece(model: Path, path: Path) -> tuple[int, str | None]:
+    """From tokenizer.json, or else vocab.txt: as `_import_bpe`. A tokenizer.json that training cannot read is copied
+    too, without a fingerprint."""
+    if (model / TOKENIZER).exists():
+        vocab = _vocab_of(shutil.copyfile(own_file(model, TOKENIZER), path))
+        with suppress(DataError):
+            return vocab, wordpiece.load(path).fingerprint
+        return vocab, None
+    if not (model / "vocab.txt").exists():
+        return 0, None
+    own_file(model, "vocab.txt")
+    tokenizer = wordpiece.from_folder(model)
+    tokenizer.save(path)
+    return tokenizer.vocab, tokenizer.fingerprint
+
+
+def import_files_beside(model: Path, folder: Path, tell: Callable[[str], None]) -> None:
+    """Copy the generation configuration and what else a language model has beside its tokenizer. Without a generation
+    configuration, one is written with the ends of texts that config.json names."""
+    for name in _BESIDE:
+        if (model / name).exists():
+            path = own_file(model, name)
+            if path.stat().st_size > _MOST_BYTES:
+                tell(f"left out: {model / name} is larger than any")
+            else:
+                shutil.copyfile(path, folder / name)
+    if not (folder / GENERATION).exists():
+        document = json.loads(own_file(model, "config.json").read_bytes())
+        ends = {key: document[key] for key in _ENDS if document.get(key) is not None}
+        if ends:
+            (folder / GENERATION).write_text(json.dumps(ends, indent=2) + "\n", encoding="utf-8")
+
+
+def export_files_beside(folder: Path, tokenizer: Path) -> dict[str, object]:
+    """The inverse, from the folder of the tokenizer that is exported. Returns the ends of texts, for config.json."""
+    for name in _BESIDE:
+        if (tokenizer.parent / name).is_file():
+            shutil.copyfile(tokenizer.parent / name, folder / name)
+    if not (folder / GENERATION).exists():
+        return {}
+    try:
+        document = json.loads((folder / GENERATION).read_bytes())
+        return {key: document[key] for key in _ENDS if key in document}
+    except (ValueError, TypeError) as error:
+        raise DataError("is not a JSON object", where=str(tokenizer.parent / GENERATION), value=str(error),
+                        remedy="Take it from where the model comes from, or delete it.") from error
+
+
+def export_tokenizer(folder: Path, path: Path, config: Transformer) -> int | None:
+    """Copy the tokenizer.json at `path` to `folder`, with a tokenizer_config.json. Returns the number of the token that
+    separates the texts of a GPT. DataError if it is not a tokenizer, or not one for this model."""
+    end = None
+    if config.family == "bert":
+        vocab = _vocab_of(path)
+        special: dict[str, object] = {f"{name}_token": f"[{name.upper()}]" for name in (
+            "cls", "sep", "pad", "unk", "mask")}
+    else:
+        tokenizer = tokenizers.load(path)
+        vocab, end = tokenizer.vocab, tokenizer.end
+        special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), tokenizer.end_text) | {
+            "clean_up_tokenization_spaces": False}
+    if vocab > config.vocab:
+        raise DataError(f"has more tokens than the model, whose vocabulary is {config.vocab}", where=str(path),
+                        value=vocab, remedy="Name the run's own with --tokenizer.")
+    shutil.copyfile(path, folder / TOKENIZER)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast",
+                "model_max_length": config.max_positions or config.sequence, **special}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    return end
+
+
+def tokenizer_beside(run: Path, checkpoint: Path, imported: Path | None = None, fingerprint: object = None
+                     ) -> Path | None:
+    """The tokenizer.json in the folder of the run from which `checkpoint` is. imported: the file that the run has read;
+    it is taken where it is still there and has this fingerprint, since files beside it may belong to it."""
+    if imported is not None and imported.is_file() and fingerprint is not None:
+        with suppress(DataError):
+            if tokenizers.load(imported).fingerprint == fingerprint:
+                return imported
+    places = [run, *([checkpoint.parent.parent] if checkpoint.parent.name == "checkpoint" else [])]
+    return next((place / TOKENIZER for place in places if (place / TOKENIZER).is_file()), None)
+
+
+def _vocab_of(path: Path) -> int:
+    """The number of tokens of a tokenizer.json. DataError if it is not one."""
+    try:
+        return int(Tokenizer.from_file(str(path)).get_vocab_size())
+    except Exception as error:  # the library raises nothing more precise
+        raise DataError("is not a tokenizer", where=str(path), value=str(error).partition("\n")[0],
+                        remedy="Name the run's own with --tokenizer.") from error

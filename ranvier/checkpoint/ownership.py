@@ -1,0 +1,55 @@
+"""The lease on a run's folders, acquired by rank 0 for all ranks: see `ranvier.system.lease`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypedDict, Unpack
+
+from ranvier.comm.protocol import Group
+from ranvier.errors import CheckpointError, OwnershipError
+from ranvier.system.lease import Lease
+
+
+class LeaseTimes(TypedDict, total=False):
+    """The times of `Lease.acquire`, in seconds."""
+
+    heartbeat_seconds: float
+    expiry_seconds: float
+    wait_seconds: float
+
+
+def acquire_folders(folders: Sequence[Path], ranks: Group, *, tell: Callable[[str], None] = lambda text: None,
+                    **times: Unpack[LeaseTimes]) -> Lease | None:
+    """Acquire `folders` on rank 0 for all `ranks`: its lease, and None on the other ranks.
+
+    Collective. If rank 0 cannot acquire them, all ranks raise the error of `Lease.acquire` (OwnershipError or
+    CheckpointError).
+
+    Args:
+        tell: receives one line on rank 0 if it has to wait for another owner.
+        times: as for `Lease.acquire`, in seconds.
+    """
+    if ranks.index:
+        while (outcome := ranks.gather_objects(None)[0]) == "wait":
+            pass
+        if outcome is not None:
+            kind, what, where, remedy = outcome
+            raise {"owned": OwnershipError}.get(kind, CheckpointError)(what, where=where, remedy=remedy)
+        return None
+    reported: list[str] = []
+
+    def on_wait(text: str) -> None:
+        ranks.gather_objects("wait")
+        if not reported:
+            reported.append(text)
+            tell(text)
+
+    try:
+        lease = Lease.acquire(folders, on_wait=on_wait, **times)
+    except (OwnershipError, CheckpointError) as error:
+        kind = "owned" if isinstance(error, OwnershipError) else "unwritable"
+        ranks.gather_objects([kind, error.what, error.where, error.remedy])
+        raise
+    ranks.gather_objects(None)
+    return lease

@@ -1,0 +1,1 @@
+"""The command `ranvier`: one file per subcommand, joined in `ranvier.cli.main`."""

@@ -1,0 +1,177 @@
+"""Everything that is wrong with a configuration, at once, and what it would come to: stages and memory per rank.
+
+Runs for any number of ranks on any machine: models are built on the meta device, so no weight exists.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from ranvier.config.resolve import ResolvedRun
+from ranvier.config.run import Run
+from ranvier.cost.count import laid_out
+from ranvier.cost.limits import MemoryChoice, memory_choices
+from ranvier.cost.memory import PROCESS_BYTES, RankMemory, remedies
+from ranvier.cost.memory_table import memory_table
+from ranvier.cost.tensor_traffic import TensorMeshFacts, tensor_mesh_facts
+from ranvier.data.prepare import known_padding
+from ranvier.errors import ConfigError, RanvierError
+from ranvier.optim.learning_rate import describe
+from ranvier.pipeline.build import StageTable
+from ranvier.planner.auto import open_axes_of, with_plan, with_pretrained
+from ranvier.planner.problems import PREVENT_A_CUT, TOO_LARGE, cannot_be_laid_out, problems, warnings
+from ranvier.schedule.computed_limits import simulated_microbatches
+from ranvier.system.machine import available_memory_bytes
+
+_MAX_LOCAL_RANKS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What `ranvier check` knows. `stages` is None where problems prevent a cut."""
+
+    problems: tuple[RanvierError, ...]
+    warnings: tuple[RanvierError, ...]
+    stages: StageTable | None
+    memory: tuple[RankMemory, ...]
+    tensor_mesh: TensorMeshFacts | None
+    machine: MachineMemory | None
+    """What all ranks would need together here, and what there is; None for more ranks than a machine has."""
+    planned: str | None = None
+    """The mesh and microbatch in the place of auto."""
+    schedule: tuple[MemoryChoice, ...] = ()
+    """The schedule's limits for the run's `pipeline.memory`, then for others."""
+    learning_rate: str = ""
+    """The schedule of the learning rate in words."""
+    padding: str = ""
+    """The share of padding in words, where data is padded and has been prepared."""
+
+    def document(self) -> dict[str, object]:
+        """As JSON can hold it."""
+        rows = self.stages.rows if self.stages else ()
+        return {"problems": [as_dict(problem) for problem in self.problems],
+                "warnings": [as_dict(warning) for warning in self.warnings],
+                "stages": [asdict(row) for row in rows],
+                "memory": [{"pipe": entry.pipe, "ranks": entry.ranks, "device": dict(entry.device),
+                            "host": dict(entry.host), "device_bytes": entry.device_bytes,
+                            "host_bytes": entry.host_bytes} for entry in self.memory],
+                "tensor_mesh": None if self.tensor_mesh is None else asdict(self.tensor_mesh),
+                "machine": None if self.machine is None else asdict(self.machine), "planned": self.planned,
+                "schedule": [asdict(choice) for choice in self.schedule], "learning_rate": self.learning_rate,
+                "padding": self.padding}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineMemory:
+    """Host memory, if all ranks ran on this machine. needed_bytes: tensors (on CPU those of the device too) and
+    processes. available_bytes: what could be allocated now."""
+
+    needed_bytes: int
+    available_bytes: int
+
+    def __str__(self) -> str:
+        enough = "enough" if self.needed_bytes <= self.available_bytes else "not enough"
+        return (f"all ranks on this machine need {self.needed_bytes / 2**20:,.0f} MiB of its memory; "
+                f"{self.available_bytes / 2**20:,.0f} MiB are free: {enough}")
+
+
+def this_machine(run: ResolvedRun, memory: Sequence[RankMemory]) -> MachineMemory:
+    """What all ranks of the run would need together on this machine."""
+    on_cpu = run.launch.device != "cuda"
+    return MachineMemory(available_bytes=available_memory_bytes(), needed_bytes=sum(
+        entry.ranks * (PROCESS_BYTES + entry.host_bytes + (entry.device_bytes if on_cpu else 0)) for entry in memory))
+
+
+def _machine_warnings(run: ResolvedRun, machine: MachineMemory | None) -> Iterator[ConfigError]:
+    """Ranks may run elsewhere, so this is no problem of the configuration."""
+    if machine is not None and machine.needed_bytes > machine.available_bytes:
+        needed, free = machine.needed_bytes / 2**20, machine.available_bytes / 2**20
+        yield ConfigError(f"would not suffice for all {run.mesh.size} ranks: they need {needed:,.0f} MiB, and "
+                          f"{free:,.0f} are free", where="memory of this machine", remedy="In this order: " + "; ".join(
+                              remedies(run, shared=run.launch.device != "cuda")) + ".")
+
+
+def as_dict(problem: RanvierError) -> dict[str, object]:
+    """An error as JSON has it: where, value (text unless JSON can hold it), message, remedy."""
+    value = problem.value if isinstance(problem.value, (str, int, float, bool, type(None))) else str(problem.value)
+    return {"where": problem.where, "value": value, "message": problem.what, "remedy": problem.remedy}
+
+
+def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = None, *,
+          chosen: Collection[str] | None = None) -> Report:
+    """Look at `run` as a whole. Never raises for what a user can set. chosen: settings that have a value of the
+    user's (`Merged.chosen`); None: those that differ from their defaults."""
+    asked, found = with_pretrained(run)
+    run, more = with_plan(asked, num_ranks, ranks_per_node)
+    is_planned = bool(open_axes_of(asked) or asked.batch.microbatch_size == "auto") and not more
+    found += more
+    found += problems(run, None if found else num_ranks)  # a stand-in has another size
+    stages: StageTable | None = None
+    memory: tuple[RankMemory, ...] = ()
+    if not more and not any(problem.where.startswith(PREVENT_A_CUT) for problem in found):
+        try:
+            stages, memory = laid_out(run)
+        except RanvierError as problem:
+            found.append(problem)
+        except TOO_LARGE as error:
+            found.append(cannot_be_laid_out(error))
+    machine = this_machine(run, memory) if memory and run.mesh.size <= _MAX_LOCAL_RANKS else None
+    return Report(problems=tuple(found), warnings=(*warnings(run, chosen, asked), *_machine_warnings(run, machine)),
+                  stages=stages, memory=memory, tensor_mesh=tensor_mesh_facts(run, ranks_per_node), machine=machine,
+                  schedule=() if stages is None or stages.costs is None else memory_choices(run, stages.stage_costs()),
+                  planned=f"{run.mesh}, microbatches of {run.batch.microbatch_size}" if is_planned else None,
+                  learning_rate=describe(run.train), padding="" if found else known_padding(run))
+
+
+def schedule_text(choices: Sequence[MemoryChoice]) -> str:
+    """The schedule of the run, and what more or less memory would make of it."""
+    own, *others = choices
+    postponed = own.limits.postponed
+    count = simulated_microbatches(len(postponed))
+    rows = [("pipeline.memory", *(f"{each.memory:g}" for each in others)),
+            ("in flight", *(str(each.limits.in_flight) for each in others)),
+            ("bubble", *(f"{each.bubble_fraction:.1%}" for each in others))]
+    return "\n".join([f"\nschedule: at most {own.limits.in_flight} microbatches in flight; by stage, weight gradients "
+                      f"of {', '.join(map(str, postponed))} microbatches may be deferred; bubble, simulated with "
+                      f"{count} microbatches: {own.bubble_fraction:.1%}",
+                      *(f"{name:>16}" + "".join(f"{value:>8}" for value in row) for name, *row in rows)])
+
+
+def print_report(report: Report, values: Sequence[tuple[str, str, str]]) -> None:
+    """The report for people, on standard output. values: (name, value, origin) of every setting."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(file=sys.stdout, soft_wrap=True, highlight=False, markup=False,
+                      width=None if sys.stdout.isatty() else 200)  # lines in a pipe are not cut to a screen's width
+    settings = Table("setting", "value", "from", box=None, header_style="bold")
+    for row in values:
+        settings.add_row(*row, style=None if row[2] == "default" else "bold")
+    console.print(settings)
+    if report.planned:
+        console.print(f"\nauto is {report.planned}")
+    if report.stages:
+        console.print()
+        console.print(str(report.stages))
+        memory = memory_table(report.memory)
+        console.print()
+        console.print(memory)
+        if report.tensor_mesh:
+            console.print(str(report.tensor_mesh))
+        if report.machine:
+            console.print(str(report.machine))
+        if report.schedule:
+            console.print(schedule_text(report.schedule))
+    if report.learning_rate:
+        console.print(f"learning rate: {report.learning_rate}")
+    if report.padding:
+        console.print(f"padding: {report.padding}")
+    console.print()
+    for warning in report.warnings:
+        console.print(f"warning: {warning}", style="yellow")
+    for problem in report.problems:
+        console.print(f"problem: {problem}", style="red")
+    if not report.problems:
+        console.print("no problems found", style="green")

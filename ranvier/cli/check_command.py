@@ -1,0 +1,56 @@
+"""`ranvier check`: the command. The problems and the report come from `ranvier.cli.check`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import click
+
+from ranvier.cli.options import SettingsCommand, read_recipe
+from ranvier.config import read
+
+
+@click.command(cls=SettingsCommand)
+@click.argument("recipe", required=False)
+@click.option("--split", metavar="MODULE:FUNCTION",
+              help="Compare a model of your own under tensor parallelism, in every scheme, with the same model on one "
+                   "rank. The function takes no arguments and returns (model, sample) or (model, sample, loss), as for "
+                   "ranvier.testing.check_split. No RECIPE is needed.")
+@click.option("--ranks", type=click.IntRange(min=1), help="Number of ranks that the run is meant for.")
+@click.option("--ranks-per-node", type=click.IntRange(min=1), help="Ranks on each machine, for their placement.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def check(recipe: str | None, split: str | None, ranks: int | None, ranks_per_node: int | None, as_json: bool,
+          **flags: str | None) -> int:
+    """List every problem of RECIPE at once, for any number of ranks, with its stages, memory and settings.
+
+    No rank is started, and no weights are allocated.
+    """
+    if split is not None:
+        # Imported here because tests of models are a tool above the command, not part of it.
+        from ranvier.testing.split import check_named
+
+        check_named(split, as_json=as_json)
+    if recipe is None:
+        if split is None:
+            raise click.UsageError("Missing argument 'RECIPE'.")
+        return 0
+    from ranvier.cli.check import check as check_run
+    from ranvier.cli.check import print_report
+
+    name, resolved = read_recipe(recipe, flags)
+    report = check_run(resolved.run, ranks, ranks_per_node, chosen=resolved.chosen)
+    report = dataclasses.replace(report, problems=(*resolved.problems, *report.problems),
+                                 warnings=(*resolved.warnings, *report.warnings))
+    values = read.flatten(resolved.run)
+    if resolved.run.train.epochs is not None:
+        values["train.steps"] = "by train.epochs"
+    rows = [(setting.flag, read.as_text(values[setting.name]), resolved.origins[setting.name])
+            for setting in read.settings().values()]
+    if as_json:
+        listed = [{"name": flag, "value": value, "origin": origin} for flag, value, origin in rows]
+        print(json.dumps({"recipe": name, "ranks": ranks, "mesh": dataclasses.asdict(resolved.run.mesh),
+                          **report.document(), "values": listed}, indent=1))
+    else:
+        print_report(report, rows)
+    return 2 if report.problems else 0

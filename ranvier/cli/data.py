@@ -1,0 +1,61 @@
+"""`ranvier data`: the data of runs, before they start."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import click
+
+from ranvier.cli.options import SettingsCommand, read_valid_recipe
+from ranvier.cli.problems import ConfigProblems, print_warnings
+
+
+@click.group()
+def data() -> None:
+    """Prepare the data of runs."""
+
+
+@data.command(cls=SettingsCommand)
+@click.argument("recipe")
+@click.option("--processes", type=click.IntRange(min=1), help="Processes that tokenise; by default one for each core.")
+def prepare(recipe: str, processes: int | None, **flags: str | None) -> int:
+    """Write the token files of RECIPE into the cache, once for all runs with the same data settings.
+
+    Runs make what they do not find there, in one process; this command does it before they start, in parallel, and
+    tells the share of padding.
+    """
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from ranvier.data.cache_folder import cache_folder
+    from ranvier.data.prepare import prepare as prepare_data
+    from ranvier.data.prepare import problems, warnings
+    from ranvier.data.publish import PreparationProgress
+    from ranvier.planner.auto import with_pretrained
+
+    _, resolved = read_valid_recipe(recipe, flags)
+    run, found = with_pretrained(resolved.run)
+    found = [*found, *problems(run)]
+    if found:
+        raise ConfigProblems(found)
+    print_warnings(warnings(run))
+    began, console = time.monotonic(), Console(highlight=False, markup=False, soft_wrap=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TextColumn("{task.completed:,.0f}"),
+               TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        tasks = {}
+
+        def advance(what: str, done: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=None)
+            bar.update(tasks[what], completed=done)
+
+        prepared = prepare_data(run, PreparationProgress(
+            tell=lambda line: bar.console.print(line), processes=processes or len(os.sched_getaffinity(0)),
+            advance=advance))
+    console.print(f"{prepared.about}\n{prepared.epoch_samples:,} samples in an epoch")
+    if prepared.padding:
+        console.print(f"padding: {prepared.padding}")
+    console.print(f"in {cache_folder(run)}, after {time.monotonic() - began:.1f} s")
+    return 0

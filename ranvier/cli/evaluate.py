@@ -1,0 +1,153 @@
+"""`ranvier evaluate`: the loss and the scores of a trained model on held-out data, and its accuracy in multiple choice.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ranvier.cli.options import SettingsCommand
+from ranvier.cli.problems import ConfigProblems, print_warnings
+from ranvier.cli.ranks import work_as_rank
+from ranvier.config import read
+from ranvier.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ranvier.config.resolve import ResolvedRun
+    from ranvier.inference.trained import Trained
+
+Table = dict[str, dict[str, float]]
+"""Name of a data set -> metric -> value."""
+
+
+@click.command(cls=SettingsCommand)
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("--data", "sets", multiple=True, metavar="[NAME=]DATA",
+              help="Held-out data of the model's task; may be given several times. By default that of the run.")
+@click.option("--choices", multiple=True, metavar="[NAME=]FILE",
+              help="Multiple choice: a JSONL file of objects with context, choices and answer; may be given several "
+                   "times.")
+@click.option("--lm-eval", "harness", help="Tasks of lm-evaluation-harness, separated by commas (the extra lm-eval).")
+@click.option("--lm-eval-path", type=click.Path(path_type=Path, exists=True, file_okay=False),
+              help="A folder with further tasks of lm-evaluation-harness.")
+@click.option("--lm-eval-limit", type=click.IntRange(min=1), help="Samples of each of these tasks; by default all.")
+@click.option("--lm-eval-shots", type=click.IntRange(min=0), help="Examples in the prompt; by default the task's own.")
+@click.option("--ema", is_flag=True, help="The moving average of the parameters (optim.ema) in their place.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+def evaluate(model: Path, sets: tuple[str, ...], choices: tuple[str, ...], harness: str | None,
+             lm_eval_path: Path | None, lm_eval_limit: int | None, lm_eval_shots: int | None, ema: bool, as_json: bool,
+             **flags: str | None) -> int:
+    """Evaluate MODEL: a run's folder, a checkpoint, or a Hugging Face folder.
+
+    The mesh may be any, whatever the model was trained on. The settings of the model and its data are those of the run;
+    flags change them.
+    """
+    from ranvier.inference.lm_eval_tasks import HarnessTasks
+    from ranvier.inference.trained import open_trained
+    from ranvier.launch import start as launch
+
+    tell = _stderr
+    trained = open_trained(model, tell, ema=ema)
+    tasks = None if harness is None else HarnessTasks(
+        names=tuple(harness.split(",")), path=lm_eval_path, limit=lm_eval_limit, shots=lm_eval_shots)
+    run = _run(trained, {name.replace("__", "."): text for name, text in flags.items() if text is not None})
+    named = _named(sets)
+    if trained.pretrained is not None and not named and run.data.eval is None and not choices and tasks is None:
+        raise ConfigError("is missing: a folder in Hugging Face's format names none", where="data", value=str(model),
+                          remedy="Give --data DATA, --choices FILE or --lm-eval TASKS.")
+    runs = _runs(run, trained, named) if named or not (choices or tasks) else {}
+    world = launch.start(run.mesh, transport=run.comm.transport, launcher=run.launch.launcher,
+                         threads=run.launch.threads, device=run.launch.device,
+                         timeout_seconds=run.comm.timeout_seconds, flags=True, stream=sys.stderr)
+
+    def work() -> None:
+        from ranvier.inference.model_evaluation import evaluate as results_of
+
+        results = results_of(trained, run, runs, _named(choices), tasks, world, tell)
+        if world.rank == 0:
+            _print(trained, run, results, as_json)
+
+    return work_as_rank(world, run.mesh, work)
+
+
+def _stderr(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _named(given: Sequence[str]) -> dict[str, str]:
+    """NAME=DATA by name; data without a name goes by the name of its file. ConfigError for a name that is there
+    twice."""
+    found: dict[str, str] = {}
+    for text in given:
+        name, equals, data = text.partition("=")
+        name, data = (name, data) if equals else (Path(text).stem, text)
+        if name in found or not name or not data:
+            raise ConfigError("is no NAME=DATA with a name of its own", where="data", value=text,
+                              remedy="Give each data set another name.")
+        found[name] = data
+    return found
+
+
+def _run(trained: Trained, flags: Mapping[str, str]) -> ResolvedRun:
+    """The run of the evaluation. ConfigProblems for settings that cannot be."""
+    from ranvier.config.resolve import resolve
+    from ranvier.inference.trained import named_code_problems
+    from ranvier.planner.problems import problems
+
+    problems_of_code = named_code_problems(trained, flags)
+    if problems_of_code:
+        raise ConfigProblems(problems_of_code)
+    merged = read.merge([trained.layer(), read.Layer(origin="flag", values=flags, is_text=True)])
+    if merged.problems:
+        raise ConfigProblems(merged.problems)
+    print_warnings(merged.warnings)
+    run = resolve(trained.sized(merged.run))
+    found = [problem for problem in problems(run) if problem.where.startswith(("mesh", "model", "tensor", "batch"))]
+    if found:
+        raise ConfigProblems(found)
+    if "train.eval_sequences" not in flags:
+        run = replace(run, train=replace(run.train, eval_sequences=1 << 40))
+    return run
+
+
+def _runs(run: ResolvedRun, trained: Trained, named: Mapping[str, str]) -> dict[str, ResolvedRun]:
+    """The run with each data set as its held-out data."""
+    from ranvier.config.task_form import form_of
+    from ranvier.data.eval_sets import eval_set_runs
+
+    if not named:
+        return {"held-out": replace(run, data=replace(run.data, eval_sets=())), **eval_set_runs(run)}
+    takes_corpus = "data.corpus" not in form_of(run.data).unused
+
+    def with_data(name: str) -> ResolvedRun:
+        data = replace(run.data, eval=name, eval_sets=())
+        if trained.pretrained is not None and data.train is None and not takes_corpus:
+            data = replace(data, train=name)
+        if trained.pretrained is not None and takes_corpus:
+            data = replace(data, corpus=name, mixture=())
+        return replace(run, data=data)
+
+    return {name: with_data(data) for name, data in named.items()}
+
+
+def _print(trained: Trained, run: ResolvedRun, results: Table, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"model": str(trained.origin), "task": run.data.task, "mesh": str(run.mesh), "results": {
+            name: {metric: value if math.isfinite(value) else None for metric, value in scores.items()}
+            for name, scores in results.items()}}), flush=True)
+        return
+    rows = [(name, metric, f"{value:,.0f}" if metric in _COUNTS else f"{value:.6g}")
+            for name, scores in results.items() for metric, value in scores.items()]
+    widths = [max(map(len, column)) for column in zip(("data", "metric", "value"), *rows, strict=True)]
+    for name, metric, value in (("data", "metric", "value"), *rows):
+        print(f"{name:{widths[0]}}  {metric:{widths[1]}}  {value:>{widths[2]}}", flush=True)
+
+
+_COUNTS = ("count", "tokens", "sentences", "questions", "images", "targets")

@@ -1,0 +1,181 @@
+"""`ranvier generate`: texts that a trained model writes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+import click
+
+from ranvier.cli.options import NUMBER_FORMATS
+from ranvier.cli.ranks import work_as_rank
+from ranvier.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ranvier.inference.generate import Text
+    from ranvier.inference.weights import LanguageModel
+    from ranvier.mesh import Mesh
+    from ranvier.models.generate import Sampling
+    from ranvier.world import World
+
+
+@click.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("--prompt", "prompts", multiple=True, help="A text to continue; may be given several times.")
+@click.option("--prompts", "file", type=click.Path(path_type=Path, exists=True, dir_okay=False),
+              help="A file with one prompt in each line, or a .jsonl file of objects with a field prompt or messages.")
+@click.option("--chat", is_flag=True, help="Each prompt is a user's message, in the model's chat template.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=100, show_default=True,
+              help="Most tokens written for each prompt.")
+@click.option("--temperature", type=float, default=1.0, show_default=True, help="0 takes the most likely token.")
+@click.option("--top-k", type=int, help="Sample from so many of the most likely tokens only.")
+@click.option("--top-p", type=float, default=1.0, show_default=True,
+              help="Sample from the most likely tokens whose probabilities add up to so much.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Random seed for sampling.")
+@click.option("--stop", multiple=True, help="A text that ends the answer, and is left out; may be given several times.")
+@click.option("--mesh.data", "data", type=click.IntRange(min=1), default=1, show_default=True,
+              help="Replicas, which share the prompts.")
+@click.option("--mesh.pipe", "pipe", type=click.IntRange(min=1), default=1, show_default=True, help="Pipeline stages.")
+@click.option("--mesh.row", "row", type=click.IntRange(min=1), default=1, show_default=True, help="Rows.")
+@click.option("--mesh.col", "col", type=click.IntRange(min=1), default=1, show_default=True, help="Columns.")
+@click.option("--tensor.scheme", "scheme", type=click.Choice(["stationary", "summa", "megatron"]), default="stationary",
+              show_default=True, help="How rows and columns split layers.")
+@click.option("--precision", type=NUMBER_FORMATS, default="fp32", show_default=True,
+              help="Number format of the parameters.")
+@click.option("--launch.device", "device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto",
+              show_default=True, help="What the ranks compute on.")
+@click.option("--tokenizer", type=click.Path(path_type=Path), help="A tokenizer.json; by default the model's own.")
+@click.option("--ema", is_flag=True, help="The moving average of the parameters (optim.ema) in their place.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per prompt, with the reason of its end.")
+def generate(model: Path, prompts: tuple[str, ...], file: Path | None, chat: bool, stop: tuple[str, ...],
+             data: int, pipe: int, row: int, col: int, device: str, tokenizer: Path | None, ema: bool, as_json: bool,
+             **options: Any) -> int:
+    """Continue texts with the language model MODEL: a run's folder, a checkpoint, or a Hugging Face folder.
+
+    The mesh may be any, whatever the model was trained on. With --temperature 0 the texts are the same on every mesh.
+    """
+    from ranvier.inference.weights import open_model
+    from ranvier.launch import start as launch
+    from ranvier.mesh import Mesh
+    from ranvier.models.generate import Sampling
+
+    mesh = Mesh(data=data, pipe=pipe, row=row, col=col)
+    sampling = Sampling(temperature=options.pop("temperature"), top_k=options.pop("top_k"),
+                        top_p=options.pop("top_p"), seed=options.pop("seed"))
+    asked = _prompts(prompts, file)
+    found = open_model(model, lambda text: print(text, file=sys.stderr), ema=ema)
+    writer = _writer(found, tokenizer, chat)
+    world = launch.start(mesh, device=device, flags=True, stream=sys.stderr)  # type: ignore[arg-type]  # a choice
+    return work_as_rank(world, mesh, lambda: _write(
+        found, writer, asked, world, mesh, sampling, stop=stop, as_json=as_json, **options))
+
+
+def _prompts(given: Sequence[str], file: Path | None) -> list[Any]:
+    """Texts, or lists of messages. ConfigError where there are none, or a line is neither."""
+    found: list[Any] = list(given)
+    lines = file.read_text(encoding="utf-8").splitlines() if file is not None else ()
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        if file is not None and file.suffix != ".jsonl":
+            found.append(line)
+            continue
+        try:
+            document = json.loads(line)
+            found.append(document["prompt"] if "prompt" in document else document["messages"])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ConfigError("is no JSON object with a field prompt or messages", where=f"{file}, line {number}",
+                              value=line[:80], remedy='Write {"prompt": "..."} in each line.') from error
+    if not found:
+        raise ConfigError("is missing", where="prompt", remedy="Give --prompt TEXT, or --prompts FILE.")
+    return found
+
+
+class _Writer(Protocol):
+    """What prompts and answers are written with."""
+
+    vocab: int
+    end: int | None
+
+    def encode(self, prompt: Any) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+def _writer(model: LanguageModel, tokenizer: Path | None, chat: bool) -> _Writer:
+    """The tokenizer of the model. ConfigError if there is none."""
+    from ranvier.inference.prompts import ChatPrompts, TextPrompts
+
+    path = tokenizer or model.tokenizer
+    if path is None:
+        raise ConfigError("has no tokenizer.json", where="model", value=str(model.origin),
+                          remedy="Name one with --tokenizer.")
+    return ChatPrompts(path) if chat else TextPrompts(path)
+
+
+def _write(model: LanguageModel, writer: _Writer, asked: Sequence[Any], world: World, mesh: Mesh, sampling: Sampling, *,
+           stop: Sequence[str], max_tokens: int, scheme: str, precision: str, as_json: bool) -> None:
+    """Collective; rank 0 prints."""
+    from ranvier.config.run import TensorParallel
+    from ranvier.inference.generate import generate as texts_of
+    from ranvier.inference.weights import build_engine
+    from ranvier.precision import DTYPES
+
+    engine = build_engine(model, world, mesh, tensor=TensorParallel(scheme=scheme),  # type: ignore[arg-type]  # a choice
+                          dtype=DTYPES[precision])
+    ranks = world.backend.group("generate", [tuple(range(world.size))])
+    rounds = texts_of(engine, ranks, [writer.encode(prompt) for prompt in asked], sampling, max_tokens=max_tokens,
+                      longest=model.longest, vocab=min(writer.vocab, model.config.vocab), end=writer.end,
+                      is_stopped=lambda written: any(word in writer.decode(written[-_STOP_TOKENS:]) for word in stop))
+    streams = world.rank == 0 and len(asked) == 1 and not as_json
+    for text in _complete(rounds, writer, sys.stdout if streams else None, stop):
+        if world.rank == 0:
+            _print(text, writer, asked, stop, as_json, is_streamed=streams)
+    engine.close()
+    ranks.close()
+
+
+_STOP_TOKENS = 32
+"""The last tokens of a text, in which a stop word is looked for."""
+
+
+def _complete(rounds: Iterator[list[Text]], writer: _Writer, stream: TextIO | None, stop: Sequence[str]
+              ) -> Iterator[Text]:
+    """Texts as they become complete; stream: where the only one is printed while it is written."""
+    printed = 0
+    for texts in rounds:
+        if stream is not None:
+            answer = answer_of(texts[0], writer, stop)
+            if texts[0].reason is not None or not answer.endswith("\ufffd"):  # else the rest of a character follows
+                ready = len(answer) - (0 if texts[0].reason is not None else _held_back(answer, stop))
+                stream.write(answer[printed:ready])
+                stream.flush()
+                printed = max(printed, ready)
+        yield from (text for text in texts if text.reason is not None)
+
+
+def _held_back(answer: str, stop: Sequence[str]) -> int:
+    """Characters at the end of `answer` that may be the beginning of a stop word."""
+    return max((size for word in stop for size in range(len(word)) if answer.endswith(word[:size])), default=0)
+
+
+def answer_of(text: Text, writer: _Writer, stop: Sequence[str]) -> str:
+    """What has been written, up to the first stop word."""
+    answer = writer.decode(text.written)
+    places = [place for place in map(answer.find, stop) if place >= 0]
+    return answer[:min(places)] if places else answer
+
+
+def _print(text: Text, writer: _Writer, asked: Sequence[Any], stop: Sequence[str], as_json: bool, *, is_streamed: bool
+           ) -> None:
+    answer = answer_of(text, writer, stop)
+    if as_json:
+        print(json.dumps({"prompt": asked[text.number], "answer": answer, "tokens": len(text.written),
+                          "reason": text.reason}, ensure_ascii=False), flush=True)
+    elif is_streamed:
+        print(flush=True)
+    else:
+        print(f"--- {text.number + 1}: {asked[text.number]}\n{answer}", flush=True)

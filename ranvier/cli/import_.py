@@ -1,0 +1,31 @@
+"""`ranvier import`: a Hugging Face folder as a checkpoint. (`import` is a keyword of Python, hence the file's name.)"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ranvier.cli.options import NUMBER_FORMATS
+
+
+@click.command("import")
+@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--precision", type=NUMBER_FORMATS, help="Number format of the parameters; by default that of MODEL's "
+                                                       "files.")
+def import_model(model: Path, out: Path, precision: str | None) -> int:
+    """Convert the model in the Hugging Face folder MODEL to a checkpoint in the new folder OUT.
+
+    Read are GPT-2, Llama, Mistral, Qwen 2 and 3, Gemma, Gemma 2, OLMo 2, SmolLM 2, BERT, ViT and DINOv2.
+
+    MODEL contains config.json and model.safetensors (or shards with their index, or pytorch_model.bin). At the end the
+    logits of OUT are compared with those of MODEL; `ranvier train OUT/run.toml --resume OUT` trains on from it.
+    """
+    from ranvier.checkpoint.hf.import_model import flags
+    from ranvier.checkpoint.hf.import_model import import_model as make
+
+    recipe = make(model, out, precision=precision)
+    print(f"written to {out}; its settings: {' '.join(flags(recipe))}")
+    print(f"to train on from it: ranvier train {out / 'run.toml'} --resume {out}")
+    return 0

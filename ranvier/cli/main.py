@@ -1,0 +1,68 @@
+"""The command `ranvier` and its subcommands; --help imports nothing heavy.
+
+Exit codes: 0 success, 1 the run failed, 2 a user error, printed in one line each on standard error, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+import click
+
+from ranvier import __version__
+from ranvier.cli.check_command import check
+from ranvier.cli.data import data
+from ranvier.cli.doctor import doctor
+from ranvier.cli.evaluate import evaluate
+from ranvier.cli.export import export_run
+from ranvier.cli.generate import generate
+from ranvier.cli.import_ import import_model
+from ranvier.cli.plan import plan
+from ranvier.cli.problems import ConfigProblems, print_error, print_problems
+from ranvier.cli.resize import resize
+from ranvier.cli.simulate import simulate
+from ranvier.cli.train import train
+from ranvier.errors import RanvierError
+
+if TYPE_CHECKING:
+    from ranvier.world import World
+
+
+def main(args: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line `args` (None: that of this process) and exit."""
+    sys.exit(run_command(args))
+
+
+def run_command(args: Sequence[str] | None = None, *, change_world: Callable[[World], World] | None = None) -> int:
+    """Run the command line `args` (None: that of this process); returns the exit code. Errors are printed.
+
+    change_world: applied by `train` to the world of each rank before its use; for fault injection.
+    """
+    try:
+        return command.main(args=args, prog_name="ranvier", standalone_mode=False, obj=change_world) or 0
+    except ConfigProblems as error:
+        print_problems(error.problems)
+        return 2
+    except RanvierError as error:
+        print_problems([error])
+        return 2
+    except click.exceptions.UsageError as error:
+        if not sys.argv[1:] and args is None:
+            error.show()
+        else:
+            print_error(error.format_message())
+        return 2
+    except (click.Abort, KeyboardInterrupt):
+        return 130
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="ranvier")
+def command() -> None:
+    """Train neural networks that are too large, or too slow, for one device."""
+
+
+for _subcommand in (train, check, plan, simulate, generate, evaluate, export_run, import_model, resize, data, doctor):
+    command.add_command(_subcommand)

@@ -1,0 +1,35 @@
+"""`ranvier plan`: the fastest configuration of a recipe on a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ranvier.cli.options import SettingsCommand, cluster_option, read_valid_recipe
+
+
+@click.command(cls=SettingsCommand)
+@click.argument("recipe")
+@cluster_option
+@click.option("--ranks", type=click.IntRange(min=1),
+              help="Devices to plan for; by default as many as the recipe's mesh has ranks, or all for an auto mesh.")
+@click.option("--search", "searched",
+              help="What may change, comma-separated: mesh, microbatch, in-flight, recompute, offload, shard, chunks, "
+                   "elastic (all of these by default), scheme, precision.")
+@click.option("--measure", type=click.IntRange(min=1), default=None,
+              help="Run this many of the best configurations for a few steps each on this machine, and rank them by "
+                   "measured speed.")
+@click.option("--out", type=click.Path(path_type=Path),
+              help="Write the best configuration as a run file for `ranvier train`.")
+@click.option("--explain", is_flag=True, help="Name the bottleneck.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def plan(recipe: str, cluster: str, ranks: int | None, searched: str | None, measure: int | None, out: Path | None,
+         explain: bool, as_json: bool, **flags: str | None) -> int:
+    """Find the fastest configuration of RECIPE on a cluster, before anything is started there."""
+    name, resolved = read_valid_recipe(recipe, flags)
+    from ranvier.planner import plan as planner
+
+    planner.plan(name, resolved.run, cluster, ranks=ranks, searched=searched, measure=measure or 0, out=out,
+                 explain=explain, as_json=as_json)
+    return 0

@@ -1,0 +1,41 @@
+"""The errors with which a command ends when a configuration has problems, and how errors are printed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Sequence
+
+from ranvier.errors import ConfigError, RanvierError
+
+
+class ConfigProblems(Exception):
+    """All problems of a configuration, to be printed one per line."""
+
+    def __init__(self, problems: Sequence[RanvierError]) -> None:
+        super().__init__(*problems)
+        self.problems = problems
+
+
+def print_problems(problems: Sequence[RanvierError]) -> None:
+    """Print one line each, on local rank 0 only: before ranks are connected, all of them find the same problems."""
+    from ranvier.launch.launchers import detect
+
+    try:
+        started = detect(os.environ)
+    except ConfigError:
+        started = None
+    if started is None or not started.local_rank:
+        for problem in problems:
+            print_error(str(problem))
+
+
+def print_error(text: str) -> None:
+    """Print `text` as one line on standard error."""
+    sys.stderr.write("ranvier: error: " + " ".join(text.split()) + "\n")
+
+
+def print_warnings(warnings: Iterable[RanvierError]) -> None:
+    """Print one line each on standard error."""
+    for warning in warnings:
+        print(f"ranvier: warning: {warning}", file=sys.stderr)

@@ -1,0 +1,25 @@
+"""A subcommand's work as one rank: its errors end all ranks, and become the exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ranvier.mesh import Mesh
+    from ranvier.world import World
+
+
+def work_as_rank(world: World, mesh: Mesh, work: Callable[[], None]) -> int:
+    """Do `work` on this rank of `world`, then leave it. Returns the exit code."""
+    from ranvier.launch import failures
+
+    try:
+        work()
+        world.backend.close()
+    except BaseException as error:
+        code = failures.report_failure(world, world.mesh or mesh, error)
+        if world.size > 1:
+            failures.abort_all_ranks(world, code)
+        return code
+    return 0

@@ -1,0 +1,25 @@
+"""`ranvier resize`: reshard a run in progress to another mesh."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--data", type=click.IntRange(min=1), required=True, help="New number of data parallel replicas.")
+@click.option("--pipe", type=click.IntRange(min=1), required=True, help="New number of pipeline stages.")
+@click.option("--wait", type=click.FloatRange(min=0), default=60.0, show_default=True,
+              help="Seconds to wait for the run's answer; 0 sends the request and exits.")
+def resize(run: Path, data: int, pipe: int, wait: float) -> int:
+    """Reshard the run in progress in folder RUN to other numbers of replicas and stages.
+
+    The run changes its mesh between two steps, without a restart. The new mesh needs at most the ranks that the run was
+    started with; unused ranks idle, and later requests can use them again.
+    """
+    from ranvier.train.resize import ask_and_wait
+
+    print(ask_and_wait(run, data=data, pipe=pipe, seconds=wait))
+    return 0

@@ -1,0 +1,133 @@
+"""`ranvier train`: start the ranks of a run, or train as one of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ranvier.cli.options import SettingsCommand, read_recipe
+from ranvier.cli.problems import ConfigProblems, print_warnings
+from ranvier.cli.ranks import work_as_rank
+from ranvier.config import read
+from ranvier.config.run import Run
+from ranvier.errors import ConfigError, RanvierError
+from ranvier.mesh import AXES
+
+if TYPE_CHECKING:
+    from ranvier.config.resolve import ResolvedRun
+    from ranvier.launch.launchers import Started
+    from ranvier.world import World
+
+_PLANNED = (*(f"mesh.{axis}" for axis in AXES), "batch.microbatch_size")
+
+
+@click.command(cls=SettingsCommand)
+@click.argument("recipe")
+@click.pass_context
+def train(context: click.Context, /, recipe: str, **flags: str | None) -> int:
+    """Train RECIPE: the name of a shipped recipe, a TOML file, or module:function.
+
+    Under plain python the local ranks are started for you; under torchrun, mpiexec or srun this process is one of them.
+    """
+    from ranvier.launch import start as launch
+    from ranvier.launch.launchers import detect
+    from ranvier.train.restart import Restarts
+
+    name, resolved = read_recipe(recipe, flags)
+    started = detect(os.environ, resolved.run.launch.launcher)
+    asked, run, warnings = _close(resolved, started)
+    run_dir = run.run_dir or read.default_folder(name)
+    run = dataclasses.replace(run, run_dir=run_dir)
+    if started is None:
+        check_folder(run_dir, run.resume)
+    _print_warnings(run, resolved, asked, started, warnings)
+    rerun = None if started is not None else [*launch.rerun_command(), "--run-dir", str(run_dir),
+                                              *_planned_flags(asked, run)]
+    world = launch.start(run.mesh, transport=run.comm.transport, collectives=run.comm.collectives,
+                         launcher=run.launch.launcher, threads=run.launch.threads, device=run.launch.device,
+                         timeout_seconds=run.comm.timeout_seconds, rerun=rerun,
+                         explain_kill=lambda: _memory_text(run), saves_on_stop=True,
+                         stopped_seconds=run.launch.stopped_seconds, hang_seconds=run.launch.hang_seconds,
+                         restart=Restarts(run, rerun) if rerun and run.max_restarts else None, flags=True)
+    return _train_as_rank(run, run_dir, name, world, context.obj)
+
+
+def _close(resolved: read.Merged, started: Started | None) -> tuple[Run, ResolvedRun, list[RanvierError]]:
+    """The run with the sizes of its pretrained model, the run without any `auto`, and warnings.
+
+    started: this rank; None before ranks are started. ConfigProblems if the run cannot work. With `--resume auto` and
+    another number of ranks than the mesh needs, the run gets another mesh.
+    """
+    from ranvier.config.other_mesh import refit
+    from ranvier.launch.start import local_devices
+    from ranvier.planner.auto import open_axes_of, with_plan, with_pretrained
+    from ranvier.planner.problems import problems as find_problems
+    from ranvier.train.experiment_trackers import tracker_problems
+
+    asked, problems = with_pretrained(resolved.run)
+    ranks = local_devices(asked.launch.device) if started is None else started.size
+    run, open_problems = with_plan(asked, ranks if open_axes_of(asked) or started is not None else None,
+                                   None if started is None else started.local_size)
+    warnings: list[RanvierError] = [*resolved.warnings]
+    problems = [*resolved.problems, *problems, *find_problems(run), *tracker_problems(run.log)]
+    if started is not None and started.size != run.mesh.size and run.resume == "auto" and not problems:
+        run, warning = refit(run, started.size, started.launcher, find_problems)
+        warnings.append(warning)
+        open_problems = []
+    if open_problems or problems:
+        raise ConfigProblems([*open_problems, *problems])
+    if started is not None and started.launcher != "local" and run.max_restarts:
+        warnings.append(ConfigError(f"has no effect under {started.launcher}", where="max-restarts",
+                                    value=run.max_restarts, remedy="Let the launcher restart the run (docs/faults.md), "
+                                                                   "with --resume auto."))
+    return asked, run, warnings
+
+
+def _print_warnings(run: ResolvedRun, resolved: read.Merged, asked: Run, started: Started | None,
+                    more: Sequence[RanvierError]) -> None:
+    """Print warnings once: before ranks are started, or on rank 0 of another launcher."""
+    from ranvier.planner.problems import warnings
+
+    if started is None or (started.launcher != "local" and started.rank == 0):
+        print_warnings([*more, *warnings(run, resolved.chosen, asked)])
+
+
+def _planned_flags(before: Run, after: ResolvedRun) -> list[str]:
+    """Flags with the values chosen for `auto`, so that ranks need not plan again."""
+    values, old = read.flatten(after), read.flatten(before)
+    return [word for name in _PLANNED if values[name] != old[name]
+            for word in (f"--{read.settings()[name].flag}", read.as_text(values[name]))]
+
+
+def _memory_text(run: ResolvedRun) -> str:
+    from ranvier.train.memory import prediction_text
+
+    return prediction_text(run)
+
+
+def _train_as_rank(run: ResolvedRun, run_dir: Path, name: str, world: World,
+                   change_world: Callable[[World], World] | None) -> int:
+    from ranvier.train.loop import train as train_loop
+
+    def work() -> None:
+        if world.rank == 0:  # not before `start`, where the other ranks would wait for a rank 0 that has exited
+            check_folder(run_dir, run.resume)
+        train_loop(run, name, world)
+
+    world = world if change_world is None else change_world(world)
+    return work_as_rank(world, run.mesh, work)
+
+
+def check_folder(run_dir: Path, resume: str) -> None:
+    """ConfigError if `run_dir` contains the results of a run that this one, with its setting `resume`, does not resume.
+    """
+    resumes = resume == "auto" or (resume != "none" and resume == read.origin(run_dir))
+    if os.path.exists(run_dir / "run.toml") and not resumes:
+        raise ConfigError("contains the results of another run", where="run-dir", value=str(run_dir),
+                          remedy="Choose another folder with --run-dir, resume with --resume auto, or remove that "
+                                 "folder.")

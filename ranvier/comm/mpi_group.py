@@ -1,0 +1,132 @@
+"""Collectives over MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ranvier.comm.collectives import ChainedWork, CheckedGroup
+from ranvier.comm.mpi_polling import poll_rounds
+from ranvier.comm.protocol import Reduction, Work
+from ranvier.comm.sum_algorithms import DIRECT_MEMBERS, Library
+from ranvier.errors import MessageTimeout, TransportError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_YIELD_SECONDS = 20e-3
+"""Longer than for messages: the other members are about to join a collective, while a sender may still compute."""
+
+
+class MPIWork:
+    """A `protocol.Work` that is done when all of `requests`, made by `group`, are."""
+
+    def __init__(self, requests: Sequence[MPI.Request], group: MPIGroup) -> None:
+        self._requests, self._group = list(requests), group
+
+    def done(self) -> bool:
+        """See `protocol.Work`. TransportError if MPI reports one."""
+        try:
+            return bool(self._group.mpi.Request.Testall(self._requests))
+        except self._group.mpi.Exception as error:
+            raise self._group.convert_error(TransportError, str(error)) from error
+
+    def wait(self) -> None:
+        """See `protocol.Work`. MessageTimeout after the group's time limit."""
+        if not any(self.done() for _ in poll_rounds(self._group.timeout_seconds, _YIELD_SECONDS)):
+            raise self._group.convert_error(MessageTimeout, f"{self._group.timeout_seconds:g} s")
+
+
+class MPIGroup(CheckedGroup):
+    """A `protocol.Group` over one communicator, on the tensors' own memory: with MPI's non-blocking collectives, or, in
+    a small group on CPU, with one round of messages from each member to each.
+
+    Args:
+        mpi: the module mpi4py.MPI.
+        comm: a communicator of the members, with errors returned; freed by the caller after `close`.
+        purpose, ranks, index: as for `CheckedGroup`.
+        aware: whether MPI accepts addresses on CUDA devices; otherwise tensors are staged through pinned memory.
+        timeout_seconds: time limit of a collective.
+        direct: exchange directly in small groups.
+    """
+
+    def __init__(self, mpi: ModuleType, comm: MPI.Comm, purpose: str, ranks: Sequence[int], index: int, aware: bool,
+                 timeout_seconds: float, direct: bool) -> None:
+        super().__init__(purpose, ranks, index)
+        self._direct = direct and len(ranks) <= DIRECT_MEMBERS
+        self.mpi, self.comm, self._aware, self.timeout_seconds = mpi, comm, aware, timeout_seconds
+        self._ops = {"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN}
+        self._in_flight: list[tuple[MPIWork, tuple[Tensor, ...]]] = []
+
+    def convert_error(self, kind: type[TransportError], value: str) -> TransportError:
+        """The error of class `kind` for a collective that failed, with `value` as its cause."""
+        return kind("a collective did not end", where=f"group {self.purpose!r} of ranks {list(self.ranks)}",
+                    value=value, remedy="See what the other members do; the first error is in that rank's output.")
+
+    def _start(self, call: Callable[..., MPI.Request], output: Tensor, *inputs: Tensor) -> Work:
+        """Start `call` on the memory of these tensors, directly or staged through pinned host memory."""
+        if not output.is_cuda:
+            return self._keep([call(output.numpy(), *(tensor.numpy() for tensor in inputs))], output, *inputs)
+        if self._aware:
+            torch.cuda.current_stream(output.device).synchronize()
+            return self._keep([call(output, *inputs)], output, *inputs)
+        staged = [torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor) for tensor in (output, *inputs)]
+        return ChainedWork(self._keep([call(*(tensor.numpy() for tensor in staged))], *staged),
+                    lambda: output.copy_(staged[0]))
+
+    def _exchange(self, output: Tensor, received: Sequence[int], pieces: Sequence[Tensor]) -> Work:
+        """Send `pieces[i]` to member i, and receive `received[i]` elements from member i at their offset in `output`.
+
+        All members call in the same order, so messages match by their order and need no tags.
+        """
+        places, requests = output.split(list(received)), []
+        for step in range(1, len(self.ranks)):
+            source, destination = (self.index - step) % len(self.ranks), (self.index + step) % len(self.ranks)
+            if places[source].numel():
+                requests.append(self.comm.Irecv(places[source].numpy(), source))
+            if pieces[destination].numel():
+                requests.append(self.comm.Isend(pieces[destination].numpy(), destination))
+        places[self.index].copy_(pieces[self.index])
+        return self._keep(requests, output, *pieces)
+
+    def _keep(self, requests: Sequence[MPI.Request], *tensors: Tensor) -> MPIWork:
+        """Work for `requests`. The tensors stay alive until MPI has finished, even if the caller drops the work.
+
+        mpi4py's requests keep the memory of sends and receives alive, but not that of in-place collectives.
+        """
+        self._in_flight = [(work, kept) for work, kept in self._in_flight if not work.done()]
+        self._in_flight.append((MPIWork(requests, self), tensors))
+        return self._in_flight[-1][0]
+
+    def library(self, device_type: str) -> Library:
+        """"mpi", for any device."""
+        return "mpi"
+
+    def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
+        return self._start(lambda out: self.comm.Iallreduce(self.mpi.IN_PLACE, out, self._ops[op]), tensor)
+
+    def _reduce(self, tensor: Tensor, root: int) -> Work:
+        if self.index == root:
+            return self._start(lambda out: self.comm.Ireduce(self.mpi.IN_PLACE, out, self.mpi.SUM, root), tensor)
+        return self._start(lambda out: self.comm.Ireduce(out, None, self.mpi.SUM, root), tensor)
+
+    def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
+        return self._start(lambda out, whole: self.comm.Ireduce_scatter_block(whole, out), output, tensor)
+
+    def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        if self._direct:
+            members = len(self.ranks)
+            return self._exchange(output, [tensor.numel()] * members, [tensor] * members)
+        return self._start(lambda out, share: self.comm.Iallgather(share, out), output, tensor)
+
+    def _broadcast(self, tensor: Tensor, root: int) -> Work:
+        return self._start(lambda out: self.comm.Ibcast(out, root), tensor)
+
+    def _all_to_all(self, output: Tensor, tensor: Tensor, received: list[int], sent: list[int]) -> Work:
+        if self._direct:
+            return self._exchange(output, received, tensor.split(sent))
+        return self._start(lambda out, whole: self.comm.Ialltoallv([whole, sent], [out, received]), output, tensor)

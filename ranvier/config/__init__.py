@@ -1,0 +1,1 @@
+"""Settings: what a person asks for, where each value comes from, and what is wrong with it."""

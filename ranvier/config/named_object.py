@@ -1,0 +1,182 @@
+"""Python objects that a recipe names as `module:name`: found, called where they are functions, and checked.
+
+The current directory is searched first, as for recipes, on every rank and under every launcher. The name may stand for
+
+    an object      that has what the protocol asks for; it takes no options
+    a class        its instance is made with the options as keyword arguments
+    a function     likewise, and what it returns is the object
+
+    family = "mixer:family"                def family(depth: int = 2, gated: bool = False) -> ModelFamily:
+    options = ["depth=4", "gated=true"]        return Mixer(depth=depth, gated=gated)
+
+Importing a module runs it. Names come from recipes and flags alone, which the user vouches for, and never from a
+checkpoint (docs/security.md).
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import os
+import re
+import sys
+import tomllib
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from types import ModuleType
+
+from ranvier.errors import ConfigError, RanvierError
+
+_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+def is_object_name(text: str) -> bool:
+    """Whether `text` has the form `module:name`."""
+    return _NAME.fullmatch(text) is not None
+
+
+def module_exists(text: str) -> bool:
+    """Whether the module of `module:name` can be found. Imports the packages that it is in, and not the module."""
+    _search_current_directory()
+    try:
+        return importlib.util.find_spec(text.partition(":")[0]) is not None
+    except (ImportError, ValueError, AttributeError):
+        return False
+
+
+@cache
+def load_object(text: str, setting: str, attributes: Sequence[str], options: tuple[str, ...] = ()) -> object:
+    """The object that `text` names, the same one each time.
+
+    Args:
+        text: `module:name`.
+        setting: the setting that has this value, for messages: "model.family".
+        attributes: what the object must have; those that end in "()" must be callable.
+        options: NAME=VALUE, keyword arguments of the function or class (`parse_options`).
+
+    ConfigError where the module cannot be imported, has no such name, the call fails, or the object lacks an attribute.
+    """
+    found = _attribute(text, setting)
+    keywords = parse_options(options, setting)
+    if not isinstance(found, type) and (lacks(found, attributes) is None or not callable(found)):
+        if options:
+            raise ConfigError("takes no options: it is an object, and neither a function nor a class", where=setting,
+                              value=text, remedy=f"Leave out --{_options_setting(setting)}, or name a function that "
+                                                 "takes them.")
+    else:
+        with blamed(text, setting, "the call"):
+            found = found(**keywords)
+    missing = lacks(found, attributes)
+    if missing is not None:
+        raise ConfigError(f"has no {missing}: it gives a {type(found).__name__}", where=setting, value=text,
+                          remedy=f"Give it {', '.join(attributes)}; docs/extending.md describes them.")
+    return found
+
+
+def lacks(found: object, attributes: Sequence[str]) -> str | None:
+    """The first of `attributes` that `found` does not have, in words; None where it has all of them."""
+    for name in attributes:
+        bare = name.removesuffix("()")
+        if not hasattr(found, bare):
+            return f"{'method' if name != bare else 'attribute'} `{bare}`"
+        if name != bare and not callable(getattr(found, bare)):
+            return f"method `{bare}`, but an attribute of this name"
+    return None
+
+
+def parse_options(options: Sequence[str], setting: str) -> Mapping[str, object]:
+    """NAME=VALUE as keyword arguments. A value is read as TOML (5, 0.1, true, [1, 2], "text"), and is text where it is
+    none. ConfigError for a text of another form, or a name that comes twice."""
+    where, found = _options_setting(setting), {}
+    for option in options:
+        name, equals, value = (part.strip() for part in option.partition("="))
+        if not equals or not name.isidentifier() or name in found:
+            raise ConfigError("must be NAME=VALUE, each name once", where=where, value=option,
+                              remedy=f"Write for example --{where} depth=4,gated=true.")
+        found[name] = _value(value)
+    return found
+
+
+@contextmanager
+def blamed(text: str, setting: str, doing: str) -> Iterator[None]:
+    """Turns what a user's object raises into a ConfigError with the file and line; RanvierErrors pass unchanged.
+
+    doing: what it was asked for: "the call", "`model`".
+    """
+    try:
+        yield
+    except RanvierError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"raised in {doing}: {_first_line(error)}", where=setting, value=text,
+                          remedy=f"Correct it {_place(error)}.") from error
+
+
+def import_named(module: str, name: str) -> object:
+    """The attribute of a module, found in the current directory first. Raises what the import raises, or
+    AttributeError."""
+    _search_current_directory()
+    return getattr(importlib.import_module(module), name)
+
+
+def _attribute(text: str, setting: str) -> object:
+    module, _, name = text.partition(":")
+    _search_current_directory()
+    try:
+        imported = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
+            raise ConfigError(
+                f"names the module {module}, which cannot be found", where=setting, value=text,
+                remedy="Start the run in the folder of the module, or put that into PYTHONPATH.") from error
+        raise _not_imported(text, setting, error) from error
+    except Exception as error:
+        raise _not_imported(text, setting, error) from error
+    if not hasattr(imported, name):
+        raise ConfigError(f"names something that the module {module} does not have: {name}", where=setting, value=text,
+                          remedy=_similar(imported, name))
+    found: object = getattr(imported, name)
+    return found
+
+
+def _not_imported(text: str, setting: str, error: Exception) -> ConfigError:
+    return ConfigError(f"names a module that cannot be imported: {_first_line(error)}", where=setting, value=text,
+                       remedy=f"Correct it {_place(error)}.")
+
+
+def _similar(module: ModuleType, name: str) -> str:
+    near = difflib.get_close_matches(name, [one for one in vars(module) if not one.startswith("_")], n=1)
+    return (f"Did you mean {module.__name__}:{near[0]}?" if near else
+            f"Name a function, class or object of {module.__name__}.")
+
+
+def _search_current_directory() -> None:
+    # The console script of an environment, unlike `python -m`, does not search it; nor do ranks of some launchers.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+
+
+def _options_setting(setting: str) -> str:
+    return f"{setting.partition('.')[0]}.options"
+
+
+def _value(text: str) -> object:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (tomllib.TOMLDecodeError, RecursionError):
+        return text
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".removesuffix(": ")
+
+
+def _place(error: BaseException) -> str:
+    """Where a user looks: the last line of the traceback, that of a syntax error itself."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"in {error.filename}, line {error.lineno}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
+    return f"in {frames[-1].filename}, line {frames[-1].lineno}"

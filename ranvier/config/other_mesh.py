@@ -1,0 +1,109 @@
+"""A run on other ranks than it was meant for: another mesh, and the settings that follow from it.
+
+A checkpoint fits any mesh, so a run resumes wherever it is legal; of all meshes that use all ranks it takes the first
+in this order, which keeps what was chosen as far as it can and then prefers what needs less memory on each rank:
+
+    rows            as they are, then each smaller divisor of them, largest first
+      columns       as they are, then each smaller divisor of them, largest first
+        stages      as they are, then more, fewest first; then fewer, most first
+          replicas  take the rest
+
+The global batch stays, and with it the numbers of the run. Boundaries between stages are dropped where pipe, row or col
+change; microbatches become smaller where a replica's share of the batch does. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from ranvier.config.resolve import ResolvedRun
+from ranvier.errors import ConfigError, RanvierError
+from ranvier.mesh import Mesh
+
+_MOST_TOLD = 4
+
+
+def on_mesh(run: ResolvedRun, mesh: Mesh) -> ResolvedRun:
+    """`run` on `mesh`, with the settings that must follow."""
+    batch = replace(run.batch, microbatch_size=microbatch_size(
+        run.batch.microbatch_size, global_size=run.batch.global_size, mesh=mesh))
+    pipeline = run.pipeline if has_same_replicas(mesh, run.mesh) else replace(run.pipeline, boundaries=None)
+    return replace(run, mesh=mesh, batch=batch, pipeline=pipeline)
+
+
+def refit(run: ResolvedRun, num_ranks: int, launcher: str, problems: Callable[[ResolvedRun], Sequence[RanvierError]]
+          ) -> tuple[ResolvedRun, ConfigError]:
+    """`run` on the first legal mesh of `num_ranks` ranks, and the warning that says so. problems: those of a run.
+
+    ConfigError when it is legal on none.
+    """
+    refitted = on_mesh(run, fallback(run.mesh, num_ranks, lambda mesh: problems(on_mesh(run, mesh))))
+    size = refitted.batch.microbatch_size
+    smaller = f", and microbatches of {size} sequences" if size != run.batch.microbatch_size else ""
+    return refitted, ConfigError(
+        f"does not fit the {num_ranks} ranks that {launcher} started: the run resumes with {refitted.mesh} "
+        f"({difference(run.mesh, refitted.mesh)}{smaller})", where="mesh", value=str(run.mesh),
+        remedy="Set another mesh to choose for yourself.")
+
+
+def has_same_replicas(mesh: Mesh, other: Mesh) -> bool:
+    """Whether a replica has the same shape on both meshes, so that they differ in `data` at most."""
+    return set(mesh.changed_axes(other)) <= {"data"}
+
+
+def fallback_meshes(mesh: Mesh, num_ranks: int) -> Iterator[Mesh]:
+    """All candidates of `num_ranks` ranks for a run that was meant for `mesh`, in order, each once.
+
+    A tile is kept where pipe, row and col are.
+    """
+    for row in _divisors(mesh.row):
+        for col in _divisors(mesh.col):
+            num_stages, rest = divmod(num_ranks, row * col)
+            for pipe in _pipes(mesh.pipe, num_stages) if not rest else ():
+                found = Mesh(data=num_stages // pipe, pipe=pipe, row=row, col=col)
+                yield replace(found, tile=mesh.tile) if has_same_replicas(found, mesh) else found
+
+
+def fallback(mesh: Mesh, num_ranks: int, problems: Callable[[Mesh], Sequence[RanvierError]]) -> Mesh:
+    """The first candidate that has no problems; `problems` tells those of the run on a mesh. Deterministic.
+
+    ConfigError with what was tried when there is none.
+    """
+    tried = []
+    for candidate in fallback_meshes(mesh, num_ranks):
+        found = problems(candidate)
+        if not found:
+            return candidate
+        tried.append(f"{candidate} ({found[0].where}: {found[0].what})")
+    more = f"; {len(tried) - _MOST_TOLD} more" if len(tried) > _MOST_TOLD else ""
+    raise ConfigError(f"does not fit the {num_ranks} ranks that were started, and the run cannot resume on any other "
+                      f"mesh of so many. Tried: {'; '.join(tried[:_MOST_TOLD])}{more}", where="mesh", value=str(mesh),
+                      remedy="Start as many ranks as the mesh has, or set a mesh and a batch for these.")
+
+
+def difference(old: Mesh, new: Mesh) -> str:
+    """In words, what of `old` has changed in `new`."""
+    names = {"row": "rows", "col": "columns", "pipe": "stages", "data": "replicas"}
+    changed = [(name, getattr(old, axis), getattr(new, axis)) for axis, name in names.items()]
+    return ", ".join(f"{'more' if after > before else 'fewer'} {name}" for name, before, after in changed
+                     if before != after) or "nothing"
+
+
+def microbatch_size(wanted: int, *, global_size: int, mesh: Mesh) -> int:
+    """`wanted`, or what a replica of `mesh` has of a global batch of `global_size` sequences where that is less.
+
+    It is then the largest number of sequences that the rows can share, if there is any.
+    """
+    share = -(-global_size // mesh.data)
+    return wanted if wanted <= share else max(share - share % mesh.row, 1)
+
+
+def _divisors(size: int) -> list[int]:
+    """Largest first."""
+    return [part for part in range(size, 0, -1) if size % part == 0]
+
+
+def _pipes(pipe: int, num_ranks: int) -> list[int]:
+    """The divisors of `num_ranks`: `pipe`, then larger ones, smallest first, then smaller ones, largest first."""
+    return sorted(_divisors(num_ranks), key=lambda other: (other != pipe, other < pipe, abs(other - pipe)))

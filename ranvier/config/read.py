@@ -1,0 +1,476 @@
+"""From a recipe and flags to one `Run`: every value with its origin, every fault at once.
+
+Layers, in rising order: the fields' defaults, the recipe (shipped, a TOML file, or a Python function), flags. A value
+from a TOML file must have the field's own type; a flag is text, and is read as the field's type. A value that does not
+fit becomes a problem, and the layer below stands in for it, so that one fault does not hide the next.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import json
+import math
+import os
+import re
+import textwrap
+import tomllib
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass, replace
+from datetime import datetime
+from functools import cache
+from importlib import resources
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import tomli_w
+from pydantic import TypeAdapter
+
+from ranvier.config import aliases, presets
+from ranvier.config.named_object import import_named
+from ranvier.config.run import MeshSettings, Run
+from ranvier.config.section import alternatives, bare, describe
+from ranvier.errors import ConfigError
+from ranvier.system.atomic_file import write_atomically
+
+_MAX_INT = 1 << 62  # no count of anything here, and no size of a tensor, is that large
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One field of the tree. `name` is dotted, with underscores: "batch.global_size"."""
+
+    name: str
+    annotation: Any
+    default: object
+    help: str
+
+    @property
+    def flag(self) -> str:
+        """The name as flags and messages have it: "batch.global-size"."""
+        return flag(self.name)
+
+    @property
+    def expected(self) -> str:
+        """What a value must be, in words."""
+        return describe(self.annotation)
+
+    @property
+    def is_yes_no(self) -> bool:
+        """Whether it is a switch: --NAME, --no-NAME, --NAME true or --NAME false."""
+        return bool in map(bare, alternatives(self.annotation))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """Values by dotted name, and where they come from: "recipe gpt-tiny", "file mine.toml", "flag".
+
+    is_users: whether a user has chosen the values, which is not so for a shipped recipe and a run's own run.toml.
+    """
+
+    origin: str
+    values: Mapping[str, object]
+    problems: tuple[ConfigError, ...] = ()
+    warnings: tuple[ConfigError, ...] = ()
+    is_text: bool = False
+    is_users: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merged:
+    """The run, where each of its values comes from, and what is wrong with those that were refused.
+
+    chosen: the settings whose value a user has chosen. warnings: old spellings that will be refused one day.
+    """
+
+    run: Run
+    origins: Mapping[str, str]
+    problems: tuple[ConfigError, ...]
+    chosen: frozenset[str] = frozenset()
+    warnings: tuple[ConfigError, ...] = ()
+
+
+def flag(name: str) -> str:
+    """A setting's name as flags and messages have it, with hyphens."""
+    return name.replace("_", "-")
+
+
+@cache
+def settings(tree: type = Run, prefix: str = "") -> Mapping[str, Setting]:
+    """Every field of the tree by dotted name, in the order of the source."""
+    found: dict[str, Setting] = {}
+    hints, helps = get_type_hints(tree, include_extras=True), _docstrings(tree)
+    for field in dataclasses.fields(tree):
+        name = prefix + field.name
+        section = _section(hints[field.name])
+        if section is not None:
+            found |= settings(section, name + ".")
+        else:
+            found[name] = Setting(name=name, annotation=hints[field.name], default=getattr(tree(), field.name),
+                                  help=helps.get(field.name, ""))
+    return types.MappingProxyType(found)
+
+
+def sections() -> frozenset[str]:
+    """Names of all sections: "mesh", "batch", ..."""
+    return frozenset(name.rpartition(".")[0] for name in settings()) - {""}
+
+
+def default_folder(recipe: str) -> Path:
+    """runs/RECIPE-DATE-TIME for a recipe's name, file or function; a free one."""
+    name = re.sub("[^A-Za-z0-9_.-]+", "-", Path(recipe).stem if recipe.endswith(".toml") else recipe).strip("-")
+    folder = first = Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    number = 2
+    while folder.exists():
+        folder, number = first.with_name(f"{first.name}-{number}"), number + 1
+    return folder
+
+
+def _docstrings(cls: type) -> dict[str, str]:
+    """The text under each field of `cls`."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    found: dict[str, str] = {}
+    for field, text in pairwise(tree.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(
+                text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str):
+            found[field.target.id] = inspect.cleandoc(text.value.value).replace("\n", " ")
+    return found
+
+
+def merge(layers: Sequence[Layer]) -> Merged:
+    """Lay `layers` over the defaults. Never raises: what is wrong is in `problems`."""
+    values = {name: setting.default for name, setting in settings().items()}
+    origins = dict.fromkeys(values, "default")
+    problems: list[ConfigError] = []
+    chosen: set[str] = set()
+    warnings: list[ConfigError] = []
+    for layer in (part for given in layers for part in _with_preset(_in_new_spellings(given))):
+        problems += layer.problems
+        warnings += layer.warnings
+        before = dict(values)
+        for name, value in layer.values.items():
+            setting = settings().get(name)
+            if setting is None:
+                problems.append(_unknown(name, value, layer.origin))
+                continue
+            try:
+                values[name] = _read(setting, value, layer)
+                origins[name] = layer.origin
+                chosen = chosen | {name} if layer.is_users else chosen - {name}
+            except ConfigError as problem:
+                problems.append(problem)
+        for name, other in _overruled(layer, before, values):
+            values[other], origins[other] = settings()[other].default, f"{layer.origin}: {flag(name)}"
+            chosen.discard(other)
+    try:
+        run = _build(Run, values)
+    except ConfigError as problem:  # of values that are right one by one
+        problems.append(problem)
+        run = _build(Run, {**values, "mesh.tile": None})
+    return Merged(run=run, origins=origins, problems=tuple(problems), chosen=frozenset(chosen),
+                  warnings=tuple(warnings))
+
+
+def _in_new_spellings(layer: Layer) -> Layer:
+    """The layer with the new name and value of each setting, and warnings for the old spellings in it."""
+    values: dict[str, object] = {}
+    problems, warnings = list(layer.problems), []
+    for name, value in layer.values.items():
+        setting = aliases.current(name, value)
+        warnings += [warning for alias in setting.used if (warning := aliases.warning(alias, layer.origin))]
+        if setting.name != name and setting.name in layer.values:
+            problems.append(ConfigError(f"is another name of {flag(setting.name)}, which is given as well, in "
+                                        f"{layer.origin}", where=flag(name), value=value,
+                                        remedy=f"Leave out {flag(name)}."))
+            continue
+        values[setting.name] = setting.value
+    return replace(layer, values=values, problems=tuple(problems), warnings=tuple(warnings))
+
+
+def _with_preset(layer: Layer) -> tuple[Layer, ...]:
+    """The layer, and below it the settings of the preset that it names."""
+    name = layer.values.get("model.preset")
+    if name in (None, "none"):
+        return (layer,)
+    try:
+        values = presets.settings_of(name)
+    except ConfigError as problem:
+        rest = {other: value for other, value in layer.values.items() if other != "model.preset"}
+        return (replace(layer, values=rest, problems=(*layer.problems, problem)),)
+    return Layer(origin=f"preset {name}", values=values, is_users=False), layer
+
+
+def _overruled(layer: Layer, before: Mapping[str, object], values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """(setting, other): what `layer` says of a setting overrules what the layers below it say of the other. Steps
+    overrule epochs; a limit on the bytes of one corpus is not meant for another."""
+    for name, other in (("train.steps", "train.epochs"), ("data.corpus", "data.max_bytes")):
+        new = name == "train.steps" or values[name] != before[name]
+        if name in layer.values and other not in layer.values and new:
+            yield name, other
+
+
+def _build(tree: type, values: Mapping[str, object], prefix: str = "") -> Any:
+    hints = get_type_hints(tree, include_extras=True)
+    made = tree(**{name: values[prefix + name] if (section := _section(hint)) is None else
+                   _build(section, values, f"{prefix}{name}.") for name, hint in hints.items()})
+    return made.with_sizes() if isinstance(made, MeshSettings) and not made.open_axes else made
+
+
+def _section(hint: Any) -> type | None:
+    """The dataclass whose fields are settings, if `hint` is one; of several (a section as asked for, and closed) the
+    first."""
+    return next((option for option in alternatives(hint) if isinstance(option, type) and is_dataclass(option)), None)
+
+
+def flatten(tree: Any, prefix: str = "") -> dict[str, object]:
+    """A dataclass tree as values by dotted name."""
+    found: dict[str, object] = {}
+    for field in dataclasses.fields(tree):
+        value = getattr(tree, field.name)
+        found |= flatten(value, f"{prefix}{field.name}.") if is_dataclass(value) else {prefix + field.name: value}
+    return found
+
+
+# --- reading one value -----------------------------------------------------------------------------------------------
+
+
+def _read(setting: Setting, value: object, layer: Layer) -> object:
+    """`value` as the setting's type. ConfigError when it is not one."""
+    adapter = _adapter(setting.name)
+    try:
+        if layer.is_text:
+            read = adapter.validate_python(_from_text(setting.annotation, str(value)))
+        else:
+            # Strict reading of JSON takes a list for a tuple and a text for a path, but no text for a number.
+            read = adapter.validate_json(json.dumps(value, default=os.fspath), strict=True)
+    except (ValueError, TypeError, RecursionError):
+        raise ConfigError(f"must be {setting.expected}", where=setting.flag, value=value,
+                          remedy=_remedy(setting, layer.origin, value)) from None
+    if isinstance(read, Path) and not _can_be(read):
+        raise ConfigError("is no name that a file can have", where=setting.flag, value=value,
+                          remedy=_remedy(setting, layer.origin, value))
+    for part in read if isinstance(read, tuple) else (read,):
+        if isinstance(part, (str, Path)) and not _is_text(part):
+            raise ConfigError("cannot be written down as text", where=setting.flag, value=value,
+                              remedy=_remedy(setting, layer.origin, setting.default))
+        bound = _MAX_INT if isinstance(part, int) else math.inf
+        if isinstance(part, (int, float)) and not abs(part) < bound:  # NaN is no less than anything
+            raise ConfigError("is larger than anything here can be", where=setting.flag, value=value,
+                              remedy=_remedy(setting, layer.origin, value))
+    return read
+
+
+def _can_be(path: Path) -> bool:
+    """Whether a system of today may have a file of this name."""
+    try:
+        parts = [os.fsencode(part) for part in path.parts]
+    except UnicodeEncodeError:
+        return False
+    return all(len(part) < 256 and b"\0" not in part for part in parts) and sum(map(len, parts)) < 4000
+
+
+def _is_text(value: str | Path) -> bool:
+    """Whether a text file can hold it: names of files need not be Unicode."""
+    try:
+        os.fspath(value).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+@cache
+def _adapter(name: str) -> TypeAdapter[Any]:
+    return TypeAdapter(settings()[name].annotation)
+
+
+def _from_text(annotation: Any, text: str) -> object:
+    """A flag's text in the shape of its type: tuples are comma-separated (no text is an empty one), "none" is None,
+    yes/no is true or false."""
+    choices = alternatives(annotation)
+    if types.NoneType in choices and text == "none":
+        return None
+    if any(get_origin(bare(option)) is tuple for option in choices):
+        return tuple(part.strip() for part in text.split(",")) if text.strip() else ()
+    if bool in map(bare, choices):
+        return {"true": True, "false": False}.get(text, text)
+    return text
+
+
+def _remedy(setting: Setting, origin: str, value: object) -> str:
+    choices = [str(choice) for option in alternatives(setting.annotation) if get_origin(option) is Literal
+               for choice in get_args(option)]
+    near = difflib.get_close_matches(str(value), choices, n=1)
+    shown = near[0] if near else as_text(setting.default)
+    place = "" if origin == "flag" else f"Change it in {origin}, or set"
+    return f"{place or 'Set'} --{setting.flag} {shown}, for example."
+
+
+def as_text(value: object) -> str:
+    """A value as a flag takes it."""
+    if isinstance(value, tuple):
+        return ",".join(map(as_text, value))
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    return str(value)
+
+
+def _unknown(name: str, value: object, origin: str) -> ConfigError:
+    name = name or '""'
+    if isinstance(value, Mapping) and (near := difflib.get_close_matches(name, sections(), n=1)):
+        return ConfigError("is not a section", where=name, value=f"in {origin}", remedy=f"Did you mean [{near[0]}]?")
+    names = {**{known: known for known in settings()}, **{known.rpartition(".")[2]: known for known in settings()}}
+    near = difflib.get_close_matches(name.replace("-", "_"), names, n=1) or difflib.get_close_matches(
+        name.replace("-", "_").rpartition(".")[2], names, n=1)
+    remedy = f"Did you mean {names[near[0]]}?" if near else "`ranvier train --help` lists all settings."
+    return ConfigError(f"is not a setting, in {origin}", where=name, value=value, remedy=remedy)
+
+
+# --- recipes ---------------------------------------------------------------------------------------------------------
+
+
+def recipe_names() -> list[str]:
+    """The shipped recipes."""
+    folder = resources.files("ranvier") / "config" / "recipes"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def load(recipe: str, *, keep_folder: bool = False) -> tuple[str, Layer]:
+    """A recipe's short name, for folders and headings, and its layer.
+
+    `recipe` is a shipped recipe's name, a preset's, a TOML file, or module:function, whose function takes nothing and
+    returns a `Run` or a dict like a TOML file's. keep_folder: a run's own run.toml stands for that run itself, rather
+    than for one like it. ConfigError when it is none of these or cannot be read.
+    """
+    if recipe in recipe_names():
+        text = (resources.files("ranvier") / "config" / "recipes" / f"{recipe}.toml").read_bytes()
+        return recipe, replace(_parse(text, f"recipe {recipe}"), is_users=False)
+    if recipe in presets.PRESETS:
+        return recipe, Layer(origin=f"preset {recipe}", values={"model.preset": recipe}, is_users=False)
+    path = Path(recipe)
+    if path.suffix == ".toml":
+        try:
+            if path.exists() and not (path.is_file() or path.is_dir()):
+                raise OSError("it is no file")  # a pipe would be waited for
+            layer = _parse(path.read_bytes(), f"file {recipe}")
+            layer = replace(layer, is_users=not _is_own(path, layer))
+            return (_own_name(path, layer), layer) if keep_folder else _without_own_folder(path, layer)
+        except (OSError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"cannot be read: {getattr(error, 'strerror', None) or error}", where="recipe",
+                              value=recipe, remedy="Name a TOML file that exists and is readable.") from error
+    module, colon, function = recipe.partition(":")
+    if colon:
+        return function, _call(recipe, module, function)
+    near = difflib.get_close_matches(recipe, [*recipe_names(), *presets.PRESETS], n=1, cutoff=0.4)
+    raise ConfigError("is neither a shipped recipe, a .toml file nor module:function", where="recipe", value=recipe,
+                      remedy=f"Did you mean {near[0]}?" if near else f"Shipped are: {', '.join(recipe_names())}.")
+
+
+def _without_own_folder(path: Path, layer: Layer) -> tuple[str, Layer]:
+    """A recipe file's name and layer. A run's own run.toml names the folder that it is in, not one for the next run."""
+    name = _own_name(path, layer)
+    if name == path.stem:
+        return name, layer
+    return name, replace(layer, values={name: value for name, value in layer.values.items() if name != "run_dir"})
+
+
+def _own_name(path: Path, layer: Layer) -> str:
+    """What a recipe file is called: a run's own run.toml by its folder."""
+    return path.absolute().parent.name if _is_own(path, layer) else path.stem
+
+
+def _is_own(path: Path, layer: Layer) -> bool:
+    """Whether a file is a run's own run.toml."""
+    folder = layer.values.get("run_dir")
+    return isinstance(folder, str) and (Path(folder) / "run.toml").absolute() == path.absolute()
+
+
+def _parse(text: bytes, origin: str) -> Layer:
+    try:
+        return from_dict(tomllib.loads(text.decode()), origin)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"is not valid TOML: {error}", where=origin, remedy="Correct the file.") from error
+
+
+def from_dict(tree: Mapping[str, object], origin: str) -> Layer:
+    """A nested mapping, like a TOML file's, as a layer."""
+    values: dict[str, object] = {}
+    problems: list[ConfigError] = []
+    for key, value in tree.items():
+        if key in sections() and isinstance(value, Mapping):
+            values |= {f"{key}.{inner}": inner_value for inner, inner_value in value.items()}
+        elif key in sections():
+            problems.append(ConfigError("is a section, not a setting", where=key, value=value,
+                                        remedy=f"Write [{key}] and its settings below it in {origin}."))
+        else:
+            values[str(key)] = value
+    return Layer(origin=origin, values=values, problems=tuple(problems))
+
+
+def _call(recipe: str, module: str, function: str) -> Layer:
+    try:
+        named: Any = import_named(module, function)
+        made = named()
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"cannot be called: {type(error).__name__}: {error}", where="recipe", value=recipe,
+                          remedy="Name an importable module and a function that takes no arguments.") from error
+    if isinstance(made, Run):
+        defaults = {name: setting.default for name, setting in settings().items()}
+        return Layer(origin=f"function {recipe}", values={
+            name: value for name, value in flatten(made).items() if value != defaults[name]})
+    if isinstance(made, Mapping):
+        return from_dict(made, f"function {recipe}")
+    raise ConfigError("must return a ranvier.Run or a dict", where="recipe", value=type(made).__name__,
+                      remedy=f"Change what {recipe} returns.")
+
+
+# --- run.toml --------------------------------------------------------------------------------------------------------
+
+
+def document(run: Run) -> dict[str, Any]:
+    """Every value of `run` as TOML and JSON can hold it, by section. Settings that are None are left out."""
+    document: dict[str, Any] = {}
+    for name, value in flatten(run).items():
+        section, _, key = name.rpartition(".")
+        place = document.setdefault(section, {}) if section else document
+        if value is not None:
+            place[key] = os.fspath(value) if isinstance(value, Path) else value
+    return document
+
+
+def origin(run_dir: Path) -> str:
+    """The checkpoint elsewhere with which the run of a folder began, by its run.toml; "none" where it began anew."""
+    try:
+        said = tomllib.loads((run_dir / "run.toml").read_text(encoding="utf-8")).get("resume")
+    except (OSError, ValueError):
+        return "none"
+    return said if isinstance(said, str) and said else "none"
+
+
+def check_out(path: Path) -> None:
+    """ConfigError where no .toml file can be written to `path` of --out; before the work whose result it is to hold."""
+    folder = path.absolute().parent
+    try:
+        problem = ("it is a folder" if path.is_dir() else "no such folder" if not folder.is_dir() else
+                   None if os.access(path if path.exists() else folder, os.W_OK) else "permission denied")
+    except OSError as error:
+        problem = error.strerror or str(error)
+    if problem is not None:
+        raise ConfigError(f"cannot be written: {problem}", where="--out", value=str(path),
+                          remedy="Name a .toml file in a folder you own.")
+    if path.suffix != ".toml":
+        raise ConfigError("is no .toml file, which is how it would be known", where="--out", value=str(path),
+                          remedy=f"Name it {path.with_suffix('.toml')}.")
+
+
+def write(run: Run, path: Path) -> None:
+    """Write every value of `run`, as a TOML file that is itself a recipe: whole, or as it was. OSError."""
+    write_atomically(path, tomli_w.dumps(document(run)))

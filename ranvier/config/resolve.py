@@ -1,0 +1,164 @@
+"""From what a person asked for to what a formation of ranks works with: `auto` gives way to answers.
+
+    resolve(run, facts) -> ResolvedRun
+
+Nothing is decided here. A plan chooses the mesh and the microbatch, the data says how many steps an epoch has, a device
+says where optimizer states have room; each hands its answer over as `Facts`, and `resolve` substitutes it. Answers
+arrive one after the other while a run starts, so a `ResolvedRun` may be resolved again with more facts. What follows
+from closed settings by arithmetic (a replica's share of the batch, the number of microbatches) is computed by
+`ResolvedRun`, and nowhere else. Pure: no torch, no clock, no I/O.
+
+Still `auto` in a `ResolvedRun`, because the answer differs between ranks, or is only known once it is measured:
+
+    memory.recompute        chosen on each stage, by its blocks
+    pipeline.in_flight, pipeline.defer_bytes    by counted blocks (`cost/limits`)
+    launch.*                of the machine that a rank runs on
+    tensor.reduce_dtype, optim.reduce_dtype    the format of what is summed
+    elastic.cache_from      measured while the run trains
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from ranvier.config.run import Batch, MeshSettings, Optim, Positive, Run
+from ranvier.config.section import section
+from ranvier.errors import ConfigError
+from ranvier.mesh import Mesh
+
+
+@section
+class ResolvedBatch(Batch):
+    """The batch with one size of microbatches."""
+
+    microbatch_size: Positive = 4
+
+
+def _with_one_size(batch: object) -> object:
+    """A `Batch` whose microbatch size is a number, as a `ResolvedBatch`."""
+    return ResolvedBatch(**_fields(batch)) if type(batch) is Batch else batch
+
+
+@section
+class ResolvedRun(Run):
+    """A run with a mesh and a microbatch size, and what follows from them. `dataclasses.replace` keeps it closed."""
+
+    mesh: Mesh = Mesh()
+    batch: Annotated[ResolvedBatch, BeforeValidator(_with_one_size)] = ResolvedBatch()
+
+    @property
+    def replica_batch_size(self) -> int:
+        """Samples of a global batch on one replica, at most."""
+        return -(-self.batch.global_size // self.mesh.data)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of a global batch on one replica; the last one may be smaller."""
+        return -(-self.replica_batch_size // self.batch.microbatch_size)
+
+    @property
+    def last_microbatch_fraction(self) -> float:
+        """Size of the last microbatch, relative to the others."""
+        return self.replica_batch_size / self.batch.microbatch_size - (self.num_microbatches - 1)
+
+    @property
+    def row_microbatch_size(self) -> int:
+        """Samples of a microbatch on one row of the tensor mesh."""
+        return self.batch.microbatch_size // self.mesh.row
+
+    @property
+    def schedule_memory(self) -> float | None:
+        """`pipeline.memory` where it has an effect: AutoPipe counts with the rule, and recomputation leaves less to
+        choose."""
+        return None if self.elastic.freeze != "none" or self.memory.recompute != "none" else self.pipeline.memory
+
+
+@section
+class Facts:
+    """Answers to what a run leaves open. None: not known (yet), so the setting stays as it is.
+
+    mesh, microbatch_size: from a plan, or the shape of the tensor mesh with the fewest bytes. tile: rows and columns of
+    the tensor mesh on one node. num_samples: training samples in an epoch, from which `train.epochs` gives the steps.
+    num_classes: of the data. device: kind of device of the ranks. offload: where optimizer states have room.
+    """
+
+    mesh: Mesh | None = None
+    microbatch_size: Positive | None = None
+    tile: tuple[Positive, Positive] | None = None
+    num_samples: int | None = None
+    num_classes: Positive | None = None
+    device: Literal["cpu", "cuda"] | None = None
+    offload: Literal["none", "stream", "host"] | None = None
+
+
+def resolve(run: Run, facts: Facts | None = None) -> ResolvedRun:
+    """`run` with the answers of `facts` in place of what it leaves open; settings with a value of their own stay.
+
+    ConfigError where an axis of the mesh or the microbatch size is still auto, and where the data has another number of
+    classes than the run says.
+    """
+    facts = facts or Facts()
+    batch = _batch(run, facts)
+    train, model = run.train, run.model
+    if train.epochs is not None and facts.num_samples is not None:
+        train = replace(train, steps=-(-train.epochs * facts.num_samples // batch.global_size))
+    if facts.num_classes is not None:
+        if model.num_classes not in ("auto", facts.num_classes):
+            raise ConfigError(f"is not the number of classes in the data, {facts.num_classes}",
+                              where="model.num-classes", value=model.num_classes,
+                              remedy="Leave it out: auto takes it from the data.")
+        model = replace(model, num_classes=facts.num_classes)
+    optim, launch = run.optim, run.launch
+    if facts.offload is not None and optim.offload == "auto":
+        optim = replace(optim, offload=facts.offload)
+    if facts.device is not None:
+        launch = replace(launch, device=facts.device)
+    sections = _fields(run) | {"mesh": _mesh(run, facts), "batch": batch, "train": train, "model": model,
+                               "optim": optim, "launch": launch}
+    return ResolvedRun(**sections)
+
+
+def _mesh(run: Run, facts: Facts) -> Mesh:
+    asked = run.mesh
+    mesh = facts.mesh or (asked.with_sizes() if isinstance(asked, MeshSettings) else asked)
+    return mesh if facts.tile is None or mesh.tile is not None else replace(mesh, tile=facts.tile)
+
+
+def _batch(run: Run, facts: Facts) -> ResolvedBatch:
+    size = run.batch.microbatch_size if facts.microbatch_size is None else facts.microbatch_size
+    if size == "auto":
+        raise ConfigError("is auto, and must be a number here", where="batch.microbatch-size", value="auto",
+                          remedy="Set --batch.microbatch-size, or plan the run first (ranvier.planner.auto).")
+    return ResolvedBatch(**_fields(run.batch) | {"microbatch_size": size})
+
+
+def _fields(section: Any) -> dict[str, Any]:
+    return {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
+
+
+# --- answers by rule -------------------------------------------------------------------------------------------------
+
+
+def auto_offload(device: str, needed_bytes: int, free_bytes: int) -> Literal["none", "stream"]:
+    """The place of optimizer states that `auto` stands for: the device, unless it is a GPU with too little free memory.
+
+    needed_bytes: what the rank needs of its device if states are there: predicted before a run starts, and twice the
+    bytes of the states for an engine that is built from Python, of which nothing is predicted.
+    """
+    return "stream" if device == "cuda" and needed_bytes > free_bytes else "none"
+
+
+def bucket_size(optim: Optim, device: str) -> int:
+    """`optim.bucket_size`, or for auto the parameters that keep a GPU's link busy, or stay in a CPU's cache."""
+    if optim.bucket_size != "auto":
+        return optim.bucket_size
+    return 4_194_304 if device == "cuda" else 262_144
+
+
+def chunk_size(optim: Optim, device: str) -> int:
+    """Elements of gradients that are reduced in one piece, before rounding up to a multiple of the group's size."""
+    return bucket_size(optim, device) * optim.chunk_buckets

@@ -1,0 +1,265 @@
+"""What cannot work, or has not the effect that was meant, as far as it follows from the settings alone.
+
+    problems(run)      each a reason to refuse the run
+    warnings(run)      settings that contradict each other without harm
+
+Nothing is built and nothing is read: no torch, no clock, no I/O. `ranvier.planner.problems` adds what the model family,
+the task and the disk have against a run. Rules that also hold for an engine that is built from Python are functions of
+its arguments.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from ranvier.config import parameter_groups
+from ranvier.config.resolve import ResolvedRun
+from ranvier.config.run import Elastic, Guard, Optim, TensorParallel, Train
+from ranvier.errors import ConfigError
+from ranvier.mesh import Mesh
+
+MAX_LAYERS = 10_000
+"""Layers of a model that can be cut into stages, at most."""
+
+
+def problems(run: ResolvedRun, num_ranks: int | None = None, *, num_blocks: int | None) -> Iterator[ConfigError]:
+    """Every reason why `run` cannot work. num_ranks: ranks that are started, where that is known. num_blocks: of the
+    run's model; None where it cannot be built."""
+    yield from mesh_problems(run, num_ranks, num_blocks)
+    yield from batch_problems(run)
+    yield from update_problems(run)
+    yield from parameter_groups.problems(run.optim)
+    yield from resume_problems(run)
+    if run.comm.transport == "torch" and run.comm.collectives == "mpi":
+        yield ConfigError("needs MPI for messages, too", where="comm.collectives", value=run.comm.collectives,
+                          remedy="Set --comm.transport mpi, or leave comm.collectives auto.")
+    yield from elastic_problems(run)
+
+
+# --- the mesh --------------------------------------------------------------------------------------------------------
+
+
+def mesh_problems(run: ResolvedRun, num_ranks: int | None, num_blocks: int | None) -> Iterator[ConfigError]:
+    """A mesh that the ranks, the model or the batch do not suit."""
+    mesh, num_layers = run.mesh, run.model.num_layers
+    if num_ranks is not None and mesh.size != num_ranks:
+        yield ConfigError(f"needs {mesh.size} ranks, not {num_ranks}", where="mesh", value=str(mesh),
+                          remedy=f"Change --mesh.data and --mesh.pipe so that data x pipe x row x col is {num_ranks}, "
+                                 f"or start {mesh.size} ranks.")
+    yield from tensor_problems(mesh, run.tensor)
+    yield from divisibility_problems(run)
+    if num_layers > MAX_LAYERS:
+        yield ConfigError(f"is more than {MAX_LAYERS}, the most that can be cut into stages",
+                          where="model.num-layers", value=num_layers, remedy="Use fewer and wider layers.")
+    if num_blocks is None:
+        return
+    if mesh.pipe > num_blocks:
+        yield ConfigError(f"is more than the {num_blocks} blocks of the model", where="mesh.pipe", value=mesh.pipe,
+                          remedy=f"Set --mesh.pipe {num_blocks} or less, or raise --model.num-layers.")
+    elif run.pipeline.boundaries is not None:
+        try:
+            check_boundaries(run.pipeline.boundaries, num_blocks, mesh.pipe)
+        except ConfigError as problem:
+            yield problem
+
+
+def tensor_problems(mesh: Mesh, tensor: TensorParallel) -> Iterator[ConfigError]:
+    """A scheme of tensor parallelism that does not exist on this shape of tensor mesh."""
+    if tensor.scheme == "megatron" and mesh.row > 1:
+        yield ConfigError(f"splits blocks over columns only, and mesh.row is {mesh.row}", where="tensor.scheme",
+                          value="megatron", remedy=f"Set --mesh.row 1 --mesh.col {mesh.stage_size}, or "
+                                                   "--tensor.scheme stationary.")
+
+
+def divisibility_problems(run: ResolvedRun) -> Iterator[ConfigError]:
+    """Sizes that rows or columns do not divide."""
+    mesh, model, tensor = run.mesh, run.model, run.tensor
+    shares: list[tuple[str, str, int]] = [("row", "batch.microbatch-size", run.batch.microbatch_size),
+                                          ("col", "model.heads", model.heads)]
+    if tensor.scheme == "stationary" and model.hidden % mesh.col == 0:
+        shares.append(("row", f"model.hidden / {mesh.col}, the features of a column:", model.hidden // mesh.col))
+    if tensor.scheme == "megatron" and tensor.sequence_sharding:
+        shares.append(("col", "model.sequence", model.sequence))
+    for axis, what, size in shares:
+        count = getattr(mesh, axis)
+        if size % count:
+            largest = next(part for part in range(count, 0, -1) if size % part == 0)
+            yield ConfigError(f"does not divide {what} {size}", where=f"mesh.{axis}", value=count,
+                              remedy=f"Set --mesh.{axis} {largest}, or change {what.partition(' ')[0]}.")
+    if model.vocab < max(mesh.row, mesh.col):
+        yield ConfigError(f"is smaller than the tensor mesh: every rank needs a part of it, on {mesh.row} rows and "
+                          f"{mesh.col} columns", where="model.vocab", value=model.vocab,
+                          remedy=f"Set --model.vocab {max(mesh.row, mesh.col)} or more.")
+
+
+def check_boundaries(boundaries: Sequence[int], num_blocks: int, num_stages: int) -> tuple[int, ...]:
+    """Boundaries given by hand, if they cut `num_blocks` into `num_stages` non-empty stages. ConfigError otherwise."""
+    boundaries = tuple(boundaries)
+    remedy = (f"Give {num_stages - 1} rising block numbers between 1 and {num_blocks - 1}, "
+              f"the first block of each stage after the first.")
+    if len(boundaries) != num_stages - 1:
+        raise ConfigError(f"has {len(boundaries)} numbers for {num_stages} stages", where="pipeline.boundaries",
+                          value=boundaries, remedy=remedy)
+    edges = (0, *boundaries, num_blocks)
+    if any(first >= second for first, second in pairwise(edges)):
+        raise ConfigError("does not rise, or leaves a stage without blocks", where="pipeline.boundaries",
+                          value=boundaries, remedy=remedy)
+    return boundaries
+
+
+# --- the batch and its update ----------------------------------------------------------------------------------------
+
+
+def batch_problems(run: ResolvedRun) -> Iterator[ConfigError]:
+    """Replicas without a sample, and microbatches that are larger than a replica's share."""
+    mesh, batch, share = run.mesh, run.batch, run.replica_batch_size
+    if batch.global_size < mesh.data:
+        yield ConfigError(f"leaves replicas without a sequence: mesh.data is {mesh.data}", where="batch.global-size",
+                          value=batch.global_size,
+                          remedy=f"Set --batch.global-size {mesh.data} or more, or lower --mesh.data.")
+    elif batch.microbatch_size > share:
+        yield ConfigError(f"is more than a replica's share of the batch, {share} of {batch.global_size} sequences",
+                          where="batch.microbatch-size", value=batch.microbatch_size,
+                          remedy=f"Set --batch.microbatch-size {share} or less, or raise --batch.global-size.")
+
+
+def update_problems(run: ResolvedRun) -> Iterator[ConfigError]:
+    """What contradicts the way in which parameters are updated."""
+    count = run.num_microbatches
+    if run.optim.update_in_backward and count > 1:
+        yield ConfigError(f"needs batches of one microbatch, not {count}", where="optim.update-in-backward", value=True,
+                          remedy=f"Set --batch.microbatch-size {run.replica_batch_size}, or leave it out.")
+    yield from in_backward_problems(run.optim, scales_loss=run.precision == "fp16")
+    yield from guard_problems(run.guard, run.optim)
+
+
+def in_backward_problems(optim: Optim, *, scales_loss: bool, own: bool = True) -> Iterator[ConfigError]:
+    """Updates in the backward cannot wait for what is known only after it. own: whether the optimizer is Ranvier's."""
+    for wrong, what, remedy in (
+            (not own, "needs Ranvier's own optimizer", "Give the engine optim=, and no optimizer=."),
+            (bool(optim.clip_norm), "cannot clip by a norm that is known only at the end",
+             "Set --optim.clip-norm 0, or leave it out."),
+            (scales_loss, "cannot skip a step whose gradients overflow", "Set --precision bf16, or leave it out.")):
+        if wrong and optim.update_in_backward:
+            yield ConfigError(what, where="optim.update-in-backward", value=True, remedy=remedy)
+
+
+def looks_before_update(guard: Guard, optim: Optim) -> bool:
+    """Whether steps are judged before they are applied. Blocks that are updated in the backward change before anything
+    is known of the step: there, stop has the effect of none."""
+    return guard.bad_step != "none" and not optim.update_in_backward
+
+
+def guard_problems(guard: Guard, optim: Optim) -> Iterator[ConfigError]:
+    """What a guard cannot do with these settings."""
+    if optim.update_in_backward and guard.bad_step in ("skip", "rollback"):
+        yield ConfigError("cannot look at a step before blocks are updated: optim.update-in-backward is set",
+                          where="guard.bad-step", value=guard.bad_step,
+                          remedy="Set --guard.bad-step stop, or leave --optim.update-in-backward out.")
+    elif guard.loss_spike_factor and not looks_before_update(guard, optim):
+        why = "guard.bad-step is none" if guard.bad_step == "none" else "optim.update-in-backward is set"
+        yield ConfigError(f"has no effect where steps are not judged before they are applied: {why}",
+                          where="guard.loss-spike-factor", value=guard.loss_spike_factor,
+                          remedy="Set --guard.loss-spike-factor 0, or change the other setting.")
+
+
+# --- how a run starts ------------------------------------------------------------------------------------------------
+
+
+def resume_problems(run: ResolvedRun) -> Iterator[ConfigError]:
+    """A run that is to resume, and has no folder to look into."""
+    if run.resume == "auto" and run.run_dir is None and run.checkpoint.dir is None:
+        yield ConfigError("needs a folder to look for checkpoints in", where="resume", value="auto",
+                          remedy="Set --run-dir, or --checkpoint.dir, to the same folder each time.")
+
+
+def warnings(run: ResolvedRun) -> Iterator[ConfigError]:
+    """Values that have not the effect that was meant."""
+    asked = run.pipeline.in_flight
+    if asked != "auto" and run.pipeline.policy != "gpipe" and asked < run.mesh.pipe:
+        yield ConfigError(f"leaves some of the {run.mesh.pipe} stages idle", where="pipeline.in-flight", value=asked,
+                          remedy=f"Set --pipeline.in-flight {run.mesh.pipe} or more, or auto.")
+    if run.train.epochs is None:
+        yield from length_warnings(run.train)
+
+
+def length_warnings(train: Train) -> Iterator[ConfigError]:
+    """What does not fit into the number of steps, which must be known."""
+    if train.warmup_steps >= train.steps:
+        how = "--train.steps" if train.epochs is None else "--train.epochs"
+        yield ConfigError(f"ends the run of {train.steps} steps before the full learning rate is reached",
+                          where="train.warmup-steps", value=train.warmup_steps,
+                          remedy=f"Lower --train.warmup-steps, or raise {how}.")
+
+
+# --- elastic runs ----------------------------------------------------------------------------------------------------
+
+
+def elastic_problems(run: ResolvedRun) -> Iterator[ConfigError]:
+    """What cannot be asked of an elastic run."""
+    elastic = run.elastic
+    yield from freeze_problems(elastic, run.model.num_layers)
+    if elastic.freeze == "gradient-norm" and run.model.num_layers < 2:
+        yield ConfigError("has nothing to compare in a model of one layer", where="elastic.freeze",
+                          value=elastic.freeze, remedy="Set --elastic.freeze cap, or use more layers.")
+    dropouts = {"model": run.model.dropout, "lora": run.lora.dropout if run.lora.rank else 0.0}
+    active = next((name for name, probability in dropouts.items() if probability), None)
+    if elastic.cache and active is not None and elastic.frozen_dropout:
+        yield ConfigError(f"would keep what one epoch's dropout has made ({active}.dropout is {dropouts[active]:g})",
+                          where="elastic.cache", value=True,
+                          remedy="Set --elastic.frozen-dropout false: frozen layers then drop nothing.")
+    if elastic.cache and run.data.augment != "none" and not run.data.augment_repeats:
+        yield ConfigError(f"would keep what one epoch's augmentation has made (data.augment is {run.data.augment})",
+                          where="elastic.cache", value=True,
+                          remedy="Set --data.augment-repeats true: each epoch then repeats the first one's.")
+    if run.optim.ema and elastic.freeze != "none":
+        yield ConfigError("keeps no average of layers that freeze", where="optim.ema", value=run.optim.ema,
+                          remedy="Set --optim.ema 0, or --elastic.freeze none.")
+    if run.optim.update_in_backward and elastic.profile_microbatches:
+        yield ConfigError("tries several microbatches, and updates in the backward need one",
+                          where="elastic.profile-microbatches", value=True,
+                          remedy="Leave out --optim.update-in-backward.")
+    if run.optim.update_in_backward and elastic.global_batch != "keep":
+        yield ConfigError("needs batches of one microbatch, and this one grows", where="elastic.global-batch",
+                          value=elastic.global_batch, remedy="Leave out --optim.update-in-backward.")
+
+
+def manual_depth(text: str) -> tuple[int, int]:
+    """(step, layers) of a text STEP:LAYERS. ConfigError when it is none."""
+    found = re.fullmatch(r"([0-9]{1,18}):([0-9]{1,18})", text)
+    if found is None:
+        raise ConfigError("is not of the form STEP:LAYERS", where="elastic.manual", value=text,
+                          remedy="Give entries such as 100:4, which freezes the first 4 layers after step 100.")
+    return int(found[1]), int(found[2])
+
+
+def freeze_problems(elastic: Elastic, num_layers: int) -> Iterator[ConfigError]:
+    """What is wrong with the freezing that is asked for, for a model of so many layers."""
+    if elastic.freeze != "manual":
+        if elastic.manual:
+            yield ConfigError(f"is given, but elastic.freeze is {elastic.freeze}", where="elastic.manual",
+                              value=elastic.manual, remedy="Set --elastic.freeze manual, or leave out the entries.")
+        return
+    if not elastic.manual:
+        yield ConfigError("needs entries", where="elastic.freeze", value="manual",
+                          remedy="Give --elastic.manual entries such as 100:4, which freezes the first 4 layers after "
+                                 "step 100.")
+    depths: list[tuple[str, int, int]] = []
+    for text in elastic.manual:
+        try:
+            depths.append((text, *manual_depth(text)))
+        except ConfigError as problem:
+            yield problem
+    for text, _, layers in depths:
+        if layers > num_layers:
+            yield ConfigError(f"freezes more than the model's {num_layers} layers", where="elastic.manual", value=text,
+                              remedy=f"Freeze {num_layers} layers or fewer.")
+    for (before, earlier, fewer), (text, step, layers) in pairwise(depths):
+        if step <= earlier:
+            yield ConfigError(f"is not later than the entry before it, {before}", where="elastic.manual", value=text,
+                              remedy="Give the entries in the order of their steps, one for each step.")
+        elif layers < fewer:
+            yield ConfigError(f"has fewer layers than the entry before it, {before}, and frozen layers stay frozen",
+                              where="elastic.manual", value=text, remedy="Let the number of layers rise.")

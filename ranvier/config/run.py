@@ -1,0 +1,598 @@
+"""The configuration of a run: one tree of frozen dataclasses.
+
+The text under a field is its help on the command line and its documentation. Flags are the fields' names with hyphens
+(`--batch.global-size`), run.toml has the same names with underscores. Every value comes from, in rising order: the
+field's default, the recipe (a run.toml is one, too), a flag. `auto` is a value: whoever resolves it replaces it here,
+and the run's folder keeps the result.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import StringConstraints, model_validator
+from pydantic_core import ArgsKwargs
+
+from ranvier.config import aliases
+from ranvier.config.section import section
+from ranvier.errors import ConfigError
+from ranvier.mesh import AXES, Axis, Mesh, Size
+
+Positive = Annotated[int, Ge(1)]
+Bytes = Annotated[int, Ge(0)]
+ObjectName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+"""A Python object of the user's: module:name (ranvier/config/named_object.py)."""
+
+
+class _Renamed:
+    """A section that also takes its fields' old names and values (`ranvier.config.aliases`), as keyword arguments."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_new_spellings(cls, given: Any) -> Any:
+        if not isinstance(given, ArgsKwargs) or given.kwargs is None:
+            return given
+        prefix = f"{cls.__name__.lower()}."
+        fields: dict[str, Any] = {}
+        for name, value in given.kwargs.items():
+            setting = aliases.current(prefix + name, value)
+            for alias in setting.used:
+                if (warning := aliases.warning(alias, f"{cls.__name__}(...)")) is not None:
+                    warnings.warn(str(warning), DeprecationWarning, stacklevel=4)
+            new = setting.name.removeprefix(prefix)
+            if new != name and new in given.kwargs:  # as dataclasses.replace passes it
+                raise TypeError(f"{cls.__name__}() got {name} and {new}, which are two names of one field; use {new}")
+            fields[new] = setting.value
+        return ArgsKwargs(given.args, fields)
+
+
+@section
+class MeshSettings:
+    """The mesh as a person asks for it: an axis may be left open (auto), and `ranvier.mesh.Mesh` is what it becomes."""
+
+    data: Size | Literal["auto"] = 1
+    """Data parallel size: replicas of the model, which share each global batch. auto, here and below: a plan of all
+    axes that are auto chooses the fastest sizes for the ranks that are started."""
+    pipe: Size | Literal["auto"] = 1
+    """Pipeline parallel size: number of stages, each of consecutive blocks."""
+    row: Size | Literal["auto"] = 1
+    """Tensor parallel size along the rows of the tensor mesh, which share the sequences of a microbatch. auto, with
+    data and pipe given: the shape of the tensor mesh whose ranks receive the fewest bytes."""
+    col: Size | Literal["auto"] = 1
+    """Tensor parallel size along the columns of the tensor mesh, which share the hidden dimension."""
+    tile: tuple[Size, Size] | None = None
+    """Shape of the part of the tensor mesh that is on one node, as rows x columns. none: the one for which the fewest
+    bytes cross between nodes if all nodes have equally many ranks; otherwise ranks are numbered row by row. Unused on
+    stages of one rank."""
+
+    @property
+    def open_axes(self) -> tuple[Axis, ...]:
+        """The axes that are auto."""
+        return tuple(axis for axis in AXES if getattr(self, axis) == "auto")
+
+    def with_sizes(self, **sizes: int) -> Mesh:
+        """The mesh with these sizes along its open axes. ConfigError where an axis stays open, and from `Mesh`."""
+        known = {axis: getattr(self, axis) for axis in AXES if axis not in self.open_axes} | sizes
+        for axis in self.open_axes:
+            if axis not in known:
+                raise ConfigError("is auto, and must be a number here", where=f"mesh.{axis}", value="auto",
+                                  remedy=f"Set --mesh.{axis}, or plan the run first (ranvier.planner.auto).")
+        return Mesh(**known, tile=self.tile)
+
+
+@section
+class Batch:
+    """The global batch and its microbatches."""
+
+    global_size: Positive = 32
+    """Global batch size: sequences in one optimizer step, over all data parallel replicas."""
+    microbatch_size: Positive | Literal["auto"] = 4
+    """Microbatch size: sequences in one forward and backward of the pipeline. Gradients of the microbatches of a step
+    are accumulated. The last microbatch of a replica may be smaller. auto: a plan chooses the fastest size."""
+
+
+@section
+class Train:
+    """Length of the run, learning rate, evaluation and sample text."""
+
+    steps: Positive = 100
+    """Optimizer steps."""
+    epochs: Positive | None = None
+    """Epochs: passes over the training data; overrides `steps`."""
+    learning_rate: Annotated[float, Gt(0)] = 1e-3
+    """Peak learning rate."""
+    warmup_steps: Annotated[int, Ge(0)] = 0
+    """Learning-rate warmup: steps over which the learning rate rises linearly from 0 to its peak."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """Learning-rate schedule after the warmup, until the last step. wsd (warmup, stable, decay): constant, with a decay
+    at the end."""
+    final_learning_rate: Annotated[float, Ge(0)] = 0.0
+    """Learning rate at the last step of the schedules linear, cosine and wsd."""
+    decay_share: Annotated[float, Gt(0), Le(1)] = 0.2
+    """wsd: share of the run's steps in which the learning rate decays; the decay begins after the warmup in any
+    case."""
+    decay_shape: Literal["linear", "1-sqrt"] = "1-sqrt"
+    """wsd: form of the decay: linear, or 1 minus the square root of the decay's progress, which falls faster at
+    first."""
+    eval_every: Annotated[int, Ge(0)] = 0
+    """Steps between evaluations on held-out data; 0 evaluates at the end only."""
+    eval_sequences: Positive = 64
+    """Held-out sequences in one evaluation, over all replicas."""
+    eval_ema: bool = False
+    """Evaluate the moving average of the parameters (`optim.ema`) instead of the parameters."""
+    early_stopping: Annotated[int, Ge(0)] = 0
+    """Early stopping: evaluations without improvement after which the run ends; 0 for never. The metric is that of
+    `checkpoint.best`, or else the held-out loss."""
+    early_stopping_delta: Annotated[float, Ge(0)] = 0.0
+    """Early stopping: smallest change of the metric that counts as an improvement."""
+    sample_tokens: Annotated[int, Ge(0)] = 120
+    """Tokens of sample text that the trained model generates at the end of the run; 0 for none."""
+    prompt: str = ""
+    """Prompt of the sample text; empty takes the start of a held-out line."""
+
+
+@section
+class Pipeline:
+    """Pipeline parallelism: schedule, in-flight limit, partition into stages, deferred weight gradients."""
+
+    policy: Literal["message-driven", "1f1b", "gpipe"] = "message-driven"
+    """Pipeline schedule: a stage runs what has arrived, backward before forward (message-driven), or follows a fixed
+    order (1f1b, gpipe)."""
+    in_flight: Positive | Literal["auto"] = "auto"
+    """In-flight limit: microbatches of one replica that may be in the pipeline at once. auto: the fastest in a
+    simulation of the schedule, within `memory`. Unused with gpipe, which has all of them in flight."""
+    boundaries: tuple[Positive, ...] | None = None
+    """First block of each stage after the first, by number; overrides `partition`."""
+    partition: Literal["cost", "uniform"] = "cost"
+    """How blocks are partitioned into stages: the slowest stage as fast as possible (cost), or equal numbers of blocks
+    (uniform)."""
+    defer_bytes: Bytes | Literal["auto"] = "auto"
+    """Memory budget of deferred weight gradients on a rank: bytes of the inputs and output gradients that they keep. 0
+    computes each weight gradient in its backward. auto: on each stage what the fastest simulated schedule uses, within
+    `memory`."""
+    memory: Annotated[float, Ge(1)] | None = 1.1
+    """Memory that auto values of `in_flight` and `defer_bytes` may use on a rank, relative to what the largest stage
+    needs under 1f1b. none: a rule without simulation, which elastic runs and runs with recomputation always follow: as
+    many microbatches in flight as stages, plus the number of stages without trainable parameters."""
+    look_ahead: Bytes | Literal["auto"] = "auto"
+    """On CUDA: actions that the host may enqueue ahead of the device when it chooses the next one. A small number
+    lets it choose from more messages; 0 waits for each action. auto: 1 with several stages, no limit with one."""
+
+
+@section
+class TensorParallel:
+    """Tensor parallelism on the row x col ranks of a stage, and sequence parallelism."""
+
+    scheme: Literal["stationary", "summa", "megatron"] = "stationary"
+    """Tensor parallel scheme: how the row x col ranks of a stage compute a block. stationary: one operand of each
+    matrix product stays where it is; summa: broadcasts and reductions, as in Optimus; megatron: as in Megatron-LM, on
+    columns only."""
+    sequence_sharding: bool = False
+    """Sequence parallel, with megatron only: between matrix products, each column keeps a part of the sequence instead
+    of all activations."""
+    keep_weights: bool = False
+    """With stationary on several rows only: keep gathered weights for all microbatches of a step instead of gathering
+    them again (as FSDP's reshard_after_forward=False)."""
+    reduce_dtype: Literal["auto", "fp32", "half"] = "auto"
+    """Number format of half-precision activations in reductions along rows and columns; auto is the format of the
+    activations. NCCL adds in this format; CPU backends always add in fp32."""
+
+
+@section
+class Comm:
+    """Communication between ranks."""
+
+    transport: Literal["auto", "torch", "mpi"] = "auto"
+    """Communication library: torch.distributed (Gloo, NCCL) or MPI. auto: MPI on CPU where mpi4py and mpiexec are
+    installed, otherwise torch."""
+    collectives: Literal["auto", "torch", "mpi"] = "auto"
+    """Library of the collectives, where `transport` is mpi: torch.distributed (Gloo, NCCL) or MPI. auto: NCCL between
+    CUDA devices, MPI between CPUs. AxoNN has MPI for messages and NCCL for collectives."""
+    timeout_seconds: Annotated[float, Gt(0), Le(1e8)] = 300.0
+    """Timeout of one message or collective, in seconds; the run then fails with a report of which rank waits for
+    which."""
+
+
+@section
+class Optim:
+    """The optimizer: update rule, gradient reduction, loss scaling, offload and sharding of its states."""
+
+    algorithm: Literal["adamw", "sgd", "lion", "muon", "adafactor"] | ObjectName = "adamw"
+    """Optimizer (docs/optimizers.md): AdamW (Loshchilov and Hutter, 2019); SGD with momentum; Lion (Chen et al., 2023);
+    Muon (Jordan et al., 2024) for the matrices of layers, with AdamW for all other parameters; Adafactor (Shazeer and
+    Stern, 2018). Or an update rule of your own, as module:name."""
+    options: tuple[str, ...] = ()
+    """Keyword arguments of the function or class that an `algorithm` of your own names, as NAME=VALUE."""
+    betas: tuple[Annotated[float, Ge(0), Lt(1)], Annotated[float, Ge(0), Lt(1)]] = (0.9, 0.999)
+    """AdamW's decay rates of the first and second moments, with muon for the parameters that AdamW updates; Lion's
+    interpolation factors, which were published as 0.9,0.99."""
+    epsilon: Annotated[float, Gt(0)] = 1e-8
+    """AdamW's term added to the denominator for numerical stability."""
+    momentum: Annotated[float, Ge(0), Lt(1)] = 0.9
+    """Momentum of SGD, and of Muon (Nesterov), which was published with 0.95."""
+    muon_scale: Literal["match-rms-adamw", "original"] = "match-rms-adamw"
+    """Muon's factor on the learning rate of an m x n matrix. match-rms-adamw: 0.2 sqrt(max(m, n)), so that learning
+    rate and weight decay of AdamW fit; original: sqrt(max(1, m / n))."""
+    weight_decay: Annotated[float, Ge(0)] = 0.01
+    """Weight decay: added to the gradient in SGD, decoupled in the other optimizers."""
+    decay: Literal["all", "matrices"] = "all"
+    """Parameters with weight decay: all, or only those with two or more dims (no biases and norms)."""
+    groups: tuple[str, ...] = ()
+    """Parameter groups, as PATTERN:FACTOR:DECAY with a pattern of parameter names, a factor on the learning rate and a
+    weight decay, for example *.bias:1:0. A parameter belongs to the first group whose pattern matches."""
+    clip_norm: Annotated[float, Ge(0)] = 0.0
+    """Gradient clipping: maximum global gradient norm (L2); larger gradients are scaled down to it. 0 does not clip."""
+    accumulate: Literal["fp32", "half"] = "fp32"
+    """Number format of gradient accumulation over microbatches, with bf16 and fp16 parameters."""
+    reduce_dtype: Literal["auto", "fp32", "half"] = "auto"
+    """Number format of the gradient all-reduce between data parallel replicas; auto is the format of the parameters."""
+    offload: Literal["none", "stream", "host", "auto"] = "auto"
+    """CPU offload of optimizer states. none: states on the device; stream: states in host memory, streamed through the
+    device bucket by bucket for the update; host: states in host memory, updated by the CPU. auto: none where the device
+    has enough memory, otherwise stream."""
+    bucket_size: Positive | Literal["auto"] = "auto"
+    """Bucket size: parameters that the optimizer updates together; auto is 4,194,304 on CUDA and 262,144 on CPU."""
+    chunk_buckets: Positive = 4
+    """Buckets in a chunk, whose gradients are reduced over `data` in one collective. DDP calls a chunk a bucket."""
+    buckets_in_flight: Positive = 3
+    """Buckets on the device at once with offload stream: one is copied in, one is updated, one is copied out."""
+    shard: bool = False
+    """Sharding of optimizer states as in ZeRO-1 (a distributed optimizer): each rank that holds the same parameters
+    (data parallel replicas; for biases and norms also the rows) keeps and updates its shard of the optimizer states,
+    and gathers the parameters that the others update. With muon and adafactor each tensor is updated by one of them."""
+    initial_loss_scale: Annotated[float, Gt(0)] = 65536.0
+    """Loss scaling, with fp16 only: initial loss scale. It is halved when a gradient overflows."""
+    loss_scale_window: Positive = 2000
+    """Loss scaling, with fp16 only: steps without overflow after which the loss scale is doubled."""
+    ema: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """Exponential moving average of the parameters: its decay, for example 0.999; 0 keeps none. It is kept in fp32 with
+    the optimizer states, and saved with them; `ranvier evaluate`, `generate` and `export` take it with --ema."""
+    update_in_backward: bool = False
+    """Update each block right after its backward and reuse the memory of its gradients; with one microbatch only."""
+
+
+@section
+class Memory(_Renamed):
+    """What is recomputed to save memory."""
+
+    recompute: Literal["none", "auto", "axonn"] | Positive = "none"
+    """Activation recomputation (activation checkpointing): layers between stored activations; the others are computed
+    again in the backward. auto: on each stage what needs the least memory; axonn: AxoNN's rule."""
+
+
+@section
+class Checkpoint:
+    """When checkpoints are written, and which are kept."""
+
+    dir: Path | None = None
+    """Folder of the run's checkpoints, which all ranks must be able to access; by default `checkpoint` in the run's
+    folder."""
+    every: Annotated[int, Ge(0)] = 100
+    """Steps between checkpoints; 0 writes one at the end of the run and one when the run is stopped."""
+    keep: Positive = 3
+    """Number of latest checkpoints to keep."""
+    keep_every: Annotated[int, Ge(0)] = 0
+    """Checkpoints of steps that are a multiple of this are never deleted; 0 for none."""
+    best: Annotated[str, StringConstraints(pattern=r"^eval_\w+$")] | None = None
+    """Metric of the best checkpoint, which is kept beside the latest ones and marked by the link `best` in their
+    folder: eval_loss, eval_accuracy, or that of an evaluation set, such as eval_wiki_loss. Losses are minimised, other
+    metrics maximised. none keeps no best one."""
+    on_error: Literal["continue", "stop"] = "continue"
+    """What a run does when a checkpoint cannot be written: continue and try again at the next one, or stop."""
+
+
+@section
+class Guard(_Renamed):
+    """What happens at a bad step: NaN, infinity, or a loss spike."""
+
+    bad_step: Literal["stop", "skip", "rollback", "none"] = "stop"
+    """What a run does when a loss or gradient is NaN or infinite, or at a loss spike. stop: end the run before the step
+    is applied, and name the block and the microbatch; skip: skip the step; rollback: roll back to the last checkpoint
+    and skip the data since then; none: check the loss alone, after the step, and end the run."""
+    loss_spike_factor: Annotated[float, Ge(0)] = 0.0
+    """Loss spikes: a step is bad when its loss is more than this times the median of the last 20 good steps; 0 for no
+    limit."""
+    most_bad_steps: Positive = 3
+    """Consecutive bad steps after which skip and rollback end the run."""
+    compare_every: Annotated[int, Ge(0)] = 0
+    """Steps between checks that the parameters of data parallel replicas are bit-identical; 0 for no checks."""
+
+
+@section
+class Log:
+    """Experiment trackers beside the run's own files, console and TensorBoard."""
+
+    tracker: tuple[Literal["wandb", "mlflow", "aim"], ...] = ()
+    """Experiment trackers that get the curves and settings of the run: wandb (Weights & Biases), mlflow, aim; several
+    separated by commas. Each is an extra of the same name, for example ranvier[mlflow]."""
+    project: str = "ranvier"
+    """Project (wandb) or experiment (mlflow, aim) to which the run belongs."""
+    store: str | None = None
+    """mlflow: tracking URI, for example file:mlruns or http://host:5000; aim: repository. none is the package's own
+    default."""
+    offline: bool = False
+    """wandb: keep everything in the run's folder, for `wandb sync`, and connect to no server."""
+
+
+@section
+class Launch:
+    """How ranks are started, and on which devices."""
+
+    launcher: Literal["auto", "local", "torchrun", "mpiexec", "srun"] = "auto"
+    """Launcher that started the ranks; auto reads the launchers' environment variables, and contradictions are
+    errors."""
+    threads: Positive | Literal["auto"] = "auto"
+    """Compute threads per rank; auto divides the cores of the machine among its ranks."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the ranks; auto is CUDA when each rank of a machine can have a device of its own."""
+    cluster: str | None = None
+    """Cluster for which `auto` in mesh.data, mesh.pipe and batch.microbatch-size is planned: a shipped cluster or a
+    TOML file (`ranvier doctor --measure`); none uses nominal figures of the devices here."""
+    stopped_seconds: Annotated[float, Ge(0), Le(1e8)] = 5.0
+    """Seconds for which a rank may be stopped by a signal (SIGSTOP) before the run ends and names the rank; 0 for no
+    limit."""
+    hang_seconds: Annotated[float, Ge(0), Le(1e8)] | Literal["auto"] = "auto"
+    """Longest time of one forward, backward or weight gradient, in seconds, before its rank counts as hung and the run
+    ends. auto: 20 times the longest so far, at least 30 s, once some of its kind have been measured; 0 for no limit.
+    Waits for other ranks and time in a debugger do not count."""
+
+
+@section
+class Transformer:
+    """Architecture and sizes of the model."""
+
+    family: Literal["auto", "gpt", "llama", "bert", "vit"] | ObjectName = "auto"
+    """Architecture; auto is what `data.task` takes: gpt for lm, bert for classification and qa, vit for images. llama,
+    for lm, stands for Llama, Mistral, Qwen, Gemma, OLMo 2 and SmolLM (docs/models.md). Or a model family of your own,
+    as module:function (docs/extending.md)."""
+    preset: str | None = None
+    """Sizes of a published model, by name, for example llama-3.2-1b (docs/models.md). Other settings of the model
+    override it."""
+    options: tuple[str, ...] = ()
+    """Keyword arguments of the function that a `family` of your own names, as NAME=VALUE, for example kernel=5."""
+    pretrained: str | None = None
+    """Pretrained model, for weights and sizes: a folder in Hugging Face format (config.json and safetensors), or a
+    name: minilm, dinov2-small. Parameters that it lacks, such as a classifier, are initialised from the seed."""
+    num_layers: Positive = 4
+    """Transformer layers."""
+    hidden: Positive = 128
+    """Hidden size."""
+    heads: Positive = 4
+    """Attention heads; divides `hidden`."""
+    vocab: Annotated[int, Ge(2)] = 2048
+    """Size of the vocabulary; the byte-level tokenizer needs at least 257."""
+    sequence: Positive = 128
+    """Tokens in one training sequence."""
+    dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """Dropout probability of embeddings and sublayer outputs; every mesh drops the same elements."""
+    intermediate: Positive | None = None
+    """Intermediate size of an MLP; none is 4 times `hidden`."""
+    norm_epsilon: Annotated[float, Gt(0)] | None = None
+    """Epsilon of layer norms; none is the value that the family was published with."""
+    num_classes: Positive | Literal["auto"] = "auto"
+    """bert and vit: number of classes; auto takes it from the data."""
+    image_size: Positive = 32
+    """vit: pixels of an image's height and width, as the model sees it."""
+    patch_size: Positive = 4
+    """vit: pixels of a patch's height and width; divides `image_size`."""
+    max_positions: Positive | None = None
+    """llama: positions that the model was made for, which an export writes down; none is `sequence`."""
+    kv_heads: Positive | None = None
+    """llama: heads of keys and values in grouped-query attention; divides `heads`, and none is `heads`."""
+    head_width: Positive | None = None
+    """llama: features of a head; none is `hidden` / `heads`."""
+    activation: Literal["silu", "gelu", "gelu-tanh"] = "silu"
+    """llama: activation of the gate of an MLP: silu for SwiGLU, gelu (exact) or gelu-tanh for GeGLU."""
+    bias: Literal["none", "qkv", "attention", "all"] = "none"
+    """llama: linear layers with a bias: none, those of queries, keys and values (qkv), with the output projection
+    (attention), or with the MLP (all)."""
+    tied: bool = False
+    """llama: whether the projection onto the vocabulary is the token embedding."""
+    norms: Literal["before", "after", "both"] = "before"
+    """llama: where a sublayer has its RMS norm: before it, after it (OLMo 2), or both (Gemma 2)."""
+    norm_offset: Annotated[int, Ge(0), Le(1)] = 0
+    """llama: what RMS norms add to their weight: 1 in Gemma, whose weights start from 0."""
+    qk_norm: Literal["none", "head", "all"] = "none"
+    """llama: RMS norm of queries and keys: none, of each head (Qwen 3), or of all heads together (OLMo 2)."""
+    query_width: Annotated[float, Gt(0)] | None = None
+    """llama: number by whose square root attention scores are divided (query_pre_attn_scalar); none is `head_width`."""
+    window: Positive | None = None
+    """llama: sliding window: tokens that a token attends to, itself included; none is all before it."""
+    full_every: Annotated[int, Ge(0)] = 0
+    """llama: one layer in this many attends to all tokens instead of the window (Gemma 2: 2); 0 for none."""
+    rope_base: Annotated[float, Gt(1)] = 10000.0
+    """llama: base of the frequencies of rotary embeddings (rope_theta)."""
+    rope_scaling: Literal["none", "linear", "dynamic", "llama3", "yarn"] = "none"
+    """llama: scaling of rotary embeddings to longer sequences."""
+    rope_factor: Annotated[float, Ge(1)] = 1.0
+    """llama: factor of `rope_scaling`."""
+    rope_positions: Positive | None = None
+    """llama: positions of the model before `rope_scaling`; all but linear need it."""
+    rope_limits: tuple[Annotated[float, Gt(0)], Annotated[float, Gt(0)]] | None = None
+    """llama: with llama3 low_freq_factor and high_freq_factor, none is 1,4; with yarn beta_slow and beta_fast, none is
+    1,32."""
+    rope_magnitude: Annotated[float, Gt(0)] | None = None
+    """llama: with yarn attention_factor, by which queries and keys are multiplied; none is 0.1 ln(factor) + 1."""
+    embedding_scale: Literal["one", "sqrt-hidden"] = "one"
+    """llama: factor of token embeddings: one, or the square root of `hidden` (Gemma)."""
+    attention_softcap: Annotated[float, Ge(0)] = 0.0
+    """llama: cap of attention scores, as cap x tanh(score / cap) (Gemma 2); 0 for none."""
+    logit_softcap: Annotated[float, Ge(0)] = 0.0
+    """llama: cap of logits, likewise; 0 for none."""
+
+
+@section
+class Lora:
+    """Low-rank adapters (LoRA, DoRA): they train, and the model's own weights are frozen (docs/lora.md)."""
+
+    rank: Annotated[int, Ge(0)] = 0
+    """Rank of the adapters, PEFT's `r`; 0 for no adapters."""
+    alpha: Annotated[float, Gt(0)] = 16.0
+    """Scale of the adapters: what they add is multiplied by alpha / rank."""
+    targets: tuple[str, ...] | Literal["auto"] = "auto"
+    """Linear layers with adapters, as patterns of their names or of the ends of their names, for example query,value or
+    layer?.mlp.*. auto: the projections of queries and values; of gpt, where they are one layer with the keys, qkv."""
+    dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """Dropout probability of the adapters' inputs."""
+    method: Literal["lora", "dora"] = "lora"
+    """lora (Hu et al., 2021); dora: magnitude and direction of each row apart (Liu et al., 2024)."""
+    train_head: bool | Literal["auto"] = "auto"
+    """Whether the linear layers of the model's head train beside the adapters. auto: those of classifiers and of
+    question answering, not of language models."""
+    adapters: Path | None = None
+    """Folder of adapters in PEFT's format (adapter_config.json, adapter_model.safetensors) to continue from; it decides
+    rank, alpha, targets and method."""
+
+
+@section
+class Data:
+    """Task, data sets and tokenizer."""
+
+    task: Literal["lm", "chat", "classification", "qa", "images"] | ObjectName = "lm"
+    """Task: language modelling (lm), fine-tuning on conversations (chat), classification of sentences or pairs of them,
+    extractive question answering (qa), or classification of images. Or a task of your own, as module:function
+    (docs/extending.md)."""
+    options: tuple[str, ...] = ()
+    """Keyword arguments of the function that a `task` of your own names, as NAME=VALUE, for example length=16."""
+    train: str | None = None
+    """Training data of all tasks except lm (docs/data.md): a name (sst2 and the other GLUE tasks, sentiment; squad;
+    cifar10, cifar100, imagenet), the name of a Hugging Face data set, or a file or folder. classification: TSV, CSV,
+    JSONL or Parquet; chat: JSONL or Parquet; qa: JSON in SQuAD 1.1's form; images: a folder with one folder of images
+    for each class."""
+    eval: str | None = None
+    """Evaluation data in the same formats; none takes the data set's own evaluation split, or every tenth sample where
+    there is none. lm: a corpus, of which all text is held out; none holds out a part of `corpus`."""
+    eval_sets: tuple[str, ...] = ()
+    """Further evaluation data in the same formats, as NAME=DATA, for example wiki=wiki.jsonl,code=code.jsonl. Each set
+    is evaluated separately, and its metrics have its name, such as eval_wiki_loss."""
+    train_samples: Positive | None = None
+    """Number of training samples to use, the first in the order of the seed; none is all."""
+    eval_samples: Positive | None = None
+    """Number of evaluation samples to use, likewise."""
+    text_column: str | None = None
+    """Column of the text. none: `text`, or the only column of text (lm); `sentence`, else `text`
+    (classification)."""
+    pair_column: str | None = None
+    """classification: column of the second text of a pair, for example hypothesis beside premise; none for single
+    texts."""
+    label_column: str | None = None
+    """classification: column of the label; none is `label`."""
+    messages_column: str | None = None
+    """chat: column of the conversation, a list of messages with `role` and `content`; none is the first
+    of `messages`, `conversation` and `conversations` that there is."""
+    chat_template: Path | None = None
+    """chat: file of a Jinja template that replaces the chat template of the tokenizer."""
+    mixture: tuple[str, ...] = ()
+    """lm and chat: several corpora or data sets in place of `corpus` or `train`, as NAME=WEIGHT, for example
+    wiki.jsonl=3,code=1. Weights are shares of the samples of a batch."""
+    packing: bool = False
+    """lm and chat: pack several samples (documents, conversations) into one sequence. Tokens attend to their own sample
+    only, and positions start again with each sample. Without packing, lm cuts the text into sequences regardless of
+    documents, and chat pads each conversation."""
+    padding: Literal["longest", "maximum"] = "longest"
+    """Padding of samples with different lengths. longest: batches are grouped by length, in an order that depends on
+    the seed alone, and each microbatch is padded to its longest sample; maximum: to `model.sequence`, in random
+    order."""
+    augment: Literal["none", "flip-crop"] = "none"
+    """images: data augmentation by random flips and shifted crops, which depend on seed, epoch and sample only."""
+    augment_repeats: bool = False
+    """Each epoch repeats the augmentation of the first, so that outputs of frozen layers can be cached."""
+    corpus: str = "python-stdlib"
+    """python-stdlib, sotu, a file or folder of text, JSONL, Parquet or CSV, the name of a Hugging Face data set
+    (wikitext-103), or a corpus of your own, as module:function (docs/extending.md). Each row of a table is a document,
+    whose column `text_column` is its text."""
+    tokenizer: str = "bpe"
+    """bpe: a byte-level BPE with model.vocab entries, trained on the first 4 MB of the corpus; gpt2: GPT-2's own; or
+    the path of a tokenizer.json (a byte-level BPE for the task lm, a WordPiece for classification and qa). chat takes a
+    folder with tokenizer.json, tokenizer_config.json and a chat template."""
+    max_bytes: Positive | Literal["auto"] = "auto"
+    """Bytes of text to read from the corpus; a warning says when the rest is left out. auto: all of a file or folder,
+    16 MB of a corpus that is given by name."""
+    cache_dir: Path | None = None
+    """Cache folder for downloaded corpora, tokenizers and token files; by default the user's cache folder."""
+
+
+@section
+class Elastic:
+    """Freezing of layers, and what follows from it: AutoPipe, AutoDP, AutoCache (PipeTransformer; He et al., 2021)."""
+
+    freeze: Literal["none", "gradient-norm", "cap", "manual"] = "none"
+    """Freeze policy: which layers stop training, from the first on. gradient-norm: up to the layer with the smallest
+    gradient norm, but at most the share `alpha` of the layers that still train (the rule of PipeTransformer); cap: that
+    share at each evaluation; manual: as `manual` says."""
+    alpha: Annotated[float, Gt(0), Lt(1)] = 1 / 3
+    """Largest share of the layers still training that one evaluation of the policy freezes."""
+    every: Annotated[int, Ge(0)] = 0
+    """Steps between evaluations of the policy; 0 evaluates it after each epoch."""
+    manual: tuple[str, ...] = ()
+    """Frozen layers by step, as STEP:LAYERS, for example 100:2,200:4."""
+    dry_run: bool = False
+    """Report what would be frozen, and change nothing."""
+    auto_pipe: bool = False
+    """AutoPipe: reshard the pipeline into fewer stages as layers freeze."""
+    auto_dp: bool = False
+    """AutoDP: add data parallel replicas on the ranks that a shorter pipeline frees; otherwise they are idle."""
+    cut: Literal["exact", "reference"] = "exact"
+    """How AutoPipe chooses the new partition: by predicted time and memory of all meshes (exact), or by the greedy rule
+    of PipeTransformer (reference)."""
+    global_batch: Literal["keep", "scale", "grow"] = "keep"
+    """Global batch size when replicas are added. keep: unchanged; scale: in proportion to the replicas, and the
+    learning rate with it; grow: in proportion, with the same learning rate, as in PipeTransformer."""
+    profile_microbatches: bool = False
+    """Measure several numbers of microbatches for each pair of pipeline and data parallel sizes, during steps of the
+    run, and keep the fastest."""
+    cache: bool = False
+    """AutoCache: cache the outputs of frozen layers, and read them in later epochs instead of computing them again."""
+    cache_from: Positive | Literal["auto"] = "auto"
+    """Frozen layers from which outputs are cached; auto measures whether reading is faster than computing."""
+    cache_dir: Path | None = None
+    """Folder on each machine for cached outputs, which are kept; none uses a temporary folder."""
+    cache_bytes: Bytes = 8_000_000_000
+    """Maximum size of the cache on a machine, in bytes."""
+    cache_precision: Literal["half", "full"] = "half"
+    """Number format of cached outputs."""
+    frozen_dropout: bool = True
+    """Whether dropout is active in frozen layers; the cache needs false (or no dropout)."""
+
+
+@section
+class Run:
+    """All settings of a run, as a person asks for them; `ranvier.config.resolve` closes what is auto."""
+
+    mesh: MeshSettings | Mesh = Mesh()
+    batch: Batch = Batch()
+    train: Train = Train()
+    pipeline: Pipeline = Pipeline()
+    tensor: TensorParallel = TensorParallel()
+    optim: Optim = Optim()
+    memory: Memory = Memory()
+    comm: Comm = Comm()
+    checkpoint: Checkpoint = Checkpoint()
+    guard: Guard = Guard()
+    launch: Launch = Launch()
+    log: Log = Log()
+    model: Transformer = Transformer()
+    lora: Lora = Lora()
+    data: Data = Data()
+    elastic: Elastic = Elastic()
+    seed: Annotated[int, Ge(0)] = 0
+    """Random seed of initial weights, sample order and dropout, which do not depend on the mesh."""
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    """Number format of parameters and activations. bf16 and fp16 keep fp32 master weights; fp16 uses loss scaling."""
+    deterministic: bool = False
+    """On CUDA: use deterministic algorithms, so that the same run gives the same bits again, and a resumed run those of
+    one that was not interrupted. Slower, most of all in attention."""
+    memory_report: bool = False
+    """Print predicted and measured memory by category, side by side, at the end of the run."""
+    resume: str = "none"
+    """Checkpoint to resume from: the newest complete one of the run's folder (auto; from the beginning where there is
+    none), a checkpoint or a folder of checkpoints (a path), or none. auto reshards to another mesh when another number
+    of ranks is started."""
+    max_restarts: Annotated[int, Ge(0)] = 0
+    """Plain python: how often the run restarts from its newest checkpoint after a fault, on the remaining ranks where
+    one was killed, stopped or hung. Other launchers have settings of their own for that."""
+    run_dir: Path | None = None
+    """Folder of the run's outputs; by default runs/RECIPE-DATE."""

@@ -1,0 +1,52 @@
+"""What one block costs: numbers that `ranvier.cost.count` and the engine count on the meta device. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+FLOPS_PER_BYTE = {"cpu": 4.0, "cuda": 250.0}
+"""Operations that a core, or a GPU, does in the time in which it writes one byte: nominal, for the cut only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockCost:
+    """What one microbatch costs in one block, forward pass only; a training step costs three times the flops where all
+    parameters train."""
+
+    name: str
+    flops: int
+    written_bytes: int
+    """Bytes that the block's operations write."""
+    allocated_bytes: int
+    """Those of them that are written into new memory."""
+    moved_bytes: int
+    """Bytes that the block's operations read and write, views aside; of the last block the loss's, too."""
+    operations: int
+    """How many they are."""
+    kept_bytes: int
+    """Bytes of activations that autograd keeps for the backward, parameters aside."""
+    input_bytes: int
+    """Bytes of the carried state that enters the block."""
+    output_bytes: int
+    """Bytes of the carried state that leaves the block."""
+    num_parameters: int
+    num_trainable: int
+    """Of them those that need a gradient."""
+    num_owned: int
+    """Of these those that are the block's own: of a tied parameter's ends the first one's."""
+    weight_share: float = 1.0
+    """Of the flops of the backward's second half, which is as much as a forward: 1 where all weights need gradients, or
+    none does; less where some of the block's are frozen, as beside adapters."""
+    postpones: bool = True
+    """Whether products for weights' gradients may wait: not where all weights of linear layers are frozen."""
+
+    @property
+    def of_weights(self) -> BlockCost:
+        """The cost of the backward's second half."""
+        return self if self.weight_share == 1.0 else replace(
+            self, flops=round(self.weight_share * self.flops), moved_bytes=round(self.weight_share * self.moved_bytes),
+            operations=round(self.weight_share * self.operations))
+
+    def weight(self, device: str = "cpu") -> float:
+        """Relative time, in floating-point operations."""
+        return self.flops + FLOPS_PER_BYTE.get(device, FLOPS_PER_BYTE["cpu"]) * self.written_bytes

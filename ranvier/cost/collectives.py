@@ -1,0 +1,131 @@
+"""Seconds of collectives on groups of ranks that are spread over nodes.
+
+    ring    n members, n - 1 steps of size / n each (all-gather, reduce-scatter), twice that for an all-reduce
+    tree    ceil(log2 n) steps of the whole size (broadcast, reduce)
+    pair    an all-reduce over two nodes: each is the root for one half, so that the size leaves a node once, where a
+            ring sends it 2 (n - 1) / n times; inside a node it goes down and up a chain at the same time (NCCL's trees)
+
+The members of a group that share a node are neighbours in the ring, so that one message a step leaves the node for each
+group that has members there; these groups take turns on the node's link. A step lasts as long as its slowest message.
+Thakur et al., 2005, for the algorithms. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import ceil, inf, log2
+
+from ranvier.cost.hardware import Cluster, Link
+from ranvier.mesh import AXES, Axis, Mesh
+
+_NODES_SEEN = 64
+"""Nodes on which a placement is looked at; ranks repeat themselves long before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """A group as it lies on nodes. inside: its members on one node; together: groups of its kind that send out of one
+    node at once, 0 where all members are on one node."""
+
+    members: int
+    inside: int = 1
+    together: int = 1
+
+    @property
+    def crosses(self) -> bool:
+        """Whether its members are on several nodes."""
+        return self.inside < self.members
+
+
+def placed(mesh: Mesh, axes: Axis | Iterable[Axis], ranks_per_node: int) -> Placed:
+    """How the groups along `axes` of the mesh lie, where each node has `ranks_per_node` consecutive ranks: those on the
+    node that has the most to send."""
+    axes = (axes,) if isinstance(axes, str) else tuple(axes)
+    members = 1
+    for axis in axes:
+        members *= getattr(mesh, axis)
+    worst = Placed(members=members, inside=members, together=0)
+    if members == 1:
+        return worst
+    others = [axis for axis in AXES if axis not in axes]
+    nodes = min(_NODES_SEEN, -(-mesh.size // ranks_per_node))
+    for node in range(nodes):
+        here = range(node * ranks_per_node, min(mesh.size, (node + 1) * ranks_per_node))
+        groups = Counter(tuple(getattr(at, axis) for axis in others) for at in map(mesh.coordinates, here))
+        leaving = [count for count in groups.values() if count < members]
+        if len(leaving) > worst.together or (len(leaving) == worst.together and leaving
+                                             and min(leaving) < worst.inside):
+            worst = Placed(members=members, inside=min(leaving), together=len(leaving))
+    return worst
+
+
+def all_reduce_seconds(size: float, group: Placed, cluster: Cluster) -> float:
+    """Of an all-reduce of `size` bytes: by a ring, or over two nodes by a pair of trees where that is faster."""
+    if group.members == 1 or not size:
+        return cluster.collective_seconds if group.members > 1 else 0.0
+    start = cluster.collective_seconds
+    ring = start + ring_seconds(size, group.members, lambda piece: _step_seconds(piece, group, cluster))
+    return min(ring, start + _pair_seconds(size, group, cluster))
+
+
+def ring_seconds(size: float, members: int, step_seconds: Callable[[float], float]) -> float:
+    """Of an all-reduce of `size` bytes round a ring (Thakur et al., 2005), which takes 2 (members - 1) steps with one
+    member's piece each. step_seconds: seconds of a step, by the bytes of its piece."""
+    return 2 * (members - 1) * step_seconds(size / members)
+
+
+def _pair_seconds(size: float, group: Placed, cluster: Cluster) -> float:
+    """Of an all-reduce by a pair of trees."""
+    if not group.crosses or group.members > 2 * group.inside or group.inside == 1:
+        return inf
+    latency = cluster.between.latency_seconds + 2 * (group.inside - 1) * cluster.inside.latency_seconds
+    return latency + max(size / cluster.between.rate(group.together), 2 * size / cluster.inside.rate())
+
+
+def _step_seconds(piece: float, group: Placed, cluster: Cluster) -> float:
+    inside = cluster.inside.seconds(piece) if group.inside > 1 else 0.0
+    return max(inside, cluster.between.seconds(piece, group.together) if group.crosses else 0.0)
+
+
+def received_seconds(size: float, steps: int, group: Placed, cluster: Cluster) -> float:
+    """Of collectives along `group` in which each member receives `size` bytes in all, in so many messages."""
+    if group.members == 1:
+        return 0.0
+    link, together = slowest(group, cluster)
+    return steps * link.latency_seconds + size / link.rate(together)
+
+
+def reduced_seconds(size: float, steps: int, group: Placed, cluster: Cluster) -> float:
+    """Of all-reduces, in which each member of a ring receives `size` bytes in all, in so many messages."""
+    ring = received_seconds(size, steps, group, cluster)
+    whole = size / 2 * group.members / max(1, group.members - 1)
+    return min(ring, _pair_seconds(whole, group, cluster)) if size else ring
+
+
+def tree_seconds(size: float, group: Placed, cluster: Cluster) -> float:
+    """Of broadcasts and reductions down trees, in which each member receives `size` bytes in all from the others: every
+    level passes on the whole, first between nodes, then inside them (Optimus)."""
+    if group.members == 1:
+        return 0.0
+    whole = size * group.members / (group.members - 1)
+    found = log2(group.inside) * whole / cluster.inside.rate()
+    if group.crosses:
+        found += log2(group.members / group.inside) * whole / cluster.between.rate(group.together)
+    return found
+
+
+def tree_latency(group: Placed, cluster: Cluster) -> float:
+    """Of one small message down the tree."""
+    found = ceil(log2(group.inside)) * cluster.inside.latency_seconds
+    return found + ceil(log2(group.members / group.inside)) * cluster.between.latency_seconds * group.crosses
+
+
+def slowest(group: Placed, cluster: Cluster) -> tuple[Link, float]:
+    """The link that a ring along the group waits for, and how many share it."""
+    if not group.crosses:
+        return cluster.inside, 1.0
+    if group.inside > 1 and cluster.inside.rate() < cluster.between.rate(group.together):
+        return cluster.inside, 1.0
+    return cluster.between, float(group.together)

@@ -1,0 +1,358 @@
+"""What a run's model comes to before anything is built: its cut into stages, and the bytes on each rank by category.
+
+Counted with the code that runs, on the meta device: one model for `check`, the start of a run, the planner and the
+report. The arithmetic on these counts is `ranvier.cost.memory`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ranvier import keyed_random, precision
+from ranvier.block import Model, State, freeze, named
+from ranvier.comm.fp32_sums import Fp32Sums
+from ranvier.comm.meta import MetaGroup
+from ranvier.comm.nccl_transport import SLOTS
+from ranvier.config import parameter_groups
+from ranvier.config.resolve import ResolvedRun
+from ranvier.config.resolve import bucket_size as resolve_bucket_size
+from ranvier.config.run import Optim
+from ranvier.cost.blocks import BlockCost
+from ranvier.cost.limits import run_limits
+from ranvier.cost.memory import RankMemory, StoredMicrobatches, activation_bytes, checkpoint_bytes
+from ranvier.layout import Chunking, Layout
+from ranvier.mesh import Coordinates
+from ranvier.models import families
+from ranvier.optim.average import averages_of
+from ranvier.optim.buckets import Bucket, buckets_of
+from ranvier.optim.gradients import Gradients
+from ranvier.optim.optimizer import gather_bytes, state_places, uncut_places
+from ranvier.optim.rules import rules_of
+from ranvier.optim.state_places import StatePlaces
+from ranvier.pipeline.block_costs import FusedAttention, KeptBytes
+from ranvier.pipeline.build import StageTable, cut, meta_mesh, split_model
+from ranvier.pipeline.microbatch import Microbatch
+from ranvier.pipeline.recomputation import recomputed_segments
+from ranvier.pipeline.recomputation_plan import whole_parameters
+from ranvier.pipeline.stage import runs_of
+from ranvier.pipeline.ties import gradient_specs
+from ranvier.precision import DTYPES
+from ranvier.schedule.limits import Limits, rule_limits
+from ranvier.schedule.policies import policy_named
+from ranvier.system.pinned_memory import pinned_bytes
+from ranvier.tensor.columns import plain
+from ranvier.tensor.mesh import TensorMesh, Workspace
+from ranvier.tensor.split.linear import SplitLinear
+from ranvier.tensor.weight_gradients import WeightGradients
+
+Needs = dict[object, Any]
+"""What earlier predictions for one model on one tensor mesh have found, by what it depends on."""
+_CANDIDATES = 4
+"""Replicas with most elements of which the one with most states is taken."""
+
+
+def device_kind(run: ResolvedRun) -> str:
+    """cuda, or cpu where that is not said."""
+    return "cuda" if run.launch.device == "cuda" else "cpu"
+
+
+def laid_out(run: ResolvedRun, frozen: int = 0) -> tuple[StageTable, tuple[RankMemory, ...]]:
+    """The cut of the run's model with its first `frozen` layers frozen, and what each stage's ranks need. ConfigError
+    when the settings allow no cut."""
+    model, stages, layout = _cut_of(run, frozen)
+    return stages, predict(run, model, stages, layout)
+
+
+def _cut_of(run: ResolvedRun, frozen: int) -> tuple[Model, StageTable, Layout]:
+    with torch.device("meta"):
+        inputs, targets = families.sample_of(run, run.row_microbatch_size)
+    sample = Microbatch(inputs=inputs, targets=targets, samples=torch.arange(1))
+    # Replicas do not change the cut, and there may be very many of them.
+    model = freeze(families.model_of(run, dtype=DTYPES[run.precision]), frozen)
+    stages, layout = cut(model, replace(run.mesh, data=1), boundaries=run.pipeline.boundaries,
+                         how=run.pipeline.partition, sample=sample, dtype=DTYPES[run.precision],
+                         device=device_kind(run), tensor=run.tensor)
+    for problem in parameter_groups.problems(run.optim, [parameter.name for parameter in layout.parameters]):
+        raise problem
+    return model, stages, layout
+
+
+def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, needs: Needs | None = None
+            ) -> tuple[RankMemory, ...]:
+    """One prediction for each stage. `layout` may be that of one replica: replicas differ in nothing. needs: what
+    earlier predictions for the same model on the same tensor mesh found, to which this one adds."""
+    found: list[RankMemory] = []
+    known, limits = {} if needs is None else needs, _limits(run, layout, stages.costs)
+    on_mesh = run.mesh.stage_size > 1 and stages.costs
+    buffers, passing, kept = _tensor_mesh(run, model, stages, layout, known) if on_mesh else ({}, {}, {})
+    for row in stages.rows:
+        costs, segments, runs = _computed(run, model, stages, layout, row.stage, limits)
+        first = layout.blocks(row.stage).start
+        alike = ("states", run.mesh, run.optim, run.precision, run.launch.device, layout.boundaries,
+                 tuple(range(each.start - first, each.stop - first) for each in runs), _likeness(layout, row.stage))
+        if alike not in known:
+            known[alike] = _states(run, layout, row.stage, runs)
+        memory = {name: dict(parts) for name, parts in known[alike].items()}
+        if costs:
+            memory["device"] |= _activations(run, costs, row.stage, segments, kept, limits)
+        if buffers:
+            memory["device"]["tensor mesh"] = buffers[row.stage]
+            memory["device"]["workspace"] += passing[row.stage]
+        found.append(RankMemory(pipe=row.stage, ranks=run.mesh.data * run.mesh.stage_size, **memory))
+    return tuple(found)
+
+
+def device_bytes_of_stages(run: ResolvedRun, frozen: int = 0) -> Callable[[int, int, int], int]:
+    """(stage, start, stop) -> what a rank of that stage needs of its device when it has blocks start .. stop - 1, for
+    the search of a cut. ConfigError when the settings allow none.
+
+    As `laid_out` says it, but for what depends on the other stages too: of those before it all but the first are taken
+    to have one block (which matters where some of them train nothing), and what products on several rows and columns
+    gather into is the most of any stage of the run's own cut.
+    """
+    model, stages, layout = _cut_of(run, frozen)
+    buffers, arriving, kept = _tensor_mesh(run, model, stages, layout, {}) if run.mesh.stage_size > 1 else ({}, {}, {})
+    gathered = max(buffers.values(), default=0) + max(arriving.values(), default=0)
+    lasting: dict[object, int] = {}
+
+    @cache
+    def needed(stage: int, start: int, stop: int) -> int:
+        there = replace(layout, boundaries=(*range(start - stage + 1, start + 1),
+                                            *range(stop, stop + run.mesh.pipe - stage - 1)))
+        limits = _limits(run, there, None)
+        costs, segments, runs = _computed(run, model, stages, there, stage, limits)
+        if (start, stop, runs) not in lasting:  # on whichever stage they are
+            lasting[start, stop, runs] = sum(_states(run, there, stage, runs)["device"].values())
+        passing = _activations(run, costs, stage, segments, kept, limits)
+        return lasting[start, stop, runs] + sum(passing.values()) + gathered
+
+    return needed
+
+
+def _computed(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, stage: int, limits: Limits
+              ) -> tuple[Sequence[BlockCost], list[range], tuple[range, ...]]:
+    """The costs of a stage's blocks, which runs of them are computed again (as places on the stage), and all its runs
+    (as numbers in the model)."""
+    blocks = layout.blocks(stage)
+    costs = stages.costs[blocks.start:blocks.stop] if stages.costs else ()
+    names = tuple(model.blocks)[blocks.start:blocks.stop]
+    segments = _segments(run, model, names, costs, stage, limits.in_flight)
+    return costs, segments, tuple(range(blocks.start + places.start, blocks.start + places.stop)
+                                  for places, _ in runs_of(len(blocks), segments))
+
+
+def _likeness(layout: Layout, stage: int) -> object:
+    """What the bytes of a stage's states depend on; the stage itself where it has an end of a tie."""
+    held, first = layout.parameters_of(stage), layout.blocks(stage).start
+    if any(layout.is_tied(p) for p in held):
+        return stage
+    return tuple((p.block - first, layout.box(p, 0, 0), p.trainable, p.summed, layout.copy_axes(p.name)) for p in held)
+
+
+def _states(run: ResolvedRun, layout: Layout, stage: int, runs: Sequence[range]) -> dict[str, dict[str, int]]:
+    """What lives from step to step, laid out as the run would: to the byte. Of ends of a tie, one has the states."""
+    optim, dtype = run.optim, DTYPES[run.precision]
+    half, wide = precision.is_half(dtype), precision.wide(dtype)
+    held = {layout.key(p): p for p in layout.parameters_of(stage)}
+    shapes = {key: [stop - start for start, stop in layout.box(p, 0, 0)] for key, p in held.items()}  # the largest
+    parameters = {key: nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=held[key].trainable)
+                  for key, shape in shapes.items()}
+    over = {axes: MetaGroup("data", run.mesh.data * prod(getattr(run.mesh, axis) for axis in axes),
+                            device=device_kind(run)) for axes in {(), *(p.summed for p in held.values())}}
+    layout = replace(layout, chunking=Chunking(chunk_size=1, whole=whole_parameters(optim, layout)))
+    specs = gradient_specs(layout, layout.mesh.rank(Coordinates(pipe=stage)), parameters, over)
+    bucket_size = resolve_bucket_size(optim, run.launch.device)
+    gradients = Gradients(specs, over[()], bucket_size * optim.chunk_buckets, lambda spec: None, allocate=False,
+                          dtype=_gradient_dtype(run), reduce_dtype=precision.reduce_dtype(optim, dtype),
+                          reuse=runs if optim.update_in_backward else (), shard=optim.shard)
+    has_owners = any(chunk.shares is not None for chunk in gradients.chunks)
+    buckets, places = _most_states(optim, dtype, gradients, bucket_size)
+    largest, updated = max(map(len, buckets), default=0), sum(map(len, buckets))
+    in_flight = min(optim.buckets_in_flight, len(buckets))
+    states, averages = sum(places.sizes.values()), len(averages_of(optim))
+    in_bucket = sum(places.largest(buckets).values()) + averages * largest
+    offload = "none" if optim.offload == "auto" else optim.offload
+    frozen = sum(prod(shapes[key]) for key, p in held.items() if not p.trainable)
+    device = {"parameters": (gradients.size + frozen) * dtype.itemsize,
+              "gradients": gradients.length * gradients.dtype.itemsize}
+    host: dict[str, int] = {}
+    home = device if offload == "none" else host
+    home["master"] = updated * wide.itemsize if half or offload == "host" else 0
+    home["moments"] = states * wide.itemsize
+    if averages:
+        home["average"] = updated * wide.itemsize * averages
+    widened = largest * wide.itemsize if gradients.dtype is not wide else 0
+    device["buckets"] = wide.itemsize * (in_flight * (in_bucket + half * largest) if offload == "stream" else 0)
+    if offload == "host":
+        host["staging"] = largest * in_flight * (gradients.dtype.itemsize + dtype.itemsize) + widened
+    else:
+        device["buckets"] += widened
+    if offload != "none" and device_kind(run) == "cuda":
+        tensors = [host["master"], *[size * wide.itemsize for size in places.sizes.values()]]
+        host["rounding"] = sum(pinned_bytes(size) - size for size in tensors)
+    owners = [prod(shapes[key]) for key in held if layout[key].block in layout.blocks(stage)]
+    host["checkpoint"] = checkpoint_bytes(
+        owners, state_bytes=wide.itemsize * (states + (half + averages) * updated), element_bytes=dtype.itemsize,
+        data=run.mesh.data, sharded=optim.shard, updated=updated if has_owners else 0,
+        random_state_bytes=torch.get_rng_state().nbytes)
+    device["reduction"], device["arriving"] = gradients.reductions.bytes(scatter=optim.shard and not has_owners)
+    if optim.shard:
+        device["reduction"] += gather_bytes(gradients, dtype.itemsize)
+    return {"device": device, "host": host}
+
+
+def _most_states(optim: Optim, dtype: torch.dtype, gradients: Gradients, bucket_size: int
+                 ) -> tuple[list[Bucket], StatePlaces]:
+    """Buckets and states of the replica that has most. They differ where whole tensors have owners."""
+    rules, uncut = rules_of(optim, dtype), uncut_places(gradients)
+    chunks = [chunk for chunk in gradients.chunks if not chunk.sent_to_owner]
+    differ = optim.shard and any(chunk.shares is not None for chunk in chunks)
+    members = max(len(chunk.group.ranks) for chunk in chunks) if differ else 1
+
+    def shares(member: int) -> list[tuple[int, int]]:
+        """What it updates of each chunk; of smaller groups, what a member of them does that is this far."""
+        if not optim.shard:
+            return [(chunk.start, chunk.stop) for chunk in chunks]
+        return [chunk.share if chunk.shares is None else chunk.shares[member * len(chunk.group.ranks) // members]
+                for chunk in chunks]
+
+    found = []
+    elements = {member: sum(stop - start for start, stop in shares(member)) for member in range(members)}
+    for member in sorted(elements, key=elements.__getitem__)[-_CANDIDATES:]:
+        buckets = [bucket for group in buckets_of(shares(member), bucket_size, uncut) for bucket in group]
+        found.append((buckets, state_places(gradients, rules, buckets)))
+    return max(found, key=lambda one: sum(map(len, one[0])) + sum(one[1].sizes.values()))
+
+
+def _gradient_dtype(run: ResolvedRun) -> torch.dtype:
+    dtype = DTYPES[run.precision]
+    return precision.wide(dtype) if run.optim.accumulate == "fp32" else dtype
+
+
+class _AtOnce:
+    """A stage's weight gradients, none of which waits."""
+
+    in_pass, postpones, forward_bytes = True, False, 0
+
+
+def _tensor_mesh(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, known: Needs
+                 ) -> tuple[dict[int, int], dict[int, int], dict[str, int]]:
+    """Stage -> bytes that its products work in, and that keep gathered weights; stage -> bytes that sums take while
+    they are under way, where members add them; and block -> bytes that its forward
+    keeps when it runs again, what it has gathered included. By the code that runs, on a microbatch without values,
+    forward and backward through every block."""
+    mesh = meta_mesh(run.mesh, run.tensor, device_kind(run))
+    part, found, kept_again = split_model(model, mesh), {}, {}
+    passing: dict[int, int] = {}
+    limits = _limits(run, layout, stages.costs)
+    with torch.device("meta"):
+        state, targets = families.sample_of(run, run.row_microbatch_size)
+    costs = stages.costs
+    assert costs is not None  # the table was made with a sample
+    for row in stages.rows:
+        largest: dict[tuple[str, torch.dtype], int] = {}
+        blocks = layout.blocks(row.stage)
+        segments = _segments(run, model, row.blocks, costs[blocks.start:blocks.stop], row.stage,
+                             limits.in_flight)
+        recomputed = {place for segment in segments for place in segment}
+        gathered = passing[row.stage] = 0
+        for place, name in enumerate(row.blocks):
+            last = row is stages.rows[-1] and name == row.blocks[-1]
+            trains = tuple(p.trainable for p in layout.parameters_of(row.stage) if p.block == blocks.start + place)
+            alike = (model.alike.get(name, name), place in recomputed, last, trains, tuple(
+                (leaf.shape, leaf.requires_grad) for leaf in tree_leaves(state)))
+            if alike not in known:
+                known[alike] = _block_needs(run, part, mesh, name, state, targets if last else None,
+                                            recomputed=place in recomputed)
+            needs = known[alike]
+            state, kept_again[name] = needs.state, needs.kept_bytes
+            gathered += needs.gathered_bytes
+            passing[row.stage] = max(passing[row.stage], needs.arriving_bytes)
+            for key, size in needs.workspace.items():
+                largest[key] = max(largest.get(key, 0), size)
+        found[row.stage] = sum(largest.values()) + gathered
+    return found, passing, kept_again
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _BlockNeeds:
+    """What one block takes on a tensor mesh, and the state after it, without values."""
+
+    workspace: dict[tuple[str, torch.dtype], int]
+    gathered_bytes: int
+    arriving_bytes: int
+    kept_bytes: int
+    state: State
+
+
+def _block_needs(run: ResolvedRun, part: Model, mesh: TensorMesh, name: str, state: State, targets: object, *,
+                 recomputed: bool) -> _BlockNeeds:
+    """Forward and backward of a block; with targets it is the last one, and the loss follows."""
+    mesh.workspace, gathered = Workspace(), 0
+    rows, cols = mesh.over_rows, mesh.over_cols
+    assert isinstance(rows, (MetaGroup, Fp32Sums)) and isinstance(cols, (MetaGroup, Fp32Sums))  # those of `meta_mesh`
+    for group in (rows, cols):
+        group.reset_peak()
+    with torch.device("meta"):
+        block = part.blocks[name]().to(DTYPES[run.precision])
+    for layer in block.modules():
+        if isinstance(layer, SplitLinear):
+            layer.weight_gradients = cast(WeightGradients, _AtOnce())  # which has all that a layer reads of it here
+            layer.recomputed = recomputed
+            for weight in layer.weights:
+                weight.grad_dtype = _gradient_dtype(run)
+                weight.grad = torch.empty_like(weight, dtype=_gradient_dtype(run))
+            gathered += layer.kept_bytes
+    kept = KeptBytes(block.parameters())
+    with keyed_random.scope(0, 0, torch.zeros(1, dtype=torch.int64), name), kept, FusedAttention():
+        state = block(state)
+        kept_bytes = kept.count
+        ends = plain(named(state, name)).values() if targets is None else [part.loss(state, targets)[0]]
+    wanted = [tensor.sum() for tensor in ends if tensor.requires_grad]
+    if wanted:
+        cast(Tensor, sum(wanted)).backward()  # of one tensor at least
+    return _BlockNeeds(workspace=dict(mesh.workspace.sizes()), gathered_bytes=gathered,
+                       arriving_bytes=sum(group.peak_buffer_bytes for group in (rows, cols)), kept_bytes=kept_bytes,
+                       state=tree_map(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), state))
+
+
+def _limits(run: ResolvedRun, layout: Layout, costs: Sequence[BlockCost] | None) -> Limits:
+    """What the pipeline may have under way. costs: of all blocks; None for the rule without them."""
+    if costs is not None:
+        return run_limits(run, [costs[blocks.start:blocks.stop] for blocks in map(layout.blocks, range(run.mesh.pipe))])
+    trained = {parameter.block for parameter in layout.parameters if parameter.trainable}
+    rule = rule_limits([not trained.isdisjoint(layout.blocks(stage)) for stage in range(run.mesh.pipe)])
+    asked = run.pipeline.in_flight
+    return rule if asked == "auto" else replace(rule, in_flight=asked)
+
+
+def _segments(run: ResolvedRun, model: Model, blocks: Sequence[str], costs: Sequence[BlockCost], stage: int,
+              limit: int) -> list[range]:
+    """The runs of a stage's blocks that are computed again, as places in `blocks`."""
+    if run.memory.recompute == "auto" and not costs:
+        return []
+    return recomputed_segments(run.memory.recompute, blocks, model.layers, costs, policy_named(run.pipeline.policy),
+                               limit, (stage, run.mesh.pipe))
+
+
+def _activations(run: ResolvedRun, costs: Sequence[BlockCost], stage: int, segments: Sequence[range],
+                 kept_again: Mapping[str, int], limits: Limits) -> dict[str, int]:
+    """What the microbatches under way keep alive on a stage of these blocks. kept_again: block ->
+    what it keeps when it is recomputed, where that differs."""
+    found = activation_bytes(costs, segments, StoredMicrobatches(
+        stage=stage, pipe=run.mesh.pipe, num_microbatches=run.num_microbatches,
+        policy=policy_named(run.pipeline.policy), in_flight=limits.in_flight,
+        postponed=limits.postponed[stage], defer_bytes=run.pipeline.defer_bytes,
+        update_in_backward=run.optim.update_in_backward), kept_again)
+    if device_kind(run) == "cuda":  # forwards arrive from the stage before, gradients of outputs from the next one
+        found["messages"] += SLOTS * ((costs[0].input_bytes if stage else 0)
+                                      + (costs[-1].output_bytes if stage < run.mesh.pipe - 1 else 0))
+    return found

@@ -1,0 +1,146 @@
+"""What a cluster is: devices, nodes, and the links between them; and how long each takes for its part.
+
+    node     devices that share a host and its memory, and what leaves the node (one network link for all of them)
+    device   computes at a share of its peak, moves bytes to and from its own memory, and starts an operation
+    link     seconds of a message = latency + bytes / bandwidth, each way on its own
+
+The time of an operation adds up what it computes, what it moves and its start. That is the simplest law in which large
+products come near the peak, thin ones are bound by their weights' bytes, and tiny ones by the number of operations; its
+three constants mean something and can be measured (`ranvier doctor --measure`). Pure.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Le
+from pydantic import BeforeValidator, ConfigDict
+from pydantic.dataclasses import dataclass
+
+_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+Precision = Literal["fp16", "bf16", "fp32", "fp64"]
+
+
+def _no_bool(value: object) -> object:
+    if isinstance(value, bool):  # which Python takes for 0 or 1
+        raise ValueError("should be a number")
+    return value
+
+
+_Number = BeforeValidator(_no_bool)
+# Nothing real is outside these bounds, and nothing inside them makes a time that is 0, infinite or NaN.
+Count = Annotated[int, Ge(1), Le(10**18), _Number]
+Size = Annotated[float, Ge(1), Le(1e24), _Number]
+Share = Annotated[float, Ge(1e-6), Le(1), _Number]
+Seconds = Annotated[float, Ge(0), Le(1e6), _Number]
+Cores = Annotated[float, Ge(0.01), Le(1e9), _Number]
+
+
+@dataclass(frozen=True, kw_only=True, config=_config)
+class Link:
+    """A way between two places, the same in both directions at once."""
+
+    bandwidth: Size
+    """Bytes a second, one way, as it is sold."""
+    share: Share = 1.0
+    """Part of the bandwidth that long messages reach."""
+    latency_seconds: Seconds = 0.0
+    """Of a message of no bytes."""
+    single: Size | None = None
+    """Bytes a second that one long message reaches at most, where that is less than the link's: through the host's
+    memory, say."""
+
+    def rate(self, together: float = 1.0) -> float:
+        """Bytes a second that each of so many long messages at once reaches."""
+        each = self.bandwidth * self.share / max(1.0, together)
+        return each if self.single is None else min(each, self.single)
+
+    def seconds(self, size: float, together: float = 1.0) -> float:
+        """Of one message of `size` bytes, where `together` of them share the link."""
+        return self.latency_seconds + size / self.rate(together)
+
+
+@dataclass(frozen=True, kw_only=True, config=_config)
+class Rate:
+    """What a device computes in one number format."""
+
+    peak_flops: Size
+    """Floating-point operations a second, as it is sold (dense)."""
+    share: Share = 0.7
+    """Efficiency of large products: achieved FLOP/s over the peak."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_config)
+class Device:
+    """One rank's."""
+
+    name: str
+    memory_bytes: Count
+    rates: dict[Precision, Rate]
+    """By number format."""
+    memory_bandwidth: Size
+    """Bytes a second between the device and its own memory, as it is sold."""
+    memory_share: Share = 0.8
+    """Part of that which operations on large tensors reach."""
+    update_bandwidth: Size | None = None
+    """Bytes a second that the optimizer reaches; none is memory_bandwidth x memory_share."""
+    operation_seconds: Seconds = 5e-6
+    """What one operation takes beside its numbers: its start."""
+    reserved_bytes: Annotated[int, Ge(0), Le(10**18), _Number] = 0
+    """Memory that driver, libraries and fragments take of the device's."""
+    cores: Cores | None = None
+    """Of a CPU as the device: cores that the ranks of one node share. A rank computes with as many as it has threads;
+    `rates` and `memory_bandwidth` are those of one core. None where each rank has a device of its own."""
+
+    crowded_share: Share = 1.0
+    """Part of the cores' rates that is left where more ranks than cores share them, and take turns."""
+    turn_seconds: Seconds = 0.0
+    """What a collective of the tensor mesh takes longer there: members that are not running are waited for."""
+
+    def seconds(self, flops: float, moved_bytes: float, operations: float, precision: Precision) -> float:
+        """Of operations that compute and move so much in all."""
+        rate = self.rates[precision]
+        return (flops / (rate.peak_flops * rate.share) + moved_bytes / (self.memory_bandwidth * self.memory_share)
+                + operations * self.operation_seconds)
+
+    def update_seconds(self, moved_bytes: float) -> float:
+        """Of the optimizer, which does little but move bytes."""
+        return moved_bytes / (self.update_bandwidth or self.memory_bandwidth * self.memory_share)
+
+
+@dataclass(frozen=True, kw_only=True, config=_config)
+class Host:
+    """Of a node, for all its devices together."""
+
+    memory_bytes: Count
+    memory_bandwidth: Size = 100e9
+    """Bytes a second, for an optimizer that runs on the host."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_config)
+class Cluster:
+    """Nodes that are all alike."""
+
+    name: str
+    nodes: Count
+    devices_per_node: Count
+    device: Device
+    host: Host
+    inside: Link
+    """Between two devices of a node; each pair has it to itself."""
+    between: Link
+    """Between nodes: what leaves or enters one node, shared by all its devices."""
+    host_link: Link
+    """Between a device and its host's memory."""
+    collective_seconds: Seconds = 0.0
+    """What a collective takes beside its messages: its start on all members."""
+    chunk_seconds: Seconds = 0.0
+    """What a chunk of gradients takes beside its all-reduce: the host prepares it and queues its updates."""
+    source: str = ""
+    """Where the figures are from."""
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all nodes."""
+        return self.nodes * self.devices_per_node

@@ -1,0 +1,91 @@
+"""What `pipeline.in-flight` and `pipeline.defer-bytes` stand for where they are auto, from counted blocks. Pure.
+
+The engine, `check`, `plan` and a run's prediction of its memory all ask here, so they agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ranvier.config.resolve import ResolvedRun
+from ranvier.cost.blocks import BlockCost
+from ranvier.cost.memory import PROCESS_BYTES, operand_bytes
+from ranvier.schedule.computed_limits import MAX_SIMULATED_STAGES, StageLoad, computed_limits, predicted_bubble
+from ranvier.schedule.limits import Limits, rule_limits
+from ranvier.schedule.policies import policy_named
+from ranvier.schedule.schedule import Policy
+
+_ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+_MEMORIES = (1.0, 1.1, 1.25, 1.5, 2.0)
+_STATE_BYTES = 8  # of a parameter that trains: two moments, as of AdamW
+
+
+def pipeline_limits(stages: Sequence[Sequence[BlockCost]], policy: Policy, *, in_flight: int | Literal["auto"],
+                    memory: float | None, device: str, element_bytes: int) -> Limits:
+    """The limits of a pipeline.
+
+    Args:
+        stages: of each stage the costs of its blocks for one microbatch.
+        in_flight: as `pipeline.in_flight`.
+        memory: as `pipeline.memory`; None follows `rule_limits`.
+        device: the type of device. element_bytes: of a parameter.
+    """
+    given = None if in_flight == "auto" else in_flight
+    if memory is not None:
+        return computed_limits(_loads(stages, device, element_bytes), policy, memory=memory, in_flight=given)
+    rule = rule_limits([any(block.num_trainable for block in blocks) for blocks in stages])
+    return rule if given is None else replace(rule, in_flight=given)
+
+
+def run_limits(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]]) -> Limits:
+    """The limits of a run with these blocks on each stage."""
+    return pipeline_limits(stages, policy_named(run.pipeline.policy), in_flight=run.pipeline.in_flight,
+                           memory=run.schedule_memory, device="cuda" if run.launch.device == "cuda" else "cpu",
+                           element_bytes=_ELEMENT_BYTES[run.precision])
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryChoice:
+    """The limits for one value of `pipeline.memory`, and the share of a step's time in which stages wait with them."""
+
+    memory: float
+    limits: Limits
+    bubble_fraction: float
+
+
+def memory_choices(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]]) -> tuple[MemoryChoice, ...]:
+    """Memory against speed: for the run's own value first, then for others. Empty where it has no effect."""
+    policy, memory = policy_named(run.pipeline.policy), run.schedule_memory
+    if memory is None or not policy.defers or not 1 < run.mesh.pipe <= MAX_SIMULATED_STAGES:
+        return ()
+    device = "cuda" if run.launch.device == "cuda" else "cpu"
+    loads, found = _loads(stages, device, _ELEMENT_BYTES[run.precision]), []
+    for value in (memory, *_MEMORIES):
+        limits = run_limits(replace(run, pipeline=replace(run.pipeline, memory=value)), stages)
+        found.append(MemoryChoice(memory=value, limits=limits, bubble_fraction=predicted_bubble(
+            loads, policy, limits)))
+    return tuple(found)
+
+
+def _loads(stages: Sequence[Sequence[BlockCost]], device: str, element_bytes: int) -> list[StageLoad]:
+    """Times in units of `BlockCost.weight`. A weight gradient takes as long as the forward of its products."""
+    loads, trains = [], False
+    for place, blocks in enumerate(stages):
+        is_last = place == len(stages) - 1
+        backward = [block for block in blocks if (trains := trains or block.num_trainable > 0)]
+        trained = [block for block in backward if block.num_trainable and block.flops]
+        loss_bytes = blocks[-1].output_bytes if is_last else 0  # about what it keeps of the outputs
+        loads.append(StageLoad(
+            forward=sum(block.weight(device) for block in blocks),
+            backward=sum(block.weight(device) for block in backward)
+            + sum(block.of_weights.flops for block in trained if not block.postpones),
+            weight=sum(block.of_weights.flops for block in trained if block.postpones),
+            trains=any(block.num_trainable for block in blocks),
+            fixed=sum(block.num_parameters * element_bytes + block.num_trainable * (element_bytes + _STATE_BYTES)
+                      for block in blocks) + (PROCESS_BYTES if device == "cpu" else 0),
+            graph=sum(block.kept_bytes for block in backward) + loss_bytes,
+            operands=operand_bytes(trained, ends_model=is_last)))
+    return loads
+

@@ -1,0 +1,180 @@
+"""Bytes on each rank, by category, from counted blocks and closed numbers; and what to do where they do not suffice.
+
+    device   parameters   2 or 4 (8) bytes each        host   master      where states are offloaded
+             gradients    in the format they add up in        moments
+                                                              checkpoint  copies of a rank's share, while it is written
+             master       fp32 copies of half-precision parameters
+             moments      two of AdamW, one of SGD
+             average      the moving average of parameters (optim.ema)
+             buckets      what streams through (optim.offload), and room for scaled gradients
+             activations  of the microbatches that a stage stores
+             postponed    operands of weight gradients that wait
+             workspace    what the widest block writes on the way
+             messages     receives that are posted, and what arrives before its turn
+             tensor mesh  what products on several rows and columns gather into, and weights that stay gathered
+             reduction    what sums of gradients that travel between replicas work in, and what parameters are sent from
+             arriving     small sums of gradients, which all replicas gather
+
+Parameters, gradients, states and buckets are laid out as the run lays them out (`ranvier.cost.count`); the others are
+bounds, from the operations of one microbatch. Activations stored by a stage: AxoNN (Singh and Bhatele, 2022), section
+V-A; streamed states: its section V-B. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ranvier.config.resolve import ResolvedRun
+from ranvier.cost.blocks import BlockCost
+from ranvier.errors import ConfigError
+from ranvier.schedule.schedule import Policy
+
+PROCESS_BYTES = 330 << 20
+"""Host memory of a rank before it holds anything: interpreter, torch, this package (measured on Linux, CPU build)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Predicted peak bytes on each of the `ranks` ranks of stage `pipe`: category -> bytes."""
+
+    pipe: int
+    ranks: int
+    device: Mapping[str, int]
+    host: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def device_bytes(self) -> int:
+        """Of all categories on the device."""
+        return sum(self.device.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Of all categories in the host's memory."""
+        return sum(self.host.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredMicrobatches:
+    """What the activations of a stage depend on beside its blocks."""
+
+    stage: int
+    pipe: int
+    num_microbatches: int
+    """Of a replica's share of the batch."""
+    policy: Policy
+    in_flight: int
+    """Most microbatches of a replica on their way."""
+    postponed: int
+    """Microbatches whose weight gradients may wait."""
+    defer_bytes: int | Literal["auto"]
+    update_in_backward: bool
+
+    @property
+    def stored(self) -> int:
+        """Microbatches whose activations the stage stores at once."""
+        limit = self.policy.in_flight(self.in_flight, self.num_microbatches)
+        return min(self.policy.stored(limit, self.stage, self.pipe), self.num_microbatches)
+
+
+def activation_bytes(costs: Sequence[BlockCost], segments: Sequence[range], microbatches: StoredMicrobatches,
+                     kept_again: Mapping[str, int]) -> dict[str, int]:
+    """Bytes that the microbatches on their way keep alive on a stage of these blocks, by category.
+
+    Args:
+        costs: of one microbatch.
+        segments: runs of blocks, as places on the stage, that are recomputed in their backward.
+        kept_again: block -> bytes that it keeps when it is recomputed, where that differs.
+    """
+    stage, pipe, stored = microbatches.stage, microbatches.pipe, microbatches.stored
+    kept = [cost.kept_bytes for cost in costs]
+    inside = {place for segment in segments for place in segment}
+    outside = sum(kept[place] for place in range(len(kept)) if place not in inside)
+    recomputed = max((sum(kept_again.get(costs[place].name, kept[place]) for place in segment)
+                      for segment in segments), default=0)
+    waiting = 0
+    if microbatches.policy.defers and not microbatches.update_in_backward:
+        operands = operand_bytes([cost for place, cost in enumerate(costs) if place not in inside],
+                                 ends_model=stage == pipe - 1)
+        most = microbatches.num_microbatches - stored  # a microbatch is on its way or postponed, not both
+        waiting = (min(most, microbatches.postponed) * operands
+                   if microbatches.defer_bytes == "auto" else microbatches.defer_bytes)
+    entering = costs[0].input_bytes if stage else 0
+    leaving = costs[-1].output_bytes if stage < pipe - 1 else 0
+    return {"activations": stored * (outside + sum(costs[segment.start].input_bytes for segment in segments))
+            + recomputed,
+            "postponed": waiting,
+            "workspace": max(cost.allocated_bytes for cost in costs),
+            "messages": (microbatches.in_flight + 1) * entering + 2 * leaving}
+
+
+def operand_bytes(costs: Sequence[BlockCost], *, ends_model: bool) -> int:
+    """Bytes that the postponed weight gradients of one microbatch keep alive in these blocks, about.
+
+    ends_model: whether the last one is the head, whose output's gradient is the largest tensor.
+    """
+    products = [cost for cost in costs if cost.flops]
+    ends = ends_model and bool(products) and products[-1].postpones
+    return sum(cost.kept_bytes for cost in products if cost.postpones) + (products[-1].output_bytes if ends else 0)
+
+
+def checkpoint_bytes(sizes: Sequence[int], *, state_bytes: int, element_bytes: int, data: int, sharded: bool,
+                     random_state_bytes: int, updated: int = 0) -> int:
+    """Host bytes that a rank copies when a checkpoint is begun, at most: replicas share what all of them hold.
+
+    sizes: elements of each parameter that the rank owns. state_bytes: of all its optimizer states. updated: elements
+    that it updates, which it writes where states are sharded, be they more than its equal share.
+    """
+    share = max(sum(-(-size // data) for size in sizes), updated)
+    states = state_bytes if sharded else -(-state_bytes // data) + 16 * len(sizes)
+    return share * element_bytes + states + random_state_bytes
+
+
+# ---------------------------------------------------------------------- against what there is
+
+def too_large(memory: Sequence[RankMemory], *, place: Literal["device", "host", "both"], processes: int,
+              available_bytes: int, run: ResolvedRun, process_bytes: int = 0) -> ConfigError | None:
+    """What is wrong where these ranks need more than there is, and what would help, the least costly first.
+
+    Args:
+        memory: one entry for each rank that shares a machine.
+        place: what is compared: the device of the rank that needs most, the host for all ranks, or (a CPU as the
+            device) both.
+        processes: ranks that share `available_bytes`. process_bytes: what each takes beside its tensors.
+    """
+    def needed(entry: RankMemory) -> int:
+        return (process_bytes + (entry.device_bytes if place != "host" else 0)
+                + (entry.host_bytes if place != "device" else 0))
+
+    worst = max(memory, key=needed)
+    total = sum(map(needed, memory)) if processes > 1 else needed(worst)
+    if total <= available_bytes:
+        return None
+    who = f"{processes} ranks here need" if processes > 1 else f"a rank of stage {worst.pipe} needs"
+    return ConfigError(f"does not suffice: {who} {total / 2**20:,.0f} MiB, and there are "
+                       f"{available_bytes / 2**20:,.0f}; of stage {worst.pipe}: {_table_line(worst)}",
+                       where=f"memory of the {'device' if place == 'device' else 'machine'}",
+                       remedy="In this order: " + "; ".join(remedies(run, shared=place == "both")) + ".")
+
+
+def _table_line(entry: RankMemory) -> str:
+    parts = {**entry.device, **{f"host {name}": size for name, size in entry.host.items()}}
+    return ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in parts.items() if size)
+
+
+def remedies(run: ResolvedRun, *, shared: bool) -> list[str]:
+    """What would need less memory, the least costly first. shared: device and host are the same memory."""
+    found = []
+    if run.batch.microbatch_size > 1:
+        found.append(f"lower --batch.microbatch-size (it is {run.batch.microbatch_size})")
+    if run.memory.recompute == "none":
+        found.append("set --memory.recompute auto")
+    if run.mesh.data > 1 and not run.optim.shard:
+        found.append("set --optim.shard true")
+    if run.precision in ("fp32", "fp64"):
+        found.append("set --precision bf16")
+    if not shared and run.optim.offload in ("none", "auto"):
+        found.append("set --optim.offload stream")
+    found.append("raise --mesh.pipe, with more ranks")
+    return found

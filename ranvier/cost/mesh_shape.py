@@ -1,0 +1,52 @@
+"""How many rows and columns a tensor mesh of so many ranks should have: those that receive the fewest bytes.
+
+A layer receives a A + w W bytes per rank (`ranvier.cost.volume`), with A = E / row - E / ranks and W = H / col -
+H / ranks for E = b s h and H = h^2. So the best row / col is near a E / (w H), for stationary products a little below
+b s / (3 h). Pure.
+"""
+
+from __future__ import annotations
+
+from math import isqrt
+
+from ranvier.cost.volume import Recompute, Scheme, layer_volume
+from ranvier.errors import ConfigError
+
+
+def best_shape(ranks: int, *, batch: int, sequence: int, hidden: int, heads: int, scheme: Scheme,
+               recompute: Recompute = "none") -> tuple[int, int]:
+    """(row, col) with row col = ranks and the fewest bytes per layer, forward and backward; of equal ones fewer rows.
+
+    batch: sequences of a microbatch. Rows hold whole sequences and columns whole heads, so row divides batch, and col
+    heads; row col divides hidden, for each weight to be cut evenly. megatron: one row; with sequence sharding col
+    divides sequence. ConfigError when no row and col are such.
+    """
+    legal = [(row, col) for row in (divisors(batch) if not scheme.startswith("megatron") else [1])
+             for col in divisors(heads) if hidden % (row * col) == 0
+             and (scheme != "megatron-sequence" or sequence % col == 0)]
+    shapes = [(row, col) for row, col in legal if row * col == ranks]
+    if not shapes:
+        nearest = min((row * col for row, col in legal), key=lambda size: (abs(size - ranks), size))
+        raise ConfigError(_fault(ranks, batch, sequence, hidden, heads, scheme), where="tensor mesh",
+                          value=f"{ranks} ranks", remedy=f"Use {nearest} ranks per stage.")
+    return min(shapes, key=lambda shape: (layer_volume(
+        scheme, row=shape[0], col=shape[1], batch=batch, sequence=sequence, hidden=hidden, itemsize=1,
+        recompute=recompute).total, shape))
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, rising."""
+    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    return small + [number // size for size in reversed(small) if size * size != number]
+
+
+def _fault(ranks: int, batch: int, sequence: int, hidden: int, heads: int, scheme: Scheme) -> str:
+    """What does not divide."""
+    if hidden % ranks:
+        return f"does not divide the hidden size {hidden}"
+    if not scheme.startswith("megatron"):
+        return (f"is no product of rows, which divide the {batch} sequences of a microbatch, and columns, which divide "
+                f"the {heads} heads")
+    if heads % ranks:
+        return f"does not divide the {heads} heads"
+    return f"does not divide the sequence length {sequence}"

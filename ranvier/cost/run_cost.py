@@ -1,0 +1,129 @@
+"""What a step of a run costs: its settings and counted blocks as input of `ranvier.cost.step`.
+
+Above the pipeline and the models, since it asks them which blocks are recomputed, what a sample is, and which layers of
+a block are split over the tensor mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+from torch import nn
+
+from ranvier.config.resolve import ResolvedRun
+from ranvier.config.run import Run
+from ranvier.cost.blocks import BlockCost
+from ranvier.cost.hardware import Cluster
+from ranvier.cost.limits import run_limits
+from ranvier.cost.step import Cost, ElementBytes, PipelineNumbers, StageWork, Step, step_cost, step_pipeline
+from ranvier.cost.volume import SplitLayer
+from ranvier.models import families
+from ranvier.optim.average import averages_of
+from ranvier.optim.rules import rules_of, states_per_element, update_flops
+from ranvier.pipeline.block_costs import build_on_meta
+from ranvier.pipeline.build import global_parameters
+from ranvier.pipeline.recomputation import recomputed_segments
+from ranvier.precision import DTYPES, is_half, reduce_dtype, wide
+from ranvier.schedule.policies import policy_named
+from ranvier.tensor.layers import Embedding, Linear, SharedInputLinear, VocabularyLinear
+
+
+def run_cost(run: ResolvedRun, cluster: Cluster, stages: Sequence[Sequence[BlockCost]], *, exact: bool = True,
+             others: bool = False) -> Cost:
+    """Of a run with these blocks on each stage, counted for its microbatch on its tensor mesh. exact, others: as for
+    `step_cost`."""
+    return step_cost(step_of(run, stages), cluster, exact=exact, others=others)
+
+
+def run_pipeline(run: ResolvedRun, cluster: Cluster, stages: Sequence[Sequence[BlockCost]]) -> PipelineNumbers:
+    """What the simulator needs of such a run."""
+    return step_pipeline(step_of(run, stages), cluster)
+
+
+def step_of(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]]) -> Step:
+    """One step of the run."""
+    limits = run_limits(run, stages)
+    dtype, optim = DTYPES[run.precision], run.optim
+    state_bytes = wide(dtype).itemsize
+    formats = ElementBytes(
+        parameter=dtype.itemsize, state=state_bytes, reduced=reduce_dtype(optim, dtype).itemsize,
+        gradient=state_bytes if optim.accumulate == "fp32" else dtype.itemsize,
+        summed=reduce_dtype(run.tensor, dtype).itemsize)
+    states, flops = _update_of(run)
+    return Step(
+        run=run, policy=policy_named(run.pipeline.policy), limits=limits, bytes=formats,
+        stages=tuple(StageWork(blocks=tuple(blocks), recomputed=_recomputed(run, blocks, stage, limits.in_flight))
+                     for stage, blocks in enumerate(stages)),
+        num_states=states + len(averages_of(optim)) + is_half(dtype), tokens=families.tokens_of(run),
+        whole_tensors=rules_of(optim).tensors is not None, update_flops=flops,
+        flops_per_sample=families.flops_per_sample(run),
+        recomputed_flops_per_sample=families.flops_per_sample(run, recomputed=True),
+        split_layers=split_layers(run) if run.mesh.stage_size > 1 else {})
+
+
+def _update_of(run: ResolvedRun) -> tuple[float, float]:
+    """Numbers that the optimizer keeps for each parameter of the run's model, on average, and operations of one update
+    beside what every element costs."""
+    rules = rules_of(run.optim)
+    if rules.tensors is None:
+        return len(rules.elementwise.states), 0.0
+    return _update_of_tensors(replace(Run(), model=run.model, data=run.data, optim=run.optim))
+
+
+@lru_cache(maxsize=32)
+def _update_of_tensors(run: Run) -> tuple[float, float]:
+    """Of a run of which nothing counts but the model, the task and the optimizer."""
+    model, rules = families.model_of(run), rules_of(run.optim)
+    parameters = global_parameters(model, build_on_meta(model))
+    return states_per_element(rules, parameters), update_flops(rules, parameters)
+
+
+def _recomputed(run: ResolvedRun, blocks: Sequence[BlockCost], stage: int, in_flight: int) -> tuple[int, ...]:
+    """Places of the blocks of a stage that are recomputed."""
+    if run.memory.recompute == "none":
+        return ()
+    segments = recomputed_segments(
+        run.memory.recompute, [block.name for block in blocks], families.layers_of(run), blocks,
+        policy_named(run.pipeline.policy), in_flight, (stage, run.mesh.pipe))
+    return tuple(place for segment in segments for place in segment)
+
+
+def split_layers(run: Run) -> Mapping[str, tuple[SplitLayer, ...]]:
+    """Each block of the run's model -> its layers of `ranvier.tensor` that are split, in their order: what a block
+    sends on a tensor mesh follows from its layers, whatever it is called."""
+    return _split_layers(replace(Run(), model=run.model, data=run.data))
+
+
+@lru_cache(maxsize=32)
+def _split_layers(run: Run) -> Mapping[str, tuple[SplitLayer, ...]]:
+    """Of a run of which nothing counts but the model and the task."""
+    model = families.model_of(run)
+    ends = {layer[-1] for layer in model.layers or [(name,) for name in model.blocks]}
+    found: dict[str, tuple[SplitLayer, ...]] = {}
+    for name, build in model.blocks.items():
+        if (alike := model.alike.get(name)) in found:
+            found[name] = found[alike]
+            continue
+        with torch.device("meta"):
+            layers = [split for layer in build().modules() if (split := _split_layer(layer)) is not None]
+        products = [place for place, layer in enumerate(layers) if layer.kind in ("output", "input")]
+        if name in ends and products:
+            layers[products[-1]] = replace(layers[products[-1]], ends_layer=True)
+        found[name] = tuple(layers)
+    return found
+
+
+def _split_layer(layer: nn.Module) -> SplitLayer | None:
+    match layer:
+        case Linear():
+            return SplitLayer(layer.stationary, layer.in_features, layer.out_features)
+        case SharedInputLinear():
+            return SplitLayer("output", layer.in_features, sum(layer.outputs.values()))
+        case VocabularyLinear():
+            return SplitLayer("vocabulary", layer.in_features, layer.out_features)
+        case Embedding():
+            return SplitLayer("embedding", layer.num_embeddings, layer.embedding_dim)
+    return None

@@ -1,0 +1,553 @@
+"""What one step costs on a cluster: seconds by phase, and bytes over each link.
+
+    pipeline     stages compute and exchange activations; with row x col > 1 their products exchange operands
+    reduction    gradients are averaged between replicas, chunk by chunk
+    update       the optimizer: bytes through the device's memory, or over the link to the host's
+
+Work is what `BlockCost` counts of one rank's part of each block: a forward; a backward is twice that, half of it the
+weights' gradients (less beside frozen weights); what is recomputed counts once more; frozen blocks in front have none.
+What follows the pipeline
+is exposed, except where the optimizer hides the reduction. The ends of a tied
+parameter on two stages exchange while the pipeline fills and drains, which is left out.
+
+The schedule is AxoNN's (Singh and Bhatele, 2022, sections III and IV), the exchanges of the tensor mesh those of Xu et
+al., 2021 (Optimus, section 3), Shoeybi et al., 2019 (Megatron-LM, section 3) and Korthikanti et al., 2022. Pure:
+`ranvier.cost.run_cost` makes a `Step` of a run's settings and counted blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
+
+from ranvier.config.resolve import ResolvedRun, chunk_size
+from ranvier.cost.blocks import BlockCost
+from ranvier.cost.collectives import (
+    Placed,
+    all_reduce_seconds,
+    placed,
+    received_seconds,
+    reduced_seconds,
+    tree_latency,
+    tree_seconds,
+)
+from ranvier.cost.hardware import Cluster
+from ranvier.cost.volume import Bytes, Recompute, SplitLayer, Volume, block_volume, volume_scheme
+from ranvier.mesh import Axis, Mesh
+from ranvier.schedule.closed_form import DIRECT, Way, passage
+from ranvier.schedule.limits import Limits
+from ranvier.schedule.schedule import Policy
+from ranvier.schedule.simulator import StageTimes
+
+_MESSAGES = {"summa": (4, 8), "stationary": (4, 6), "megatron": (2, 2), "megatron-sequence": (4, 6)}
+"""Collectives of one layer along an axis, forward and backward; each is one message to every other member."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageWork:
+    """The blocks of one stage, as one of its ranks has them, and the places of those that are recomputed in the
+    backward."""
+
+    blocks: tuple[BlockCost, ...]
+    recomputed: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElementBytes:
+    """Bytes of one element, in each number format of a run."""
+
+    parameter: int
+    """Of a parameter or an activation."""
+    state: int
+    """Of a number of the optimizer: a moment, or a master copy."""
+    gradient: int
+    """Of a gradient, in the format in which it adds up."""
+    reduced: int
+    """Of a gradient, in the format in which it travels between replicas."""
+    summed: int
+    """Of a sum that travels on the tensor mesh."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step of a run, and what its settings do not say by themselves."""
+
+    run: ResolvedRun
+    stages: tuple[StageWork, ...]
+    policy: Policy
+    limits: Limits
+    """What the pipeline may have under way."""
+    bytes: ElementBytes
+    num_states: float
+    """Numbers of each parameter, on average, that an update reads and writes: moments, and the master copy."""
+    tokens: int
+    """Positions of one sample."""
+    whole_tensors: bool = False
+    """Whether updates need whole tensors."""
+    update_flops: float = 0.0
+    """Of one update of all parameters, beside what every element costs."""
+    flops_per_sample: float
+    """Of forward and backward, without recomputation."""
+    recomputed_flops_per_sample: float
+    """Of these and one more forward."""
+    split_layers: Mapping[str, tuple[SplitLayer, ...]]
+    """Block -> its layers that are split over the tensor mesh."""
+
+    @property
+    def waits_for_verdict(self) -> bool:
+        """Whether updates begin only when the whole gradient is reduced: loss scaling, clipping or a guard judges
+        it."""
+        return bool(self.run.precision == "fp16" or self.run.optim.clip_norm
+                    or self.run.guard.bad_step in ("stop", "skip", "rollback"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCost:
+    """One rank of a stage. Seconds are of one microbatch, but for reduction and update, which are of the step."""
+
+    stage: int
+    forward_seconds: float
+    backward_seconds: float
+    """Of the gradients that cannot wait, with what is recomputed for them."""
+    weight_seconds: float
+    """Of weights' gradients that may be postponed."""
+    exchange_seconds: float
+    """What of these three the tensor mesh spends on messages."""
+    reduction_seconds: float
+    update_seconds: float
+    after_seconds: float
+    """From the last backward to the end of the step: of reduction and update what does not overlap."""
+
+    @property
+    def microbatch_seconds(self) -> float:
+        """Of one microbatch, all three phases."""
+        return self.forward_seconds + self.backward_seconds + self.weight_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """One step. Phases are those of the stage that ends last."""
+
+    seconds: float
+    pipeline_seconds: float
+    bubble_fraction: float
+    reduction_seconds: float
+    update_seconds: float
+    stages: tuple[StageCost, ...]
+    link_bytes: Mapping[str, float]
+    """What the busiest rank sends in a step, by axis, and over its link to the host."""
+    sequences: int
+    tokens: int
+    model_flops: float
+    """Of forward and backward, nothing recomputed."""
+    hardware_flops: float
+    """With what is recomputed."""
+    peak_flops: float
+    """Of all devices together, in a second."""
+    edge_seconds: float = 0.0
+    """For which one microbatch's message keeps the slowest edge between two stages busy."""
+    partial_seconds: float = 0.0
+    """What the pipeline takes less because the last microbatch is not whole."""
+    cores_seconds: float = 0.0
+    """Where ranks share cores: what the pipeline takes at least, all of them computing all the time."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Positions per second, over all replicas."""
+        return self.tokens / self.seconds
+
+    @property
+    def model_utilisation(self) -> float:
+        """Share of the peak that the model's own FLOPs reach."""
+        return self.model_flops / self.seconds / self.peak_flops
+
+    @property
+    def hardware_utilisation(self) -> float:
+        """The same with what is recomputed."""
+        return self.hardware_flops / self.seconds / self.peak_flops
+
+    def days(self, tokens: float = 3e11) -> float:
+        """To train on so many tokens."""
+        return tokens / self.tokens_per_second / 86400
+
+
+def step_cost(step: Step, cluster: Cluster, *, exact: bool = True, others: bool = False) -> Cost:
+    """The cost of a step on a cluster.
+
+    Args:
+        exact: simulate the schedule; otherwise use the closed form.
+        others: as Megatron-LM, DeepSpeed and Optimus were published, where a stage does not compute while it sends or
+            receives, ranks of a stage that hold the same activations each send a part of them, and a layer's last
+            product is recomputed with the others.
+    """
+    return _StepCost(step, cluster, others).cost(exact)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineNumbers:
+    """What the simulator needs of a step."""
+
+    times: tuple[StageTimes, ...]
+    num_microbatches: int
+    way: Way
+    """The edges between stages."""
+    in_flight: int
+    defer_bytes: int | Sequence[int]
+    """Bound on what postponed products keep alive, of all stages or of each."""
+    at_once: int | None
+    """Stages of a replica that may compute at once, where ranks share cores."""
+
+
+def step_pipeline(step: Step, cluster: Cluster) -> PipelineNumbers:
+    """The pipeline of a step on a cluster, for the simulator."""
+    made = _StepCost(step, cluster)
+    times = tuple(made.times([made.stage(stage) for stage in range(step.run.mesh.pipe)]))
+    return PipelineNumbers(times=times, num_microbatches=made.count, way=made.way(), in_flight=step.limits.in_flight,
+                           defer_bytes=made.defer(times), at_once=made.at_once())
+
+
+def rank_threads(cluster: Cluster, mesh: Mesh) -> float:
+    """Cores that one rank of the mesh computes with; 1 where each rank has a device of its own."""
+    cores = cluster.device.cores
+    return 1.0 if cores is None else max(1.0, cores // min(cluster.devices_per_node, mesh.size))
+
+
+def update_seconds(step: Step, cluster: Cluster, count: float, *, local: int, threads: float = 1.0,
+                   crowded: float = 1.0) -> float:
+    """Seconds in which one rank updates `count` parameters: what moves through the device's memory, over the link to
+    the host (AxoNN, section V-B), or through the host's memory.
+
+    Args:
+        local: ranks on a node. threads: cores that a rank computes with. crowded: how many times as long a rank takes
+            that shares its cores.
+    """
+    itemsize, states, gradient, optim = step.bytes.state, step.num_states, step.bytes.gradient, step.run.optim
+    has_masters = itemsize > step.bytes.parameter
+    moved = count * (2 * itemsize * states + gradient + step.bytes.parameter * (1 if has_masters else 2))
+    match optim.offload:
+        case "stream":
+            moving = cluster.host_link.seconds(count * itemsize * states)
+            parts = [moving, moving, cluster.device.update_seconds(moved)]
+            return sum(parts) if optim.buckets_in_flight == 1 else max(parts)  # in, out and update at once
+        case "host":
+            sent = cluster.host_link.seconds(count * max(gradient, step.bytes.parameter))
+            return max(sent, moved * local / cluster.host.memory_bandwidth)
+        case _:
+            return cluster.device.update_seconds(moved) / threads * crowded
+
+
+_GROUPED: tuple[Axis, ...] = ("data", "row", "col")
+
+
+class _StepCost:
+    """Everything that the parts of a cost need."""
+
+    def __init__(self, step: Step, cluster: Cluster, others: bool = False) -> None:
+        mesh = step.run.mesh
+        assert len(step.stages) == mesh.pipe
+        self.step, self.run, self.cluster, self.mesh = step, step.run, cluster, mesh
+        self.size, self.data = mesh.stage_size, mesh.data
+        self.scheme = volume_scheme(step.run.tensor)
+        self.stages = [stage.blocks for stage in step.stages]
+        self.others = others
+        self._agains: dict[int, list[int]] = {}
+        self._volumes: dict[tuple[tuple[SplitLayer, ...], bool], Volume] = {}
+        self.trained = [sum(block.num_owned for block in blocks) for blocks in self.stages]
+        flags = [block.num_trainable > 0 for blocks in self.stages for block in blocks]
+        self.begins = flags.index(True) if True in flags else len(flags)
+        """The model's first block that trains: those before it have no backward."""
+        self.local = min(cluster.devices_per_node, self.mesh.size)
+        self.count, self.last = step.run.num_microbatches, step.run.last_microbatch_fraction
+        self.groups = {axis: placed(self.mesh, axis, cluster.devices_per_node) for axis in _GROUPED}
+
+    def cost(self, exact: bool) -> Cost:
+        step = self.step
+        rows = [self.stage(stage) for stage in range(self.mesh.pipe)]
+        times = self.times(rows)
+        passed = passage(times, self.count, step.policy, step.limits.in_flight, way=self.way(), exact=exact,
+                         defer_bytes=self.defer(times), cores=self.at_once())
+        partial = (1.0 - self.last) * max(row.microbatch_seconds for row in rows)
+        shared = self._shared_cores(rows)
+        pipeline = max(passed.seconds - partial, shared)
+        slack, last = 0.0, (-inf, rows[0])
+        for row in rows:  # later stages end earlier: their last backward is passed on
+            last = max(last, (pipeline - slack + row.after_seconds, row), key=lambda pair: pair[0])
+            slack += row.backward_seconds
+        total, ends = last
+        recomputed = any(self._again(stage) for stage in range(self.mesh.pipe))
+        size = self.run.batch.global_size
+        blocks = [block for stage in self.stages for block in stage]
+        left_out = sum(block.flops - (block.of_weights.flops if block.num_trainable else 0)
+                       for block in blocks[self.begins:])  # gradients of frozen weights, behind what trains
+        unneeded = step.flops_per_sample / 3 * left_out / max(1, sum(block.flops for block in blocks))
+        rate = self.cluster.device.rates[self.run.precision]
+        return Cost(
+            seconds=total, pipeline_seconds=pipeline, bubble_fraction=passed.bubble_fraction,
+            reduction_seconds=ends.reduction_seconds, update_seconds=ends.update_seconds, stages=tuple(rows),
+            link_bytes=self._link_bytes(), sequences=size, tokens=size * step.tokens,
+            model_flops=size * (step.flops_per_sample - unneeded),
+            hardware_flops=size * ((step.recomputed_flops_per_sample if recomputed else step.flops_per_sample)
+                                   - unneeded),
+            peak_flops=self._ranks_worth() * rate.peak_flops, cores_seconds=shared, partial_seconds=partial,
+            edge_seconds=max(self.way().transfer, default=0.0))
+
+    def times(self, rows: Sequence[StageCost]) -> list[StageTimes]:
+        """As the simulator takes them."""
+        held_up = [0.0, *(transfer + latency for transfer, latency in self._edges()), 0.0] if self.others else [
+            0.0] * (len(rows) + 1)
+        return [StageTimes(forward=row.forward_seconds + behind, backward=row.backward_seconds + before,
+                           weight=row.weight_seconds,
+                           alive_bytes=max(1, sum(block.kept_bytes for block in self.stages[row.stage])
+                                           ) if row.weight_seconds else 0,
+                           trains=self._first(row.stage) < len(self.stages[row.stage]))
+                for row, before, behind in zip(rows, held_up, held_up[1:], strict=False)]
+
+    # --- stages ------------------------------------------------------------------------------------------------------
+
+    def stage(self, stage: int) -> StageCost:
+        """One rank of it."""
+        costs, first, again = self.stages[stage], self._first(stage), self._again(stage)
+        behind = costs[first:]
+        forward = self._seconds(costs)
+        recomputed = self._seconds([costs[place] for place in again])
+        weight = self._seconds(self._postponing(stage))
+        weights = self._seconds([cost.of_weights for cost in behind if cost.num_trainable])
+        backward = self._seconds(behind) + weights - weight + recomputed
+        sent_forward, sent_backward = self._exchanged(stage)
+        reduction, update = self._reduction(stage), self._update(stage)
+        return StageCost(stage=stage, forward_seconds=forward + sent_forward,
+                         backward_seconds=backward + sent_backward, weight_seconds=weight,
+                         exchange_seconds=sent_forward + sent_backward, reduction_seconds=reduction,
+                         update_seconds=update, after_seconds=self._after(reduction, update, stage))
+
+    def _first(self, stage: int) -> int:
+        """The place of the stage's first block that has a backward."""
+        before = sum(len(blocks) for blocks in self.stages[:stage])
+        return min(max(0, self.begins - before), len(self.stages[stage]))
+
+    def _again(self, stage: int) -> list[int]:
+        """Places of the blocks that are recomputed, which frozen ones in front are not."""
+        if stage not in self._agains:
+            first = self._first(stage)
+            self._agains[stage] = [place for place in self.step.stages[stage].recomputed if place >= first]
+        return self._agains[stage]
+
+    def _postponing(self, stage: int) -> list[BlockCost]:
+        """Blocks whose weights' gradients may wait: not those that are recomputed, nor the model's last one."""
+        costs, first, again = self.stages[stage], self._first(stage), self._again(stage)
+        stop = len(costs) - (stage == self.mesh.pipe - 1)
+        return [cost.of_weights for place, cost in enumerate(costs[:stop])
+                if place >= first and place not in again and cost.num_trainable and cost.postpones]
+
+    def _seconds(self, costs: Sequence[BlockCost]) -> float:
+        """Of one microbatch's forward through these blocks."""
+        threads = self._threads()
+        return self.cluster.device.seconds(
+            sum(each.flops for each in costs) / threads, sum(each.moved_bytes for each in costs) / threads,
+            sum(each.operations for each in costs), self.run.precision)
+
+    def _threads(self) -> float:
+        return rank_threads(self.cluster, self.mesh)
+
+    def _crowded(self) -> float:
+        """How many times as long a rank takes that shares its cores with others."""
+        cores = self.cluster.device.cores
+        return 1.0 if cores is None else max(1.0, self.local * self._threads() / cores)
+
+    def at_once(self) -> int | None:
+        """Stages of a replica for which there are cores; none where each rank has a device."""
+        cores = self.cluster.device.cores
+        if cores is None:
+            return None
+        nodes = max(1, self.mesh.size / self.local)
+        return max(1, int(cores * nodes / (self.data * self.size * self._threads())))
+
+    def _ranks_worth(self) -> float:
+        """Devices that the peak counts: of shared cores, those that the ranks use."""
+        cores = self.cluster.device.cores
+        return self.mesh.size if cores is None else min(cores, self.mesh.size * self._threads())
+
+    def _shared_cores(self, rows: Sequence[StageCost]) -> float:
+        """Seconds that the work of all ranks of a node keeps its cores busy, where they share them. Where there are
+        more ranks than cores they take turns, in copying messages as well, and a tensor mesh as a whole waits for them
+        and for members that are not running."""
+        cores, crowded = self.cluster.device.cores, self._crowded()
+        if cores is None:
+            return 0.0
+        microbatches = self.count - 1 + self.last
+        exchanged = microbatches * sum(row.exchange_seconds for row in rows)
+        computed = microbatches * sum(row.microbatch_seconds for row in rows) - exchanged
+        busy = computed * self.data * self.size * self._threads() / cores / max(
+            1, self.mesh.size / self.local)
+        if crowded == 1.0:
+            return busy
+        turns = microbatches * sum(self._collectives(row.stage) for row in rows) * self.cluster.device.turn_seconds
+        nodes = max(1, self.mesh.pipe * self.size / self.local)  # of a replica
+        return busy / self.cluster.device.crowded_share + (exchanged * crowded + turns) / nodes
+
+    # --- messages ----------------------------------------------------------------------------------------------------
+
+    def _exchanged(self, stage: int) -> tuple[float, float]:
+        """Seconds that one microbatch's forward and backward spend on messages of the tensor mesh."""
+        if self.size == 1:
+            return 0.0, 0.0
+        first, recomputed = self._first(stage), self._again(stage)
+        forward = backward = 0.0
+        for place, block in enumerate(self.stages[stage]):
+            volume, layers = self._block_volume(block.name, place in recomputed), self._share_of_layer(block.name)
+            forward += self._received(volume.forward, layers, 0)
+            backward += self._received(volume.backward, layers, 1) if place >= first else 0.0
+        return forward, backward
+
+    def _share_of_layer(self, block: str) -> float:
+        """What part of a transformer layer's collectives a block has, by its products. A block without any has as many
+        as one with two: its norm and its small layers exchange, too."""
+        return max(2, len(self.step.split_layers[block])) / 4
+
+    def _block_volume(self, block: str, recomputed: bool) -> Volume:
+        layers = self.step.split_layers[block]
+        if (layers, recomputed) not in self._volumes:
+            again: Recompute = "again" if self.others else "kept"
+            self._volumes[layers, recomputed] = block_volume(
+                layers, self.scheme, row=self.mesh.row, col=self.mesh.col, batch=self.run.batch.microbatch_size,
+                sequence=self.step.tokens, hidden=self.run.model.hidden, itemsize=self.step.bytes.parameter,
+                sum_itemsize=self.step.bytes.summed, recompute=again if recomputed else "none", last=not self.others,
+                weights_kept_for=self.count if self.run.tensor.keep_weights else None)
+        return self._volumes[layers, recomputed]
+
+    def _received(self, sizes: Bytes, layers: float, way: int) -> float:
+        """Seconds in which a block receives this. layers: its part of a layer. way: 0 forward, 1 backward."""
+        messages = _MESSAGES[self.scheme][way] * layers
+        both = [(sizes.activations, self.groups["col"]), (sizes.weights, self.groups["row"])]
+        starts = messages * self.cluster.collective_seconds * sum(group.members > 1 for _, group in both)
+        if self.scheme == "summa":
+            roots = [each.members * tree_latency(each, self.cluster) for _, each in both if each.members > 1]
+            return starts + messages * sum(roots) + sum(tree_seconds(size, each, self.cluster) for size, each in both)
+        received = reduced_seconds if self.scheme == "megatron" else received_seconds
+        return starts + sum(received(size, round(messages * (group.members - 1)), group, self.cluster)
+                            for size, group in both)
+
+    def _collectives(self, stage: int) -> float:
+        """Of one microbatch on the tensor mesh, forward and backward: how many."""
+        axes = [group.members for group in (self.groups["row"], self.groups["col"]) if group.members > 1]
+        if not axes:
+            return 0.0
+        each = sum(axes) if self.scheme == "summa" else len(axes)
+        shares = [self._share_of_layer(block.name) for block in self.stages[stage]]
+        forward, backward = _MESSAGES[self.scheme]
+        return each * (forward * sum(shares) + backward * sum(shares[self._first(stage):]))
+
+    def way(self) -> Way:
+        """The edges of the pipeline, as messages beside the computing."""
+        if self.others:
+            return DIRECT
+        transfer, latency = zip(*self._edges(), strict=True) if self.mesh.pipe > 1 else ((), ())
+        return Way(transfer=transfer, latency=latency)
+
+    def _edges(self) -> list[tuple[float, float]]:
+        """Seconds for which one message keeps each edge busy, and until it is there after that."""
+        pipe, size, per_node = self.mesh.pipe, self.size, self.cluster.devices_per_node
+        edges = []
+        for stage in range(pipe - 1):
+            crossing = max(sum(rank // per_node != (rank + size) // per_node
+                               for rank in range(first + stage * size, first + (stage + 1) * size))
+                           for first in self._offsets())
+            link = self.cluster.between if crossing else self.cluster.inside
+            together = min(max(1, crossing), per_node)
+            sent, gathered = float(self.stages[stage][-1].output_bytes), 0.0
+            if self.others:
+                group = self.groups["col"]
+                sent, gathered = sent / size, received_seconds(sent * (size - 1) / size, size - 1, group, self.cluster)
+            edges.append((sent / link.rate(together) + gathered, link.latency_seconds))
+        return edges
+
+    def _offsets(self) -> set[int]:
+        """Where replicas begin on a node: they all wait for the one that lies worst."""
+        replica, per_node = self.mesh.pipe * self.size, self.cluster.devices_per_node
+        return {data * replica % per_node for data in range(min(self.data, per_node))}
+
+    def defer(self, times: Sequence[StageTimes]) -> int | Sequence[int]:
+        """Bytes of postponed weight gradients, on all stages or on each."""
+        if not self.step.policy.defers or self.run.optim.update_in_backward:
+            return 0
+        asked = self.run.pipeline.defer_bytes
+        return asked if asked != "auto" else [
+            stage.alive_bytes * count for stage, count in zip(times, self.step.limits.postponed, strict=True)]
+
+    # --- after the pipeline ------------------------------------------------------------------------------------------
+
+    def _gradient_bytes(self) -> float:
+        """Of each element, both ways of an all-reduce: where states are shared out, gradients are scattered in their
+        format (all-reduced, where whole tensors are updated), and parameters gathered in theirs."""
+        gradient = self.step.bytes.reduced
+        if not self.run.optim.shard:
+            return gradient
+        return (gradient if not self.step.whole_tensors else 2 * gradient) / 2 + self.step.bytes.parameter / 2
+
+    def _reduction(self, stage: int) -> float:
+        group = self.groups["data"]
+        if group.members == 1:
+            return 0.0
+        size = self._beside(stage) if group.crosses else self.trained[stage]
+        return all_reduce_seconds(size * self._gradient_bytes(), group, self.cluster) \
+            + (self._chunks(stage) - 1) * self._chunk_start(group)
+
+    def _beside(self, stage: int) -> float:
+        """Parameters of a rank on the node of this stage's first one, on average: they take turns on its link."""
+        size, per_node = self.size, self.cluster.devices_per_node
+        found = []
+        for first in self._offsets():
+            node = (first + stage * size) // per_node
+            here = {(rank - first) // size for rank in range(node * per_node, (node + 1) * per_node)
+                    if 0 <= rank - first < size * self.mesh.pipe}
+            found.append(max(sum(self.trained[other] for other in here), self.trained[stage]) / len(here))
+        return max(found)
+
+    def _chunk_start(self, group: Placed) -> float:
+        link = self.cluster.between if group.crosses else self.cluster.inside
+        return self.cluster.chunk_seconds + self.cluster.collective_seconds + 2 * (
+            group.members - 1) * link.latency_seconds
+
+    def _chunks(self, stage: int) -> int:
+        size = chunk_size(self.run.optim, "cuda" if self.cluster.device.cores is None else "cpu")
+        return max(1, -(-round(self.trained[stage]) // size))
+
+    def _update(self, stage: int) -> float:
+        count = self.trained[stage] / (self.data if self.run.optim.shard else 1)
+        moving = update_seconds(self.step, self.cluster, count, local=self.local, threads=self._threads(),
+                                crowded=self._crowded())
+        # rows and columns all compute with the same whole tensors
+        flops = self.step.update_flops * count / max(1, sum(self.trained)) / self._threads()
+        return moving + self.cluster.device.seconds(flops, 0.0, 0.0, self.run.precision) * self._crowded()
+
+    def _after(self, reduction: float, update: float, stage: int) -> float:
+        """With a verdict on the whole gradient (loss scaling, clipping, a guard) updates begin when all is reduced;
+        otherwise each chunk is updated while the next is reduced."""
+        if self.step.waits_for_verdict:
+            return reduction + update
+        return max(reduction, update) + min(reduction, update) / self._chunks(stage)
+
+    def _link_bytes(self) -> dict[str, float]:
+        optim, mesh = self.run.optim, self.mesh
+        found: dict[str, float] = {}
+        edges = [blocks[-1].output_bytes for blocks in self.stages[:-1]]
+        if edges:
+            ends = [0, *edges, 0]
+            found["pipe"] = self.count * max(left + right for left, right in pairwise(ends))
+        volumes = [[self._block_volume(block.name, self.run.memory.recompute != "none") for block in blocks]
+                   for blocks in self.stages] if self.size > 1 else []
+        if mesh.col > 1:
+            found["col"] = self.count * max(sum(volume.forward.activations + volume.backward.activations
+                                                for volume in stage) for stage in volumes)
+        if mesh.row > 1:
+            found["row"] = self.count * max(sum(volume.forward.weights + volume.backward.weights
+                                                for volume in stage) for stage in volumes)
+        if self.data > 1:
+            found["data"] = 2 * (self.data - 1) / self.data * self._gradient_bytes() * max(self.trained)
+        if optim.offload in ("stream", "host"):
+            size = self.step.bytes
+            each = size.state * self.step.num_states if optim.offload == "stream" else size.gradient
+            found["host"] = each * max(self.trained) / (self.data if optim.shard else 1)
+        return found

@@ -1,0 +1,58 @@
+"""What a transition between two meshes costs in seconds and bytes, and whether it pays. Pure.
+
+A transition costs seconds once (tensors travel, groups and engines are built) and changes the seconds of each step that
+is left. PipeTransformer (He et al., 2021, section 3.2) changes the pipeline whenever its memory criterion allows it;
+here only when the gain is larger than the cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from ranvier.mesh import Mesh
+
+PRIOR_SECONDS = 1.0
+"""Assumed cost of a transition, whatever it moves, before one was measured."""
+PRIOR_BYTES_PER_SECOND = 500e6
+"""Assumed rate at which it moves tensors, before one was measured."""
+
+
+def prior_seconds(moved_bytes: int) -> float:
+    """Seconds of a transition that moves `moved_bytes` from rank to rank, where none was measured."""
+    return PRIOR_SECONDS + moved_bytes / PRIOR_BYTES_PER_SECOND
+
+
+def transition_seconds(moved_bytes: int, measured: Sequence[tuple[float, int]] = ()) -> float:
+    """Expected seconds of a transition that moves `moved_bytes`: the prior, scaled by the median ratio of measured
+    seconds to their prior. measured: (seconds, moved bytes) of earlier transitions, whatever they were made for."""
+    ratios = [seconds / prior_seconds(moved) for seconds, moved in measured]
+    return prior_seconds(moved_bytes) * (median(ratios) if ratios else 1.0)
+
+
+def moved_bytes(*, old: Mesh, old_boundaries: Sequence[int], new: Mesh, new_boundaries: Sequence[int],
+                parameter_bytes: Sequence[int], state_bytes: Sequence[int], frozen_blocks: int, sharded: bool) -> int:
+    """Bytes that a transition sends from rank to rank, about: of each block that a rank does not hold yet, its
+    parameters and, where the block still trains, its optimizer states.
+
+    Args:
+        old_boundaries, new_boundaries: first block of each stage after the first, before and after.
+        parameter_bytes, state_bytes: of each block, whole.
+        frozen_blocks: blocks of the prefix that does not train after the transition; they have no states.
+        sharded: each replica keeps its share of the states (optim.shard).
+    """
+    holders = new.data if sharded else 1
+    num_blocks = len(parameter_bytes)
+    sizes = [weights + (states // holders if block >= frozen_blocks else 0)
+             for block, (weights, states) in enumerate(zip(parameter_bytes, state_bytes, strict=True))]
+    moved = 0
+    for rank in range(new.size):
+        held = _blocks(old_boundaries, old, rank, num_blocks) if rank < old.size else range(0)
+        moved += sum(sizes[block] for block in _blocks(new_boundaries, new, rank, num_blocks) if block not in held)
+    return moved // new.stage_size
+
+
+def _blocks(boundaries: Sequence[int], mesh: Mesh, rank: int, num_blocks: int) -> range:
+    """The blocks of a rank on a mesh with this cut."""
+    edges, stage = (0, *boundaries, num_blocks), mesh.coordinates(rank).pipe
+    return range(edges[stage], edges[stage + 1])

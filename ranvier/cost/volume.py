@@ -1,0 +1,253 @@
+"""How many bytes a rank of the row x col tensor mesh receives for a layer, the embedding and the head, by arithmetic.
+
+    x [b, s, h]: row i has b / row of the sequences, column j has h / col of the hidden dim
+    A = (b s h / row) (col - 1) / col      to gather, or sum and scatter, x along the axis `col`
+    W = (h^2 / col) (row - 1) / row        to gather, or sum and scatter, an [h, h] weight along the axis `row`
+
+A product i h -> o h of a scheme receives:
+
+    scheme              products          forward        backward             which is
+    summa               all               i A + i o W    2 i A + 2 i o W      A B; then A B^T and A^T B
+    stationary          qkv, fc1          i A + i o W    2 i A + 2 i o W      output-stationary
+                        projection, fc2   o A + i o W      o A + 2 i o W      input-stationary
+    megatron            qkv, fc1          0              2 i A                one row, x whole on every rank
+                        projection, fc2   2 o A          0
+    megatron-sequence   as stationary, with one row                           s cut over col between products
+
+Ring conventions: of a tensor of P bytes, an all-gather or reduce-scatter over m members receives P (m - 1) / m, an
+all-reduce twice that. Of m panels, one per member, the broadcasts receive what an all-gather of all of them does, the
+reductions what a reduce-scatter does, since one panel passes all members but one. Summa is Xu et al., 2021 (Optimus),
+megatron Shoeybi et al., 2019, megatron-sequence and the activation bytes Korthikanti et al., 2022. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from ranvier.config.run import TensorParallel
+
+Scheme = Literal["summa", "stationary", "megatron", "megatron-sequence"]
+Recompute = Literal["none", "kept", "again"]
+"""Of a layer's insides: nothing is recomputed; it is, and the operands that it gathers are kept for the backward; it
+is, and the backward gathers them again. Without recomputing too, the backward gathers again."""
+Product = Literal["qkv", "projection", "fc1", "fc2"]
+PRODUCTS: Mapping[Product, tuple[int, int]] = {"qkv": (1, 3), "projection": (1, 1), "fc1": (1, 4), "fc2": (4, 1)}
+"""Widths of what goes in and comes out, in multiples of h."""
+
+
+def volume_scheme(tensor: TensorParallel) -> Scheme:
+    """The settings' scheme as the tables of volumes name it."""
+    return "megatron-sequence" if tensor.scheme == "megatron" and tensor.sequence_sharding else tensor.scheme
+
+
+@dataclass(frozen=True)
+class SplitLayer:
+    """A layer that is split over the tensor mesh, as far as its messages depend on it.
+
+    kind: output or input: a linear layer that is output- or input-stationary in the stationary scheme. embedding: of
+    tokens. vocabulary: the product to logits. inputs, outputs: features; of an embedding the rows of its table, and
+    features. ends_layer: it is the last product of a transformer layer, so a recomputation stops before it.
+    """
+
+    kind: Literal["output", "input", "embedding", "vocabulary"]
+    inputs: int
+    outputs: int
+    ends_layer: bool = False
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes that one rank receives, of activations and their gradients, and of weights and theirs."""
+
+    activations: float = 0.0
+    weights: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Bytes of both."""
+        return self.activations + self.weights
+
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes(self.activations + other.activations, self.weights + other.weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Volume:
+    """What one rank receives in a forward and in its backward, what the backward recomputes included."""
+
+    forward: Bytes
+    backward: Bytes
+
+    @property
+    def total(self) -> float:
+        """Bytes of both."""
+        return self.forward.total + self.backward.total
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerVolume(Volume):
+    """A transformer layer's, and each product's own."""
+
+    products: Mapping[Product, Volume]
+
+
+class _Way(NamedTuple):
+    """What a way to multiply receives, as multiples of (A, W)."""
+
+    gathers: tuple[float, float]
+    """Operands of the forward; its backward needs them too."""
+    sums: tuple[float, float]
+    """The output."""
+    gradients: tuple[float, float]
+    """Of the output, which the backward gathers."""
+    gradient_sums: tuple[float, float]
+    """Of the operands, which it sums."""
+
+
+def _output_stationary(into: float, out: float) -> _Way:
+    return _Way(gathers=(into, into * out), sums=(0, 0), gradients=(0, 0), gradient_sums=(into, into * out))
+
+
+def _input_stationary(into: float, out: float) -> _Way:
+    return _Way(gathers=(0, into * out), sums=(out, 0), gradients=(out, 0), gradient_sums=(0, into * out))
+
+
+def _all_reduced_gradient(into: float, out: float) -> _Way:
+    return _Way(gathers=(0, 0), sums=(0, 0), gradients=(0, 0), gradient_sums=(2 * into, 0))
+
+
+def _all_reduced_output(into: float, out: float) -> _Way:
+    return _Way(gathers=(0, 0), sums=(2 * out, 0), gradients=(0, 0), gradient_sums=(0, 0))
+
+
+_WAYS = {"summa": (_output_stationary, _output_stationary), "stationary": (_output_stationary, _input_stationary),
+         "megatron": (_all_reduced_gradient, _all_reduced_output),
+         "megatron-sequence": (_output_stationary, _input_stationary)}
+"""Of qkv and fc1, and of projection and fc2. Summa's three products receive as much as an output-stationary one."""
+
+
+class _Units(NamedTuple):
+    """A and W in bytes, and how many times as many they take in a sum."""
+
+    a: float
+    w: float
+    widened: float
+
+    def bytes(self, multiples: tuple[float, float]) -> Bytes:
+        return Bytes(self.a * multiples[0], self.w * multiples[1])
+
+    def summed(self, multiples: tuple[float, float]) -> Bytes:
+        return self.bytes((multiples[0] * self.widened, multiples[1] * self.widened))
+
+
+def _units(scheme: Scheme, row: int, col: int, batch: int, sequence: int, hidden: int, itemsize: int,
+           sum_itemsize: int | None) -> _Units:
+    if scheme.startswith("megatron") and row != 1:
+        raise ValueError(f"{scheme} takes one row, not {row}")
+    return _Units(a=batch * sequence * hidden * itemsize * (col - 1) / (row * col),
+                  w=hidden * hidden * itemsize * (row - 1) / (row * col),
+                  widened=1.0 if sum_itemsize is None else sum_itemsize / itemsize)
+
+
+def layer_volume(scheme: Scheme, *, row: int, col: int, batch: int, sequence: int, hidden: int, itemsize: int,
+                 sum_itemsize: int | None = None, recompute: Recompute = "none", last: bool = True) -> LayerVolume:
+    """Of one transformer layer and microbatch.
+
+    Args:
+        batch: sequences of the microbatch.
+        itemsize: bytes of an element. sum_itemsize: where sums travel in another format.
+        last: the layer is the last of its recomputed segment, so the output of fc2 is not computed again. Optimus and
+            Megatron as published recompute it: again, with last=False.
+    """
+    units = _units(scheme, row, col, batch, sequence, hidden, itemsize, sum_itemsize)
+    products: dict[Product, Volume] = {
+        name: _product_volume(units, _WAYS[scheme][name in ("projection", "fc2")](*widths),
+                              "none" if last and name == "fc2" else recompute) for name, widths in PRODUCTS.items()}
+    return LayerVolume(products=products, forward=sum((each.forward for each in products.values()), Bytes()),
+                       backward=sum((each.backward for each in products.values()), Bytes()))
+
+
+def _product_volume(units: _Units, way: _Way, recompute: Recompute) -> Volume:
+    gathers, sums = units.bytes(way.gathers), units.summed(way.sums)
+    backward = units.bytes(way.gradients) + units.summed(way.gradient_sums)
+    if recompute != "none":
+        backward += gathers + sums
+    if recompute != "kept":
+        backward += gathers
+    return Volume(forward=gathers + sums, backward=backward)
+
+
+def block_volume(layers: Sequence[SplitLayer], scheme: Scheme, *, row: int, col: int, batch: int, sequence: int,
+                 hidden: int, itemsize: int, sum_itemsize: int, recompute: Recompute, last: bool,
+                 weights_kept_for: int | None = None) -> Volume:
+    """Of a block with these layers, for one microbatch; other layers receive little, which is left out.
+
+    Args:
+        hidden: the unit in which features are counted, which does not matter to the result but for rounding.
+        last: as for `layer_volume`, of the product that ends a layer.
+        weights_kept_for: microbatches for which gathered weights of products stay (`tensor.keep_weights`); None where
+            each microbatch gathers them, for the backward again.
+    """
+    sizes = {"row": row, "col": col, "batch": batch, "sequence": sequence, "itemsize": itemsize,
+             "sum_itemsize": sum_itemsize}
+    units = _units(scheme, hidden=hidden, **sizes)
+    forward, backward = Bytes(), Bytes()
+    for layer in layers:
+        if layer.kind not in ("output", "input"):
+            continue
+        way = _WAYS[scheme][layer.kind == "input"](layer.inputs / hidden, layer.outputs / hidden)
+        product = _product_volume(units, way, "none" if last and layer.ends_layer else recompute)
+        forward, backward = forward + product.forward, backward + product.backward
+    if weights_kept_for is not None:
+        backward = replace(backward, weights=max(0.0, backward.weights - forward.weights))
+        forward = replace(forward, weights=forward.weights / weights_kept_for)
+    for layer in layers:
+        if layer.kind == "embedding":
+            other = embedding_volume(scheme, vocab=layer.inputs, hidden=layer.outputs, **sizes)
+        elif layer.kind == "vocabulary":
+            other = head_volume(scheme, vocab=layer.outputs, hidden=layer.inputs, **sizes)
+        else:
+            continue
+        forward, backward = forward + other.forward, backward + other.backward
+    return Volume(forward=forward, backward=backward)
+
+
+def embedding_volume(scheme: Scheme, *, row: int, col: int, batch: int, sequence: int, hidden: int, vocab: int,
+                     itemsize: int, sum_itemsize: int | None = None) -> Volume:
+    """Of the token embedding.
+
+    stationary: each rank has all V rows of h / (row col) hidden elements, and gets the others of its column by one
+    all-to-all along `row`. summa: blocks [V / row, h / col], broadcast along `row`, their gradients reduced. megatron:
+    rows of the table over col, their sum all-reduced, or with sequence sharding reduced and scattered.
+    """
+    units = _units(scheme, row, col, batch, sequence, hidden, itemsize, sum_itemsize)
+    match scheme:
+        case "megatron":
+            return Volume(forward=units.summed((2, 0)), backward=Bytes())
+        case "megatron-sequence":
+            return Volume(forward=units.summed((1, 0)), backward=units.bytes((1, 0)))
+        case "stationary":
+            each = Bytes(activations=batch * sequence * hidden * itemsize * (row - 1) / (row * col) / row)
+            return Volume(forward=each, backward=each)
+        case "summa":
+            table = (0, vocab / hidden)
+            return Volume(forward=units.bytes(table), backward=units.summed(table))
+
+
+def head_volume(scheme: Scheme, *, row: int, col: int, batch: int, sequence: int, hidden: int, vocab: int,
+                itemsize: int, sum_itemsize: int | None = None) -> Volume:
+    """Of the product to [b, s, V] logits.
+
+    summa: A B^T with the embedding's blocks [V / row, h / col] broadcast along `row` and logits [b s / row, V / col]
+    reduced along `col`; in the backward both of its gradients broadcast those of the logits. Others: as fc1.
+    """
+    units = _units(scheme, row, col, batch, sequence, hidden, itemsize, sum_itemsize)
+    out = vocab / hidden
+    way = _WAYS[scheme][0](1, out)
+    if scheme == "summa":
+        way = _Way(gathers=(0, out), sums=(out, 0), gradients=(2 * out, 0), gradient_sums=(0, out))
+    gathers = units.bytes(way.gathers)
+    return Volume(forward=gathers + units.summed(way.sums),
+                  backward=gathers + units.bytes(way.gradients) + units.summed(way.gradient_sums))

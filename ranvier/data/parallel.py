@@ -1,0 +1,40 @@
+"""Work on pieces of data by several processes, with results in the order of the pieces."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from typing import TypeVar
+
+_Piece = TypeVar("_Piece")
+_Result = TypeVar("_Result")
+_PIECES_PER_PROCESS = 3
+"""Pieces that wait or are worked on, for each process: what is read ahead must fit into memory."""
+
+
+def map_in_order(work: Callable[[_Piece], _Result], pieces: Iterable[_Piece], processes: int) -> Iterator[_Result]:
+    """`work` of each piece, in order. processes: 1 works in this process. Otherwise `work`, pieces and results are
+    pickled, and new interpreters are started (spawn): forked ones would have the locks of this one's threads."""
+    if processes == 1:
+        yield from map(work, pieces)
+        return
+    waiting: deque[Future[_Result]] = deque()
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _use_one_thread) as pool:
+        try:
+            for piece in pieces:
+                waiting.append(pool.submit(work, piece))
+                if len(waiting) >= _PIECES_PER_PROCESS * processes:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def _use_one_thread() -> None:
+    """The package tokenizers would use all cores in each process."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -1,0 +1,287 @@
+"""Rows with named columns: JSONL, CSV, TSV and Parquet files, and data sets of the Hugging Face package `datasets`.
+
+    open_table(name) -> Table(columns, fingerprint, rows) -> Row(place, values)
+
+Columns are looked up before rows are read, so that `ranvier check` names a column that is missing and those that there
+are. Parquet needs the package `pyarrow`, which comes with `datasets`.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ranvier.data.fingerprint import fingerprint
+from ranvier.errors import DataError
+
+JSON_LINES = (".jsonl", ".ndjson")
+"""Endings of files of which each line is a JSON object."""
+SEPARATED = {".csv": ",", ".tsv": "\t"}
+"""Endings of files whose first line names the columns, and their separators."""
+PARQUET = (".parquet",)
+"""Endings of Parquet files."""
+ENDINGS = (*JSON_LINES, *SEPARATED, *PARQUET)
+"""Endings of the files that `open_file` reads."""
+INSTALL = "Run pip install 'ranvier[hub]'"
+"""How the packages `datasets` and `pyarrow` are installed."""
+
+_BATCH_ROWS = 1024
+_SAVED = ("dataset_info.json", "dataset_dict.json")
+"""Files of a folder that `Dataset.save_to_disk` has written."""
+_MOST_COLUMNS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a table. place: its file and line, or its number, for errors. values: by the name of the column."""
+
+    place: str
+    values: Mapping[str, object]
+
+
+_Rows = Callable[[Sequence[str]], Iterator[Row]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table that is not read yet.
+
+    name: as the user gave it. columns: in their order. fingerprint: differs where the rows differ. rows: all rows with
+    at least the given columns, the same rows in the same order each time; DataError for a row that is damaged.
+    """
+
+    name: str
+    columns: tuple[str, ...]
+    fingerprint: str
+    rows: _Rows
+
+    def column(self, name: str | None, default: Sequence[str], setting: str) -> str:
+        """The column `name`, or the first of `default` that the table has. DataError, with the columns that there are,
+        where it has none of them. setting: of the column, such as data.text-column."""
+        wanted = default if name is None else (name,)
+        found = next((column for column in wanted if column in self.columns), None)
+        if found is None:
+            raise no_column(self.name, wanted[0], self.columns, setting)
+        return found
+
+
+def no_column(table: str, column: str, columns: Iterable[str], setting: str) -> DataError:
+    """The error for a table without a column. columns: those that it has."""
+    there = sorted(columns)
+    listed = ", ".join(there[:_MOST_COLUMNS]) + (", ..." if len(there) > _MOST_COLUMNS else "")
+    return DataError(f"has no column `{column}`", where=table, value=listed or "no columns",
+                     remedy=f"Set --{setting} to one of its columns.")
+
+
+def is_saved(path: Path) -> bool:
+    """Whether `Dataset.save_to_disk` has written this folder."""
+    return path.is_dir() and any((path / name).is_file() for name in _SAVED)
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether this may be the name of a data set on the Hugging Face hub: NAME, OWNER/NAME, or one of them with
+    :CONFIGURATION. Paths and names of files are not."""
+    path = name.partition(":")[0]
+    return bool(path) and not path.startswith((".", "~", os.sep)) and path.count("/") <= 1 and not path.endswith("/") \
+        and Path(path).suffix.lower() not in (*ENDINGS, ".json", ".txt", ".gz", ".tgz")
+
+
+def open_file(path: Path, name: str) -> Table:
+    """The table in a file. Its header or first row is read. name: for errors. DataError where it is damaged, or needs a
+    package that is missing; OSError and UnicodeDecodeError as reading raises them."""
+    ending = path.suffix.lower()
+    found = path.stat()
+    same = fingerprint("table", str(path.resolve()), found.st_size, found.st_mtime_ns)
+    if ending in PARQUET:
+        columns, rows = _parquet(path, name)
+    elif ending in SEPARATED:
+        columns, rows = _separated(path, name, SEPARATED[ending])
+    else:
+        first = next(json_rows(path, name), None)
+        columns = () if first is None else tuple(first.values)
+
+        def rows(wanted: Sequence[str]) -> Iterator[Row]:
+            return json_rows(path, name)
+
+    return Table(name=name, columns=columns, fingerprint=same, rows=rows)
+
+
+def json_rows(path: Path, name: str) -> Iterator[Row]:
+    """The objects of a file of JSON lines; empty lines are left out. DataError, with the number of the line, for one
+    that is no object; UnicodeDecodeError when the file is not UTF-8."""
+    remedy = 'Write one JSON object a line, for example {"text": "..."}; name a file of plain text .txt.'
+    with open(path, encoding="utf-8-sig", newline="\n") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            where = f"{name} line {number}"
+            try:
+                values = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise DataError("is no JSON", where=where, value=line.strip()[:80], remedy=remedy) from error
+            if not isinstance(values, dict):
+                raise DataError("is no JSON object", where=where, value=line.strip()[:80], remedy=remedy)
+            yield Row(where, values)
+
+
+def _separated(path: Path, name: str, separator: str) -> tuple[tuple[str, ...], _Rows]:
+    """Header and rows of a file with a header line, quoted as spreadsheets do."""
+    def lines() -> Iterator[tuple[int, list[str]]]:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, delimiter=separator)
+            try:
+                for values in reader:
+                    yield reader.line_num, values
+            except csv.Error as error:
+                raise DataError("is not a table of separated values", where=f"{name} line {reader.line_num}",
+                                value=str(error), remedy="Quote fields with line breaks or quotes, as spreadsheets do."
+                                ) from error
+
+    csv.field_size_limit(min(sys.maxsize, 1 << 31))  # texts may be longer than the 128 KiB of its default
+    columns = tuple(next(lines(), (0, []))[1])
+
+    def rows(wanted: Sequence[str]) -> Iterator[Row]:
+        for number, values in lines():
+            if number == 1 or not values:
+                continue
+            if len(values) != len(columns):
+                raise DataError(f"does not have {len(columns)} columns, as the header has",
+                                where=f"{name} line {number}", value=len(values),
+                                remedy="Quote fields that have the separator in them.")
+            yield Row(f"{name} line {number}", dict(zip(columns, values, strict=True)))
+
+    return columns, rows
+
+
+def _parquet(path: Path, name: str) -> tuple[tuple[str, ...], _Rows]:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise missing_package("pyarrow", name) from error
+
+    def damaged(error: Exception) -> DataError:
+        return DataError("is not a Parquet file", where=name, value=str(error).partition("\n")[0],
+                         remedy="Write it again, or give another file.")
+
+    try:
+        columns = tuple(ParquetFile(path).schema_arrow.names)
+    except ArrowException as error:
+        raise damaged(error) from error
+
+    def rows(wanted: Sequence[str]) -> Iterator[Row]:
+        number = 0
+        try:
+            for batch in ParquetFile(path).iter_batches(batch_size=_BATCH_ROWS, columns=list(wanted)):
+                for values in batch.to_pylist():
+                    yield Row(f"{name} row {number}", values)
+                    number += 1
+        except ArrowException as error:
+            raise damaged(error) from error
+
+    return columns, rows
+
+
+def open_dataset(name: str, split: str, setting: str, instead: str, *, streaming: bool = True) -> Table:
+    """A split of a data set: a folder that `Dataset.save_to_disk` has written, or NAME[:CONFIGURATION] on the hub.
+
+    setting: the one that named it, such as data.train; instead: what else may be given, for errors. streaming: rows are
+    fetched while they are read; otherwise all of them before. DataError where the package `datasets` is missing, or the
+    data set cannot be read.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise missing_package("datasets", name, setting, instead) from error
+    path = Path(name).expanduser()
+    is_local = is_saved(path)
+    try:
+        if is_local:
+            found = datasets.load_from_disk(str(path))
+            if isinstance(found, datasets.DatasetDict):
+                found = found[split]
+        else:
+            hub, _, configuration = name.partition(":")
+            found = datasets.load_dataset(hub, configuration or None, split=split, streaming=streaming)
+        columns = found.column_names
+        if columns is None:  # a stream without a description: its first row has the names
+            columns = list(next(iter(found)))
+    except DataError:
+        raise
+    except Exception as error:  # whatever the package, the hub or the network raise
+        raise unreadable(name, error, setting, instead, is_local=is_local) from error
+
+    def rows(wanted: Sequence[str]) -> Iterator[Row]:
+        chosen = found.select_columns([column for column in wanted if column in columns])
+        try:
+            for number, values in enumerate(chosen):
+                yield Row(f"{name} {split} row {number}", values)
+        except DataError:
+            raise
+        except Exception as error:
+            raise unreadable(name, error, setting, instead, is_local=is_local) from error
+
+    same = getattr(found, "_fingerprint", None) if is_local else name
+    return Table(name=name, columns=tuple(columns), fingerprint=fingerprint("datasets", split, same), rows=rows)
+
+
+def label_names(name: str, split: str, column: str) -> tuple[str, ...] | None:
+    """The names of the classes of a column with class numbers, as a data set declares them; None where it does not."""
+    import datasets
+
+    path = Path(name).expanduser()
+    if is_saved(path):
+        found = datasets.load_from_disk(str(path))
+        features = (found[split] if isinstance(found, datasets.DatasetDict) else found).features
+    else:
+        hub, _, configuration = name.partition(":")
+        features = datasets.load_dataset(hub, configuration or None, split=split, streaming=True).features
+    names = getattr((features or {}).get(column), "names", None)
+    return tuple(names) if names else None
+
+
+def unreadable(name: str, error: Exception, setting: str, instead: str, *, is_local: bool = False) -> DataError:
+    """The error for a data set that could not be read. error: the reason."""
+    reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    if is_local:
+        return DataError("could not be read by the package `datasets`", where=f"{setting} {name}", value=reason,
+                         remedy="Save it again with Dataset.save_to_disk.")
+    return DataError("could not be read from the Hugging Face hub", where=f"{setting} {name}", value=reason,
+                     remedy=f"Check the name and the connection, or give {instead}.")
+
+
+def missing_package(package: str, name: str, setting: str = "", instead: str = "a JSONL or CSV file") -> DataError:
+    """The error for a table that needs a package which is not installed."""
+    return DataError(f"needs the package `{package}`, which is not installed", where=f"{setting} {name}".strip(),
+                     remedy=f"{INSTALL}, or give {instead}.")
+
+
+def has_package(package: str) -> bool:
+    """Whether a package can be imported; it is not."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def text_of(row: Row, column: str, setting: str) -> str:
+    """The text in a column of a row. DataError where there is none, or something else."""
+    if column not in row.values:
+        raise no_column(row.place, column, row.values, setting)
+    text: Any = row.values[column]
+    if not isinstance(text, str):
+        raise DataError(f"has a column `{column}` that is no text", where=row.place, value=repr(text)[:80],
+                        remedy=f"Set --{setting} to a column of text.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError("has half of a surrogate pair, which is no character", where=row.place,
+                        remedy="Give Unicode text.") from error
+    return text

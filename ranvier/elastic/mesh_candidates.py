@@ -1,0 +1,136 @@
+"""The meshes that a run may change to when layers freeze, each with its cut and predicted seconds. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from math import inf
+
+from ranvier.config.other_mesh import microbatch_size
+from ranvier.cost.transition import moved_bytes
+from ranvier.elastic.auto_pipe import Place, Situation, best_cut, compress, greedy, stage_sizes
+from ranvier.elastic.microbatch_profile import MicrobatchProfile, microbatch_counts, size_of
+from ranvier.elastic.rules import BlockFacts, ElasticRules, PresentMesh
+from ranvier.mesh import Mesh
+from ranvier.schedule.policies import policy_named
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshCandidate:
+    """A mesh that the run could change to, and its cut."""
+
+    data: int
+    pipe: int
+    boundaries: tuple[int, ...]
+    """First block of each stage after the first."""
+    samples: int
+    """Samples of a step."""
+    seconds: float | None
+    """Predicted, of a step; None where it cannot be, or is not known."""
+    fits: bool
+    reason: str
+    """What decides its time, or why it cannot be."""
+    too_large: bool = False
+    """Whether it cannot be because no cut fits the ranks' devices."""
+
+    @property
+    def seconds_per_sample(self) -> float:
+        """What candidates are compared by; infinite where the time is not known."""
+        return inf if self.seconds is None else self.seconds / self.samples
+
+    def mesh(self, like: Mesh) -> Mesh:
+        """Its mesh, with the rows and columns of `like`."""
+        return replace(like, data=self.data, pipe=self.pipe)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """What cuts must fit into, where each rank has a device of its own."""
+
+    limit_bytes: int | None
+    """What a rank may need."""
+    needed: Callable[[Mesh, int, int], Callable[[Place], int] | None]
+    """(mesh, samples of a step, samples of a microbatch) -> what a rank of a stage needs; None where it is not judged
+    stage by stage, or the mesh is not legal."""
+
+
+def mesh_candidates(rules: ElasticRules, present: PresentMesh, depth: int, facts: BlockFacts, *, cached: bool,
+                    profile: MicrobatchProfile | None = None, memory: StageMemory | None = None,
+                    among: Collection[tuple[int, int]] | None = None) -> list[MeshCandidate]:
+    """The meshes that the run may change to with `depth` frozen layers, the best first, the present one among them.
+
+    Args:
+        cached: whether the first stage will read the outputs of frozen layers.
+        profile: measured numbers of microbatches, where the run goes by them.
+        among: (data, pipe) of the meshes that are looked at, beside the present one; None looks at all.
+    """
+    frozen, first, here = present.frozen_blocks(depth), rules.run.mesh, present.mesh
+    if rules.run.elastic.cut == "reference":
+        return [_reference(rules, present, frozen, facts)]
+    ranks = first.data * first.pipe
+    if rules.run.elastic.auto_dp:
+        meshes = [(ranks // pipe, pipe) for pipe in range(1, ranks + 1) if ranks % pipe == 0]
+    else:
+        meshes = [(here.data, pipe) for pipe in range(1, first.pipe + 1) if first.pipe % pipe == 0]
+    wanted = {mesh for mesh in meshes if among is None or mesh in among} | {(here.data, here.pipe)}
+    found = [mesh_candidate(rules, facts, frozen, data=data, pipe=pipe, samples=rules.step_samples(data),
+                            cached=frozen if cached else 0, profile=profile, memory=memory) for data, pipe in wanted]
+    return sorted(found, key=lambda candidate: (not candidate.fits, candidate.seconds_per_sample, -candidate.pipe))
+
+
+def with_present_seconds(facts: BlockFacts, rules: ElasticRules, present: PresentMesh,
+                         profile: MicrobatchProfile | None = None) -> BlockFacts:
+    """The facts with the predicted seconds of a step on the present mesh."""
+    mesh = present.mesh
+    here = mesh_candidate(rules, facts, present.frozen_blocks(present.frozen), data=mesh.data, pipe=mesh.pipe,
+                          samples=present.global_size, cached=present.cached_blocks, profile=profile)
+    return replace(facts, seconds=here.seconds)
+
+
+def mesh_candidate(rules: ElasticRules, facts: BlockFacts, frozen: int, *, data: int, pipe: int, samples: int,
+                   cached: int, profile: MicrobatchProfile | None = None, memory: StageMemory | None = None
+                   ) -> MeshCandidate:
+    """One mesh, cut exactly, with the run's schedule and microbatches of the size that its steps would have. frozen,
+    cached: blocks."""
+    run, share = rules.run, -(-samples // data)
+    mesh, size, in_flight = replace(run.mesh, data=data, pipe=pipe), run.batch.microbatch_size, run.pipeline.in_flight
+    count = -(-share // min(share, size))
+    size = microbatch_size(size, global_size=samples, mesh=mesh)
+    best = None if profile is None else profile.found(pipe, data, microbatch_counts(pipe, share))
+    if best is not None:
+        count, size = best, size_of(share, best, run.mesh.row)
+    holders = data if run.optim.shard else 1
+    cut = best_cut(Situation(
+        data=data, pipe=pipe, samples=samples, forward_seconds=facts.forward_seconds,
+        backward_seconds=facts.backward_seconds,
+        update_seconds=tuple(seconds / holders for seconds in facts.update_seconds),
+        output_bytes=facts.output_bytes, gradient_bytes=facts.parameter_bytes, frozen=frozen,
+        cached=min(cached, frozen), cores=facts.cores, bandwidth=facts.bandwidth,
+        latency_seconds=facts.latency_seconds, microbatches=(count,),
+        policy=policy_named(run.pipeline.policy), in_flight=None if in_flight == "auto" else in_flight,
+        memory_bytes=None if memory is None else memory.needed(mesh, samples, size),
+        limit_bytes=None if memory is None else memory.limit_bytes))
+    return MeshCandidate(data=data, pipe=pipe, boundaries=cut.boundaries, samples=samples, seconds=cut.seconds,
+                         fits=cut.seconds is not None, reason=cut.reason, too_large=cut.too_large)
+
+
+def candidate_moved_bytes(rules: ElasticRules, present: PresentMesh, candidate: MeshCandidate, facts: BlockFacts,
+                          depth: int) -> int:
+    """About what a transition to `candidate` with `depth` frozen layers sends from rank to rank."""
+    return moved_bytes(old=present.mesh, old_boundaries=present.boundaries, new=candidate.mesh(present.mesh),
+                       new_boundaries=candidate.boundaries, parameter_bytes=facts.parameter_bytes,
+                       state_bytes=facts.state_bytes, frozen_blocks=present.frozen_blocks(depth),
+                       sharded=rules.run.optim.shard)
+
+
+def _reference(rules: ElasticRules, present: PresentMesh, frozen: int, facts: BlockFacts) -> MeshCandidate:
+    """PipeTransformer's rule (He et al., 2021, Algorithm 1 and section 3.2): by parameters alone."""
+    first = rules.run.mesh
+    sizes = [count / 1e6 for count in facts.num_parameters]
+    largest = max(stage_sizes(sizes, greedy(sizes, first.pipe)))
+    pipe = compress(sizes, present.mesh.pipe, frozen, largest)
+    data = first.data * first.pipe // pipe if rules.run.elastic.auto_dp else present.mesh.data
+    counts = greedy(sizes, pipe, frozen)
+    boundaries = tuple(sum(counts[:stage]) for stage in range(1, pipe))
+    return MeshCandidate(data=data, pipe=pipe, boundaries=boundaries, samples=rules.step_samples(data), seconds=None,
+                         fits=True, reason="the article's rule")

@@ -1,0 +1,132 @@
+"""Texts that a decoder writes: all prompts at once through the pipeline, each token computed alone (KV cache).
+
+Every prompt is a microbatch of one sample. Replicas share the prompts; the rows of a replica compute the same ones.
+The last stage draws each token and tells all ranks, so a greedy text is the same on every mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from ranvier.comm.protocol import Group
+from ranvier.errors import ConfigError
+from ranvier.mesh import Coordinates
+from ranvier.models.decoding_cache import caches_of
+from ranvier.models.generate import Sampling, next_token
+from ranvier.pipeline.engine import Engine
+from ranvier.pipeline.microbatch import Microbatch
+
+Reason = Literal["end", "stop", "length"]
+
+
+@dataclass(kw_only=True, eq=False)
+class Text:
+    """A prompt and what has been written behind it.
+
+    reason: why it is complete: its end token (end), a stop word (stop), or the limit of tokens (length); None before.
+    """
+
+    number: int
+    prompt: Sequence[int]
+    written: list[int] = field(default_factory=list)
+    reason: Reason | None = None
+
+
+def generate(engine: Engine, ranks: Group, prompts: Sequence[Sequence[int]], sampling: Sampling, *, max_tokens: int,
+             longest: int, vocab: int, end: int | None = None,
+             is_stopped: Callable[[Sequence[int]], bool] = lambda written: False) -> Iterator[list[Text]]:
+    """Continue `prompts`; gives the texts that are not complete yet, and those that became so, after each token.
+
+    Collective: all ranks of the engine, which are those of `ranks`, iterate, and get the same texts.
+
+    Args:
+        prompts: at least one token each, and fewer than `longest`.
+        max_tokens: of each text, without its prompt.
+        longest: tokens that the model can see at once; a text ends there.
+        vocab: tokens that the tokenizer knows; the model may have more.
+        end: the token that ends a text; it is not part of it.
+        is_stopped: whether a text, given by the tokens written so far, is complete.
+
+    ConfigError for a prompt that is empty or too long.
+    """
+    texts = [Text(number=number, prompt=prompt) for number, prompt in enumerate(prompts)]
+    for text in texts:
+        if not 0 < len(text.prompt) < longest:
+            raise ConfigError("is empty" if not text.prompt else "leaves no room for an answer: the model sees "
+                              f"{longest} tokens at once", where=f"prompt {text.number + 1}",
+                              value=f"{len(text.prompt)} tokens", remedy="Give a text of 1 to "
+                              f"{longest - 1} tokens.")
+    mesh, mine = engine.mesh, engine.coordinates.data
+    roots = [ranks.ranks.index(mesh.rank(Coordinates(data=replica, pipe=mesh.pipe - 1)))
+             for replica in range(mesh.data)]
+    chosen = torch.zeros(len(texts), dtype=torch.int64)
+    with _open_caches(engine) as forget:
+        while active := [text for text in texts if text.reason is None]:
+            own = [text for text in active if text.number % mesh.data == mine]
+            outputs = engine.predict([_microbatch(engine, text) for text in own] or [_idle(engine)])
+            if not own:
+                forget(-1)
+            if outputs is not None:
+                for text, logits_BSV in zip(own, outputs, strict=False):
+                    assert isinstance(logits_BSV, torch.Tensor)  # a decoder's head gives one tensor
+                    chosen[text.number] = next_token(logits_BSV[0, -1, :vocab], sampling, text=text.number,
+                                                     position=len(text.prompt) + len(text.written))
+            for replica, root in enumerate(roots):
+                part = chosen[replica::mesh.data].contiguous()
+                ranks.broadcast(part, root=root).wait()
+                chosen[replica::mesh.data] = part
+            for text in active:
+                _take(text, int(chosen[text.number]), max_tokens, longest, end, is_stopped)
+                if text.reason is not None:
+                    forget(text.number)
+            yield active
+
+
+def _take(text: Text, token: int, max_tokens: int, longest: int, end: int | None,
+          is_stopped: Callable[[Sequence[int]], bool]) -> None:
+    if token == end:
+        text.reason = "end"
+        return
+    text.written.append(token)
+    if is_stopped(text.written):
+        text.reason = "stop"
+    elif len(text.written) >= max_tokens or len(text.prompt) + len(text.written) >= longest:
+        text.reason = "length"
+
+
+def _microbatch(engine: Engine, text: Text) -> Microbatch:
+    """The tokens of a text that the caches have not seen: its prompt at first, then the newest token."""
+    return _ids(engine, text.written[-1:] or text.prompt, text.number)
+
+
+def _idle(engine: Engine) -> Microbatch:
+    """What a replica without prompts computes, so that all replicas make the same calls."""
+    return _ids(engine, [0], -1)
+
+
+def _ids(engine: Engine, tokens: Sequence[int], number: int) -> Microbatch:
+    ids_BS = torch.tensor([list(tokens)], dtype=torch.int64, device=engine.world.device)
+    return Microbatch(inputs=ids_BS if engine.is_first_stage else None, samples=torch.tensor([number]))
+
+
+@contextmanager
+def _open_caches(engine: Engine) -> Iterator[Callable[[int], None]]:
+    """With open caches; gives a function that frees those of one text."""
+    caches = [cache for block in engine.blocks.values() for cache in caches_of(block)]
+
+    def forget(number: int) -> None:
+        for cache in caches:
+            cache.forget([number])
+
+    for cache in caches:
+        cache.open()
+    try:
+        yield forget
+    finally:
+        for cache in caches:
+            cache.close()

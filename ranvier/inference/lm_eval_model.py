@@ -1,0 +1,104 @@
+"""The model that lm-evaluation-harness evaluates: its `TemplateLM`, computed by an engine of several ranks.
+
+Imports the package lm-eval, so it is imported only where its tasks are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+from lm_eval.api.model import TemplateLM
+from lm_eval.tasks import TaskManager
+
+from ranvier.errors import ConfigError
+from ranvier.inference.likelihood import windows
+from ranvier.inference.shared_engine import SharedEngine
+
+_MAX_TOKENS = 256
+"""Tokens of a generated text where the task does not say; as in the package's own models."""
+
+
+class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
+    """Tokenization of pairs is the package's own. Every method is called on rank 0 of the engine."""
+
+    def __init__(self, shared: SharedEngine) -> None:
+        super().__init__()
+        self._shared = shared
+
+    @property
+    def eot_token_id(self) -> int:
+        """The separator of texts, also the context of a text without one."""
+        return self._shared.tokenizer.end
+
+    @property
+    def tokenizer_name(self) -> str:
+        """By which the package caches requests."""
+        return self._shared.tokenizer.fingerprint
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """The tokens of a text; none are put around it."""
+        return self._shared.tokenizer.encode(string)
+
+    def _loglikelihood_tokens(self, requests: list[tuple[Any, list[int], list[int]]], **kwargs: Any
+                              ) -> list[tuple[float, bool]]:
+        found = self._shared.loglikelihoods([(context, continuation) for _, context, continuation in requests])
+        for (pair, _, _), answer in zip(requests, found, strict=True):
+            if pair is not None:
+                self.cache_hook.add_partial("loglikelihood", pair, answer)
+        return found
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """The log-likelihood of each whole text, in disjoint windows."""
+        parts = [list(windows(self.tok_encode(request.args[0]), self.prefix_token_id, self._shared.longest))
+                 for request in requests]
+        scores = iter(self._shared.loglikelihoods([part for text in parts for part in text]))
+        found = [sum(next(scores)[0] for _ in text) for text in parts]
+        for request, total in zip(requests, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return found
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Texts up to a stop text or the end of text; of a long prompt the last tokens. Prompts with equal settings are
+        written together."""
+        found = [""] * len(requests)
+        groups: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(repr(request.args[1]), []).append(number)
+        for numbers in groups.values():
+            settings = dict(requests[numbers[0]].args[1])
+            until = settings.get("until") or []
+            max_tokens = int(settings.get("max_gen_toks", _MAX_TOKENS))
+            room = self._shared.longest - max_tokens
+            if room < 1:
+                raise ConfigError(f"leaves no room for a prompt: the model sees {self._shared.longest} tokens",
+                                  where="max_gen_toks", value=max_tokens, remedy="Set fewer in the task.")
+            prompts = [(self.tok_encode(requests[number].args[0]) or [self.eot_token_id])[-room:]
+                       for number in numbers]
+            draws = bool(settings.get("do_sample", settings.get("temperature", 0)))
+            texts = self._shared.generate(
+                prompts, until=[until] if isinstance(until, str) else until, max_tokens=max_tokens,
+                temperature=float(settings.get("temperature", 1.0)) if draws else 0.0,
+                top_k=settings.get("top_k"), top_p=float(settings.get("top_p", 1.0)))
+            for number, text in zip(numbers, texts, strict=True):
+                found[number] = text
+                self.cache_hook.add_partial("generate_until", requests[number].args, text)
+        return found
+
+
+def results_of(shared: SharedEngine, names: Sequence[str], *, path: Path | None, limit: int | None, shots: int | None
+               ) -> dict[str, dict[str, float]]:
+    """Task -> metric -> value, with the arguments of `HarnessTasks`. ConfigError for a task that the package does not
+    know."""
+    manager = TaskManager(include_path=None if path is None else str(path))
+    unknown = [name for name in names if name not in manager.all_tasks]
+    if unknown:
+        raise ConfigError("is no task of lm-evaluation-harness", where="lm-eval", value=unknown[0],
+                          remedy="`lm_eval ls tasks` lists them; --lm-eval-path names a folder with more.")
+    found = lm_eval.simple_evaluate(model=HarnessModel(shared), tasks=list(names), task_manager=manager, limit=limit,
+                                    num_fewshot=shots, bootstrap_iters=0)
+    return {name: {metric.removesuffix(",none"): float(value) for metric, value in scores.items()
+                   if isinstance(value, (int, float)) and not metric.partition(",")[0].endswith("_stderr")}
+            for name, scores in found["results"].items()}

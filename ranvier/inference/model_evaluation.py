@@ -1,0 +1,100 @@
+"""All that `ranvier evaluate` measures: held-out data of the model's task, multiple choice, lm-evaluation-harness.
+
+Each set of held-out data is prepared as the run's own; the model is built once. Multiple choice and the harness take
+language models only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ranvier.checkpoint.hf.tokenizer_files import TOKENIZER
+from ranvier.config.resolve import Facts, ResolvedRun, resolve
+from ranvier.config.task_form import form_of
+from ranvier.data import tokenizer as tokenizers
+from ranvier.data.prepare import prepare
+from ranvier.data.task import Prepared
+from ranvier.data.tokenizer import Tokenizer
+from ranvier.errors import ConfigError
+from ranvier.inference.evaluation import SAMPLES_AT_ONCE, Evaluated, evaluation_loader
+from ranvier.inference.evaluation import evaluate as evaluate_samples
+from ranvier.inference.likelihood import loglikelihoods
+from ranvier.inference.lm_eval_tasks import HarnessTasks
+from ranvier.inference.multiple_choice import accuracies, read_questions, requests_of
+from ranvier.inference.trained import Trained, build_engine
+from ranvier.models.families import head_of
+from ranvier.world import World
+
+Results = dict[str, dict[str, float]]
+"""Name of a data set -> metric -> value."""
+
+
+def evaluate(trained: Trained, run: ResolvedRun, runs: Mapping[str, ResolvedRun], choices: Mapping[str, str],
+             tasks: HarnessTasks | None, world: World, tell: Callable[[str], None]) -> Results:
+    """Everything that is asked for; the same on every rank. Collective over the ranks of `world`.
+
+    runs: by name, the run with each set of held-out data. choices: files of questions by name. tell: takes lines about
+    the preparation of data, on rank 0.
+    """
+    if (choices or tasks) and head_of(run) != "tokens":
+        raise ConfigError("is of language models only", where="choices" if choices else "lm-eval",
+                          value=f"the task {run.data.task}", remedy="Name a run of the task lm or chat, or a folder of "
+                                                                    "a GPT-2 or a Llama.")
+    questions = {name: read_questions(Path(path)) for name, path in choices.items()}
+    line = tell if world.rank == 0 else (lambda text: None)
+    prepared = {name: prepare(one, line) for name, one in runs.items()}
+    for data in prepared.values():
+        trained.check(data)
+        run = resolve(run, Facts(num_classes=data.num_classes))
+    engine = build_engine(run, trained, world)
+    ranks = world.backend.group("evaluate", [tuple(range(world.size))])
+    results: Results = {}
+    for name, data in prepared.items():
+        total = len(data.eval) if data.scoring else min(run.train.eval_sequences, len(data.eval))
+        loader = evaluation_loader(run, engine, data.eval, total, at_once=SAMPLES_AT_ONCE * run.mesh.data)
+        results[name] = _scores(run, evaluate_samples(engine, ranks, loader, data.scoring))
+    if questions or tasks:
+        tokenizer = _tokenizer(trained, run, prepared)
+        longest = run.model.max_positions or run.model.sequence
+        for name, asked in questions.items():
+            found = loglikelihoods(engine, ranks, requests_of(asked, tokenizer.encode, tokenizer.end),
+                                   longest=longest, microbatch_size=run.batch.microbatch_size)
+            results[name] = accuracies(asked, [value for value, _ in found])
+        if tasks is not None:
+            results |= tasks.run(engine, ranks, tokenizer, longest=longest, microbatch_size=run.batch.microbatch_size,
+                                 vocab=run.model.vocab)
+    engine.close()
+    ranks.close()
+    return results
+
+
+def _scores(run: ResolvedRun, found: Evaluated) -> dict[str, float]:
+    """The numbers of one evaluation by name; of language models their perplexity."""
+    targets = form_of(run.data).targets
+    perplexity = {"perplexity": _exp(found.loss)} if head_of(run) == "tokens" else {}
+    return {"loss": found.loss, **perplexity,
+            **{name.removeprefix("eval_"): score for name, score in found.scores.items() if name != "eval_count"},
+            targets: found.scores.get("eval_count", found.weight)}
+
+
+def _exp(loss: float) -> float:
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def _tokenizer(trained: Trained, run: ResolvedRun, prepared: Mapping[str, Prepared]) -> Tokenizer:
+    """The tokenizer of the language model. ConfigError where there is none."""
+    for data in prepared.values():
+        if isinstance(data.tokenizer, Tokenizer):
+            return data.tokenizer
+    named = Path(run.data.tokenizer).expanduser()
+    places = [named, named / TOKENIZER, trained.origin / TOKENIZER]
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        raise ConfigError("is missing", where="data.tokenizer", value=run.data.tokenizer,
+                          remedy="Name the tokenizer.json of the model: --data.tokenizer FILE.")
+    return tokenizers.load(found)

@@ -1,0 +1,174 @@
+"""A trained model of any task, with its settings, from a run's checkpoint or a folder in Hugging Face's format.
+
+The settings of the model and of its data become a run again, which flags may change; each rank then reads the
+parameters of its own blocks. Code of a user's is only imported where the user names it again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ranvier.block import Initial
+from ranvier.checkpoint import state
+from ranvier.checkpoint.hf.export_model import averages_in, newest_whole
+from ranvier.checkpoint.hf.from_pretrained import load_pretrained, with_model
+from ranvier.checkpoint.hf.pretrained import Pretrained
+from ranvier.checkpoint.hf.tokenizer_files import tokenizer_beside
+from ranvier.checkpoint.saved import Saved
+from ranvier.config import read
+from ranvier.config.named_object import is_object_name
+from ranvier.config.resolve import ResolvedRun
+from ranvier.config.run import Run
+from ranvier.data.task import Prepared
+from ranvier.errors import CheckpointError, ConfigError, DataError
+from ranvier.inference.weights import no_averages
+from ranvier.models import families
+from ranvier.optim.average import EMA
+from ranvier.pipeline.engine import Engine
+from ranvier.pipeline.microbatch import Microbatch
+from ranvier.precision import DTYPES
+from ranvier.world import World
+
+KEPT = ("model.", "data.", "batch.", "seed", "precision", "train.eval_sequences")
+"""Beginnings of the settings of a run that its evaluation has, too; place and performance are chosen anew."""
+_LONGEST = 1024
+"""Tokens of a sequence of a folder's model, if it has positions for as many."""
+_TASK_OF = {"tokens": "lm", "span": "qa", "classes": "classification"}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trained:
+    """settings: by dotted name, of the model, its data and its batch. fill: reads this rank's parameters into an
+    engine. origin: the folder that was read. labels: names of its classes, by number; tokenizer: the fingerprint of its
+    tokenizer; pretrained: of a folder in Hugging Face's format."""
+
+    settings: Mapping[str, object]
+    fill: Callable[[Engine], None]
+    origin: Path
+    labels: tuple[str, ...] = ()
+    tokenizer: str | None = None
+    pretrained: Pretrained | None = None
+
+    def layer(self) -> read.Layer:
+        """The settings as a layer below flags."""
+        return read.Layer(origin=str(self.origin), values=self.settings, is_users=False)
+
+    def sized(self, run: Run) -> Run:
+        """The run with the sizes of the folder's model."""
+        return run if self.pretrained is None else with_model(run, self.pretrained)
+
+    def check(self, data: Prepared) -> None:
+        """DataError where numbers of tokens or classes mean something else in `data` than in the training."""
+        fingerprint = None if data.tokenizer is None else data.tokenizer.fingerprint
+        if self.tokenizer is not None and fingerprint not in (None, self.tokenizer):
+            raise DataError("is not the tokenizer that the model was trained with: the same numbers would be other "
+                            "tokens", where="data.tokenizer",
+                            remedy="Set --data.tokenizer to the run's tokenizer.json.")
+        if self.labels and data.class_names and data.class_names != self.labels:
+            raise DataError("has other classes than the model was trained on", where="data.eval",
+                            value=list(data.class_names[:20]),
+                            remedy=f"Give data with its classes: {list(self.labels[:20])}; --data.train names the "
+                                   "training data, which has all of them.")
+
+
+def open_trained(path: Path, tell: Callable[[str], None], *, ema: bool = False) -> Trained:
+    """The model at `path`: a run's folder (its newest complete checkpoint), a folder of checkpoints, a checkpoint, or a
+    folder in Hugging Face's format. CheckpointError or ModelError where there is none.
+
+    ema: the moving averages of a checkpoint's parameters in their place; otherwise the exact master copies, where there
+    are some.
+    """
+    if (path / "config.json").is_file():
+        if ema:
+            raise no_averages(path)
+        return _of_folder(path)
+    saved = newest_whole(path, tell)
+    averages = averages_in(saved) if ema else {}
+    run = saved.manifest.about.get("run")
+    if not isinstance(run, dict) or "model" not in run:
+        raise CheckpointError("does not say which model it is of", where=f"checkpoint {saved.folder}",
+                              remedy="Name a checkpoint of `ranvier train`.")
+    values = {name: value for name, value in read.from_dict(run, str(saved.folder)).values.items()
+              if name.startswith(KEPT)}
+    tokenizer, labels = saved.manifest.about.get("tokenizer"), saved.manifest.about.get("labels")
+    beside = tokenizer_beside(path, saved.folder)
+    if beside is not None and values.get("data.task") != "chat":
+        values |= {"data.tokenizer": str(beside)}
+        values.pop("model.pretrained", None)  # for its sizes, which are among the settings, and its tokenizer
+    return Trained(settings=values, fill=lambda engine: _fill(engine, saved, averages), origin=saved.folder,
+                   labels=tuple(map(str, labels)) if isinstance(labels, list) else (),
+                   tokenizer=tokenizer if isinstance(tokenizer, str) else None)
+
+
+def _of_folder(path: Path) -> Trained:
+    found = Pretrained(path)
+    if found.missing:
+        raise CheckpointError(f"has no trained head: it lacks {', '.join(found.missing)}", where=str(path),
+                              remedy="Train it first: ranvier train --model.pretrained.")
+    config = found.config
+    task = "images" if config.family == "vit" else _TASK_OF[found.head]
+    values: dict[str, object] = {"model.pretrained": str(path), "data.task": task, "model.family": config.family}
+    if config.family == "vit":
+        values["model.image_size"] = config.image_size
+    else:
+        values["model.sequence"] = min(config.max_positions or config.sequence, _LONGEST)
+
+    def fill(engine: Engine) -> None:
+        load_pretrained(engine, found)
+
+    return Trained(settings=values, fill=fill, origin=path, pretrained=found, labels=_labels(path))
+
+
+def _labels(path: Path) -> tuple[str, ...]:
+    """Names of classes that config.json gives; none where it has only those that transformers makes up."""
+    names = json.loads((path / "config.json").read_bytes()).get("id2label")
+    try:
+        found = tuple(str(names[str(number)]) for number in range(len(names)))
+    except (KeyError, TypeError):
+        return ()
+    return () if any(name == f"LABEL_{number}" for number, name in enumerate(found)) else found
+
+
+def _fill(engine: Engine, saved: Saved, averages: Collection[str]) -> None:
+    """This rank's boxes of the parameters in a checkpoint, and its buffers. averages: the parameters of which the
+    moving average is taken. CheckpointError for another model."""
+    state.check_fits(engine, saved)
+    kinds = saved.manifest.tensors
+    with torch.no_grad():
+        for piece in state.pieces_held(engine):
+            kind = piece.kind
+            if kind == "parameter":
+                kind = EMA if piece.name in averages else "master" if piece.name in kinds.get("master", {}) else kind
+            if piece.name in kinds.get(kind, {}):
+                saved.read_into(kind, piece.name, piece.box, piece.tensor)
+
+
+def named_code_problems(trained: Trained, chosen: Mapping[str, object]) -> list[ConfigError]:
+    """Settings of a checkpoint that name objects of a user's, and which the user has not named here: importing them
+    runs their code."""
+    found = []
+    for name, value in trained.settings.items():
+        if name not in ("model.family", "data.task", "data.corpus", "data.mixture", "data.eval", "data.eval_sets"):
+            continue
+        parts = [word for part in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(part, str)
+                 for word in part.split("=")]
+        if name not in chosen and any(map(is_object_name, parts)):
+            found.append(ConfigError("is code that the checkpoint names", where=read.flag(name), value=value,
+                                     remedy=f"Name it yourself if you trust it: --{read.flag(name)}."))
+    return found
+
+
+def build_engine(run: ResolvedRun, trained: Trained, world: World) -> Engine:
+    """An engine with the parameters of `trained`, and no optimizer. Collective over the ranks of `world`."""
+    inputs, targets = families.sample_of(run, run.row_microbatch_size)
+    sample = Microbatch(inputs=inputs, targets=targets, samples=torch.arange(run.row_microbatch_size))
+    model = replace(families.model_of(run), initial=lambda name: Initial("constant", 0.0))
+    engine = Engine(model, world, mesh=run.mesh, pipeline=run.pipeline, tensor=run.tensor, seed=run.seed,
+                    dtype=DTYPES[run.precision], sample=sample, timeout_seconds=run.comm.timeout_seconds, flags=True)
+    trained.fill(engine)
+    return engine

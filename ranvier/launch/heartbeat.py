@@ -1,0 +1,199 @@
+"""Ends a rank whose launcher or shared store is gone, and publishes this rank's heartbeat.
+
+A launcher that is killed outright ends none of its ranks. They would run on, or wait for each other forever, while
+their devices count as free and the next start writes into the same folder. So each rank watches what it depends on:
+
+    its launcher      the processes above it, up to the one that the launcher runs on this machine: our own supervisor,
+                      torchrun's agent, mpiexec's proxy or Slurm's step daemon, and shells in between
+    the shared store  hosted by that launcher or by rank 0: a broken connection shows that its host has exited
+
+A rank ends within seconds of either, with one line and exit code 1. A store that is only slow, or behind a disconnected
+network, ends nothing here: then messages do not arrive either, and the report of their time limit names silent ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import NoReturn
+
+from ranvier.comm.board import HEARTBEAT_KEY, call_with_timeout
+from ranvier.comm.signed_store import clone_shared_store
+from ranvier.launch import parent_death
+from ranvier.launch.failure_watch import FailureWatch
+from ranvier.launch.launchers import Started
+from ranvier.launch.stopped_ranks import (
+    CHECK_SECONDS,
+    StoppedRankDetector,
+    find_rank_processes,
+    find_rank_processes_by_variable,
+    publish_pid,
+)
+from ranvier.system.processes import Process, ancestors_with
+from ranvier.world import World
+
+LeftBehind = Callable[[str, Callable[[Callable[[int], str]], str | None]], None]
+"""Takes why this rank must leave, and what makes the report, from a function that describes a rank."""
+_INTERVAL_SECONDS = 0.5
+_MAX_NEIGHBOUR_SEARCHES = 60
+_STORE_HOST_SECONDS = 2.0
+"""Time for the process that hosted the store to report its own error, and for its launcher to end this rank."""
+
+_RANK_VARIABLES: dict[str, tuple[str, ...]] = {
+    "local": ("RANVIER_LOCAL_SIZE",), "torchrun": ("TORCHELASTIC_RUN_ID",),
+    "mpiexec": ("PMI_RANK", "OMPI_COMM_WORLD_RANK"), "srun": ("SLURM_PROCID",)}
+"""Environment variables of a launcher's ranks, and of shells in between, but not of the launcher itself."""
+
+_NAMES: dict[str, str] = {"local": "the command that started it", "torchrun": "torchrun's agent",
+                               "mpiexec": "mpiexec", "srun": "Slurm's step daemon"}
+_STORE_HOSTS: dict[str, str] = {"local": "the command that started the ranks", "torchrun": "torchrun's agent"}
+
+
+def launcher_variable(launcher: str) -> str:
+    """An environment variable that this process has because it is a rank of `launcher`."""
+    names = _RANK_VARIABLES[launcher]
+    return next((name for name in names if name in os.environ), names[0])
+
+
+def find_launcher_processes(launcher: str) -> list[Process]:
+    """The ancestors of this process, up to the launcher's process on this machine, which is the last."""
+    return ancestors_with(launcher_variable(launcher))
+
+
+def exit_with_launcher(started: Started) -> None:
+    """From now on this process ends when one of its launcher's processes on this machine does."""
+    watched = find_launcher_processes(started.launcher)
+    # The kernel also ends a rank that is stopped, which a thread cannot do. Its signal is tied to the thread that
+    # started us, not to the process: use it only if that has a single thread, or is our supervisor's main thread.
+    if sys.platform == "linux" and watched and (
+            watched[0].num_threads == 1 or (started.launcher == "local" and not started.mpi)):
+        parent_death.signal_on_parent_death(watched[0].pid, signal.SIGKILL)
+    if not watched:
+        return
+
+    def watch() -> None:
+        while all(process.runs for process in watched):
+            time.sleep(_INTERVAL_SECONDS)
+        gone = next((process for process in watched if not process.runs), watched[-1])
+        exit_now(f"rank {started.rank} ends: {_NAMES[started.launcher]} is gone (process {gone.pid})")
+
+    threading.Thread(target=watch, name="ranvier-launcher", daemon=True).start()
+
+
+class Heartbeat:
+    """Publishes a rising count in the shared store once a second, and checks what this rank depends on.
+
+    The rank ends when the store is gone.
+
+    Args:
+        world: of this rank.
+        stopped_seconds: `on_stopped(rank, process)` is called, on a thread of its own, for the first rank of this
+            machine that a signal has stopped for so long; 0 never. Our own supervisor looks for its ranks itself.
+        timeout_seconds: see `longest_silence`, whose caller compares with it.
+        on_overdue: called, on the same thread, with the description of a wait that is over its time limit.
+        on_left_behind: called, on the same thread, when another rank has failed and this one is still there.
+    """
+
+    def __init__(self, world: World, *, stopped_seconds: float, timeout_seconds: float,
+                 on_stopped: Callable[[int, Process], None], on_overdue: Callable[[str], None],
+                 on_left_behind: LeftBehind = lambda cause, report: None) -> None:
+        self._on_overdue, self._on_left_behind = on_overdue, on_left_behind
+        # A connection of its own, since a blocking call on the shared one would hold up the heartbeat.
+        self._world, self._store = world, clone_shared_store(world.store)
+        self._stopped, self._on_stopped = StoppedRankDetector(stopped_seconds), on_stopped
+        self.timeout_seconds = timeout_seconds
+        self._count = 0
+        self._heard: dict[int, tuple[str, int]] = {}
+        self._ending = threading.Event()
+        # The first rank of a machine watches the others, and the second one watches the first.
+        watches = world.launcher != "local" and world.local_rank < 2 and stopped_seconds > 0
+        self._launcher = next(reversed(find_launcher_processes(world.launcher)), None) if watches else None
+        self._neighbours: dict[int, Process] = {}
+        self._failures = FailureWatch(world.rank, world.size, self._store, world.lost)
+        publish_pid(self._store, world.rank)
+        # The watch has a thread of its own: a store whose host is stopped holds up whoever asks it.
+        self._threads = [threading.Thread(target=target, name="ranvier-heartbeat", daemon=True)
+                         for target in (self._keep_beating, self._keep_watching)]
+        for thread in self._threads:
+            thread.start()
+
+    def longest_silence(self) -> tuple[int, float]:
+        """The rank whose last heartbeat is oldest, and its age in seconds; to be called every CHECK_SECONDS.
+
+        Calls are counted, so that time in which this rank itself was stopped does not count.
+        """
+        for rank in range(self._world.size):
+            key = f"{HEARTBEAT_KEY}{rank}"
+            beat = self._world.store.get(key).decode() if self._world.store.check([key]) else ""
+            last, checks = self._heard.get(rank, (beat, 0))
+            self._heard[rank] = (beat, checks + 1 if beat == last else 0)
+        rank = max(self._heard, key=lambda rank: self._heard[rank][1])
+        return rank, self._heard[rank][1] * CHECK_SECONDS
+
+    def close(self) -> None:
+        """Stop. A thread inside a store call while the interpreter shuts down would crash the process."""
+        self._ending.set()
+        for thread in self._threads:
+            if threading.current_thread() is not thread:
+                thread.join(_STORE_HOST_SECONDS)
+
+    def _keep_beating(self) -> None:
+        try:
+            while not self._ending.wait(CHECK_SECONDS):
+                self._count += 1
+                self._store.set(f"{HEARTBEAT_KEY}{self._world.rank}", str(self._count))
+        except Exception as error:
+            self._leave_without_store(error)
+
+    def _keep_watching(self) -> None:
+        try:
+            while not self._ending.wait(CHECK_SECONDS):
+                self._watch()
+        except Exception as error:
+            self._leave_without_store(error)
+
+    def _leave_without_store(self, error: Exception) -> None:
+        if self._ending.wait(_STORE_HOST_SECONDS):
+            return
+        host = _STORE_HOSTS.get(self._world.launcher, "rank 0")
+        exit_now(f"rank {self._world.rank} ends: the store that {host} hosts is gone "
+                 f"({str(error).partition(chr(10))[0]})")
+
+    def _watch(self) -> None:
+        overdue = self._world.overdue()
+        if overdue is not None:
+            self._on_overdue(overdue)
+        if self._launcher is not None:
+            if len(self._neighbours) + 1 < self._world.local_size and self._count < _MAX_NEIGHBOUR_SEARCHES:
+                self._neighbours = self._find_neighbours(self._launcher)
+                self._neighbours.pop(self._world.rank, None)
+            for rank in self._stopped.check(self._neighbours):
+                self._on_stopped(rank, self._neighbours[rank])
+        cause = call_with_timeout(lambda: self._failures.check(self._neighbours), CHECK_SECONDS)
+        if cause is not None:
+            self._on_left_behind(cause, partial(self._failures.report, cause))
+
+    def _find_neighbours(self, launcher: Process) -> dict[int, Process]:
+        published = call_with_timeout(lambda: find_rank_processes(self._store, self._world.size, launcher),
+                                      CHECK_SECONDS)
+        if published is not None or self._world.launcher in _STORE_HOSTS:
+            return published or {}
+        return find_rank_processes_by_variable(launcher, launcher_variable(self._world.launcher))
+
+
+def exit_now(text: str) -> NoReturn:
+    """End this process with exit code 1 after printing one line, if standard error can still be written."""
+    def write() -> None:
+        with suppress(OSError, ValueError):
+            os.write(2, f"ranvier: {text}\n".encode())
+
+    writer = threading.Thread(target=write, daemon=True)  # a full pipe that nobody reads would block forever
+    writer.start()
+    writer.join(1.0)
+    os._exit(1)

@@ -1,0 +1,251 @@
+"""Detects the launcher that started this process from its environment variables.
+
+    local     our own supervisor (ranvier.launch.supervision), by variables that only it sets
+    torchrun  TORCHELASTIC_RUN_ID, RANK, WORLD_SIZE
+    mpiexec   PMI_RANK, PMI_SIZE (MPICH) or OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE (Open MPI)
+    srun      SLURM_STEP_ID, SLURM_PROCID: an sbatch script or a salloc shell has only the latter
+
+Launchers nest, and then several sets of variables are present. They are accepted if they agree (srun with an MPI
+plugin), or if one is known to run the other (one torchrun per task of srun). Anything else is an error that names both:
+a wrong guess would start a run of the wrong size. Pure: the environment is an argument.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from ranvier.errors import ConfigError
+
+SECRET = "RANVIER_SECRET"
+"""Environment variable in which our own supervisor, or a job script, passes the run's secret to ranks."""
+Launcher = Literal["local", "torchrun", "mpiexec", "srun"]
+"""What started a rank; "local" is our own supervisor."""
+Setting = Literal["auto", "local", "torchrun", "mpiexec", "srun"]
+"""Values of launch.launcher."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """One rank, as its launcher describes it.
+
+    launcher, rank, size: who started it, its number, and the number of ranks.
+    local_rank, local_size: among the ranks of its machine; None if the launcher does not set them (MPI then does).
+    master: (host, port) where rank 0 can be reached; None if that must be found through MPI.
+    agent_store: whether a store already listens at `master`, so that rank 0 must not host one.
+    attempt: number of restarts by torchrun.
+    mpi: whether MPI's ranks are those of the launcher.
+    reason: why our own supervisor chose its transport.
+    secret: shared by the ranks of this run only; None if the environment has none.
+    """
+
+    launcher: Launcher
+    rank: int
+    size: int
+    local_rank: int | None = None
+    local_size: int | None = None
+    master: tuple[str, int] | None = None
+    agent_store: bool = False
+    attempt: int = 0
+    mpi: bool = False
+    reason: str = ""
+    secret: str | None = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.launcher} says rank {self.rank} of {self.size}"
+
+
+def detect(environ: Mapping[str, str], setting: Setting = "auto") -> Started | None:
+    """The rank that `environ` describes, or None under plain python.
+
+    ConfigError if two launchers contradict each other, if `setting` names a launcher that did not start this process,
+    or if a launcher's variables are incomplete.
+    """
+    started = _detect(environ, setting)
+    if started is not None and started.rank >= started.size:
+        raise ConfigError(f"is not possible: {started}", where="launch.launcher", value=setting,
+                          remedy=f"Start the command with {started.launcher} itself, or set --launch.launcher.")
+    return started and replace(started, secret=environ.get(SECRET) or None)
+
+
+def _detect(environ: Mapping[str, str], setting: Setting) -> Started | None:
+    ours = _local(environ)
+    if ours is not None:
+        return ours
+    if setting == "local":
+        return None
+    found = {"torchrun": _torchrun, "mpiexec": _mpiexec, "srun": _srun}
+    if setting != "auto":
+        started = found[setting](environ)
+        if started is None:
+            raise ConfigError(f"{setting} did not start this process: {_SIGNS[setting]} is not set",
+                              where="launch.launcher", value=setting,
+                              remedy=f"Start the command with {setting}, or set --launch.launcher local.")
+        return started
+    torchrun, mpiexec, srun = (find(environ) for find in found.values())
+    if torchrun and srun and _runs_torchrun(environ, srun):
+        srun = None
+    if srun and mpiexec and (srun.rank, srun.size) == (mpiexec.rank, mpiexec.size):
+        srun, mpiexec = replace(srun, mpi=True), None
+    all_found = [started for started in (torchrun, mpiexec, srun) if started]
+    if len(all_found) > 1:
+        raise ConfigError("is ambiguous: " + ", but ".join(map(str, all_found)), where="launch.launcher", value="auto",
+                          remedy="Set --launch.launcher to the one that started the ranks: "
+                                 + " or ".join(started.launcher for started in all_found) + ".")
+    return all_found[0] if all_found else None
+
+
+_SIGNS = {"torchrun": "TORCHELASTIC_RUN_ID", "mpiexec": "PMI_RANK or OMPI_COMM_WORLD_RANK", "srun": "SLURM_STEP_ID"}
+
+
+def local_variables(rank: int | None, size: int, port: int, transport: str, reason: str) -> dict[str, str]:
+    """Environment variables that our own supervisor sets for a rank; `rank` is None if mpiexec numbers the ranks.
+
+    port: of the shared store. reason: why `transport` was chosen, for rank 0 to print.
+    """
+    variables = {"RANVIER_LOCAL_SIZE": str(size), "RANVIER_STORE_PORT": str(port), "RANVIER_TRANSPORT": transport,
+                 "RANVIER_TRANSPORT_REASON": reason}
+    return variables if rank is None else {**variables, "RANVIER_LOCAL_RANK": str(rank)}
+
+
+def _local(environ: Mapping[str, str]) -> Started | None:
+    if "RANVIER_LOCAL_SIZE" not in environ:
+        return None
+    size = _number(environ, "RANVIER_LOCAL_SIZE", "our own supervisor")
+    mpi = environ.get("RANVIER_TRANSPORT") == "mpi"
+    if mpi:
+        inner = _mpiexec(environ)
+        if inner is None or inner.size != size:
+            raise ConfigError(f"mpiexec should have started {size} ranks, but {inner or 'its variables are missing'}",
+                              where="launch.launcher", value="local", remedy="Set --comm.transport torch.")
+        rank = inner.rank
+    else:
+        rank = _number(environ, "RANVIER_LOCAL_RANK", "our own supervisor")
+    return Started(launcher="local", rank=rank, size=size, local_rank=rank, local_size=size, agent_store=True, mpi=mpi,
+                   master=("127.0.0.1", _number(environ, "RANVIER_STORE_PORT", "our own supervisor")),
+                   reason=environ.get("RANVIER_TRANSPORT_REASON", ""))
+
+
+def _torchrun(environ: Mapping[str, str]) -> Started | None:
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return None
+    rank, size, local_rank, local_size, port = (
+        _number(environ, name, "torchrun") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+                                                         "MASTER_PORT"))
+    return Started(launcher="torchrun", rank=rank, size=size, local_rank=local_rank, local_size=local_size,
+                   master=(_text(environ, "MASTER_ADDR", "torchrun"), port),
+                   agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+                   attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", "torchrun", default=0))
+
+
+def _mpiexec(environ: Mapping[str, str]) -> Started | None:
+    mpich, open_mpi = (_mpi(environ, *names) for names in (
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")))
+    if mpich and open_mpi and (mpich.rank, mpich.size) != (open_mpi.rank, open_mpi.size):
+        raise ConfigError(f"is ambiguous: MPICH's variables say rank {mpich.rank} of {mpich.size}, but Open MPI's say "
+                          f"rank {open_mpi.rank} of {open_mpi.size}", where="launch.launcher", value="mpiexec",
+                          remedy="Start the command with one mpiexec, outside any other.")
+    return mpich or open_mpi
+
+
+def _mpi(environ: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str) -> Started | None:
+    if rank not in environ:
+        return None
+    local = {name: _number(environ, name, "mpiexec") if name in environ else None for name in (local_rank, local_size)}
+    return Started(launcher="mpiexec", rank=_number(environ, rank, "mpiexec"), size=_number(environ, size, "mpiexec"),
+                   local_rank=local[local_rank], local_size=local[local_size], mpi=True,
+                   master=_given_master(environ))
+
+
+def _srun(environ: Mapping[str, str]) -> Started | None:
+    step = environ.get("SLURM_STEP_ID", "")
+    if not step.isdigit() or int(step) >= _FIRST_SPECIAL_STEP:
+        return None  # an sbatch script or a salloc shell: no srun started this process
+    rank = _number(environ, "SLURM_PROCID", "srun")
+    size = _number(environ, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS", "srun")
+    hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or ""
+    per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or ""
+    counts, node = tasks_per_node(per_node), _number(environ, "SLURM_NODEID", "srun", default=0)
+    master = _given_master(environ)
+    if master is None and hosts:
+        job = _number(environ, "SLURM_JOB_ID", "srun", default=0)
+        # All ranks must know the port before they can communicate. Steps of one job get different ports, so that two of
+        # them can run side by side.
+        master = (expand_hosts(hosts)[0], 20_000 + (job * 31 + int(step)) % 40_000)
+    return Started(launcher="srun", rank=rank, size=size,
+                   local_rank=_number(environ, "SLURM_LOCALID", "srun") if "SLURM_LOCALID" in environ else None,
+                   local_size=counts[node] if node < len(counts) else None, master=master,
+                   mpi="PMIX_RANK" in environ)
+
+
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # Slurm numbers its batch, interactive and extern steps from here on
+
+
+def _runs_torchrun(environ: Mapping[str, str], srun: Started) -> bool:
+    """Whether each task of srun is one torchrun: there are as many agents as tasks."""
+    return environ.get("GROUP_WORLD_SIZE", "") == str(srun.size)
+
+
+def _given_master(environ: Mapping[str, str]) -> tuple[str, int] | None:
+    """MASTER_ADDR and MASTER_PORT as set by the user, for launchers that do not set them."""
+    if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
+        return environ["MASTER_ADDR"], _number(environ, "MASTER_PORT", "the environment")
+    return None
+
+
+def _text(environ: Mapping[str, str], name: str, launcher: str) -> str:
+    if not environ.get(name):
+        raise ConfigError(f"{name} is missing, although other variables of {launcher} are set", where="launch.launcher",
+                          remedy=f"Start the command with {launcher} itself, or set --launch.launcher.")
+    return environ[name]
+
+
+def _number(environ: Mapping[str, str], name: str, launcher: str, default: int | None = None) -> int:
+    if default is not None and name not in environ:
+        return default
+    text = _text(environ, name, launcher)
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(f"{name} of {launcher} is not a whole number", where="launch.launcher", value=text,
+                          remedy=f"Start the command with {launcher} itself, or set --launch.launcher.")
+    return int(text)
+
+
+def expand_hosts(nodes: str) -> list[str]:
+    """Host names in a Slurm node list: "node[01-03,7],login" is node01, node02, node03, node7, login.
+
+    ConfigError if the text is not such a list.
+    """
+    ranges = r"\d+(?:-\d+)?"
+    entry = rf"(?:[\w.\-]|\[{ranges}(?:,{ranges})*\])+"
+    hosts = [host for part in re.findall(entry, nodes) for host in _expand(part)]
+    if not re.fullmatch(rf"{entry}(?:,{entry})*", nodes, re.ASCII) or not hosts:
+        raise ConfigError("is not a node list", where="SLURM_STEP_NODELIST", value=nodes,
+                          remedy="Set MASTER_ADDR and MASTER_PORT to where rank 0 runs.")
+    return hosts
+
+
+def _expand(part: str) -> list[str]:
+    """Host names of one entry of a node list: all combinations of its bracketed ranges."""
+    match = re.fullmatch(r"([^\[]*)\[([^\]]+)\](.*)", part)
+    if not match:
+        return [part]
+    before, ranges, after = match.groups()
+    numbers = []
+    for piece in ranges.split(","):
+        first, _, last = piece.partition("-")
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
+    return [before + number + rest for number in numbers for rest in _expand(after)]
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Tasks on each node, from Slurm's notation: "2(x3),1" is 2, 2, 2, 1. Empty if the text is not in that notation."""
+    counts: list[int] = []
+    for piece in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", piece.strip())
+        if not match:
+            return []
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts

@@ -1,0 +1,169 @@
+"""Run a function on several ranks that are processes of their own, over torch.distributed or MPI.
+
+    run_processes("package.module:function", 4, "mpi")        # function(world, *args) returns something JSON can hold
+
+Public as `ranvier.testing.ranks.run_processes`; `ranvier doctor --measure` uses it too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Collection, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from ranvier.comm.mixed_backend import MixedBackend
+from ranvier.comm.mpi_backend import MPIBackend
+from ranvier.comm.protocol import Backend
+from ranvier.comm.torch_backend import TorchBackend
+from ranvier.launch.mpiexec import mpiexec_command
+from ranvier.world import World
+
+
+class RanksFailed(RuntimeError):
+    """Ranks that failed, did not end in time, or left no result; the text shows what is known of each."""
+
+
+_RANK_PROGRAM = "import sys; from ranvier.launch.rank_processes import run_one_rank; run_one_rank(sys.argv[1])"
+_GRACE_SECONDS = 10.0
+
+
+def run_processes(target: str, size: int, transport: Literal["torch", "mpi", "mpi+torch"], *,
+                  args: Sequence[object] = (), timeout_seconds: float = 60.0, may_fail: Collection[int] = (),
+                  device: str = "cpu") -> list[Any]:
+    """`function(world, *args)` on `size` ranks that are processes of their own; their results in rank order.
+
+    Args:
+        target: "module:function"; the module is found as this process would find it.
+        transport: mpi+torch has messages over MPI and collectives over torch.distributed.
+        args: what JSON can hold; so must be what the function returns.
+        may_fail: ranks that may end without a result (which is None then), for tests of lost peers.
+
+    RanksFailed with the output of the ranks that failed, of all ranks when they do not end in `timeout_seconds`. None
+    of the processes is left when this returns or raises.
+    """
+    with tempfile.TemporaryDirectory(prefix="ranvier-ranks-") as name:
+        folder = Path(name)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        (folder / "job.json").write_text(json.dumps(dict(
+            target=target, size=size, transport=transport, args=list(args), port=store.port, device=device,
+            timeout_seconds=timeout_seconds)))
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        command = [sys.executable, "-c", _RANK_PROGRAM, name]
+        if transport != "torch":
+            commands = [mpiexec_command(size, command)]
+        else:
+            commands = [[*command[:-1], f"{name}:{rank}"] for rank in range(size)]
+        with open(folder / "launcher.txt", "wb") as output:
+            children = [subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output,
+                                         stderr=subprocess.STDOUT, start_new_session=True) for command in commands]
+            try:
+                in_time = _wait_for(children, folder, time.monotonic() + timeout_seconds, may_fail)
+            finally:
+                _end(children, folder)
+        results = [_read(folder / f"{rank}.json") for rank in range(size)]
+        missing = [rank for rank in range(size) if results[rank] is None and rank not in may_fail]
+        if missing or not in_time:
+            shown = range(size) if not in_time else missing
+            what = f"had not ended after {timeout_seconds:g} s" if not in_time else "failed"
+            outputs = "".join(f"\n--- rank {rank}:\n{_text(folder / f'{rank}.txt')}" for rank in shown)
+            who = f"rank {', '.join(map(str, missing or shown))} of {size} ({target} over {transport})"
+            raise RanksFailed(f"{who} {what}{outputs}\n--- launcher:\n{_text(folder / 'launcher.txt')}")
+        return [None if result is None else result["result"] for result in results]
+
+
+def _wait_for(children: list[subprocess.Popen[bytes]], folder: Path, deadline: float, may_fail: Collection[int]
+              ) -> bool:
+    """Whether all ended in time. Once a rank that may not fail has done so, the others have a short grace."""
+    failed = False
+    while any(child.poll() is None for child in children):
+        if time.monotonic() > deadline:
+            return failed
+        if not failed and any(rank not in may_fail and child.poll() for rank, child in enumerate(children)):
+            failed, deadline = True, min(deadline, time.monotonic() + _GRACE_SECONDS)
+        time.sleep(0.02)
+    return True
+
+
+def _end(children: list[subprocess.Popen[bytes]], folder: Path) -> None:
+    """Kill what is left: launchers first, which end their ranks, then ranks by the process ids that they wrote."""
+    for child in children:
+        if child.poll() is None:
+            child.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(5.0)
+            child.kill()
+            child.wait()
+    for path in folder.glob("*.pid"):
+        with contextlib.suppress(ProcessLookupError, ValueError):
+            process = int(path.read_text())
+            if f"{folder}" in _text(Path(f"/proc/{process}/cmdline")):
+                os.kill(process, signal.SIGKILL)
+
+
+def _text(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text(errors="replace")
+    return ""
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    with contextlib.suppress(OSError, ValueError):
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+    return None
+
+
+def run_one_rank(where: str) -> None:
+    """The life of one process of `run_processes`; `where` is its folder, and ":rank" where the launcher gives none."""
+    name, _, rank_text = where.partition(":")
+    folder, job = Path(name), json.loads((Path(name) / "job.json").read_text())
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", job["port"], is_master=False, timeout=timedelta(seconds=job["timeout_seconds"]))
+    backend: Backend
+    if job["transport"] != "torch":
+        messages = backend = MPIBackend(torch.device(job["device"]), job["timeout_seconds"])
+        device = _device(job["device"], backend.rank)
+        if job["transport"] == "mpi+torch":
+            backend = MixedBackend(messages, TorchBackend(messages.rank, job["size"], store, device,
+                                                          job["timeout_seconds"]))
+    else:
+        device = _device(job["device"], int(rank_text))
+        backend = TorchBackend(int(rank_text), job["size"], store, device, job["timeout_seconds"])
+    (folder / f"{backend.rank}.pid").write_text(str(os.getpid()))
+    with open(folder / f"{backend.rank}.txt", "wb") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    world = World(backend=backend, store=store, launcher="run_processes", device=device, local_rank=backend.rank,
+                  local_size=job["size"])
+    try:
+        module, _, function = job["target"].partition(":")
+        result = getattr(importlib.import_module(module), function)(world, *job["args"])
+        backend.close()
+        partial = folder / f"{backend.rank}.partial"
+        partial.write_text(json.dumps({"result": result}))
+        partial.rename(folder / f"{backend.rank}.json")
+    except BaseException:
+        traceback.print_exc()
+        backend.abort(1)
+
+
+def _device(kind: str, rank: int) -> torch.device:
+    """The rank's own device; ranks share where there are fewer devices."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())

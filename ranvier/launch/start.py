@@ -1,0 +1,381 @@
+"""Starts ranks with the same command under plain python, torchrun, mpiexec and srun.
+
+Under plain python the process becomes the supervisor of local ranks: it runs its own command again as each of them
+(ranvier.launch.supervision), and ends with their exit code. Under a launcher it is a rank already. Either way `start`
+returns on ranks only, with their `World`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Literal, TextIO
+
+import torch
+from torch.distributed import HashStore, PrefixStore, Store
+
+from ranvier.comm.inprocess import InProcessWorld
+from ranvier.comm.mixed_backend import MixedBackend
+from ranvier.comm.mpi_backend import MPIBackend
+from ranvier.comm.protocol import Backend
+from ranvier.comm.signed_store import SharedStore, clone_store
+from ranvier.comm.torch_backend import TorchBackend
+from ranvier.config.arguments import of_function
+from ranvier.errors import ConfigError, LaunchError, RanvierError
+from ranvier.launch import failures as failure
+from ranvier.launch.cuda_environment import cuda_defaults
+from ranvier.launch.devices import choose_devices, exchange, see
+from ranvier.launch.heartbeat import exit_with_launcher
+from ranvier.launch.launchers import Setting, Started, detect
+from ranvier.launch.mpi_start_watch import mpi_start_watch
+from ranvier.launch.mpiexec import mpi_available
+from ranvier.launch.shared_store import open_store
+from ranvier.mesh import Mesh
+from ranvier.system.machine import available_cores, interface_towards, threads_per_rank
+from ranvier.world import World
+
+Restart = Callable[[int], tuple[Mesh, Sequence[str]] | None]
+"""Takes the number of ranks left after a fault; returns the mesh and the command of the next start, None for none."""
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The value chosen for a setting, and the reason."""
+
+    value: str
+    reason: str
+
+
+@of_function("ranvier.start")
+def start(mesh: Mesh | None = None, *, data: int = 1, pipe: int = 1, row: int = 1, col: int = 1,
+          transport: Literal["auto", "torch", "mpi"] = "auto",
+          collectives: Literal["auto", "torch", "mpi"] = "auto", launcher: Setting = "auto",
+          threads: int | Literal["auto"] = "auto", device: Literal["auto", "cpu", "cuda"] = "auto",
+          timeout_seconds: float = 300.0, rerun: Sequence[str] | None = None,
+          explain_kill: Callable[[], str] | None = None, saves_on_stop: bool = False, stopped_seconds: float = 5.0,
+          hang_seconds: float | Literal["auto"] = "auto", restart: Restart | None = None, flags: bool = False,
+          stream: TextIO | None = None) -> World:
+    """Start the ranks of `mesh` (or of data x pipe x row x col); returns this rank, connected to all others.
+
+    Under plain python with more than one rank this does not return: the command is run again as each rank, and the
+    process exits with their code.
+
+    Args:
+        mesh: the mesh; None for one of the axes `data`, `pipe`, `row` and `col`.
+        transport: torch (Gloo, NCCL) or mpi; auto takes the faster one that works here.
+        collectives: the library of the collectives where the transport is mpi; auto takes NCCL between CUDA devices.
+        launcher: what started this process; auto detects it.
+        threads: compute threads of each rank; auto divides the cores among local ranks.
+        device: auto takes CUDA if each local rank has a device.
+        timeout_seconds: limit of the wait for collectives, and for the other ranks at start.
+        rerun: the command that starts a rank, under plain python; None for the command line of this process.
+        explain_kill: text to print when the kernel has killed a rank.
+        saves_on_stop: ranks handle `ranvier.launch.stop.STOP_SIGNALS` themselves, so the supervisor forwards these and
+            waits, instead of ending the ranks.
+        stopped_seconds: a rank that a signal (SIGSTOP) has stopped for so long ends the run; 0 never.
+        hang_seconds: an action that runs for longer ends the run; 0 never; auto as in `ranvier.comm.hang`.
+        restart: how to start again after a failure that a new start may avoid; None for never.
+        flags: errors name the command's flags rather than arguments.
+        stream: where rank 0 prints what `auto` stands for; standard output by default.
+
+    ConfigError if the launcher has started another number of ranks, or a setting cannot work here; LaunchError if ranks
+    cannot be started or reached.
+    """
+    mesh = mesh or Mesh(data=data, pipe=pipe, row=row, col=col)
+    interactive = hasattr(sys, "ps1")  # an error at a prompt must not end the process
+    if not interactive:
+        failure.install_start_error_handlers(None)
+    started = detect(os.environ, launcher)
+    if started is None and mesh.size > 1:
+        sys.exit(_run_local_ranks(mesh, transport, threads, device, rerun, explain_kill, saves_on_stop,
+                                  stopped_seconds, restart))
+    if started is not None:
+        exit_with_launcher(started)
+    started = started or Started(launcher="local", rank=0, size=1, local_rank=0, local_size=1)
+    if not interactive:
+        failure.install_start_error_handlers(started.local_rank)
+    try:
+        _check_size(mesh, started)
+        world = _connect_rank(mesh, started, transport, collectives, threads, device, timeout_seconds, stopped_seconds,
+                              stream)
+    except RanvierError:
+        failure.kill_local_stopped_ranks(started.launcher)  # here: the command catches the error itself
+        raise
+    if not interactive:
+        failure.install_error_handlers(world, mesh, stopped_seconds=stopped_seconds, timeout_seconds=timeout_seconds,
+                              hang_seconds=None if hang_seconds == "auto" else hang_seconds)
+    return world
+
+
+def _connect_rank(mesh: Mesh, started: Started, transport: str, collectives: str, threads: int | Literal["auto"],
+                  device: str, timeout_seconds: float, stopped_seconds: float, stream: TextIO | None) -> World:
+    """Set this process up as rank `started`, and connect it."""
+    if started.launcher == "local" and started.size > 1:
+        _use_terminals()
+    for out in (sys.stdout, sys.stderr):
+        if hasattr(out, "reconfigure"):
+            out.reconfigure(line_buffering=True)
+    os.environ.update(cuda_defaults(os.environ))  # CUDA reads them when it is first used, which is below
+    with mpi_start_watch(started, timeout_seconds, stopped_seconds):
+        started, local_rank, local_size = _with_local_rank(started)
+        stores = None if started.size == 1 else _open_store(started, timeout_seconds)
+    torch.set_num_threads(threads_per_rank(local_size) if threads == "auto" else threads)
+    place, chosen_device = _agree_on_device(
+        started, device, transport if collectives == "auto" else f"{transport}, collectives {collectives}", stores)
+    chosen = choose_transport(transport, started, chosen_device.value)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)  # what names no device, in libraries too, must not take device 0
+    library = choose_collectives(collectives, chosen.value, chosen_device.value)
+    with mpi_start_watch(started, timeout_seconds, stopped_seconds) if chosen.value == "mpi" else nullcontext():
+        backend, store = _connect(started, chosen.value, library.value, place, timeout_seconds, stores)
+    world = World(backend=backend, store=store, launcher=started.launcher, device=place, mesh=mesh,
+                  local_rank=local_rank, local_size=local_size)
+    if isinstance(backend, TorchBackend | MixedBackend):
+        world.overdue, world.lost = backend.waits.overdue, backend.waits.lost
+    if started.rank == 0 and started.size > 1:
+        _print_choices(world, chosen if transport == "auto" else None, chosen_device if device == "auto" else None,
+                       stream)
+    return world
+
+
+def _agree_on_device(started: Started, setting: str, transport: str, stores: tuple[Store, SharedStore] | None
+                     ) -> tuple[torch.device, Choice]:
+    """This rank's device, on which all ranks agree over the store; see `ranvier.launch.devices`."""
+    assert started.local_rank is not None and started.local_size is not None, "they are known by now"
+    sight = see(rank=started.rank, local_rank=started.local_rank, local_size=started.local_size, setting=setting,
+                transport=transport)
+    choice = choose_devices([sight] if stores is None else exchange(sight, started.size, stores[1]))
+    number = choice.devices[started.rank]
+    if number is None:
+        return torch.device("cpu"), Choice(value="cpu", reason=choice.reason)
+    return torch.device("cuda", number), Choice(value="cuda", reason=choice.reason)
+
+
+def local_devices(setting: str) -> int:
+    """The number of ranks that this machine has devices for: its CUDA devices if `setting` allows them, else its cores.
+
+    setting: auto, cpu or cuda.
+    """
+    devices = torch.cuda.device_count() if setting != "cpu" and torch.cuda.is_available() else 0
+    return devices or available_cores()
+
+
+def choose_device(setting: str, local_size: int) -> Choice:
+    """cpu or cuda, for `setting` and `local_size` ranks on this machine, as one process sees it before ranks start.
+
+    What ranks compute on is decided by all of them together (`ranvier.launch.devices`).
+
+    ConfigError if CUDA is requested and there are fewer devices than local ranks.
+    """
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if setting == "cuda" and devices < local_size:
+        raise ConfigError(f"needs a device for each of the {local_size} ranks of this machine, which has {devices}",
+                          where="launch.device", value=setting,
+                          remedy="Start fewer ranks per machine, or set --launch.device cpu.")
+    if setting != "auto":
+        return Choice(value=setting, reason="as set")
+    if devices == 0:
+        return Choice(value="cpu", reason="no CUDA device found")
+    if devices < local_size:
+        return Choice(value="cpu", reason=f"{devices} CUDA devices for {local_size} ranks")
+    return Choice(value="cuda", reason=f"{devices} CUDA devices found")
+
+
+def choose_transport(setting: str, started: Started | None, device: str) -> Choice:
+    """torch or mpi, for `setting` and a device type. started: this rank; None before our supervisor starts ranks.
+
+    ConfigError if MPI is requested and cannot work: not installed, or a launcher that does not start MPI.
+    """
+    if started is not None and started.launcher == "local" and started.size > 1:
+        return Choice(value="mpi" if started.mpi else "torch", reason=started.reason)
+    if setting == "torch":
+        return Choice(value="torch", reason="as set")
+    # The launcher if it does not start MPI, so that each rank's MPI would see only itself.
+    without_mpi = started.launcher if started is not None and not started.mpi and started.size > 1 else None
+    # Ranks of an mpiexec use MPI; whether it is the one that mpi4py loads is checked when they connect.
+    problem = mpi_available() if started is None else None if find_spec("mpi4py") else "mpi4py is not installed"
+    if setting == "mpi":
+        if without_mpi:
+            raise ConfigError(f"cannot work under {without_mpi}: each rank's MPI would see only itself",
+                              where="comm.transport", value=setting,
+                              remedy="Start the ranks with mpiexec or plain python, or set --comm.transport torch.")
+        if problem:
+            raise ConfigError(f"cannot work here: {problem}", where="comm.transport", value=setting,
+                              remedy="Install it with pip install 'ranvier[mpi]', or set --comm.transport torch.")
+        return Choice(value="mpi", reason="as set")
+    if device == "cuda":
+        return Choice(value="torch", reason="NCCL between CUDA devices")
+    if without_mpi:
+        return Choice(value="torch", reason=f"{without_mpi} started the ranks: each rank's MPI would see only itself")
+    if problem:
+        return Choice(value="torch", reason=f"MPI, much faster for small messages, cannot be used: {problem}")
+    return Choice(value="mpi", reason="point-to-point 30 to 100 times faster than Gloo for small messages; mpi4py and "
+                                      "mpiexec found")
+
+
+def choose_collectives(setting: str, transport: str, device: str) -> Choice:
+    """torch or mpi, for `setting`, the transport that is used and a device type.
+
+    ConfigError if MPI is requested and messages do not travel over it.
+    """
+    if transport == "torch":
+        if setting == "mpi":
+            raise ConfigError("needs MPI for messages, too", where="comm.collectives", value=setting,
+                              remedy="Set --comm.transport mpi, or leave comm.collectives auto.")
+        return Choice(value="torch", reason="as the transport")
+    if setting != "auto":
+        return Choice(value=setting, reason="as set")
+    if device == "cuda":
+        return Choice(value="torch", reason="NCCL between CUDA devices")
+    return Choice(value="mpi", reason="as the transport")
+
+
+def rerun_command() -> list[str]:
+    """The command line of this process, to be run again. LaunchError if there is none (notebook or prompt)."""
+    command = list(sys.orig_argv)
+    main = sys.modules.get("__main__")
+    scripted = getattr(main, "__file__", None) is not None or "-c" in command
+    if hasattr(sys, "ps1") or sys.flags.interactive or not scripted or "ipykernel" in sys.modules:
+        raise LaunchError("cannot start ranks from a prompt or a notebook: there is no command to run again",
+                          where="launch", remedy="Put the code into a file and run `python file.py`, or use a mesh of "
+                                                 "one rank here.")
+    if command[1:2] and getattr(main, "__file__", None) == "<stdin>":
+        raise LaunchError("cannot start ranks from a program on standard input", where="launch",
+                          remedy="Put the code into a file and run `python file.py`.")
+    return [sys.executable, *command[1:]]
+
+
+def _run_local_ranks(mesh: Mesh, transport: str, threads: int | Literal["auto"], device: str,
+                     rerun: Sequence[str] | None, explain_kill: Callable[[], str] | None, saves_on_stop: bool,
+                     stopped_seconds: float, restart: Restart | None) -> int:
+    """Supervise the ranks, and restart them as `restart` says; returns the exit code."""
+    command: Sequence[str] = rerun if rerun is not None else rerun_command()
+    if threading.current_thread() is not threading.main_thread():
+        raise LaunchError("can start ranks only from the main thread", where="launch",
+                          remedy="Call ranvier.start before starting threads.")
+    from ranvier.launch.supervision import supervise  # not needed on ranks
+
+    chosen = choose_transport(transport, None, choose_device(device, mesh.size).value)
+    while True:
+        count = str(threads_per_rank(mesh.size) if threads == "auto" else threads)
+        variables = dict.fromkeys(_THREAD_VARIABLES, count) | cuda_defaults(os.environ)
+        outcome = supervise(mesh, chosen.value, chosen.reason, command, variables, explain_kill, saves_on_stop,
+                            stopped_seconds)
+        again = restart and outcome.retryable and restart(max(mesh.size - outcome.num_lost, 1))
+        if not again:
+            return outcome.code
+        mesh, command = again
+
+
+def _check_size(mesh: Mesh, started: Started) -> None:
+    if started.size == mesh.size:
+        return
+    how = {"torchrun": f"torchrun --nproc-per-node {mesh.size}", "mpiexec": f"mpiexec -n {mesh.size}",
+           "srun": f"srun --ntasks {mesh.size}", "local": "plain python"}[started.launcher]
+    raise ConfigError(f"needs {mesh.size} ranks ({mesh}), but {started.launcher} started {started.size}", where="mesh",
+                      remedy=f"Start the command with {how}, or change --mesh.data and --mesh.pipe so that "
+                             f"data x pipe x row x col is {started.size}.")
+
+
+def _with_local_rank(started: Started) -> tuple[Started, int, int]:
+    """`started` with its local rank and size, and these two; they come from MPI if the launcher does not set them."""
+    if started.local_rank is not None and started.local_size is not None:
+        return started, started.local_rank, started.local_size
+    if not started.mpi or find_spec("mpi4py") is None:
+        raise LaunchError(f"{started.launcher} does not set the number of ranks on this machine", where="launch",
+                          remedy="Start the ranks with torchrun, or install mpi4py.")
+    from mpi4py import MPI
+
+    neighbours = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+    local_rank, local_size = neighbours.rank, neighbours.size
+    neighbours.Free()
+    return replace(started, local_rank=local_rank, local_size=local_size), local_rank, local_size
+
+
+def _open_store(started: Started, timeout_seconds: float) -> tuple[Store, SharedStore]:
+    """The store, after a check that MPI, if the store is found through it, has the launcher's ranks."""
+    if started.master is None and started.mpi and find_spec("mpi4py") is not None:
+        from mpi4py import MPI
+
+        _check_mpi(started, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
+    return open_store(started, timeout_seconds)
+
+
+def _check_mpi(started: Started, rank: int, size: int) -> None:
+    if (rank, size) != (started.rank, started.size):
+        raise LaunchError(f"contradicts the launcher: {started}, but MPI says rank {rank} of {size}. "
+                          "The launcher belongs to another MPI", where="comm.transport", value="mpi",
+                          remedy="Use the mpiexec of the MPI library that mpi4py loads, or set --comm.transport torch.")
+
+
+def _connect(started: Started, transport: str, collectives: str, device: torch.device, timeout_seconds: float,
+             stores: tuple[Store, SharedStore] | None) -> tuple[Backend, SharedStore]:
+    if stores is None:
+        return InProcessWorld(1).backend(0), HashStore()
+    torch_store, store = stores
+    if transport == "torch":
+        return _connect_torch(started, device, timeout_seconds, torch_store), store
+    backend = MPIBackend(device, timeout_seconds)
+    _check_mpi(started, backend.rank, backend.size)
+    if collectives == "mpi":
+        return backend, store
+    return MixedBackend(backend, _connect_torch(started, device, timeout_seconds, torch_store)), store
+
+
+def _connect_torch(started: Started, device: torch.device, timeout_seconds: float, store: Store) -> TorchBackend:
+    _choose_interface(started)
+    try:
+        return TorchBackend(started.rank, started.size, PrefixStore("comm", clone_store(store)), device,
+                            timeout_seconds)
+    except RuntimeError as error:
+        raise LaunchError(f"Gloo cannot connect the ranks: {str(error).partition(chr(10))[0]}", where="launch",
+                          value=os.environ.get(_INTERFACE),
+                          remedy=f"Set {_INTERFACE} on each machine to the network interface that reaches the "
+                                 "others (ip addr lists them).") from error
+
+
+def _choose_interface(started: Started) -> None:
+    """Make Gloo use the interface on the route to rank 0's machine.
+
+    By default it uses the address of the host's own name, which is often a loopback address (/etc/hosts) that no other
+    machine can reach.
+    """
+    if started.local_size == started.size or started.master is None or _INTERFACE in os.environ:
+        return
+    name = interface_towards(started.master[0])
+    if name is not None:
+        os.environ[_INTERFACE] = name
+
+
+def _print_choices(world: World, transport: Choice | None, device: Choice | None, stream: TextIO | None) -> None:
+    """Print the values chosen for `auto`."""
+    if transport is not None:
+        version = f" ({_mpi_version()})" if transport.value == "mpi" else ""
+        print(f"transport {transport.value}{version}: {transport.reason}", file=stream)
+    if device is not None:
+        print(f"device {device.value}: {device.reason}; {torch.get_num_threads()} threads for each of "
+              f"{world.local_size} ranks on {available_cores()} cores", file=stream)
+
+
+def _mpi_version() -> str:
+    from mpi4py import MPI
+
+    name, version = MPI.get_vendor()
+    return f"{name} {'.'.join(map(str, version))}"
+
+
+def _use_terminals() -> None:
+    """Write to the supervisor's terminals rather than to mpiexec's pipes, so that progress bars are drawn in place."""
+    for number in (1, 2):
+        path = os.environ.get(f"RANVIER_TERMINAL_{number}")
+        if path:
+            terminal = os.open(path, os.O_WRONLY | os.O_NOCTTY)
+            os.dup2(terminal, number)
+            os.close(terminal)

@@ -1,0 +1,58 @@
+"""Requests to stop a run: Slurm's preemption, kubectl, torchrun and our own supervisor all send a signal.
+
+The signal handler only sets a flag. The training loop reduces the flags of all ranks with each step's metrics
+(ranvier.train.metrics), so that all ranks stop after the same step, whichever of them received a signal; it then saves
+a checkpoint and ends with exit code 0.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from types import FrameType, TracebackType
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals that ask a rank to stop. Nearly everything sends SIGTERM; Slurm can be told to send SIGUSR1 earlier."""
+
+
+class StopRequest:
+    """Whether this rank was asked to stop, by one of `signals` or by `request`. A context manager that calls `close`.
+
+    Python handles signals on the main thread only; on another one (ranks that are threads) only `request` works. A
+    signal that is ignored stays ignored.
+    """
+
+    def __init__(self, signals: Sequence[int] = STOP_SIGNALS) -> None:
+        self.reason = ""
+        """The first request, such as "SIGTERM"; "" if there was none."""
+        self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in signals:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._on_signal)
+
+    @property
+    def requested(self) -> bool:
+        """Whether this rank was asked to stop."""
+        return bool(self.reason)
+
+    def request(self, reason: str) -> None:
+        """Ask this rank to stop. The reason of the first request is kept."""
+        self.reason = self.reason or reason
+
+    def close(self) -> None:
+        """Restore the previous signal handlers. Idempotent; must run on the thread that made this object."""
+        while self._previous:
+            number, handler = self._previous.popitem()
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not installed from Python
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.request(signal.Signals(number).name)
+
+    def __enter__(self) -> StopRequest:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()

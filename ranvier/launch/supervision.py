@@ -1,0 +1,353 @@
+"""The supervisor of local ranks: starts them, watches them, and ends all of their processes.
+
+    a rank exits with an error or is killed  SIGTERM to the others, SIGKILL after a grace period; one line names it
+    a rank exits with 0 before the end       likewise
+    a rank is stopped (SIGSTOP)              likewise, after some seconds
+    Ctrl-C, SIGTERM, SIGHUP here             the same signal to all ranks, SIGKILL after a grace period
+    SIGTERM, SIGUSR1 if ranks save           the same signal to all ranks, which exit themselves; a second one kills
+    this process is killed outright          the kernel ends the ranks (ranvier.launch.parent_death)
+
+Each child has a process group of its own, so that Ctrl-C in a terminal reaches only this process, which forwards it
+once. With torch the children are the ranks; with MPI the only child is mpiexec, which starts and numbers the ranks. On
+Linux orphaned descendants become children of this process, and are ended, too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import PrefixStore
+
+from ranvier.comm.signed_store import SignedStore, private_prefix
+from ranvier.launch import parent_death
+from ranvier.launch.failure_watch import FAILED, FINISHED
+from ranvier.launch.failures import describe_rank, read_mesh
+from ranvier.launch.launchers import SECRET, local_variables
+from ranvier.launch.mpiexec import MpiexecOutput, mpiexec_command
+from ranvier.launch.shared_store import create_store, new_secret
+from ranvier.launch.stop import STOP_SIGNALS
+from ranvier.launch.stopped_ranks import CHECK_SECONDS, StoppedRankDetector, find_rank_processes, read_pids
+from ranvier.mesh import Mesh
+from ranvier.system.processes import Process, descendants
+
+_GRACE_SECONDS = 3.0
+_POLL_SECONDS = 0.03
+_PR_SET_CHILD_SUBREAPER = 36
+# Variables of an outer launcher, which would mislead the ranks or MPI inside them.
+_LAUNCHER_VARIABLES = re.compile(r"PMI|PMIX_|OMPI_|MPI_LOCAL|HYDI_|HYDRA_|TORCHELASTIC_"
+                      r"|(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_\w+"
+                      r"|MASTER_ADDR|MASTER_PORT)$")
+
+
+@dataclass
+class _Child:
+    """A child process: rank `rank`, or mpiexec (None)."""
+
+    rank: int | None
+    process: subprocess.Popen[bytes]
+    readers: list[threading.Thread] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _RankEnd:
+    """How a rank ended.
+
+    rank: None if unknown. code: as of subprocess, negative for a signal; 0 for a rank that exited before the run had
+    ended, -SIGSTOP for a stopped one.
+    """
+
+    rank: int | None
+    code: int
+
+    def describe(self, mesh: Mesh) -> str:
+        """One line for the user, with the rank's coordinates on `mesh`."""
+        name = "mpiexec" if self.rank is None else f"rank {self.rank} ({describe_rank(mesh, self.rank)})"
+        others = "" if mesh.size == 1 else "; the other ranks were terminated"
+        if self.code == 0:
+            return f"ranvier: {name} exited with code 0 before the run had ended{others}"
+        if self.code == -signal.SIGSTOP:
+            return f"ranvier: {name} was stopped by SIGSTOP, and killed{others}"
+        if self.code > 0:
+            return f"ranvier: {name} exited with code {self.code}{others}"
+        hint = " (by the kernel, if memory ran out)" if self.code == -signal.SIGKILL else ""
+        return f"ranvier: {name} was killed by {signal.Signals(-self.code).name}{hint}{others}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How the ranks ended.
+
+    code: the exit code for this process: 0 if all ranks succeeded, 2 if the first failure is a RanvierError, 130 or 143
+        if this process was asked to stop, otherwise 1.
+    num_lost: number of ranks that were killed, stopped or hung; their devices are assumed to be unusable.
+    retryable: whether a new start may succeed; False if the run was asked to stop or its settings were rejected.
+    """
+
+    code: int
+    num_lost: int = 0
+    retryable: bool = False
+
+
+def supervise(mesh: Mesh, transport: str, reason: str, command: Sequence[str], variables: Mapping[str, str],
+              explain_kill: Callable[[], str] | None = None, saves_on_stop: bool = False,
+              stopped_seconds: float = 0.0) -> Outcome:
+    """Run `command` as each rank of `mesh` on this machine, until all have ended.
+
+    Args:
+        mesh: its size is the number of ranks.
+        transport: torch or mpi.
+        reason: why `transport` was chosen, for rank 0 to print.
+        command: the command line of a rank.
+        variables: added to the ranks' environment.
+        explain_kill: text to print when the kernel has killed a rank.
+        saves_on_stop: the ranks handle STOP_SIGNALS themselves (ranvier.launch.stop). A rank that has not installed its
+            handler yet is killed by the signal, and the run ends.
+        stopped_seconds: a rank that a signal has stopped for so long ends the run; 0 never.
+
+    When this returns, no rank and no descendant of one is left.
+    """
+    _adopt_orphans()
+    children = _Children(mesh.size, StoppedRankDetector(stopped_seconds))
+    # Signals are handled before the first rank exists, so that no signal can leave a rank without supervisor.
+    with _signals(STOP_SIGNALS if saves_on_stop else ()) as received:
+        children.started = _start(mesh, transport, reason, command, variables, children)
+        output = MpiexecOutput()
+        for child in children.started:
+            child.readers = output.relay(child.process)
+        try:
+            end = _first_failure(children, received)
+            forwarded = _forward_stop(children, received) if saves_on_stop and end is None else None
+            if forwarded is not None:
+                end = _first_failure(children, received, already=1)
+        except BaseException:
+            _stop(children, signal.SIGKILL, received)
+            raise
+        if len(received) > (forwarded is not None):
+            if forwarded is not None:
+                _send(signal.SIGKILL, children)
+            _stop(children, received[-1], received)
+            return Outcome(code=_report_stop(received[-1]))
+        if end is None:
+            return Outcome(code=0)
+        if saves_on_stop or end.code == -signal.SIGSTOP:
+            _send(signal.SIGKILL, children)  # on SIGTERM they would wait for the failed rank
+        _stop(children, signal.SIGTERM, received)
+    return _report_failure(end, forwarded, output, children.store, mesh, explain_kill)
+
+
+def _report_failure(end: _RankEnd, forwarded: int | None, output: MpiexecOutput, store: SignedStore, mesh: Mesh,
+                    explain_kill: Callable[[], str] | None) -> Outcome:
+    """Print which rank failed, unless that rank has printed its error itself."""
+    record = json.loads(store.get(FAILED)) if store.check([FAILED]) else None
+    end = _first_to_fail(end, record, output, read_pids(store, mesh.size))
+    if forwarded is not None and end.code == -forwarded:
+        return Outcome(code=_report_stop(forwarded))  # the signal came before this rank had installed its handler
+    lost = int(end.code in (0, -signal.SIGSTOP) or end.code < 0)
+    if record is not None and record["reported"] and end.code == record["code"] and end.code > 0:
+        return Outcome(code=end.code, num_lost=record["num_lost"], retryable=record["retryable"])
+    print(end.describe(read_mesh(store, mesh)), file=sys.stderr)
+    if end.code == -signal.SIGKILL and explain_kill is not None:
+        print(explain_kill(), file=sys.stderr)
+    return Outcome(code=1, num_lost=lost, retryable=True)
+
+
+class _Children:
+    """The processes that this one has started, and the store that it hosts for them."""
+
+    def __init__(self, num_ranks: int, stopped: StoppedRankDetector) -> None:
+        self.num_ranks, self.secret = num_ranks, new_secret()
+        self.started: list[_Child] = []
+        self._tcp = create_store("127.0.0.1", 0, timedelta(seconds=300))  # on this machine only; it outlives every rank
+        self.port = self._tcp.port
+        self.store = SignedStore(PrefixStore(private_prefix(self.secret), self._tcp), self.secret)
+        self._before, self._stopped, self._checked = set(descendants(os.getpid())), stopped, time.monotonic()
+        self._ranks: dict[int, Process] = {}
+
+    def ranks(self) -> dict[int, Process]:
+        """The processes of ranks, as far as they are known."""
+        if len(self._ranks) < self.num_ranks:
+            if self.started and self.started[0].rank is not None:
+                found = {child.rank: Process.find(child.process.pid) for child in self.started}
+                self._ranks = {rank: process for rank, process in found.items()
+                               if rank is not None and process is not None}
+            else:
+                own = Process.find(os.getpid())
+                assert own is not None, "this process runs"
+                self._ranks = find_rank_processes(self.store, self.num_ranks, own)
+        return self._ranks
+
+    def stopped(self) -> int | None:
+        """A rank that a signal has stopped for too long. Ranks of mpiexec are unknown until they have connected."""
+        if time.monotonic() - self._checked < CHECK_SECONDS:
+            return None
+        self._checked = time.monotonic()
+        return next(iter(self._stopped.check(self.ranks())), None)
+
+    def exited_early(self) -> int | None:
+        """A rank that has exited with code 0 although not all ranks have reached the end of their program."""
+        ended = [child.rank for child in self.started if child.rank is not None and child.process.poll() == 0]
+        return ended[0] if ended and not self.store.check([FINISHED]) else None
+
+    def remaining(self) -> list[Process]:
+        """Descendants that were started after this object was made and still run."""
+        return [process for process in descendants(os.getpid()) if process not in self._before]
+
+
+def _adopt_orphans() -> None:
+    """On Linux: make orphaned descendants children of this process, so that `descendants` still finds them."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _start(mesh: Mesh, transport: str, reason: str, command: Sequence[str], variables: Mapping[str, str],
+           children: _Children) -> list[_Child]:
+    environ = {name: value for name, value in os.environ.items() if not _LAUNCHER_VARIABLES.match(name)}
+    environ |= variables
+    environ[SECRET] = children.secret
+    if transport == "mpi":
+        more = local_variables(None, mesh.size, children.port, transport, reason) | _terminals()
+        return [_Child(None, _spawn(mpiexec_command(mesh.size, list(command)), environ | more, signal.SIGTERM,
+                                    subprocess.PIPE))]
+    return [_Child(rank, _spawn(command, environ | local_variables(rank, mesh.size, children.port, transport, reason),
+                                signal.SIGKILL, None)) for rank in range(mesh.size)]
+
+
+def _spawn(command: Sequence[str], environ: Mapping[str, str], end_signal: int, output: int | None
+           ) -> subprocess.Popen[bytes]:
+    # The kernel ends the child with this process; its own process group keeps the terminal's Ctrl-C from it.
+    wrapper = [sys.executable, "-I", "-S", str(Path(parent_death.__file__)), str(os.getpid()), str(int(end_signal))]
+    return subprocess.Popen([*wrapper, *command], env=dict(environ), stdin=subprocess.DEVNULL, stdout=output,
+                            stderr=output, process_group=0)
+
+
+def _terminals() -> dict[str, str]:
+    """Paths of this process's terminals, for ranks whose own output is a pipe of mpiexec."""
+    return {f"RANVIER_TERMINAL_{number}": os.ttyname(number) for number in (1, 2) if os.isatty(number)}
+
+
+@contextmanager
+def _signals(more: Sequence[int]) -> Iterator[list[int]]:
+    """Collect SIGINT, SIGTERM, SIGHUP and `more` in a list that grows as they arrive; ignored ones stay ignored."""
+    received: list[int] = []
+    before: dict[int, Any] = {}
+    for number in {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *more}:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            before[number] = signal.signal(number, lambda number, frame: received.append(number))
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _first_failure(children: _Children, received: Sequence[int], already: int = 0) -> _RankEnd | None:
+    """Wait for the first failure of a child; None if all succeed, or if more than `already` signals arrive."""
+    while len(received) <= already:
+        codes = [child.process.poll() for child in children.started]
+        if any(codes):
+            # A rank that lost its peer may be seen before the peer: poll again, and prefer one that a signal killed.
+            ends = [_RankEnd(child.rank, code) for child in children.started if (code := child.process.poll())]
+            return min(ends, key=lambda end: end.code >= 0)
+        if None not in codes:
+            return None
+        if 0 in codes and (rank := children.exited_early()) is not None:
+            return _RankEnd(rank, 0)
+        if (rank := children.stopped()) is not None:
+            return _RankEnd(rank, -signal.SIGSTOP)
+        time.sleep(_POLL_SECONDS)
+    return None
+
+
+def _forward_stop(children: _Children, received: Sequence[int]) -> int | None:
+    """Forward the received signal to all ranks, which save and exit themselves; returns it.
+
+    None if there is none, if it is not one of STOP_SIGNALS, or if not all ranks are known yet.
+    """
+    if not received or received[0] not in STOP_SIGNALS or not _send(received[0], children):
+        return None
+    print(f"ranvier: {signal.Signals(received[0]).name}: the ranks save and stop after this step; another signal ends "
+          "them at once", file=sys.stderr)
+    return received[0]
+
+
+def _send(number: int, children: _Children) -> bool:
+    """Signal every running rank; whether all ranks are known.
+
+    Ranks of mpiexec are signalled directly, since implementations differ in how they forward a signal.
+    """
+    if children.started[0].rank is not None:
+        for child in children.started:
+            child.process.send_signal(number)  # a no-op if it has ended
+        return True
+    ranks = children.ranks()
+    if len(ranks) == children.num_ranks and children.started[0].process.poll() is None:
+        for process in ranks.values():
+            if process.runs:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
+    return len(ranks) == children.num_ranks
+
+
+def _report_stop(number: int) -> int:
+    """Print that signal `number` ended the run; returns the exit code."""
+    print("ranvier: interrupted" if number == signal.SIGINT else f"ranvier: stopped by {signal.Signals(number).name}",
+          file=sys.stderr)
+    return 128 + number
+
+
+def _stop(children: _Children, number: int, received: list[int]) -> None:
+    """Signal all running children; after a grace period, or at another received signal, kill all descendants."""
+    already = len(received)
+    for child in children.started:
+        if child.process.poll() is None:
+            child.process.send_signal(number)
+    _wait(_GRACE_SECONDS, lambda: len(received) > already or all(child.process.poll() is not None
+                                                                 for child in children.started))
+    for child in children.started:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.process.pid, signal.SIGKILL)  # includes what the child has started in its group
+    # Until none is left: a process may fork while its descendants are listed.
+    _wait(_GRACE_SECONDS, lambda: not _kill(children.remaining()))
+    for child in children.started:
+        child.process.wait()
+        for reader in child.readers:
+            reader.join(_GRACE_SECONDS)
+
+
+def _wait(seconds: float, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+
+
+def _kill(processes: Sequence[Process]) -> Sequence[Process]:
+    """Kill `processes`; returns them."""
+    for process in processes:
+        with suppress(OSError):
+            os.kill(process.pid, signal.SIGKILL)
+    return processes
+
+
+def _first_to_fail(end: _RankEnd, record: Mapping[str, Any] | None, output: MpiexecOutput, ranks: Mapping[int, int]
+                   ) -> _RankEnd:
+    """The rank that failed first: one that a signal killed or stopped, or that exited early, else the one that wrote
+    `record`. ranks: process id -> rank."""
+    if end.rank is None and output.signal is not None:
+        return _RankEnd(None if output.pid is None else ranks.get(output.pid), -output.signal)
+    if record is not None and end.code > 0:
+        return _RankEnd(record["rank"], record["code"])
+    return end

@@ -1,0 +1,318 @@
+"""Blocks on stages and parameters on ranks: who holds, who updates, and who owns each element."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import groupby, pairwise
+from math import prod
+
+from ranvier.errors import ConfigError, ModelError
+from ranvier.layout.boxes import Box, Slice, box_size, intersection, whole
+from ranvier.layout.chunks import FlatGradient, FlatOrder, flat_order
+from ranvier.layout.split import TensorAxis
+from ranvier.mesh import Coordinates, Mesh
+
+
+def frozen_blocks(layers: Sequence[Sequence[str]], blocks: Sequence[str], frozen: int) -> int:
+    """How many of the model's `blocks` are frozen with the first `frozen` of its `layers` (names of blocks, in order).
+
+    They are a prefix: all blocks up to the last one of the last frozen layer, and so the embedding with layer 0.
+    """
+    if not frozen:
+        return 0
+    last = set(layers[frozen - 1])
+    return 1 + max(number for number, name in enumerate(blocks) if name in last)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of the whole model. `owner` is its own name, or for a tied one that of the group's first.
+
+    summed: as in `Split`. in_layer: whether its block is one of a layer, and no embedding or head.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    block: int
+    owner: str
+    trainable: bool = True
+    summed: tuple[TensorAxis, ...] = ()
+    in_layer: bool = True
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether it is the end of its tie, or the only one, whose values count."""
+        return self.owner == self.name
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunking:
+    """How the gradients of each rank are reduced, and who updates from them.
+
+    chunk_size: elements that are reduced in one piece.
+    runs: stage -> blocks (their numbers) whose gradients have the same memory in turn.
+    shard: each member of a group updates its share of every chunk, and has the optimizer states of that share alone.
+        Otherwise each updates all that it holds of the parameters that its stage owns.
+    whole: names of the parameters (of a tied one its owner's) whose update needs whole tensors.
+    """
+
+    chunk_size: int
+    runs: Mapping[int, tuple[range, ...]] = field(default_factory=dict)
+    shard: bool = False
+    whole: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Blocks on stages and parameters on ranks.
+
+        held      what a rank computes with
+        updated   what its optimizer updates, and has states of; ranks that hold copies may update the same elements
+        owned     what it alone answers for: over all ranks every element once, whether it is trained or not
+
+    boundaries: first block of each stage after the first.
+    shards: parameter name -> (row, col) -> its box on the tensor mesh; those left out are whole everywhere.
+    chunking: how gradients are reduced and optimizer states shared; None where nothing is updated from them yet.
+
+    Raises ConfigError for boundaries that do not cut, ModelError for two parameters of one name.
+    """
+
+    mesh: Mesh
+    num_blocks: int
+    boundaries: tuple[int, ...]
+    parameters: tuple[Parameter, ...]
+    shards: Mapping[str, Mapping[tuple[int, int], Box]] | None = None
+    chunking: Chunking | None = None
+
+    def __post_init__(self) -> None:
+        edges = self._edges
+        if len(edges) != self.mesh.pipe + 1 or any(a >= b for a, b in pairwise(edges)):
+            raise ConfigError(f"does not cut {self.num_blocks} blocks into {self.mesh.pipe} stages",
+                              where="pipeline.boundaries", value=self.boundaries,
+                              remedy="Give the first block of each stage after the first, rising.")
+        names = [parameter.name for parameter in self.parameters]
+        if len(set(names)) != len(names):
+            raise ModelError("two parameters have one name", where="model",
+                             value=sorted({name for name in names if names.count(name) > 1})[0],
+                             remedy="Give each block its own name.")
+
+    @cached_property
+    def _by_name(self) -> dict[str, Parameter]:
+        return {parameter.name: parameter for parameter in self.parameters}
+
+    def __getitem__(self, name: str) -> Parameter:
+        return self._by_name[name]
+
+    @cached_property
+    def _edges(self) -> tuple[int, ...]:
+        return (0, *self.boundaries, self.num_blocks)
+
+    def blocks(self, stage: int) -> range:
+        """Numbers of the blocks on `stage`."""
+        return range(self._edges[stage], self._edges[stage + 1])
+
+    def stage_of(self, block: int) -> int:
+        """The stage that holds `block`."""
+        return bisect_right(self.boundaries, block)
+
+    def parameters_of(self, stage: int) -> tuple[Parameter, ...]:
+        """Those of a stage's blocks, in model order."""
+        return self._by_stage.get(stage, ())
+
+    @cached_property
+    def _by_stage(self) -> dict[int, tuple[Parameter, ...]]:
+        stages = sorted(self.parameters, key=lambda parameter: parameter.block)
+        return {stage: tuple(held) for stage, held in groupby(stages, lambda held: self.stage_of(held.block))}
+
+    def is_tied(self, parameter: Parameter) -> bool:
+        """Whether it is one of several ends."""
+        return self._group_sizes[parameter.owner] > 1
+
+    @cached_property
+    def _group_sizes(self) -> Counter[str]:
+        return Counter(parameter.owner for parameter in self.parameters)
+
+    def key(self, parameter: Parameter) -> str:
+        """The name under which its stage keeps it: the owner's, unless another end there has that and is cut otherwise;
+        then that of the first end there that is cut alike. Ends of one key are one parameter."""
+        return self._keys[parameter.name]
+
+    @cached_property
+    def _keys(self) -> dict[str, str]:
+        """Parameter -> its key."""
+        stages: dict[tuple[str, int], dict[object, str]] = {}
+        found = {}
+        for parameter in sorted(self.parameters, key=lambda parameter: not parameter.is_owner):
+            if not self.is_tied(parameter):
+                found[parameter.name] = parameter.owner
+                continue
+            cuts = stages.setdefault((parameter.owner, self.stage_of(parameter.block)), {})
+            cut = (tuple(self.box(parameter, row, col) for row in range(self.mesh.row) for col in range(self.mesh.col)),
+                   frozenset(axis for axis in parameter.summed if getattr(self.mesh, axis) > 1))
+            found[parameter.name] = cuts.setdefault(cut, parameter.name if cuts else parameter.owner)
+        return found
+
+    @cached_property
+    def ends(self) -> dict[str, dict[tuple[int, str], Parameter]]:
+        """Owner -> (stage, key) -> the first parameter of that end, in model order."""
+        found: dict[str, dict[tuple[int, str], Parameter]] = {}
+        for parameter in self.parameters:
+            place = self.stage_of(parameter.block), self.key(parameter)
+            found.setdefault(parameter.owner, {}).setdefault(place, parameter)
+        return found
+
+    def ends_on(self, stage: int) -> dict[str, Parameter]:
+        """Key -> an end on `stage`. Ends of one key are cut alike; the owner, whose name the key may be, may be on
+        another stage and cut differently."""
+        return self._ends_on.get(stage, {})
+
+    @cached_property
+    def _ends_on(self) -> dict[int, dict[str, Parameter]]:
+        found: dict[int, dict[str, Parameter]] = {}
+        for ends in self.ends.values():
+            for (stage, key), parameter in ends.items():
+                found.setdefault(stage, {})[key] = parameter
+        return found
+
+    def box(self, parameter: Parameter, row: int, col: int) -> Box:
+        """What position (row, col) holds of `parameter`."""
+        shards = (self.shards or {}).get(parameter.name)
+        return whole(parameter.shape) if shards is None else shards[row, col]
+
+    def copy_axes(self, name: str) -> tuple[TensorAxis, ...]:
+        """Axes of the tensor mesh along which ranks hold the same elements, with the same gradient."""
+        parameter, mesh = self[name], self.mesh
+        first = self.box(parameter, 0, 0)
+        same: dict[TensorAxis, bool] = {
+            "row": mesh.row > 1 and self.box(parameter, mesh.row - 1, 0) == first,
+            "col": mesh.col > 1 and self.box(parameter, 0, mesh.col - 1) == first}
+        return tuple(axis for axis, is_same in same.items() if is_same and axis not in parameter.summed)
+
+    def split_axes(self, name: str) -> tuple[TensorAxis, ...]:
+        """Axes of the tensor mesh along which ranks hold different elements."""
+        parameter, mesh = self[name], self.mesh
+        first = self.box(parameter, 0, 0)
+        differs: dict[TensorAxis, bool] = {"row": self.box(parameter, mesh.row - 1, 0) != first,
+                                           "col": self.box(parameter, 0, mesh.col - 1) != first}
+        return tuple(axis for axis, is_different in differs.items() if is_different)
+
+    def is_first_copy(self, name: str, at: Coordinates) -> bool:
+        """Whether `at` is the first of the positions that hold the same elements with the same gradient."""
+        return all(getattr(at, axis) == 0 for axis in self.copy_axes(name))
+
+    # ------------------------------------------------------------------ ranks and their elements
+
+    def held(self, rank: int) -> list[Slice]:
+        """The slices of parameters (for compute) on `rank`, in model order."""
+        at = self.mesh.coordinates(rank)
+        return [Slice(parameter.name, self.box(parameter, at.row, at.col))
+                for parameter in self.parameters_of(at.pipe)]
+
+    def gradients(self, rank: int) -> list[FlatGradient]:
+        """The gradients of `rank`, in the order of the parameters' owners: one for each key that is trained."""
+        at = self.mesh.coordinates(rank)
+        blocks: dict[str, set[int]] = {}
+        for parameter in self.parameters_of(at.pipe):
+            blocks.setdefault(self.key(parameter), set()).add(parameter.block)
+        found = []
+        for name, end in self.ends_on(at.pipe).items():
+            if not end.trainable:
+                continue
+            parts = prod(getattr(self.mesh, axis) for axis in self.split_axes(name))
+            gradient = FlatGradient(name=name, numel=box_size(self.box(end, at.row, at.col)),
+                                    blocks=frozenset(blocks[name]), shape=end.shape, in_layer=end.in_layer,
+                                    weight=-(-end.numel // parts),
+                                    whole=self.chunking is not None and name in self.chunking.whole)
+            if self[name].is_owner and self.stage_of(self[name].block) == at.pipe:
+                gradient = replace(gradient, remote_ends=len(self.ends[name]) - 1, group=self.summed(name) or None,
+                                   copied=bool(self.copy_axes(name)), counts=self.is_first_copy(name, at))
+            else:
+                gradient = replace(gradient, sent_to_owner=True)
+            found.append(gradient)
+        return found
+
+    def summed(self, name: str) -> tuple[TensorAxis, ...]:
+        """Axes of the tensor mesh over which a gradient is summed, beside data."""
+        return self[name].summed if self.mesh.stage_size > 1 else ()
+
+    def flat_order(self, rank: int) -> FlatOrder:
+        """Where the `gradients` of `rank` lie in its flat buffer, and how they are cut into chunks and shares. Needs
+        `chunking`."""
+        assert self.chunking is not None, "a layout without chunking has no order of gradients"
+        gradients, members = self.gradients(rank), {}
+        for summed in {(), *(self.summed(each.name) for each in gradients if not each.sent_to_owner)}:
+            ranks = next(ranks for ranks in self.mesh.groups("data", *summed) if rank in ranks)
+            members[summed or None] = len(ranks), ranks.index(rank)
+        return flat_order(gradients, members, self.chunking.chunk_size,
+                          self.chunking.runs.get(self.mesh.coordinates(rank).pipe, ()), shard=self.chunking.shard)
+
+    def updated(self, rank: int) -> list[Slice]:
+        """The slices that the optimizer of `rank` updates and has states of: with `chunking.shard` in the order of its
+        chunks, else in model order."""
+        at, gradients = self.mesh.coordinates(rank), self.gradients(rank)
+        boxes = {each.name: self.box(self[each.name], at.row, at.col) for each in gradients if not each.sent_to_owner}
+        if self.chunking is None or not self.chunking.shard:
+            return [Slice(name, box) for name, box in boxes.items()]
+        order, found = self.flat_order(rank), []
+        for chunk in order.chunks:
+            for number in chunk.gradients:
+                name, (first, last) = gradients[number].name, order.places[number]
+                start, stop = max(first, chunk.share[0]), min(last, chunk.share[1])
+                if start < stop and name in boxes:
+                    found.append(Slice(name, boxes[name], (start - first, stop - first)))
+        return found
+
+    def owned(self, rank: int) -> list[Slice]:
+        """The slices that `rank` owns, in model order: every element has one owner, which writes it to checkpoints.
+
+        Where optimizer states are sharded, whoever updates an element owns it. Elsewhere replicas have equal shares of
+        what all of them update, or what nobody trains. Of a tied group the first member is owned; of positions
+        (row, col) that hold the same elements the first one owns.
+        """
+        at = self.mesh.coordinates(rank)
+        shared: dict[str, list[Slice]] = {}
+        if self.chunking is not None and self.chunking.shard:
+            for piece in self.updated(rank):
+                shared.setdefault(piece.parameter, []).append(piece)
+        owned = []
+        for piece in self.held(rank):
+            parameter, size = self[piece.parameter], box_size(piece.box)
+            if not parameter.is_owner:
+                continue
+            if self.chunking is not None and self.chunking.shard and parameter.trainable and size:
+                owned += shared.get(parameter.name, []) if self.is_first_copy(parameter.name, at) else []
+            elif self._first_position(parameter, piece.box) == (at.row, at.col):
+                share = -(-size // self.mesh.data)
+                start, stop = min(at.data * share, size), min((at.data + 1) * share, size)
+                if start < stop or (size == 0 and at.data == 0):
+                    owned.append(Slice(parameter.name, piece.box, (start, stop)))
+        return owned
+
+    def _first_position(self, parameter: Parameter, box: Box) -> tuple[int, int]:
+        """The first (row, col) that holds this box of `parameter`."""
+        return next((row, col) for row in range(self.mesh.row) for col in range(self.mesh.col)
+                    if self.box(parameter, row, col) == box)
+
+    def check(self) -> None:
+        """ModelError unless the positions of the tensor mesh hold every element of every parameter, without overlap."""
+        one = replace(self, mesh=replace(self.mesh, data=1), chunking=None)
+        boxes: dict[str, list[Box]] = {parameter.name: [] for parameter in self.parameters if parameter.is_owner}
+        for rank in range(one.mesh.size):
+            for piece in one.owned(rank):
+                boxes[piece.parameter] += piece.boxes()
+        for name, found in boxes.items():
+            shape = self[name].shape
+            inside = all(intersection(box, whole(shape)) == box for box in found)
+            apart = all(intersection(a, b) is None for i, a in enumerate(found) for b in found[:i])
+            if not inside or not apart or sum(map(box_size, found)) != prod(shape):
+                raise ModelError("is not owned exactly once", where=f"parameter {name}", value=sorted(found),
+                                 remedy="Check that the tensor shards of this parameter cover it without overlap.")

@@ -1,0 +1,52 @@
+"""How a parameter lies on the row x col mesh of a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ranvier.layout.boxes import Box, part
+from ranvier.mesh import Mesh
+
+TensorAxis = Literal["row", "col"]
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a parameter lies on the row x col mesh.
+
+    dims: for each dim the axes that cut it, the outer first; () leaves it whole.
+    summed: axes along which ranks hold the same elements, and each only a part of their gradient, such as that of its
+        sequences. Along axes that are in neither, ranks hold the same elements with the same gradient.
+    units: pieces of the first dim, such as heads, that columns divide or else do not cut at all: see `on`.
+    """
+
+    dims: tuple[tuple[TensorAxis, ...], ...]
+    summed: tuple[TensorAxis, ...] = ()
+    units: int | None = None
+
+    def on(self, num_cols: int) -> Split:
+        """The split on so many columns. Where they do not divide `units` (grouped-query attention: fewer heads of keys
+        and values than columns), every column holds all units. It computes with those that it needs, so its gradient is
+        a part of theirs."""
+        if self.units is None or self.units % num_cols == 0:
+            return replace(self, units=None)
+        first, *rest = self.dims
+        return Split((tuple(axis for axis in first if axis != "col"), *rest), (*self.summed, "col"))
+
+    def box(self, shape: Sequence[int], sizes: tuple[int, int], at: tuple[int, int]) -> Box:
+        """What position `at` (row, col) of a mesh of `sizes` (rows, columns) holds of a parameter of `shape`."""
+        places, found = dict(zip(("row", "col"), zip(sizes, at, strict=True), strict=True)), []
+        for size, axes in zip(shape, self.dims, strict=True):
+            start, stop = 0, size
+            for axis in axes:
+                first, last = part(stop - start, *places[axis])
+                start, stop = start + first, start + last
+            found.append((start, stop))
+        return tuple(found)
+
+    def boxes(self, shape: Sequence[int], mesh: Mesh) -> dict[tuple[int, int], Box]:
+        """(row, col) -> what that position holds."""
+        return {(row, col): self.box(shape, (mesh.row, mesh.col), (row, col))
+                for row in range(mesh.row) for col in range(mesh.col)}

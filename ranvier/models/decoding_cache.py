@@ -1,0 +1,65 @@
+"""Keys and values of the tokens before, so that a decoder computes each new token alone (a KV cache).
+
+A block that mixes positions has a `DecodingCache`, which is closed while the model trains. Generation opens it; then
+the block gets only the tokens that are new, and finds what it has computed for the same samples before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from ranvier import keyed_random
+
+
+class DecodingCache(nn.Module):
+    """What one block keeps of each text that is being generated, by the samples of the microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_open = False
+        self._lengths: dict[tuple[int, ...], int] = {}
+        self._kept: dict[tuple[int, ...], tuple[Tensor, ...]] = {}
+
+    def open(self) -> None:
+        """From now on texts continue: with each call, a block has seen the tokens of the calls before."""
+        self._is_open = True
+
+    def close(self) -> None:
+        """Forget all texts; each call is again a whole sequence."""
+        self._is_open = False
+        self._lengths.clear()
+        self._kept.clear()
+
+    def forget(self, samples: Iterable[int]) -> None:
+        """Free what belongs to a microbatch of these samples, whose texts are complete."""
+        key = tuple(samples)
+        self._lengths.pop(key, None)
+        self._kept.pop(key, None)
+
+    def advance(self, length: int) -> int:
+        """The number of tokens before these `length` new ones of the current samples; 0 while closed."""
+        if not self._is_open:
+            return 0
+        key = keyed_random.current_samples()
+        before = self._lengths.get(key, 0)
+        self._lengths[key] = before + length
+        return before
+
+    def extend(self, *new: Tensor) -> tuple[Tensor, ...]:
+        """Tensors [B, heads, S, D] of the new tokens behind those of the tokens before, in newly allocated memory;
+        while closed, `new` itself."""
+        if not self._is_open:
+            return new
+        key = keyed_random.current_samples()
+        if key in self._kept:
+            new = tuple(torch.cat(pair, dim=2) for pair in zip(self._kept[key], new, strict=True))
+        self._kept[key] = new
+        return new
+
+
+def caches_of(blocks: nn.Module) -> list[DecodingCache]:
+    """The caches of a rank's blocks."""
+    return [module for module in blocks.modules() if isinstance(module, DecodingCache)]

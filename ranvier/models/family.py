@@ -1,0 +1,87 @@
+"""The protocol of a model family: what a run asks of an architecture, whether it ships with Ranvier or is a user's.
+
+A family is an object without state. Everything that it answers follows from the settings in the section [model] and
+from the task's head, so `check`, `plan`, `simulate` and every rank of a run get the same answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ranvier.block import Model, State
+from ranvier.config.run import Transformer
+from ranvier.errors import ConfigError, RanvierError
+
+Targets = Tensor | dict[str, Tensor]
+FAMILY_ATTRIBUTES = ("problems()", "model()", "sample()", "flops_per_sample()", "describe()")
+"""What an object must have to be a family."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """text: the architecture and its sizes, for the heading of a run. tokens: positions of one sample that the blocks
+    compute, such as the tokens of a sequence or the patches of an image; throughput is counted in them."""
+
+    text: str
+    tokens: int
+
+
+class ModelFamily(Protocol):
+    """A model architecture that a run can train. Subclass it to inherit `problems`, which finds none.
+
+    settings: the section [model]. A family uses those of its sizes that it knows, and takes others as keyword arguments
+    of the function that makes it (`model.options`). head: what the last block gives, as the task says
+    (`ranvier.config.task_form.TaskForm`).
+    """
+
+    def problems(self, settings: Transformer, head: str) -> Sequence[RanvierError]:
+        """Everything in `settings` that this family cannot have, such as sizes that do not divide each other, and a
+        head that it lacks. All problems at once, without building anything."""
+        return []
+
+    def model(self, settings: Transformer, head: str, *, dtype: torch.dtype) -> Model:
+        """The blocks, loss, tied parameters and initial values.
+
+        Builders of blocks honour `torch.device(...)` contexts, "meta" included. `Model.layers` has
+        `settings.num_layers` layers, or none, in which case layers cannot be frozen. Called with settings without
+        `problems`, and by `check` with others too, to count the blocks: leave what may fail to the builders.
+        """
+        ...
+
+    def sample(self, settings: Transformer, head: str, count: int) -> tuple[State, Targets]:
+        """Inputs and targets of `count` samples, of the shapes and dtypes that the task gives; any values, such as
+        zeros. Honours `torch.device(...)` contexts."""
+        ...
+
+    def flops_per_sample(self, settings: Transformer, *, recomputed: bool = False) -> float:
+        """FLOPs of training on one sample, forward and backward: about 6 for each weight and position. recomputed: with
+        every layer's forward computed twice. For utilisation and plans; no number of the training depends on it."""
+        ...
+
+    def describe(self, settings: Transformer) -> ModelFacts:
+        """The architecture in words, and the positions of a sample."""
+        ...
+
+
+def wrong_head(family: str, head: str, heads: Sequence[str]) -> list[RanvierError]:
+    """That a family lacks the head of the run's task, where it does."""
+    if head in heads:
+        return []
+    return [ConfigError(f"has no head {head!r}, which the task needs", where="model.family", value=family,
+                        remedy=f"Choose a --data.task with the head {' or '.join(map(repr, heads))}, or another "
+                               "family.")]
+
+
+def transformer_in_words(family: str, settings: Transformer) -> str:
+    """The sizes that all transformers have."""
+    return f"{family}, {settings.num_layers} layers, hidden {settings.hidden}, {settings.heads} heads"
+
+
+def text_transformer_in_words(family: str, settings: Transformer) -> str:
+    """The sizes of a transformer that reads tokens."""
+    return f"{transformer_in_words(family, settings)}, vocabulary {settings.vocab}, sequence {settings.sequence}"

@@ -1,0 +1,539 @@
+"""A model of transformers as blocks, cut at its own list of layers: no family is written for it.
+
+    embedding -> layer0 -> layer1 -> ... -> head
+
+`embedding` runs the model's own forward up to the first layer, and notes what each layer is called with; a layer's
+block calls that layer; `head` runs the forward from after the last layer on. Both ends are the model itself with other
+modules in the place of what they do not hold, so masks, positions and outputs are made by the model's own code.
+
+The carried state is a dict: hidden states, the tensors that layers are called with beside them (masks, rotary tables),
+and the integer inputs, which the end of some models reads.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+
+from ranvier.block import Loss, Model, State, as_model
+from ranvier.errors import ModelError
+from ranvier.tensor.split.loss import NextTokenLoss
+
+TOLERANCE = 1e-4
+"""Largest difference of the blocks' output, as a share of the largest output. Both run the same operations."""
+_INPUT = "input "
+_REMEDY = "Write its blocks by hand: pass a list of modules to ranvier.Engine (docs/extending.md)."
+
+
+def from_transformers(model: nn.Module, sample: Mapping[str, Tensor] | Tensor | None = None, *,
+                      loss: Loss | None = None, output: Callable[[Any], State] | None = None) -> Model:
+    """The blocks of a Hugging Face decoder, encoder or vision model, cut at its own list of layers
+    (`model.model.layers` and its like), for data and pipeline parallelism. Parameters stay the model's own.
+
+        model = ranvier.from_transformers(AutoModelForCausalLM.from_pretrained("folder"))
+        engine = ranvier.Engine(model, world, optimizer=...)
+
+    The blocks are run on one sample, and refused where their output is not the model's.
+
+    Args:
+        model: in any mode, on one device.
+        sample: inputs of two or more samples: the main input, or named inputs as the model's forward takes them. By
+            default tokens or images of the sizes in `model.config`. Microbatches have the same names.
+        loss: by default that of the next token for ...ForCausalLM and ...LMHeadModel, whose targets are the inputs one
+            token on, and cross-entropy for ...ForSequenceClassification and ...ForImageClassification; targets of -100
+            do not count.
+        output: takes the carried state for the loss out of what the model returns; by default its logits, or the dict
+            of its start_logits and end_logits, or its last_hidden_state.
+
+    ModelError, with the module that is at fault, for a model that cannot be cut.
+    """
+    inputs = _sample(model) if sample is None else _named(model, sample)
+    take = output or _output
+    with _in_evaluation(model):
+        plan = _plan(model, inputs)
+        expected = take(model(**inputs, **plan.options))
+        modules = _modules(model, plan, take)
+        found = _run(modules, inputs)
+    _compare(model, expected, found)
+    _check_parameters(model, modules)
+    made = as_model(modules, loss or _loss(model))
+    return replace(made, layers=tuple((name,) for name in modules if name.startswith("layer")))
+
+
+# --- what the model does with a sample -------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True, eq=False)
+class _Plan:
+    """What was seen while the model ran on the sample.
+
+    path: of the list of layers. count: of layers. calls: of each layer, as it was called. tuples: how many values each
+    layer returned, 0 for a tensor by itself. phases: module beside the layers -> "before" or "after" them. outputs:
+    module before the layers -> what it returned. options: arguments of the model that switch its cache off.
+    """
+
+    path: str
+    count: int
+    inputs: dict[str, Tensor]
+    options: dict[str, object]
+    calls: list[_Call] = field(default_factory=list)
+    tuples: list[int] = field(default_factory=list)
+    phases: dict[str, str] = field(default_factory=dict)
+    outputs: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def ancestors(self) -> list[str]:
+        """Paths of the modules around the list of layers, from the model itself."""
+        parts = self.path.split(".")[:-1]
+        return [".".join(parts[:length]) for length in range(len(parts) + 1)]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Call:
+    """The arguments of a layer, with names in the place of tensors."""
+
+    leaves: tuple[object, ...]
+    spec: TreeSpec
+
+    @property
+    def names(self) -> set[str]:
+        """Of the tensors that it takes."""
+        return {leaf.name for leaf in self.leaves if isinstance(leaf, _Slot)}
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """The place of a tensor of the carried state."""
+
+    name: str
+
+
+def _plan(model: nn.Module, inputs: dict[str, Tensor]) -> _Plan:
+    """Run the model once, and find its list of layers."""
+    config = getattr(model, "config", None)
+    options: dict[str, object] = {"use_cache": False} if hasattr(config, "use_cache") else {}
+    lists = {name: list(module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
+             and len(module) and all(any(True for _ in layer.parameters()) for layer in module)}
+    order: list[tuple[str, int]] = []
+
+    def note(place: tuple[str, int]) -> Callable[..., None]:
+        return lambda *_: order.append(place)
+
+    handles = [layer.register_forward_pre_hook(note((name, index)))
+               for name, layers in lists.items() for index, layer in enumerate(layers)]
+    try:
+        with torch.no_grad():
+            model(**inputs, **options)
+    except Exception as error:
+        raise _refused(model, f"cannot be run on the sample: {error}", "the sample") from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists if other != name)]
+    called = {name: [index for one, index in order if one == name] for name in outer}
+    chains = [name for name in outer if called[name]]
+    for name in chains:
+        if called[name] != list(range(len(lists[name]))):
+            raise _refused(model, f"does not run its layers once each, in order, but {called[name][:8]}", name)
+    if len(chains) != 1:
+        raise _refused(model, "has no list of layers" if not chains else f"has {len(chains)} lists of layers "
+                       f"({', '.join(chains)}), and a pipeline has one", type(model).__name__)
+    plan = _Plan(path=chains[0], count=len(lists[chains[0]]), inputs=inputs, options=options)
+    _watch(model, plan)
+    return plan
+
+
+def _watch(model: nn.Module, plan: _Plan) -> None:
+    """Note which modules run before and after the layers, and what the layers return."""
+    layers = list(model.get_submodule(plan.path).children())
+    phase = ["before"]
+    seen: dict[str, set[str]] = {}
+    handles = []
+
+    def before(name: str) -> Callable[..., None]:
+        def note(*_: object) -> None:
+            seen.setdefault(name, set()).add(phase[0])
+
+        return note
+
+    def after(name: str) -> Callable[..., None]:
+        def note(_module: nn.Module, _args: object, output: object) -> None:
+            if name not in plan.outputs:
+                plan.outputs[name] = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
+
+        return note
+
+    def entered(*_: object) -> None:
+        phase[0] = "layers"
+
+    def left(_module: nn.Module, _args: object, output: object) -> None:
+        plan.tuples.append(len(output) if isinstance(output, (tuple, list)) else 0)
+        if len(plan.tuples) < len(layers):
+            phase[0] = "between"
+        else:
+            phase[0] = "after"
+
+    for name, module in _beside(model, plan):
+        handles += [module.register_forward_pre_hook(before(name)), module.register_forward_hook(after(name))]
+    for layer in layers:
+        handles += [layer.register_forward_pre_hook(entered), layer.register_forward_hook(left)]
+    try:
+        with torch.no_grad():
+            model(**plan.inputs, **plan.options)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name, module in _beside(model, plan):
+        phases = seen.get(name, {"after"})
+        if not any(True for _ in module.parameters()):
+            plan.phases[name] = "both"
+        elif len(phases) > 1 or "between" in phases:
+            raise _refused(model, f"runs {' and '.join(sorted(phases))} the layers, and a block is in one place", name)
+        else:
+            plan.phases[name], = phases
+
+
+def _beside(model: nn.Module, plan: _Plan) -> Iterator[tuple[str, nn.Module]]:
+    """The children of the modules around the list of layers, but for those on the way to it."""
+    for ancestor in plan.ancestors:
+        for name, child in model.get_submodule(ancestor).named_children():
+            path = f"{ancestor}.{name}" if ancestor else name
+            if path != plan.path and path not in plan.ancestors:
+                yield path, child
+
+
+# --- blocks ----------------------------------------------------------------------------------------------------------
+
+
+def _modules(model: nn.Module, plan: _Plan, take: Callable[[Any], State]) -> dict[str, nn.Module]:
+    """All blocks. The first one is run here, for what layers are called with."""
+    first = _First(model, plan)
+    with torch.no_grad():
+        first.learn()
+    layers = list(model.get_submodule(plan.path).children())
+    modules: dict[str, nn.Module] = {"embedding": first}
+    for index, layer in enumerate(layers):
+        later = set().union(*(call.names for call in plan.calls[index + 1:]))
+        modules[f"layer{index}"] = _Layer(layer, plan.calls[index], later)
+    modules["head"] = _Last(model, plan, take)
+    return modules
+
+
+class _Reached(Exception):
+    """The forward has called the last layer."""
+
+
+class _First(nn.Module):
+    """The model's forward up to its layers: named inputs, or the main one, to the carried state."""
+
+    def __init__(self, model: nn.Module, plan: _Plan) -> None:
+        super().__init__()
+        self.main_input = _main_input(model)
+        self._calls, self._inputs, self._options = plan.calls, plan.inputs, plan.options
+        self.num_layers = plan.count
+        recorders = [_Recorder(self, size) for size in plan.tuples]
+        self.model = _shell(model, plan, {name: _Absent(name) for name, phase in plan.phases.items()
+                                          if phase == "after"}, recorders, has_parameters=True)
+        self._called: list[tuple[tuple[object, ...], TreeSpec]] = []
+        self._hidden: Tensor | None = None
+
+    def learn(self) -> None:
+        """Fill in what each layer of the sample is called with."""
+        self._forward(self._inputs)
+        names: dict[int, str] = {id(self._hidden): "hidden"}
+        for leaves, spec in self._called:
+            slots: list[object] = []
+            for leaf in leaves:
+                if isinstance(leaf, Tensor):
+                    slots.append(_Slot(names.setdefault(id(leaf), f"argument {len(names) - 1}")))
+                else:
+                    slots.append(leaf)
+            self._calls.append(_Call(leaves=tuple(slots), spec=spec))
+        self._called, self._hidden = [], None
+
+    def record(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Tensor:
+        """Of a call of the next layer: note its arguments, and return the hidden states."""
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if not isinstance(hidden, Tensor) or (self._hidden is not None and hidden is not self._hidden):
+            raise ModelError("changes its hidden states between two layers", where=f"layer {len(self._called)}",
+                             remedy=_REMEDY)
+        self._hidden = hidden
+        leaves, spec = tree_flatten((args, kwargs))
+        self._called.append((tuple(leaves), spec))
+        return hidden
+
+    @property
+    def has_all_calls(self) -> bool:
+        """Whether all layers have been called."""
+        return len(self._called) == self.num_layers
+
+    def _forward(self, inputs: dict[str, Tensor]) -> None:
+        self._called, self._hidden = [], None
+        try:
+            self.model(**inputs, **self._options)
+        except _Reached:
+            return
+        raise ModelError("did not call its layers", where="embedding", remedy=_REMEDY)
+
+    def forward(self, inputs: State) -> dict[str, Tensor]:
+        named = {self.main_input: inputs} if isinstance(inputs, Tensor) else dict(inputs)
+        self._forward(named)
+        state: dict[str, Tensor] = {}
+        for index, (call, (leaves, spec)) in enumerate(zip(self._calls, self._called, strict=True)):
+            if spec != call.spec:
+                raise ModelError("is called with other arguments than for the sample", where=f"layer{index}",
+                                 remedy="Give from_transformers a sample with the inputs that microbatches have.")
+            for slot, leaf in zip(call.leaves, leaves, strict=True):
+                if isinstance(slot, _Slot) != isinstance(leaf, Tensor):
+                    raise ModelError("is called with other tensors than for the sample", where=f"layer{index}",
+                                     remedy="Give from_transformers a sample with the inputs that microbatches have.")
+                if isinstance(slot, _Slot) and isinstance(leaf, Tensor):
+                    state[slot.name] = leaf
+        self._called, self._hidden = [], None
+        return state | {f"{_INPUT}{name}": value for name, value in named.items() if not value.is_floating_point()}
+
+
+class _Recorder(nn.Module):
+    """In the place of a layer before it: notes its arguments. size: how many values the layer returns."""
+
+    def __init__(self, first: _First, size: int) -> None:
+        super().__init__()
+        self._first, self._size = [first], size  # in a list: no module of this one
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        first, = self._first
+        hidden = first.record(args, kwargs)
+        if first.has_all_calls:
+            raise _Reached
+        return (hidden, *[None] * (self._size - 1)) if self._size else hidden
+
+
+class _Layer(nn.Module):
+    """One layer: the carried state to the same with new hidden states. later: tensors that later layers take."""
+
+    def __init__(self, layer: nn.Module, call: _Call, later: set[str]) -> None:
+        super().__init__()
+        self.layer = layer
+        self._call, self._later = call, later
+
+    def forward(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        leaves = [state[leaf.name] if isinstance(leaf, _Slot) else leaf for leaf in self._call.leaves]
+        args, kwargs = tree_unflatten(leaves, self._call.spec)
+        output = self.layer(*args, **kwargs)
+        kept = {name: value for name, value in state.items() if name in self._later or name.startswith(_INPUT)}
+        return kept | {"hidden": output[0] if isinstance(output, (tuple, list)) else output}
+
+
+class _Last(nn.Module):
+    """The model's forward from after its layers on: the carried state to what `take` takes out of its output."""
+
+    def __init__(self, model: nn.Module, plan: _Plan, take: Callable[[Any], State]) -> None:
+        super().__init__()
+        self._take, self._options = take, plan.options
+        self._shapes = {name: value.shape[1:] for name, value in plan.inputs.items() if value.is_floating_point()}
+        self._state: list[Tensor] = []
+        stand_ins: dict[str, nn.Module] = {
+            name: _StandIn(model.get_submodule(name), plan.outputs.get(name), self._state,
+                           len(next(iter(plan.inputs.values()))))
+            for name, phase in plan.phases.items() if phase == "before"}
+        injectors = [_Injector(self._state, size) for size in plan.tuples]
+        self.model = _shell(model, plan, stand_ins, injectors, has_parameters=False)
+
+    def forward(self, state: dict[str, Tensor]) -> State:
+        hidden = state["hidden"]
+        inputs = {name.removeprefix(_INPUT): value for name, value in state.items() if name.startswith(_INPUT)}
+        inputs |= {name: hidden.new_zeros(()).expand(len(hidden), *shape) for name, shape in self._shapes.items()}
+        self._state[:] = [hidden]
+        try:
+            return self._take(self.model(**inputs, **self._options))
+        finally:
+            self._state.clear()
+
+
+class _Injector(nn.Module):
+    """In the place of a layer after it: returns the hidden states that the last one gave."""
+
+    def __init__(self, state: list[Tensor], size: int) -> None:
+        super().__init__()
+        self._state, self._size = state, size
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        hidden, = self._state
+        return (hidden, *[None] * (self._size - 1)) if self._size else hidden
+
+
+class _StandIn(nn.Module):
+    """In the place of a module that runs before the layers: zeros of the shapes that it returned. Its other attributes
+    are the module's. samples: of the sample."""
+
+    def __init__(self, module: nn.Module, output: object, state: list[Tensor], samples: int) -> None:
+        super().__init__()
+        self._module, self._state = (module,), state  # in a tuple: its parameters are not this module's
+        self._output = tree_map(lambda leaf: _Shape(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf,
+                                output)
+        self._samples = samples
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._module[0], name)
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        hidden, = self._state
+
+        def zeros(leaf: object) -> object:
+            if not isinstance(leaf, _Shape):
+                return leaf
+            like_hidden = len(leaf.shape) == hidden.dim() and leaf.shape[-1] == hidden.shape[-1]
+            shape = hidden.shape if like_hidden else (
+                len(hidden) if leaf.shape and leaf.shape[0] == self._samples else leaf.shape[0], *leaf.shape[1:])
+            dtype = hidden.dtype if leaf.dtype.is_floating_point else leaf.dtype
+            return hidden.new_zeros((), dtype=dtype).expand(shape)
+
+        return tree_map(zeros, self._output, is_leaf=lambda leaf: isinstance(leaf, _Shape))
+
+
+@dataclass(frozen=True)
+class _Shape:
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class _Absent(nn.Module):
+    """In the place of a module that runs after the layers."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        raise ModelError("runs before the layers, and not so for the sample", where=self._name, remedy=_REMEDY)
+
+
+def _shell(model: nn.Module, plan: _Plan, others: Mapping[str, nn.Module], layers: Sequence[nn.Module], *,
+           has_parameters: bool) -> nn.Module:
+    """A copy of the modules around the layers, with `others` and `layers` in their places. Everything below them is the
+    model's own. has_parameters: whether it has the parameters of these modules themselves."""
+    copies: dict[str, nn.Module] = {}
+    for ancestor in plan.ancestors:
+        copied = copies[ancestor] = copy.copy(model.get_submodule(ancestor))
+        copied._modules = dict(copied._modules)
+        copied._parameters = dict(copied._parameters) if has_parameters else {}
+        copied._buffers = dict(copied._buffers)
+    for path in plan.ancestors[1:]:
+        parent, _, name = path.rpartition(".")
+        copies[parent]._modules[name] = copies[path]
+    for path, other in others.items():
+        parent, _, name = path.rpartition(".")
+        copies[parent]._modules[name] = other
+    parent, _, name = plan.path.rpartition(".")
+    copies[parent]._modules[name] = nn.ModuleList(layers)
+    return copies[""]
+
+
+# --- the sample, the loss, and the comparison ------------------------------------------------------------------------
+
+
+def _main_input(model: nn.Module) -> str:
+    return str(getattr(model, "main_input_name", "input_ids"))
+
+
+def _named(model: nn.Module, sample: Mapping[str, Tensor] | Tensor) -> dict[str, Tensor]:
+    return {_main_input(model): sample} if isinstance(sample, Tensor) else dict(sample)
+
+
+def _sample(model: nn.Module) -> dict[str, Tensor]:
+    """Two samples of the sizes in the model's configuration."""
+    config: Any = getattr(model, "config", None)
+    name = _main_input(model)
+    parameter = next(model.parameters())
+    if name == "pixel_values" and hasattr(config, "image_size"):
+        size = config.image_size
+        height, width = size if isinstance(size, (tuple, list)) else (size, size)
+        shape = (2, getattr(config, "num_channels", 3), height, width)
+        values = torch.sin(torch.arange(torch.Size(shape).numel()) * 0.7919 % 100).view(shape)
+        return {name: values.to(parameter.device, parameter.dtype)}
+    if name == "input_ids" and hasattr(config, "vocab_size"):
+        return {name: (torch.arange(16) * 7919 % config.vocab_size).view(2, 8).to(parameter.device)}
+    raise _refused(model, f"takes {name}, of which no sample can be made", "the sample",
+                   "Pass sample= with the inputs of two samples.")
+
+
+def _output(found: Any) -> State:
+    if isinstance(found, Tensor):
+        return found
+    for names in (("logits",), ("start_logits", "end_logits"), ("last_hidden_state",)):
+        if all(name in found for name in names):
+            return {name: found[name] for name in names} if len(names) > 1 else found[names[0]]
+    raise ModelError("is neither logits nor hidden states", where="output of the model", value=list(found),
+                     remedy="Pass output=f with f(what the model returns) -> a tensor or a dict of tensors.")
+
+
+def _loss(model: nn.Module) -> Loss | None:
+    name = type(model).__name__
+    if name.endswith(("ForCausalLM", "LMHeadModel")):
+        return NextTokenLoss(int(getattr(model, "config").vocab_size))  # noqa: B009 - of PreTrainedModel
+    return _class_loss if name.endswith(("ForSequenceClassification", "ForImageClassification")) else None
+
+
+def _class_loss(logits: State, targets: object) -> tuple[Tensor, Tensor]:
+    assert isinstance(logits, Tensor) and isinstance(targets, Tensor)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return functional.cross_entropy(wide, targets, reduction="sum"), (targets != -100).sum()
+
+
+def _run(modules: Mapping[str, nn.Module], inputs: dict[str, Tensor]) -> State:
+    state: State = inputs
+    with torch.no_grad():
+        for name, module in modules.items():
+            try:
+                state = module(state)
+            except ModelError:
+                raise
+            except Exception as error:  # of the model's code, which misses what is in another block
+                raise ModelError(f"cannot run by itself: {type(error).__name__}: {error}", where=f"block {name}",
+                                 remedy=_REMEDY) from error
+    return state
+
+
+def _compare(model: nn.Module, expected: State, found: State) -> None:
+    theirs, ours = ({"": one} if isinstance(one, Tensor) else one for one in (expected, found))
+    for name, wanted in theirs.items():
+        difference = (ours[name].double() - wanted.double()).abs().max()
+        epsilon = torch.finfo(wanted.dtype).eps if wanted.is_floating_point() else 0.0
+        allowed = max(TOLERANCE, 16 * epsilon) * float(wanted.double().abs().max())
+        if not float(difference) <= allowed:
+            raise _refused(model, "computes something else in blocks than as a whole; the largest difference is "
+                           f"{float(difference):.2g}, the largest output {float(wanted.abs().max()):.2g}",
+                           type(model).__name__)
+
+
+def _check_parameters(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    held = {id(parameter) for module in modules.values() for parameter in module.parameters()}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in held:
+            raise _refused(model, "is in none of the blocks", f"parameter {name}")
+
+
+@contextmanager
+def _in_evaluation(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _refused(model: nn.Module, what: str, where: str, remedy: str = _REMEDY) -> ModelError:
+    return ModelError(what, where=where, value=type(model).__name__, remedy=remedy)

@@ -1,0 +1,318 @@
+"""Llama's architecture as a list of blocks: Llama 2 and 3, Mistral, Qwen 2 and 3, Gemma, Gemma 2, OLMo 2 and SmolLM 2
+are settings of it (docs/models.md).
+
+Shapes are in the names: B batch, S sequence, H hidden, N heads, K heads of keys and values, D width of a head, F inner
+width of an MLP, V vocabulary. The carried state is one tensor: token ids_BS (int64) into the embedding, x_BSH between
+blocks, logits_BSV out of the head. Inputs with several packed samples are a dict, as GPT's are.
+
+    embedding -> layer0.attention -> layer0.mlp -> layer1.attention -> ... -> head
+
+Each sublayer is x + f(norm(x)), with its residual inside the block (Touvron et al., 2023). Its RMS norm may be after f,
+or on both sides. On a mesh with more columns than heads of keys, columns compute the keys that their queries need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ranvier.block import Initial, Model, State
+from ranvier.config.run import Transformer
+from ranvier.errors import ConfigError, RanvierError
+from ranvier.models.decoding_cache import DecodingCache
+from ranvier.models.family import ModelFacts, text_transformer_in_words, wrong_head
+from ranvier.models.segments import attention_mask, hidden_and_segments, positions_of, with_hidden
+from ranvier.tensor import layers as tensor
+from ranvier.tensor.split.loss import NextTokenLoss
+
+NORM_EPSILON = 1e-5
+"""Of Llama 2 and 3."""
+
+
+def kv_heads(config: Transformer) -> int:
+    """K."""
+    return config.kv_heads or config.heads
+
+
+def head_width(config: Transformer) -> int:
+    """D."""
+    return config.head_width or config.hidden // config.heads
+
+
+def inner_width(config: Transformer) -> int:
+    """F."""
+    return config.intermediate or 4 * config.hidden
+
+
+def window_of(config: Transformer, layer: int) -> int | None:
+    """Tokens that a token of this layer attends to; None for all before it."""
+    return None if config.full_every and (layer + 1) % config.full_every == 0 else config.window
+
+
+def rotary_of(config: Transformer) -> tensor.Rotary:
+    """The model's rotary embeddings."""
+    return tensor.Rotary(width=head_width(config), base=config.rope_base, scaling=config.rope_scaling,
+                         factor=config.rope_factor, positions=config.rope_positions or config.sequence,
+                         limits=config.rope_limits, magnitude=config.rope_magnitude)
+
+
+def _norm(config: Transformer, dtype: torch.dtype) -> tensor.RMSNorm:
+    return tensor.RMSNorm(config.hidden, config.norm_epsilon or NORM_EPSILON, offset=config.norm_offset, dtype=dtype)
+
+
+class Embedding(nn.Module):
+    """Token embedding."""
+
+    def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
+        super().__init__()
+        factor = config.hidden ** 0.5 if config.embedding_scale == "sqrt-hidden" else 1.0
+        self.scale = float(torch.tensor(factor, dtype=dtype, device="cpu"))  # rounded, as in Gemma
+        self.token = tensor.Embedding(config.vocab, config.hidden, dtype=dtype)
+        self.dropout = tensor.Dropout(config.dropout)
+
+    def forward(self, inputs: State) -> State:
+        ids_BS, segments_BS = (inputs["ids"], inputs["segments"]) if isinstance(inputs, dict) else (inputs, None)
+        x_BSH = self.token(ids_BS)
+        if self.scale != 1:
+            x_BSH = x_BSH * self.scale
+        dropped_BSH: Tensor = self.dropout(x_BSH)
+        return dropped_BSH if segments_BS is None else {"hidden": dropped_BSH, "segments": segments_BS}
+
+
+class Sublayer(nn.Module):
+    """x + f(x) with the norms around f."""
+
+    def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.norm = _norm(config, dtype) if config.norms != "after" else None
+        self.norm_after = _norm(config, dtype) if config.norms != "before" else None
+        self.dropout = tensor.Dropout(config.dropout)
+
+    def added(self, x_BSH: Tensor, segments_BS: Tensor | None) -> Tensor:
+        """f of the normalized input."""
+        raise NotImplementedError
+
+    def forward(self, state: State) -> State:
+        x_BSH, segments_BS = hidden_and_segments(state)
+        y_BSH = self.added(x_BSH if self.norm is None else self.norm(x_BSH), segments_BS)
+        if self.norm_after is not None:
+            y_BSH = self.norm_after(y_BSH)
+        return with_hidden(state, x_BSH + self.dropout(y_BSH))
+
+
+class Attention(Sublayer):
+    """Causal grouped-query attention with rotary embeddings. window: tokens that a token attends to; None for all."""
+
+    def __init__(self, config: Transformer, window: int | None, dtype: torch.dtype) -> None:
+        super().__init__(config, dtype)
+        heads, keys, width = config.heads, kv_heads(config), head_width(config)
+        self.width, self.window, self.softcap = width, window, config.attention_softcap
+        self.scale = (config.query_width or width) ** -0.5
+        self.is_grouped = keys != heads
+        self.rotary = rotary_of(config)
+        self.qkv = tensor.SharedInputLinear(
+            config.hidden, {"query": heads * width, "key": keys * width, "value": keys * width},
+            units={"query": heads, "key": keys, "value": keys}, bias=config.bias != "none", dtype=dtype)
+        self.projection = tensor.Linear(heads * width, config.hidden, bias=config.bias in ("attention", "all"),
+                                        stationary="input", units=heads, dtype=dtype)
+        self.norms_heads = config.qk_norm == "head"
+        self.query_norm = _query_norm(config, heads, dtype)
+        self.key_norm = _query_norm(config, keys, dtype)
+        self.cache = DecodingCache()
+
+    def added(self, x_BSH: Tensor, segments_BS: Tensor | None) -> Tensor:
+        q_BSF, k_BSF, v_BSF = self.qkv(x_BSH)
+        q_BNSD, k_BKSD, v_BKSD = (self._heads(q_BSF, self.query_norm), self._heads(k_BSF, self.key_norm),
+                                  self._heads(v_BSF, None))
+        turned = self._turned(q_BNSD, segments_BS)
+        k_BKSD, v_BKSD = self.cache.extend(turned(k_BKSD), v_BKSD)
+        y_BNSD = self._attended(turned(q_BNSD), k_BKSD, v_BKSD, segments_BS)
+        y_BSH: Tensor = self.projection(y_BNSD.transpose(1, 2).flatten(2))
+        return y_BSH
+
+    def _heads(self, x_BSF: Tensor, norm: nn.Module | None) -> Tensor:
+        """[B, heads, S, D], normalized where there is a norm."""
+        if norm is not None and not self.norms_heads:
+            x_BSF = norm(x_BSF)
+        x_BSND: Tensor = x_BSF.unflatten(-1, (-1, self.width))
+        if norm is not None and self.norms_heads:
+            x_BSND = norm(x_BSND)
+        return x_BSND.transpose(1, 2)
+
+    def _turned(self, q_BNSD: Tensor, segments_BS: Tensor | None) -> Callable[[Tensor], Tensor]:
+        """The rotation of queries and keys at their positions: in a packed sample, or behind the tokens before."""
+        if segments_BS is not None:
+            return partial(self.rotary, positions=positions_of(segments_BS))
+        length = q_BNSD.shape[2]
+        before = self.cache.advance(length)
+        if not before:
+            return self.rotary
+        positions = torch.arange(before, before + length, device=q_BNSD.device)[None]
+        return partial(self.rotary, positions=positions, longest=before + length)
+
+    def _attended(self, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, segments_BS: Tensor | None) -> Tensor:
+        mask = attention_mask(q_BNSD, k_BKSD, segments_BS, window=self.window, needed=bool(self.softcap))
+        if mask is not None and self.softcap:
+            return self._attended_with_cap(q_BNSD, k_BKSD, v_BKSD, mask)
+        return functional.scaled_dot_product_attention(
+            q_BNSD, k_BKSD, v_BKSD, attn_mask=mask, is_causal=mask is None and q_BNSD.shape[2] == k_BKSD.shape[2],
+            scale=self.scale, enable_gqa=self.is_grouped)
+
+    def _attended_with_cap(self, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor) -> Tensor:
+        """No fused kernel caps scores, so all S x S of them are kept."""
+        group = int(q_BNSD.shape[1] // k_BKSD.shape[1])
+        if group > 1:
+            k_BKSD, v_BKSD = (one.repeat_interleave(group, 1) for one in (k_BKSD, v_BKSD))
+        scores_BNSS = q_BNSD.matmul(k_BKSD.transpose(2, 3)) * self.scale
+        scores_BNSS = (scores_BNSS / self.softcap).tanh() * self.softcap
+        scores_BNSS = scores_BNSS.masked_fill(~mask, float("-inf"))
+        wide = torch.promote_types(q_BNSD.dtype, torch.float32)
+        weights_BNSS = functional.softmax(scores_BNSS, dim=-1, dtype=wide).to(q_BNSD.dtype)
+        return weights_BNSS.matmul(v_BKSD)
+
+
+def _query_norm(config: Transformer, heads: int, dtype: torch.dtype) -> tensor.RMSNorm | None:
+    """The norm of queries or keys with so many heads."""
+    epsilon, width = config.norm_epsilon or NORM_EPSILON, head_width(config)
+    match config.qk_norm:
+        case "head":
+            return tensor.RMSNorm(width, epsilon, over="heads", offset=config.norm_offset, dtype=dtype)
+        case "all":
+            return tensor.RMSNorm(heads * width, epsilon, over="inner", offset=config.norm_offset, units=heads,
+                                  dtype=dtype)
+    return None
+
+
+class MLP(Sublayer):
+    """The gated perceptron: SwiGLU or GeGLU."""
+
+    def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
+        super().__init__(config, dtype)
+        width, bias = inner_width(config), config.bias == "all"
+        self.activation = config.activation
+        self.fc1 = tensor.SharedInputLinear(config.hidden, {"gate": width, "up": width}, bias=bias, dtype=dtype)
+        self.fc2 = tensor.Linear(width, config.hidden, bias=bias, stationary="input", reuse_input=True, dtype=dtype)
+
+    def added(self, x_BSH: Tensor, segments_BS: Tensor | None) -> Tensor:
+        gate_BSF, up_BSF = self.fc1(x_BSH)
+        y_BSH: Tensor = self.fc2(tensor.gated(gate_BSF, up_BSF, activation=self.activation))
+        return y_BSH
+
+
+class Head(nn.Module):
+    """Final norm and the projection onto the vocabulary, without bias."""
+
+    def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.softcap = config.logit_softcap
+        self.norm = _norm(config, dtype)
+        self.projection = tensor.VocabularyLinear(config.hidden, config.vocab, dtype=dtype)
+
+    def forward(self, state: State) -> Tensor:
+        x_BSH, _ = hidden_and_segments(state)
+        logits_BSV: Tensor = self.projection(self.norm(x_BSH))
+        if self.softcap:
+            logits_BSV = (logits_BSV / self.softcap).tanh() * self.softcap
+        return logits_BSV
+
+
+def llama(config: Transformer, *, dtype: torch.dtype = torch.float32) -> Model:
+    """The blocks of a Llama. Builders honour `torch.device(...)` contexts, "meta" included; ConfigError as
+    `problems`."""
+    for problem in problems(config):
+        raise problem
+    return LLAMA.model(config, "tokens", dtype=dtype)
+
+
+def _model(config: Transformer, dtype: torch.dtype) -> Model:
+    blocks: dict[str, Callable[[], nn.Module]] = {"embedding": partial(Embedding, config, dtype)}
+    layers = tuple((f"layer{index}.attention", f"layer{index}.mlp") for index in range(config.num_layers))
+    alike: dict[str, str] = {}
+    first: dict[int | None, str] = {}
+    for index, (attention, mlp) in enumerate(layers):
+        window = window_of(config, index)
+        blocks[attention] = partial(Attention, config, window, dtype)
+        blocks[mlp] = partial(MLP, config, dtype)
+        for name, earlier in ((attention, first.setdefault(window, attention)), (mlp, layers[0][1])):
+            if name != earlier:
+                alike[name] = earlier
+    blocks["head"] = partial(Head, config, dtype)
+    tied = (("embedding.token.weight", "head.projection.weight"),) if config.tied else ()
+    return Model(blocks=blocks, loss=NextTokenLoss(config.vocab), layers=layers, initial=partial(initial, config),
+                 alike=alike, tied=tied)
+
+
+def problems(config: Transformer) -> list[ConfigError]:
+    """Everything in `config` that no Llama can have."""
+    found = []
+    if config.head_width is None and config.hidden % config.heads:
+        near = next(heads for heads in range(config.heads, 0, -1) if config.hidden % heads == 0)
+        found.append(ConfigError(f"does not divide model.hidden {config.hidden}", where="model.heads",
+                                 value=config.heads, remedy=f"Set --model.heads {near}, or --model.head-width."))
+    elif head_width(config) % 2:
+        found.append(ConfigError("is odd, and rotary embeddings turn pairs of features", where="model.head-width",
+                                 value=head_width(config), remedy=f"Set --model.head-width {head_width(config) + 1}."))
+    if config.heads % kv_heads(config):
+        near = next(heads for heads in range(kv_heads(config), 0, -1) if config.heads % heads == 0)
+        found.append(ConfigError(f"does not divide model.heads {config.heads}", where="model.kv-heads",
+                                 value=config.kv_heads, remedy=f"Set --model.kv-heads {near}."))
+    if config.rope_scaling not in ("none", "linear") and config.rope_positions is None:
+        found.append(ConfigError(f"is missing, and model.rope-scaling {config.rope_scaling} needs it",
+                                 where="model.rope-positions", value=None,
+                                 remedy="Set it to the positions that the model had before the scaling."))
+    if config.rope_limits is not None and config.rope_limits[0] >= config.rope_limits[1]:
+        found.append(ConfigError("must rise", where="model.rope-limits", value=config.rope_limits,
+                                 remedy="Give the lower limit first, for example 1,4."))
+    return found
+
+
+def initial(config: Transformer, name: str) -> Initial:
+    """The start of one parameter, as GPT-2's: projections into the residual stream are smaller by
+    sqrt(2 num_layers)."""
+    if name.endswith(".bias"):
+        return Initial("constant", 0.0)
+    if name.endswith(("norm.weight", "norm_after.weight")):
+        return Initial("constant", 1.0 - config.norm_offset)
+    into_residual = name.endswith((".attention.projection.weight", ".mlp.fc2.weight"))
+    return Initial("normal", 0.02 / (2 * config.num_layers) ** 0.5 if into_residual else 0.02)
+
+
+def flops_per_sequence(config: Transformer, *, recomputed: bool = False) -> float:
+    """FLOPs of training on one sequence, forward and backward: 6 for each weight and token, and 12 S^2 N D of a layer's
+    attention, which is counted in full where it is causal or has a window. recomputed: with the forward of every layer
+    twice; the head's runs once."""
+    s, h, width = config.sequence, config.hidden, head_width(config)
+    weights = h * width * (2 * config.heads + 2 * kv_heads(config)) + 3 * h * inner_width(config)
+    layer = 2 * s * weights + 4 * s * s * config.heads * width
+    return float((4 if recomputed else 3) * config.num_layers * layer + 6 * s * h * config.vocab)
+
+
+class _Llama:
+    """The family `llama`: the head "tokens", inputs ids_BS and targets_BS int64."""
+
+    def problems(self, settings: Transformer, head: str) -> list[RanvierError]:
+        return [*wrong_head("llama", head, ("tokens",)), *problems(settings)]
+
+    def model(self, settings: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:
+        return _model(settings, dtype)
+
+    def sample(self, settings: Transformer, head: str, count: int) -> tuple[Tensor, Tensor]:
+        ids_BS = torch.zeros(count, settings.sequence, dtype=torch.int64)
+        return ids_BS, ids_BS
+
+    def flops_per_sample(self, settings: Transformer, *, recomputed: bool = False) -> float:
+        return flops_per_sequence(settings, recomputed=recomputed)
+
+    def describe(self, settings: Transformer) -> ModelFacts:
+        keys = kv_heads(settings)
+        text = text_transformer_in_words("llama", settings)
+        if keys != settings.heads:
+            text = text.replace(f"{settings.heads} heads", f"{settings.heads} heads on {keys} of keys")
+        return ModelFacts(text=text, tokens=settings.sequence)
+
+
+LLAMA = _Llama()

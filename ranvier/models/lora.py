@@ -1,0 +1,198 @@
+"""A model with low-rank adapters: they train, and what the model had before is frozen.
+
+    model = ranvier.with_adapters(model, ranvier.Lora(rank=8, alpha=16, targets=("query", "value")))
+
+It is a `Model` like any other, so an engine trains it on any mesh. The adapter of the layer NAME has the parameters
+NAME.lora.A, NAME.lora.B and, for DoRA, NAME.lora.magnitude_change. A starts as torch's nn.Linear does, as in PEFT, B
+and the magnitude's change from zero.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import partial
+
+import torch
+from torch import nn
+
+from ranvier.block import Initial, Loss, Model, as_model, initialise
+from ranvier.config.run import Lora
+from ranvier.errors import ConfigError, ModelError
+from ranvier.tensor.adapters import Adapter, AdapterForm, add_adapter
+from ranvier.tensor.layers import ClassifierHead, Linear, ReplicatedLinear, SharedInputLinear, VocabularyLinear
+from ranvier.tensor.splittable import Kind, Layer
+
+AUTO_TARGETS = ("query", "value", "qkv")
+"""What `targets` auto stands for, as far as a model has it."""
+_HEADS = (ClassifierHead, ReplicatedLinear, VocabularyLinear)
+_MOST_TOLD = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Target:
+    """A linear layer of a block, or one output of it. path: of its module. part: of `Linear.parts`. units: as of
+    `Adapter`."""
+
+    path: str
+    in_features: int
+    out_features: int
+    part: str = ""
+    takes: Kind = "whole"
+    gives: Kind = "whole"
+    units: int | None = None
+
+
+def with_adapters(model: Model | nn.Sequential | Sequence[nn.Module] | Mapping[str, nn.Module], lora: Lora, *,
+                  loss: Loss | None = None, seed: int = 0) -> Model:
+    """`model` with adapters in the linear layers that `lora.targets` names, and everything else frozen, but for the
+    linear layers of the last block with `lora.train_head`. `lora.adapters` is not read.
+
+    loss: of a model that is a list of blocks. seed: of the adapters' initial values in a model without `initial`, whose
+    blocks get them when they are built; in others it is the engine's.
+
+    ConfigError for a pattern that matches no linear layer; ModelError for a head that is tied to a frozen parameter.
+    """
+    model = as_model(model, loss)
+    if not lora.rank:
+        raise ConfigError("must be at least 1", where="lora.rank", value=lora.rank, remedy="Set --lora.rank 8.")
+    kinds: dict[str, dict[str, _Target]] = {}
+    for block, build in model.blocks.items():
+        if (alike := model.alike.get(block, block)) not in kinds:
+            with torch.device("meta"):
+                kinds[alike] = _linear_layers(build())
+    names = [_joined(block, name) for block in model.blocks for name in kinds[model.alike.get(block, block)]]
+    chosen = set(_chosen(names, lora))
+    targets = {block: {name: target for name, target in kinds[model.alike.get(block, block)].items()
+                       if _joined(block, name) in chosen} for block in model.blocks}
+    last = list(model.blocks)[-1] if lora.train_head is True else None
+    if last is not None:
+        _check_head(model, last)
+    form = AdapterForm(rank=lora.rank, scale=lora.alpha / lora.rank, dropout=lora.dropout,
+                       magnitude=lora.method == "dora")
+    fan_in = {f"{_joined(block, name)}.lora.A": target.in_features for block, found in targets.items()
+              for name, target in found.items()}
+    first: dict[object, str] = {}
+    alike_now: dict[str, str] = {}
+    for block in model.blocks:
+        kind = model.alike.get(block, block), tuple(targets[block]), block == last
+        if first.setdefault(kind, block) != block:
+            alike_now[block] = first[kind]
+    own = model.initial is None
+    blocks = {block: partial(_adapted, build, block, targets[block], form, trains=block == last,
+                             seed=seed if own else None) for block, build in model.blocks.items()}
+    return replace(model, blocks=blocks, alike=alike_now,
+                   initial=None if model.initial is None else partial(_initial, model.initial, fan_in))
+
+
+def is_adapter(parameter: str) -> bool:
+    """Whether a parameter of this name belongs to an adapter."""
+    return re.search(r"(^|\.)lora\.(A|B|magnitude_change)$", parameter) is not None
+
+
+def _joined(block: str, name: str) -> str:
+    return f"{block}.{name}" if name else block
+
+
+def _chosen(names: Sequence[str], lora: Lora) -> Iterator[str]:
+    """The layers that are adapted, of all linear layers of a model."""
+    patterns = AUTO_TARGETS if lora.targets == "auto" else lora.targets
+    found: set[str] = set()
+    for pattern in patterns:
+        matched = {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")}
+        if not matched and lora.targets != "auto":
+            raise _no_match(pattern, names)
+        found |= matched
+    if not found:
+        raise _no_match("auto" if lora.targets == "auto" else "", names)
+    yield from (name for name in names if name in found)
+
+
+def _no_match(pattern: str, names: Sequence[str]) -> ConfigError:
+    shown = list(dict.fromkeys(re.sub(r"(^|\.)(layer)?\d+(?=\.|$)", r"\1\2*", name) for name in names))
+    more = f" and {len(shown) - _MOST_TOLD} more" if len(shown) > _MOST_TOLD else ""
+    return ConfigError("matches no linear layer of the model" if pattern else "names no layer", where="lora.targets",
+                       value=pattern, remedy=f"Choose among {', '.join(shown[:_MOST_TOLD])}{more}, or ends of these "
+                                             "names." if shown else "Choose a model with linear layers.")
+
+
+def _linear_layers(block: nn.Module) -> dict[str, _Target]:
+    """Name within the block -> each linear layer that can have an adapter, in the order of the block's modules."""
+    found: dict[str, _Target] = {}
+    left_out: set[nn.Module] = set()
+    for path, module in block.named_modules():
+        match module:
+            case SharedInputLinear():
+                for name, features in module.outputs.items():
+                    left_out.add(module.get_submodule(name))
+                    found[_joined(path, name)] = _Target(
+                        path=_joined(path, name), in_features=module.in_features, out_features=features,
+                        takes="stream", gives="inner", units=module.units[name])
+            case Linear():
+                target = _Target(path=path, in_features=module.in_features, out_features=module.out_features,
+                                 takes=module.takes, gives=module.gives)
+                for part in module.parts:
+                    found[_joined(path, part)] = replace(target, part=part,
+                                                         out_features=module.out_features // len(module.parts))
+                if not module.parts:
+                    found[path] = target
+            case nn.MultiheadAttention():  # reads its layer's weight without calling the layer
+                left_out.update(module.modules())
+            case nn.Linear() if module not in left_out and not isinstance(module, Layer):
+                found[path] = _Target(path=path, in_features=module.in_features, out_features=module.out_features)
+    return found
+
+
+def _head_layers(block: nn.Module) -> list[nn.Module]:
+    return [module for module in block.modules() if isinstance(module, nn.Linear)]
+
+
+def _check_head(model: Model, last: str) -> None:
+    """ModelError for a head without linear layers, or with one that is tied to a parameter of another block."""
+    with torch.device("meta"):
+        block = model.blocks[last]()
+    if not _head_layers(block):
+        raise ModelError("has no linear layer to train", where=f"block {last}", remedy="Set --lora.train-head false.")
+    for group in model.tied:
+        if tied := next((name for name in group if name.startswith(f"{last}.")), None):
+            raise ModelError(f"is tied to {next(name for name in group if name != tied)}, which is frozen",
+                             where=f"parameter {tied}", value="lora.train-head true",
+                             remedy="Set --lora.train-head false.")
+
+
+def _adapted(build: Callable[[], nn.Module], block: str, targets: Mapping[str, _Target], form: AdapterForm, *,
+             trains: bool, seed: int | None) -> nn.Module:
+    """The block with its adapters, which one that was there before has already.
+
+    seed: sets the adapters' initial values. trains: whether its linear layers train.
+    """
+    module = build()
+    for name, target in targets.items():
+        layer = module.get_submodule(target.path)
+        if "lora" in module.get_submodule(name)._modules if not target.part else target.part in layer._modules:
+            continue
+        weight = layer.weight
+        assert isinstance(weight, nn.Parameter)
+        adapter = Adapter(weight.detach(), target.in_features, target.out_features, form, takes=target.takes,
+                          gives=target.gives, units=target.units)
+        if seed is not None and not weight.is_meta:
+            with torch.device("cpu"):  # whatever device a builder's context names
+                for kind, parameter in adapter.named_parameters():
+                    full = f"{_joined(block, name)}.lora.{kind}"
+                    initialise(parameter, full, _start(full, target.in_features), seed)
+        add_adapter(layer, adapter, target.part)
+    trained = {parameter for layer in _head_layers(module) for parameter in layer.parameters()} if trains else set()
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(is_adapter(name) or parameter in trained)
+    return module
+
+
+def _initial(before: Callable[[str], Initial], fan_in: Mapping[str, int], name: str) -> Initial:
+    return _start(name, fan_in.get(name, 0)) if is_adapter(name) else before(name)
+
+
+def _start(name: str, fan_in: int) -> Initial:
+    """Kaiming's uniform values with a = sqrt(5) for A, as in PEFT; zero for the others."""
+    return Initial("uniform", fan_in ** -0.5) if name.endswith(".A") else Initial("constant", 0.0)

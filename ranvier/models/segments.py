@@ -1,0 +1,57 @@
+"""Several samples in one sequence: which positions belong together, and who attends to whom.
+
+A model that takes packed sequences has `segments` beside the tokens in its inputs and in its carried state:
+segments_BS int64, 1, 2, ... for the samples of a row in their order, and 0 for the padding behind them. The functions
+here are all that a block needs: positions restart with each segment, and attention stays within it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ranvier.block import State
+
+
+def positions_of(segments_BS: Tensor) -> Tensor:
+    """[B, S] int64: the position of each token in its own sample, from 0."""
+    place_S = torch.arange(segments_BS.shape[1], device=segments_BS.device)
+    is_first_BS = torch.ones_like(segments_BS, dtype=torch.bool)
+    is_first_BS[:, 1:] = segments_BS[:, 1:] != segments_BS[:, :-1]
+    starts_BS = torch.where(is_first_BS, place_S, 0).cummax(1).values
+    return place_S - starts_BS
+
+
+def attention_mask(q_BNSD: Tensor, k_BKSD: Tensor, segments_BS: Tensor | None = None, *, window: int | None = None,
+                   needed: bool = False) -> Tensor | None:
+    """Which keys each query attends to in causal attention, bool [queries, keys] or [B, 1, queries, keys].
+
+    Queries are the last of the keys' positions. None where a query attends to all keys at its place and before, as
+    `scaled_dot_product_attention(..., is_causal=True)` does (with one query and cached keys: to all keys).
+
+    Args:
+        segments_BS: of packed samples; a query attends to keys of its own sample. Padding attends to padding, so that
+            no row of the mask is empty.
+        window: positions that a query sees, its own included.
+        needed: return a mask in any case.
+    """
+    num_queries, num_keys = q_BNSD.shape[2], k_BKSD.shape[2]
+    is_plain = segments_BS is None and (window is None or window >= num_keys)
+    if is_plain and not needed and num_queries in (1, num_keys):
+        return None
+    place = torch.arange(num_keys, device=k_BKSD.device)
+    distance = place[num_keys - num_queries:, None] - place
+    mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+    if segments_BS is None:
+        return mask
+    return (mask & (segments_BS[:, :, None] == segments_BS[:, None, :])).unsqueeze(1)
+
+
+def hidden_and_segments(state: State) -> tuple[Tensor, Tensor | None]:
+    """x_BSH, and the segments of packed sequences."""
+    return (state["hidden"], state["segments"]) if isinstance(state, dict) else (state, None)
+
+
+def with_hidden(state: State, x_BSH: Tensor) -> State:
+    """The state with x_BSH in the place of its own."""
+    return {**state, "hidden": x_BSH} if isinstance(state, dict) else x_BSH

@@ -1,0 +1,83 @@
+"""One trainable parameter's gradient, and one piece of all gradients that is reduced at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from ranvier.comm.collectives import CompletedWork
+from ranvier.comm.protocol import Group, Work
+from ranvier.layout import ChunkCut, FlatGradient
+
+if TYPE_CHECKING:
+    from ranvier.optim.tensor_update import TensorSplit
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientSpec(FlatGradient):
+    """One trainable parameter of this rank, and where its gradient goes.
+
+    group: the ranks over which this gradient is summed; None: those given to `Gradients`.
+    split: how the parameter is split, where its update needs all of it; None where it is whole here.
+    """
+
+    parameter: nn.Parameter
+    group: Group | None = None
+    split: TensorSplit | None = None
+
+    @classmethod
+    def of(cls, gradient: FlatGradient, parameter: nn.Parameter, group: Group | None = None,
+           split: TensorSplit | None = None) -> GradientSpec:
+        """A gradient as the layout has it, of this parameter."""
+        return cls(**{**vars(gradient), "group": group}, parameter=parameter, split=split)
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the parameter without rows and columns."""
+        return tuple(self.parameter.shape) if self.shape is None else self.shape
+
+
+@dataclass(eq=False)
+class Chunk:
+    """Elements [start, stop) of all gradients, summed over `group`, and how far that is.
+
+    share: the part of it that is summed here; all of it unless the reduction scatters. shares: as in `ChunkCut`.
+    offset: what is added to a place to find it in the buffer.
+    run: the blocks with which it has its memory in turn, from `entered` on; None where it keeps its own.
+    blocks: those that the last backward has not passed. outstanding: postponed products, and gradients of other ends.
+    gather: starts the second half of a sum that travels in half precision: members collect the shares of the others.
+    """
+
+    start: int
+    stop: int
+    specs: list[GradientSpec]
+    share: tuple[int, int]
+    group: Group
+    counts: bool
+    offset: int = 0
+    run: range | None = None
+    shares: tuple[tuple[int, int], ...] | None = None
+    entered: bool = False
+    blocks: set[int] = field(default_factory=set)
+    outstanding: int = 0
+    work: Work = field(default_factory=CompletedWork)
+    gather: Callable[[], Work] | None = None
+
+    @classmethod
+    def of(cls, cut: ChunkCut, specs: list[GradientSpec], group: Group) -> Chunk:
+        """A chunk as the layout cuts it, of these gradients."""
+        return cls(start=cut.start, stop=cut.stop, specs=specs, share=cut.share, group=group, counts=cut.counts,
+                   offset=cut.offset, run=cut.run, shares=cut.shares)
+
+    @property
+    def sent_to_owner(self) -> bool:
+        """Whether it is one gradient that goes to the stage that owns its parameter, instead of being summed here."""
+        return self.specs[0].sent_to_owner
+
+    @property
+    def reused(self) -> bool:
+        """Whether its memory is that of other chunks too."""
+        return self.run is not None

@@ -1,0 +1,177 @@
+"""The sums of chunks over their groups: in which format they travel, in what memory, and how many at once.
+
+At most `in_flight` reductions that work in memory of their own are under way, however late a peer is, and have such
+memory in turn. Where half-precision sums come in two halves, with in_flight 3:
+
+    scatter        | 0 | 1 | 2 | 3 | 4 |      before scatter 3 begins, 0 has been gathered, and gather 1 has begun
+    gather                 | 0 | 1 | 2 |
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ranvier.comm.collectives import ChainedWork
+from ranvier.comm.protocol import Group, Work
+from ranvier.optim.chunks import Chunk
+from ranvier.precision import is_half
+
+IN_FLIGHT = 4
+"""Reductions, and gathers of parameters, that may work in memory of their own at once. A replica that is that many
+chunks ahead of the slowest waits for it, as it would at the end of the step."""
+
+
+class Reductions:
+    """Sums the chunks of one rank, in their order.
+
+    Args:
+        chunks: all of them.
+        dtype: of the buffer. reduce_dtype: in which chunks travel.
+        in_flight: reductions that may work in memory of their own at once, 2 or more.
+
+    `flat`, the buffer [elements of its memory], is set before the first reduction.
+    """
+
+    flat: Tensor
+
+    def __init__(self, chunks: Sequence[Chunk], *, dtype: torch.dtype, reduce_dtype: torch.dtype, device: torch.device,
+                 in_flight: int) -> None:
+        self._chunks, self._dtype, self._reduce_dtype, self._device = chunks, dtype, reduce_dtype, device
+        self._in_flight = in_flight
+        self._memory: dict[tuple[int, str], Tensor] = {}
+        self._under_way: dict[int, Chunk] = {}
+        self.scatter = False
+        """Whether each member of a group gets the sums of its share alone."""
+
+    def begin(self, *, scatter: bool) -> None:
+        """A new batch: nothing is under way."""
+        self._under_way.clear()
+        self.scatter = scatter
+
+    def of(self, chunk: Chunk, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of all gradients, which lie in `chunk`."""
+        return self.flat[start + chunk.offset:stop + chunk.offset]
+
+    def start(self, chunk: Chunk) -> None:
+        """Start the sum of one chunk over its group, in the format in which it travels.
+
+        In half precision, shares are summed by their member; who wants the whole collects the shares then.
+        """
+        whole, needs = self.of(chunk, chunk.start, chunk.stop), self._needs(chunk, self.scatter)
+        slot = self._next_slot(chunk) if needs else 0
+        sent = self._buffer(slot, "copy", len(whole)).copy_(whole) if "copy" in needs else whole
+        if "share" not in needs:
+            work = chunk.group.all_reduce(sent)
+            chunk.work = work if sent is whole else ChainedWork(work, lambda: whole.copy_(sent))
+            return
+        share = self._buffer(slot, "share", needs["share"])
+        room = self._buffer(slot, "room", needs["room"]) if "room" in needs else None
+        work = chunk.group.reduce_scatter(share, sent, room)
+        if self.scatter:
+            chunk.work = ChainedWork(work, lambda: self.of(chunk, *chunk.share).copy_(share))
+        else:
+            chunk.work, chunk.gather = work, lambda: _gather(chunk.group, whole, sent, share)
+
+    def wait(self, chunk: Chunk) -> None:
+        """Return when `chunk` is reduced."""
+        chunk.work.wait()
+        if chunk.gather is not None:
+            self._collect(chunk)
+            chunk.work.wait()
+
+    def forget(self) -> None:
+        """What was started has been waited for: its memory is free."""
+        self._under_way.clear()
+
+    def in_order(self) -> Iterator[Chunk]:
+        """The chunks that keep their memory and are summed here, in order, each as soon as its sum is there."""
+        gathering: Chunk | None = None
+        for chunk in (chunk for chunk in self._chunks if not chunk.reused):
+            ready: Chunk | None = chunk
+            chunk.work.wait()
+            if chunk.gather is not None:  # in the order of chunks, the same on every replica
+                self._collect(chunk)
+                gathering, ready = chunk, gathering
+                if ready is None:
+                    continue
+                ready.work.wait()
+            if ready is not None and not ready.sent_to_owner:
+                yield ready
+        if gathering is not None:
+            gathering.work.wait()
+            yield gathering
+
+    def _collect(self, chunk: Chunk) -> None:
+        """All shares of `chunk` have been summed: start collecting them."""
+        assert chunk.gather is not None
+        chunk.work, chunk.gather = chunk.gather(), None
+
+    # ------------------------------------------------------------------ memory
+
+    def _needs(self, chunk: Chunk, scatter: bool) -> dict[str, int]:
+        """Elements that the reduction of `chunk` works in, beside its gradients: a copy in the format that travels, the
+        share that is summed here, and room for what arrives (`passing` where the group takes it by itself)."""
+        size, members, dtype = chunk.stop - chunk.start, len(chunk.group.ranks), self._reduce_dtype
+        if members == 1 or not size or chunk.sent_to_owner:
+            return {}
+        scattered = scatter or is_half(dtype)
+        arriving = chunk.group.buffer_bytes("reduce_scatter" if scattered else "all_reduce", size, dtype,
+                                            self._device.type) // dtype.itemsize
+        found = {"copy": size if dtype is not self._dtype else 0, "share": size // members if scattered else 0,
+                 "room" if scattered else "passing": arriving}
+        return {name: elements for name, elements in found.items() if elements}
+
+    def _next_slot(self, chunk: Chunk) -> int:
+        """The number of the memory that `chunk` has in its turn. Who had it before must be done, and who has it next
+        must have been summed: both are waited for in the order of chunks, the same on every replica, whoever is
+        late."""
+        waiting = self._under_way
+        if len(waiting) == self._in_flight:
+            self.wait(waiting.pop(next(iter(waiting))))
+        if len(waiting) == self._in_flight - 1:
+            oldest = next(iter(waiting.values()))
+            if oldest.gather is not None:
+                oldest.work.wait()
+                self._collect(oldest)
+        slot = next(number for number in range(self._in_flight) if number not in waiting)
+        waiting[slot] = chunk
+        return slot
+
+    def _buffer(self, slot: int, name: str, elements: int) -> Tensor:
+        if (slot, name) not in self._memory:
+            self._memory[slot, name] = torch.empty(self._largest(self.scatter)[name], dtype=self._reduce_dtype,
+                                                   device=self._device)
+        return self._memory[slot, name][:elements]
+
+    def _largest(self, scatter: bool) -> Counter[str]:
+        """Elements of the memory that reductions have in turn, for one of them."""
+        found: Counter[str] = Counter()
+        for chunk in self._chunks:
+            found |= Counter(self._needs(chunk, scatter))
+        del found["passing"]
+        return found
+
+    def bytes(self, *, scatter: bool) -> tuple[int, int]:
+        """What reductions work in, beside the buffer, when all that may be are under way: memory that stays, and what
+        groups take meanwhile."""
+        needing = [chunk for chunk in self._chunks if self._needs(chunk, scatter)]
+        slots = max(min(self._in_flight, sum(not chunk.reused for chunk in needing)),
+                    any(chunk.reused for chunk in needing))
+        lasting = slots * sum(self._largest(scatter).values())
+        passing = sorted((self._needs(chunk, scatter).get("passing", 0) for chunk in needing), reverse=True)
+        return lasting * self._reduce_dtype.itemsize, sum(passing[:slots]) * self._reduce_dtype.itemsize
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """What reductions have worked in so far, and will again."""
+        return list(self._memory.values())
+
+
+def _gather(group: Group, whole: Tensor, sent: Tensor, share: Tensor) -> Work:
+    """Start collecting all shares of a chunk into its place, by way of what was sent where formats differ."""
+    work = group.all_gather(sent, share)
+    return work if sent is whole else ChainedWork(work, lambda: whole.copy_(sent))

@@ -1,0 +1,93 @@
+"""One tensor that a `TensorRule` updates, and its way to the parts of it on other ranks.
+
+    whole(x)    | x00 x01 |     all ranks of the stage gather the parts     part(x)    the part of this rank
+                | x10 x11 |
+    sum(x)      the sum of all parts' elements, or of their rows or columns
+
+On a rank that holds all of a tensor these are free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ranvier.comm.protocol import Group
+from ranvier.layout import Box, box_size, index_of, whole
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TensorSplit:
+    """How a tensor is split over the row x col ranks of a stage.
+
+    boxes: what each member of `group` holds. device: on which the group communicates.
+    """
+
+    group: Group
+    boxes: Sequence[Box]
+    device: torch.device
+
+    @property
+    def mine(self) -> Box:
+        """What this rank holds."""
+        return self.boxes[self.group.index]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TensorUpdate:
+    """A tensor with what its update needs.
+
+    shape: of the whole tensor. parameter, gradient: this rank's part of it; all of it without rows and columns.
+    states: those of `TensorRule.state_shapes`, in their shapes. step: of the update, from 1.
+    """
+
+    shape: tuple[int, ...]
+    parameter: Tensor
+    gradient: Tensor
+    states: Mapping[str, Tensor]
+    step: int
+    learning_rate: float
+    weight_decay: float
+    split: TensorSplit | None = None
+
+    def whole(self, part: Tensor) -> Tensor:
+        """All of a tensor of which each rank has its part. Collective over the ranks that share the tensor."""
+        if self.split is None:
+            return part
+        boxes, group = self.split.boxes, self.split.group
+        largest = max(map(box_size, boxes))
+        sent = part.new_zeros(largest, device=self.split.device)
+        sent[:part.numel()].copy_(part.reshape(-1))
+        arrived = sent.new_empty(largest * len(boxes))
+        group.all_gather(arrived, sent).wait()
+        found = part.new_empty(self.shape)
+        for box, one in zip(boxes, arrived.view(len(boxes), largest), strict=True):
+            place = found[index_of(box, whole(self.shape))]
+            place.copy_(one[:box_size(box)].view(place.shape))
+        return found
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """This rank's part of a whole tensor. Dims of size 1, over which was summed, stay."""
+        if self.split is None:
+            return tensor
+        return tensor[tuple(slice(None) if size == 1 else slice(*edges)
+                            for size, edges in zip(tensor.shape, self.split.mine, strict=True))]
+
+    def sum(self, part: Tensor, dim: int | None = None) -> Tensor:
+        """The sum of a tensor of which each rank has its part, over all elements (dim None) or along one dim, which
+        stays with size 1. Collective over the ranks that share the tensor."""
+        found = part.sum() if dim is None else part.sum(dim, keepdim=True)
+        if self.split is None:
+            return found
+        if dim is not None:
+            shape = list(self.shape)
+            shape[dim] = 1
+            placed = found.new_zeros(shape)
+            self.part(placed).copy_(found)
+            found = placed
+        sent = found.to(self.split.device, copy=True).contiguous()
+        self.split.group.all_reduce(sent).wait()
+        return sent.to(found.device)

@@ -1,0 +1,1 @@
+"""What pictures of a run and of a plan have in common."""

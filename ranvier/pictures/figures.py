@@ -1,0 +1,44 @@
+"""What all pictures have in common: colours, and figures without a display.
+
+Drawn on matplotlib's Agg canvas directly, so that importing this touches no display and no global figure state.
+matplotlib is imported with the first figure: every rank imports this, and only rank 0 draws.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ranvier.schedule.spans import Category
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS: dict[Category, str] = {"forward": "#2B6CB0", "backward": "#E8912D", "weight": "#8CC5E8", "wait": "#EDEDED",
+                                "reduce": "#C0659B", "optimizer": "#3A9A6B", "data": "#E3C94C", "report": "#6E6E6E",
+                                "checkpoint": "#6B4E9B", "overhead": "#B9B2A6"}
+"""Apart in lightness as well as in hue, so that they stay apart for colour-blind readers and in grey print."""
+DARK = frozenset({"forward", "reduce", "optimizer", "report", "checkpoint"})
+NAMES = {"weight": "weight gradient", "reduce": "gradient averaging", "data": "data loading", "report": "logging",
+         "overhead": "engine overhead"}
+INK, FAINT = "#222222", "#8A8A8A"
+DPI = 150
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty one, so many inches wide and high."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=DPI, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def clean(axes: Axes) -> None:
+    """Without a frame on top and to the right."""
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color("#BBBBBB")
+    axes.tick_params(colors=INK, labelsize=9, length=3)

@@ -1,0 +1,261 @@
+"""What each block costs, counted on the meta device, and the check of the model contract on the way.
+
+No weight exists there, so any model fits on a laptop: floating-point operations of the forward pass, plus the bytes
+that its operations write, weighed by the machine's balance of the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+from ranvier.block import Model, State, named
+from ranvier.cost.blocks import BlockCost
+from ranvier.errors import ModelError
+from ranvier.tensor.split.linear import SplitLinear
+
+_MOVES_NOTHING = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "scalar_tensor",
+                            "promote_types", "lift_fresh"})
+
+
+class _MovedBytes(TorchDispatchMode):
+    """Counts operations, views and bare allocations aside, and the bytes of what they read and write; of the latter
+    apart those that are in new memory, bare allocations included."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's stub has no types
+        self.operations = self.read = self.written = self.allocated = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.is_view:
+            return result
+        storages = {leaf.untyped_storage()._cdata for leaf in _tensors((args, kwargs))}
+        returned = _tensors(result)
+        self.allocated += sum(_tensor_bytes(leaf) for leaf in returned
+                              if leaf.untyped_storage()._cdata not in storages)
+        if func.overloadpacket.__name__ in _MOVES_NOTHING:
+            self.written += sum(map(_tensor_bytes, returned))
+            return result
+        self.operations += 1
+        self.written += sum(map(_tensor_bytes, returned))
+        self.read += sum(map(_tensor_bytes, _tensors(_read_of(func, args, kwargs or {}))))
+        return result
+
+
+def _read_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an operation reads: not those that it only writes."""
+    if func.overloadpacket.__name__ == "copy_":
+        return list(args[1:])
+    names = {argument.name for argument in func._schema.arguments if argument.is_out}
+    return [*args, *(value for name, value in kwargs.items() if name not in names)]
+
+
+def _tensors(tree: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _tensor_bytes(tensor: Tensor) -> int:
+    return int(tensor.numel()) * tensor.element_size()  # a plain number, of this column's part
+
+
+_FUSED_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+class FusedAttention(TorchFunctionMode):
+    """Has attention counted as the fused kernel that devices run: on the meta device torch would take it apart, and
+    write and keep matrices of sequence x sequence that no real run has."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention:
+            fused = _fused(**dict(zip(_ATTENTION_ARGUMENTS, args, strict=False)), **kwargs)
+            if fused is not None:
+                return fused
+        return func(*args, **kwargs)
+
+
+_ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+           is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False) -> Tensor | None:
+    """What the fused kernel returns; None where no kernel takes such arguments, and torch takes attention apart."""
+    if dropout_p or any(each.dim() != 4 or each.shape[-1] != query.shape[-1] for each in (query, key, value)):
+        return None
+    if query.shape[1] != key.shape[1] and not (enable_gqa and key.shape[1] and query.shape[1] % key.shape[1] == 0):
+        return None
+    if attn_mask is not None:
+        if attn_mask.requires_grad:
+            return None
+        if attn_mask.dtype is torch.bool:  # the kernel adds it
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+    attended: Tensor = _FUSED_ATTENTION(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    return attended
+
+
+def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *rest: Any,
+                     **options: Any) -> int:
+    """Two products; a causal one is counted in full."""
+    *batch, length, width = query
+    return 2 * prod(batch) * length * key[-2] * (width + value[-1])
+
+
+def _added_product_flops(out: Sequence[int], first: Sequence[int], second: Sequence[int], *rest: Any,
+                         **options: Any) -> int:
+    return 2 * first[0] * first[1] * second[1]
+
+
+class KeptBytes(torch.autograd.graph.saved_tensors_hooks):
+    """Counts the bytes that autograd saves, each storage once, without those of `parameters`."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self.count = 0
+        self._seen = {parameter.untyped_storage()._cdata: parameter.untyped_storage() for parameter in parameters}
+        super().__init__(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._seen:
+            self._seen[storage._cdata] = storage
+            self.count += storage.nbytes()
+        return tensor
+
+
+def build_on_meta(model: Model) -> dict[str, nn.Module]:
+    """All blocks; lazily built ones have no storage, ready-made modules are what they are."""
+    with torch.device("meta"):
+        return {name: build() for name, build in model.blocks.items()}
+
+
+def _to_meta(value: Any) -> Any:
+    return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, value)
+
+
+def block_costs(model: Model, inputs: State, targets: object = None,
+                dtype: torch.dtype = torch.float32) -> list[BlockCost]:
+    """Cost of every block for a microbatch like `inputs`, whose values do not matter.
+
+    This runs the whole chain once without data, and is also the check of the model contract: ModelError names the
+    first block that does not take what the block before it returns, or the loss.
+    """
+    state, costs, before, trains = _to_meta(inputs), [], "the inputs", False
+    known: dict[object, tuple[BlockCost, State]] = {}
+    borrowed = {name for group in model.tied for name in group[1:]}
+    counted = {_FUSED_ATTENTION: _attention_flops, torch.ops.aten.addmm_: _added_product_flops}
+    for name, build in model.blocks.items():
+        alike = model.alike.get(name, name), trains, _shapes(state)
+        if alike in known:
+            cost, state = known[alike]
+            costs.append(replace(cost, name=name))
+            trains |= cost.num_trainable > 0
+            before = f"what block {name} returns"
+            continue
+        with torch.device("meta"):
+            module = build()
+        tensors = {key: value.detach().to("meta", dtype if value.is_floating_point() else value.dtype)
+                   .requires_grad_(value.requires_grad) for key, value in
+                   (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))}
+        moved, kept, entered = _MovedBytes(), KeptBytes(tensors.values()), _state_bytes(state)
+        state = _as_leaves(state, trains)
+        trains |= any(tensor.requires_grad for tensor in tensors.values())
+        try:
+            with torch.enable_grad(), FlopCounterMode(display=False, custom_mapping=counted) as counter, kept, \
+                    moved, FusedAttention():
+                state = functional_call(module, tensors, (state,), tie_weights=False)
+        except ModelError:
+            raise
+        except Exception as error:
+            raise ModelError(f"does not take {before}: {type(error).__name__}: {error}",
+                             where=f"block {name}",
+                             remedy="Make its forward take and return the carried state.") from error
+        outputs = named(state, f"block {name}")
+        share, postpones = _weights_of(module, counter)
+        costs.append(BlockCost(
+            name=name, flops=counter.get_total_flops(), written_bytes=moved.written, allocated_bytes=moved.allocated,
+            moved_bytes=moved.read + moved.written, operations=moved.operations, kept_bytes=kept.count,
+            input_bytes=entered, output_bytes=_state_bytes(outputs), weight_share=share, postpones=postpones,
+            num_parameters=sum(p.numel() for p in module.parameters()),
+            num_trainable=sum(p.numel() for p in module.parameters() if p.requires_grad),
+            num_owned=sum(p.numel() for key, p in module.named_parameters()
+                          if p.requires_grad and f"{name}.{key}" not in borrowed)))
+        known[alike] = costs[-1], state
+        before = f"what block {name} returns"
+    if targets is not None:
+        targets = _to_meta(targets)
+        with _MovedBytes() as moved:
+            check_loss(model, _as_leaves(state, False), targets)
+        costs[-1] = replace(costs[-1], moved_bytes=costs[-1].moved_bytes + moved.read + moved.written,
+                            operations=costs[-1].operations + moved.operations)
+    return costs
+
+
+_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+
+
+def _weights_of(module: nn.Module, counter: FlopCounterMode) -> tuple[float, bool]:
+    """A block's `weight_share` and `postpones`. Products take flops as their weights have elements; what attention
+    computes is no weight's, and has gradients of two operands whatever is frozen."""
+    weights = [parameter for parameter in module.parameters() if parameter.dim() == 2]
+    total, flops = sum(weight.numel() for weight in weights), counter.get_total_flops()
+    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+    linear = [weight.requires_grad for layer in module.modules() if isinstance(layer, (nn.Linear, SplitLinear))
+              for weight in (layer.weights if isinstance(layer, SplitLinear) else (layer.weight,))]
+    postpones = not linear or any(linear)
+    if trained == total or not flops or not any(parameter.requires_grad for parameter in module.parameters()):
+        return 1.0, postpones
+    counts = counter.get_flop_counts().get("Global", {})
+    products = sum(count for operation, count in counts.items() if operation in _PRODUCTS)
+    return 1.0 - products / flops * (1.0 - trained / total), postpones
+
+
+def _shapes(state: State) -> tuple[object, ...]:
+    leaves, spec = tree_flatten(state)
+    return str(spec), tuple((leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def _state_bytes(state: State) -> int:
+    return sum(map(_tensor_bytes, _tensors(state)))
+
+
+def _as_leaves(state: State, trains: bool) -> State:
+    """The carried state as it enters a stage: leaves that want gradients, where something before them trains."""
+    leaves: State = tree_map(lambda leaf: leaf.detach().requires_grad_(trains and leaf.is_floating_point())
+                             if isinstance(leaf, Tensor) else leaf, state)
+    return leaves
+
+
+def check_loss(model: Model, state: State, targets: object) -> None:
+    """ModelError when the loss does not take the last block's state, or does not return (sum, weight)."""
+    try:
+        with torch.no_grad():
+            result = model.loss(state, targets)
+    except Exception as error:
+        raise ModelError(f"does not take what the last block returns: {type(error).__name__}: {error}", where="loss",
+                         remedy="Its arguments are (output of the last block, targets of the microbatch).") from error
+    loss_parts(result)
+
+
+def loss_parts(result: object) -> tuple[Tensor, Tensor | float | int]:
+    """A loss's (sum, weight). ModelError when it returned something else."""
+    fits = (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor) and result[0].numel() == 1
+            and (isinstance(result[1], (int, float)) or (isinstance(result[1], Tensor) and result[1].numel() == 1)))
+    if not fits:
+        shown = (f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__)
+        raise ModelError("must return (sum of losses, number of valid targets)", where="loss", value=shown,
+                         remedy="Use reduction='sum' and return the count beside it, "
+                                "so that microbatches of different sizes add up to the same gradients.")
+    return cast(tuple[Tensor, Tensor | float | int], result)

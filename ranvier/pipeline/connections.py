@@ -1,0 +1,133 @@
+"""Through what one rank of an engine talks to the others: groups, the transport of messages, the order of a stage.
+
+All ranks open the same in the same order; that order is the one of the calls here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from ranvier.comm.board import Board
+from ranvier.comm.message import Message
+from ranvier.comm.protocol import Group, Transport
+from ranvier.config.run import TensorParallel
+from ranvier.layout import Layout, TensorAxis
+from ranvier.mesh import Mesh
+from ranvier.pipeline.inbox import Inbox
+from ranvier.pipeline.replicas import Replicas
+from ranvier.pipeline.sequencer import Sequencer
+from ranvier.schedule.spans import Timeline
+from ranvier.tensor.mesh import TensorMesh
+from ranvier.world import World
+
+
+class Connections:
+    """Opened in two steps, since blocks are built in between and tell how many peers there are."""
+
+    data: Group
+    """The ranks that hold the same part of the same stage."""
+    all: Group
+    board: Board
+    sequencer: Sequencer
+    transport: Transport
+    inbox: Inbox
+
+    def __init__(self, world: World, layout: Layout, tensor: TensorParallel, *, check_order: bool) -> None:
+        self._world, self._mesh, self._check_order = world, layout.mesh, check_order
+        self._groups: list[Group] = []
+        self.sums: dict[tuple[TensorAxis, ...], Group] = {}
+        """Axes of the tensor mesh -> the ranks over which gradients are summed whose parts are spread along these."""
+        self.splits: dict[tuple[TensorAxis, ...], Group] = {}
+        """Axes of the tensor mesh -> the ranks that share a parameter which is split along these, once opened."""
+        self.tensor_mesh = self._open_tensor_mesh(layout, tensor)
+        """The groups of this rank's row and column; None where a stage is one rank."""
+
+    def _open_tensor_mesh(self, layout: Layout, tensor: TensorParallel) -> TensorMesh | None:
+        mesh, backend = self._mesh, self._world.backend
+        if mesh.stage_size == 1:
+            return None
+        over_rows, over_cols = backend.group("row", mesh.groups("row")), backend.group("col", mesh.groups("col"))
+        self._groups += [over_rows, over_cols]
+        for axes in sorted({parameter.summed for parameter in layout.parameters} - {()}):
+            self.sums[axes] = backend.group(f"data and {' and '.join(axes)}", mesh.groups("data", *axes))
+        self._groups += self.sums.values()
+        return TensorMesh(over_rows, over_cols, tensor, device=self._world.device.type, check_order=self._check_order)
+
+    def open(self, peers: Iterable[int], *, capacity_bytes: int, timeline: Timeline, timeout_seconds: float,
+             other: Callable[[Message], None]) -> None:
+        """Everything but the tensor mesh.
+
+        peers: ranks of other stages that this one exchanges with, beside its neighbours. capacity_bytes: room for the
+        largest message. other: takes messages that are no part of the pipeline's flow.
+        """
+        world, mesh, rank = self._world, self._mesh, self._world.rank
+        self.board = Board(world.store, rank, mesh, hang=world.hang and world.hang())
+        self.data = world.backend.group("data", mesh.groups("data"))
+        self.all = world.backend.group("all", [range(mesh.size)])
+        self.sequencer = Sequencer(mesh, rank, world.backend, self.board, timeout_seconds, self._check_order)
+        self.transport = world.backend.transport("pipeline")
+        neighbours = [each for each in (self.before, self.after) if each is not None]
+        ranks = sorted({*neighbours, *peers})
+        self.transport.connect(ranks, ranks, capacity_bytes)
+        self.inbox = Inbox(self.transport, self.board, timeline, timeout_seconds, other)
+
+    def group(self, purpose: str, mesh: Mesh, *axes: TensorAxis) -> Group:
+        """Another group over data and these axes, which is closed with the others."""
+        self._groups.append(self._world.backend.group(purpose, mesh.groups("data", *axes)))
+        return self._groups[-1]
+
+    def open_splits(self, layout: Layout) -> None:
+        """The groups in which updates gather whole parameters (`Chunking.whole`); none where none are needed."""
+        names = layout.chunking.whole if layout.chunking is not None else frozenset()
+        for axes in sorted({layout.split_axes(name) for name in names} - {()}):
+            self.splits[axes] = self._world.backend.group(f"update over {' and '.join(axes)}",
+                                                          self._mesh.groups(*axes))
+        self._groups += self.splits.values()
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._world.rank
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self._world.device
+
+    @property
+    def before(self) -> int | None:
+        """The counterpart of this rank on the stage before; None on the first."""
+        return self._mesh.neighbour(self._world.rank, -1)
+
+    @property
+    def after(self) -> int | None:
+        """The counterpart of this rank on the next stage; None on the last."""
+        return self._mesh.neighbour(self._world.rank, +1)
+
+    def send(self, destination: int, message: Message) -> None:
+        """Start sending; returns at once."""
+        self.transport.send(destination, message)
+
+    def bytes_received_by_axis(self) -> dict[str, int]:
+        """Payload bytes that this rank has received so far: pipe and data, and with a tensor mesh row and col."""
+        found = {"pipe": self.inbox.bytes_received,
+                 "data": self.data.bytes_received + sum(group.bytes_received for group in self.sums.values())}
+        if self.tensor_mesh is not None:
+            found |= {"row": self.tensor_mesh.over_rows.bytes_received,
+                      "col": self.tensor_mesh.over_cols.bytes_received}
+        return found
+
+    def close(self, replicas: Replicas | None) -> None:
+        """Give everything back when all that was sent has left, the group of `replicas` too. Collective."""
+        self.transport.flush()
+        self.all.barrier()
+        self.transport.close()
+        self.sequencer.close()
+        for group in (*self._groups, self.data):
+            group.close()
+        if replicas is not None:
+            replicas.close()
+        self.all.close()
+        self.board.close()

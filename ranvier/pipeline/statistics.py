@@ -1,0 +1,79 @@
+"""Loss and weight of the batch at hand, over all ranks, and of earlier batches of the same step.
+
+Nobody waits for them but who divides by the weight: they are summed asynchronously, from a rank's last forward on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ranvier.comm.collectives import ChainedWork
+from ranvier.comm.protocol import Group, Work
+
+
+class BatchStatistics:
+    """The sums of one engine. ranks: a group of all ranks; each calls `reduce` once a batch."""
+
+    sums: Tensor
+    """[3] fp64: sum of losses, weight, and how many ranks have found their gradients set to zero."""
+    work: Work
+    """The reduction of `sums`."""
+
+    def __init__(self, ranks: Group) -> None:
+        self._ranks = ranks
+        self._accumulated: Tensor | None = None  # losses and weights of batches since the last step
+        self._earlier: Tensor | None = None  # the same, while another batch of that step runs
+        self._zeroed = False
+
+    # ------------------------------------------------------------------ several batches of one step
+
+    @property
+    def continues_a_step(self) -> bool:
+        """Whether the batch at hand adds to earlier ones."""
+        return self._earlier is not None
+
+    def begin_training(self, were_zeroed: Callable[[], bool]) -> None:
+        """A training batch begins. were_zeroed: whether somebody has set the gradients of this rank to zero since the
+        last one, which ends what had accumulated."""
+        self._earlier, self._accumulated = self._accumulated, None  # which a batch that fails would leave unusable
+        self._zeroed = self._earlier is not None and were_zeroed()
+
+    def keep(self) -> None:
+        """The batch has run, and its gradients stay for the next one of the same step."""
+        self._accumulated, self._earlier = self.sums[:2].clone(), None
+
+    def forget(self) -> None:
+        """A step has been taken, or gradients are of no use: the next batch begins anew."""
+        self._accumulated = self._earlier = None
+
+    # ------------------------------------------------------------------ the batch at hand
+
+    def reduce(self, mine: Tensor | None) -> None:
+        """Start the sum over all ranks. mine: [2] fp64 of this rank, None where another rank counts the same."""
+        part = torch.zeros(2, dtype=torch.float64) if mine is None else mine.to("cpu")
+        earlier, sums = self._earlier, torch.cat([part, torch.tensor([self._zeroed], dtype=torch.float64)])
+        self.sums = sums
+
+        def add_earlier() -> None:
+            if earlier is not None and not sums[2]:  # unless somebody has set gradients to zero, on any rank
+                sums[:2].add_(earlier)
+
+        self.work = ChainedWork(self._ranks.all_reduce(sums), add_earlier)
+
+    def weight(self) -> float:
+        """The weight of the global batch; waits for it."""
+        self.work.wait()
+        return float(self.sums[1])
+
+    def earlier_weight(self) -> float:
+        """Of it, the weight of earlier batches of this step."""
+        self.work.wait()
+        return 0.0 if self._earlier is None or self.sums[2] else float(self._earlier[1])
+
+    def loss(self) -> float:
+        """The mean loss of the global batch, whose weight is not zero."""
+        weight = self.weight()
+        return float(self.sums[0]) / weight

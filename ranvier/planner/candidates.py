@@ -1,0 +1,177 @@
+"""What a search looks at: every mesh and microbatch, and variants of one that need less memory or less time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Literal, TypeVar
+
+from ranvier.config.resolve import Facts, ResolvedRun, resolve
+from ranvier.config.resolve import bucket_size as resolve_bucket_size
+from ranvier.config.run import MeshSettings, Run, TensorParallel
+from ranvier.cost.hardware import Cluster
+from ranvier.cost.memory import RankMemory
+from ranvier.cost.mesh_shape import divisors
+from ranvier.cost.run_cost import run_cost
+from ranvier.cost.step import Cost
+from ranvier.errors import ConfigError, RanvierError
+from ranvier.mesh import Mesh
+from ranvier.models import families
+from ranvier.planner.elastic_plan import Course
+from ranvier.planner.problems import problems
+from ranvier.planner.work import Work, excess
+from ranvier.schedule.policies import policy_named
+
+Setting = Literal["mesh", "microbatch", "in-flight", "recompute", "offload", "shard", "chunks", "elastic", "scheme",
+                  "precision"]
+SEARCHED: tuple[Setting, ...] = ("mesh", "microbatch", "in-flight", "recompute", "offload", "shard", "chunks",
+                                 "elastic")
+"""What is chosen by default; scheme and precision stay as the run has them."""
+AnyRun = TypeVar("AnyRun", bound=Run)
+LARGEST_STAGE = 64
+"""Ranks of one tensor mesh, at most."""
+_LARGEST_MICROBATCH = 64
+"""Samples of a microbatch on one row, at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One configuration. reason: why it cannot be; empty where it can. measured_seconds: of a step, if it was run.
+    course: of the whole run, if its layers freeze."""
+
+    run: ResolvedRun
+    cost: Cost
+    memory: tuple[RankMemory, ...] = ()
+    reason: str = ""
+    measured_seconds: float | None = None
+    course: Course | None = None
+
+    def expected_seconds(self, measured_over_predicted: float) -> float:
+        """Of a step: as measured, else as predicted and corrected."""
+        return self.measured_seconds or measured_over_predicted * self.cost.seconds
+
+    def ranked_seconds(self, measured_over_predicted: float = 1.0) -> float:
+        """Of the whole run, if its layers freeze, else of a step: as measured, else as predicted and corrected."""
+        step = self.expected_seconds(measured_over_predicted)
+        return self.course.seconds * step / self.cost.seconds if self.course else step
+
+    @property
+    def fits(self) -> bool:
+        """Whether it can be run on the cluster."""
+        return not self.reason
+
+
+def predict(run: ResolvedRun, cluster: Cluster, work: Work | None = None, *, exact: bool = True) -> Candidate:
+    """One configuration as it is, with its memory."""
+    run, work = on_cluster(run, cluster), work or Work()
+    found = Candidate(run=run, cost=run_cost(run, cluster, work.stages(run), exact=exact))
+    return with_memory(found, cluster, work)
+
+
+def with_memory(found: Candidate, cluster: Cluster, work: Work) -> Candidate:
+    """With the prediction that `ranvier check` prints, and what it exceeds. Where states alone exceed it they are all
+    that is predicted."""
+    for states_only in (True, False):
+        try:
+            memory = work.memory(found.run, states_only=states_only)
+        except RanvierError as problem:
+            return replace(found, reason=str(problem))
+        reason = excess(found.run, cluster, memory)
+        if reason:
+            break
+    return replace(found, memory=memory, reason=reason)
+
+
+def variants(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] = SEARCHED
+             ) -> Iterator[ResolvedRun]:
+    """Every mesh and microbatch whose settings can be together, with the least that saves memory."""
+    meshes = [run.mesh] if "mesh" not in searched and isinstance(run.mesh, Mesh) else list(_meshes(run, ranks))
+    schemes = _schemes(run) if "scheme" in searched else [run.tensor]
+    precisions = [name for name in ("bf16", "fp16", "fp32") if name in cluster.device.rates
+                  ] if "precision" in searched else [run.precision]
+    for mesh, tensor, precision in product(meshes, schemes, precisions):
+        if run.batch.global_size < mesh.data or (mesh.stage_size == 1 and tensor is not schemes[0]):
+            continue
+        size = run.batch.microbatch_size
+        sizes = _microbatches(run, mesh) if "microbatch" in searched or size == "auto" else [size]
+        for size in sizes:
+            candidate = resolve(replace(
+                run, tensor=tensor, precision=precision,
+                memory=replace(run.memory, recompute="none") if "recompute" in searched else run.memory,
+                optim=replace(run.optim, offload="none" if "offload" in searched else run.optim.offload,
+                              shard=mesh.data > 1 if "shard" in searched else run.optim.shard and mesh.data > 1),
+                pipeline=run.pipeline if run.mesh.pipe in (mesh.pipe, "auto") else replace(
+                    run.pipeline, boundaries=None, in_flight="auto")), Facts(mesh=mesh, microbatch_size=size))
+            if not problems(candidate):
+                yield candidate
+
+
+def memory_saving_variants(run: ResolvedRun, cluster: Cluster, searched: Sequence[Setting]) -> Iterator[ResolvedRun]:
+    """The same mesh and microbatch with more that saves memory."""
+    recomputes = ["none", "auto"] if "recompute" in searched else [run.memory.recompute]  # what is first is tried
+    offloads = [run.optim.offload]
+    if cluster.device.cores is None and "offload" in searched:
+        offloads = ["none", "stream", "host"]
+    elif cluster.device.cores is None and run.optim.offload == "auto":  # which streams where it must
+        offloads = ["auto", "stream"]
+    postponed = [run.pipeline.defer_bytes]
+    if "in-flight" in searched and policy_named(run.pipeline.policy).defers and run.mesh.pipe > 1:
+        postponed.append(0)
+    for recompute, offload, defer_bytes in list(product(recomputes, offloads, dict.fromkeys(postponed)))[1:]:
+        yield replace(run, memory=replace(run.memory, recompute=recompute),
+                      optim=replace(run.optim, offload=offload),
+                      pipeline=replace(run.pipeline, defer_bytes=defer_bytes))
+
+
+def _meshes(run: Run, ranks: int) -> Iterator[Mesh]:
+    """All of them; of a mesh that is open in some axes those that it can become."""
+    given = MeshSettings(data="auto", pipe="auto", row="auto", col="auto") if isinstance(run.mesh, Mesh) else run.mesh
+    for pipe in divisors(ranks):
+        for stage in divisors(ranks // pipe):
+            if pipe > families.num_blocks(run) or stage > LARGEST_STAGE:
+                continue
+            for row in divisors(stage):
+                sizes = {"data": ranks // pipe // stage, "pipe": pipe, "row": row, "col": stage // row}
+                if all(getattr(given, axis) in (size, "auto") for axis, size in sizes.items()):
+                    with suppress(ConfigError):  # a tile that does not divide this one
+                        yield given.with_sizes(**sizes)
+
+
+def _microbatches(run: Run, mesh: Mesh) -> list[int]:
+    """Powers of two times the rows, and what divides a replica's share of the batch; at most 64 for each row."""
+    share = -(-run.batch.global_size // mesh.data)  # of a mesh that is not the run's yet
+    most = min(share, _LARGEST_MICROBATCH * mesh.row)
+    powers = {mesh.row << power for power in range(share.bit_length())}
+    even = {size for size in divisors(share) if size % mesh.row == 0}
+    return sorted(size for size in powers | even if size <= most)
+
+
+def _schemes(run: Run) -> list[TensorParallel]:
+    schemes: tuple[tuple[Literal["stationary", "summa", "megatron"], bool], ...] = (
+        ("stationary", False), ("summa", False), ("megatron", False), ("megatron", True))
+    return [replace(run.tensor, scheme=scheme, sequence_sharding=sharding) for scheme, sharding in schemes]
+
+
+def on_cluster(run: AnyRun, cluster: Cluster) -> AnyRun:
+    """The run on the cluster's kind of device."""
+    return replace(run, launch=replace(run.launch, device="cpu" if cluster.device.cores is not None else "cuda"))
+
+
+def in_flight_variants(run: ResolvedRun) -> list[ResolvedRun]:
+    """The run with other in-flight limits."""
+    if run.mesh.pipe == 1 or run.pipeline.policy == "gpipe":
+        return []
+    return [replace(run, pipeline=replace(run.pipeline, in_flight=factor * run.mesh.pipe)) for factor in (2, 3)]
+
+
+def chunk_variants(run: ResolvedRun) -> list[ResolvedRun]:
+    """Other sizes of buckets and numbers of them in a chunk."""
+    if run.mesh.data == 1:
+        return []
+    optim, size = run.optim, resolve_bucket_size(run.optim, run.launch.device)
+    other = [(bucket, count) for bucket in (size, size // 4, 4 * size) for count in (1, 2, 4, 8, 16)]
+    return [replace(run, optim=replace(optim, bucket_size=optim.bucket_size if bucket == size else bucket,
+                                       chunk_buckets=count))
+            for bucket, count in other if bucket and (bucket, count) != (size, optim.chunk_buckets)]

@@ -1,0 +1,58 @@
+"""The facts that the choice of a mesh depends on, as a cluster's constants predict them: what a run measures instead is
+in `ranvier.train.measured_blocks`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ranvier.config.resolve import ResolvedRun
+from ranvier.cost.hardware import Cluster
+from ranvier.cost.run_cost import step_of
+from ranvier.cost.step import rank_threads, update_seconds
+from ranvier.elastic.mesh_candidates import with_present_seconds
+from ranvier.elastic.microbatch_profile import MicrobatchProfile
+from ranvier.elastic.rules import LINKS, BlockFacts, ElasticRules, PresentMesh
+from ranvier.mesh import Mesh
+from ranvier.planner.work import Work
+
+
+def predicted_blocks(run: ResolvedRun, cluster: Cluster, work: Work, present: PresentMesh,
+                     profile: MicrobatchProfile | None = None) -> BlockFacts:
+    """Of `run`, which is on the present mesh: seconds of one sample in each block on one rank, and bytes.
+
+    Links are the nominal ones by which a run decides (`ranvier.elastic.rules.LINKS`), not the cluster's.
+    """
+    mesh, size = run.mesh, run.batch.microbatch_size
+    stages = work.stages(run, present.frozen)
+    step = step_of(run, stages)
+    threads, local = rank_threads(cluster, mesh), min(cluster.devices_per_node, mesh.size)
+    forward = [cluster.device.seconds(block.flops / threads, block.moved_bytes / threads, block.operations,
+                                      run.precision) / size for blocks in stages for block in blocks]
+    shares = [block.weight_share for blocks in stages for block in blocks]
+    again = [place in stage.recomputed for stage in step.stages for place in range(len(stage.blocks))]
+    outputs = [block.output_bytes for blocks in stages for block in blocks]
+    alone = replace(run, mesh=Mesh(), batch=replace(run.batch, microbatch_size=1))
+    parameters = tuple(block.num_owned for block in work.blocks(alone))
+    update = 0.0 if run.optim.update_in_backward else update_seconds(
+        step, cluster, max(1, sum(parameters)) / mesh.stage_size, local=local, threads=threads
+    ) / max(1, sum(parameters))
+    cores, nodes = cluster.device.cores, -(-mesh.size // cluster.devices_per_node)
+    bandwidth, latency = LINKS[_backend(run, cluster)]
+    facts = BlockFacts(
+        forward_seconds=tuple(forward),
+        backward_seconds=tuple(((2 if recomputed else 1) + share) * seconds
+                               for seconds, recomputed, share in zip(forward, again, shares, strict=True)),
+        update_seconds=tuple(update * count for count in parameters),
+        output_bytes=tuple(-(-sent // max(1, size // mesh.row)) for sent in outputs), num_parameters=parameters,
+        parameter_bytes=tuple(step.bytes.parameter * count for count in parameters),
+        state_bytes=tuple(round(step.bytes.state * step.num_states) * count for count in parameters),
+        cores=None if cores is None else cores * nodes / threads / mesh.stage_size, bandwidth=bandwidth,
+        latency_seconds=latency)
+    return with_present_seconds(facts, ElasticRules(run), present, profile)
+
+
+def _backend(run: ResolvedRun, cluster: Cluster) -> str:
+    """The transport that the run would take there."""
+    if run.comm.transport == "auto":
+        return "torch" if cluster.device.cores is None else "mpi"
+    return run.comm.transport

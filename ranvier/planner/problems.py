@@ -1,0 +1,71 @@
+"""Every reason why a run cannot work: by its settings, its model family, its data settings and the disk.
+
+The settings alone are judged by `ranvier.config.rules`; here the model family and the task are asked as well.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from ranvier.checkpoint.saved import find
+from ranvier.config import effects, rules
+from ranvier.config.resolve import ResolvedRun
+from ranvier.config.run import Run
+from ranvier.data.prepare import problems as data_problems
+from ranvier.data.prepare import warnings as data_warnings
+from ranvier.errors import ConfigError, RanvierError
+from ranvier.models import families
+from ranvier.optim.rules import rules_of
+
+PREVENT_A_CUT = ("model.", "mesh.", "tensor.", "pipeline.boundaries", "optim.groups", "optim.algorithm",
+                 "optim.options", "data.task", "data.options")
+"""Beginnings of the settings whose problems leave no model to cut into stages."""
+TOO_LARGE = (RuntimeError, OverflowError, MemoryError, ValueError, TypeError)
+"""What torch raises for sizes that no tensor can have."""
+
+
+def problems(run: ResolvedRun, num_ranks: int | None = None) -> list[RanvierError]:
+    """Everything that is known before anything is built. num_ranks: ranks that are started, where that is known."""
+    return [*families.problems(run), *_update_rule(run), *rules.problems(run, num_ranks, num_blocks=_num_blocks(run)),
+            *data_problems(run, elsewhere=True), *_missing_checkpoint(run)]
+
+
+def warnings(run: ResolvedRun, chosen: Collection[str] | None = None, asked: Run | None = None
+             ) -> Iterator[RanvierError]:
+    """Settings that have no effect, or not the one that was meant. chosen, asked: see `ranvier.config.effects`."""
+    yield from effects.warnings(run, chosen, asked)
+    yield from data_warnings(run)
+    yield from rules.warnings(run)
+
+
+def cannot_be_laid_out(error: Exception) -> ConfigError:
+    """What torch raised for a model whose sizes no tensor can have, in words."""
+    return ConfigError(f"cannot be laid out: {str(error).partition(chr(10))[0]}", where="model",
+                       remedy="Choose smaller sizes: a tensor of the model is larger than any can be.")
+
+
+def _num_blocks(run: Run) -> int | None:
+    """Blocks of the run's model; None where it cannot be built, which is a problem of the model or the task."""
+    if run.model.num_layers > rules.MAX_LAYERS:
+        return None
+    try:
+        return families.num_blocks(run)
+    except RanvierError:
+        return None
+
+
+def _update_rule(run: Run) -> Iterator[RanvierError]:
+    """An update rule of the user's that cannot be loaded."""
+    try:
+        rules_of(run.optim)
+    except RanvierError as error:
+        yield error
+
+
+def _missing_checkpoint(run: Run) -> Iterator[ConfigError]:
+    there = run.resume and (os.path.exists(run.resume) or find(Path(run.resume)))
+    if run.resume not in ("auto", "none") and not there:
+        yield ConfigError("is no checkpoint that is there", where="resume", value=run.resume,
+                          remedy="Name a folder such as RUN/checkpoint/step-100, RUN/checkpoint, or RUN.")

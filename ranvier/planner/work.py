@@ -1,0 +1,145 @@
+"""The blocks of a run's model, counted once for each tensor mesh and scaled to any microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+
+from ranvier.block import Model, freeze
+from ranvier.config.resolve import ResolvedRun
+from ranvier.config.rules import check_boundaries
+from ranvier.cost.blocks import BlockCost
+from ranvier.cost.count import Needs, device_bytes_of_stages, device_kind
+from ranvier.cost.count import predict as predict_memory
+from ranvier.cost.hardware import Cluster
+from ranvier.cost.memory import PROCESS_BYTES, RankMemory, too_large
+from ranvier.errors import RanvierError
+from ranvier.mesh import Mesh
+from ranvier.models import families
+from ranvier.pipeline.block_costs import block_costs
+from ranvier.pipeline.build import Parts, meta_mesh, split_model
+from ranvier.pipeline.partition import partition, uniform
+from ranvier.precision import DTYPES
+
+
+class Work:
+    """The blocks of a run's model, counted once for each tensor mesh and scaled to any microbatch: operations,
+    bytes and FLOPs grow with it by equal amounts."""
+
+    def __init__(self) -> None:
+        self._counted: dict[object, tuple[list[BlockCost], list[BlockCost]]] = {}
+        self._scaled: dict[object, list[BlockCost]] = {}
+        self._cuts: dict[object, tuple[int, ...]] = {}
+        self._parts: dict[object, tuple[Model, Parts]] = {}
+        self._needs: dict[object, Needs] = {}
+        self._stage_bytes: dict[object, Callable[[int, int, int], int]] = {}
+
+    def blocks(self, run: ResolvedRun, frozen: int = 0) -> list[BlockCost]:
+        """Each block's cost on one rank of the run's tensor mesh, for its microbatch."""
+        share = -(-run.batch.microbatch_size // run.mesh.row)
+        key = _kind(run), frozen
+        if key not in self._counted:
+            self._counted[key] = _count(run, 1, frozen), _count(run, 2, frozen)
+        if (key, share) not in self._scaled:
+            self._scaled[key, share] = [_scaled(one, two, share) for one, two in zip(*self._counted[key], strict=True)]
+        return self._scaled[key, share]
+
+    def stages(self, run: ResolvedRun, frozen: int = 0) -> list[list[BlockCost]]:
+        """The blocks of each stage, by the run's own cut."""
+        blocks = self.blocks(run, frozen)
+        return [blocks[start:stop] for start, stop in pairwise([0, *self.boundaries(run, frozen), len(blocks)])]
+
+    def boundaries(self, run: ResolvedRun, frozen: int = 0) -> tuple[int, ...]:
+        """First block of each stage after the first, by the run's own cut with so many frozen layers."""
+        key = _kind(run), frozen, run.batch.microbatch_size, run.mesh.pipe, run.pipeline, run.launch.device
+        if key not in self._cuts:
+            self._cuts[key] = _cut(run, self.blocks(run, frozen), frozen > 0)
+        return self._cuts[key]
+
+    def memory(self, run: ResolvedRun, frozen: int = 0, *, states_only: bool = False) -> tuple[RankMemory, ...]:
+        """What `ranvier check` predicts, with the blocks that are counted already. states_only: what lives from step to
+        step, which takes far less time to find."""
+        kind = _kind(run), frozen
+        if kind not in self._parts:
+            model = freeze(families.model_of(run, dtype=DTYPES[run.precision]), frozen)
+            self._parts[kind] = model, Parts(model, run.mesh, run.tensor, device_kind(run))
+        model, parts = self._parts[kind]
+        table, layout = parts.cut(replace(run.mesh, data=1), None if states_only else self.blocks(run, frozen),
+                                  boundaries=self.boundaries(run, frozen), how="cost")
+        return predict_memory(run, model, table, layout, self._needs.setdefault(kind, {}))
+
+    def excess(self, run: ResolvedRun, cluster: Cluster, frozen: int = 0) -> str:
+        """What does not suffice for it; empty where it fits."""
+        try:
+            return excess(run, cluster, self.memory(run, frozen))
+        except RanvierError as problem:
+            return str(problem)
+
+    def stage_bytes(self, run: ResolvedRun, frozen: int) -> Callable[[int, int, int], int]:
+        """As `device_bytes_of_stages`, made once for each run and depth."""
+        key = _kind(run), run.mesh, run.batch, run.pipeline, run.optim, run.memory, frozen
+        if key not in self._stage_bytes:
+            self._stage_bytes[key] = device_bytes_of_stages(run, frozen)
+        return self._stage_bytes[key]
+
+
+def _kind(run: ResolvedRun) -> object:
+    """What one rank's part of each block depends on, the microbatch aside."""
+    return run.mesh.row, run.mesh.col, run.tensor, run.precision, run.model, run.lora, run.data.task, \
+        run.data.options, device_kind(run)
+
+
+def _cut(run: ResolvedRun, blocks: Sequence[BlockCost], freezes: bool) -> tuple[int, ...]:
+    """freezes: as AutoPipe cuts, for which a block without a backward costs a third."""
+    if run.pipeline.boundaries is not None:
+        return check_boundaries(run.pipeline.boundaries, len(blocks), run.mesh.pipe)
+    if run.pipeline.partition == "uniform":
+        return uniform(len(blocks), run.mesh.pipe)
+    device = device_kind(run)
+    begins = next((place for place, block in enumerate(blocks) if block.num_trainable), len(blocks)) if freezes else 0
+    return partition([block.weight(device) / (3 if place < begins else 1) for place, block in enumerate(blocks)],
+                     run.mesh.pipe)
+
+
+def _count(run: ResolvedRun, share: int, frozen: int) -> list[BlockCost]:
+    with torch.device("meta"):
+        inputs, targets = families.sample_of(run, share)
+    model = freeze(families.model_of(run, dtype=DTYPES[run.precision]), frozen)
+    if run.mesh.stage_size > 1:
+        model = split_model(model, meta_mesh(run.mesh, run.tensor, device_kind(run)))
+    return block_costs(model, inputs, targets, DTYPES[run.precision])
+
+
+_GROWING = ("flops", "written_bytes", "allocated_bytes", "moved_bytes", "kept_bytes", "input_bytes", "output_bytes")
+
+
+def _scaled(one: BlockCost, two: BlockCost, share: int) -> BlockCost:
+    return replace(one, **{name: getattr(one, name) + (share - 1) * (getattr(two, name) - getattr(one, name))
+                           for name in _GROWING})
+
+
+def excess(run: ResolvedRun, cluster: Cluster, memory: Sequence[RankMemory]) -> str:
+    """What these ranks need beyond what the cluster has, in words; empty where they fit."""
+    on_cpu, device, problem = cluster.device.cores is not None, cluster.device, None
+    if not on_cpu:
+        problem = too_large(memory, place="device", processes=1, run=run,
+                            available_bytes=device.memory_bytes - device.reserved_bytes)
+    for here in _on_nodes(run.mesh, cluster.devices_per_node):
+        problem = problem or too_large([memory[stage] for stage in here], place="both" if on_cpu else "host", run=run,
+                                       processes=len(here), available_bytes=cluster.host.memory_bytes,
+                                       process_bytes=PROCESS_BYTES)
+    return f"{problem.where} {problem.what}" if problem is not None else ""
+
+
+def _on_nodes(mesh: Mesh, per_node: int) -> set[tuple[int, ...]]:
+    """The stages of the ranks of a node, for every kind of node that there is."""
+    found, seen, first = set(), set(), 0
+    while first < mesh.size and (place := first % (mesh.pipe * mesh.stage_size)) not in seen:
+        seen.add(place)
+        ranks = range(first, min(first + per_node, mesh.size))
+        found.add(tuple(sorted(rank // mesh.stage_size % mesh.pipe for rank in ranks)))
+        first += per_node
+    return found

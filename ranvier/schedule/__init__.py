@@ -1,0 +1,1 @@
+"""Which action a stage runs next, and how long that takes: pure, without torch."""

@@ -1,0 +1,116 @@
+"""How long one batch takes to pass through a pipeline: a closed form, and the engine's schedule where it does not hold.
+
+    T = (m - 1) max_i t_i + sum_i t_i + 2 (p - 1) hop              m microbatches, stage i needs t_i for one
+
+holds where every stage always has what it needs. With weight gradients w_i that may wait it is the longer of
+
+    T = (m - 1) max_i (t_i - w_i) + sum_i (t_i - w_i) + w_0        nobody waits for one
+    T = max_i (sum_j<i f_j + m t_i)                                a stage begins, and then never rests
+
+(f_i for a forward). Otherwise it is a lower bound: with an in-flight limit f that messages make too small (m / f round
+trips), and with fixed orders, delays and jitter. There the schedule itself is simulated, with few microbatches: once
+the pipeline is full, each further one takes about the same time, so that two short simulations give the long one. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, repeat
+from typing import Literal
+
+from ranvier.schedule.schedule import Policy
+from ranvier.schedule.simulator import StageTimes, simulate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """The edges of a pipeline: seconds for which a message keeps edge i (between stages i and i + 1) busy, and seconds
+    until it is there after that."""
+
+    transfer: tuple[float, ...] = ()
+    latency: tuple[float, ...] = ()
+
+    def hop(self, source: int, destination: int) -> float:
+        """Seconds of a message between two neighbours, after its edge is free again."""
+        return self.latency[min(source, destination)] if self.latency else 0.0
+
+    def busy(self, source: int, destination: int) -> float:
+        """Seconds for which a message between two neighbours keeps their edge busy."""
+        return self.transfer[min(source, destination)] if self.transfer else 0.0
+
+    @property
+    def round_trip(self) -> float:
+        """Seconds of a microbatch's messages there and back."""
+        return 2 * (sum(self.transfer) + sum(self.latency))
+
+
+DIRECT = Way()
+"""Messages take no time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passage:
+    """How long a batch takes. bubble_fraction: share of all stages' time in which they do nothing."""
+
+    seconds: float
+    bubble_fraction: float
+
+
+def passage(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy, in_flight: int, *, way: Way = DIRECT,
+            defer_bytes: int | Sequence[int] | Literal["auto"] = "auto", exact: bool = True,
+            cores: int | None = None) -> Passage:
+    """One batch of equal microbatches. exact: simulate; otherwise the closed form, which takes microseconds. cores:
+    stages that may compute at once, in a simulation."""
+    each = [stage.microbatch_seconds for stage in stages]
+    limit = policy.in_flight(in_flight, num_microbatches)
+    if exact and len(stages) > 1:
+        seconds = _simulated(stages, num_microbatches, policy, limit, way, defer_bytes, cores)
+    else:
+        seconds = closed_form(each, num_microbatches, limit, way)
+        if policy.defers and defer_bytes and len(stages) > 1:
+            seconds = min(seconds, _postponing(stages, each, num_microbatches, limit, way))
+    busy = num_microbatches * sum(each)
+    return Passage(seconds=seconds, bubble_fraction=max(0.0, 1.0 - busy / (seconds * len(each))) if seconds else 0.0)
+
+
+def _postponing(stages: Sequence[StageTimes], each: Sequence[float], num_microbatches: int, in_flight: int, way: Way
+                ) -> float:
+    """The closed form where weight gradients may wait."""
+    waits = [stage.weight if stage.trains else 0.0 for stage in stages]
+    others = [total - wait for total, wait in zip(each, waits, strict=True)]
+    begins = accumulate((stage.forward for stage in stages), initial=0.0)
+    hops = accumulate((latency + transfer for latency, transfer in zip(way.latency, way.transfer, strict=True)),
+                      initial=0.0) if way.latency else repeat(0.0)
+    return max(closed_form(others, num_microbatches, in_flight, way) + waits[0],
+               *(begin + hop + num_microbatches * total for begin, hop, total in zip(begins, hops, each, strict=False)))
+
+
+def closed_form(each: Sequence[float], num_microbatches: int, in_flight: int, way: Way = DIRECT) -> float:
+    """Seconds, from each stage's seconds for one microbatch."""
+    once = sum(each) + way.round_trip
+    steady = max(max(each), max(way.transfer, default=0.0))
+    if in_flight < num_microbatches:
+        steady = max(steady, once / in_flight)
+    return (num_microbatches - 1) * steady + once
+
+
+def _simulated(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy, in_flight: int, way: Way,
+               defer_bytes: int | Sequence[int] | Literal["auto"], cores: int | None = None) -> float:
+    def run(count: int) -> float:
+        return simulate(stages, count, policy, in_flight, hop=way.hop, transfer=way.busy,
+                        defer_bytes=defer_bytes, cores=cores).seconds
+
+    full, more = _enough(len(stages), in_flight)
+    if num_microbatches <= full + more:
+        return run(num_microbatches)
+    first = run(full)
+    return first + (num_microbatches - full) * (run(full + more) - first) / more
+
+
+def _enough(num_stages: int, in_flight: int) -> tuple[int, int]:
+    """Microbatches after which each further one takes the same time, and over how many that is measured: a multiple of
+    the rounds in which a full pipeline repeats itself; uneven stages of a short pipeline need more of them."""
+    depth = max(num_stages, in_flight)
+    full, more = (8, 8) if depth <= 8 else (6, 4) if depth <= 16 else (3, 2)
+    return full * depth, more * depth

@@ -1,0 +1,96 @@
+"""Which ready action runs next. A comparison of policies compares these few lines and nothing else.
+
+                 picks                                            4 microbatches, stage 0 of 2
+    message-driven   whatever is there: backward, forward, weight     F0 F1 F2 B0 F3 W0 B1 ...
+    1f1b             forwards up to the depth left, then in turn      F0 F1 B0 F2 B1 F3 B2 B3
+    gpipe            all forwards, then all backwards                 F0 F1 F2 F3 B0 B1 B2 B3
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ranvier.errors import ConfigError
+from ranvier.schedule.schedule import Action, Policy, Ready
+
+
+@dataclass(frozen=True)
+class MessageDriven:
+    """Run what has arrived: a backward first (it frees memory and unblocks the stage before), then a forward; weight
+    gradients fill what would be waits. (AxoNN, Algorithm 2, with deferred weight gradients.)"""
+
+    name: str = "message-driven"
+    defers: bool = True
+
+    def choose(self, ready: Ready) -> Action | None:
+        """See `Policy`."""
+        return ready.backward or ready.forward or ready.weight
+
+    def in_flight(self, in_flight: int, num_microbatches: int) -> int:
+        """See `Policy`."""
+        return in_flight
+
+    def stored(self, in_flight: int, stage: int, num_stages: int) -> int:
+        """See `Policy`."""
+        return 1 if stage == num_stages - 1 else in_flight  # the last stage's forward is followed by its backward
+
+
+@dataclass(frozen=True)
+class OneForwardOneBackward:
+    """Stage i of p does p - i forwards (fewer where the in-flight limit is lower), then one backward and one forward in
+    turn, in that fixed order even when the other has arrived. (Narayanan et al., PipeDream-Flush.)"""
+
+    name: str = "1f1b"
+    defers: bool = False
+
+    def choose(self, ready: Ready) -> Action | None:
+        """See `Policy`."""
+        stored = ready.forwards_done - ready.returns_done
+        most = min(ready.num_stages - ready.stage, ready.in_flight)
+        forward_due = stored < most and ready.forwards_done < ready.num_microbatches
+        return ready.forward if forward_due else ready.backward
+
+    def in_flight(self, in_flight: int, num_microbatches: int) -> int:
+        """See `Policy`."""
+        return in_flight
+
+    def stored(self, in_flight: int, stage: int, num_stages: int) -> int:
+        """See `Policy`."""
+        return min(in_flight, num_stages - stage)
+
+
+@dataclass(frozen=True)
+class GPipe:
+    """All forwards, then all backwards; every microbatch is in flight. (Huang et al., GPipe, in FIFO order.)"""
+
+    name: str = "gpipe"
+    defers: bool = False
+
+    def choose(self, ready: Ready) -> Action | None:
+        """See `Policy`."""
+        return ready.forward if ready.forwards_done < ready.num_microbatches else ready.backward
+
+    def in_flight(self, in_flight: int, num_microbatches: int) -> int:
+        """See `Policy`."""
+        return max(1, num_microbatches)
+
+    def stored(self, in_flight: int, stage: int, num_stages: int) -> int:
+        """See `Policy`."""
+        return in_flight
+
+
+MANY = 64
+"""Microbatches of a batch, where their number decides something before the first batch has come."""
+
+POLICIES: tuple[Policy, ...] = (MessageDriven(), OneForwardOneBackward(), GPipe())
+
+
+def policy_named(name: str | Policy) -> Policy:
+    """The policy of that name; a `Policy` object is returned as it is."""
+    if not isinstance(name, str):
+        return name
+    for policy in POLICIES:
+        if policy.name == name:
+            return policy
+    raise ConfigError("is not a policy", where="pipeline.policy", value=name,
+                      remedy="Choose one of " + ", ".join(policy.name for policy in POLICIES) + ".")

@@ -1,0 +1,250 @@
+"""What a stage does next: a state machine without clock, tensors or communication.
+
+    on_message(...)  a forward or a return has arrived            F3  forward of microbatch 3
+    next_action()    the action to run now, or Wait, or Done      B3  its backward (the input gradient)
+    on_done(...)     that action has run                          W3  one weight-gradient product of microbatch 3
+                                                                  C3  its credit is passed on: nothing to compute
+
+Every microbatch crosses every edge twice: once forward, and once back as its *return*, which carries gradients or is a
+bare credit (evaluation, a frozen prefix). Stage 0 keeps at most `in_flight` microbatches between its forward and their
+return, so every queue in the pipeline is bounded, whatever is frozen. Edges are FIFO, hence forwards, backwards and the
+products of one weight run in microbatch order under every policy, and sums agree to the bit.
+
+What is ready follows from these rules alone; the policy (policies.py) picks among ready actions.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+ActionKind = Literal["F", "B", "W", "C"]
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One unit of work on a stage.
+
+    defer: for B, whether its weight-gradient products are queued (True) or computed inside it.
+    product: for W, which of the microbatch's queued products.
+    """
+
+    kind: ActionKind
+    microbatch: int
+    defer: bool = False
+    product: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Nothing can run until one of these microbatches arrives (None: not awaited)."""
+
+    forward: int | None
+    backward: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The stage has done everything for every microbatch of this batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A queued weight-gradient product: the bytes it keeps alive and the chunk of gradients that it belongs to."""
+
+    alive_bytes: int
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What a policy sees: the next action of each kind that could run now, and how far the stage is."""
+
+    forward: Action | None
+    backward: Action | None
+    weight: Action | None
+    stage: int
+    num_stages: int
+    num_microbatches: int
+    forwards_done: int
+    returns_done: int
+    in_flight: int
+    """The limit that holds for this run."""
+
+
+class Policy(Protocol):
+    """Picks the next action among those that are ready. Stateless: the same `Ready` gives the same choice."""
+
+    @property
+    def name(self) -> str:
+        """As pipeline.policy has it."""
+
+    @property
+    def defers(self) -> bool:
+        """Whether backwards may queue their weight-gradient products."""
+
+    def choose(self, ready: Ready) -> Action | None:
+        """One of the ready actions, or None to wait although something is ready."""
+
+    def in_flight(self, in_flight: int, num_microbatches: int) -> int:
+        """The limit that holds for a run with this setting."""
+
+    def stored(self, in_flight: int, stage: int, num_stages: int) -> int:
+        """Most microbatches whose activations `stage` keeps at once, under that limit."""
+
+
+class Schedule:
+    """The actions of one stage for one batch.
+
+    Args:
+        in_flight: microbatches between stage 0's forward and their return; at least 1.
+        training: False runs forwards only.
+        defer_bytes: bound on what queued products keep alive.
+    """
+
+    def __init__(self, *, stage: int, num_stages: int, num_microbatches: int, policy: Policy, in_flight: int,
+                 training: bool = True, defer_bytes: int = 0) -> None:
+        assert 0 <= stage < num_stages and in_flight >= 1 and num_microbatches >= 0
+        self.stage, self.num_stages, self.num_microbatches = stage, num_stages, num_microbatches
+        self.policy, self.training, self.defer_bytes = policy, training, defer_bytes
+        self.in_flight = policy.in_flight(in_flight, num_microbatches)
+        self.forwards_done = 0
+        self.returns_done = 0
+        self.history: list[Action] = []
+        self._arrived_forwards: deque[int] = deque()
+        self._arrived_returns: deque[int] = deque()
+        self._expects_backward: dict[int, int] = {}  # microbatch with a graph -> bytes its products would keep alive
+        self._queue: dict[tuple[int, int], Product] = {}  # (microbatch, product) in the order of queueing
+        self.queued_bytes = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the stage has the model's inputs."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage has the loss."""
+        return self.stage == self.num_stages - 1
+
+    # ------------------------------------------------------------------ what happened
+
+    def on_message(self, kind: Literal["forward", "return"], microbatch: int) -> None:
+        """A message has arrived. Arrivals of one kind come in microbatch order, returns after their forward has run."""
+        if kind == "forward":
+            queue, done, end = self._arrived_forwards, self.forwards_done, 0 if self.is_first else self.num_microbatches
+        else:
+            queue, done, end = self._arrived_returns, self.returns_done, 0 if self.is_last else self.forwards_done
+        expected = done + len(queue)
+        if microbatch != expected or microbatch >= end:
+            raise AssertionError(f"stage {self.stage} got the {kind} of microbatch {microbatch}, expected "
+                                 f"{expected if expected < end else 'none'} of {self.num_microbatches}; "
+                                 f"so far: {self.text() or 'nothing'}")
+        queue.append(microbatch)
+
+    def on_done(self, action: Action, *, expects_backward: bool = False, deferrable_bytes: int = 0,
+                products: Sequence[Product] = ()) -> None:
+        """`action` has run.
+
+        After F: expects_backward says whether a graph was kept, deferrable_bytes what its products would keep alive.
+        After B: products are those it has queued.
+        """
+        self.history.append(action)
+        match action.kind:
+            case "F":
+                self.forwards_done += 1
+                if not self.is_first:
+                    self._arrived_forwards.popleft()
+                if expects_backward:
+                    self._expects_backward[action.microbatch] = deferrable_bytes
+                if self.is_last:
+                    self._arrived_returns.append(action.microbatch)
+            case "B":
+                self._return(action.microbatch)
+                del self._expects_backward[action.microbatch]
+                for number, product in enumerate(products):
+                    self._queue[action.microbatch, number] = product
+                    self.queued_bytes += product.alive_bytes
+            case "C":
+                self._return(action.microbatch)
+            case "W":
+                self.queued_bytes -= self._queue.pop((action.microbatch, action.product)).alive_bytes
+
+    def _return(self, microbatch: int) -> None:
+        assert self._arrived_returns.popleft() == microbatch
+        self.returns_done += 1
+
+    # ------------------------------------------------------------------ what next
+
+    def next_action(self) -> Action | Wait | Done:
+        """The action to run now. Asking again without an event in between gives the same answer."""
+        backward = self._backward()
+        if backward is not None and backward.kind == "C":
+            return backward  # a credit costs nothing and may free the stages before
+        ready = Ready(self._forward(), backward, self._weight(), self.stage, self.num_stages, self.num_microbatches,
+                      self.forwards_done, self.returns_done, self.in_flight)
+        chosen = self.policy.choose(ready)
+        if chosen is None:
+            return self._wait_or_done()
+        if chosen.kind == "B" and self.policy.defers and not chosen.defer and self._queue:
+            # No room: the oldest products run first, for those of one weight must stay in microbatch order.
+            chosen = self._weight()
+            assert chosen is not None  # the queue has products
+        return chosen
+
+    def _wait_or_done(self) -> Wait | Done:
+        if self.returns_done == self.num_microbatches:
+            return Done()
+        forward = self.forwards_done + len(self._arrived_forwards)
+        backward = self.returns_done + len(self._arrived_returns)
+        wants_forward = not self.is_first and forward < self.num_microbatches
+        wants_backward = not self.is_last and backward < self.forwards_done
+        return Wait(forward if wants_forward else None, backward if wants_backward else None)
+
+    def _forward(self) -> Action | None:
+        if self.is_first:
+            outstanding = self.forwards_done - self.returns_done
+            free = self.forwards_done < self.num_microbatches and outstanding < self.in_flight
+            return Action("F", self.forwards_done) if free else None
+        return Action("F", self._arrived_forwards[0]) if self._arrived_forwards else None
+
+    def _backward(self) -> Action | None:
+        if not self._arrived_returns:
+            return None
+        microbatch = self._arrived_returns[0]
+        if microbatch not in self._expects_backward:
+            return Action("C", microbatch)
+        needed = self._expects_backward[microbatch]
+        room = self.policy.defers and 0 < needed <= self.defer_bytes - self.queued_bytes
+        return Action("B", microbatch, defer=room)
+
+    def _weight(self) -> Action | None:
+        if not self._queue:
+            return None
+        if self.returns_done == self.num_microbatches:  # the last drain goes chunk by chunk in reduction order
+            microbatch, product = min(self._queue, key=lambda key: (self._queue[key].chunk, key))
+        else:
+            microbatch, product = next(iter(self._queue))
+        return Action("W", microbatch, product=product)
+
+    # ------------------------------------------------------------------ for people
+
+    def text(self) -> str:
+        """The actions so far, `F0 F1 B0 W0x4 ...`."""
+        return actions_text(self.history)
+
+
+def actions_text(actions: Sequence[Action]) -> str:
+    """Actions as text; repeated weight products of one microbatch are counted."""
+    words: list[tuple[str, int]] = []
+    for action in actions:
+        if words and action.kind == "W" and words[-1][0] == str(action):
+            words[-1] = (words[-1][0], words[-1][1] + 1)
+        else:
+            words.append((str(action), 1))
+    return " ".join(word if count == 1 else f"{word}x{count}" for word, count in words)

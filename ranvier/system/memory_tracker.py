@@ -1,0 +1,147 @@
+"""Counts live bytes of tensors by category, so that memory can be measured on a CPU as on a small device.
+
+A CUDA allocator reports how much a step needs at its peak, but not what for, and only on a GPU. Here every storage is
+counted from the operation that creates it until its last owner, often autograd, frees it.
+
+    tracker = MemoryTracker()
+    tracker.tag(model.parameters(), "parameters")
+    with tracker:
+        loss = model(inputs).sum()
+        with tracker.category("gradients"):
+            loss.backward()
+    tracker.peak_bytes(), tracker.at_peak()         # 1234, {"parameters": 1000, "activations": 234}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from ranvier.errors import ConfigError
+
+Place = Literal["device", "host"]
+"""Whether a storage counts as device or as host memory, wherever it is."""
+Kind = tuple[Place, str]
+"""Place and category of a storage."""
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Counts the bytes of storages, each once, however many tensors view it.
+
+    Inside `with tracker:` it counts new storages that operations of this thread return, including those of backward on
+    a CPU. Other storages, such as another thread's message or a tensor created before, count after `tag`. Only one
+    thread may enter and query a tracker; storages may be freed in any thread.
+
+    Not counted: what an operation allocates and frees before it returns; allocators' rounding;
+    `untyped_storage().resize_` until an operation next takes or returns the storage, or it is tagged; tensors on the
+    meta device. Sparse tensors and tensor subclasses that wrap others have no storage of their own: ConfigError.
+    """
+
+    def __init__(self) -> None:
+        TorchDispatchMode.__init__(self)
+        self._counted: dict[weakref.ref[torch.UntypedStorage], tuple[Kind, int]] = {}
+        self._live: Counter[Kind] = Counter()
+        self._peaks: dict[Place, dict[str, int]] = {}
+        self._new: Kind = ("device", "activations")
+        # A storage may be freed in any thread, between any two instructions: its callback does one atomic append, and
+        # the tracker's own thread subtracts. Every sum does so first, so no peak includes freed bytes.
+        self._dead: deque[weakref.ref[torch.UntypedStorage]] = deque()
+        self.reset_peak()
+
+    def tag(self, tensors: Iterable[Tensor], category: str, *, place: Place = "device") -> None:
+        """Count the storages of `tensors` under `category` from now on, whatever their category was before.
+
+        ConfigError for anything other than a tensor with a storage, and for an unknown place.
+        """
+        _check(place, "MemoryTracker.tag(place=...)")
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor):
+                raise ConfigError("is not a tensor", where="MemoryTracker.tag(tensors=...)", value=tensor,
+                                  remedy="Give tensors, as in model.parameters() or state.values().")
+            for storage in _storages(tensor):
+                self._count(storage, (place, category))
+
+    @contextlib.contextmanager
+    def category(self, category: str, *, place: Place = "device") -> Iterator[None]:
+        """Count new storages under `category` inside, instead of "activations". ConfigError for an unknown place."""
+        _check(place, "MemoryTracker.category(place=...)")
+        before, self._new = self._new, (place, category)
+        try:
+            yield
+        finally:
+            self._new = before
+
+    @property
+    def live(self) -> dict[Kind, int]:
+        """Live bytes by (place, category), without empty categories."""
+        while self._dead:
+            kind, nbytes = self._counted.pop(self._dead.popleft())
+            self._live[kind] -= nbytes
+        return {kind: nbytes for kind, nbytes in self._live.items() if nbytes}
+
+    def peak_bytes(self, place: Place = "device") -> int:
+        """The largest number of live bytes since the start or `reset_peak`. ConfigError for an unknown place."""
+        return sum(self.at_peak(place).values())
+
+    def at_peak(self, place: Place = "device") -> dict[str, int]:
+        """Bytes by category at the first moment of the highest total. ConfigError for an unknown place."""
+        _check(place, "MemoryTracker.at_peak(place)")
+        return dict(self._peaks[place])
+
+    def reset_peak(self) -> None:
+        """Start a new measurement: the live bytes are the peak so far."""
+        self._peaks = {place: self._now(place) for place in get_args(Place)}
+
+    def __torch_dispatch__(self, func: Callable[..., object], types: Sequence[type], args: tuple[object, ...] = (),
+                           kwargs: dict[str, object] | None = None) -> object:
+        kwargs = kwargs or {}
+        # Constructors such as torch.tensor pass a new storage, which no operation has created, through lift_fresh.
+        given = [] if func is torch.ops.aten.lift_fresh.default else list(_storages((args, kwargs)))
+        result = func(*args, **kwargs)
+        for storage in (*given, *_storages(result)):
+            kind, _ = self._counted.get(weakref.ref(storage), (None, 0))
+            # An untracked input storage does not become new because the operation returns a view of it.
+            if kind is None and not any(storage is other for other in given):
+                kind = self._new
+            if kind is not None:
+                self._count(storage, kind)
+        return result
+
+    def _count(self, storage: torch.UntypedStorage, kind: Kind) -> None:
+        known, known_bytes = self._counted.get(weakref.ref(storage), (kind, 0))
+        nbytes = storage.nbytes()
+        self._live[known] -= known_bytes
+        self._live[kind] += nbytes
+        # Assignment keeps the dict's existing key: of equal weak references, only the first one's callback will run.
+        self._counted[weakref.ref(storage, self._dead.append)] = (kind, nbytes)
+        place, _ = kind
+        if sum((now := self._now(place)).values()) > sum(self._peaks[place].values()):
+            self._peaks[place] = now
+
+    def _now(self, place: Place) -> dict[str, int]:
+        return {category: nbytes for (at, category), nbytes in self.live.items() if at == place}
+
+
+def _check(place: str, where: str) -> None:
+    if place not in get_args(Place):
+        raise ConfigError("is not a place", where=where, value=place,
+                          remedy="Choose one of " + ", ".join(get_args(Place)) + ".")
+
+
+def _storages(tree: object) -> Iterator[torch.UntypedStorage]:
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            if leaf.layout != torch.strided or is_traceable_wrapper_subclass(leaf):
+                raise ConfigError("has no storage of its own to count", where="MemoryTracker",
+                                  value=f"{type(leaf).__name__}, {leaf.layout}",
+                                  remedy="Use dense tensors, or count the tensors inside.")
+            if (storage := leaf.untyped_storage()).device.type != "meta":
+                yield storage

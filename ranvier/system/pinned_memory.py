@@ -1,0 +1,43 @@
+"""Pinned (page-locked) host memory, from which a CUDA device copies without waiting for the host.
+
+torch's allocator of pinned memory rounds a request up to a power of two: 20.1 GiB take 32. Large tensors are therefore
+ordinary memory that is registered with the driver, in one call, at their own size. What is at most GRANULE is left to
+torch, which uses it again without asking the driver.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ranvier.errors import OutOfMemory
+
+GRANULE = 1 << 30
+"""Bytes up to which torch's allocator is used; it wastes at most as much again."""
+
+
+def pinned_zeros(size: int, dtype: torch.dtype) -> Tensor:
+    """A tensor of `size` zeros in pinned host memory. OutOfMemory if the driver refuses to register it."""
+    if size * dtype.itemsize <= GRANULE:
+        return torch.zeros(size, dtype=dtype, device="cpu", pin_memory=True)
+    tensor = torch.zeros(size, dtype=dtype, device="cpu")
+    runtime: Any = torch.cuda.cudart()
+    address = tensor.data_ptr()
+    status = int(runtime.cudaHostRegister(address, tensor.nbytes, 0))
+    if status:
+        raise OutOfMemory(f"cannot be pinned: cudaHostRegister returned error {status}",
+                          where="optimizer states in host memory", value=f"{tensor.nbytes / 2**30:.1f} GiB",
+                          remedy="Raise the limit of locked memory (ulimit -l unlimited), or set --optim.offload none.")
+    # The registration ends before the memory is freed: a storage is only freed after its Python object.
+    weakref.finalize(tensor.untyped_storage(), runtime.cudaHostUnregister, address).atexit = False
+    return tensor
+
+
+def pinned_bytes(requested: int) -> int:
+    """Bytes of host memory that a pinned tensor of `requested` bytes takes, rounding included."""
+    if requested > GRANULE or requested == 0:
+        return requested
+    return 1 << (requested - 1).bit_length()

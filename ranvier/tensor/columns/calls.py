@@ -1,0 +1,73 @@
+"""Arguments of torch functions, and the refusal of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from ranvier.tensor.columns.local_size import MISUSE, LocalSize
+from ranvier.tensor.columns.refusal import refuse
+from ranvier.tensor.columns.tensor import Args, ColumnTensor, Func, Kwargs
+
+_ANY_REMEDY = "Use the layers of ranvier.tensor.layers for what crosses a dim that is sharded over columns."
+_NORM_OR_SCORES = "Use ranvier.tensor.layers.RMSNorm or LayerNorm for a norm, and ClassifierHead for scores of tokens."
+REMEDIES = {
+    "rms_norm": "Use ranvier.tensor.layers.RMSNorm, with over='inner' between an output- and an input-stationary "
+                "Linear.",
+    "layer_norm": "Use ranvier.tensor.layers.LayerNorm, with over='inner' between an output- and an input-stationary "
+                  "Linear.",
+    "dropout": "Use ranvier.tensor.layers.Dropout, whose masks are keyed by place.",
+    "mean": _NORM_OR_SCORES,
+    "sum": _NORM_OR_SCORES,
+    "linear": "Use ranvier.tensor.layers.Linear or ClassifierHead.",
+}
+"""Name of a torch function -> what to use instead of it on sharded tensors."""
+
+
+def argument(args: Args, kwargs: Kwargs, place: int, *names: str, default: object = None) -> Any:
+    """The argument at `place`, or given by one of `names`."""
+    for name in names:
+        if name in kwargs:
+            return kwargs[name]
+    return args[place] if len(args) > place else default
+
+
+def sizes_or_dims(args: Args, place: int, kwargs: Kwargs, *names: str) -> list[Any]:
+    """Sizes or dims that a call gives as one sequence, or one after another from `place` on."""
+    given = argument(args, kwargs, place, *names)
+    if isinstance(given, (list, tuple)):
+        return list(given)
+    if given is None:
+        return []
+    return [given] if any(name in kwargs for name in names) else list(args[place:])
+
+
+def refuse_local_sizes(func: Func, args: Args, kwargs: Kwargs) -> None:
+    """ModelError where a `LocalSize` is used as a number in pointwise arithmetic: one rank would use the global one."""
+    for one in (*args, *kwargs.values()):
+        if isinstance(one, LocalSize):
+            refuse(f"{function_name(func)} {MISUSE}", f"{int(one)} of {one.whole}",
+                   "Take the number from the model's settings.")
+
+
+def refuse_call(func: Func, operands: Iterable[Tensor], what: str = "", remedy: str = "") -> NoReturn:
+    """Raise a ModelError that names the function, the operands' layouts and what to use instead."""
+    name = function_name(func)
+    refuse(f"{f'{name} {what}'.strip()} cannot be computed from one column's shard", _layouts_text(operands),
+           remedy or REMEDIES.get(name.rpartition(".")[2], _ANY_REMEDY))
+
+
+def function_name(func: Func) -> str:
+    """A torch function's name for messages: sum, Tensor.T, torch.nn.functional.gelu."""
+    name: str = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):  # a property's accessor; it is bound to the property
+        return f"Tensor.{getattr(func, '__self__').__name__}"  # noqa: B009
+    module = getattr(func, "__module__", None)
+    return f"{module}.{name}" if module in ("torch.nn.functional", "torch.functional") else name
+
+
+def _layouts_text(operands: Iterable[Tensor]) -> str:
+    return " and ".join(one.columns.text(tuple(one.size())) if isinstance(one, ColumnTensor)
+                        else f"{list(one.size())} without a layout" for one in operands)

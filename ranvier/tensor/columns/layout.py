@@ -1,0 +1,102 @@
+"""How a tensor is laid out over the columns of a tensor mesh, and the conversions between layouts.
+
+    replicated   every column holds all of it; its gradient is the full gradient, the same on all columns
+    sharded      column j holds shard j of one dim; its gradient is the gradient of that shard
+
+(`Replicate()` and `Shard(dim)` in the words of torch's DTensor.) A replicated operand may meet a sharded one. Each
+column then computes the replicated operand's gradient from its own shard alone, and the sum over columns is the full
+gradient: `summed_gradient` is Megatron-LM's `copy_to_tensor_model_parallel_region` (identity forward, all-reduce
+backward). This file works on plain tensors; `ranvier.tensor.columns.dispatch` applies it to what a block computes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ranvier.layout import part
+from ranvier.tensor.autograd import Function
+from ranvier.tensor.mesh import TensorMesh
+
+
+class ColumnLayout(NamedTuple):
+    """The layout of one tensor over the columns of `mesh`.
+
+    dim: the dim that is sharded over the columns; None where every column holds the whole tensor.
+    size: the global size of that dim.
+    """
+
+    mesh: TensorMesh
+    dim: int | None = None
+    size: int = 0
+
+    @property
+    def sharded_dim(self) -> int:
+        """`dim` of a layout that is known to be sharded."""
+        assert self.dim is not None
+        return self.dim
+
+    def own(self) -> tuple[int, int]:
+        """(start, stop) of this column's shard of the dim."""
+        return part(self.size, self.mesh.num_cols, self.mesh.col)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether the shards of all columns have one size."""
+        return self.size % self.mesh.num_cols == 0
+
+    def moved(self, dim: int, size: int | None = None) -> ColumnLayout:
+        """The same layout with another sharded dim, which may have another global size."""
+        return ColumnLayout(self.mesh, dim, self.size if size is None else size)
+
+    def text(self, shape: tuple[int, ...]) -> str:
+        """A tensor's local `shape` and layout for messages: [4, 6, 12 of 24 on each of 2 columns]."""
+        if self.dim is None:
+            return f"{list(map(int, shape))} on every column"
+        sizes = [f"{int(size)} of {self.size}" if dim == self.dim else str(int(size)) for dim, size in enumerate(shape)]
+        return f"[{', '.join(sizes)}] on each of {self.mesh.num_cols} columns"
+
+
+def summed_gradient(x: Tensor, mesh: TensorMesh) -> Tensor:
+    """A replicated tensor as the operand beside a sharded one: `x`, whose gradient is all-reduced over columns."""
+    return _SummedGradient.apply(x, mesh) if torch.is_grad_enabled() and x.requires_grad else x
+
+
+def own_part_of(x: Tensor, dim: int, layout: ColumnLayout) -> Tensor:
+    """This column's shard of `dim` of a replicated tensor, copied; the backward collects the shards' gradients."""
+    return _OwnPart.apply(x, dim, layout)
+
+
+class _SummedGradient(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: TensorMesh) -> Tensor:
+        ctx.mesh = mesh
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        total = dy.clone(memory_format=torch.contiguous_format)  # autograd may hand `dy` to others too
+        ctx.mesh.over_cols.all_reduce(total).wait()
+        return total, None
+
+
+class _OwnPart(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, layout: ColumnLayout) -> Tensor:
+        ctx.shape, ctx.dim, ctx.layout = x.shape, dim, layout
+        start, stop = layout.own()
+        return x.narrow(dim, start, stop - start).clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        start, stop = ctx.layout.own()
+        # Zeros and an all-reduce, not an all-gather: shards may be uneven. x + 0 is exact, so no bit differs.
+        dx = dy.new_zeros(ctx.shape)
+        dx.narrow(ctx.dim, start, stop - start).copy_(dy)
+        ctx.layout.mesh.over_cols.all_reduce(dx).wait()
+        return dx, None, None

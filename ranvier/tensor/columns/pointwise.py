@@ -1,0 +1,112 @@
+"""Rules of functions that work element by element, of joins, and of new tensors like a given one.
+
+Each rule has the signature rule(func, args, kwargs) -> the function's result, marked with its layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from ranvier.tensor.columns.calls import argument, refuse_call, refuse_local_sizes, sizes_or_dims
+from ranvier.tensor.columns.layout import ColumnLayout, own_part_of, summed_gradient
+from ranvier.tensor.columns.local_size import LocalSize
+from ranvier.tensor.columns.names import IN_PLACE
+from ranvier.tensor.columns.tensor import (
+    Args,
+    Func,
+    Kwargs,
+    layout_of_tensor,
+    mark,
+    mark_all,
+    plain,
+    sharded_layout,
+    tensors_in,
+)
+
+
+def common_layout(func: Func, operands: Sequence[Tensor], result_dims: int) -> tuple[int, ColumnLayout]:
+    """(the sharded dim counted from the right, layout) that all sharded operands have; refuses different ones.
+
+    Dims are counted from the right because broadcasting aligns them there.
+    """
+    found = {(one.dim() - layout.sharded_dim, layout.size): layout
+             for one in operands if (layout := sharded_layout(one)) is not None}
+    if len(found) > 1:
+        refuse_call(func, operands, "of tensors with different layouts over columns",
+                    "Go from one to the other through the layers: Linear(stationary='output') from the residual "
+                    "stream, Linear(stationary='input') back to it, ClassifierHead to a replicated tensor.")
+    (from_right, _), common = next(iter(found.items()))
+    if from_right > result_dims:
+        refuse_call(func, operands)
+    return from_right, common
+
+
+def convert(func: Func, one: Tensor, from_right: int, layout: ColumnLayout, operands: Sequence[Tensor]) -> Tensor:
+    """`one` as an operand beside others whose sharded dim is `from_right` places from the right.
+
+    A replicated operand of size 1 there is broadcast; of the global size, each column takes its shard.
+    """
+    if sharded_layout(one) is not None:
+        return one
+    one = plain(one)
+    size = one.size(-from_right) if one.dim() >= from_right else 1
+    if size == 1:
+        return summed_gradient(one, layout.mesh)
+    if size != layout.size:
+        refuse_call(func, operands,
+                    f"of a tensor with {size} of {layout.size} elements along the dim that is sharded over columns",
+                    "Make it with the global size (each column then takes its shard), or like another tensor: "
+                    "zeros_like(x).")
+    return own_part_of(one, one.dim() - from_right, layout)
+
+
+def pointwise(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Functions whose every result depends on the elements at the same place of the operands."""
+    operands = tensors_in((*args, *kwargs.values()))
+    if "out" in kwargs:
+        refuse_call(func, operands, "into memory of the caller", "Leave out= away.")
+    refuse_local_sizes(func, args, kwargs)
+    if func in (torch.where, Tensor.where) and len(operands) < 2:
+        refuse_call(func, operands, "of a condition alone")
+    dims = max(one.dim() for one in operands)
+    if func in IN_PLACE and (sharded_layout(args[0]) is None or args[0].dim() != dims):
+        refuse_call(func, operands, "of a sharded tensor into one that is not sharded",
+                    "Use the form that returns a new tensor.")
+    from_right, layout = common_layout(func, operands, dims)
+    args, kwargs = tree_map(lambda one: convert(func, one, from_right, layout, operands)
+                            if isinstance(one, Tensor) else one, (tuple(args), dict(kwargs)))
+    return mark_all(func(*args, **kwargs), lambda one: layout.moved(one.dim() - from_right))
+
+
+def join(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
+    """torch.cat and torch.stack, along dims that are not sharded."""
+    tensors, dim = argument(args, kwargs, 0, "tensors"), argument(args, kwargs, 1, "dim", "axis", default=0)
+    stacked = func is torch.stack
+    from_right, layout = common_layout(func, tensors, tensors[0].dim())
+    sharded, dim = tensors[0].dim() - from_right, dim % (tensors[0].dim() + stacked)
+    if not stacked and dim == sharded:
+        refuse_call(func, tensors, "along the dim that is sharded over columns")
+    found = func([convert(func, one, from_right, layout, tensors) for one in tensors], dim)
+    return mark(found, layout.moved(sharded + (stacked and dim <= sharded)))
+
+
+def like_first(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Functions whose result has the first operand's layout: copies, conversions, tensors of constants."""
+    layout = layout_of_tensor(args[0])
+    result = func(*args, **kwargs)
+    return result if layout is None else mark(result, layout)
+
+
+def new_tensor(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
+    """x.new_zeros(sizes) and the like: sharded where a size was read from a sharded dim."""
+    sizes = sizes_or_dims(args, 1, kwargs, "size")
+    sharded = [dim for dim, size in enumerate(sizes) if isinstance(size, LocalSize)]
+    result = func(*args, **kwargs)
+    mesh = args[0].columns.mesh
+    return mark(result, ColumnLayout(mesh, sharded[0], sizes[sharded[0]].whole) if len(sharded) == 1
+                else ColumnLayout(mesh))

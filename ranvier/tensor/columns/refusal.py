@@ -1,0 +1,36 @@
+"""The error for an operation that cannot be computed on a sharded tensor; it names the module and the line."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import NoReturn
+
+from torch import nn
+
+from ranvier.errors import ModelError
+
+
+def refuse(what: str, layout: object, remedy: str, where: str | None = None) -> NoReturn:
+    """Raise a ModelError for what cannot be computed from one column's shard.
+
+    what: the fault, as a clause. layout: shapes and layouts of the operands, as text. where: the place in the model;
+    None for the module and the line of the user's code that run now.
+    """
+    raise ModelError(what, where=where or _running_module(), value=layout, remedy=remedy)
+
+
+def _running_module() -> str:
+    """The innermost running module of a split model, and the line of its code."""
+    frame: FrameType | None = sys._getframe(2)
+    line = name = None
+    while frame is not None and name is None:
+        module = frame.f_globals.get("__name__", "")
+        inside = module.startswith(("torch.", "ranvier.tensor.column")) or module == "torch"
+        if line is None and not inside:
+            line = f"{frame.f_code.co_filename.rpartition('/')[2]}, line {frame.f_lineno}"
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            name = owner.__dict__.get("_split_name")  # set by `ranvier.tensor.boundaries.named_module`
+        frame = frame.f_back
+    return f"{name or 'a split model'} ({line})"

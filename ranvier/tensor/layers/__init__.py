@@ -1,0 +1,54 @@
+"""The layers that a tensor-parallel model is written with.
+
+    from ranvier.tensor import layers as tensor
+
+    class MLP(nn.Module):
+        def __init__(self, hidden):
+            self.norm = tensor.LayerNorm(hidden)
+            self.fc1 = tensor.Linear(hidden, 4 * hidden, stationary="output")
+            self.fc2 = tensor.Linear(4 * hidden, hidden, stationary="input")
+
+        def forward(self, x_BSH):
+            return x_BSH + self.fc2(tensor.gelu(self.fc1(self.norm(x_BSH))))
+
+On one rank they are torch's own: `Linear` is an nn.Linear that also says how it may be sharded. On a row x col mesh
+`ranvier.tensor.split.layers.split_layers` replaces those of a block by tensor-parallel ones, which hold their shard of
+the parameters. The model's code does not change, and does not depend on the scheme. It follows three rules:
+
+    the residual stream is what `Linear(stationary="input")`, embeddings and norms return; any dim may be sharded
+    between an output- and an input-stationary Linear a tensor has all tokens of a row, and a shard of the features
+    sizes are read from tensors, or left to unflatten(-1, ...): never written down
+
+On several columns each activation carries its layout. An operation that breaks a rule is refused by name: it either
+computes what it computes on one rank, gradients included, or raises a ModelError (`ranvier.tensor.columns`).
+`ranvier.testing.check_split` compares a model with the unsplit one. A layer of your own takes part if it has the
+methods of `Splittable`.
+"""
+
+import warnings
+
+from ranvier.tensor.layers.dropout import Dropout
+from ranvier.tensor.layers.embeddings import Embedding, PatchEmbedding, PositionEmbedding, TokenTypeEmbedding
+from ranvier.tensor.layers.gated import gated
+from ranvier.tensor.layers.gelu import gelu
+from ranvier.tensor.layers.linear import ClassifierHead, Linear, ReplicatedLinear, VocabularyLinear
+from ranvier.tensor.layers.linear_group import SharedInputLinear
+from ranvier.tensor.layers.norms import LayerNorm, RMSNorm
+from ranvier.tensor.layers.rotary import Rotary
+from ranvier.tensor.splittable import Splittable, block_splits
+
+__all__ = ["ClassifierHead", "Dropout", "Embedding", "LayerNorm", "Linear", "PatchEmbedding", "PositionEmbedding",
+           "RMSNorm", "ReplicatedLinear", "Rotary", "SharedInputLinear", "Splittable", "TokenTypeEmbedding",
+           "VocabularyLinear", "block_splits", "gated", "gelu"]
+
+_OLD_NAMES = {"SmallEmbedding": TokenTypeEmbedding, "TokenLinear": ClassifierHead, "WholeLinear": ReplicatedLinear}
+
+
+def __getattr__(name: str) -> type:
+    """A layer under its old name, for one release, with a FutureWarning that names the new one."""
+    if name not in _OLD_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    kind = _OLD_NAMES[name]
+    warnings.warn(f"ranvier.tensor.layers.{name} is now {kind.__name__}; the old name works for one release",
+                  FutureWarning, stacklevel=2)
+    return kind

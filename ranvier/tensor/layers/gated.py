@@ -1,0 +1,52 @@
+"""Gated activations: SwiGLU and GeGLU (Shazeer, 2020), which keep their two inputs and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from ranvier.tensor.autograd import Function
+from ranvier.tensor.columns import layout_of_tensor, mark, plain
+
+Activation = Literal["silu", "gelu", "gelu-tanh"]
+"""Of the gate: SiLU (Swish), exact GELU, or GELU by its tanh approximation."""
+
+
+def gated(gate: Tensor, up: Tensor, *, activation: Activation = "silu") -> Tensor:
+    """activation(gate) * up, of two tensors with one shape and layout. The backward computes the activation again
+    instead of keeping it."""
+    layout = layout_of_tensor(gate)
+    if layout != layout_of_tensor(up):
+        return _activated(gate, activation) * up
+    y = _Gated.apply(plain(gate), plain(up), activation)
+    return y if layout is None else mark(y, layout)
+
+
+def _activated(gate: Tensor, activation: Activation) -> Tensor:
+    if activation == "silu":
+        return functional.silu(gate)
+    return functional.gelu(gate, approximate="tanh" if activation == "gelu-tanh" else "none")
+
+
+class _Gated(Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        return _activated(gate, activation).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        gate, up = ctx.saved_tensors
+        d_gate: Tensor
+        if ctx.activation == "silu":
+            d_gate = torch.ops.aten.silu_backward(dy * up, gate)
+        else:
+            d_gate = torch.ops.aten.gelu_backward(dy * up, gate, approximate="tanh" if ctx.activation == "gelu-tanh"
+                                                  else "none")
+        return d_gate, _activated(gate, ctx.activation).mul_(dy), None

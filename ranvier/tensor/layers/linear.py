@@ -1,0 +1,153 @@
+"""Linear layers: products between the residual stream and sublayers, onto the vocabulary, and of replicated tensors.
+
+B batch, S sequence, H hidden width, F inner width, V vocabulary, C classes. Sharding over columns is the scheme's; see
+`ranvier.tensor.activations` for the residual stream x_BSH.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ranvier.config.run import TensorParallel
+from ranvier.layout import Split
+from ranvier.tensor.activations import layout_of
+from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.split.heads import SplitClassifierHead
+from ranvier.tensor.split.linear import SplitLinear, SplitVocabularyLinear
+from ranvier.tensor.split.own_part import with_own_parts
+from ranvier.tensor.split.products import InputStationary, OutputStationary, Product, SummaProduct
+from ranvier.tensor.splittable import Constraint, Layer, feature_split, hidden_constraint, vocabulary_constraints
+
+
+class Linear(Layer, nn.Linear):
+    """y = x W^T + b: x_BSH to y_BSF with `stationary="output"`, x_BSF to y_BSH with `stationary="input"`.
+
+    With one row these are Megatron-LM's ColumnParallelLinear and RowParallelLinear.
+
+    stationary: which of the two activations stays on its rank, where the scheme lets one stay: "output" for the first
+        of a pair of products (queries, keys and values; H to 4H), "input" for the second.
+    units: pieces of the output (input-stationary: of the input) that are never divided, such as heads.
+    reuse_input: nothing else needs the input in a backward, such as a GELU's output. On a mesh its gradient takes its
+        place in memory, where the weight's gradient is not postponed; the backward then runs once only.
+    parts: names of outputs that are computed together, such as query, key and value. Each unit has the rows of the
+        first part, then those of the next.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, *,
+                 stationary: Literal["output", "input"], units: int | None = None, reuse_input: bool = False,
+                 parts: Sequence[str] = (), dtype: torch.dtype | None = None) -> None:
+        super().__init__(in_features, out_features, bias, dtype=dtype)
+        self.stationary, self.units, self.reuse_input, self.parts = stationary, units, reuse_input, tuple(parts)
+        self.takes, self.gives = ("stream", "inner") if stationary == "output" else ("inner", "stream")
+
+    def splits(self, settings: TensorParallel) -> dict[str, Split]:
+        """Output-stationary weights [out / col, in / row], input-stationary ones [out / row, in / col]; SUMMA's all
+        [out / col, in / row]."""
+        if self.stationary == "output" or settings.scheme == "summa":
+            found = {"weight": Split((("col",), ("row",))), "bias": Split((("col",),), summed=("row",))}
+        else:
+            found = {"weight": Split((("row",), ("col",))), "bias": feature_split(settings)}
+        return found if self.bias is not None else {"weight": found["weight"]}
+
+    def divisibility_constraints(self, mesh: TensorMesh) -> Iterator[Constraint]:
+        """Columns divide the units or inner features, and the residual stream's; rows divide the latter, but for
+        SUMMA."""
+        inner = self.out_features if self.stationary == "output" else self.in_features
+        outer = self.in_features if self.stationary == "output" else self.out_features
+        yield "units" if self.units else "features", self.units or inner, "col", mesh.num_cols
+        yield from hidden_constraint(mesh, outer, "features of the residual stream")
+        if mesh.settings.scheme != "summa":
+            yield "features of the residual stream", outer, "row", mesh.num_rows
+
+    def split(self, mesh: TensorMesh) -> nn.Module:
+        """A `SplitLinear` with the scheme's product."""
+        product: Product
+        if mesh.settings.scheme == "summa":
+            product = SummaProduct(mesh)
+        else:
+            product = OutputStationary(mesh) if self.stationary == "output" else InputStationary(mesh)
+        return SplitLinear(self, mesh, product, reuse_input=self.reuse_input)
+
+
+class VocabularyLinear(Layer, nn.Linear):
+    """The projection onto the vocabulary, x_BSH to logits_BSV, without bias.
+
+    On a mesh each column has the logits of its part of the vocabulary, `layout.part(vocab, columns, column)`; the loss
+    must be a `NextTokenLoss`, which computes on such parts.
+    """
+
+    gives = "vocabulary"
+
+    def __init__(self, hidden: int, vocab: int, dtype: torch.dtype | None = None) -> None:
+        super().__init__(hidden, vocab, bias=False, dtype=dtype)
+
+    def splits(self, settings: TensorParallel) -> dict[str, Split]:
+        """[V / col, H / row]; for SUMMA [V / row, H / col] as in Optimus, so that the token embedding can be tied."""
+        return {"weight": Split((("row",), ("col",)) if settings.scheme == "summa" else (("col",), ("row",)))}
+
+    def divisibility_constraints(self, mesh: TensorMesh) -> Iterator[Constraint]:
+        """Columns and rows divide the features; every column and row needs a part of the vocabulary."""
+        yield from hidden_constraint(mesh, self.in_features, "features of the residual stream")
+        if mesh.settings.scheme != "summa":
+            yield "features of the residual stream", self.in_features, "row", mesh.num_rows
+        yield from vocabulary_constraints(self.out_features, mesh)
+
+    def split(self, mesh: TensorMesh) -> nn.Module:
+        """A `SplitVocabularyLinear`."""
+        return SplitVocabularyLinear(self, mesh, self.out_features)
+
+
+class ClassifierHead(Layer, nn.Linear):
+    """Scores of one token, x_BSH to [B, C], or of each token, to [B, S, C]; replicated over columns.
+
+    token: the token's place in the sequence, from the end where negative; None for each token.
+    """
+
+    gives = "whole"
+
+    def __init__(self, hidden: int, classes: int, bias: bool = True, *, token: int | None = 0,
+                 dtype: torch.dtype | None = None) -> None:
+        super().__init__(hidden, classes, bias, dtype=dtype)
+        self.token = token
+
+    def splits(self, settings: TensorParallel) -> dict[str, Split]:
+        """The weight [C, H / col] where the residual stream's features are sharded, else [C, H]."""
+        features = feature_split(settings)
+        # Every column computes the gradients of all scores, and from them the bias' of its row. With the sequence
+        # sharded and scores of each token, a column has the gradients of its own tokens only.
+        sharded = self.token is None and layout_of(settings.scheme, settings.sequence_sharding) == "sequence"
+        summed = features.summed if sharded else tuple(axis for axis in features.summed if axis == "row")
+        found = {"weight": Split(((), *features.dims), summed)}
+        return found | ({"bias": Split(((),), summed)} if self.bias is not None else {})
+
+    def divisibility_constraints(self, mesh: TensorMesh) -> Iterator[Constraint]:
+        """Columns divide the features, where they are sharded."""
+        return hidden_constraint(mesh, self.in_features)
+
+    def split(self, mesh: TensorMesh) -> nn.Module:
+        """A `SplitClassifierHead`."""
+        return SplitClassifierHead(self, mesh, self.token)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x_BSH to [B, C], or [B, S, C] where `token` is None."""
+        return functional.linear(x if self.token is None else x[:, self.token], self.weight, self.bias)
+
+
+class ReplicatedLinear(Layer, nn.Linear):
+    """y = x W^T + b of a replicated x, such as what a `ClassifierHead` returns; y is replicated too."""
+
+    takes = gives = "whole"
+
+    def splits(self, settings: TensorParallel) -> dict[str, Split]:
+        """Replicated; each row has the gradient of its samples."""
+        found = {"weight": Split(((), ()), summed=("row",))}
+        return found | ({"bias": Split(((),), summed=("row",))} if self.bias is not None else {})
+
+    def split(self, mesh: TensorMesh) -> nn.Module:
+        """The same layer."""
+        return with_own_parts(self, mesh)

@@ -1,0 +1,139 @@
+"""Rotary position embeddings (Su et al., 2021) and their scalings to longer sequences.
+
+B batch, N heads, S sequence, D width of a head. Feature i of a head and feature i + D / 2 are one plane, which turns by
+position x frequency i: the order of features in Hugging Face's files.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ranvier.tensor.autograd import Function
+from ranvier.tensor.columns import layout_of_tensor, mark, plain
+
+Scaling = Literal["none", "linear", "dynamic", "llama3", "yarn"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """The angles of rotary embeddings.
+
+    Attributes:
+        width: features of a head, D; even.
+        base: of the frequencies base^(-2 i / D).
+        scaling: linear divides all frequencies by `factor` (Chen et al., 2023). dynamic raises the base for sequences
+            that are longer than `positions` (NTK-aware). llama3 divides low frequencies, with a smooth transition
+            (Llama 3.1). yarn does so by the number of turns within `positions`, and scales queries and keys (Peng et
+            al., 2023).
+        factor: by which sequences become longer.
+        positions: of the model before scaling.
+        limits: llama3: factors of the lowest and of the highest frequencies that are changed and kept (1, 4). yarn:
+            turns within `positions` below which frequencies are divided, and above which they are kept (1, 32).
+        magnitude: yarn: factor of rotated queries and keys; None is 0.1 ln(factor) + 1.
+        whole_limits: yarn: whether the limits are rounded to whole features.
+    """
+
+    width: int
+    base: float = 10000.0
+    scaling: Scaling = "none"
+    factor: float = 1.0
+    positions: int = 0
+    limits: tuple[float, float] | None = None
+    magnitude: float | None = None
+    whole_limits: bool = True
+
+    def frequencies(self, length: int) -> Tensor:
+        """[D / 2], fp64, for sequences of `length`."""
+        base, exponents = self.base, torch.arange(0, self.width, 2, dtype=torch.float64, device="cpu") / self.width
+        if self.scaling == "dynamic" and length > self.positions:
+            base *= (self.factor * length / self.positions - (self.factor - 1)) ** (self.width / (self.width - 2))
+        frequencies = base ** -exponents
+        match self.scaling:
+            case "linear":
+                return frequencies / self.factor
+            case "llama3":
+                kept = self._kept_by_wavelength(frequencies)
+            case "yarn":
+                kept = self._kept_by_turns()
+            case _:
+                return frequencies
+        return frequencies / self.factor * (1 - kept) + frequencies * kept
+
+    def _kept_by_wavelength(self, frequencies: Tensor) -> Tensor:
+        """llama3: share of each frequency that is not divided."""
+        low, high = self.limits or (1.0, 4.0)
+        turns = self.positions * frequencies / (2 * math.pi)
+        return ((turns - low) / (high - low)).clamp(0, 1)
+
+    def _kept_by_turns(self) -> Tensor:
+        """yarn: share of each frequency that is not divided."""
+        slow, fast = self.limits or (1.0, 32.0)
+
+        def feature(turns: float) -> float:
+            """Place of the frequency that turns so often within `positions`."""
+            return self.width * math.log(self.positions / (turns * 2 * math.pi)) / (2 * math.log(self.base))
+
+        first, last = feature(fast), feature(slow)
+        if self.whole_limits:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, self.width - 1)
+        places = torch.arange(self.width // 2, dtype=torch.float64, device="cpu")
+        return 1 - ((places - first) / (last - first or 0.001)).clamp(0, 1)
+
+    @property
+    def scale(self) -> float:
+        """Factor of rotated queries and keys."""
+        if self.scaling != "yarn":
+            return 1.0
+        return self.magnitude if self.magnitude is not None else max(1.0, 0.1 * math.log(self.factor) + 1)
+
+    def __call__(self, x: Tensor, positions: Tensor | None = None, *, longest: int | None = None) -> Tensor:
+        """x [B, N, S, D] with each head turned by the angles of its position.
+
+        positions: [B, S] int64; by default 0, 1, ... S - 1. longest: more than the largest position, S by default.
+        """
+        values, layout = plain(x), layout_of_tensor(x)
+        length = longest or values.shape[-2]
+        if longest is not None and self.scaling != "dynamic":
+            length = 1 << (longest - 1).bit_length()  # few tables, while a text becomes longer
+        tables = _tables(self, length, values.dtype, values.device)
+        if positions is not None:
+            tables = tables[0][positions].unsqueeze(1), tables[1][positions].unsqueeze(1)
+        y = _Rotated.apply(values, *tables)
+        return y if layout is None else mark(y, layout)
+
+
+@lru_cache(maxsize=32)
+def _tables(rotary: Rotary, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [S, D / 2], which all layers share. Rounded once, from fp64."""
+    with torch.inference_mode(False):
+        angles = torch.arange(length, dtype=torch.float64, device="cpu")[:, None] * rotary.frequencies(length)
+        cosine, sine = ((part * rotary.scale).to(dtype).to(device) for part in (angles.cos(), angles.sin()))
+        return cosine, sine
+
+
+class _Rotated(Function):
+    """The gradient turns back by the same angles. The tables live in the cache, so they are not saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        ctx.tables = cosine, sine
+        return _turned(x, cosine, sine)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        cosine, sine = ctx.tables
+        return _turned(dy, cosine, -sine), None, None
+
+
+def _turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cosine - b * sine, a * sine + b * cosine], dim=-1)

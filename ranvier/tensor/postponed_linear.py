@@ -1,0 +1,160 @@
+"""Plain nn.Linear layers whose weight gradients can be postponed.
+
+The layer's backward returns the input's gradient and queues the product for the weight's; see
+`ranvier.tensor.weight_gradients`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn import functional
+
+from ranvier.tensor.autograd import Function
+from ranvier.tensor.split.linear import SplitLinear
+from ranvier.tensor.weight_gradients import WeightGradients
+
+
+def _add_gradients(weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor, dy: Tensor) -> None:
+    """weight.grad += dy^T x and bias.grad += sum dy, over all leading dims. x: [..., in], dy: [..., out]."""
+    dy = dy.reshape(-1, dy.shape[-1])
+    x = x.reshape(-1, x.shape[-1])
+    if weight.grad is None:
+        weight.grad = dy.t().mm(x).to(weight.grad_dtype)
+    elif weight.grad.dtype is x.dtype:
+        weight.grad.addmm_(dy.t(), x)
+    else:  # fp32 sums of half-precision products
+        weight.grad.add_(dy.t().mm(x))
+    if bias is not None and bias.requires_grad:
+        if bias.grad is None:
+            bias.grad = dy.sum(0).to(bias.grad_dtype)
+        else:
+            bias.grad.add_(dy.sum(0))
+
+
+class _DeferrableLinear(Function):
+    """functional.linear whose backward gives dW and db to a `WeightGradients`.
+
+    `ctx` holds the parameters themselves beside the saved tensors: with activation recomputation, or with hooks on
+    saved tensors, autograd returns copies, whose `.grad` is not the parameter's.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None,
+                layer: _DeferrableForward) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight, ctx.bias, ctx.layer = weight, bias, layer
+        return functional.linear(x, weight, bias).detach()  # users may change what is no view in place
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        dx = dy.matmul(weight) if ctx.needs_input_grad[0] else None
+        gradients = ctx.layer.gradients
+        if gradients.in_pass:
+            grown = [ctx.weight] if ctx.bias is None or not ctx.bias.requires_grad else [ctx.weight, ctx.bias]
+            gradients.add(grown, (x, dy), partial(_add_gradients, ctx.weight, ctx.bias),
+                          at_once=ctx.layer.steps_aside)
+            return dx, None, None, None
+        rows = dy.reshape(-1, dy.shape[-1])
+        db = rows.sum(0) if ctx.needs_input_grad[2] else None
+        return dx, rows.t().mm(x.reshape(-1, x.shape[-1])), db, None
+
+
+def _is_deferrable(module: nn.Linear, x: Tensor) -> bool:
+    """Whether weight and bias are plain parameters without hooks on their gradients, and autocast is off."""
+    return (_is_plain(module.weight) and module.weight.requires_grad and (module.bias is None or _is_plain(module.bias))
+            and not nn.utils.parametrize.is_parametrized(module) and not torch.is_autocast_enabled(x.device.type))
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    return (isinstance(parameter, nn.Parameter) and not parameter._backward_hooks
+            and not parameter._post_accumulate_grad_hooks)
+
+
+class _DeferrableForward:
+    """The forward of a plain nn.Linear, with its weight gradients going through `gradients`.
+
+    Inside a transform of torch.func (vmap, grad, jvp) it computes what nn.Linear computes, and does so from then on:
+    else the queue and autograd would add to one gradient in an order that depends on the schedule's policy.
+    """
+
+    def __init__(self, module: nn.Linear, gradients: WeightGradients) -> None:
+        self._module, self.gradients = module, gradients
+        self.steps_aside = False
+
+    def __call__(self, input: Tensor) -> Tensor:
+        module, x = self._module, input
+        if not (torch.is_grad_enabled() and isinstance(x, Tensor) and _is_deferrable(module, x)):
+            return functional.linear(x, module.weight, module.bias)
+        if self.steps_aside or _is_transformed():
+            self.steps_aside = True
+            return functional.linear(x, module.weight, module.bias)
+        y = _DeferrableLinear.apply(x, module.weight, module.bias, self)
+        self.gradients.forward_bytes += x.numel() * x.element_size() + y.numel() * y.element_size()
+        return y
+
+    def __reduce__(self) -> tuple[type[partial[Any]], tuple[object, ...]]:
+        """nn.Linear's forward: a copy of the layer has no queue."""
+        return partial, (nn.Linear.forward, self._module)
+
+
+def _is_transformed() -> bool:
+    """Whether torch.func or forward-mode differentiation is active, which custom functions would have to support."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def _takes(module: nn.Module) -> bool:
+    """Whether `module` computes exactly nn.Linear's product: no forward of its own, by class or by assignment."""
+    return (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+            and "forward" not in module.__dict__)
+
+
+class PostponingForwards:
+    """Gives plain nn.Linear layers, while batches run, a forward whose weight gradients go through `gradients`.
+
+    Between batches they are plain modules, which can be copied, saved and transformed as any other.
+
+    Args:
+        blocks: blocks whose layers postpone. Autograd computes the weight gradients of layers with a forward of their
+            own, of parametrised ones, of parameters with hooks, and of parameters that a module of another kind holds
+            too: a sum to which both autograd and the queue add would depend on the order of actions. Every forward
+            checks whether the weight is trainable, so freezing later needs nothing more.
+        others: blocks of the same stage whose weight gradients autograd computes.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], others: Sequence[nn.Module], gradients: WeightGradients) -> None:
+        modules = list(dict.fromkeys(module for block in blocks for module in block.modules()))
+        elsewhere = {parameter for module in (*(m for block in others for m in block.modules()),
+                                              *(module for module in modules
+                                                if not (_takes(module) or isinstance(module, SplitLinear))))
+                     for parameter in module.parameters(recurse=False)}
+        free = {module: None for module in modules if elsewhere.isdisjoint(module.parameters(recurse=False))}
+        self._gradients = gradients
+        self._forwards = {module: _DeferrableForward(module, gradients) for module in free
+                          if isinstance(module, nn.Linear) and _takes(module)}
+        self._split = [module for block in (*blocks, *others) for module in block.modules()
+                       if isinstance(module, SplitLinear)]
+        for module in self._split:
+            module.may_wait = module in free
+
+    def install(self) -> None:
+        """Before a batch: give the layers their forwards."""
+        for module, forward in self._forwards.items():
+            if _takes(module):
+                module.__dict__["forward"] = forward
+        for layer in self._split:
+            layer.weight_gradients = self._gradients
+
+    def remove(self) -> None:
+        """After a batch: the blocks are plain modules again."""
+        for module, forward in self._forwards.items():
+            if module.__dict__.get("forward") is forward:
+                del module.__dict__["forward"]
+        for layer in self._split:
+            layer.weight_gradients = None

@@ -1,0 +1,230 @@
+"""Cross-entropies: of the next token, with the whole vocabulary or with it sharded over columns; of classes; of spans.
+
+With x the logits of one position and m the largest, the loss is log(sum exp(x - m)) + m - x[target]. Each column
+computes m and the sum of its part; two small all-reduces make them those of the row: the maximum of m, then the sums,
+rescaled to it (Megatron-LM's vocab-parallel cross-entropy). Every column gets a bit-identical loss, and the gradient of
+its own logits without another collective.
+
+B batch, S sequence, V vocabulary, V_j column j's part of it, C classes, R = B S rows of logits. A loss returns
+(sum over counted targets, their number).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from ranvier.errors import ModelError
+from ranvier.layout import part
+from ranvier.tensor.autograd import Function
+from ranvier.tensor.mesh import TensorMesh
+
+IGNORED = -100
+"""Target of a position that does not count in the loss."""
+
+
+class NextTokenLoss(nn.Module):
+    """`next_token_loss` over a vocabulary of known size, so that it can be split."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__()
+        self.vocab = vocab
+
+    def forward(self, logits_BSV: Tensor, targets: object) -> tuple[Tensor, Tensor]:
+        """See `next_token_loss`."""
+        return next_token_loss(logits_BSV, targets)
+
+
+class SplitNextTokenLoss(nn.Module):
+    """The same of logits [B, S, V_j] whose vocabulary is sharded over columns; every column gets the row's sum."""
+
+    def __init__(self, loss: NextTokenLoss, mesh: TensorMesh) -> None:
+        super().__init__()
+        self._mesh, self._vocab = mesh, loss.vocab
+        self._start = part(loss.vocab, mesh.num_cols, mesh.col)[0]
+
+    def forward(self, logits_BSV: Tensor, targets: object) -> tuple[Tensor, Tensor]:
+        """logits [B, S, V_j], targets [B, S] int64. IndexError for a target outside the vocabulary, on CPU."""
+        targets_BS = _checked_targets(logits_BSV, targets)
+        if targets_BS.device.type == "cpu" and targets_BS.numel():  # on CUDA reading them would wait for the device
+            least, most = int(targets_BS.where(targets_BS != IGNORED, 0).min()), int(targets_BS.max())
+            if least < 0 or most >= self._vocab:
+                raise IndexError(f"a target is out of range of the vocabulary of {self._vocab}: {least} to {most}")
+        return _SplitLoss.apply(logits_BSV, targets_BS, self._start, self._mesh), _num_counted(targets_BS)
+
+
+def next_token_loss(logits_BSV: Tensor, targets: object) -> tuple[Tensor, Tensor]:
+    """Sum of the cross-entropies of the targets that count, and their number.
+
+    targets: [B, S] int64, `IGNORED` where none. The sum is fp32 for half-precision logits, else in their dtype.
+    The backward overwrites the logits with their gradient, so it runs once; whatever else needs the logits after the
+    backward takes a copy (autograd raises a RuntimeError where it would see changed values). Evaluation, where nothing
+    requires a gradient, leaves them as they are.
+    ModelError when the shapes do not fit.
+    """
+    targets_BS = _checked_targets(logits_BSV, targets)
+    return _NextTokenLoss.apply(logits_BSV, targets_BS), _num_counted(targets_BS)
+
+
+def _checked_targets(logits_BSV: Tensor, targets: object) -> Tensor:
+    if not isinstance(targets, Tensor) or targets.shape != logits_BSV.shape[:-1]:
+        raise _unfit(logits_BSV, targets, "Give int64 targets of shape [batch, sequence].")
+    return targets
+
+
+def _num_counted(targets: Tensor) -> Tensor:
+    """The number of targets that are not `IGNORED`, as a 0-dim tensor: reading it would wait for a GPU."""
+    return torch.ne(targets, IGNORED).sum()
+
+
+class ClassLoss(nn.Module):
+    """Sum of the cross-entropies of logits [B, C] whose targets [B] int64 are not `IGNORED`, and their number.
+
+    The sum is fp32 for half-precision logits, else in their dtype. On a mesh every column has all logits and finds the
+    same. ModelError when the shapes do not fit.
+    """
+
+    def forward(self, logits_BC: Tensor, targets: object) -> tuple[Tensor, Tensor]:
+        """logits [B, C], targets [B] int64."""
+        if not isinstance(targets, Tensor) or targets.shape != logits_BC.shape[:1]:
+            raise _unfit(logits_BC, targets, "Give int64 targets of shape [batch].")
+        return _cross_entropies(logits_BC, targets).sum(), _num_counted(targets)
+
+
+class SpanLoss(nn.Module):
+    """Loss of extractive question answering: logits [B, S, 2] score each token as an answer's first and last one.
+
+    The sum over samples of the mean of both cross-entropies over the S tokens, and the number of samples. A sample with
+    an `IGNORED` end does not count.
+
+    targets: {"start": [B], "end": [B]} int64, places in the sequence. Number formats and columns as for `ClassLoss`.
+    ModelError when the shapes do not fit.
+    """
+
+    def forward(self, logits_BS2: Tensor, targets: object) -> tuple[Tensor, Tensor]:
+        """logits [B, S, 2], targets {"start": [B], "end": [B]} int64."""
+        if not isinstance(targets, dict) or set(targets) != {"start", "end"} or any(
+                targets[end].shape != logits_BS2.shape[:1] for end in targets):
+            raise _unfit(logits_BS2, targets, "Give a dict of int64 targets 'start' and 'end' of shape [batch].")
+        counted_B = (targets["start"] != IGNORED) & (targets["end"] != IGNORED)
+        ends_B = [_cross_entropies(logits_BS, targets[end].where(counted_B, IGNORED))
+                  for end, logits_BS in zip(("start", "end"), logits_BS2.unbind(2), strict=True)]
+        return (ends_B[0] + ends_B[1]).sum() / 2, counted_B.sum()
+
+
+def _cross_entropies(logits_BC: Tensor, targets_B: Tensor) -> Tensor:
+    """[B]: one for each sample, 0 where the target is `IGNORED`."""
+    wide = logits_BC.to(torch.promote_types(logits_BC.dtype, torch.float32))
+    return functional.cross_entropy(wide, targets_B, ignore_index=IGNORED, reduction="none")
+
+
+def _unfit(logits: Tensor, targets: object, remedy: str) -> ModelError:
+    shapes = {name: tuple(tensor.shape) for name, tensor in targets.items()} if isinstance(targets, dict) else (
+        tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__)
+    return ModelError(f"do not fit logits of shape {tuple(logits.shape)}", where="targets", value=shapes, remedy=remedy)
+
+
+class _NextTokenLoss(Function):
+    """Cross-entropy that saves nothing but the logits, and returns their memory as their gradient.
+
+    Blocks of rows go through one scratch block, so that no second tensor of the logits' size exists.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+        logits_RV, targets_R = logits_BSV.flatten(0, -2), targets_BS.flatten()
+        counted_R = targets_R != IGNORED
+        index_R1 = targets_R.where(counted_R, 0).unsqueeze(1)
+        scratch = _scratch(logits_RV)
+        loss_R1 = scratch.new_empty(index_R1.shape)
+        for rows, block in _row_blocks(logits_RV, scratch):
+            torch.log_softmax(logits_RV[rows], dim=1, dtype=scratch.dtype, out=block)
+            loss_R1[rows] = -block.gather(1, index_R1[rows])
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(logits_BSV, targets_BS)
+        return loss_R1.squeeze(1).where(counted_R, 0).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        logits_BSV, targets_BS = ctx.saved_tensors
+        logits_RV, targets_R = logits_BSV.flatten(0, -2), targets_BS.flatten()
+        counted_R = targets_R != IGNORED
+        index_R1 = targets_R.where(counted_R, 0).unsqueeze(1)
+        scratch = _scratch(logits_RV)
+        scale_R1 = grad.to(scratch.dtype).where(counted_R, 0).unsqueeze(1)
+        for rows, block in _row_blocks(logits_RV, scratch):
+            torch.softmax(logits_RV[rows], dim=1, dtype=scratch.dtype, out=block)
+            block.scatter_add_(1, index_R1[rows], block.new_full((len(block), 1), -1.0))
+            torch.mul(block, scale_R1[rows], out=logits_RV[rows])
+        return logits_RV.view_as(logits_BSV), None
+
+
+class _SplitLoss(Function):
+    """`_NextTokenLoss` of the logits of this column."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_BSV: Tensor, targets_BS: Tensor, start: int, mesh: TensorMesh) -> Tensor:
+        logits_RV, targets_R = logits_BSV.flatten(0, -2), targets_BS.flatten()
+        here_R, index_R1 = _place_in_column(targets_R, start, logits_RV.shape[1])
+        scratch = _scratch(logits_RV)
+        own_max_R1 = scratch.new_empty(len(logits_RV), 1)
+        sums_2R1 = scratch.new_empty(2, len(logits_RV), 1)  # sums of exponentials; the target's logit where it is here
+        for rows, block in _row_blocks(logits_RV, scratch):
+            block.copy_(logits_RV[rows])
+            torch.amax(block, 1, keepdim=True, out=own_max_R1[rows])
+            own_max_R1[rows].clamp_(min=torch.finfo(block.dtype).min)  # a column may have -inf only
+            sums_2R1[1, rows] = block.gather(1, index_R1[rows])
+            torch.sum(block.sub_(own_max_R1[rows]).exp_(), 1, keepdim=True, out=sums_2R1[0, rows])
+        max_R1 = own_max_R1.clone()
+        mesh.over_cols.all_reduce(max_R1, "max").wait()
+        sums_2R1[0].mul_((own_max_R1 - max_R1).exp_())
+        sums_2R1[1].masked_fill_(~here_R.unsqueeze(1), 0.0)
+        mesh.over_cols.all_reduce(sums_2R1).wait()
+        log_sum_R1 = sums_2R1[0].log_().add_(max_R1)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(logits_BSV, targets_BS, log_sum_R1)
+            ctx.start = start
+        return (log_sum_R1 - sums_2R1[1]).squeeze(1).where(targets_R != IGNORED, 0).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        logits_BSV, targets_BS, log_sum_R1 = ctx.saved_tensors
+        logits_RV, targets_R = logits_BSV.flatten(0, -2), targets_BS.flatten()
+        here_R, index_R1 = _place_in_column(targets_R, ctx.start, logits_RV.shape[1])
+        scratch = _scratch(logits_RV)
+        scale_R1 = grad.to(scratch.dtype).where(targets_R != IGNORED, 0).unsqueeze(1)
+        minus_one_R1 = -here_R.to(scratch.dtype).unsqueeze(1)
+        for rows, block in _row_blocks(logits_RV, scratch):
+            torch.sub(logits_RV[rows], log_sum_R1[rows], out=block).exp_()
+            block.scatter_add_(1, index_R1[rows], minus_one_R1[rows])
+            torch.mul(block, scale_R1[rows], out=logits_RV[rows])
+        return logits_RV.view_as(logits_BSV), None, None, None
+
+
+def _place_in_column(targets_R: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
+    """Which targets are among a column's `size` logits from `start` on, and their places there (0 for others)."""
+    here_R = (targets_R >= start) & (targets_R < start + size)
+    return here_R, (targets_R - start).where(here_R, 0).unsqueeze(1)
+
+
+def _scratch(logits_RV: Tensor) -> Tensor:
+    """An empty block of rows: small enough for a CPU's cache, large enough for few launches on a GPU."""
+    elements = 1 << 18 if logits_RV.device.type == "cpu" else 1 << 24
+    rows, vocab = logits_RV.shape
+    wide = torch.promote_types(logits_RV.dtype, torch.float32)
+    return logits_RV.new_empty((min(rows, max(1, elements // vocab)), vocab), dtype=wide)
+
+
+def _row_blocks(logits_RV: Tensor, scratch: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Consecutive blocks of rows, each with as many rows of `scratch`."""
+    total, size = len(logits_RV), max(1, len(scratch))
+    for start in range(0, total, size):
+        stop = min(start + size, total)
+        yield slice(start, stop), scratch[:stop - start]

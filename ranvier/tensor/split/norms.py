@@ -1,0 +1,92 @@
+"""Layer norm and RMS norm of features that are sharded over columns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ranvier.tensor.autograd import Function
+from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.split.own_part import SplitLayer
+from ranvier.tensor.splittable import Layer
+
+
+class SplitNorm(SplitLayer):
+    """A norm over features that are sharded over columns: one small collective forward, one backward.
+
+    centred: subtract the mean (layer norm) or take it as 0 (RMS norm). offset: what is added to the weight.
+    """
+
+    def __init__(self, layer: Layer, mesh: TensorMesh, epsilon: float | None, *, centred: bool,
+                 offset: float = 0.0) -> None:
+        super().__init__(layer, mesh)
+        self._epsilon, self._centred, self._offset = epsilon, centred, offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., H/c] to [..., H/c]."""
+        bias = self.bias if self._centred else None
+        weight: Tensor = self.weight
+        if self._offset:
+            weight = weight.to(torch.promote_types(x.dtype, torch.float32)) + self._offset
+        return _Norm.apply(x, weight, bias, self._epsilon, self._centred, self.mesh)
+
+
+class _Norm(Function):
+    """Columns' means and variances are merged (Chan, Golub and LeVeque, 1979), in fp32 at least: the difference of
+    E[x^2] and E[x]^2 would cancel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float, centred: bool,
+                mesh: TensorMesh) -> Tensor:
+        ctx.centred = centred
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        if not x.numel():  # a row without tokens; the other rows' columns are other groups
+            ctx.save_for_backward(x, weight, wide, wide)
+            ctx.mesh = mesh
+            return x.clone()
+        if centred:
+            variance, mean = torch.var_mean(wide, -1, correction=0, keepdim=True)
+        else:
+            variance = wide.square().mean(-1, keepdim=True)
+            mean = torch.zeros_like(variance)
+        mine = torch.stack([mean, variance])
+        all_of_row = mine.new_empty(mesh.num_cols, *mine.shape)
+        mesh.over_cols.all_gather(all_of_row, mine).wait()
+        means, variances = all_of_row.unbind(1)
+        mean = means.mean(0)
+        variance = variances.mean(0) + (means - mean).square_().mean(0)  # columns have equally many features
+        rstd = variance.add_(epsilon).rsqrt_()
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.mesh = mesh
+        y = (wide - mean).mul_(rstd)
+        if weight is not None and weight.dtype is not x.dtype:
+            return y.mul_(weight).to(x.dtype)
+        y = y.to(x.dtype)
+        if weight is not None:
+            return y.mul_(weight) if bias is None else torch.addcmul(bias, y, weight)
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+        x, weight, mean, rstd = ctx.saved_tensors
+        if not x.numel():
+            dw, db = (dy.new_zeros(x.shape[-1]) if wanted else None for wanted in ctx.needs_input_grad[1:3])
+            return dy, dw, db, None, None, None
+        normal = (x.to(mean.dtype) - mean).mul_(rstd)
+        wide = dy.to(mean.dtype)
+        dw = (wide * normal).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        db = wide.flatten(0, -2).sum(0).to(x.dtype) if ctx.needs_input_grad[2] else None
+        if not ctx.needs_input_grad[0]:
+            return None, dw, db, None, None, None
+        gradient = wide.clone() if weight is None else wide * weight
+        sums = torch.stack([gradient.sum(-1, keepdim=True), (gradient * normal).sum(-1, keepdim=True)])
+        ctx.mesh.over_cols.all_reduce(sums).wait()
+        sums /= x.shape[-1] * ctx.mesh.num_cols
+        if ctx.centred:
+            gradient.sub_(sums[0])
+        dx = gradient.sub_(normal.mul_(sums[1])).mul_(rstd)
+        return dx.to(x.dtype), dw, db, None, None, None

@@ -1,0 +1,172 @@
+"""Optimus' three products on the row x col mesh, by broadcasts and reductions along rows and columns.
+
+    ab    C[i,j] = sum_k A[i,k] B[k,j]      broadcast A along rows, B along columns
+    abt   C[i,k] = sum_j A[i,j] B[k,j]^T    broadcast B along columns, reduce C along rows
+    atb   C[k,j] = sum_i A[i,k]^T B[i,j]    broadcast A along rows, reduce C along columns
+
+(Optimus: Xu et al., 2021, algorithms 1 to 3, after van de Geijn and Watts' SUMMA.) Rank (i, j) of the r x c mesh holds
+block (i, j) of every tensor: its rows are divided in r, its columns in c. The gradients of each product are the other
+two. The dim k, divided in r in one tensor and in c in the other, is passed in panels that lie in one block of each; the
+next panel travels while one is multiplied. On a square mesh a panel is a whole block, which its root sends without a
+copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ranvier.comm.protocol import Group, Work
+from ranvier.layout import part
+from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.split.stationary import pieces
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """A range of k that lies in one column's block (k divided in c) and in one row's block (k divided in r)."""
+
+    number: int
+    col: int
+    in_col: slice
+    row: int
+    in_row: slice
+
+    @property
+    def width(self) -> int:
+        """Elements of k."""
+        width: int = self.in_col.stop - self.in_col.start
+        return width
+
+
+def _panels(mesh: TensorMesh, width: int) -> list[_Panel]:
+    """The panels of a k of `width`, in order."""
+    return [_Panel(number, col, in_col, row, in_row) for number, (col, in_col, row, in_row)
+            in enumerate(pieces(width, mesh.num_cols, mesh.num_rows))]
+
+
+def _broadcast(mesh: TensorMesh, group: Group, root: int, block: Tensor | None, width: int, other: int, flip: bool,
+               name: str, like: Tensor) -> tuple[Tensor, Work | None]:
+    """Start the broadcast of `block` [other, width] (on the root; None elsewhere) to `group`.
+
+    flip: blocks are transposed views: their last dim comes first in memory.
+    """
+    shape = (width, other) if flip else (other, width)
+    if block is None:
+        memory = mesh.workspace.take(name, shape, like)
+    else:
+        memory = block.t() if flip else block
+        if not memory.is_contiguous():
+            memory = mesh.workspace.take(name, shape, like).copy_(memory)
+    work = group.broadcast(memory, root) if len(group.ranks) > 1 else None
+    return (memory.t() if flip else memory), work
+
+
+def _along_row(mesh: TensorMesh, a: Tensor, panel: _Panel) -> tuple[Tensor, Work | None]:
+    """The panel's columns of a row's A [T, k_col], broadcast along the row by the rank that has them."""
+    own = a[:, panel.in_col] if mesh.col == panel.col else None
+    return _broadcast(mesh, mesh.over_cols, panel.col, own, panel.width, len(a), False, f"a {panel.number % 2}", a)
+
+
+def _down_column(mesh: TensorMesh, b: Tensor, panel: _Panel, flip: bool) -> tuple[Tensor, Work | None]:
+    """The panel's rows of a column's B [k_row, n_j], transposed to [n_j, width], broadcast along the column.
+
+    flip: B is a transposed view of a tensor with n_j first in memory.
+    """
+    own = b[panel.in_row].t() if mesh.row == panel.row else None
+    return _broadcast(mesh, mesh.over_rows, panel.row, own, panel.width, b.shape[1], not flip, f"b {panel.number % 2}",
+                      b)
+
+
+def _ahead(panels: list[_Panel], *starts: Callable[[_Panel], tuple[Tensor, Work | None]]
+           ) -> Iterator[tuple[_Panel, list[Tensor]]]:
+    """Each panel with the tensors that `starts` broadcast for it, while those of the next panel travel."""
+    coming = [start(panels[0]) for start in starts]
+    for panel in panels:
+        here = coming
+        if panel.number + 1 < len(panels):
+            coming = [start(panels[panel.number + 1]) for start in starts]
+        for _, work in here:
+            if work is not None:
+                work.wait()
+        yield panel, [tensor for tensor, _ in here]
+
+
+def _into(mesh: TensorMesh, fill: Iterator[tuple[_Panel, Tensor]], roots: Literal["row", "col"],
+          keep: Callable[[_Panel, Tensor], None]) -> None:
+    """Compute each panel's partial result in the workspace, and reduce it to its root while the next is computed.
+
+    roots: the axis along which the root of a panel is found. keep: called with (panel, sum) on the root.
+    """
+    group, own = (mesh.over_cols, mesh.col) if roots == "col" else (mesh.over_rows, mesh.row)
+    waiting: list[tuple[_Panel, Tensor, Work | None]] = []
+
+    def finish() -> None:
+        panel, partial, work = waiting.pop(0)
+        if work is not None:
+            work.wait()
+        if getattr(panel, roots) == own:
+            keep(panel, partial)
+
+    for panel, partial in fill:
+        waiting.append((panel, partial, group.reduce(partial, getattr(panel, roots)) if len(group.ranks) > 1 else None))
+        if len(waiting) == 2:  # two buffers: the next panel overwrites the older one
+            finish()
+    while waiting:
+        finish()
+
+
+def ab(mesh: TensorMesh, a: Tensor, b: Tensor, width: int, *, flip: bool, bias: Tensor | None = None) -> Tensor:
+    """C [T, n_j] of A [T, k_col] and B [k_row, n_j]. width: of the whole k. flip: B is a transposed view."""
+    c = a.new_empty(len(a), b.shape[1])
+    panels = _panels(mesh, width)
+    for panel, (left, right) in _ahead(panels, lambda p: _along_row(mesh, a, p),
+                                        lambda p: _down_column(mesh, b, p, flip)):
+        if panel.number == 0 and bias is not None:
+            torch.addmm(bias, left, right.t(), out=c)
+        elif panel.number == 0:
+            torch.mm(left, right.t(), out=c)
+        else:
+            c.addmm_(left, right.t())
+    return c
+
+
+def abt(mesh: TensorMesh, a: Tensor, b: Tensor, width: int, *, flip: bool, out: Tensor | None = None) -> Tensor:
+    """C [T, k_col] of A [T, n_j] and B [k_row, n_j]. width: of the whole k. flip: B is a transposed view. out: memory
+    for C."""
+    start, stop = part(width, mesh.num_cols, mesh.col)
+    c = a.new_empty(len(a), stop - start) if out is None else out
+
+    def fill() -> Iterator[tuple[_Panel, Tensor]]:
+        for panel, (right,) in _ahead(_panels(mesh, width), lambda p: _down_column(mesh, b, p, flip)):
+            partial = mesh.workspace.take(f"c {panel.number % 2}", (len(a), panel.width), a)
+            yield panel, torch.mm(a, right, out=partial)
+
+    def keep(panel: _Panel, total: Tensor) -> None:
+        c[:, panel.in_col].copy_(total)
+
+    _into(mesh, fill(), "col", keep)
+    return c
+
+
+def atb(mesh: TensorMesh, a: Tensor, b: Tensor, width: int, *, flip: bool) -> Tensor:
+    """C [k_row, n_j] of A [T, k_col] and B [T, n_j]. width: of the whole k. flip: C as a transposed view."""
+    start, stop = part(width, mesh.num_rows, mesh.row)
+    shape = (b.shape[1], stop - start) if flip else (stop - start, b.shape[1])
+    c = a.new_empty(shape)
+
+    def fill() -> Iterator[tuple[_Panel, Tensor]]:
+        for panel, (left,) in _ahead(_panels(mesh, width), lambda p: _along_row(mesh, a, p)):
+            size = (b.shape[1], panel.width) if flip else (panel.width, b.shape[1])
+            partial = mesh.workspace.take(f"c {panel.number % 2}", size, a)
+            yield panel, torch.mm(b.t(), left, out=partial) if flip else torch.mm(left.t(), b, out=partial)
+
+    def keep(panel: _Panel, total: Tensor) -> None:
+        (c[:, panel.in_row] if flip else c[panel.in_row]).copy_(total)
+
+    _into(mesh, fill(), "row", keep)
+    return c.t() if flip else c

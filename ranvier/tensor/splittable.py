@@ -1,0 +1,170 @@
+"""What makes a module tensor parallel: the `Splittable` protocol, and what the layers of `ranvier.tensor.layers` share.
+
+A splittable module declares how each of its parameters is sharded over the row x col mesh (`splits`), which of its
+sizes the mesh must divide (`divisibility_constraints`), and builds the module that takes its place on one rank
+(`split`). Layouts of parameters follow from `splits` alone, so a checkpoint or a count needs no mesh that runs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Literal, Protocol, cast, runtime_checkable
+
+from torch import nn
+
+from ranvier.config.run import TensorParallel
+from ranvier.errors import ModelError
+from ranvier.layout import Split
+from ranvier.tensor.activations import layout_of
+from ranvier.tensor.mesh import TensorMesh
+
+Kind = Literal["stream", "inner", "heads", "whole", "ids", "vocabulary", "same"]
+"""What a tensor is, which decides its layout over columns; see `ranvier.tensor.boundaries`. same: a layer of a user's
+own that declares nothing returns what it was given."""
+Constraint = tuple[str, int, str, int]
+"""(what is divided, its size, the mesh axis, that axis' size)."""
+_LAYERS = "ranvier.tensor.layers."
+
+
+class SplitHook:
+    """Base of forward hooks that the split form of a layer has, too (`ranvier.tensor.adapters`)."""
+
+
+@runtime_checkable
+class Splittable(Protocol):
+    """A module whose parameters can be sharded over a tensor mesh.
+
+    The module that takes its place is called with this rank's part as a plain tensor, and returns one. A class whose
+    output differs from its input in shape or layout has the attributes `takes` and `gives`: "stream", "inner" or
+    "whole" (see `ranvier.tensor.boundaries`).
+    """
+
+    def splits(self, settings: TensorParallel) -> dict[str, Split]:
+        """Name of each of its own parameters -> how it is sharded over the mesh."""
+
+    def divisibility_constraints(self, mesh: TensorMesh) -> Iterable[Constraint]:
+        """Sizes that the mesh must divide: (what, its size, axis, that axis' size).
+
+        A "vocabulary" need not be divided evenly, but must not be smaller than the axis.
+        """
+
+    def split(self, mesh: TensorMesh) -> nn.Module:
+        """The module that takes its place, with this rank's shard of each parameter under the same name."""
+
+
+class Layer(nn.Module):
+    """Base of the layers of `ranvier.tensor.layers`: each has the methods of `Splittable`."""
+
+    takes: Kind = "stream"
+    """What its input is."""
+    gives: Kind = "stream"
+    """What its output is."""
+
+    def splits(self, settings: TensorParallel) -> dict[str, Split]:
+        """See `Splittable`. No parameters unless a layer says otherwise."""
+        return {}
+
+    def divisibility_constraints(self, mesh: TensorMesh) -> Iterable[Constraint]:
+        """See `Splittable`. None unless a layer says otherwise."""
+        return ()
+
+    def split(self, mesh: TensorMesh) -> nn.Module:
+        """See `Splittable`."""
+        raise NotImplementedError
+
+    def cannot(self, mesh: TensorMesh) -> Iterable[Constraint]:
+        """Old name of `divisibility_constraints`, for one release."""
+        _warn_of_cannot(type(self))
+        return self.divisibility_constraints(mesh)
+
+
+def as_splittable(module: nn.Module) -> Splittable | None:
+    """`module` where it has the methods of `Splittable`, `divisibility_constraints` under its old name too."""
+    if isinstance(module, Splittable):
+        return module
+    old = all(callable(getattr(module, name, None)) for name in ("splits", "cannot", "split"))
+    return cast(Splittable, module) if old else None
+
+
+def constraints_of(layer: Splittable, mesh: TensorMesh) -> Iterable[Constraint]:
+    """The layer's `divisibility_constraints`; of a user's class that still calls them `cannot`, those."""
+    old = getattr(type(layer), "cannot", None)
+    if old is None or old is Layer.cannot:
+        return layer.divisibility_constraints(mesh)
+    _warn_of_cannot(type(layer))
+    constraints: Iterable[Constraint] = old(layer, mesh)
+    return constraints
+
+
+def _warn_of_cannot(kind: type) -> None:
+    warnings.warn(f"{kind.__name__}.cannot(mesh) is now divisibility_constraints(mesh); the old name works for one "
+                  "release", FutureWarning, stacklevel=3)
+
+
+def check_plain(layer: Splittable, where: str) -> None:
+    """ModelError for one of our layers that does more than its split form does, such as run a hook."""
+    if not isinstance(layer, Layer):
+        return
+    ours = next((kind for kind in type(layer).__mro__ if kind.__module__.startswith(_LAYERS)), None)
+    if ours is None or type(layer).split is not getattr(ours, "split"):  # noqa: B009
+        return
+    more = {"a forward of its own": type(layer).forward is not getattr(ours, "forward"),  # noqa: B009
+            "hooks": bool(layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+                          or any(not isinstance(hook, SplitHook) for hook in layer._forward_hooks.values())),
+            "max_norm": getattr(layer, "max_norm", None) is not None,
+            "scale_grad_by_freq": getattr(layer, "scale_grad_by_freq", False),
+            "several normalized dims": len(getattr(layer, "normalized_shape", (1,))) > 1}
+    for what, has in more.items():
+        if has:
+            raise ModelError(f"has {what}, which would be lost on rows and columns", where=where,
+                             value=type(layer).__name__,
+                             remedy="Leave it out, or give the layer a split(mesh) of its own.")
+
+
+def block_splits(block: str, module: nn.Module, settings: TensorParallel, num_cols: int = 1
+                 ) -> dict[str, Split]:
+    """Parameter's name within the block -> how it is sharded over so many columns. ModelError for parameters that no
+    layer splits."""
+    found: dict[str, Split] = {}
+    for path, one in module.named_modules():
+        if (layer := as_splittable(one)) is not None:
+            check_plain(layer, f"block {block}.{path}" if path else f"block {block}")
+            for name, split in layer.splits(settings).items():
+                found[f"{path}.{name}" if path else name] = split.on(num_cols)
+    for name, _ in module.named_parameters():
+        if name not in found:
+            raise unsplit_parameter(f"{block}.{name}", module)
+    return found
+
+
+def unsplit_parameter(name: str, module: nn.Module) -> ModelError:
+    """The error for a parameter of a module that is not splittable."""
+    return ModelError("belongs to a layer that cannot be split over rows and columns", where=f"parameter {name}",
+                      value=type(module).__name__,
+                      remedy="Use the layers of ranvier.tensor.layers in its place, or set --mesh.row 1 --mesh.col 1.")
+
+
+# ---------------------------------------------------------------------- what several layers declare
+
+
+def feature_split(settings: TensorParallel) -> Split:
+    """How a parameter with one value for each feature of the residual stream (of a norm, a bias) is sharded.
+
+    summed: axes over whose ranks its gradient is all-reduced, as sequence parallelism needs for norms.
+    """
+    return {"hidden": Split((("col",),), summed=("row",)), "sequence": Split(((),), summed=("col",)),
+            "whole": Split(((),))}[layout_of(settings.scheme, settings.sequence_sharding)]
+
+
+def hidden_constraint(mesh: TensorMesh, size: int, what: str = "features") -> Iterator[Constraint]:
+    """Columns divide the features of the residual stream, where they are sharded."""
+    if mesh.activations.name == "hidden":
+        yield what, size, "col", mesh.num_cols
+
+
+def vocabulary_constraints(size: int, mesh: TensorMesh) -> Iterator[Constraint]:
+    """A vocabulary may be divided unevenly, but every rank needs a part."""
+    for axis, count in (("col", mesh.num_cols), ("row", mesh.num_rows)):
+        if size < count:
+            yield "vocabulary", size, axis, count

@@ -1,0 +1,55 @@
+"""Does a freeze policy keep its protocol? For those who write their own: a few lines, checked in a second.
+
+    check_freeze_policy(MyPolicy)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+
+from ranvier.elastic.freezing import Facts, FreezePolicy, Remembers, decide
+
+
+def check_freeze_policy(make: Callable[[], FreezePolicy], *, cases: int = 100, seed: int = 0) -> None:
+    """Ask fresh policies from `make` through made-up runs of many depths, with gradients that vanish, grow or are NaN.
+
+    AssertionError, with the run, where an answer is no number of layers from those that are frozen to all of them, or
+    where a policy that is restored from its state answers otherwise than the one that went on.
+    """
+    for case in range(cases):
+        choose = random.Random(f"{seed} {case}")
+        policy, frozen, layers = make(), 0, choose.randint(1, 12)
+        for evaluation in range(1, choose.randint(2, 8)):
+            facts = _facts(choose, evaluation, frozen, layers)
+            text = f"{type(policy).__name__}, case {case}: {facts}"
+            restored = _restored(policy, make, text)
+            try:
+                frozen = decide(policy, facts)
+                again = frozen if restored is None else decide(restored, facts)
+            except Exception as error:
+                raise AssertionError(f"{text}: {error}") from error
+            assert frozen == again, f"{text}: answers {frozen}, and {again} where it was restored from its state"
+
+
+def _facts(choose: random.Random, evaluation: int, frozen: int, layers: int) -> Facts:
+    kinds = (0.0, choose.random(), choose.random() * 1e-9, choose.random() * 1e9, math.nan, math.inf)
+    weights = (1, 20, 2, 2, 1, 1)
+    norms = tuple(0.0 if layer < frozen else choose.choices(kinds, weights)[0] for layer in range(layers))
+    return Facts(step=10 * evaluation, evaluation=evaluation, frozen=frozen, num_layers=layers, gradient_norms=norms)
+
+
+def _restored(policy: FreezePolicy, make: Callable[[], FreezePolicy], text: str) -> FreezePolicy | None:
+    """A fresh policy with the state of this one; None where policies keep none."""
+    if not isinstance(policy, Remembers):
+        return None
+    try:
+        state = json.loads(json.dumps(policy.state_dict()))
+    except (TypeError, ValueError) as error:
+        raise AssertionError(f"{text}: state_dict is not serialisable as JSON: {error}") from error
+    fresh = make()
+    assert isinstance(fresh, Remembers)
+    fresh.load_state_dict(state)
+    return fresh

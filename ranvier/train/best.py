@@ -1,0 +1,101 @@
+"""The best evaluation so far, by one metric, and early stopping: whether it has stopped improving.
+
+Every rank counts by the same numbers, which are rank 0's. What is counted goes along in checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ranvier.config.run import Run
+from ranvier.data.eval_sets import metric_name
+from ranvier.data.task import Prepared
+from ranvier.errors import ConfigError
+
+LOSS = "eval_loss"
+
+
+class BestEvaluation:
+    """Losses are minimised, all other metrics maximised. NaN is never better.
+
+    metric: as in metrics.jsonl. patience: evaluations without an improvement by more than `delta` after which training
+    stops; 0 for never.
+    """
+
+    def __init__(self, metric: str, *, patience: int = 0, delta: float = 0.0) -> None:
+        self.metric, self._patience, self._delta = metric, patience, delta
+        self._sign = 1.0 if metric.endswith("loss") else -1.0
+        self.value: float | None = None
+        """The best value so far; None before the first number."""
+        self.step: int | None = None
+        """After which it was measured."""
+        self._reference: float | None = None  # the last value that improved by more than delta
+        self._since = 0  # evaluations after it
+
+    def saw(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Count an evaluation; whether it is the best so far. ConfigError where it has no such metric."""
+        if self.metric not in metrics:
+            raise _unknown(self.metric, sorted(metrics))
+        value = metrics[self.metric]
+        found = self._sign * (math.inf * self._sign if math.isnan(value) else value)
+        self._since += 1
+        if found < math.inf and (self._reference is None or found < self._sign * self._reference - self._delta):
+            self._reference, self._since = value, 0
+        if found < math.inf and (self.value is None or found < self._sign * self.value):
+            self.value, self.step = value, step
+            return True
+        return False
+
+    @property
+    def stops(self) -> bool:
+        """Whether training is to stop."""
+        return bool(self._patience) and self._since >= self._patience
+
+    @property
+    def reason(self) -> str:
+        """Why it stops, in words."""
+        best = "" if self.value is None else f"; the best is {self.value:.6g}, after step {self.step}"
+        count = "1 evaluation" if self._since == 1 else f"{self._since} evaluations"
+        return f"early stopping: {self.metric} has not improved in {count}{best}"
+
+    def state(self) -> dict[str, object]:
+        """What a checkpoint keeps; JSON-serialisable."""
+        return {"metric": self.metric, "value": self.value, "step": self.step, "reference": self._reference,
+                "since": self._since}
+
+    def load(self, state: Mapping[str, Any], *, is_own: bool = True) -> None:
+        """The inverse of `state`; that of another metric counts from the beginning. is_own: whether it is of this run;
+        of another run's only the patience goes on, since its best checkpoint is elsewhere."""
+        if state.get("metric") == self.metric:
+            if is_own:
+                self.value, self.step = state["value"], state["step"]
+            self._reference, self._since = state["reference"], int(state["since"])
+
+
+def best_of(run: Run, data: Prepared) -> BestEvaluation | None:
+    """What a run watches; None where it watches nothing. ConfigError for a metric that its evaluations do not have."""
+    if run.checkpoint.best is None and not run.train.early_stopping:
+        return None
+    metric, known = run.checkpoint.best or LOSS, metrics_of(data)
+    if known is not None and metric not in known:
+        raise _unknown(metric, known)
+    return BestEvaluation(metric, patience=run.train.early_stopping, delta=run.train.early_stopping_delta)
+
+
+def metrics_of(data: Prepared) -> list[str] | None:
+    """Names of the metrics of an evaluation; None where a user's scoring does not tell before it has seen samples."""
+    found = []
+    for name, scoring in (("", data.scoring), *((name, one.scoring) for name, one in data.eval_sets.items())):
+        try:
+            scores = {} if scoring is None else scoring().total([])
+        except Exception:  # whatever a user's scoring says of no samples
+            return None
+        found += [metric_name(name, metric) for metric in ("eval_loss", *scores)]
+    return found
+
+
+def _unknown(metric: str, known: Sequence[str]) -> ConfigError:
+    return ConfigError("is no metric of this run's evaluations", where="checkpoint.best", value=metric,
+                       remedy=f"Name one of these: {', '.join(known)}.")

@@ -1,0 +1,108 @@
+"""Commands from rank 0 to idle ranks, which wait for them meanwhile: a transition (`Change`), or the end of the run."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
+
+import torch
+
+from ranvier.comm.board import Board, call_with_timeout, read_actions
+from ranvier.comm.edges import invalid_message
+from ranvier.comm.message import Kind, Message, checksum
+from ranvier.config.resolve import ResolvedRun
+from ranvier.errors import MessageTimeout, TransportError
+from ranvier.mesh import Mesh
+from ranvier.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """From one mesh and depth to others.
+
+    boundaries: None cuts by cost. microbatch_size, global_size: samples. reason: why, in a few words.
+    wish: the ID of the resize request that it fulfils; logs have it under this name.
+    """
+
+    data: int
+    pipe: int
+    frozen: int
+    old_frozen: int
+    boundaries: tuple[int, ...] | None
+    global_size: int
+    microbatch_size: int
+    reason: str
+    wish: str | None = None
+
+    def applied(self, run: ResolvedRun) -> ResolvedRun:
+        """`run` as it is after the change."""
+        mesh = replace(run.mesh, data=self.data, pipe=self.pipe)
+        return replace(run, mesh=mesh, pipeline=replace(run.pipeline, boundaries=self.boundaries),
+                       batch=replace(run.batch, global_size=self.global_size, microbatch_size=self.microbatch_size))
+
+    def document(self) -> dict[str, object]:
+        """As JSON can hold it; `read` is the inverse."""
+        return asdict(self)
+
+    @classmethod
+    def read(cls, document: Mapping[str, Any]) -> Change:
+        """A change from what `document` returned, also after a passage through JSON."""
+        boundaries = document["boundaries"]
+        return cls(**{**document, "boundaries": None if boundaries is None else tuple(boundaries)})
+
+
+_CAPACITY_BYTES = 1 << 12
+_WAIT_SECONDS = 5.0
+
+
+class CommandChannel:
+    """A connection from rank 0 to every other rank of the world. Collective to make."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._transport = world.backend.transport("orders")
+        others = list(range(1, world.size)) if world.rank == 0 else []
+        self._transport.connect([0] if world.rank else [], others, _CAPACITY_BYTES)
+
+    def send(self, command: dict[str, object], first: int) -> None:
+        """Rank 0 sends `command`, which JSON can hold, to ranks from `first` on."""
+        assert self._world.rank == 0
+        data = torch.frombuffer(bytearray(json.dumps(command).encode()), dtype=torch.uint8)
+        for rank in range(first, self._world.size):
+            self._transport.send(rank, Message(Kind.ORDER, 0, 0, {"": data, "checksum": checksum(data)}))
+        self._transport.progress()
+
+    def wait(self, timeout_seconds: float) -> dict[str, Any]:
+        """The next command. Waits as long as it takes: an idle rank has no work that could be late. Meanwhile others
+        hear of it, and it of rank 0. TransportError where rank 0 has gone, MessageTimeout where nothing has been heard
+        of it for so long."""
+        mesh = cast(Mesh, self._world.mesh)  # a run has set it; a board that counts no calls does without
+        board = Board(self._world.store, self._world.rank, mesh)
+        board.action = "idleness, waiting for commands"
+        try:
+            message = self._next(timeout_seconds)
+        finally:
+            board.close()
+        if message.kind is not Kind.ORDER:
+            raise TransportError("is not a command", where=f"message from rank {message.source}", value=str(message),
+                                 remedy="Give all ranks one version of Ranvier.")
+        data = message.tensors[""].cpu()
+        if int(message.tensors["checksum"]) != int(checksum(data)):
+            raise invalid_message("commands", message.source, "the command has been changed on its way")
+        command: dict[str, Any] = json.loads(bytes(data.numpy()))
+        return command
+
+    def _next(self, timeout_seconds: float) -> Message:
+        heard, heard_at = None, time.monotonic()
+        while (message := self._transport.wait(min(_WAIT_SECONDS, timeout_seconds))) is None:
+            now = call_with_timeout(lambda: read_actions(self._world.store, [0]))
+            if now is not None and now != heard:
+                heard, heard_at = now, time.monotonic()
+            elif time.monotonic() - heard_at > timeout_seconds:
+                raise MessageTimeout("nothing was heard from rank 0, whose commands an idle rank awaits",
+                                     where="commands", value=f"{timeout_seconds:g} s",
+                                     remedy="See what that rank does, and start again with --resume auto.")
+        return message

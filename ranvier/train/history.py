@@ -1,0 +1,79 @@
+"""What the summary and the pictures need of a run's stream of events, those before it resumed included."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ranvier.mesh import Mesh
+from ranvier.train.events import EvalEvent, Event, StartEvent, StepEvent, TransitionEvent
+from ranvier.train.logs import step_fields
+
+
+class History:
+    """A tracker that keeps a few numbers of each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[Mapping[str, Any]] = []
+        """Lines of metrics.jsonl; after a rollback a step has several."""
+        self.eval_losses: dict[int, float] = {}
+        """Step -> held-out loss, where it was evaluated; likewise below."""
+        self.accuracies: dict[int, float] = {}
+        self.scores: dict[str, float] = {}
+        """Of the last evaluation: eval_accuracy, eval_count, ..."""
+        self.frozen: dict[int, int] = {}
+        """Step -> layers that are frozen from the next step on."""
+        self.meshes: dict[int, tuple[int, int]] = {}
+        """Step -> (stages, replicas) from the next step on."""
+        self.transitions: list[TransitionEvent] = []
+        self.unit = "tokens"
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Step -> training loss."""
+        return {line["step"]: math.nan if line.get("loss") is None else line["loss"] for line in self.steps}
+
+    def values(self, name: str) -> list[float]:
+        """A field of all steps that have it, in the order of time."""
+        return [line[name] for line in self.steps if line.get(name) is not None]
+
+    def column(self, name: str) -> dict[int, float]:
+        """Step -> a field, of the steps that have it."""
+        return {line["step"]: line[name] for line in self.steps if line.get(name) is not None}
+
+    def remember(self, steps: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Add the steps and events of the same run before it resumed, as its logs have them."""
+        self.steps += steps
+        self.eval_losses |= self.column("eval_loss")
+        self.accuracies |= self.column("eval_accuracy")
+        for line in events:
+            mesh = line.get("mesh")
+            if line.get("event") in ("start", "transition") and isinstance(mesh, dict):
+                self.frozen[line["step"]] = int(line.get("frozen_layers", 0))
+                self.meshes[line["step"]] = mesh["pipe"], mesh["data"]
+
+    def event(self, event: Event) -> None:
+        """Add one event."""
+        match event:
+            case StartEvent():
+                self.unit = event.unit
+                if not self.meshes:
+                    self._at(0, 0, event.mesh)
+            case StepEvent():
+                self.steps.append(step_fields(event))
+            case EvalEvent() if event.name:
+                self.scores |= event.metrics()
+            case EvalEvent():
+                self.eval_losses[event.step], self.scores = event.loss, dict(event.scores)
+                if "eval_accuracy" in event.scores:
+                    self.accuracies[event.step] = event.scores["eval_accuracy"]
+            case TransitionEvent():
+                self.transitions.append(event)
+                self._at(event.step, event.frozen_layers, event.mesh)
+
+    def _at(self, step: int, frozen: int, mesh: Mesh) -> None:
+        self.frozen[step], self.meshes[step] = frozen, (mesh.pipe, mesh.data)
+
+    def close(self) -> None:
+        """Nothing is open."""

@@ -1,0 +1,97 @@
+"""The facts that the choice of a mesh depends on, from what a run's ranks have measured: times, bytes, cores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
+
+import torch
+
+from ranvier.config.resolve import ResolvedRun
+from ranvier.elastic.mesh_candidates import with_present_seconds
+from ranvier.elastic.microbatch_profile import MicrobatchProfile
+from ranvier.elastic.rules import LINKS, BlockFacts, ElasticRules, PresentMesh
+from ranvier.optim.rules import rules_of, states_per_element
+from ranvier.precision import DTYPES, is_half, wide
+from ranvier.system.machine import shared_cores
+from ranvier.train.runtime import RankRuntime
+
+
+class RankMeasurement(TypedDict):
+    """What one rank has measured since the last transition."""
+
+    busy: Mapping[str, float]
+    """Seconds by category of span."""
+    steps: int
+    """Over which they add up."""
+    cores: Sequence[int]
+    """Those that the rank may use."""
+    device_bytes: int | None
+    """What it may use of its device; None where device and host are the same memory."""
+
+
+def present_mesh(now: RankRuntime) -> PresentMesh:
+    """Where the run is."""
+    engine = now.engine
+    return PresentMesh(mesh=now.run.mesh, boundaries=tuple(engine.boundaries), frozen=now.frozen,
+                       cached_blocks=engine.cached_blocks, global_size=now.run.batch.global_size,
+                       layers=tuple(tuple(layer) for layer in engine.layers), block_names=tuple(engine.block_names))
+
+
+def measured_blocks(now: RankRuntime, measured: Sequence[RankMeasurement], profile: MicrobatchProfile | None = None
+                    ) -> BlockFacts:
+    """Times of blocks from what all ranks were busy with since the last transition: measured in all, and shared out
+    by the blocks' counted costs, those of the optimizer by their parameters. profile: of the numbers of microbatches,
+    where the run goes by it."""
+    run, engine = now.run, now.engine
+    costs, size = engine.stages.costs or (), max(1, run.batch.microbatch_size // run.mesh.row)
+    weights = [cost.weight(now.world.device.type) for cost in costs]
+    steps = max((row["steps"] for row in measured), default=0)
+    shares = max(1, steps * run.batch.global_size) * run.mesh.stage_size  # of a sample, one for each rank of a stage
+    cores = _cores(now, measured)
+    threads = torch.get_num_threads()
+    share = 1.0 if cores is None else min(1.0, cores / (len(measured) * threads))  # of a core, while others compute
+    busy = {name: share * sum(row["busy"].get(name, 0.0) for row in measured) for name in (
+        "forward", "backward", "weight", "optimizer")}
+    frozen = engine.frozen_blocks
+    cached = engine.cached_blocks
+    # without a measurement, times in units of the costs: choices compare them, and nobody reads them as seconds
+    forward = busy["forward"] / shares / sum(weights[cached:]) if busy["forward"] else 1e-9
+    trains = sum(weights[frozen:])
+    backward = (busy["backward"] + busy["weight"]) / shares / trains if busy["backward"] and trains else 2 * forward
+    dtype = DTYPES[run.precision]
+    parameters = [0] * engine.layout.num_blocks
+    for parameter in engine.layout.parameters:
+        if parameter.is_owner:
+            parameters[parameter.block] += parameter.numel
+    kept = states_per_element(rules_of(run.optim), engine.layout.parameters)
+    states = round(wide(dtype).itemsize * (kept + is_half(dtype)))
+    update = _update_seconds(run, busy["optimizer"], steps, sum(parameters[frozen:]))
+    bandwidth, latency = LINKS.get(now.world.backend.name, LINKS["torch"])
+    facts = BlockFacts(
+        forward_seconds=tuple(forward * weight for weight in weights),
+        backward_seconds=tuple(backward * weight for weight in weights),
+        update_seconds=tuple(update * count for count in parameters),
+        output_bytes=tuple(-(-cost.output_bytes // size) for cost in costs), num_parameters=tuple(parameters),
+        parameter_bytes=tuple(dtype.itemsize * count for count in parameters),
+        state_bytes=tuple(states * count for count in parameters),
+        cores=None if cores is None else cores / threads / run.mesh.stage_size, bandwidth=bandwidth,
+        latency_seconds=latency)
+    return with_present_seconds(facts, ElasticRules(run), present_mesh(now), profile)
+
+
+def _update_seconds(run: ResolvedRun, busy: float, steps: int, num_parameters: int) -> float:
+    """Of one parameter on a rank of a stage that has its states. busy: of all ranks, in `steps` steps."""
+    if run.optim.update_in_backward or steps < 1 or not num_parameters:  # the first is measured with the backward
+        return 0.0
+    holders = 1 if run.optim.shard else run.mesh.data
+    return busy / steps / holders / run.mesh.stage_size / num_parameters
+
+
+def _cores(now: RankRuntime, measured: Sequence[RankMeasurement]) -> float | None:
+    """Cores of all machines together, by the masks of their ranks: those of one machine are numbered in a row."""
+    if now.world.device.type != "cpu":
+        return None
+    local = now.world.local_size
+    return sum(shared_cores([row["cores"] for row in measured[first:first + local]])
+               for first in range(0, len(measured), local))

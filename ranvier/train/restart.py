@@ -1,0 +1,59 @@
+"""A run that starts again by itself after a fault, under plain python: `--max-restarts`.
+
+Each start resumes from the newest complete checkpoint (`--resume auto`). A rank that was killed, stopped or hung
+counts as lost, with its device: the run resumes on the remaining ranks, on the first mesh of so many that is legal
+(ranvier.config.other_mesh), or of fewer where none is. After other faults, such as a message that did not come, all
+ranks are started again. Errors in settings and data, and signals to stop, end the run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from ranvier.checkpoint.manifest import checkpoints
+from ranvier.config.other_mesh import refit
+from ranvier.config.resolve import ResolvedRun
+from ranvier.errors import ConfigError
+from ranvier.mesh import Mesh
+from ranvier.planner.problems import problems
+
+
+class Restarts:
+    """How `run`, which `command` starts, restarts after a fault; called with the number of remaining ranks."""
+
+    def __init__(self, run: ResolvedRun, command: Sequence[str]) -> None:
+        self._run, self._command, self._count = run, list(command), 0
+
+    def __call__(self, num_ranks: int) -> tuple[Mesh, Sequence[str]] | None:
+        """The mesh and the command of the next start; None where there shall be none."""
+        run = self._run
+        if self._count >= run.max_restarts:
+            return None
+        self._count += 1
+        folder = run.checkpoint.dir or (run.run_dir and run.run_dir / "checkpoint")
+        has_saved = folder is not None and bool(checkpoints(folder))
+        if not has_saved and run.resume not in ("none", "auto"):
+            self._say("from where it began")  # another folder, which knows nothing of another mesh
+            return run.mesh, self._command
+        mesh = self._mesh(num_ranks)
+        if mesh is None:
+            return None
+        on = "" if mesh == run.mesh else f", on {mesh.size} of the {num_ranks} ranks that are left: {mesh}"
+        self._say(f"from its {'newest checkpoint' if has_saved else 'beginning, since it has no checkpoint'}{on}")
+        return mesh, [*self._command, "--resume", "auto"]
+
+    def _mesh(self, num_ranks: int) -> Mesh | None:
+        """The run's own, or the first legal one of at most `num_ranks` ranks; None where there is none."""
+        for count in range(num_ranks, 0, -1):
+            if count == self._run.mesh.size:
+                return self._run.mesh
+            with suppress(ConfigError):
+                return refit(replace(self._run, resume="auto"), count, "the restart", problems)[0].mesh
+        return None
+
+    def _say(self, how: str) -> None:
+        print(f"ranvier: restart {self._count} of {self._run.max_restarts}: the run starts again {how}",
+              file=sys.stderr)

@@ -1,0 +1,119 @@
+"""The part of a run that depends on its mesh, on one rank: built at the start, and again after each transition.
+
+Ranks beyond the mesh are idle: they have no runtime, and wait for commands of rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from ranvier.block import Initial
+from ranvier.comm.protocol import Group
+from ranvier.config.resolve import ResolvedRun
+from ranvier.data.loader import Loader
+from ranvier.data.sampler import Sampler
+from ranvier.data.task import Dataset, Prepared
+from ranvier.inference.evaluation import SAMPLES_AT_ONCE, evaluation_loader, length_multiple, lengths_of, loader_options
+from ranvier.mesh import Coordinates
+from ranvier.models import families
+from ranvier.pipeline.engine import Engine
+from ranvier.pipeline.microbatch import Microbatch
+from ranvier.precision import DTYPES
+from ranvier.train.memory import Measured
+from ranvier.world import World
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankRuntime:
+    """One rank's part of a run on one mesh. frozen: layers that do not train. own: whether its world is too."""
+
+    run: ResolvedRun
+    frozen: int
+    world: World
+    ranks: Group
+    engine: Engine
+    train_data: Loader
+    eval_data: Mapping[str, Loader]
+    """By the name of the evaluation set; "" for the run's own held-out data, which comes first."""
+    measured: Measured
+    own: bool
+
+    def work_share(self) -> float:
+        """What of a step's operations is done, of those of one in which all layers train and samples have the model's
+        length: frozen blocks have no backward, frozen weights no gradients, of blocks that this rank reads from the
+        cache nothing is computed, and padding does not count."""
+        costs = self.engine.stages.costs
+        assert costs is not None  # `build_engine` gives a sample
+        flops = [cost.flops for cost in costs]
+        frozen = self.engine.frozen_blocks
+        left_out = 2 * sum(flops[:frozen]) + sum(flops[:self.engine.cached_blocks])
+        left_out += sum(cost.flops - (cost.of_weights.flops if cost.num_trainable else 0) for cost in costs[frozen:])
+        lengths = self.train_data.lengths
+        share = 1.0 if lengths is None else float(lengths.mean()) / families.tokens_of(self.run)
+        return share * (1.0 - left_out / (3 * sum(flops)))
+
+    def close(self) -> None:
+        """Collective over its ranks: its communicators are freed, but for those of the world that was there before."""
+        self.engine.close()
+        self.ranks.close()
+        if self.own:
+            self.world.backend.close()
+
+
+def build_runtime(run: ResolvedRun, whole: World, data: Prepared, *, frozen: int = 0, fresh: bool = True
+                  ) -> RankRuntime | None:
+    """This rank's part of `run` with `frozen` layers; None on ranks that its mesh does not take. Collective over all.
+
+    fresh: parameters start as the run says; without, they are about to be written, and start from zero.
+    """
+    whole.mesh = run.mesh
+    own = not fresh or run.mesh.size < whole.size
+    backend = whole.backend.subset(run.mesh.size) if own else whole.backend
+    if backend is None:
+        return None
+    world = replace(whole, backend=backend, mesh=run.mesh)
+    engine = build_engine(run, world, data.weight, frozen=frozen, fresh=fresh)
+    train_data, eval_data = _loaders(run, engine, data)
+    return RankRuntime(run=run, frozen=frozen, world=world, engine=engine, train_data=train_data, eval_data=eval_data,
+                     ranks=backend.group("train", [tuple(range(backend.size))]),
+                     measured=Measured(engine, world.device, wanted=run.memory_report), own=own)
+
+
+def build_engine(run: ResolvedRun, world: World, weight: float, *, frozen: int, fresh: bool) -> Engine:
+    """weight: of one sample in the loss."""
+    size = run.row_microbatch_size
+    inputs, targets = families.sample_of(run, size)
+    sample = Microbatch(inputs=inputs, targets=targets, samples=torch.arange(size))
+    model = families.model_of(run)
+    if not fresh:
+        model = replace(model, initial=lambda name: Initial("constant", 0.0))
+    return Engine(model, world, mesh=run.mesh, tensor=run.tensor,
+                  pipeline=replace(run.pipeline, memory=run.schedule_memory),
+                  optim=run.optim, memory=run.memory, guard=run.guard, seed=run.seed, dtype=DTYPES[run.precision],
+                  nominal_weight=run.batch.global_size * weight, timeout_seconds=run.comm.timeout_seconds,
+                  sample=sample, frozen=frozen, frozen_dropout=run.elastic.frozen_dropout, flags=True)
+
+
+def _loaders(run: ResolvedRun, engine: Engine, data: Prepared) -> tuple[Loader, dict[str, Loader]]:
+    """Training samples in the seed's order, and held-out ones in their own, once through."""
+    nodes = [run.mesh.rank(Coordinates(data=replica)) // engine.world.local_size  # of each replica's first stage
+             for replica in range(run.mesh.data)] if run.elastic.cache else ()
+    lengths = lengths_of(run, data.train)
+    sampler = Sampler(len(data.train), run.seed, lengths=lengths, shares=data.shares)
+    return (Loader(data.train, sampler, global_size=run.batch.global_size, nodes=nodes, lengths=lengths,
+                   **loader_options(engine, run.batch.microbatch_size, length_multiple(run))),
+            {"": _eval_loader(run, engine, data.eval, is_scored=data.scoring is not None),
+             **{name: _eval_loader(run, engine, one.data, is_scored=one.scoring is not None)
+                for name, one in data.eval_sets.items()}})
+
+
+def _eval_loader(run: ResolvedRun, engine: Engine, data: Dataset, *, is_scored: bool) -> Loader:
+    """The held-out samples of one evaluation: all of them where the task has a scoring."""
+    if not is_scored:
+        total = min(run.train.eval_sequences, len(data))
+        return evaluation_loader(run, engine, data, total, at_once=total)
+    at_once = max(run.batch.global_size, SAMPLES_AT_ONCE * run.mesh.data)
+    return evaluation_loader(run, engine, data, len(data), at_once=at_once)

@@ -1,0 +1,156 @@
+"""Set-up of a run: its data and pretrained weights, what all ranks must agree on before there is an engine, and the
+settings once every `auto` is resolved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TextIO
+
+import torch
+
+from ranvier.checkpoint.hf.from_pretrained import with_model
+from ranvier.checkpoint.hf.pretrained import Pretrained
+from ranvier.comm.mixed_backend import MixedBackend
+from ranvier.comm.protocol import Group
+from ranvier.config import read
+from ranvier.config.resolve import Facts, ResolvedRun, resolve
+from ranvier.config.resolve import bucket_size as resolve_bucket_size
+from ranvier.config.task_form import form_of
+from ranvier.cost.tensor_traffic import tensor_mesh_facts
+from ranvier.data.cache_folder import cache_folder
+from ranvier.data.offline.pretrained_models import folder_of
+from ranvier.data.prepare import prepare
+from ranvier.data.publish import RunProgress, process_name
+from ranvier.data.task import Prepared
+from ranvier.data.tokenizer import Tokenizer
+from ranvier.errors import ConfigError, DataError
+from ranvier.models import families
+from ranvier.optim.learning_rate import describe as describe_schedule
+from ranvier.pipeline.engine import Engine
+from ranvier.precision import DTYPES, is_half
+from ranvier.world import World
+
+PROMPT_TOKENS = 24
+"""Tokens of held-out text that the sample continues, at most, where the run has no prompt."""
+
+
+def prepare_run(run: ResolvedRun, world: World, stream: TextIO) -> tuple[ResolvedRun, Prepared, Pretrained | None]:
+    """The run with what only its data and its pretrained model tell, the data, and that model, if there is one. The
+    first rank of a machine prepares what is not in the cache; rank 0 prints progress. ConfigError for another number
+    of classes than the data has."""
+    def line(text: str) -> None:
+        if world.rank == 0:
+            print(text, file=stream, flush=True)
+
+    def key(process: str) -> str:
+        return f"ranvier/prepares/{process}"
+
+    world.store.set(key(process_name()), "")
+    tell = RunProgress(line, lambda process: world.store.check([key(process)]))
+    pretrained = None
+    if run.model.pretrained is not None:
+        pretrained = Pretrained(folder_of(run.model.pretrained, cache_folder(run), tell))
+        run = resolve(with_model(run, pretrained))
+    data = prepare(run, tell)
+    return resolve(run, Facts(num_classes=data.num_classes, num_samples=data.epoch_samples)), data, pretrained
+
+
+def agree_on_run(run: ResolvedRun, recipe: str, data: Prepared, ranks: Group, world: World) -> ResolvedRun:
+    """The run with its folder, as rank 0 names it, and the tensor mesh as it lies best on the nodes. DataError when
+    the ranks have different data, ConfigError when they have different meshes."""
+    folder = run.run_dir or read.default_folder(recipe)
+    everyone = ranks.gather_objects({"folder": str(folder), "text": " ".join([data.fingerprint, *(
+                                         one.fingerprint for one in data.eval_sets.values())]),
+                                     "local_size": world.local_size,
+                                     "plan": f"{run.mesh}, microbatches of {run.batch.microbatch_size}"})
+    for rank, other in enumerate(everyone):
+        if other["plan"] != everyone[0]["plan"]:
+            raise ConfigError(f"differs from that of rank 0 ({everyone[0]['plan']})", where=f"mesh of rank {rank}",
+                              value=other["plan"], remedy="Start all ranks with the same settings; where they are auto "
+                              "and machines differ, name one cluster with --launch.cluster, or give numbers.")
+        if other["text"] != everyone[0]["text"]:
+            raise DataError(f"differs from that of rank 0 ({everyone[0]['text']})", where=f"data of rank {rank}",
+                            value=other["text"], remedy="Give all machines the same files and versions, or one "
+                                                        "shared --data.cache-dir.")
+    nodes = {other["local_size"] for other in everyone}
+    facts = tensor_mesh_facts(run, nodes.pop() if len(nodes) == 1 else None)
+    return replace(resolve(run, Facts(tile=None if facts is None else facts.tile)), run_dir=Path(everyone[0]["folder"]))
+
+
+def held_out_line(data: Prepared) -> list[int]:
+    """The start of the first held-out line of some length, as tokens, of the task lm."""
+    assert isinstance(data.tokenizer, Tokenizer) and data.first_tokens
+    text = data.tokenizer.decode(data.first_tokens)
+    line = next((line for line in text.splitlines() if len(line.split()) >= 4), text)
+    return data.tokenizer.encode(line)[:PROMPT_TOKENS] or list(data.first_tokens[:1])
+
+
+def settings_text(run: ResolvedRun, engine: Engine, world: World, data: Prepared, elastic: str) -> dict[str, str]:
+    """What a reader wants to know of a run, in words. elastic: how it transforms itself; empty where it does not."""
+    model, unit = run.model, form_of(run.data).samples
+    num_parameters = sum(parameter.numel for parameter in engine.layout.parameters
+                         if parameter.owner == parameter.name)
+    return {
+        "model": f"{families.text(run)}: {num_parameters:,} parameters in {run.precision}"
+                 + (f", from {model.pretrained}" if model.pretrained else ""),
+        **({"adapters": adapters_text(run, engine)} if run.lora.rank else {}),
+        "data": data.about,
+        **({"padding": data.padding} if data.padding else {}),
+        "batch": f"{run.batch.global_size} {unit} in microbatches of {run.batch.microbatch_size}",
+        "pipeline": f"{run.pipeline.policy}, at most {engine.in_flight} microbatches in flight"
+                    + (f", weight gradients of {', '.join(map(str, engine.limits.postponed))} deferred"
+                       if any(engine.limits.postponed) and run.pipeline.defer_bytes == "auto" else "")
+                    + ("" if run.memory.recompute == "none" else f", checkpoints: {run.memory.recompute}"),
+        **({"tensor mesh": tensor_text(run)} if run.mesh.stage_size > 1 else {}),
+        "optimizer": optimizer_text(run),
+        "learning rate": describe_schedule(run.train),
+        **({"elastic": elastic} if elastic else {}),
+        "ranks": f"{world.size} over {world.backend.name} on {world.device.type}, threads for each: "
+                 f"{torch.get_num_threads()}",
+        "folder": str(run.run_dir)}
+
+
+def resolve_remaining(run: ResolvedRun, engine: Engine, world: World, origin: str = "none") -> ResolvedRun:
+    """`run` with every `auto` replaced by what it has come to on these ranks. origin: with which checkpoint the run of
+    this folder began, or none."""
+    transport = world.backend.name
+    comm = run.comm if transport == "in-process" else replace(run.comm, transport=transport)
+    if isinstance(world.backend, MixedBackend):
+        comm = replace(comm, collectives="torch")
+    assert engine.flat_optimizer is not None  # a run's engine has Ranvier's own
+    optim = replace(run.optim, offload=engine.flat_optimizer.offload,
+                    bucket_size=resolve_bucket_size(run.optim, world.device.type))
+    if is_half(DTYPES[run.precision]) and run.mesh.data > 1:
+        optim = replace(optim, reduce_dtype="half" if optim.reduce_dtype == "auto" else optim.reduce_dtype)
+    resume = origin if run.resume == "auto" else run.resume  # who repeats the run from its file begins as it did
+    pipeline = replace(run.pipeline, boundaries=engine.boundaries or None, in_flight=engine.in_flight)
+    return replace(run, resume=resume, pipeline=pipeline, optim=optim,
+                   comm=comm, launch=replace(run.launch, threads=torch.get_num_threads(),
+                                             device="cuda" if world.device.type == "cuda" else "cpu"))
+
+
+def adapters_text(run: ResolvedRun, engine: Engine) -> str:
+    """The adapters in words."""
+    trained = sum(parameter.numel for parameter in engine.layout.parameters
+                  if parameter.trainable and parameter.is_owner)
+    folder = f", from {run.lora.adapters}" if run.lora.adapters else ""
+    return f"{run.lora.method} of rank {run.lora.rank}, alpha {run.lora.alpha:g}: {trained:,} parameters train{folder}"
+
+
+def tensor_text(run: ResolvedRun) -> str:
+    """The split of blocks in words."""
+    tensor = run.tensor
+    more = [text for said, text in ((tensor.sequence_sharding, "sequence sharded"),
+                                    (tensor.keep_weights, "gathered weights kept")) if said]
+    return ", ".join([f"{run.mesh.row} x {run.mesh.col}", tensor.scheme, *more])
+
+
+def optimizer_text(run: ResolvedRun) -> str:
+    """The optimizer in words, its settings resolved."""
+    optim = run.optim
+    where = {"none": "states on the device", "host": "states and updates on the host",
+             "stream": f"states streamed from the host, {optim.buckets_in_flight} buckets at once"}[optim.offload]
+    shared = f", sharded over {run.mesh.data} replicas" if optim.shard and run.mesh.data > 1 else ""
+    return f"{optim.algorithm} in buckets of {optim.bucket_size:,}, {where}{shared}"

@@ -1,0 +1,263 @@
+"""Trackers that every run has beside its files: the console (a live line on a terminal, about twenty plain lines
+elsewhere) and TensorBoard.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console as RichConsole
+from rich.console import Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+from tensorboardX import SummaryWriter
+
+from ranvier.train.events import EndEvent, EvalEvent, Event, NoteEvent, StartEvent, StepEvent, Tracker, TransitionEvent
+from ranvier.train.logs import mesh_text, step_fields, writing
+
+PLAIN_LINES = 20
+"""Step lines of a whole run where there is no terminal; evaluations may add as many again."""
+NOTES_OF_A_KIND = 3
+"""Notes with the same name that are shown; events.jsonl has them all."""
+
+
+def console(stream: TextIO) -> Tracker:
+    """The live console on a terminal, the plain one for files and pipes."""
+    return LiveConsole(stream) if stream.isatty() else PlainConsole(stream)
+
+
+def duration(seconds: float) -> str:
+    """12 s as 0:12, two hours as 2:00:00."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def step_text(event: StepEvent, unit: str = "tokens") -> str:
+    """The numbers of one step, at fixed widths."""
+    text = (f"loss {event.loss:7.4f}  {_rate(event.tokens_per_second):>9} {unit}/s"
+            f"  utilisation {event.model_flops_utilisation:4.0%}  bubble {event.bubble_fraction:4.0%}"
+            f"  waits {1e3 * event.wait_seconds:5.0f} ms")
+    if event.eval_loss is not None:
+        text += f"  eval {event.eval_loss:.4f}"
+    if "eval_accuracy" in event.eval_scores:
+        text += f"  accuracy {event.eval_scores['eval_accuracy']:.2%} of {event.eval_scores['eval_count']:,.0f}"
+    for name, loss in event.eval_scores.items():
+        if name.startswith("eval_") and name.endswith("_loss"):
+            text += f"  {name.removeprefix('eval_').removesuffix('_loss')} {loss:.4f}"
+    return text
+
+
+def _rate(per_second: float) -> str:
+    return f"{per_second:,.1f}" if per_second < 100 else f"{per_second:,.0f}"
+
+
+def start_text(event: StartEvent) -> str:
+    """The run's heading: mesh, settings and the table of stages, several lines."""
+    settings = "\n".join(f"  {name:<14} {value}" for name, value in event.settings.items())
+    return f"{event.recipe}: {event.steps} steps on mesh {mesh_text(event.mesh)}\n{settings}\n{event.stages}"
+
+
+def end_text(event: EndEvent, unit: str = "tokens") -> str:
+    """The run's result, sample text, memory report and pictures, several lines. unit: of targets, in the plural."""
+    summary = event.summary
+    losses = f"loss {summary['final_loss']:.4f}" if summary.get("final_loss") is not None else "no loss"
+    if summary.get("eval_loss") is not None:
+        losses += f", held-out {summary['eval_loss']:.4f}"
+    lines = [f"done in {duration(summary['seconds'])}: {losses}, {_rate(summary['tokens_per_second'])} {unit}/s,"
+             f" bubble {summary['bubble_fraction']:.1%}"]
+    if event.sample:
+        lines += ["", event.sample, ""]
+    if event.report:
+        lines += [event.report, ""]
+    return "\n".join(lines + [f"wrote {picture}" for picture in event.pictures])
+
+
+@contextmanager
+def _without_room() -> Iterator[None]:
+    """A log whose disk is full loses lines, and does not end the run: what the run cannot do without says so itself."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+            raise
+
+
+class _Console(ABC):
+    """What both consoles print, and when; they differ in how."""
+
+    def __init__(self) -> None:
+        self._steps, self._unit = 0, "tokens"
+        self._num_seen, self._step_seconds = 0, 0.0
+        self._notes: Counter[str] = Counter()
+
+    def event(self, event: Event) -> None:
+        """Print a heading, a step, a note, a transition or the end; other events are in the run's files."""
+        match event:
+            case StartEvent():
+                self._steps, self._unit = event.steps, event.unit
+                self._print(start_text(event))
+            case StepEvent():
+                # the time to the end, by the durations of steps, in which recent ones weigh more
+                self._num_seen += 1
+                self._step_seconds += max(0.1, 1 / self._num_seen) * (event.step_seconds - self._step_seconds)
+                self._show_step(event, duration(max(0, self._steps - event.step) * self._step_seconds))
+            case TransitionEvent():
+                self._print(f"step {event.step}: {event}", style="yellow")
+            case NoteEvent():
+                self._note(event)
+            case EndEvent():
+                self._print(end_text(event, self._unit))
+
+    def _note(self, event: NoteEvent) -> None:
+        """Print a few notes of each name, so that one that comes every step does not flood the screen."""
+        kind = f"{event.event} {event.fields.get('setting', '')}"  # each setting that has changed is printed
+        self._notes[kind] += 1
+        if self._notes[kind] <= NOTES_OF_A_KIND:
+            more = " (more of these in events.jsonl)" if self._notes[kind] == NOTES_OF_A_KIND else ""
+            self._print(f"step {event.step}: {event.text}{more}", style="yellow")
+
+    @abstractmethod
+    def _print(self, text: str, style: str | None = None) -> None:
+        """Print lines of text. style: as rich has it."""
+
+    @abstractmethod
+    def _show_step(self, event: StepEvent, left: str) -> None:
+        """Show the numbers of a step, and the time that is left."""
+
+
+class PlainConsole(_Console):
+    """Lines of text without colours or cursor movements, flushed one by one."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream, self._last = stream, 0
+
+    def _print(self, text: str, style: str | None = None) -> None:
+        with _without_room():
+            print(text, file=self._stream, flush=True)
+
+    def _show_step(self, event: StepEvent, left: str) -> None:
+        every = max(1, -(-self._steps // PLAIN_LINES))
+        due = event.step in (1, self._steps) or event.step % every == 0
+        evaluated = event.eval_loss is not None and 2 * (event.step - self._last) >= every
+        if due or evaluated:
+            self._last = event.step
+            number = f"{event.step:{len(str(self._steps))}}/{self._steps}"
+            self._print(f"step {number}  {step_text(event, self._unit)}  {left} left")
+
+    def close(self) -> None:
+        """Flush what has been printed, unless the disk is full."""
+        with _without_room():
+            self._stream.flush()
+
+
+class LiveConsole(_Console):
+    """A bar, the current numbers and a sparkline of the loss, redrawn in place; notes scroll by above."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._console, self._losses, self._drawn = RichConsole(file=stream), list[float](), 0.0
+        # Drawn by events rather than by a thread of its own: a thread would compete with the rank's compute.
+        self._live = Live(console=self._console, auto_refresh=False, transient=False)
+
+    def event(self, event: Event) -> None:
+        """As every console; the live line is there from the heading to the end."""
+        if isinstance(event, EndEvent):
+            self._live.stop()
+        super().event(event)
+        if isinstance(event, StartEvent):
+            self._live.start()
+
+    def _print(self, text: str, style: str | None = None) -> None:
+        self._console.print(text, style=style, markup=False, highlight=style is not None)
+
+    def _show_step(self, event: StepEvent, left: str) -> None:
+        self._losses.append(event.loss)
+        if event.step != self._steps and time.monotonic() - self._drawn <= 0.1:  # at most ten times a second
+            return
+        self._drawn = time.monotonic()
+        bar = Table.grid(padding=(0, 2))
+        bar.add_row(Text(f"step {event.step}/{self._steps}", style="bold"),
+                    ProgressBar(total=self._steps, completed=event.step, width=30), Text(f"{left} left"),
+                    Text(sparkline(self._losses, 16), style="cyan"))
+        self._live.update(Group(bar, Text(step_text(event, self._unit))), refresh=True)
+
+    def close(self) -> None:
+        """Leave the last state of the live line on the screen."""
+        self._live.stop()
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """The course of `values` in `width` characters or fewer: means of equal parts, lowest to highest."""
+    finite = [value for value in values if math.isfinite(value)]
+    parts = min(width, len(finite))
+    means = []
+    for part in range(parts):
+        piece = finite[part * len(finite) // parts:(part + 1) * len(finite) // parts]
+        means.append(sum(piece) / len(piece))
+    if not means:
+        return ""
+    low, high = min(means), max(means)
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - low) / ((high - low) or 1))] for mean in means)
+
+
+def scalars(event: StepEvent | EvalEvent | TransitionEvent) -> dict[str, float]:
+    """The numbers of an event as curves: under train/, speed/, eval/ (eval/NAME/ of a named set) and mesh/."""
+    match event:
+        case EvalEvent():
+            place = f"eval/{event.name}/" if event.name else "eval/"
+            return {place + name.removeprefix("eval_"): score
+                    for name, score in {"loss": event.loss, **event.scores}.items()}
+        case TransitionEvent():
+            return {"mesh/transition_seconds": event.seconds, "mesh/transition_bytes": event.bytes_moved}
+    fields: dict[str, Any] = step_fields(event)
+    groups = {"train": ("loss", "grad_norm", "learning_rate", "loss_scale", "skipped_steps", "frozen_layers"),
+              "speed": ("tokens_per_second", "step_seconds", "bubble_fraction", "wait_seconds", "flops_per_second",
+                        "model_flops_utilisation"), "mesh": ("data", "pipe")}
+    return {f"{group}/{name}": fields[name] for group, names in groups.items() for name in names if name in fields}
+
+
+class TensorBoard:
+    """Scalars under train/, speed/ and eval/; the sample and the notes as text. RanvierError when it cannot write.
+
+    after: the step after which a run resumes whose curves are here; 0 for a new one.
+    """
+
+    def __init__(self, run_dir: Path, after: int = 0) -> None:
+        self._folder = run_dir / "tensorboard"
+        with writing(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if not after:
+                for stale in self._folder.glob("events.out.tfevents.*"):  # another run's curve would overlay this one's
+                    stale.unlink()
+            self._writer = SummaryWriter(str(self._folder), purge_step=after + 1 if after else None)
+
+    def event(self, event: Event) -> None:
+        """Write a step, evaluation, transition, note or sample. RanvierError if it cannot be written."""
+        with writing(self._folder):
+            match event:
+                case StepEvent() | EvalEvent() | TransitionEvent():
+                    for name, value in scalars(event).items():
+                        self._writer.add_scalar(name, value, event.step)
+                    if isinstance(event, TransitionEvent):
+                        self._writer.add_text("notes/transition", str(event), event.step)
+                case NoteEvent():
+                    self._writer.add_text(f"notes/{event.event}", event.text, event.step)
+                case EndEvent() if event.sample:
+                    self._writer.add_text("sample", event.sample, event.step)
+
+    def close(self) -> None:
+        """Flush and close the event file. RanvierError if it cannot be written."""
+        with writing(self._folder):
+            self._writer.close()

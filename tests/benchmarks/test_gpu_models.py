@@ -1,0 +1,237 @@
+"""The models of CUDA and NCCL run, agree with what they are held against, and notice a wrong use on purpose."""
+
+import queue
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.gpu.models import devices, launches, nccl, run_ahead, streams
+from ranvier.comm.message import Kind, Message
+from ranvier.comm.nccl_transport import NcclTransport
+from ranvier.errors import TransportError
+from ranvier.schedule.policies import policy_named
+from ranvier.schedule.simulator import StageTimes, simulate
+
+SEEDS = range(2)
+CASES = [case for case in streams.CASES if (case.offload, case.dtype, case.in_flight) in (
+    ("stream", torch.float32, 3), ("host", torch.bfloat16, 2))]
+
+
+# ---------------------------------------------------------------------- streams
+
+def test_states_that_stream_wait_wherever_they_must():
+    """In any order of the streams; and a run that leaves out any one wait is noticed."""
+    sites = {}
+    for case in CASES:
+        outcomes, made = streams.differences(case, SEEDS)
+        assert outcomes == {"equal": len(SEEDS)}, case
+        for site in made:
+            sites.setdefault(site, []).append(case)
+    assert len(sites) >= 8
+    for site in sorted(sites):
+        assert streams.noticed(site, sites[site], range(12)), streams.text_of(site)
+
+
+def test_a_host_that_waits_for_nobody_is_a_deadlock():
+    runtime = streams.Runtime(0)
+    late, stream = streams.Event(runtime, recorded_at=1), runtime.new_stream()
+    stream.wait_event(late)
+    with pytest.raises(streams.Deadlock):
+        stream.synchronize()
+
+
+# ---------------------------------------------------------------------- NCCL
+
+class HostLoopOnly(NcclTransport):
+    """Posts sends and receives in the engine's thread alone."""
+
+    def connect(self, sources, destinations, capacity_bytes):
+        self._threads = [threading.Thread(target=lambda: None)]
+        self._threads[0].start()
+        super().connect(sources, destinations, capacity_bytes)
+        while not all(edge.free for edge in self._destinations.values()):
+            self._hear(self._host.wait(10.0))
+
+    def progress(self):
+        while not self._packing.empty():
+            event, edge, outgoing = self._packing.get()
+            assert event.query()
+            outgoing.is_ready = True
+            self._send_waiting(edge)
+        while (message := self._host.wait(0.001)) is not None:
+            self._hear(message)
+        super().progress()
+
+    def send(self, destination, message):
+        super().send(destination, message)
+        _, edge, outgoing = self._packing.get()
+        outgoing.is_ready = True
+        self._send_waiting(edge)
+
+
+@pytest.mark.parametrize("synchronizing", [[], [1], [0, 1]])
+def test_neighbours_that_send_at_once_get_their_messages(synchronizing):
+    """Also where both wait for their whole devices, as in a cudaFree or the first use of a kernel."""
+    assert nccl.exchange(synchronizing) == ["synchronized" if rank in synchronizing else "received" for rank in (0, 1)]
+
+
+def test_what_the_transport_refuses():
+    """A destination that was not named, and any call once it is closed."""
+    devices = nccl.Devices(1)
+    with devices.installed(), devices.as_rank(0):
+        transport = nccl._transport(0, [queue.SimpleQueue()], NcclTransport)
+        transport.connect([], [], 1 << 16)
+        with pytest.raises(TransportError, match=r"edge 0 -> 1 of 'pipeline'.*is not connected"):
+            transport.send(1, Message(Kind.CREDIT, 1, 0))
+        assert transport.poll() == [] and transport.wait(0.0) is None and transport.flush(1.0)
+        transport.close()
+        for call in (transport.poll, lambda: transport.wait(0.0), lambda: transport.send(1, None)):
+            with pytest.raises(TransportError, match="is closed"):
+                call()
+
+
+def test_a_peer_that_is_lost_is_told_to_the_waiting_thread_and_beside_it():
+    """The second thread hears of it; the engine's thread raises it, and whoever watches a blocked one is told."""
+    lost, devices = [], nccl.Devices(2)
+    error = TransportError("is gone", where="rank 1 on 'pipeline'", remedy="Look there.")
+
+    class Host(nccl._Host):
+        def wait(self, seconds):
+            if self.edges.closed or not self.sent:
+                return super().wait(seconds)
+            raise error
+
+        sent = False
+
+        def send(self, destination, message):
+            self.sent = True
+
+    with devices.installed(), devices.as_rank(0):
+        devices.irecv(torch.zeros(1), group_src=0, group=SimpleNamespace(rank=1))
+        group = SimpleNamespace(rank=0)
+        transport = NcclTransport(Host(0, [queue.SimpleQueue() for _ in range(2)]), torch.device("cpu"), rising=group,
+                                  falling=group, on_lost=lost.append)
+        transport.connect([], [1], 1 << 16)
+        transport.send(1, Message(Kind.CREDIT, 1, 0))
+        with pytest.raises(TransportError, match="is gone"):
+            transport.wait(20.0)
+        transport._threads[0].join(20.0)
+        assert lost == [str(error)]
+        transport.close()
+
+
+def test_receives_that_only_the_host_loop_posts_block_both(monkeypatch):
+    monkeypatch.setattr(nccl, "QUIET_SECONDS", 2.0)
+    assert nccl.exchange([], HostLoopOnly) == ["received", "received"]
+    assert nccl.exchange([0, 1], HostLoopOnly) == ["blocked", "blocked"]
+
+
+@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 10_000), marks=[
+    pytest.mark.slow, pytest.mark.timeout(3600)])], ids=["60", "10000"])
+def test_random_programs_with_device_wide_waits_end(seeds):
+    """Four ranks: sends of many sizes, receives, collectives, and synchronizations wherever they may be."""
+    for seed in seeds:
+        assert nccl.run_program(nccl.random_program(seed)) == {"ended": 4}, f"seed {seed}"
+
+
+@pytest.mark.parametrize("posts_first", [False, True])
+def test_a_device_that_waits_for_a_receive_that_nobody_posts(posts_first, monkeypatch):
+    """Two ranks send and synchronize: blocked, but not where they have posted their receives before."""
+    monkeypatch.setattr(nccl, "QUIET_SECONDS", 0.5)
+    devices, ended = nccl.Devices(2), ["", ""]
+
+    def rank(number):
+        with devices.as_rank(number):
+            group = SimpleNamespace(rank=number)
+            if posts_first:
+                devices.irecv(torch.zeros(3), group_src=1 - number, group=group)
+            devices.isend(torch.ones(3), group_dst=1 - number, group=group)
+            try:
+                devices.synchronize()
+                ended[number] = "synchronized"
+            except nccl.Blocked:
+                ended[number] = "blocked"
+
+    threads = [threading.Thread(target=rank, args=(number,), daemon=True) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert ended == ["synchronized" if posts_first else "blocked"] * 2
+
+
+def test_nccl_prints_a_table(capsys):
+    assert nccl.main(["--seeds", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "4 ended" in lines[-1] and not any("blocked" in line for line in lines)
+
+
+# ---------------------------------------------------------------------- running ahead
+
+@pytest.mark.parametrize("policy", ["message-driven", "1f1b"])
+def test_completion_without_launches_is_the_simulator(policy):
+    """With hosts that wait and launches that take no time the model is the planner's simulator."""
+    pipeline = run_ahead.Pipeline(stages=4, microbatches=8, policy=policy, launch=0.0, hop=0.25)
+    simulated = simulate([StageTimes(forward=1.0, backward=1.0, weight=1.0)] * 4, 8, policy_named(policy),
+                         4, hop=0.25, defer_bytes="auto" if policy == "message-driven" else 0)
+    ran = run_ahead.run(pipeline)
+    assert ran.seconds == pytest.approx(simulated.seconds, rel=0.05)
+
+
+def test_choices_far_ahead_lose_where_times_vary():
+    """A host that chooses long before the device gets there chooses worse; a bound of one action mends it."""
+    pipeline = run_ahead.Pipeline(stages=8, microbatches=32, jitter=0.5)
+    found = run_ahead.efficiencies(pipeline, range(3))
+    assert found["launch"] < found["completion"] < found["launch, 1"]
+    even = run_ahead.efficiencies(replace(pipeline, jitter=0.0), [0])
+    assert even["launch"] > even["launch, 1"] > even["completion"]
+
+
+# ---------------------------------------------------------------------- launches
+
+def test_launches_and_host_reads_are_counted():
+    """A layer that reads a number back is noticed; views and allocations launch nothing."""
+    linear, x = nn.Linear(3, 3), torch.ones(2, 3)
+    with launches.Launches() as counted:
+        y = linear(x.view(2, 3)).transpose(0, 1)
+        torch.empty(3)
+    assert counted.counts == {"addmm": 1}
+    with launches.Launches() as counted:
+        assert bool((y * 0 == 0).all())
+    assert counted.counts[launches.HOST_READ] == 1
+
+
+@pytest.mark.slow
+def test_launches_of_a_step_are_whole_numbers_of_layers():
+    found = launches.parts()
+    assert sum(found.by_name.values()) == found.layer > 30 and found.microbatch > 0 and found.step > 0
+    assert found.by_name["mm"] == 8 and found.by_name["native_layer_norm"] == 2 and found.dropout > 0
+
+
+def test_calls_of_an_update():
+    """One segment a bucket where everything decays alike, more where vectors do not."""
+    alike, apart = (launches.update_calls(2, 256, 4, decay) for decay in ("all", "matrices"))
+    assert alike.calls == alike.buckets < apart.calls and alike.parameters == apart.parameters
+
+
+def test_launches_of_a_small_step():
+    counts = launches.step_launches(1, 1)
+    assert counts["native_layer_norm"] == 3 and counts[launches.HOST_READ] > 0
+
+
+# ---------------------------------------------------------------------- devices
+
+@pytest.mark.parametrize("job", devices.JOBS, ids=lambda job: job.name)
+def test_ranks_have_the_devices_that_fit_the_job(job):
+    assert devices.fits(job, devices.choices(job)), devices.choices(job)
+
+
+def test_a_choice_that_does_not_fit_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(devices, "choices", lambda job: ["GPU-0"] * len(job.visible))
+    devices.main()
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert lines and all(line.split()[-1] == "NO" for line in lines if line.strip())

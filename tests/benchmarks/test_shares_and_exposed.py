@@ -1,0 +1,69 @@
+"""Simulated shares of a pipeline's time, and exposed bytes of the tensor mesh: both run and tell rules apart."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.pipeline import shares
+from benchmarks.pipeline.block_times import BlockTimes
+from benchmarks.tensor import exposed
+
+EVEN = BlockTimes(forward=(1.0,) * 4, backward=(1.0,) * 4, weight=(1.0,) * 4, num_parameters=(1,) * 4,
+                  products=(1,) * 4, alive_bytes=(10,) * 4, optimizer_seconds_per_parameter=0.0)
+
+
+def test_the_recorded_times_are_whole():
+    times = shares.measured()
+    assert len(times.forward) == len(times.alive_bytes) == 18 and min(times.forward) > 0
+    assert len(set(times.forward[1:-1:2])) == len(set(times.weight[2:-1:2])) == 1
+
+
+def test_more_room_is_never_slower():
+    found = [shares.step(EVEN, replace(rules, cut=2), 8) for rules in shares.STEPS]
+    assert all(0.5 < one.share <= 1.0 for one in found)
+    assert found[-1].share >= found[0].share and found[-1].most_queued_bytes > found[0].most_queued_bytes
+
+
+def test_budgets_are_those_of_each_rank():
+    rules = shares.Rules(name="", in_flight=3, postponed=(1, 2), head=True, cut=2)
+    assert shares.step(EVEN, rules, 8).most_queued_bytes <= (20, 40)
+    nothing = shares.step(EVEN, replace(rules, postponed=(0, 0)), 8)
+    assert nothing.most_queued_bytes == (0, 0) and nothing.share < shares.step(EVEN, rules, 8).share
+
+
+def test_a_cut_that_is_uneven_is_seen():
+    even, uneven = (shares.step(EVEN, shares.Rules(name="", cut=cut), 8) for cut in (2, 3))
+    assert uneven.share < 0.75 < even.share
+
+
+def test_shares_prints_tables(capsys):
+    assert shares.main(["--microbatches", "4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("/" in line for line in lines) == len(shares.STEPS) + 2 * len(shares.POLICIES) + 3
+    assert "forward first, 3 in flight" in "".join(lines)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_product_before_the_wait_hides_a_transfer(hidden):
+    products, found = exposed.Products(), []
+    group = exposed.WatchedGroup("row", 4, products, found)
+    with torch.device("meta"), products:
+        matrix, whole = torch.empty(8, 8), torch.empty(32, 8)
+        if not hidden:
+            matrix @ matrix
+        work = group.all_gather(whole, matrix)
+        if hidden:
+            matrix @ matrix
+        work.wait()
+        matrix @ matrix
+    assert [(one.name, one.num_bytes, one.flop) for one in found] == [
+        ("row all_gather", 3 * 8 * 8 * 4, 2 * 8**3 if hidden else 0)]
+    assert exposed.hidden_bytes(found) == (768 if hidden else 0, 768)
+
+
+def test_exposed_prints_a_table(monkeypatch, capsys):
+    monkeypatch.setattr(exposed, "CASES", [replace(exposed.CASES[0], col=2, sequence=1024, hidden=1024)])
+    assert exposed.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and "stationary 1x2" in lines[1] and lines[1].endswith("%")

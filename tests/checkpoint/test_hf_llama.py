@@ -1,0 +1,221 @@
+"""The family llama in Hugging Face's format: weights, tokenizer and generation configuration, in and out again."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import tokenizers
+import torch
+from safetensors.torch import load_file
+
+from ranvier.checkpoint.hf import llama as hf_llama
+from ranvier.checkpoint.hf.export_model import export
+from ranvier.checkpoint.hf.forms import form_of, form_of_type
+from ranvier.checkpoint.hf.import_model import import_model
+from ranvier.checkpoint.hf.pretrained import Pretrained
+from ranvier.config import read
+from ranvier.config.run import Batch, Data, Run, Train, Transformer
+from ranvier.data.tokenizer import load
+from ranvier.errors import CheckpointError, DataError, ModelError
+from ranvier.mesh import Mesh
+from tests.checkpoint.test_hf_and_training import trained
+from tests.hf_peers import peer, relative
+from tests.models.test_llama import MODELS, SIZES
+
+FEW = ("llama3", "mistral", "qwen3", "olmo2", "gemma2")
+TEXT = "The arrow flies\nover 12 green fields. " * 20
+
+
+def tensors_of(folder):
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def published_tokenizer(vocab=280):
+    """A byte-level BPE as Qwen's and Llama 3's: another split into words, and special tokens beside the vocabulary."""
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
+        tokenizers.pre_tokenizers.Digits(individual_digits=True),
+        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    inner.train_from_iterator([TEXT], tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab, show_progress=False, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+    inner.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>"])
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", inner.token_to_id("<|begin_of_text|>"))])
+    return inner
+
+
+def published(name, folder, **settings):
+    """A model of transformers as its owner publishes it: shards, tokenizer and generation configuration."""
+    kind, more = MODELS[name]
+    model = peer(kind, **SIZES | dict(vocab_size=290) | more | settings)
+    model.save_pretrained(folder, max_shard_size="20KB")
+    inner = published_tokenizer()
+    inner.save(str(folder / "tokenizer.json"))
+    ends = {"bos_token_id": inner.token_to_id("<|begin_of_text|>"), "eos_token_id": [inner.token_to_id(
+        "<|end_of_text|>"), 7]}
+    (folder / "generation_config.json").write_text(json.dumps({**ends, "temperature": 0.6}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(
+        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end_of_text|>", "chat_template": "{{ 1 }}"}))
+    return model
+
+
+@pytest.mark.parametrize("name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow)
+                                  for name in MODELS])
+def test_there_and_back_to_the_bit(tmp_path, name):
+    transformers = pytest.importorskip("transformers")
+    there, told = tmp_path / "there", []
+    model = published(name, there)
+    assert len(list(there.glob("*.safetensors"))) > 1
+    import_model(there, tmp_path / "run", tell=told.append)
+    line, = (one for one in told if one.startswith("logits"))
+    difference, scale = re.fullmatch(
+        r"logits of \d+ tokens against transformers \S+: largest difference (\S+), their scale being (\S+)", line
+    ).groups()
+    assert float(difference) <= 1e-5 * max(1.0, float(scale))
+    export(tmp_path / "run", tmp_path / "back", shard_bytes=20_000, tell=told.append)
+    before, after = tensors_of(there), tensors_of(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[each], tensor) for each, tensor in before.items())
+    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "back" / file).read_bytes() == (there / file).read_bytes()
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    assert type(again) is type(model) and again.config.eos_token_id == [281, 7]
+    ids = torch.arange(16)[None]
+    assert relative(again.double()(ids).logits, model(ids).logits) < 1e-6  # angles are in fp32 there
+    assert again.config.max_position_embeddings == model.config.max_position_embeddings
+
+
+def test_ends_of_texts_without_a_generation_configuration(tmp_path):
+    published("llama2", tmp_path / "there", bos_token_id=3, eos_token_id=4)
+    (tmp_path / "there/generation_config.json").unlink()
+    import_model(tmp_path / "there", tmp_path / "run", tell=lambda line: None)
+    assert json.loads((tmp_path / "run/generation_config.json").read_text()) == {"bos_token_id": 3, "eos_token_id": 4}
+
+
+def test_a_run_on_imported_weights(tmp_path):
+    """It takes the model's tokenizer, on any mesh and both ways to start, and refuses another."""
+    pytest.importorskip("transformers")
+    there = tmp_path / "there"
+    published("qwen3", there)
+    import_model(there, tmp_path / "start", tell=lambda line: None)
+    own = load(there / "tokenizer.json")
+    (tmp_path / "texts").mkdir()
+    for number in range(30):
+        (tmp_path / f"texts/{number}.txt").write_text(TEXT * 2)
+    found = read.merge([read.load(str(tmp_path / "start/run.toml"))[1]])
+    assert found.problems == () and found.run.model.qk_norm == "head" and found.run.model.max_positions == 32
+    run = replace(found.run, mesh=Mesh(col=2), batch=Batch(global_size=8, microbatch_size=2),
+                  train=Train(steps=2, eval_sequences=8, sample_tokens=4),
+                  data=replace(found.run.data, corpus=str(tmp_path / "texts"), cache_dir=tmp_path / "cache"),
+                  resume=str(tmp_path / "start"), run_dir=tmp_path / "first")
+    trained(run)
+    assert load(tmp_path / "first/tokenizer.json").fingerprint == own.fingerprint
+    with pytest.raises(CheckpointError, match="was trained with another tokenizer"):
+        trained(replace(run, data=replace(run.data, tokenizer="bpe"), run_dir=tmp_path / "second"))
+    export(tmp_path / "first", tmp_path / "back", tell=lambda line: None)
+    assert (tmp_path / "back/tokenizer.json").read_bytes() == (there / "tokenizer.json").read_bytes()
+    assert (tmp_path / "back/generation_config.json").exists()
+
+    direct = Run(mesh=Mesh(data=2), batch=run.batch, train=run.train, run_dir=tmp_path / "third",
+                 data=Data(corpus=run.data.corpus, cache_dir=tmp_path / "cache"),
+                 model=Transformer(pretrained=str(there), family="llama", sequence=16))
+    trained(direct)
+    assert load(tmp_path / "third/tokenizer.json").fingerprint == own.fingerprint
+    other = tmp_path / "other.json"
+    published_tokenizer(270).save(str(other))
+    with pytest.raises(DataError, match=r"is not the tokenizer of model\.pretrained"):
+        trained(replace(direct, data=replace(direct.data, tokenizer=str(other)), run_dir=tmp_path / "fourth"))
+
+
+# ---------------------------------------------------------------------- tokenizers
+
+
+def test_a_published_tokenizer_is_read_as_it_is(tmp_path):
+    inner = published_tokenizer()
+    inner.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load(tmp_path / "tokenizer.json")
+    text = TEXT + "<|end_of_text|> ünd 2024"
+    expected = inner.encode(TEXT + " ünd 2024", add_special_tokens=False).ids
+    assert tokenizer.encode(TEXT + " ünd 2024") == expected
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert (tokenizer.vocab, tokenizer.end, tokenizer.end_text) == (282, 281, "<|end_of_text|>")
+    tokenizer.save(tmp_path / "again.json")
+    assert load(tmp_path / "again.json").fingerprint == tokenizer.fingerprint
+
+
+def test_a_tokenizer_with_words_is_not_cut(tmp_path):
+    """Llama 2's puts a space before each text that it is given, so a document is one text."""
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, "▁": 3, "a": 4, "\n": 5, "▁a": 6}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("▁", "a")], unk_token="<unk>", byte_fallback=False))
+    inner.normalizer = tokenizers.normalizers.Sequence([
+        tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")])
+    inner.add_special_tokens(["<unk>", "<s>", "</s>"])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load(tmp_path / "tokenizer.json")
+    text = "a\n" * 60_000
+    assert tokenizer.encode(text) == inner.encode(text, add_special_tokens=False).ids and tokenizer.end == 2
+    assert tokenizer.encode("") == []
+
+
+@pytest.mark.parametrize(("change", "reason"), [
+    (dict(model={"type": "WordPiece", "vocab": {}}), "a model of the kind WordPiece, and not BPE or Unigram"),
+    (dict(added_tokens=[{"id": 1 << 60, "content": "x"}]), "a token's number that is none"),
+    (dict(added_tokens=[{"id": 280, "content": "x", "single_word": False, "lstrip": False, "rstrip": False,
+                         "normalized": False, "special": True}]), "no token that ends a text"),
+])
+def test_tokenizers_that_cannot_be_read(tmp_path, change, reason):
+    inner = published_tokenizer()
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**json.loads(inner.to_str()), **change}))
+    with pytest.raises(DataError, match=reason):
+        load(tmp_path / "tokenizer.json")
+
+
+# ---------------------------------------------------------------------- config.json
+
+DOCUMENT = dict(model_type="llama", vocab_size=61, hidden_size=24, intermediate_size=40, num_hidden_layers=4,
+                num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=4096)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (dict(mlp_bias=True), r"mlp_bias in config\.json: is set without attention_bias"),
+    (dict(rope_scaling={"rope_type": "longrope", "factor": 2.0}),
+     r"rope_type in config\.json: must be default, linear"),
+    (dict(rope_scaling=3), r"rope_scaling in config\.json: must be an object"),
+    (dict(rope_scaling={"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}), r"mscale in config\.json: of the rotary"),
+    (dict(rope_parameters={"full_attention": {"rope_type": "default"}}), r"rope_type in config\.json"),
+    (dict(hidden_act="relu"), r"hidden_act in config\.json: must be silu or gelu"),
+    (dict(num_key_value_heads="2"), r"num_key_value_heads in config\.json: is invalid"),
+    (dict(partial_rotary_factor=0.5), r"partial_rotary_factor in config\.json: must be 1\.0"),
+    (dict(model_type="mistral", layer_types=["full_attention", "sliding_attention"] * 2),
+     r"layer_types in config\.json: must have one full_attention in every so many layers, at their end"),
+    (dict(num_attention_heads=5), r"num_attention_heads in config\.json: does not divide hidden_size 24"),
+])
+def test_configurations_that_are_refused(change, message):
+    document = DOCUMENT | change
+    with pytest.raises(ModelError, match=message):
+        form_of_type(document["model_type"]).read(document)
+
+
+def test_defaults_of_transformers_hold_for_keys_that_are_missing():
+    read_as = {kind: form_of_type(kind).read(DOCUMENT | dict(model_type=kind))[0] for kind in hf_llama.LLAMA_FORMS}
+    assert read_as["mistral"].window == 4096 and read_as["llama"].window is None
+    assert read_as["qwen3"].head_width == 128 and read_as["gemma"].tied and not read_as["llama"].tied
+    assert read_as["gemma2"].full_every == 2 and read_as["gemma2"].attention_softcap == 50
+    assert read_as["olmo2"].norm_epsilon == 1e-5 and read_as["qwen2"].bias == "qkv"
+    assert read_as["llama"].sequence == 2048 and read_as["llama"].max_positions == 4096
+
+
+def test_settings_that_no_architecture_has_are_not_exported():
+    config = Transformer(family="llama", num_layers=1, hidden=24, heads=6, qk_norm="head", norms="after")
+    with pytest.raises(ModelError, match=r"model\.qk-norm: has no form in OLMo 2's language model, which has all"):
+        form_of(config).write(config, "tokens")
+
+
+def test_a_head_of_its_own_is_read(tmp_path):
+    published("llama2", tmp_path / "there")
+    pretrained = Pretrained(tmp_path / "there")
+    assert not torch.equal(pretrained.read("head.projection.weight"), pretrained.read("embedding.token.weight"))

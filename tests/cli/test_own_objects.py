@@ -1,0 +1,289 @@
+"""Families, tasks and corpora that a recipe names as module:name: found, called with options, and refused by name."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ranvier.checkpoint.hf.export_model import model_of
+from ranvier.cli.check import check
+from ranvier.config import read
+from ranvier.config.named_object import is_object_name, load_object, parse_options
+from ranvier.config.run import Data, Elastic, Run, Transformer
+from ranvier.data.corpus import is_own, open_corpus
+from ranvier.data.prepare import prepare
+from ranvier.errors import CheckpointError, ConfigError, RanvierError
+from ranvier.mesh import Mesh
+from ranvier.models import families
+
+OWN = '''
+import torch
+from torch import nn
+from ranvier.config.task_form import TaskForm
+from ranvier.data.accuracy import Accuracy
+from ranvier.data.corpus import Document
+from ranvier.data.task import Prepared, Task
+from ranvier.errors import DataError
+from ranvier.models.family import ModelFacts, ModelFamily
+from ranvier.block import Model
+
+
+class Line(ModelFamily):
+    def __init__(self, width=4, fault=None, layers=0, tied=False):
+        self.width, self.fault, self.layers, self.is_tied = width, fault, layers, tied
+
+    def problems(self, settings, head):
+        return 1 / 0 if self.fault == "problems" else []
+
+    def model(self, settings, head, *, dtype):
+        if self.fault == "model":
+            raise ValueError("no such\\nmodel")
+        if self.fault == "list":
+            return [nn.Linear(1, 1)]
+        def block():
+            if self.fault == "block":
+                raise IndexError("no block")
+            return nn.Linear(4, 4, dtype=dtype)
+        names = [f"part{number}" for number in range(self.layers or 3)]
+        layers = tuple((name,) for name in names) if self.layers else ()
+        tied = (("part0.bias", f"{names[-1]}.bias"),) if self.is_tied else ()
+        return Model(blocks={name: block for name in [*names, "last"]}, layers=layers, tied=tied,
+                     loss=lambda y, t: (y.sum() * 0 + (t * 0).sum(), len(t)))
+
+    def sample(self, settings, head, count):
+        if self.fault:
+            raise KeyError(self.fault)
+        return torch.zeros(count, 4), torch.zeros(count, dtype=torch.int64)
+
+    def flops_per_sample(self, settings, *, recomputed=False):
+        return {}[self.fault] if self.fault == "flops" else 192.0
+
+    def describe(self, settings):
+        return {}[self.fault] if self.fault == "describe" else ModelFacts(text=f"line {self.width}", tokens=1)
+
+
+class Half:
+    def problems(self): ...
+    def model(self): ...
+
+
+class Points(Task):
+    form = TaskForm(family="own:Line", head="points", targets="points", samples="points")
+
+    def __init__(self, fault=None):
+        self.fault = fault
+
+    def problems(self, run, *, elsewhere):
+        if self.fault == "told":
+            return [DataError("is told", where="data.train", remedy="Mend it.")]
+        return 1 / 0 if self.fault == "problems" else []
+
+    def warnings(self, run):
+        return 1 / 0 if self.fault == "warnings" else []
+
+    def prepare(self, run, progress):
+        return 1 / 0 if self.fault == "prepare" else None
+
+
+class Formless(Points):
+    form = "points"
+
+
+class Pages:
+    fingerprint = "pages"
+
+    def read(self, max_bytes):
+        yield Document("page", "words and words")
+
+
+class Torn(Pages):
+    def read(self, max_bytes):
+        yield Document("page", "words")
+        raise OSError("torn")
+
+
+class Loose(Pages):
+    def read(self, max_bytes):
+        yield "words"
+
+
+line = Line()
+def raises(): raise KeyError("mine")
+def nothing(): pass
+'''
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A folder with the module `own`, from which the command is started."""
+    load_object.cache_clear()
+    families._outline.cache_clear()
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "broken.py").write_text("import json\nx = 1 +\n")
+    (tmp_path / "needy.py").write_text("import no_such_thing\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    for name in ("own", "broken", "needy"):
+        sys.modules.pop(name, None)
+    load_object.cache_clear()
+    families._outline.cache_clear()
+
+
+def run_of(family="auto", task="own:Points", options=(), task_options=(), **changed):
+    return replace(Run(model=Transformer(family=family, options=options, num_layers=3),
+                       data=Data(task=task, options=task_options)), **changed)
+
+
+def told(run):
+    """All problems, once each."""
+    found = [str(problem) for problem in check(run).problems]
+    assert len(set(found)) == len(found), found
+    return found
+
+
+def test_a_family_and_a_task_of_ones_own_are_checked(own):
+    report = check(run_of(mesh=Mesh(pipe=2), options=("width=7",), family="own:Line"))
+    assert report.problems == () and [row.blocks for row in report.stages.rows] == [
+        ("part0", "part1"), ("part2", "last")]
+    run = run_of(options=("width=7",), family="own:Line")
+    assert families.text(run) == "line 7" and families.num_blocks(run) == 4 and families.head_of(run) == "points"
+    assert check(run_of(family="own:line")).problems == ()
+    assert families.family_of(run_of()) is families.family_of(run_of())
+
+
+@pytest.mark.parametrize(("setting", "value", "message"), [
+    ("model.family", "nowhere:x", "names the module nowhere, which cannot be found .* Start the run in the folder of"),
+    ("model.family", "broken:x", r"cannot be imported: SyntaxError: .*broken.py, line 2\."),
+    ("model.family", "needy:x", r"cannot be imported: ModuleNotFoundError: No module named 'no_such_thing'.*line 1\."),
+    ("model.family", "own:Lines", r"does not have: Lines .* Did you mean own:Line\?"),
+    ("model.family", "own:zzz", "does not have: zzz .* Name a function, class or object of own"),
+    ("model.family", "own:Half", "has no method `sample`: it gives a Half .* docs/extending.md"),
+    ("model.family", "own:nothing", "has no method `problems`: it gives a NoneType"),
+    ("model.family", "own:raises", r"raised in the call: KeyError: 'mine' .*own.py, line \d+\."),
+    ("data.task", "nowhere:x", "names the module nowhere"), ("data.task", "own:Half", "has no attribute `form`"),
+    ("data.task", "own:Formless", "has a `form` that is a str")])
+def test_what_is_no_such_object_is_named(own, setting, value, message):
+    run = run_of(**{"family" if setting == "model.family" else "task": value})
+    (problem,) = check(run).problems
+    assert problem.where == setting and problem.value == value
+    with pytest.raises(ConfigError, match=message):
+        raise problem
+
+
+@pytest.mark.parametrize(("fault", "message"), [
+    ("problems", "raised in `problems`: ZeroDivisionError: division by zero .*own.py, line"),
+    ("model", "raised in `model`: ValueError: no such .*own.py, line"),
+    ("list", "has a `model` that does not return a ranvier.Model .got 'list'"),
+    ("sample", "raised in `sample`: KeyError: 'sample' .*own.py, line")])
+def test_a_family_that_raises_is_named(own, fault, message):
+    (problem,) = check(run_of("own:Line", options=(f"fault={fault}",))).problems
+    with pytest.raises(RanvierError, match=message):
+        raise problem
+
+
+@pytest.mark.parametrize("fault", ["flops", "describe"])
+def test_a_family_that_raises_later_is_named(own, fault):
+    run = run_of("own:Line", options=(f"fault={fault}",))
+    asked = families.flops_per_sample if fault == "flops" else families.text
+    with pytest.raises(ConfigError, match=r"raised in `(flops_per_sample|describe)`: KeyError"):
+        asked(run)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (("width",), "model.options: must be NAME=VALUE"), (("a b=1",), "must be NAME=VALUE"),
+    (("width=1", "width=2"), "each name once"), (("depth=1",), "raised in the call: TypeError: .*depth")])
+def test_options_that_cannot_be(own, options, message):
+    with pytest.raises(ConfigError, match=message):
+        families.family_of(run_of("own:Line", options=options))
+
+
+def test_an_object_takes_no_options(own):
+    with pytest.raises(ConfigError, match="takes no options: it is an object"):
+        families.family_of(run_of("own:line", options=("width=1",)))
+
+
+def test_options_are_read_as_toml():
+    texts = ("a=5", "b = 0.5", "c=true", 'd="x y"', "e=[1]", "f=gelu", "g=x=y", "h=")
+    assert parse_options(texts, "model.family") == {
+        "a": 5, "b": 0.5, "c": True, "d": "x y", "e": [1], "f": "gelu", "g": "x=y", "h": ""}
+
+
+def test_layers_agree_with_the_settings(own):
+    assert told(run_of("own:Line", options=("layers=2",))) == [
+        "model.num-layers: is not the number of layers that own:Line declares, 2 (got 3). Set --model.num-layers 2, or "
+        "declare as many in Model(layers=...) as settings.num_layers."]
+
+
+def test_freezing_needs_layers_without_ties(own):
+    freeze = {"elastic": Elastic(freeze="cap", every=1)}
+    assert "needs layers, and own:Line declares none" in told(run_of("own:Line", **freeze))[0]
+    (problem,) = told(run_of("own:Line", options=("layers=3", "tied=true"), **freeze))
+    assert "would freeze part0.bias, which is tied to part2.bias and goes on training there" in problem
+    assert told(run_of("own:Line", options=("layers=3",), **freeze)) == []
+
+
+@pytest.mark.parametrize(("fault", "message"), [
+    ("problems", "raised in `problems`: ZeroDivisionError"), ("told", "data.train: is told"),
+    ("prepare", "raised in `prepare`: ZeroDivisionError"), ("none", "has a `prepare` that returns a NoneType")])
+def test_a_task_that_raises_is_named(own, fault, message):
+    with pytest.raises(RanvierError, match=message):
+        prepare(run_of(task_options=(f"fault={fault}",)))
+
+
+def test_warnings_of_a_task_that_raise_are_named(own):
+    with pytest.raises(ConfigError, match="raised in `warnings`"):
+        check(run_of(task_options=("fault=warnings",)))
+
+
+def test_pretrained_weights_are_of_a_shipped_family(own):
+    run = run_of("own:Line")
+    (problem,) = check(replace(run, model=replace(run.model, pretrained="minilm"))).problems
+    with pytest.raises(ConfigError, match=r"model\.pretrained: cannot be read into the family own:Line"):
+        raise problem
+
+
+def test_a_shipped_family_says_which_heads_it_has(own):
+    assert "has no head 'points', which the task needs" in told(run_of("gpt"))[0]
+
+
+@pytest.mark.parametrize(("name", "message"), [
+    ("own:Half", "data.corpus: has no attribute `fingerprint`"), ("own:Torn", "raised in `read`: OSError: torn"),
+    ("own:Loose", "gives something else than documents"), ("own:Nothing", "does not have: Nothing")])
+def test_a_corpus_that_is_none_is_named(own, name, message):
+    with pytest.raises(RanvierError, match=message):
+        list(open_corpus(name, own, print).documents(1000))
+
+
+def test_a_corpus_of_ones_own(own):
+    corpus = open_corpus("own:Pages", own, print)
+    assert [document.text for document in corpus.documents(5)] == ["words"] and corpus.is_path
+    assert not is_own("imdb:plain_text"), "a data set of Hugging Face"
+    Path("own:Pages").write_text("text of a file")
+    assert not is_own("own:Pages"), "a file that is there comes first"
+
+
+def test_only_module_and_name_are_an_object():
+    assert all(map(is_object_name, ("a:b", "a.b.c:D", "_a:_b")))
+    assert not any(map(is_object_name, ("a", "a:", ":b", "a:b:c", "a-b:c", "a/b:c", "a..b:c", "1a:b")))
+
+
+@pytest.mark.parametrize("name", ["gptt", "a b:c", "a:b:c", ":x"])
+def test_other_texts_are_refused(name):
+    found = read.merge([read.Layer(origin="flag", values={"model.family": name, "data.task": name}, is_text=True)])
+    assert [problem.what for problem in found.problems] == [
+        "must be auto, gpt, llama, bert or vit, or module:function",
+        "must be lm, chat, classification, qa or images, or module:function"]
+
+
+@pytest.mark.parametrize("section", [{"model": {"family": "own:raises"}}, {"data": {"task": "own:raises"}}])
+def test_a_checkpoint_names_no_code_that_is_run(own, section):
+    class Saved:
+        folder = own
+        manifest = type("Manifest", (), {"about": json.loads(json.dumps({"run": {"model": {}, **section}}))})
+
+    with pytest.raises(CheckpointError, match=r"is of a (model.family|data.task) outside of Ranvier.*own:raises"):
+        model_of(Saved)
+    assert "own" not in sys.modules

@@ -1,0 +1,77 @@
+"""Messages over MPI with collectives over torch.distributed, in processes that mpiexec starts."""
+
+import threading
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks.gpu.programs import Program, on_one_rank
+from ranvier.comm.message import Kind, Message
+from ranvier.comm.mixed_backend import MixedBackend
+from ranvier.config.resolve import resolve
+from ranvier.config.rules import problems
+from ranvier.config.run import Comm, Run
+from ranvier.errors import ConfigError, LaunchError
+from ranvier.launch.start import choose_collectives
+from ranvier.testing.ranks import run_processes
+from ranvier.world import World
+from tests.comm import conformance
+from tests.comm.test_mpi import mpi
+
+HERE = "tests.comm.test_mixed"
+
+
+@mpi
+@pytest.mark.slow
+def test_conformance():
+    cases = [*conformance.MESSAGES, *conformance.COLLECTIVES]
+    assert run_processes("tests.comm.conformance:run_cases", 3, "mpi+torch", args=[cases],
+                         timeout_seconds=240) == [len(cases)] * 3
+
+
+def large_message(world: World) -> bool:
+    """Rank 0 sends and then waits for a collective, which rank 1 joins when the message is there."""
+    transport, _ = conformance.everyone(world, "pipe", 1000)
+    group = world.backend.group("together", [range(world.size)])
+    if world.rank == 0:
+        transport.send(1, Message(Kind.FORWARD, 1, 0, {"": torch.ones(4_000_000)}))
+    else:
+        assert transport.wait(20.0) is not None
+    group.all_reduce(torch.ones(3)).wait()
+    names = [thread.name for thread in threading.enumerate()]
+    return "ranvier-mpi-progress" in names
+
+
+@mpi
+def test_a_rank_that_waits_for_a_collective_still_sends():
+    assert run_processes(f"{HERE}:large_message", 2, "mpi+torch", timeout_seconds=60) == [True, True]
+
+
+@mpi
+def test_a_mesh_has_the_losses_of_one_rank():
+    program = Program(layers=1, mesh={"pipe": 2}, microbatches=3, precision="fp64", optim={"clip_norm": 0.1})
+    expected = on_one_rank(Program(**{**asdict(program), "mesh": {}}), torch.device("cpu"))
+    for found in run_processes("benchmarks.gpu.programs:losses", 2, "mpi+torch", args=[asdict(program)],
+                               timeout_seconds=120):
+        assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("setting", "transport", "device", "value"), [
+    ("auto", "torch", "cuda", "torch"), ("torch", "torch", "cpu", "torch"), ("auto", "mpi", "cuda", "torch"),
+    ("auto", "mpi", "cpu", "mpi"), ("mpi", "mpi", "cuda", "mpi"), ("torch", "mpi", "cpu", "torch")])
+def test_which_library_reduces(setting, transport, device, value):
+    assert choose_collectives(setting, transport, device).value == value
+
+
+def test_collectives_of_mpi_need_its_messages():
+    with pytest.raises(ConfigError, match=r"comm.collectives.*needs MPI for messages.*--comm.transport mpi"):
+        choose_collectives("mpi", "torch", "cpu")
+    run = resolve(Run(comm=Comm(transport="torch", collectives="mpi")))
+    assert "needs MPI for messages" in " ".join(map(str, problems(run, num_blocks=None)))
+
+
+def test_both_libraries_number_the_ranks_alike():
+    with pytest.raises(LaunchError, match=r"rank 1 of 2 instead of 0 of 2.*one mpiexec"):
+        MixedBackend(SimpleNamespace(rank=1, size=2), SimpleNamespace(rank=0, size=2))

@@ -1,0 +1,184 @@
+"""Layers, origins, and a clear problem for each value that does not fit."""
+
+import dataclasses
+import os
+import sys
+import tomllib
+
+import pytest
+
+from ranvier.config import read
+from ranvier.config.run import Batch, Run, Train
+from ranvier.errors import ConfigError
+
+
+def resolved(tree=None, flags=None):
+    return read.merge([read.from_dict(tree or {}, "file x.toml"),
+                            read.Layer(origin="flag", values=flags or {}, is_text=True)])
+
+
+def test_later_layers_win_and_origins_say_so():
+    found = resolved({"batch": {"global_size": 64, "microbatch_size": 8}}, {"batch.global_size": "16", "seed": "7"})
+    assert not found.problems
+    assert (found.run.batch, found.run.seed) == (Batch(global_size=16, microbatch_size=8), 7)
+    assert {name: found.origins[name] for name in ("batch.global_size", "batch.microbatch_size", "train.steps")} == {
+        "batch.global_size": "flag", "batch.microbatch_size": "file x.toml", "train.steps": "default"}
+    assert set(found.origins) == set(read.settings())
+
+
+def test_every_setting_has_help_and_a_default_that_fits():
+    for setting in read.settings().values():
+        assert setting.help.endswith("."), setting.name
+        assert resolved(flags={setting.name: read.as_text(setting.default)}).problems == (), setting.name
+
+
+@pytest.mark.parametrize(("name", "text", "value"), [
+    ("optim.betas", "0.8,0.95", (0.8, 0.95)), ("pipeline.boundaries", "3, 6", (3, 6)),
+    ("pipeline.boundaries", "none", None), ("pipeline.in_flight", "auto", "auto"), ("pipeline.in_flight", "6", 6),
+    ("train.learning_rate", "3e-4", 3e-4), ("train.prompt", "", ""), ("precision", "fp64", "fp64")])
+def test_flags_are_text(name, text, value):
+    found = resolved(flags={name: text})
+    assert not found.problems
+    assert read.flatten(found.run)[name] == value
+
+
+@pytest.mark.parametrize(("tree", "where", "message"), [
+    ({"batch": {"global_size": "64"}}, "batch.global-size", "must be a whole number of at least 1"),
+    ({"batch": {"global_size": 0}}, "batch.global-size", "must be a whole number of at least 1"),
+    ({"batch": {"global_size": 4.0}}, "batch.global-size", "must be a whole number of at least 1"),
+    ({"batch": {"global_size": 10**30}}, "batch.global-size", "is larger than anything here can be"),
+    ({"seed": True}, "seed", "must be a whole number of at least 0"),
+    ({"mesh": {"pipe": 0}}, "mesh.pipe", "must be a whole number of at least 1, or auto"),
+    ({"train": {"learning_rate": float("nan")}}, "train.learning-rate", "must be a number above 0"),
+    ({"train": {"learning_rate": float("inf")}}, "train.learning-rate", "is larger than anything here can be"),
+    ({"comm": {"timeout_seconds": 1e9}}, "comm.timeout-seconds", "must be a number above 0 and of at most 1e+08"),
+    ({"optim": {"betas": [0.9]}}, "optim.betas", "must be 2 values, each a number of at least 0 and below 1"),
+    ({"optim": {"betas": [0.9, 1.0]}}, "optim.betas", "must be 2 values, each a number of at least 0 and below 1"),
+    ({"pipeline": {"in_flight": "many"}}, "pipeline.in-flight", "must be a whole number of at least 1, or auto"),
+    ({"pipeline": {"boundaries": 3}}, "pipeline.boundaries",
+     "must be a list, each a whole number of at least 1, or none"),
+    ({"precision": "fp8"}, "precision", "must be fp32, bf16, fp16 or fp64"),
+    ({"data": {"corpus": tomllib.loads("x = 2024-01-01")["x"]}}, "data.corpus", "must be text"),
+    ({"batch": 3}, "batch", "is a section, not a setting"),
+    ({"batch": {"globl_size": 3}}, "batch.globl_size", "is not a setting, in file x.toml"),
+    ({"mesch": {"data": 2}}, "mesch", "is not a section")])
+def test_each_wrong_value_is_one_problem(tree, where, message):
+    found = resolved(tree)
+    assert [(problem.where, problem.what) for problem in found.problems] == [(where, message)]
+    assert found.problems[0].remedy
+    assert found.run == Run(), "the layer below stands in"
+
+
+@pytest.mark.parametrize(("name", "text"), [
+    ("batch.global_size", "many"), ("batch.global_size", "1e3"), ("train.learning_rate", "inf"), ("optim.betas", "0.9"),
+    ("pipeline.boundaries", "1,,2"), ("pipeline.policy", "1f2b"), ("mesh.data", "-1"), ("seed", "")])
+def test_each_wrong_flag_is_one_problem(name, text):
+    found = resolved(flags={name: text})
+    assert [problem.where for problem in found.problems] == [read.flag(name)]
+    assert f"--{read.flag(name)}" in found.problems[0].remedy
+
+
+@pytest.mark.parametrize("text", ["a\0b", "x" * 256, "ab/" * 2000, "\ud800"])
+def test_names_that_no_file_can_have(text):
+    problem, = resolved(flags={"run_dir": text}).problems
+    assert str(problem).startswith("run-dir: is no name that a file can have")
+
+
+@pytest.mark.parametrize(("tree", "remedy"), [
+    ({"batch": {"globl_size": 3}}, "Did you mean batch.global_size?"),
+    ({"global_size": 3}, "Did you mean batch.global_size?"),
+    ({"batch": {"global-size": 3}}, "Did you mean batch.global_size?"),
+    ({"mesch": {"data": 2}}, "Did you mean [mesh]?"),
+    ({"pipeline": {"policy": "gpip"}}, "Change it in file x.toml, or set --pipeline.policy gpipe, for example."),
+    ({"zzzzzz": 1}, "`ranvier train --help` lists all settings.")])
+def test_remedies_suggest_what_was_meant(tree, remedy):
+    assert [problem.remedy for problem in resolved(tree).problems] == [remedy]
+
+
+def test_all_problems_at_once():
+    found = resolved({"seed": -1, "mesh": {"data": 0}, "nothing": 1}, {"train.steps": "0", "precision": "x"})
+    assert [problem.where for problem in found.problems] == ["seed", "mesh.data", "nothing", "train.steps", "precision"]
+
+
+def test_shipped_recipes_resolve():
+    assert "gpt-tiny" in read.recipe_names()
+    for name in read.recipe_names():
+        short, layer = read.load(name)
+        assert (short, layer.origin) == (name, f"recipe {name}")
+        assert read.merge([layer]).problems == ()
+
+
+def test_a_file(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("seed = 3\n[mesh]\ndata = 2\n")
+    name, layer = read.load(str(path))
+    found = read.merge([layer])
+    assert (name, found.run.seed, found.run.mesh.data, found.origins["seed"]) == ("mine", 3, 2, f"file {path}")
+
+
+@pytest.mark.parametrize(("recipe", "message"), [
+    ("missing.toml", "cannot be read: No such file"), ("folder.toml", "cannot be read"),
+    ("bad.toml", "is not valid TOML"), ("pipe.toml", "cannot be read: it is no file"),
+    ("latin.toml", "is not valid TOML"), ("gpt-tyni", "Did you mean gpt-tiny?"), ("x", "Shipped are: .*gpt-tiny"),
+    ("no_such_module:f", "cannot be called: ModuleNotFoundError"), ("json:nothing", "cannot be called: AttributeError"),
+    ("json:dumps", "cannot be called: TypeError"), ("os:getpid", "must return a ranvier.Run or a dict")])
+def test_recipes_that_cannot_be_read(tmp_path, monkeypatch, recipe, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.toml").mkdir()
+    os.mkfifo(tmp_path / "pipe.toml")
+    (tmp_path / "bad.toml").write_text("seed = = 3")
+    (tmp_path / "latin.toml").write_bytes(b"x = '\xe9'")
+    with pytest.raises(ConfigError, match=message):
+        read.load(recipe)
+
+
+def test_functions(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "my_recipes.py").write_text(
+        "from ranvier.config.run import Run, Train\nfrom ranvier.errors import ConfigError\n"
+        "def tree(): return {'train': {'steps': 5, 'warmup_steps': 2}}\n"
+        "def run(): return Run(train=Train(steps=6))\n"
+        "def refuses(): raise ConfigError('is no recipe', where='refuses', remedy='Call another.')\n")
+    name, layer = read.load("my_recipes:tree")
+    assert (name, read.merge([layer]).run.train) == ("tree", Train(steps=5, warmup_steps=2))
+    found = read.merge([read.load("my_recipes:run")[1]])
+    assert (found.run, found.origins["train.steps"], found.origins["seed"]) == (
+        Run(train=Train(steps=6)), "function my_recipes:run", "default")
+    with pytest.raises(ConfigError, match="refuses: is no recipe"):
+        read.load("my_recipes:refuses")
+
+
+def test_a_written_run_is_a_recipe(tmp_path):
+    flags = {"optim.betas": "0.5,0.6", "pipeline.boundaries": "2,5", "run_dir": "runs/x", "train.prompt": 'a "b"\n',
+             "data.cache_dir": "~/cache", "comm.timeout_seconds": "1e-3"}
+    run = resolved(flags=flags).run
+    for each in (run, Run()):
+        read.write(each, tmp_path / "run.toml")
+        found = read.merge([read.load(str(tmp_path / "run.toml"))[1]])
+        assert (found.run, found.problems) == (each, ())
+
+
+def test_a_runs_own_file_repeats_it_elsewhere(tmp_path):
+    folder = tmp_path / "first"
+    folder.mkdir()
+    run = dataclasses.replace(Run(seed=9), run_dir=folder)
+    read.write(run, folder / "run.toml")
+    name, layer = read.load(str(folder / "run.toml"))
+    found = read.merge([layer]).run
+    assert (name, found.seed, found.run_dir) == ("first", 9, None)
+    read.write(run, tmp_path / "run.toml")
+    assert read.merge([read.load(str(tmp_path / "run.toml"))[1]]).run == run
+
+
+def test_default_folder_is_named_after_the_recipe():
+    folder = read.default_folder("my run/x")
+    assert folder.parent.name == "runs"
+    assert folder.name.startswith("my-run-x-2")
+
+
+def test_settings_mirror_the_tree():
+    names = {f"{section.name}.{field.name}" for section in dataclasses.fields(Run)
+             if dataclasses.is_dataclass(getattr(Run(), section.name))
+             for field in dataclasses.fields(getattr(Run(), section.name))}
+    assert names <= set(read.settings())

@@ -1,0 +1,198 @@
+"""Tables by name: their columns, their rows, and what is said of those that are missing or damaged."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ranvier.cli import check
+from ranvier.config.run import Data, Run, Transformer
+from ranvier.data import named_files, tables
+from ranvier.data.corpus import open_corpus
+from ranvier.data.prepare import prepare, problems
+from ranvier.data.sentence_tables import Columns
+from ranvier.data.sentences import open_part
+from ranvier.data.tables import open_file
+from ranvier.errors import DataError
+
+pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+ROWS = [{"body": "first, \"quoted\"\ntext", "id": 1}, {"body": "second", "id": 2}]
+
+
+def written(folder, ending, rows=ROWS):
+    path = folder / f"rows{ending}"
+    if ending == ".jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)))
+    elif ending == ".parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        separator = {".csv": ",", ".tsv": "\t"}[ending]
+        fields = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
+        path.write_text("\n".join(separator.join('"' + field.replace('"', '""') + '"' for field in line)
+                                  for line in fields) + "\n")
+    return path
+
+
+def texts(path, tmp_path, column=None):
+    return [one.text for one in open_corpus(str(path), tmp_path, lambda line: None, column).documents(10**6)]
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet", ".csv", ".tsv"])
+def test_rows_of_a_named_column_are_documents(tmp_path, ending):
+    path = written(tmp_path, ending)
+    assert texts(path, tmp_path, "body") == [row["body"] for row in ROWS]
+    with pytest.raises(DataError, match=r"has no (column|field) `title`.*(body|id).*Set --data.text-column"):
+        texts(path, tmp_path, "title")
+    run = Run(data=Data(corpus=str(path), text_column="title"))
+    assert "has no column `title`" in str(next(one for one in check.check(run).problems)).replace("field", "column")
+    assert not problems(replace(run, data=replace(run.data, text_column="body")))
+
+
+def test_a_column_named_text_needs_no_setting_and_the_fingerprint_names_the_column(tmp_path):
+    path = written(tmp_path, ".parquet", [{"text": "a", "other": "b"}])
+    assert texts(path, tmp_path) == ["a"] and texts(path, tmp_path, "other") == ["b"]
+    one, other = (open_corpus(str(path), tmp_path, print, column).fingerprint for column in (None, "other"))
+    assert one != other
+    assert texts(written(tmp_path, ".csv", [{"text": "a", "n": 1}]), tmp_path) == ["a"]
+
+
+def test_a_folder_of_tables_is_the_rows_of_all(tmp_path):
+    written(tmp_path, ".jsonl"), written(tmp_path, ".parquet")
+    (tmp_path / "plain.txt").write_text("plain")
+    assert sorted(texts(tmp_path, tmp_path, "body")) == sorted([*(row["body"] for row in ROWS) , *(
+        row["body"] for row in ROWS), "plain"])
+
+
+def test_damaged_tables_are_refused_by_name(tmp_path):
+    (tmp_path / "rows.parquet").write_bytes(b"no parquet")
+    with pytest.raises(DataError, match=r"rows.parquet: is not a Parquet file"):
+        texts(tmp_path / "rows.parquet", tmp_path)
+    (tmp_path / "rows.csv").write_text("text,id\na,1\nb\n")
+    with pytest.raises(DataError, match=r"rows.csv line 3: does not have 2 columns, as the header has \(got 1\)"):
+        texts(tmp_path / "rows.csv", tmp_path)
+    (tmp_path / "rows.csv").write_text("text,id\na,1\n\0\"b,2\n")
+    assert open_file(tmp_path / "rows.csv", "rows.csv").columns == ("text", "id")
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    path = written(tmp_path, ".parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    problem = check.check(Run(data=Data(corpus=str(path), text_column="body"))).problems[0]
+    assert "needs the package `pyarrow`, which is not installed" in str(problem) and "ranvier[hub]" in str(problem)
+    for module in (tables, named_files):
+        monkeypatch.setattr(module, "has_package", lambda name: False)
+    monkeypatch.setattr("ranvier.data.corpus.has_package", lambda name: False)
+    found = check.check(Run(data=Data(corpus="some/set"))).problems[0]
+    assert "the package `datasets` is not installed" in str(found)
+    found = problems(Run(data=Data(task="classification", train="some/set")))[0]
+    assert str(found).startswith("data.train some/set: needs the package `datasets`")
+
+
+def test_a_saved_data_set_is_read_by_its_column(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    folder = tmp_path / "saved"
+    found = datasets.load_dataset("json", data_files=str(written(tmp_path, ".jsonl")), split="train",
+                                  cache_dir=str(tmp_path / "hub"))
+    datasets.DatasetDict({"train": found}).save_to_disk(str(folder))
+    assert texts(folder, tmp_path, "body") == [row["body"] for row in ROWS]
+    with pytest.raises(DataError, match=r"has no column `text` \(got 'body, id'\)"):
+        texts(folder, tmp_path)
+    assert "has no column `text`" in str(check.check(Run(data=Data(corpus=str(folder)))).problems[0])
+    (folder / "train" / "state.json").write_text("{}")
+    with pytest.raises(DataError, match="could not be read by the package `datasets`"):
+        texts(folder, tmp_path, "body")
+
+
+# ---------------------------------------------------------------------- labelled texts and pairs
+
+PAIRS = [{"premise": "a man sleeps", "hypothesis": "he rests", "gold": "yes"},
+         {"premise": "a dog", "hypothesis": "it is a cat and nothing else", "gold": "no"}] * 2
+
+
+def classified(path, tmp_path, **data):
+    return Run(model=Transformer(vocab=60, sequence=12),
+               data=Data(task="classification", train=str(path), eval=str(path), cache_dir=tmp_path / "cache", **data))
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet", ".csv"])
+def test_pairs_of_named_columns_are_two_segments(tmp_path, ending):
+    run = classified(written(tmp_path, ending, PAIRS), tmp_path, text_column="premise", pair_column="hypothesis",
+                     label_column="gold")
+    assert not problems(run)
+    data = prepare(run)
+    assert data.class_names == ("no", "yes") and data.train.targets(np.arange(2)).tolist() == [1, 0]
+    inputs = data.train.inputs(np.arange(2), np.zeros(2, dtype=np.int64))
+    for row in range(2):
+        count = int(inputs["mask"][row].sum())
+        ids, types = inputs["ids"][row, :count].tolist(), inputs["types"][row, :count].tolist()
+        assert ids[0] == 2 and ids.count(3) == 2 and ids[-1] == 3
+        assert types == [0] * (ids.index(3) + 1) + [1] * (count - ids.index(3) - 1)
+        assert count == data.train.sample_lengths[row] <= 12
+
+
+@pytest.mark.parametrize(("columns", "message"), [
+    ({"text_column": "sentence"}, r"has no column `sentence` \(got 'gold, hypothesis, premise'\). Set --data.text-col"),
+    ({"text_column": "premise"}, "has no column `label`.*Set --data.label-column"),
+    ({"text_column": "premise", "label_column": "gold", "pair_column": "x"}, "has no column `x`.*--data.pair-column")])
+def test_missing_columns_are_problems_of_the_settings(tmp_path, columns, message):
+    run = classified(written(tmp_path, ".jsonl", PAIRS), tmp_path, **columns)
+    with pytest.raises(DataError, match=message):
+        raise problems(run)[0]
+    with pytest.raises(DataError, match=message):
+        open_part(run.data.train, "train", tmp_path, print, Columns.of(run.data))
+
+
+def test_rows_without_text_or_label_are_refused_by_line(tmp_path):
+    for row, message in (({"sentence": " ", "label": 1}, "line 2: has no text"),
+                         ({"sentence": "x", "label": None}, "line 2: has no label"),
+                         ({"sentence": 3, "label": 1}, "line 2: has a column `sentence` that is no text"),
+                         ({"label": 1}, "line 2: has no column `sentence`")):
+        run = classified(written(tmp_path, ".jsonl", [{"sentence": "a", "label": 0}, row]), tmp_path)
+        with pytest.raises(DataError, match=message):
+            prepare(run)
+
+
+def test_columns_of_tab_separated_files_have_names_too(tmp_path):
+    path = tmp_path / "mrpc.tsv"
+    path.write_text("Quality\t#1\t#2\n1\tone \"text\tanother\n0\tthis\tthat\n")
+    run = classified(path, tmp_path, text_column="#1", pair_column="#2", label_column="Quality")
+    assert not problems(run) and prepare(run).train.targets(np.arange(2)).tolist() == [1, 0]
+
+
+class Split(list):
+    """What the package `datasets` gives, as far as it is asked for."""
+
+    column_names = ["text", "label"]  # noqa: RUF012
+    features = {"label": types.SimpleNamespace(names=["bad", "good"])}  # noqa: RUF012
+
+    def select_columns(self, names):
+        return [{name: row[name] for name in names} for row in self]
+
+
+def test_a_data_set_of_the_hub_has_its_own_splits_and_class_names(tmp_path, monkeypatch):
+    asked = []
+
+    def load_dataset(path, configuration, *, split, streaming):
+        asked.append((path, configuration, split, streaming))
+        if split == "validation":
+            raise ValueError("Unknown split")
+        return Split([{"text": f"{split} {number}", "label": number % 2} for number in range(4)])
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(
+        load_dataset=load_dataset, __spec__=object()))
+    run = Run(model=Transformer(vocab=60, sequence=12), data=Data(
+        task="classification", train="owner/set:small", eval="owner/set:small", cache_dir=tmp_path / "cache"))
+    assert not problems(run)
+    data = prepare(run)
+    assert ("owner/set", "small", "train", False) in asked and ("owner/set", "small", "test", False) in asked
+    assert data.class_names == ("bad", "good") and (len(data.train), len(data.eval)) == (4, 4)
+    with pytest.raises(DataError, match=r"data.eval owner/none: could not be read from the Hugging Face hub"):
+        monkeypatch.setattr(sys.modules["datasets"], "load_dataset", lambda *args, **options: 1 / 0)
+        prepare(replace(run, data=replace(run.data, train=str(written(tmp_path, ".jsonl", [
+            {"text": "a", "label": 1}, {"text": "b", "label": 0}])), eval="owner/none")))

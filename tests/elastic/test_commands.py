@@ -1,0 +1,48 @@
+"""What idle ranks hear of rank 0: its orders, whole or not at all, or that it has stopped."""
+
+from dataclasses import replace
+
+import pytest
+
+from ranvier.comm.message import Kind
+from ranvier.errors import MessageTimeout, TransportError
+from ranvier.mesh import Mesh
+from ranvier.testing.faults import faulty, parse
+from ranvier.testing.ranks import run_ranks
+from ranvier.train.commands import CommandChannel
+
+
+def order(change=lambda orders: None, fault=None, seconds=20.0):
+    """What rank 1 is told by rank 0."""
+    def work(world):
+        world.mesh = Mesh()
+        orders = CommandChannel(world if fault is None else faulty(world, [parse(fault)]))
+        if world.rank:
+            return orders.wait(seconds)
+        change(orders)
+        orders.send({"do": "rest", "text": "x" * 9000}, first=1)
+
+    return run_ranks(work, 2)[1]
+
+
+def test_an_order_arrives():
+    assert order() == {"do": "rest", "text": "x" * 9000}
+
+
+def test_an_order_that_has_changed_on_its_way_is_none():
+    with pytest.raises(TransportError, match="the command has been changed on its way"):
+        order(fault="corrupt:rank=0,message=1,of=order,bit=4242")
+
+
+def test_what_is_no_order(monkeypatch):
+    def change(orders):
+        send = orders._transport.send
+        orders._transport.send = lambda rank, message: send(rank, replace(message, kind=Kind.STATE))
+
+    with pytest.raises(TransportError, match="is not a command"):
+        order(change)
+
+
+def test_rank_0_that_says_nothing_any_more_is_missed():
+    with pytest.raises(MessageTimeout, match="nothing was heard from rank 0, whose commands an idle rank"):
+        order(fault="drop:rank=0,message=1,of=order", seconds=0.3)

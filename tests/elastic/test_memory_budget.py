@@ -1,0 +1,112 @@
+"""What a run may become must fit: each rank on its device, all of them on the machine, and each stage of a cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ranvier.config.resolve import ResolvedRun
+from ranvier.config.run import Batch, Data, Elastic, Launch, Memory, Optim, Pipeline, Train, Transformer
+from ranvier.cost.count import device_bytes_of_stages, laid_out
+from ranvier.elastic.auto_pipe import Place
+from ranvier.mesh import Mesh
+from ranvier.train import elasticity, memory
+from ranvier.train.memory import MemoryBudget, device_bytes
+from tests.elastic.test_elastic_run import BY_HAND, Wishes, always, lines, run_all, sentences, tiny, transitions
+
+__all__ = ["sentences"]  # fixture
+
+
+def small(folder=Path("nowhere"), **changed):
+    """Four layers: ten blocks. folder: of the sentences, where somebody looks at them."""
+    return replace(ResolvedRun(model=Transformer(num_layers=4, hidden=64, heads=2, vocab=300, sequence=64),
+                       data=Data(task="classification", train=str(folder / "train.tsv"), eval=str(folder / "eval.tsv")),
+                       mesh=Mesh(pipe=2), batch=Batch(global_size=16, microbatch_size=2),
+                       launch=Launch(device="cuda"), pipeline=Pipeline(memory=None)), **changed)
+
+
+def test_a_device_has_what_is_free_and_what_this_process_holds(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 << 30)
+    assert device_bytes(torch.device("cuda", 0)) == 12 << 30
+    assert device_bytes(torch.device("cpu")) is None
+
+
+def test_each_rank_must_fit_its_device_alone(sentences, monkeypatch):
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 1 << 40)
+    run = small(sentences, mesh=Mesh(data=2, pipe=2))
+    for frozen in (0, 3):
+        most = max(entry.device_bytes for entry in laid_out(run, frozen)[1])
+        assert MemoryBudget(first=run, frozen=frozen, device_bytes=most).problem(run) is None
+        problem = MemoryBudget(first=run, frozen=frozen, device_bytes=most - 1).problem(run)
+        assert "memory of the device: does not suffice: a rank of stage" in str(problem)
+    # Where host and device are one, ranks are judged together.
+    assert MemoryBudget(first=run, frozen=0).problem(run) is None
+
+
+def test_hosts_of_devices_are_judged_too(sentences, monkeypatch):
+    run = small(sentences, precision="bf16", optim=Optim(offload="host"))
+    needed = sum(entry.ranks * entry.host_bytes for entry in laid_out(run, 0)[1])
+    there = replace(run, mesh=Mesh(data=2, pipe=2))
+    more = sum(entry.ranks * entry.host_bytes for entry in laid_out(there, 0)[1]) - needed
+    for short, fits in ((0, True), (1, False)):
+        monkeypatch.setattr(memory, "available_memory_bytes", lambda short=short: more - short)
+        problem = MemoryBudget(first=run, frozen=0, device_bytes=1 << 40).problem(there)
+        assert (problem is None) == fits and (fits or "memory of the machine" in str(problem))
+
+
+@pytest.mark.parametrize(("changed", "frozen"), [
+    ({}, 0), ({}, 3), ({"mesh": Mesh(pipe=4)}, 0), ({"mesh": Mesh()}, 2),
+    ({"mesh": Mesh(data=2, pipe=2), "precision": "bf16", "optim": Optim(shard=True, offload="stream")}, 1),
+    ({"mesh": Mesh(pipe=3), "memory": Memory(recompute="auto")}, 0)], ids=str)
+def test_a_stage_needs_what_the_run_with_that_cut_is_said_to_need(changed, frozen):
+    run = small(**changed)
+    needed = device_bytes_of_stages(run, frozen)
+    for boundaries in (None, tuple(range(3, 3 + run.mesh.pipe - 1)), tuple(range(6, 6 + run.mesh.pipe - 1))):
+        there = replace(run, pipeline=replace(run.pipeline, boundaries=boundaries or None))
+        stages, memory = laid_out(there, frozen)
+        edges = (0, *stages.boundaries, len(stages.costs))
+        assert [needed(stage, edges[stage], edges[stage + 1]) for stage in range(run.mesh.pipe)] == [
+            entry.device_bytes for entry in memory]
+
+
+def test_on_rows_and_columns_a_stage_needs_no_less():
+    run = small(mesh=Mesh(pipe=2, row=2, col=2))
+    stages, memory = laid_out(run)
+    edges, needed = (0, *stages.boundaries, len(stages.costs)), device_bytes_of_stages(run)
+    found = [needed(stage, edges[stage], edges[stage + 1]) for stage in range(2)]
+    most = max(entry.device["tensor mesh"] for entry in memory)
+    assert found == [entry.device_bytes - entry.device["tensor mesh"] + most for entry in memory]
+
+
+def test_stages_are_judged_alone_on_devices_only(sentences):
+    place = Place(data=1, pipe=2, stage=0, start=0, stop=4, num_microbatches=8, microbatch_size=2)
+    run = small(sentences)
+    assert MemoryBudget(first=run, frozen=0).stage_bytes(run) is None
+    needed = MemoryBudget(first=run, frozen=0, device_bytes=1).stage_bytes(run)
+    assert needed(place) == device_bytes_of_stages(run)(0, 0, 4)
+    forbidden = small(sentences, mesh=Mesh(pipe=2, row=2), batch=Batch(global_size=1, microbatch_size=1))
+    assert MemoryBudget(first=run, frozen=0, device_bytes=1).stage_bytes(forbidden) is None
+
+
+@pytest.mark.parametrize(("cut", "text"), [("exact", "no cut fits the memory"), ("reference", "memory of the device")])
+def test_a_run_goes_to_no_mesh_that_its_devices_cannot_hold(sentences, tmp_path, monkeypatch, cut, text):
+    always(monkeypatch)
+    monkeypatch.setattr(elasticity, "device_bytes", lambda device: 1)
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), train=Train(steps=8),
+               elastic=replace(BY_HAND, cut=cut, manual=("2:5",)))
+    run_all(run)
+    assert [(line["mesh"]["pipe"], line["frozen_layers"]) for line in transitions(run)] == [(2, 5)]
+    dropped = [line["text"] for line in lines(run, "events.jsonl") if line["event"] == "dropped"]
+    assert len(dropped) == 1 and text in dropped[0] and "data 2 x pipe 1 with 5 frozen layers" in dropped[0]
+
+
+def test_a_wish_that_devices_cannot_hold_is_refused(sentences, tmp_path, monkeypatch):
+    monkeypatch.setattr(elasticity, "device_bytes", lambda device: 1)
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), train=Train(steps=6), elastic=Elastic())
+    run_all(run, trackers=[Wishes(run, {2: dict(data=2, pipe=1)})])
+    refused = [line["text"] for line in lines(run, "events.jsonl") if line["event"] == "resize-refused"]
+    assert len(refused) == 1 and "memory of the device" in refused[0] and not transitions(run)

@@ -1,0 +1,197 @@
+"""Which mesh is taken, what is said of those that are not, and that they are looked at again. And what it has cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from ranvier.config.resolve import ResolvedRun
+from ranvier.config.run import Batch, Elastic, Train
+from ranvier.data.prepare import prepare
+from ranvier.elastic.ledger import Ledger
+from ranvier.elastic.mesh_candidates import MeshCandidate
+from ranvier.elastic.rules import BlockFacts, ElasticRules, PresentMesh
+from ranvier.elastic.transition_selector import TransitionSelector
+from ranvier.mesh import Mesh
+from ranvier.train import elasticity
+from ranvier.train.elasticity import Elasticity
+from tests.covering import quick
+from tests.elastic.test_elastic_run import BY_HAND, Wishes, always, lines, run_all, sentences, tiny, transitions
+
+__all__ = ["sentences"]  # fixture
+
+BLOCKS = 8
+NOTHING = (0,) * BLOCKS
+FACTS = BlockFacts(forward_seconds=(1.0,) * BLOCKS, backward_seconds=(2.0,) * BLOCKS, update_seconds=(0.0,) * BLOCKS,
+                   output_bytes=NOTHING, num_parameters=NOTHING, parameter_bytes=NOTHING, state_bytes=NOTHING,
+                   cores=None, bandwidth=1e9, latency_seconds=0.0, seconds=1.0)
+FULL = "memory of the device does not suffice"
+
+
+def candidate(data, pipe, seconds, **changed):
+    return replace(MeshCandidate(data=data, pipe=pipe, boundaries=tuple(range(1, pipe)), samples=32, seconds=seconds,
+                           fits=seconds is not None, reason="no cut fits"), **changed)
+
+
+class Case:
+    """A selector, on four stages with two frozen layers. A transition costs a second, a step takes one."""
+
+    def __init__(self, **elastic):
+        self.told = []
+        names = [f"layer{number}" for number in range(BLOCKS)]
+        run = ResolvedRun(mesh=Mesh(pipe=4), batch=Batch(global_size=32, microbatch_size=4), elastic=Elastic(**elastic))
+        self.present = PresentMesh(mesh=run.mesh, boundaries=(2, 4, 6), frozen=2, cached_blocks=0, global_size=32,
+                                   layers=tuple((name,) for name in names), block_names=tuple(names))
+        self.selector = TransitionSelector(ElasticRules(run), lambda step, event, text, fields: self.told.append(
+            (event, text)))
+
+    def select(self, found, *, depth=2, steps=100, full=()):
+        """full: (data, pipe) of meshes that the device does not hold."""
+        return self.selector.select(
+            self.present, found, FACTS, depth=depth, step=7, ledger=Ledger(), seconds=1.0, remaining_steps=steps,
+            problem_of=lambda there: FULL if (there.data, there.pipe) in full else None)
+
+
+HERE, FAST, FASTER = candidate(1, 4, 1.0), candidate(2, 2, 0.9), candidate(4, 1, 0.8)
+
+
+def test_what_does_not_pay_is_told_once_and_taken_once_it_does():
+    case = Case()
+    assert case.select([FAST, HERE], depth=3, steps=5) == (HERE, None)  # 0.5 s are less than 1 s
+    assert [event for event, _ in case.told] == ["judged"] and case.selector.refused_at(3) == {(2, 2)}
+    case.present = replace(case.present, frozen=3)
+    assert case.select([FAST, HERE], depth=3, steps=5) == (None, None) and len(case.told) == 1
+    taken, entry = case.select([FAST, HERE], depth=3, steps=50)
+    assert taken == FAST and entry.new == "data 2 x pipe 2" and entry.seconds_after == pytest.approx(0.9)
+    assert len(case.told) == 2 and "would gain 5.0 s over 50 steps" in case.told[1][1]
+    assert not case.selector.refused
+
+
+def test_what_does_not_fit_is_told_once_and_taken_once_it_does():
+    case = Case()
+    assert case.select([FASTER, FAST, HERE], depth=3, full={(4, 1)})[0] == FAST
+    assert case.told[0] == ("dropped", "data 4 x pipe 1 with 3 frozen layers: memory of the device does not suffice")
+    assert case.selector.refused_at(3) == {(4, 1)}
+    case.present = replace(case.present, frozen=3)
+    case.told.clear()
+    assert case.select([FASTER, HERE], depth=3, full={(4, 1)}) == (None, None) and not case.told
+    assert case.select([FASTER, HERE], depth=3)[0] == FASTER and [event for event, _ in case.told] == ["judged"]
+
+
+def test_a_mesh_without_a_cut_that_fits_is_told_of_wherever_it_stands():
+    case, none = Case(), candidate(4, 1, None, too_large=True)
+    assert case.select([HERE, none], depth=3) == (HERE, None)
+    assert case.told == [("dropped", "data 4 x pipe 1 with 3 frozen layers: no cut fits")]
+    assert case.select([HERE, none], depth=3) == (HERE, None) and len(case.told) == 1
+    assert case.selector.refused_at(3) == {(4, 1)}
+    assert case.select([HERE, candidate(4, 1, None)], depth=4) == (HERE, None) and len(case.told) == 1
+
+
+def test_a_slower_mesh_is_neither_judged_nor_looked_at_again():
+    case = Case()
+    assert case.select([HERE, FAST], depth=3) == (HERE, None) and not case.told and not case.selector.refused
+
+
+def test_the_present_cut_stays_where_a_better_one_does_not_fit():
+    case = Case()
+    assert case.select([HERE, candidate(2, 2, 1.1)], depth=3, full={(1, 4)}) == (None, None)
+    assert [event for event, _ in case.told] == ["dropped"] and not case.selector.refused
+    same = replace(HERE, boundaries=(2, 4, 6))
+    assert case.select([same], depth=3, full={(1, 4)}) == (same, None)
+
+
+def test_only_the_last_depths_refusals_are_kept():
+    case = Case()
+    case.select([FAST, HERE], depth=3, steps=1)
+    case.select([FASTER, HERE], depth=4, steps=1)
+    assert case.selector.refused == {(4, 1, 4)}
+
+
+def test_the_articles_rule_weighs_no_costs_but_must_fit():
+    case, rule = Case(cut="reference"), candidate(2, 2, None, fits=True)
+    assert case.select([rule], depth=3, steps=0) == (rule, None) and not case.told
+    assert case.select([rule], depth=3, full={(2, 2)}) == (None, None) and case.told[0][0] == "dropped"
+
+
+# ---------------------------------------------------------------------- whole runs
+
+def test_a_mesh_is_taken_at_a_later_evaluation_at_which_it_pays(sentences, tmp_path, monkeypatch):
+    always(monkeypatch)
+    forced, found, asked, among = Ledger.pays, elasticity.mesh_candidates, [], []
+
+    def candidates(*args, **options):
+        among.append(options["among"])
+        return found(*args, **options)
+
+    def pays(ledger, *, step, **facts):
+        asked.append(step)
+        return replace(forced(ledger, step=step, **facts), pays=step >= 12)
+
+    monkeypatch.setattr(elasticity, "mesh_candidates", candidates)
+    monkeypatch.setattr(Ledger, "pays", pays)
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=Elastic(
+        freeze="cap", alpha=0.9, every=4, auto_pipe=True, auto_dp=True))
+    results, _ = run_all(run)
+    assert among == [None, {(2, 1)}, {(2, 1)}]
+    assert asked == [4, 8, 12] and results[0]["steps"] == 24
+    assert [(line["step"], line["mesh"]["data"], line["frozen_layers"]) for line in transitions(run)] == [
+        (4, 1, 6), (12, 2, 6)]
+    judged = [line["pays"] for line in lines(run, "events.jsonl") if line["event"] == "judged"]
+    assert judged == [False, True]
+    assert [entry["expected_cost"] is None for entry in results[0]["ledger"]] == [True, False]
+
+
+def test_what_was_refused_goes_along_until_the_user_chooses(sentences, tmp_path):
+    run = tiny(sentences, tmp_path / "run", elastic=BY_HAND)
+    elastic = Elasticity(run, prepare(run), tell=print)
+    elastic.selector.refused = {(2, 2, 3), (4, 1, 3)}
+    again = Elasticity(run, prepare(run), tell=print)
+    again.load(elastic.state(run, 3))
+    assert again.selector.refused == elastic.selector.refused
+    older = {name: value for name, value in elastic.state(run, 3).items() if name != "refused"}
+    again.load(older)
+    assert not again.selector.refused
+    again.load(elastic.state(run, 3))
+    again.caching = SimpleNamespace(enter=lambda now, reads: False)
+    for wish, kept in ((None, 2), ("1", 0)):
+        again.enter(SimpleNamespace(run=run), SimpleNamespace(wish=wish), Mesh(pipe=2), 10, 0.5, 3)
+        assert len(again.selector.refused) == kept
+
+
+@pytest.mark.parametrize(("elastic", "wishes", "steps"), quick(1, [
+    (replace(BY_HAND, auto_pipe=False, auto_dp=False), {}, [5, 14]),
+    (replace(BY_HAND, cut="reference"), {}, [5, 14]),
+    (Elastic(), {2: dict(data=2, pipe=2), 6: dict(data=1, pipe=1), 10: dict(data=1, pipe=4)}, None),
+]), ids=["freezing alone", "the article's rule", "by hand"])
+def test_every_transition_is_in_the_ledger(sentences, tmp_path, elastic, wishes, steps):
+    run = tiny(sentences, tmp_path / "run", elastic=elastic, train=Train(steps=18))
+    results, _ = run_all(run, trackers=[Wishes(run, wishes)])
+    told, ledger = transitions(run), results[0]["ledger"]
+    assert len(ledger) == len(told) == (len(steps) if steps else 3)
+    assert [entry["step"] for entry in ledger] == [line["step"] for line in told] == (steps or [
+        line["step"] for line in told])
+    for entry, line in zip(ledger, told, strict=True):
+        assert (entry["moved_bytes"], entry["measured_cost"]) == (line["bytes_moved"], pytest.approx(line["seconds"]))
+        assert entry["expected_cost"] is entry["seconds_after"] is None
+        assert entry["seconds_before"] > 0 and entry["measured_after"] > 0
+        assert entry["new"] == f"data {line['mesh']['data']} x pipe {line['mesh']['pipe']}"
+    assert ledger[0]["old"] == "data 1 x pipe 4"
+    learnt = Ledger.from_dict({"entries": ledger})
+    assert learnt.expected_cost(0) != Ledger().expected_cost(0)
+
+
+def test_what_is_to_move_is_known_beforehand(sentences, tmp_path, monkeypatch):
+    always(monkeypatch)
+    forced, expected = Ledger.pays, []
+
+    def pays(ledger, **facts):
+        expected.append(facts["moved_bytes"])
+        return forced(ledger, **facts | {"moved_bytes": 1})  # what is measured takes its place
+
+    monkeypatch.setattr(Ledger, "pays", pays)
+    run = tiny(sentences, tmp_path / "run", elastic=replace(BY_HAND, manual=("5:2",)), train=Train(steps=8))
+    results, _ = run_all(run)
+    moved = [line["bytes_moved"] for line in transitions(run)]
+    assert expected == pytest.approx(moved, rel=0.05) and results[0]["ledger"][0]["moved_bytes"] == moved[0]

@@ -1,0 +1,43 @@
+"""Folders of runs that were written before the second house still resume, with the numbers of the uninterrupted run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.golden.comparison import differences, tolerance_here
+from tests.golden.runs import HERE, prepare, read_steps, train_by_command
+
+OLD = HERE / "before_second_house"
+PADDING = {"elastic-bert": {"data.padding": "maximum"}}
+"""What runs were before microbatches had lengths of their own."""
+
+
+@pytest.fixture(scope="module")
+def records() -> dict[str, Any]:
+    """The numbers of each run after its checkpoint, and the facts of the machine that they are from."""
+    found: dict[str, Any] = json.loads((OLD / "records.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [
+    pytest.param("gpt-sharded", 1e-5, marks=pytest.mark.slow), ("bf16-offload", 1e-2),
+    pytest.param("elastic-bert", 1e-5, marks=pytest.mark.slow)])
+def test_an_old_run_resumes(name: str, tolerance: float, records: dict[str, Any], tmp_path: Path) -> None:
+    prepare(tmp_path)
+    shutil.copytree(OLD / name, tmp_path / name)
+    expected = records["runs"][name]
+    printed = train_by_command(f"{name}/run.toml", {"resume": "auto", **PADDING.get(name, {})}, tmp_path)
+    steps = read_steps(tmp_path / name, after=expected[0]["step"] - 1)
+    assert differences(steps, expected, tolerance_here(records["facts"], tolerance)) == [], printed
+    # A run that starts from scratch has the same losses, but measures its first steps anew.
+    before = _metrics(OLD / name)
+    assert _metrics(tmp_path / name)[:len(before)] == before, printed
+
+
+def _metrics(run_folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]

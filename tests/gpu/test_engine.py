@@ -1,0 +1,104 @@
+"""The engine on one CUDA device, against the CPU. Run with -m gpu.
+
+Several ranks share the device: NCCL takes them for different hosts (`benchmarks.gpu.programs.one_device_environment`).
+"""
+
+import time
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+from benchmarks.gpu.cases_correctness import MESHES, VARIANTS, furthest
+from benchmarks.gpu.programs import Program, batches, engine_of, on_one_rank, world_of_one
+from ranvier.mesh import Mesh
+from ranvier.testing.ranks import run_processes
+from ranvier.train.determinism import deterministic_algorithms
+
+pytestmark = pytest.mark.gpu
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+PROGRAM = Program(layers=2, hidden=64, heads=2, vocab=256, sequence=32, steps=6, microbatches=4, samples=4)
+
+
+@pytest.mark.parametrize(("precision", "limit"), [("fp64", 1e-11), ("fp32", 2e-4)])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_cuda_agrees_with_the_cpu(name, precision, limit):
+    program = replace(PROGRAM, precision=precision, **VARIANTS[name])
+    assert furthest(on_one_rank(program, CUDA), on_one_rank(program, CPU)) < limit
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_streamed_states_give_the_same_bits(precision):
+    found = [on_one_rank(replace(PROGRAM, precision=precision, optim={"offload": offload, "clip_norm": 1.0}), CUDA)
+             for offload in ("none", "stream")]
+    assert found[0] == found[1]
+
+
+def test_dropout_masks_are_the_cpus():
+    masks = [_first_mask(device).cpu() for device in (CPU, CUDA)]
+    assert torch.equal(*masks) and 0.2 < masks[0].double().mean() < 0.4
+
+
+def _first_mask(device):
+    """Where the embedding's dropout has put zeros in a step."""
+    program, seen = replace(PROGRAM, layers=1, dropout=0.3, steps=1), []
+    with engine_of(program, world_of_one(device)) as engine:
+        (batch,) = batches(program, engine.mesh, 0)
+        next(iter(engine.blocks.values())).register_forward_hook(
+            lambda module, inputs, output: seen.append((output == 0).detach()))
+        engine.train_batch(batch)
+    return seen[0]
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_ranks_that_share_the_device_agree_with_one(name):
+    program = replace(PROGRAM, precision="fp32", **MESHES[name])
+    expected, size = on_one_rank(replace(program, mesh={}), CUDA), 1
+    for count in program.mesh.values():
+        size *= count
+    for found in run_processes("benchmarks.gpu.programs:on_shared_device", size, "torch", args=[asdict(program)],
+                               device="cuda", timeout_seconds=120):
+        assert furthest(found, expected) < 1e-3
+
+
+@pytest.mark.parametrize("offload", ["none", "stream"])
+def test_a_resumed_run_has_the_same_bits(offload, tmp_path):
+    """With deterministic algorithms; the optimizer's states come from the device or from pinned memory."""
+    program = replace(PROGRAM, precision="bf16", optim={"offload": offload})
+    with deterministic_algorithms(True):
+        expected = on_one_rank(program, CUDA)
+        steps = list(batches(program, Mesh(), 0))
+        with engine_of(program, world_of_one(CUDA)) as engine:
+            for batch in steps[:3]:
+                engine.train_batch(batch)
+            torch.save(engine.state_dict(), tmp_path / "state.pt")
+        with engine_of(program, world_of_one(CUDA)) as engine:
+            engine.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=False))
+            found = [engine.train_batch(batch).loss for batch in steps[3:]]
+    assert found == [loss for loss, _ in expected[3:]]
+
+
+def test_a_rank_leaves_when_the_other_is_killed():
+    program = replace(PROGRAM, mesh={"pipe": 2}, steps=500)
+    began = time.monotonic()
+    run_processes("benchmarks.gpu.programs:kill_target", 2, "torch", args=[asdict(program), 1, 3], may_fail=[0, 1],
+                  device="cuda", timeout_seconds=120)
+    assert time.monotonic() - began < 90
+
+
+def test_no_step_waits_for_the_host():
+    """Without clipping and guard, and with what the engine is given on the device already."""
+    program = replace(PROGRAM, precision="bf16", optim={"offload": "none"})
+    with engine_of(program, world_of_one(CUDA)) as engine:
+        steps = [[replace(one, inputs=one.inputs.to(CUDA), targets=one.targets.to(CUDA)) for one in batch]
+                 for batch in batches(program, engine.mesh, 0)]
+        for batch in steps[:3]:
+            engine.train_batch(batch)
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with pytest.warns(UserWarning) as caught:
+                engine.train_batch(steps[3])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    # The weight of the batch, the statistics of the loss, and the guard's norm: three numbers that a step reads.
+    assert len([one for one in caught if "synchronizing" in str(one.message)]) <= 3

@@ -1,0 +1,219 @@
+"""`ranvier evaluate`: what a run's own evaluation gave, on another mesh; folders; lm-evaluation-harness; refusals."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+import types
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from ranvier.cli.main import run_command
+from ranvier.data.tokenizer import train as train_tokenizer
+from ranvier.errors import ConfigError
+from ranvier.inference.lm_eval_tasks import HarnessTasks
+
+WORDS = ["good", "fine", "great", "bad", "poor", "awful", "day", "film", "book", "meal"]
+HARNESS = pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is not installed")
+SMALL = ["--model.num-layers", "2", "--model.hidden", "16", "--model.heads", "2", "--model.sequence", "16",
+         "--train.steps", "2", "--batch.global-size", "4", "--batch.microbatch-size", "2", "--train.sample-tokens", "0",
+         "--precision", "fp64"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run of the task lm and one of classification, with their data."""
+    path = tmp_path_factory.mktemp("runs")
+    for part, seed in (("train", 1), ("other", 2)):
+        torch.manual_seed(seed)
+        lines = [" ".join(WORDS[place] for place in torch.randint(0, 10, (12,))) for _ in range(120)]
+        (path / f"{part}.txt").write_text("\n".join(lines) + "\n")
+        (path / f"{part}.tsv").write_text("sentence\tlabel\n" + "".join(
+            f"{line}\t{'up' if len(line) % 2 else 'down'}\n" for line in lines))
+    (path / "recipe.toml").write_text("")
+    for kind, args in (("lm", ["--data.corpus", path / "train.txt", "--model.vocab", "300"]), (
+            "classification", ["--data.task", "classification", "--data.train", path / "train.tsv",
+                               "--data.eval", path / "other.tsv", "--model.vocab", "120"])):
+        assert run_command(["train", str(path / "recipe.toml"), "--run-dir", str(path / kind), "--data.cache-dir",
+                            str(path / "cache"), *SMALL, *map(str, args)]) == 0
+    return path
+
+
+def results(capsys, *args):
+    capsys.readouterr()
+    assert run_command(["evaluate", *map(str, args), "--json"]) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)["results"]
+
+
+def summary(folder):
+    return json.loads((folder / "summary.json").read_text())
+
+
+def test_a_run_is_evaluated_as_it_was_at_its_end(runs, capsys):
+    found = results(capsys, runs / "lm")
+    assert found["held-out"]["loss"] == pytest.approx(summary(runs / "lm")["eval_loss"], rel=1e-12)
+    assert found["held-out"]["perplexity"] == pytest.approx(math.exp(found["held-out"]["loss"]), rel=1e-12)
+    found = results(capsys, runs / "classification")["held-out"]
+    ended = summary(runs / "classification")
+    assert (found["loss"], found["accuracy"], found["sentences"]) == (
+        pytest.approx(ended["eval_loss"], rel=1e-12), ended["eval_accuracy"], 120)
+
+
+def test_other_data_by_name_and_a_table(runs, capsys):
+    found = results(capsys, runs / "lm", "--data", f"one={runs / 'other.txt'}", "--data", runs / "train.txt")
+    assert list(found) == ["one", "train"] and found["one"]["tokens"] > found["train"]["tokens"] / 2
+    assert run_command(["evaluate", str(runs / "classification"), "--data", str(runs / "other.tsv")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["data", "metric", "value"] and lines[1].split()[:2] == ["other", "loss"]
+    assert lines[-1].split() == ["other", "sentences", "120"]
+
+
+def test_ranks_find_what_one_rank_finds(runs, capsys):
+    expected = results(capsys, runs / "lm", "--data", f"x={runs / 'other.txt'}")["x"]
+    done = subprocess.run([sys.executable, "-m", "ranvier", "evaluate", str(runs / "lm"), "--mesh.pipe", "2", "--json",
+                           "--data", f"x={runs / 'other.txt'}"], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["results"]["x"] == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny random GPT-2 as transformers saves it, with a task of the harness."""
+    transformers = pytest.importorskip("transformers")
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = train_tokenizer([" ".join(WORDS)] * 5, 280)
+    transformers.set_seed(0)
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=tokenizer.vocab, n_embd=24, n_layer=2, n_head=4, n_positions=32, initializer_range=0.3
+        )).double().save_pretrained(path)
+    tokenizer.save(path / "tokenizer.json")
+    (path / "text.txt").write_text(" ".join(WORDS) * 30 + "\n")
+    questions = [{"context": "a good", "choices": ["day", "film and book"], "answer": 1},
+                 {"context": "an awful", "choices": ["meal", "great book", "fine day"], "answer": 0}]
+    (path / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
+    (path / "tasks").mkdir()
+    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(path / "questions.jsonl")}},
+            "test_split": "test", "metadata": {"version": 1.0}}
+    for name, more in (
+            ("tiny_choice", {"output_type": "multiple_choice", "doc_to_text": "{{context}}",
+                             "doc_to_choice": "{{choices}}", "doc_to_target": "answer",
+                             "metric_list": [{"metric": name} for name in ("acc", "acc_norm", "acc_bytes")]}),
+            ("tiny_rolling", {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{context}}",
+                              "metric_list": [{"metric": "byte_perplexity"}]}),
+            ("tiny_text", {"output_type": "generate_until", "doc_to_text": "{{context}}",
+                           "doc_to_target": "{{choices[0]}}", "metric_list": [{"metric": "exact_match"}],
+                           "generation_kwargs": {"until": [" b"], "max_gen_toks": 6, "do_sample": False}})):
+        (path / "tasks" / f"{name}.yaml").write_text(json.dumps({"task": name, **data, **more}))
+    return path
+
+
+def test_a_folder_of_hugging_face(folder, capsys, tmp_path):
+    found = results(capsys, folder, "--data", folder / "text.txt", "--choices", folder / "questions.jsonl",
+                    "--precision", "fp64", "--data.cache-dir", tmp_path, "--model.sequence", "32")
+    assert set(found) == {"text", "questions"} and found["questions"]["count"] == 2
+    assert found["text"]["perplexity"] > 1
+
+
+def test_tasks_of_the_harness_are_those_of_its_own_model(folder, capsys, tmp_path):
+    """On one rank: its model of transformers gives the same numbers, and our own multiple choice, too."""
+    lm_eval = pytest.importorskip("lm_eval")
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    tasks = ["tiny_choice", "tiny_rolling", "tiny_text"]
+    found = results(capsys, folder, "--lm-eval", ",".join(tasks), "--lm-eval-path", folder / "tasks", "--precision",
+                    "fp64", "--choices", folder / "questions.jsonl")
+    import transformers
+
+    model = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float64)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"),
+                                                     eos_token="<|endoftext|>", pad_token="<|endoftext|>")
+    theirs = lm_eval.simple_evaluate(model=HFLM(pretrained=model, tokenizer=tokenizer, device="cpu"), tasks=tasks,
+                                     task_manager=TaskManager(include_path=str(folder / "tasks")),
+                                     bootstrap_iters=0)["results"]
+    for task, metrics in (("tiny_choice", ("acc", "acc_norm", "acc_bytes")), ("tiny_rolling", ("byte_perplexity",)),
+                          ("tiny_text", ("exact_match",))):
+        for metric in metrics:
+            assert found[task][metric] == pytest.approx(theirs[task][f"{metric},none"], rel=1e-6)
+            if task == "tiny_choice":
+                assert found["questions"][metric] == found[task][metric]
+
+
+@pytest.mark.slow
+def test_several_ranks_serve_the_harness(folder):
+    pytest.importorskip("lm_eval")
+    done = subprocess.run([sys.executable, "-m", "ranvier", "evaluate", str(folder), "--mesh.pipe", "2", "--json",
+                           "--lm-eval", "tiny_choice,tiny_text", "--lm-eval-path", str(folder / "tasks")],
+                          capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert set(json.loads(done.stdout)["results"]) == {"tiny_choice", "tiny_text"}
+
+
+def test_the_harness_that_is_missing(monkeypatch):
+    monkeypatch.setattr("ranvier.inference.lm_eval_tasks.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs the package lm-eval, .* pip install ranvier\[lm-eval\]"):
+        HarnessTasks(names=("x",))
+
+
+@pytest.mark.parametrize(("args", "says"), [
+    (["FOLDER"], "data: is missing: a folder in Hugging Face's format names none"),
+    (["LM", "--data", "a=x.txt", "--data", "a=y.txt"], "data: is no NAME=DATA with a name of its own"),
+    (["CLASSIFICATION", "--choices", "x.jsonl"], "choices: is of language models only"),
+    (["LM", "--choices", "gone.jsonl"], "choices: cannot be read"),
+    (["LM", "--data.tokenizer", "OTHER"], "data.tokenizer: is not the tokenizer that the model was trained with"),
+    (["CLASSIFICATION", "--data.train", "THIRD", "--data", "THIRD"], "has other classes than the model was trained on"),
+    (["LM", "--mesh.pipe", "99"], "mesh.pipe"), (["LM", "--ema"], "has no moving average of the parameters"),
+    (["FOLDER", "--ema"], "has no moving average of the parameters: it is a folder"),
+    (["LM", "--data", "TINY"], "data.eval: has too little text for one sequence of 16 + 1 tokens"),
+    (["BARE", "--choices", "QUESTIONS"], "data.tokenizer: is missing"),
+    (["HEADLESS", "--data", "THIRD"], "has no trained head: it lacks head."),
+    pytest.param(["FOLDER", "--lm-eval", "gone"], "lm-eval: is no task of lm-evaluation-harness", marks=HARNESS),
+    (["gone"], "has no checkpoint")])
+def test_refusals(runs, folder, capsys, args, says, tmp_path):
+    (tmp_path / "third.tsv").write_text("sentence\tlabel\n" + "a good day\tleft\na bad film\tright\n" * 20)
+    places = {"FOLDER": folder, "LM": runs / "lm", "CLASSIFICATION": runs / "classification",
+              "OTHER": folder / "tokenizer.json", "THIRD": tmp_path / "third.tsv", "TINY": tmp_path / "tiny.txt",
+              "QUESTIONS": folder / "questions.jsonl", "BARE": tmp_path / "bare", "HEADLESS": tmp_path / "headless"}
+    (tmp_path / "tiny.txt").write_text("a day\n")
+    if "BARE" in args:
+        shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer.json"))
+    if "HEADLESS" in args:
+        transformers = pytest.importorskip("transformers")
+        transformers.BertModel(transformers.BertConfig(
+            vocab_size=30, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
+            max_position_embeddings=16)).save_pretrained(tmp_path / "headless")
+    assert run_command(["evaluate", *(str(places.get(arg, arg)) for arg in args)]) in (1, 2)
+    assert says in capsys.readouterr().err
+
+
+def test_a_prompt_without_room_for_an_answer():
+    pytest.importorskip("lm_eval")
+    from ranvier.inference.lm_eval_model import HarnessModel
+
+    model = HarnessModel(types.SimpleNamespace(longest=8))
+    with pytest.raises(ConfigError, match="max_gen_toks: leaves no room for a prompt: the model sees 8 tokens"):
+        model.generate_until([types.SimpleNamespace(args=("x", {"max_gen_toks": 8}))])
+
+
+def test_a_checkpoint_of_another_loop(runs, capsys, monkeypatch):
+    from ranvier.checkpoint.saved import Saved
+
+    saved = Saved(next(Path(runs / "lm" / "checkpoint").glob("step-*")))
+    saved.manifest.about.clear()
+    monkeypatch.setattr("ranvier.inference.trained.newest_whole", lambda path, tell: saved)
+    assert run_command(["evaluate", str(runs / "lm")]) == 2
+    assert "does not say which model it is of" in capsys.readouterr().err
+
+
+def test_code_that_a_checkpoint_names_is_not_imported(runs, capsys, monkeypatch):
+    from ranvier.checkpoint.saved import Saved
+
+    saved = Saved(next(Path(runs / "lm" / "checkpoint").glob("step-*")))
+    saved.manifest.about["run"]["model"]["family"] = "evil:Family"
+    monkeypatch.setattr("ranvier.inference.trained.newest_whole", lambda path, tell: saved)
+    assert run_command(["evaluate", str(runs / "lm")]) == 2
+    assert "model.family: is code that the checkpoint names" in capsys.readouterr().err

@@ -1,0 +1,116 @@
+"""`ranvier generate`: the same greedy text as transformers, on several ranks; chat; what it refuses."""
+
+import io
+import json
+import subprocess
+import sys
+import types
+
+import pytest
+
+from ranvier.cli.generate import _complete
+from ranvier.cli.main import run_command
+from ranvier.data.tokenizer import train
+from ranvier.inference.generate import Text
+
+TEXT = "the quick brown fox jumps over the lazy dog and runs away from the brown bear "
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny random Llama as transformers saves it, with a tokenizer and a chat template."""
+    transformers = pytest.importorskip("transformers")
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = train([TEXT] * 5, 300)
+    transformers.set_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=tokenizer.vocab, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=48, max_position_embeddings=64, initializer_range=0.3)).save_pretrained(path)
+    tokenizer.save(path / "tokenizer.json")
+    (path / "tokenizer_config.json").write_text(json.dumps({
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>",
+        "chat_template": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "}))
+    return path
+
+
+def written(capsys, *args):
+    assert run_command(["generate", *map(str, args), "--temperature", "0", "--max-tokens", "12", "--json"]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def theirs(folder, prompt):
+    """What transformers writes, greedily."""
+    import torch
+    import transformers
+
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))
+    model = transformers.LlamaForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"]])
+    found = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, ids.shape[1]:]
+    return tokenizer.decode(found, skip_special_tokens=True)
+
+
+def test_the_text_is_that_of_transformers(folder, capsys, tmp_path):
+    lines = tmp_path / "prompts.txt"
+    lines.write_text("the lazy dog\n\nfox and bear\n")
+    found = written(capsys, folder, "--prompt", "the quick", "--prompts", lines)
+    assert [one["answer"] for one in sorted(found, key=lambda one: one["prompt"])] == [
+        theirs(folder, prompt) for prompt in ("fox and bear", "the lazy dog", "the quick")]
+
+
+def test_a_users_message_in_the_chat_template(folder, capsys, tmp_path):
+    messages = tmp_path / "messages.jsonl"
+    messages.write_text(json.dumps({"messages": [{"role": "user", "content": "the dog"}]}) + "\n")
+    expected = theirs(folder, "user: the dog\nassistant: ")
+    assert [one["answer"] for one in written(capsys, folder, "--chat", "--prompt", "the dog", "--prompts", messages)
+            ] == [expected, expected]
+
+
+def test_ranks_write_what_one_rank_writes_and_stream_it(folder):
+    done = subprocess.run([sys.executable, "-m", "ranvier", "generate", str(folder), "--prompt", "the quick",
+                           "--temperature", "0", "--max-tokens", "12", "--mesh.pipe", "2"], capture_output=True,
+                          text=True, timeout=240, check=False)
+    assert (done.returncode, done.stdout) == (0, theirs(folder, "the quick") + "\n"), done.stderr
+    assert "transport" in done.stderr
+
+
+def test_a_stop_word_is_left_out(folder, capsys):
+    whole = theirs(folder, "the quick")
+    found, = written(capsys, folder, "--prompt", "the quick", "--stop", whole[4:6])
+    assert (found["answer"], found["reason"]) == (whole[:whole.index(whole[4:6])], "stop")
+
+
+def test_what_may_begin_a_stop_word_is_not_streamed_yet():
+    """Tokens are characters here; "e" may begin the stop word "end", and so may the "e" of "ex", until the "x"."""
+    writer = types.SimpleNamespace(decode="".join)
+    text, stream, seen = Text(number=0, prompt=[0]), io.StringIO(), []
+
+    def rounds():
+        for character in "aexend":
+            text.written.append(character)
+            text.reason = "stop" if character == "d" else None
+            yield [text]
+            seen.append(stream.getvalue())
+
+    assert list(_complete(rounds(), writer, stream, ["end"])) == [text]
+    assert seen == ["a", "a", "aex", "aex", "aex", "aex"]
+
+
+@pytest.mark.parametrize(("args", "says"), [
+    ([], "prompt: is missing. Give --prompt TEXT, or --prompts FILE."),
+    (["--prompts", "lines.jsonl"], "lines.jsonl, line 2: is no JSON object with a field prompt or messages"),
+    (["--prompts", "messages.jsonl"], "prompts: are messages, which need a chat template"),
+    (["--prompt", "x", "--tokenizer", "gone.json"], "gone.json"),
+    (["--prompt", "x", "--top-p", "0"], "top-p: cannot be sampled with (got 0.0)"),
+    (["--prompt", "x " * 90], "prompt 1: leaves no room for an answer")])
+def test_refusals(folder, capsys, tmp_path, monkeypatch, args, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lines.jsonl").write_text('{"prompt": "x"}\n{"text": "y"}\n')
+    (tmp_path / "messages.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
+    assert run_command(["generate", str(folder), *args]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_what_is_no_language_model(tmp_path, capsys):
+    assert run_command(["generate", str(tmp_path), "--prompt", "x"]) == 2
+    assert "has no checkpoint" in capsys.readouterr().err

@@ -1,0 +1,120 @@
+"""Multiple choice and log-likelihoods on any mesh: those of a plain loop over the model of transformers, in fp64."""
+
+import json
+
+import pytest
+import torch
+
+from ranvier.config.run import TensorParallel
+from ranvier.data import tokenizer as tokenizers
+from ranvier.data.tokenizer import train
+from ranvier.errors import DataError
+from ranvier.inference.likelihood import loglikelihoods, windows
+from ranvier.inference.multiple_choice import Question, accuracies, encode_pair, read_questions, requests_of
+from ranvier.inference.weights import build_engine, open_model
+from ranvier.mesh import Mesh
+from ranvier.testing.ranks import run_ranks
+from tests.covering import quick
+
+TEXT = "the quick brown fox jumps over the lazy dog and runs away from the brown bear é à ü "
+QUESTIONS = [
+    {"context": "the quick brown", "choices": ["fox", "bear and dog", "é à"], "answer": 1},
+    {"context": "the lazy dog ", "choices": ["runs", "jumps over the fox"], "answer": "runs"},
+    {"context": "", "choices": ["fox jumps", "over ü", "away from the bear", "the"], "answer": 3},
+    {"context": "x" * 80, "choices": ["fox", "dog"], "answer": 0}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny random GPT-2 as transformers saves it, in fp64, and a tokenizer."""
+    transformers = pytest.importorskip("transformers")
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = train([TEXT] * 5, 300)
+    transformers.set_seed(0)
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(  # whose norms and attention are fp64 throughout
+        vocab_size=tokenizer.vocab, n_embd=24, n_layer=3, n_head=4, n_positions=48, initializer_range=0.3
+        )).double().save_pretrained(path)
+    tokenizer.save(path / "tokenizer.json")
+    (path / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
+    return path
+
+
+@pytest.fixture(scope="module")
+def theirs(folder):
+    """(tokens of each request, their log-likelihoods by a loop over the model of transformers, whether greedy)."""
+    import transformers
+
+    model = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float64).eval()
+    tokenizer = tokenizers.load(folder / "tokenizer.json")
+    requests = requests_of(read_questions(folder / "questions.jsonl"), tokenizer.encode, tokenizer.end)
+    found = []
+    for context, continuation in requests:
+        ids = torch.tensor([[*context, *continuation][-49:]])
+        with torch.no_grad():
+            log_p = model(ids[:, :-1]).logits[0].log_softmax(-1)[-len(continuation):]
+        target = torch.tensor(continuation)
+        found.append((float(log_p.gather(1, target[:, None]).sum()), bool((log_p.argmax(-1) == target).all())))
+    return requests, found
+
+
+@pytest.mark.parametrize(("mesh", "scheme"), quick(4, [
+    (Mesh(), "stationary"), (Mesh(pipe=2), "stationary"), (Mesh(data=2), "stationary"), (Mesh(col=2), "megatron"),
+    (Mesh(row=2, col=2), "stationary"), (Mesh(row=2), "stationary"), (Mesh(data=2, pipe=2, col=2), "summa")]), ids=str)
+def test_likelihoods_are_those_of_a_plain_loop(folder, theirs, mesh, scheme):
+    requests, expected = theirs
+    model = open_model(folder, print)
+
+    def on_rank(world):
+        engine = build_engine(model, world, mesh, tensor=TensorParallel(scheme=scheme), dtype=torch.float64)
+        found = loglikelihoods(engine, world.backend.group("all", [tuple(range(world.size))]), requests, longest=48)
+        engine.close()
+        return found
+
+    results = run_ranks(on_rank, mesh.size)
+    for found in results:
+        assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], rel=1e-9)
+        assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+
+
+def test_accuracies_by_log_likelihood_characters_and_bytes():
+    questions = [Question(context="", choices=("aa", "bbbb"), answer=1), Question(context="", choices=("éé", "ooo"),
+                                                                                 answer=1)]
+    assert accuracies(questions, [-2.0, -3.0, -3.1, -4.5]) == {"acc": 0.0, "acc_norm": 1.0, "acc_bytes": 0.5,
+                                                              "count": 2.0}
+
+
+def test_blanks_belong_to_the_continuation():
+    def encode(text):
+        return [ord(character) for character in text]
+
+    assert encode_pair(encode, "ab ", " c", 0) == (encode("ab"), encode("  c"))
+    assert encode_pair(encode, "", " c", 0) == ([0], encode(" c"))
+
+
+def test_windows_are_disjoint_and_full():
+    """As lm_eval.utils.get_rolling_token_windows gives them with a context of 1."""
+    found = list(windows(list(range(10)), 99, 4))
+    assert found == [([99], [0, 1, 2, 3]), ([3], [4, 5, 6, 7]), ([5, 6, 7], [8, 9])] and list(windows([], 9, 4)) == []
+    utils = pytest.importorskip("lm_eval.utils")
+    assert found == [utils.make_disjoint_window(pair) for pair in utils.get_rolling_token_windows(
+        list(range(10)), prefix_token=99, max_seq_len=4, context_len=1)]
+
+
+@pytest.mark.parametrize(("line", "says"), [
+    ('{"choices": ["a", "b"], "answer": 0}', "line 1: has no text `context`"),
+    ('{"context": "x", "choices": ["a"], "answer": 0}', "has no list `choices` of two or more texts"),
+    ('{"context": "x", "choices": ["a", "b"], "answer": 2}', "has no `answer` that is one of its choices"),
+    ("", "has no questions")])
+def test_questions_that_are_none(tmp_path, line, says):
+    (tmp_path / "x.jsonl").write_text(line + "\n")
+    with pytest.raises(DataError, match=says):
+        read_questions(tmp_path / "x.jsonl")
+
+
+def test_requests_that_cannot_be_scored():
+    for request, says in ((([], [1]), "has no context"), (([1], [1] * 9), "longer than the 8 tokens")):
+        with pytest.raises(DataError, match=says):
+            loglikelihoods(None, None, [request], longest=8)
+    with pytest.raises(DataError, match="cannot be read"):
+        from pathlib import Path
+        read_questions(Path("gone.jsonl"))

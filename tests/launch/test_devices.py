@@ -1,0 +1,177 @@
+"""The devices of ranks: chosen by all together, from what each of them sees."""
+
+import ast
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+import ranvier
+from benchmarks.gpu.models.devices import JOBS, sights
+from ranvier.errors import ConfigError, LaunchError
+from ranvier.launch import start as launch
+from ranvier.launch.cuda_environment import cuda_defaults
+from ranvier.launch.devices import choose_devices, exchange, see
+from ranvier.launch.launchers import Started
+from ranvier.mesh import Mesh
+from tests.fake_cuda import BareCall, FakeCuda
+
+BY_NAME = {job.name: sights(job) for job in JOBS}
+TORCHRUN, GPUS_PER_TASK = BY_NAME["torchrun, 4 ranks, 4 devices"], BY_NAME["srun --gpus-per-task=1, 4 tasks a node"]
+
+
+def test_each_rank_has_a_device_of_its_own():
+    assert choose_devices(TORCHRUN).devices == (0, 1, 2, 3)
+    assert choose_devices(GPUS_PER_TASK).devices == (0, 0, 0, 0)
+
+
+def test_ranks_that_see_overlapping_devices():
+    """Rank 0 sees both devices and rank 1 only the first, so rank 0 takes the second."""
+    two = [replace(TORCHRUN[0], devices=("a", "b"), local_size=2), replace(TORCHRUN[1], devices=("a",), local_size=2)]
+    assert choose_devices(two).devices == (1, 0)
+
+
+def test_a_machine_without_devices_among_others_is_an_error_on_every_rank():
+    with pytest.raises(ConfigError, match=r"launch\.device.*no CUDA device found on the machine of ranks 2, 3, while "
+                                          r"ranks 0, 1 have a device each"):
+        choose_devices(BY_NAME["2 nodes, one with a broken driver"])
+
+
+def test_cuda_that_is_set_and_not_there():
+    with pytest.raises(ConfigError, match="needs a device for each of the 4 ranks of this machine, which has 2"):
+        choose_devices([replace(sight, setting="cuda") for sight in BY_NAME["4 ranks, 2 devices"]])
+
+
+@pytest.mark.parametrize(("field", "value", "kind", "text"), [
+    ("setting", "cpu", ConfigError, r"launch\.device.*differs between ranks: auto on rank 0, cpu on rank 2"),
+    ("transport", "mpi", ConfigError, r"comm\.transport.*auto on rank 0, mpi on rank 2"),
+    ("torch", "2.13.0", LaunchError, "different versions of torch: 2.11.0 on rank 0, 2.13.0 on rank 2"),
+    ("nccl", "2.20.0", LaunchError, "different versions of NCCL: 2.27.5 on rank 0, 2.20.0 on rank 2")])
+def test_what_differs_is_named(field, value, kind, text):
+    with pytest.raises(kind, match=text):
+        choose_devices([*TORCHRUN[:2], replace(TORCHRUN[2], **{field: value}), TORCHRUN[3]])
+
+
+def test_sights_travel_over_the_store():
+    store, found = HashStore(), {}
+
+    def rank(number):
+        found[number] = exchange(TORCHRUN[number], 4, store)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert all(found[number] == TORCHRUN for number in range(4))
+
+
+def test_a_rank_that_never_starts_is_named():
+    from datetime import timedelta
+
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=0.2))
+    with pytest.raises(LaunchError, match=r"rank 1.*did not say in time which devices it has"):
+        exchange(TORCHRUN[0], 2, store)
+
+
+def test_what_a_process_sees():
+    with FakeCuda(devices=2):
+        found = see(rank=3, local_rank=1, local_size=2, setting="auto", transport="auto")
+        assert found.devices == ("GPU-0", "GPU-1")
+        assert not see(rank=3, local_rank=1, local_size=2, setting="cpu", transport="auto").devices
+    assert not see(rank=3, local_rank=1, local_size=2, setting="auto", transport="auto").devices
+
+
+def test_a_rank_takes_its_device_before_it_connects(monkeypatch):
+    """Rank 1 of 2 computes on device 1 from the start, also where a library names no device."""
+    monkeypatch.setattr(launch, "_open_store", lambda started, seconds: (None, HashStore()))
+    monkeypatch.setattr(launch, "exchange", lambda sight, size, store: [
+        replace(sight, rank=0, local_rank=0), sight])
+    connected = []
+    monkeypatch.setattr(launch, "_connect", lambda started, transport, collectives, place, *rest: connected.append(
+        (transport, place, torch.cuda.current_device())) or (type("Backend", (), {"rank": 1, "size": 2})(), None))
+    monkeypatch.setattr(launch.os, "environ", dict(os.environ))
+    started = Started(launcher="torchrun", rank=1, size=2, local_rank=1, local_size=2)
+    with FakeCuda(devices=2):
+        world = launch._connect_rank(Mesh(data=2), started, "auto", "auto", 1, "auto", 10.0, 5.0, None)
+    assert connected == [("torch", torch.device("cuda", 1), 1)]
+    assert world.device == torch.device("cuda", 1)
+    assert launch.os.environ["CUDA_MODULE_LOADING"] == "EAGER"
+
+
+def test_defaults_of_the_environment_give_way_to_the_users():
+    assert cuda_defaults({}) == {"CUDA_MODULE_LOADING": "EAGER",
+                                 "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert cuda_defaults({"CUDA_MODULE_LOADING": "LAZY", "PYTORCH_ALLOC_CONF": "x"}) == {}
+
+
+def test_our_own_ranks_start_with_the_defaults(monkeypatch):
+    """The supervisor gives them to its ranks, whose torch may read them when it is imported."""
+    from ranvier.launch import supervision
+
+    given = []
+    monkeypatch.setattr(supervision, "supervise", lambda mesh, transport, reason, command, variables, *rest: (
+        given.append(variables) or supervision.Outcome(code=0)))
+    for name in ("CUDA_MODULE_LOADING", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    assert launch._run_local_ranks(Mesh(data=2), "torch", 1, "cpu", ["x"], None, False, 5.0, None) == 0
+    assert given[0]["CUDA_MODULE_LOADING"] == "EAGER" and "expandable" in given[0]["PYTORCH_CUDA_ALLOC_CONF"]
+
+
+# ---------------------------------------------------------------------- named devices
+
+NEED_A_DEVICE = {"synchronize", "current_stream", "default_stream", "mem_get_info", "memory_allocated",
+                 "max_memory_allocated", "memory_reserved", "max_memory_reserved", "memory_stats", "get_device_name",
+                 "reset_peak_memory_stats", "get_device_properties", "get_rng_state", "set_rng_state", "Stream",
+                 "get_device_capability"}
+ROOT = Path(ranvier.__file__).parent
+
+
+def bare_calls(path):
+    """Calls of these functions without a device, and the functions themselves where they are passed on."""
+    tree = ast.parse(path.read_text())
+    called = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    handed = {id(arg) for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) > 1
+              for arg in node.args[:1] if getattr(node.func, "id", "") == "partial"}
+    annotations = {id(part) for node in ast.walk(tree) for field in ("annotation", "returns", "slice")
+                   if isinstance(getattr(node, field, None), ast.AST) for part in ast.walk(getattr(node, field))}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in NEED_A_DEVICE and ast.unparse(node.value) == "torch.cuda":
+            call = called.get(id(node))
+            needed = 2 if node.attr == "set_rng_state" else 1
+            if call is None and id(node) not in handed | annotations:
+                found.append(f"{path.name}:{node.lineno} {node.attr}")
+            elif call is not None and len(call.args) + len(call.keywords) < needed:
+                found.append(f"{path.name}:{node.lineno} {node.attr}()")
+    return found
+
+
+@pytest.mark.parametrize("folder", [ROOT, ROOT.parent / "benchmarks"], ids=lambda folder: folder.name)
+def test_every_call_names_its_device(folder):
+    assert [call for path in sorted(folder.rglob("*.py")) for call in bare_calls(path)] == []
+
+
+def test_bare_calls_are_noticed(tmp_path):
+    path = tmp_path / "bad.py"
+    path.write_text("import torch\ntorch.cuda.synchronize()\nf = torch.cuda.current_stream\ntorch.cuda.Stream(d)\n"
+                    "def g(s: torch.cuda.Stream) -> None: ...\n")
+    assert sorted(bare_calls(path)) == ["bad.py:2 synchronize()", "bad.py:3 current_stream"]
+    with FakeCuda():
+        for call in (torch.cuda.synchronize, torch.cuda.current_stream, torch.cuda.Stream, torch.cuda.mem_get_info):
+            with pytest.raises(BareCall):
+                call()
+
+
+def test_a_checkpoints_copies_wait_for_the_tensors_device():
+    from ranvier.checkpoint.files import host_copies
+
+    with FakeCuda(devices=2) as cuda:
+        (copy,) = host_copies([torch.arange(3.0, device="cuda:1")], [])
+        assert copy.tolist() == [0.0, 1.0, 2.0] and not copy.is_cuda
+        assert cuda.calls["current_stream", 1] == 1 and not cuda.calls["current_stream", 0]

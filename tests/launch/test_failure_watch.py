@@ -1,0 +1,105 @@
+"""Ranks that a failure elsewhere has left behind leave by themselves, and the first one says who waits for whom."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from torch.distributed import HashStore
+
+from ranvier.comm.torch_group import WaitRegistry
+from ranvier.launch.failure_watch import FAILED, FINISHED, LEAVE_CHECKS, FailureWatch
+from ranvier.system.processes import Process
+
+
+class Neighbour:
+    runs = True
+
+
+def watch(store, rank=0, lost=lambda: None):
+    return FailureWatch(rank, 3, store, lost)
+
+
+def until_it_leaves(one, neighbours=None):
+    """(checks, cause); fails after thirty."""
+    for number in range(30):
+        cause = one.check(neighbours or {})
+        if cause is not None:
+            return number, cause
+    raise AssertionError("stays")
+
+
+def test_a_rank_stays_while_nothing_has_failed():
+    one = watch(HashStore())
+    assert all(one.check({1: Neighbour()}) is None for _ in range(20))
+
+
+def test_a_rank_leaves_some_seconds_after_another_one_has_failed():
+    """Within ten, but not before its own error or its launcher can end it; the failed rank itself never does."""
+    store = HashStore()
+    store.set(FAILED, json.dumps({"rank": 2, "code": 1}))
+    checks, cause = until_it_leaves(watch(store))
+    assert LEAVE_CHECKS <= checks < 9 and cause == "rank 2 has failed"
+    failed = watch(store, rank=2)
+    assert all(failed.check({}) is None for _ in range(20))
+
+
+def test_a_process_that_is_gone_without_a_word_is_a_failure_of_its_rank():
+    store, gone = HashStore(), Neighbour()
+    gone.runs = False
+    checks, cause = until_it_leaves(watch(store), {1: gone})
+    assert checks < 9 and cause == "rank 1 has failed"
+    assert until_it_leaves(watch(store, rank=2))[1] == "rank 1 has failed"  # on another machine
+    finished = HashStore()
+    finished.set(f"{FINISHED}/1", "")
+    one = watch(finished)
+    assert all(one.check({1: gone}) is None for _ in range(20))
+
+
+def test_a_broken_connection_that_only_another_thread_sees():
+    waits = WaitRegistry(300.0)
+    one = watch(HashStore(), lost=waits.lost)
+    assert one.check({}) is None
+    waits.lose("rank 1 on 'pipeline': is gone")
+    waits.lose("rank 2 on 'pipeline': is gone")
+    assert until_it_leaves(one)[1] == "rank 1 on 'pipeline': is gone"
+
+
+def test_the_first_rank_that_leaves_reports_what_all_were_doing():
+    store = HashStore()
+    store.set("ranvier/action/0", "3 a wait for the forward of microbatch 2 from pipe 0")
+    first, second = watch(store), watch(store, rank=1)
+    text = first.report("rank 2 has failed", lambda rank: f"pipe {rank}")
+    assert text is not None and second.report("rank 2 has failed", str) is None
+    lines = text.splitlines()
+    assert lines[0] == "rank 2 has failed, and rank 0 leaves, which waits for it. Ranks were in:"
+    assert lines[3] == "  rank 2 (pipe 2): not heard from" and len(lines) == 4
+
+
+PROGRAM = textwrap.dedent("""
+    import os, signal, sys, threading, time
+    import ranvier
+    world = ranvier.start(data=2, transport="torch", device="cpu", timeout_seconds=300.0)
+    world.backend.group("all", [range(2)]).barrier()
+    if world.rank == 1:
+        time.sleep(3)  # until its process is known to the other
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.signal(signal.SIGTERM, lambda *args: None)  # as a run that saves when it is told to stop
+    threading.Event().wait(600)  # as in the driver: no error of a peer gets here
+""")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(Process.find(os.getpid()) is None, reason="needs /proc")
+def test_under_torchrun_a_rank_leaves_within_ten_seconds_of_a_kill(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0",
+                           "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(program)],
+                          capture_output=True, text=True, timeout=300)
+    assert done.returncode and "rank 1 has failed, and rank 0 leaves" in done.stderr, done.stderr
+    assert time.monotonic() - began < 28.0  # torchrun itself kills after 30

@@ -1,0 +1,193 @@
+"""A training step on a device that is not there: numbers, devices, device times, memory and host waits."""
+
+import queue
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks.gpu.models import nccl
+from benchmarks.gpu.programs import Program, losses, on_one_rank
+from ranvier.comm import nccl_transport
+from ranvier.comm.nccl_transport import NcclTransport
+from ranvier.pipeline.device_timeline import DeviceTimeline
+from ranvier.pipeline.look_ahead import LookAhead
+from ranvier.testing.ranks import run_ranks
+from tests.fake_cuda import FakeCuda
+
+SECOND = torch.device("cuda", 1)
+"""Not the first one, so that a forgotten device is noticed."""
+PROGRAMS = {
+    "stream": Program(precision="bf16", optim={"offload": "stream", "clip_norm": 1.0}),
+    "host": Program(precision="fp16", layers=1, optim={"offload": "host"}, dropout=0.1),
+    "none": Program(layers=1, memory={"recompute": 1}, optim={"offload": "none"})}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_device_gives_the_cpus_numbers(name):
+    expected = on_one_rank(PROGRAMS[name], torch.device("cpu"))
+    with FakeCuda(devices=2) as cuda:
+        found = on_one_rank(PROGRAMS[name], SECOND)
+    assert found == expected
+    assert not any(index == 0 for _, index in cuda.calls)
+
+
+def test_stages_on_devices_give_the_cpus_numbers():
+    """Two stages as threads that share the device: their messages, ties and device times."""
+    program = Program(mesh={"pipe": 2}, layers=1, microbatches=3)
+    expected = run_ranks(lambda world: losses(world, asdict(program)), 2)
+    with FakeCuda(devices=2) as cuda:
+        def train(world):
+            world.device = SECOND
+            with cuda.thread():
+                return losses(world, asdict(program))
+        assert run_ranks(train, 2) == expected
+        assert cuda.calls["current_stream", 1] and not cuda.calls["current_stream", 0]
+
+
+@pytest.mark.parametrize("slot_bytes", [1 << 16, 64])
+def test_stages_whose_messages_travel_over_nccl(slot_bytes, monkeypatch):
+    """`NcclTransport` itself, with a model of NCCL; messages larger than a slot travel in parts at first."""
+    program = Program(mesh={"pipe": 2}, layers=1, microbatches=4, dropout=0.1)
+    expected = run_ranks(lambda world: losses(world, asdict(program)), 2)
+    devices, boxes = nccl.Devices(2), [queue.SimpleQueue() for _ in range(2)]
+    monkeypatch.setattr(nccl_transport, "dist", devices)
+    monkeypatch.setattr(nccl_transport, "_CLOSE_SECONDS", 0.01)
+    monkeypatch.setattr(nccl_transport, "_MIN_SLOT_BYTES", slot_bytes)
+    transports = []
+
+    def over_nccl(world):
+        group = SimpleNamespace(rank=world.rank)
+        transports.append(NcclTransport(nccl._Host(world.rank, boxes), SECOND, rising=group, falling=group))
+        if slot_bytes < 1 << 16:
+            connect = transports[-1].connect
+            transports[-1].connect = lambda sources, destinations, capacity: connect(sources, destinations, slot_bytes)
+        return transports[-1]
+
+    with FakeCuda(devices=2) as cuda:
+        def train(world):
+            world.device = SECOND
+            make = world.backend.transport
+            world.backend.transport = lambda purpose: over_nccl(world) if purpose == "pipeline" else make(purpose)
+            with cuda.thread():
+                return losses(world, asdict(program))
+        assert run_ranks(train, 2) == expected
+    assert len(transports) == 2 and all(one._payload_bytes_sent > 10_000 for one in transports)
+
+
+def test_resident_states_are_updated_in_few_pieces(monkeypatch):
+    """On a device: as many calls as there are chunks and segments, however small the buckets; the CPU's numbers."""
+    from ranvier.optim.rules import AdamW
+
+    calls, update = [], AdamW.update
+    monkeypatch.setattr(AdamW, "update", lambda self, parameters, *rest, **named: (
+        calls.append(len(parameters)), update(self, parameters, *rest, **named))[1])
+    program = Program(layers=1, steps=1, optim={"offload": "none", "bucket_size": 500})
+    expected = on_one_rank(program, torch.device("cpu"))
+    on_cpu = len(calls)
+    calls.clear()
+    with FakeCuda(devices=2):
+        found = on_one_rank(program, SECOND)
+    assert found == expected and len(calls) <= on_cpu / 3 and max(calls) == 2000
+
+
+# ---------------------------------------------------------------------- device times
+
+class Clock:
+    """A device whose events are reached when a test says so. Times in milliseconds."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.waited = []
+
+    def event(self, enable_timing=False, blocking=False):
+        clock = self
+
+        class Event:
+            at = None
+
+            def record(self, stream):
+                self.at = clock.now
+
+            def synchronize(self):
+                clock.waited.append(self.at)
+
+            def elapsed_time(self, other):
+                return other.at - self.at
+        return Event()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    with FakeCuda():
+        clock = Clock()
+        monkeypatch.setattr(torch.cuda, "Event", clock.event)
+        yield clock
+
+
+def span(timeline, category, label, before, during, clock):
+    """The device is idle for `before` and works for `during`; the host takes no time."""
+    clock.now += before
+    started = timeline.mark()
+    clock.now += during
+    timeline.add(category, label, 1, started)
+
+
+def test_spans_have_the_devices_times_one_step_later(clock):
+    timeline = DeviceTimeline(torch.device("cuda", 0))
+    assert timeline.begin_step() == []
+    span(timeline, "forward", "F0", 0.0, 10.0, clock)
+    waited = timeline.mark()
+    timeline.add("wait", "forward 1", 1, waited)
+    span(timeline, "forward", "F1", 5.0, 20.0, clock)
+    assert timeline.end_step(1) == [] and clock.waited == []
+    span(timeline, "backward", "B0", 0.0, 30.0, clock)
+    (window,) = timeline.end_step(2)
+    assert clock.waited == [35.0]
+    lengths = {one.label: round(one.seconds * 1e3, 3) for one in window.spans}
+    assert lengths == {"F0": 10.0, "forward 1": 5.0, "F1": 20.0}
+    assert window.step == 1 and round((window.stop_ns - window.start_ns) * 1e-6, 3) == 35.0
+    (window,) = timeline.begin_step()
+    assert [one.label for one in window.spans] == ["B0"] and window.step == 2
+
+
+def test_a_wait_that_the_device_has_work_for_is_none(clock):
+    """The host waited, the device did not: it was busy with F0 until it got F1."""
+    timeline = DeviceTimeline(torch.device("cuda", 0))
+    timeline.begin_step()
+    span(timeline, "forward", "F0", 0.0, 10.0, clock)
+    timeline.add("wait", "forward 1", 1, timeline.mark())
+    span(timeline, "forward", "F1", 0.0, 10.0, clock)
+    waits = [one for one in timeline.take() if one.category == "wait"]
+    assert [one.seconds for one in waits] == [0.0]
+
+
+@pytest.mark.parametrize(("limit", "stages", "waited"), [
+    ("auto", 4, [0.0, 1.0]), ("auto", 1, []), (2, 1, [0.0]), (0, 4, [0.0, 1.0, 2.0])])
+def test_the_host_waits_for_all_but_the_last_actions(limit, stages, waited, clock):
+    ahead = LookAhead(limit, device=torch.device("cuda", 0), num_stages=stages)
+    for number in range(3):
+        clock.now = float(number)
+        ahead.launched()
+    assert clock.waited == waited
+    LookAhead(0, device=torch.device("cpu"), num_stages=4).launched()
+
+
+def test_the_meter_reads_the_device_a_step_later(clock):
+    """Waits and busy seconds are the device's; the last step is read where the run pauses."""
+    from ranvier.comm.inprocess import InProcessWorld
+    from ranvier.train.metrics import Meter
+
+    timeline = DeviceTimeline(torch.device("cuda", 0))
+    meter = Meter(timeline, InProcessWorld(1).backend(0).group("all", [[0]]))
+    waits = []
+    for number in range(1, 4):
+        span(timeline, "forward", "F0", 0.0, 10.0, clock)
+        timeline.add("wait", "backward 0", number, timeline.mark())
+        span(timeline, "backward", "B0", 2.0, 20.0, clock)
+        waits.append(round(float(meter.step(number, None, 1e-3).sums[1]), 6))
+    assert waits == [0.0, 0.002, 0.002]
+    assert meter.busy_steps == 1 and meter.busy["backward"] == pytest.approx(0.02)
+    meter.resume()
+    assert [step.step for step in meter.kept] == [1, 2, 3] and meter.busy["backward"] == pytest.approx(0.04)

@@ -1,0 +1,79 @@
+"""The order of the rooms: no import upwards, no circle of files, and few files at the root; see docs/architecture.md.
+
+Imports inside functions and under TYPE_CHECKING count, too: a type that is named is known.
+"""
+
+import ast
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import ranvier
+
+ROOT = Path(ranvier.__file__).parent
+ROOMS = ("errors", "mesh", "keyed_random", "layout", "block", "system", "config", "precision", "schedule", "cost",
+         "comm", "world", "launch", "tensor", "optim", "pipeline", "models", "cost.count", "cost.run_cost", "data",
+         "checkpoint", "inference", "pictures", "elastic", "planner", "train", "testing", "cli", "testing.faults")
+"""A room imports from those before it. Three files have places of their own: `cost.count` and `cost.run_cost` count
+models, and `testing.faults` runs the command with faults."""
+LOOSE = {"__init__", "__main__", "block", "errors", "keyed_random", "layout", "mesh", "precision", "world"}
+
+
+@cache
+def modules():
+    """Every file of the package by its module's name without `ranvier.`; a package goes by its own name."""
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    found.pop("")
+    found.pop("__main__")
+    return found
+
+
+@cache
+def imported(name, *, for_types=True):
+    """The modules of the package that a file imports, anywhere in it. for_types: under TYPE_CHECKING, too."""
+    names, tree = set(), ast.parse(modules()[name].read_text())
+    if not for_types:
+        tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node))]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    ours = {one.removeprefix("ranvier.") for one in names if one.startswith("ranvier.")}
+    return {found for found in map(_module, ours) if found not in (None, name)}
+
+
+def _module(name):
+    """The module that `name` is or is in; None for a name of the package itself."""
+    while name and name not in modules():
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def place(name):
+    """A module's place in ROOMS: that of the longest entry that it is or is in."""
+    return max((room for room in ROOMS if name == room or name.startswith(f"{room}.")), key=len, default=None)
+
+
+@pytest.mark.parametrize("name", modules())
+def test_no_import_upwards(name):
+    assert place(name) is not None, "is in no room"
+    above = {other for other in imported(name) if ROOMS.index(place(other)) > ROOMS.index(place(name))}
+    assert not above, f"{name} imports upwards: {sorted(above)}"
+
+
+def test_no_circle_of_files():
+    """Of imports that run: a file may name a type of a file that calls it."""
+    try:
+        TopologicalSorter({name: imported(name, for_types=False) for name in modules()}).prepare()
+    except CycleError as circle:
+        pytest.fail(" -> ".join(circle.args[1]))
+
+
+def test_few_files_at_the_root():
+    assert {path.stem for path in ROOT.glob("*.py")} <= LOOSE

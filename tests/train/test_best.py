@@ -1,0 +1,132 @@
+"""The best checkpoint and early stopping: what is kept and marked, who can use it, and a resumed run that counts on."""
+
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from ranvier.cli.main import run_command
+from ranvier.errors import ConfigError
+from ranvier.mesh import Mesh
+from ranvier.testing.ranks import run_ranks
+from ranvier.train import loop
+from ranvier.train.best import BestEvaluation
+
+WORDS = ["good", "fine", "great", "bad", "poor", "awful", "day", "film", "book", "meal"]
+
+
+def seen(best, *values):
+    return [best.saw(step, {best.metric: value}) for step, value in enumerate(values, start=1)]
+
+
+def test_the_best_by_mode_of_the_metric():
+    loss, accuracy = BestEvaluation("eval_loss"), BestEvaluation("eval_accuracy")
+    assert seen(loss, 3.0, math.nan, 2.5, 2.5, 2.9) == [True, False, True, False, False]
+    assert seen(accuracy, 0.3, math.nan, 0.5, 0.5, 0.4) == [True, False, True, False, False]
+    assert (loss.value, loss.step, accuracy.value, accuracy.step) == (2.5, 3, 0.5, 3) and not loss.stops
+
+
+def test_patience_counts_evaluations_without_enough_improvement():
+    best = BestEvaluation("eval_loss", patience=2, delta=0.1)
+    assert seen(best, 3.0, 2.95) == [True, True] and not best.stops  # better, but not by more than the delta
+    resumed = BestEvaluation("eval_loss", patience=2, delta=0.1)
+    resumed.load(json.loads(json.dumps(best.state())))
+    assert seen(resumed, 2.92) == [True] and resumed.stops
+    assert resumed.reason == ("early stopping: eval_loss has not improved in 2 evaluations; the best is 2.92, after "
+                              "step 1")
+    assert seen(best, 2.8) == [True] and not best.stops
+    worse = BestEvaluation("eval_accuracy", patience=1)
+    worse.load(best.state())
+    assert worse.value is None and seen(worse, math.nan) == [False] and worse.stops
+    with pytest.raises(ConfigError, match=r"checkpoint.best: is no metric of this run's evaluations .* eval_loss"):
+        worse.saw(1, {"eval_loss": 1.0})
+
+
+@pytest.fixture
+def settings(tmp_path):
+    torch.manual_seed(0)
+    lines = [" ".join(WORDS[place] for place in torch.randint(0, 10, (9,))) for _ in range(40)]
+    (tmp_path / "x.tsv").write_text("sentence\tlabel\n" + "".join(
+        f"{line}\t{'up' if len(line) % 2 else 'down'}\n" for line in lines))
+    (tmp_path / "recipe.toml").write_text("")
+    return [str(tmp_path / "recipe.toml"), "--data.task", "classification", "--data.train", str(tmp_path / "x.tsv"),
+            "--data.eval", str(tmp_path / "x.tsv"), "--model.vocab", "120", "--model.num-layers", "1",
+            "--model.hidden", "16", "--model.heads", "2", "--model.sequence", "16", "--batch.global-size", "4",
+            "--train.eval-every", "1", "--data.cache-dir", str(tmp_path / "cache"), "--checkpoint.every", "1",
+            "--checkpoint.keep", "1"]
+
+
+def scripted(monkeypatch, losses):
+    """Evaluations after step 1, 2, ... say these losses, on each rank a little different ones."""
+    real = loop.evaluate
+
+    def evaluate(runtime, data, step):
+        from dataclasses import replace
+
+        return [replace(event, loss=losses[step - 1] + 1e-9 * runtime.world.rank) for event in real(
+            runtime, data, step)]
+
+    monkeypatch.setattr(loop, "evaluate", evaluate)
+
+
+def checkpoints(folder):
+    return sorted(path.name for path in Path(folder).glob("step-*"))
+
+
+def test_a_run_keeps_and_marks_its_best_and_ends_early(settings, tmp_path, monkeypatch, capsys):
+    run = tmp_path / "run"
+    args = [*settings, "--run-dir", str(run), "--checkpoint.best", "eval_loss", "--train.early-stopping", "3"]
+    scripted(monkeypatch, [3.0, 2.0, 2.5, 2.6, 2.7, 1.0])
+    assert run_command(["train", *args, "--train.steps", "4"]) == 0  # ends before the patience does
+    assert checkpoints(run / "checkpoint") == ["step-2", "step-4"]
+    assert (run / "checkpoint" / "best").resolve().name == "step-2"
+    capsys.readouterr()
+    assert run_command(["train", *args, "--train.steps", "9", "--resume", "auto"]) == 0
+    assert "early stopping: eval_loss has not improved in 3 evaluations; the best is 2, after step 2" in (
+        capsys.readouterr().out)
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["best_step"], summary["best_value"], summary["steps"]) == (2, 2.0, 5)
+    assert summary["ended_by"].startswith("early stopping") and checkpoints(run / "checkpoint") == ["step-2", "step-5"]
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events[-2:]] != [] and events[-1]["event"] == "end"
+    assert run_command(["train", *args, "--train.steps", "9", "--resume", "auto"]) == 0, "and there is nothing left"
+    assert checkpoints(run / "checkpoint") == ["step-2", "step-5"]
+    for command in (["export", str(run / "best"), str(tmp_path / "out")], ["evaluate", str(run / "checkpoint/best")],
+                    ["train", *settings, "--run-dir", str(tmp_path / "second"), "--resume", str(run / "best"),
+                     "--train.steps", "3"]):
+        capsys.readouterr()
+        assert run_command(command) == 0, capsys.readouterr().err
+    assert "step-2" in (tmp_path / "second" / "events.jsonl").read_text()
+
+
+def test_a_better_one_replaces_the_best(settings, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    scripted(monkeypatch, [3.0, 2.0, 2.5, 1.0, 1.5, 1.6])
+    assert run_command(["train", *settings, "--checkpoint.every", "3", "--run-dir", str(run), "--checkpoint.best",
+                        "eval_loss", "--train.steps", "6"]) == 0
+    assert checkpoints(run / "checkpoint") == ["step-4", "step-6"], "one that was due for nothing else, too"
+    assert (run / "checkpoint" / "best").resolve().name == "step-4"
+
+
+def test_all_ranks_stop_together(settings, tmp_path, monkeypatch):
+    from ranvier.cli.options import read_valid_recipe
+    from ranvier.config.resolve import resolve
+
+    scripted(monkeypatch, [2.0, 2.0, 2.0, 1.0])
+    flags = {name.removeprefix("--").replace("-", "_").replace(".", "__"): value
+             for name, value in zip(settings[1::2], settings[2::2], strict=True)}
+    _, merged = read_valid_recipe(settings[0], flags | {
+        "mesh__data": "2", "mesh__pipe": "2", "run_dir": str(tmp_path / "run"), "train__early_stopping": "2",
+        "train__steps": "9"})
+    summaries = run_ranks(lambda world: loop.train(resolve(merged.run), "x", world, stream=io.StringIO()), 4)
+    assert merged.run.mesh == Mesh(data=2, pipe=2) and [one["steps"] for one in summaries] == [3] * 4
+
+
+def test_a_metric_that_is_none(settings, tmp_path, capsys):
+    assert run_command(["train", *settings, "--run-dir", str(tmp_path / "run"), "--checkpoint.best", "eval_f1"]) in (
+        1, 2)
+    assert "checkpoint.best: is no metric of this run's evaluations" in (said := capsys.readouterr().err)
+    assert "eval_loss, eval_accuracy, eval_count" in said

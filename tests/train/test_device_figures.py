@@ -1,0 +1,159 @@
+"""Figures of a CUDA device: its peak, its memory beside tensors, pinned memory, deterministic algorithms."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ranvier.comm.torch_backend import TorchBackend
+from ranvier.cost.device_overhead import CONTEXT_BYTES, LIBRARY_BYTES, with_overhead
+from ranvier.cost.memory import RankMemory
+from ranvier.cost.published_peaks import published_peak
+from ranvier.errors import OutOfMemory
+from ranvier.system import pinned_memory
+from ranvier.system.pinned_memory import pinned_bytes, pinned_zeros
+from ranvier.train.determinism import deterministic_algorithms
+from ranvier.train.peak import matrix_product_rate, peak_facts
+from tests.fake_cuda import FakeCuda
+
+DEVICE = torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize(("name", "precision", "peak"), [
+    ("NVIDIA H200", "bf16", 989.4e12), ("NVIDIA H100 80GB HBM3", "fp16", 989.4e12),
+    ("NVIDIA H100 PCIe", "bf16", 756e12),
+    ("NVIDIA A100-SXM4-80GB", "bf16", 312e12), ("NVIDIA A100-SXM4-80GB", "fp32", 19.5e12), ("Tesla T4", "fp16", 65e12),
+    ("NVIDIA L40S", "bf16", 362e12), ("NVIDIA L40", "bf16", 181e12), ("NVIDIA B200", "bf16", 2250e12),
+    ("NVIDIA H200", "fp64", 67e12), ("Some other device", "bf16", None)])
+def test_published_peaks_by_name(name, precision, peak):
+    assert published_peak(name, precision) == peak
+
+
+def test_products_are_measured_on_data_that_varies(monkeypatch):
+    """And on the device that is asked for, without touching the run's random numbers."""
+    seen, multiply = [], torch.mm
+
+    def mm(a, b, out=None):
+        seen.append((a, b))
+        return multiply(a, b, out=out) if out is not None else multiply(a, b)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    state = torch.get_rng_state()
+    assert matrix_product_rate(torch.device("cpu"), torch.float32, seconds=0.0) > 0
+    assert torch.equal(torch.get_rng_state(), state)
+    a, b = seen[0]
+    assert a.std() > 0.2 and b.std() > 0.2 and len(a[3].unique()) > 400 and not torch.equal(a, b)
+
+
+def test_a_devices_peak_is_measured_there(monkeypatch):
+    arange = torch.arange
+    monkeypatch.setattr(torch, "arange", lambda size, **options: arange(min(size, 64), **options))
+    with FakeCuda(devices=2) as cuda:
+        assert matrix_product_rate(DEVICE, torch.bfloat16, seconds=0.0) > 0
+        assert cuda.calls["synchronize", 1] >= 2 and not cuda.calls["synchronize", 0]
+        facts = peak_facts(DEVICE, "bf16", measured=700e12, utilisation=0.5)
+        assert facts == {"measured_peak_flops": 700e12, "published_peak_flops": 989.4e12,
+                         "model_flops_utilisation_of_published_peak": pytest.approx(0.3538, rel=1e-3)}
+        cuda.name = "Unknown"
+    assert peak_facts(torch.device("cpu"), "bf16", measured=1.0, utilisation=0.5) == {}
+    with FakeCuda(devices=2, name="Unknown"):
+        assert peak_facts(DEVICE, "bf16", measured=1.0, utilisation=0.5)[
+            "model_flops_utilisation_of_published_peak"] is None
+
+
+def test_overhead_beside_tensors():
+    entry = RankMemory(pipe=0, ranks=1, device={"parameters": 1000, "gradients": 1000})
+    assert with_overhead(entry).device == {"parameters": 1000, "gradients": 1000, "allocator": 100,
+                                           "context and libraries": LIBRARY_BYTES}
+    assert with_overhead(entry, context=True).device["context and libraries"] == LIBRARY_BYTES + CONTEXT_BYTES
+
+
+# ---------------------------------------------------------------------- pinned memory
+
+@pytest.mark.parametrize(("asked", "taken"), [(0, 0), (1, 1), (1000, 1024), (1 << 20, 1 << 20), (1 << 30, 1 << 30),
+                                              ((1 << 30) + 1, (1 << 30) + 1), (21_581_000_000, 21_581_000_000)])
+def test_bytes_that_pinned_memory_takes(asked, taken):
+    assert pinned_bytes(asked) == taken
+
+
+class Runtime:
+    def __init__(self, status=0):
+        self.status, self.registered = status, {}
+
+    def cudaHostRegister(self, address, size, flags):  # CUDA's own name
+        self.registered[address] = size
+        return self.status
+
+    def cudaHostUnregister(self, address):
+        del self.registered[address]
+        return 0
+
+
+def test_large_pinned_tensors_are_registered_at_their_own_size(monkeypatch):
+    """And given back when the last view of them is gone."""
+    monkeypatch.setattr(pinned_memory, "GRANULE", 1 << 10)
+    runtime = Runtime()
+    with FakeCuda():
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime, raising=False)
+        small, large = pinned_zeros(100, torch.float32), pinned_zeros(1001, torch.float32)
+        assert runtime.registered == {large.data_ptr(): 4004} and not small.any() and not large.any()
+        view = large[10:20]
+        del large
+        assert runtime.registered
+        del view
+        assert not runtime.registered
+
+
+def test_memory_that_cannot_be_pinned(monkeypatch):
+    monkeypatch.setattr(pinned_memory, "GRANULE", 1 << 10)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(status=2), raising=False)
+    with pytest.raises(OutOfMemory, match=r"cudaHostRegister returned error 2.*ulimit -l"):
+        pinned_zeros(1001, torch.float32)
+
+
+# ---------------------------------------------------------------------- the rest
+
+def test_deterministic_algorithms_are_used_inside_only(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    with deterministic_algorithms(False):
+        assert not torch.are_deterministic_algorithms_enabled()
+    with deterministic_algorithms(True):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+    assert not torch.are_deterministic_algorithms_enabled()
+    import os
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_communicators_are_warmed_and_aborted_on_their_device(monkeypatch):
+    """NCCL builds them at their first use, which is before the first step; a rank that ends aborts them."""
+    from ranvier.comm import torch_backend
+
+    used, aborted = [], []
+
+    class Group:
+        def _get_backend(self, device):
+            return SimpleNamespace(abort=lambda: aborted.append(device))
+
+    backend = object.__new__(TorchBackend)
+    backend._device, backend._nccl_groups, backend._groups = DEVICE, [Group(), None], []
+    monkeypatch.setattr(torch_backend.dist, "all_reduce", lambda tensor, group: used.append(tensor.device))
+    with FakeCuda(devices=2):
+        backend._warm_up(Group())
+        backend._warm_up(None)
+    assert used == [DEVICE]
+    backend.abort_communicators()
+    assert aborted == [DEVICE]
+    backend._device = torch.device("cpu")
+    backend.abort_communicators()
+    assert aborted == [DEVICE]
+
+
+def test_samples_go_to_a_device_without_a_wait():
+    from ranvier.data.loader import Loader
+
+    loader = object.__new__(Loader)
+    loader.device = DEVICE
+    with FakeCuda(devices=2) as cuda:
+        moved = loader._on_device({"tokens": torch.arange(4)})
+        assert moved["tokens"].device == DEVICE and not cuda.host_reads
