@@ -14,7 +14,7 @@ from benchmarks.gpu.models import nccl
 from benchmarks.gpu.programs import Program, batches, engine_of, world_of_one
 from ranvier.checkpoint.files import host_copies
 from ranvier.comm import nccl_transport
-from ranvier.comm.message import Kind, Message
+from ranvier.comm.message import Message, MessageKind
 from ranvier.comm.mpi_group import MPIGroup
 from ranvier.comm.mpi_transport import MPITransport
 from ranvier.comm.nccl_transport import NcclTransport
@@ -135,8 +135,8 @@ def staged(cuda):
     module = SimpleNamespace(Request=SimpleNamespace(Testsome=lambda requests: None), Exception=RuntimeError)
     transport = MPITransport(module, comm, "pipeline", DEVICE)
     transport.connect([], [1], 1 << 12)
-    transport.send(1, Message(Kind.FORWARD, 1, 0, {"": torch.ones(100, device=DEVICE)}))
-    transport.send(1, Message(Kind.CREDIT, 1, 0))
+    transport.send(1, Message(MessageKind.FORWARD, 1, 0, {"": torch.ones(100, device=DEVICE)}))
+    transport.send(1, Message(MessageKind.CREDIT, 1, 0))
     transport.progress()
     assert sent[0] > 400 > sent[1]
 
@@ -195,7 +195,7 @@ def exchange(number, boxes):
     transport.connect([1 - number], [1 - number], 64)
     for microbatch, size in enumerate((10, 100, 10, 7, 30, 5)):
         tensor = torch.full((size,), 1.0 + microbatch, device=DEVICE)
-        transport.send(1 - number, Message(Kind.FORWARD, 1, microbatch, {"": tensor}))
+        transport.send(1 - number, Message(MessageKind.FORWARD, 1, microbatch, {"": tensor}))
         del tensor
         message = transport.wait(20.0)
         assert message.tensors[""].tolist() == [1.0 + microbatch] * size

@@ -24,7 +24,7 @@ from benchmarks.pipeline.workload import Loss, Stepper, Workload, build_blocks
 class BlockTimes:
     """One entry per block; seconds of one microbatch. The loss belongs to the last block.
 
-    backward: without the products of `weight`. products, alive_bytes: linear layers, and what postponing their products
+    backward: without the products of `weight`. products, alive_bytes: linear layers, and what deferring their products
     keeps alive.
     """
 

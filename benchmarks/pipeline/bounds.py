@@ -83,7 +83,7 @@ def _num_parameters(workload: Workload, times: BlockTimes, stages: Sequence[rang
 
 def _simulated(contender: Contender, workload: Workload, times: BlockTimes, *, policy: str,
                defer_bytes: int | str) -> list[float]:
-    """When each stage has updated its parameters, by the engine's own schedule. The head's products are not postponed,
+    """When each stage has updated its parameters, by the engine's own schedule. The head's products are not deferred,
     so they count as its backward."""
     settings = contender.settings
     ranges = stage_ranges(settings["boundaries"], workload.num_blocks)

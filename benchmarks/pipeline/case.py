@@ -156,7 +156,7 @@ def _contenders(case: Case, times: BlockTimes, cores: int) -> list[Contender]:
 
 
 def _grid(case: Case, times: BlockTimes) -> list[Contender]:
-    """Message-driven with several in-flight limits (f) and byte budgets (d): multiples of what the postponed products
+    """Message-driven with several in-flight limits (f) and byte budgets (d): multiples of what the deferred products
     of one microbatch keep alive on an average stage."""
     alive = sum(times.alive_bytes[:-1]) // case.ranks
     return [ours("message-driven", transport, case.ranks, f" f{in_flight} d{share:g}",

@@ -1,4 +1,4 @@
-"""What the rules of a two-stage pipeline cost, by simulation: in-flight limit, postponed weight gradients, the cut.
+"""What the rules of a two-stage pipeline cost, by simulation: in-flight limit, deferred weight gradients, the cut.
 
     python -m benchmarks.pipeline.shares [--microbatches 8] [--times FILE]
 
@@ -8,12 +8,12 @@ The engine's own schedule runs on a simulated clock (`ranvier.schedule.simulator
 
     share        time of two stages that divide all work equally and never wait, over the simulated time of a step: 1 is
                  what two independent loops reach. The simulation knows nothing of caches and memory traffic
-    queued MiB   the most that postponed weight-gradient products keep alive, on each rank
+    queued MiB   the most that deferred weight-gradient products keep alive, on each rank
 
 The first table changes one rule at a time, from what `auto` does to no bounds at all:
 
     in flight         microbatches between the first stage's forward and their return
-    postponed         how many microbatches' products may wait on rank 0 and on rank 1, as `pipeline.defer_bytes` bounds
+    deferred         how many microbatches' products may wait on rank 0 and on rank 1, as `pipeline.defer_bytes` bounds
     head              whether the product of the head, the largest, may wait too; today it is computed in its backward
 
 The second compares policies and cuts: `forward first` is message-driven, except that rank 0 runs a forward before a
@@ -60,30 +60,30 @@ FORWARD_FIRST: Any = ForwardFirst()
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """postponed: microbatches whose products may wait, on each rank."""
+    """deferred: microbatches whose products may wait, on each rank."""
 
     name: str
     in_flight: int = 2
-    postponed: tuple[int, int] = (0, 2)
+    deferred: tuple[int, int] = (0, 2)
     head: bool = False
     cut: int = 12
     policy: str = "message-driven"
 
 
 STEPS = (Rules(name="auto"),
-         Rules(name="the head's product may wait, within the same bytes", postponed=(0, 1), head=True),
-         Rules(name="... and 3 in flight", in_flight=3, postponed=(0, 1), head=True),
-         Rules(name="... and 2 microbatches on rank 1", in_flight=3, postponed=(0, 2), head=True),
-         Rules(name="... and 1 on rank 0, 3 on rank 1", in_flight=3, postponed=(1, 3), head=True),
-         Rules(name="no bounds", in_flight=3, postponed=(ALL, ALL), head=True))
-POLICIES = (Rules(name="1f1b", postponed=(0, 0), policy="1f1b"), Rules(name="auto"),
-            Rules(name="nothing postponed", postponed=(0, 0)), Rules(name="3 in flight", in_flight=3),
-            Rules(name="3 in flight, 2 on both ranks", in_flight=3, postponed=(2, 2)),
-            Rules(name="3 in flight, no bounds but the head", in_flight=3, postponed=(ALL, ALL)),
-            Rules(name="3 in flight, head, rank 1 alone", in_flight=3, postponed=(0, ALL), head=True),
-            Rules(name="2 in flight, head, no bounds", postponed=(ALL, ALL), head=True),
+         Rules(name="the head's product may wait, within the same bytes", deferred=(0, 1), head=True),
+         Rules(name="... and 3 in flight", in_flight=3, deferred=(0, 1), head=True),
+         Rules(name="... and 2 microbatches on rank 1", in_flight=3, deferred=(0, 2), head=True),
+         Rules(name="... and 1 on rank 0, 3 on rank 1", in_flight=3, deferred=(1, 3), head=True),
+         Rules(name="no bounds", in_flight=3, deferred=(ALL, ALL), head=True))
+POLICIES = (Rules(name="1f1b", deferred=(0, 0), policy="1f1b"), Rules(name="auto"),
+            Rules(name="nothing deferred", deferred=(0, 0)), Rules(name="3 in flight", in_flight=3),
+            Rules(name="3 in flight, 2 on both ranks", in_flight=3, deferred=(2, 2)),
+            Rules(name="3 in flight, no bounds but the head", in_flight=3, deferred=(ALL, ALL)),
+            Rules(name="3 in flight, head, rank 1 alone", in_flight=3, deferred=(0, ALL), head=True),
+            Rules(name="2 in flight, head, no bounds", deferred=(ALL, ALL), head=True),
             Rules(name="forward first, 3 in flight", in_flight=3, policy=FORWARD_FIRST.name),
-            Rules(name="forward first, 3 in flight, head, 2 on both", in_flight=3, postponed=(2, 2), head=True,
+            Rules(name="forward first, 3 in flight, head, 2 on both", in_flight=3, deferred=(2, 2), head=True,
                   policy=FORWARD_FIRST.name))
 
 
@@ -120,7 +120,7 @@ def step(times: BlockTimes, rules: Rules, microbatches: int) -> Outcome:
         alive.append(sum(times.alive_bytes[block] for block in waits))
         # One budget holds for all stages of a simulation. So that each has its own number of microbatches, what a
         # microbatch keeps alive is counted in shares of the budget.
-        share = _BUDGET // rules.postponed[rank] if rules.postponed[rank] else _BUDGET + 1
+        share = _BUDGET // rules.deferred[rank] if rules.deferred[rank] else _BUDGET + 1
         stages.append(StageTimes(
             forward=sum(times.forward[block] for block in held),
             backward=sum(times.backward[block] for block in held) + at_once,

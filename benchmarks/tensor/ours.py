@@ -42,7 +42,7 @@ def open_ours(stem: Stem, contender: Contender, place: Place) -> Iterator[OurSta
 class _AtOnce:
     """Weight gradients are added to the parameters' as the backward finds them, as in a stage of one microbatch."""
 
-    in_pass, postpones, forward_bytes = True, False, 0
+    in_pass, defers, forward_bytes = True, False, 0
 
 
 class OurStack:

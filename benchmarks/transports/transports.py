@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.record import results_file, write_results
-from ranvier.comm.message import Kind, Message
+from ranvier.comm.message import Message, MessageKind
 from ranvier.comm.protocol import Group, Transport
 from ranvier.launch.mpiexec import mpi_available
 from ranvier.testing.ranks import run_processes
@@ -71,11 +71,11 @@ def measure(world: World, sizes: list[int], budget_seconds: float) -> dict:
 
 def _exchange(transport: Transport, rank: int, tensor: torch.Tensor) -> None:
     if rank == 0:
-        transport.send(1, Message(Kind.FORWARD, 0, 0, {"": tensor}))
+        transport.send(1, Message(MessageKind.FORWARD, 0, 0, {"": tensor}))
     while transport.wait(60.0) is None:
         pass
     if rank == 1:
-        transport.send(0, Message(Kind.FORWARD, 0, 0, {"": tensor}))
+        transport.send(0, Message(MessageKind.FORWARD, 0, 0, {"": tensor}))
 
 
 def _reduce(group: Group, tensor: torch.Tensor) -> None:

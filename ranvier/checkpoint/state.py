@@ -181,7 +181,7 @@ def _random(engine: Engine) -> Iterator[Piece]:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def check_fits(engine: Engine, saved: Source) -> None:
+def check_fits(engine: Engine, saved: StateSource) -> None:
     """CheckpointError where the checkpoint is of another model; the same on every rank."""
     parameters = saved.manifest.tensors.get("parameter", {})
     wanted = {parameter.name: parameter.shape for parameter in engine.layout.parameters if parameter.is_owner}
@@ -218,12 +218,12 @@ def check_fits(engine: Engine, saved: Source) -> None:
                               remedy="Build the engine with the kind of optimizer that it was written with.")
 
 
-def _is_import_without_adapters(saved: Source) -> bool:
+def _is_import_without_adapters(saved: StateSource) -> bool:
     """Whether the checkpoint has a model's weights, and nothing was trained yet."""
     return saved.manifest.optimizer_steps == 0 and not any(map(is_adapter, saved.manifest.tensors.get("parameter", {})))
 
 
-class Source(Protocol):
+class StateSource(Protocol):
     """Where an engine's state comes from: a checkpoint on disk (`Saved`), or other ranks."""
 
     manifest: Manifest
@@ -254,7 +254,7 @@ def load(engine: Engine, saved: Saved) -> None:
     restore_counters(engine, saved.manifest)
 
 
-def fill(engine: Engine, source: Source) -> None:
+def fill(engine: Engine, source: StateSource) -> None:
     """Read parameters, states and buffers of this rank from `source`."""
     with torch.no_grad():
         _load_parameters(engine, source)
@@ -303,13 +303,13 @@ def _set_random(engine: Engine, saved: Saved, name: str) -> None:
         raise damaged(saved.folder, f"the state of torch's generator ({name}) is none: {error}") from error
 
 
-def _check_shape(saved: Source, piece: Piece) -> None:
+def _check_shape(saved: StateSource, piece: Piece) -> None:
     shape = saved.tensor(piece.kind, piece.name).shape
     if shape != piece.shape:
         raise damaged(saved.folder, f"{piece.kind} {piece.name} should have the shape {piece.shape}", shape)
 
 
-def _load_parameters(engine: Engine, saved: Source) -> None:
+def _load_parameters(engine: Engine, saved: StateSource) -> None:
     """Parameters from their own kind, or where formats differ from the master copies, which are exact."""
     at, layout = engine.coordinates, engine.layout
     masters, frozen = saved.manifest.tensors.get("master", {}), set(saved.manifest.frozen)
@@ -324,7 +324,7 @@ def _load_parameters(engine: Engine, saved: Source) -> None:
             parameter.requires_grad_(False)
 
 
-def _load_states(engine: Engine, saved: Source) -> None:
+def _load_states(engine: Engine, saved: StateSource) -> None:
     """What the optimizer remembers. A checkpoint from before the first update may have none of it."""
     tensors, frozen = saved.manifest.tensors, set(saved.manifest.frozen)
     fresh = saved.manifest.optimizer_steps == 0
@@ -349,7 +349,7 @@ def _load_states(engine: Engine, saved: Source) -> None:
         saved.read_into(piece.kind, piece.name, piece.box, piece.tensor)
 
 
-def _make_room(engine: Engine, saved: Source) -> None:
+def _make_room(engine: Engine, saved: StateSource) -> None:
     """The states that a user's optimizer had when the checkpoint was written, whatever it has now."""
     if engine.optimizer is None:
         return

@@ -128,13 +128,13 @@ def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = N
 def schedule_text(choices: Sequence[MemoryChoice]) -> str:
     """The schedule of the run, and what more or less memory would make of it."""
     own, *others = choices
-    postponed = own.limits.postponed
-    count = simulated_microbatches(len(postponed))
+    deferred = own.limits.deferred
+    count = simulated_microbatches(len(deferred))
     rows = [("pipeline.memory", *(f"{each.memory:g}" for each in others)),
             ("in flight", *(str(each.limits.in_flight) for each in others)),
             ("bubble", *(f"{each.bubble_fraction:.1%}" for each in others))]
     return "\n".join([f"\nschedule: at most {own.limits.in_flight} microbatches in flight; by stage, weight gradients "
-                      f"of {', '.join(map(str, postponed))} microbatches may be deferred; bubble, simulated with "
+                      f"of {', '.join(map(str, deferred))} microbatches may be deferred; bubble, simulated with "
                       f"{count} microbatches: {own.bubble_fraction:.1%}",
                       *(f"{name:>16}" + "".join(f"{value:>8}" for value in row) for name, *row in rows)])
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from ranvier.errors import TransportError
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """Purpose of a message."""
 
     FORWARD = 1
@@ -58,7 +58,7 @@ class Message:
     sent_ns: the sender's monotonic clock in nanoseconds, comparable on one machine only; filled in when encoded.
     """
 
-    kind: Kind
+    kind: MessageKind
     step: int
     microbatch: int
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -222,7 +222,7 @@ def decode(wire: Tensor, source: int, packed: Tensor | None = None) -> Message:
     try:
         tensors = {name: body[start:stop].view(_DTYPES[dtype]).view(shape)
                    for (name, dtype, shape, _), (start, stop) in zip(fields, places, strict=True)}
-        kind = Kind(kind)
+        kind = MessageKind(kind)
     except (RuntimeError, OverflowError, TypeError) as error:
         raise ValueError("the description of this message does not fit its bytes") from error
     return Message(kind, step, microbatch, tensors, frozenset(name for name, _, _, wants in fields if wants),

@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ranvier.comm.edges import invalid_message
-from ranvier.comm.message import Kind, Message, decode, encode_head, encoded_bytes, pack, total_bytes
+from ranvier.comm.message import Message, MessageKind, decode, encode_head, encoded_bytes, pack, total_bytes
 from ranvier.comm.torch_group import started
 from ranvier.errors import TransportError
 
@@ -327,7 +327,7 @@ class NcclTransport:
     def _announce_slot(self, source: _Source, slot: int) -> None:
         size = source.slots[slot].numel()
         with self._post:
-            self._host.send(source.rank, Message(Kind.CREDIT, 0, 0, {
+            self._host.send(source.rank, Message(MessageKind.CREDIT, 0, 0, {
                 _SLOT: torch.tensor([slot, size], dtype=torch.int64, device="cpu")}))
 
     def _collect(self, source: _Source) -> None:

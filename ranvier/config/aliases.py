@@ -30,6 +30,9 @@ ALIASES = (
     Alias(old="memory.checkpoint", new="memory.recompute", stays=True),
     Alias(old="paper", new="axonn", value_of="memory.recompute", stays=True),
     Alias(old="guard.explode", new="guard.loss_spike_factor"),
+    Alias(old="guard.most_bad_steps", new="guard.max_bad_steps"),
+    Alias(old="model.head_width", new="model.head_dim"),
+    Alias(old="model.query_width", new="model.query_pre_attn_scalar"),
     Alias(old="back", new="rollback", value_of="guard.bad_step"),
 )
 _NAMES = {alias.old: alias for alias in ALIASES if alias.value_of is None}

@@ -84,8 +84,8 @@ def _keep_weights(run: ResolvedRun) -> str | None:
 
 def _defer_bytes(run: ResolvedRun) -> str | None:
     if run.pipeline.policy != "message-driven":
-        return f"{run.pipeline.policy} postpones no weight gradients"
-    return "optim.update-in-backward postpones none" if run.optim.update_in_backward else None
+        return f"{run.pipeline.policy} defers no weight gradients"
+    return "optim.update-in-backward defers none" if run.optim.update_in_backward else None
 
 
 def _schedule_memory(run: ResolvedRun) -> str | None:
@@ -271,7 +271,7 @@ CONDITIONS: Mapping[str, Reason] = {
     "checkpoint.every": lambda run: _beyond_the_end(run.checkpoint.every, run),
     "checkpoint.keep": _keeps,
     "checkpoint.keep_every": _keeps,
-    "guard.most_bad_steps": lambda run: (
+    "guard.max_bad_steps": lambda run: (
         None if run.guard.bad_step in ("skip", "rollback") else f"guard.bad-step is {run.guard.bad_step}"),
     "guard.compare_every": _no_copies,
     "log.project": lambda run: None if run.log.tracker else "log.tracker names none",
@@ -286,8 +286,8 @@ CONDITIONS: Mapping[str, Reason] = {
     "model.options": lambda run: (
         None if is_object_name(run.model.family) else f"the family {run.model.family} takes no options"),
     **{f"model.{name}": _llama() for name in (
-        "max_positions", "kv_heads", "head_width", "activation", "bias", "tied", "norms", "norm_offset", "qk_norm",
-        "query_width", "window", "rope_base", "rope_scaling", "embedding_scale", "attention_softcap",
+        "max_positions", "kv_heads", "head_dim", "activation", "bias", "tied", "norms", "norm_offset", "qk_norm",
+        "query_pre_attn_scalar", "window", "rope_base", "rope_scaling", "embedding_scale", "attention_softcap",
         "logit_softcap")},
     "model.full_every": _llama("window"),
     **{f"model.{name}": _llama("rope_scaling") for name in (

@@ -33,19 +33,19 @@ def _qwen2(*sizes: int, max_positions: int = 131072, tied: bool = True) -> _Sett
 
 
 def _qwen3(*sizes: int, tied: bool = False) -> _Settings:
-    return _sizes(*sizes, 151936, 40960, head_width=128, rope_base=1e6, norm_epsilon=1e-6, qk_norm="head",
+    return _sizes(*sizes, 151936, 40960, head_dim=128, rope_base=1e6, norm_epsilon=1e-6, qk_norm="head",
                   tied=tied)
 
 
 def _gemma(*sizes: int, **more: object) -> _Settings:
     return _sizes(*sizes, 256000, 8192, **{
-        "head_width": 256, "norm_epsilon": 1e-6, "tied": True, "activation": "gelu-tanh", "norm_offset": 1,
+        "head_dim": 256, "norm_epsilon": 1e-6, "tied": True, "activation": "gelu-tanh", "norm_offset": 1,
         "embedding_scale": "sqrt-hidden", **more})
 
 
-def _gemma2(*sizes: int, query_width: float = 256.0, head_width: int = 256) -> _Settings:
+def _gemma2(*sizes: int, query_pre_attn_scalar: float = 256.0, head_dim: int = 256) -> _Settings:
     return _gemma(*sizes, norms="both", window=4096, full_every=2, attention_softcap=50.0, logit_softcap=30.0,
-                  query_width=query_width, head_width=head_width)
+                  query_pre_attn_scalar=query_pre_attn_scalar, head_dim=head_dim)
 
 
 def _olmo2(*sizes: int) -> _Settings:
@@ -77,7 +77,7 @@ PRESETS: Mapping[str, _Settings] = MappingProxyType({
     "gemma-7b": _gemma(28, 3072, 16, 16, 24576),
     "gemma-2-2b": _gemma2(26, 2304, 8, 4, 9216),
     "gemma-2-9b": _gemma2(42, 3584, 16, 8, 14336),
-    "gemma-2-27b": _gemma2(46, 4608, 32, 16, 36864, query_width=144.0, head_width=128),
+    "gemma-2-27b": _gemma2(46, 4608, 32, 16, 36864, query_pre_attn_scalar=144.0, head_dim=128),
     "olmo-2-1b": _olmo2(16, 2048, 16, 16, 8192),
     "olmo-2-7b": _olmo2(32, 4096, 32, 32, 11008),
     "olmo-2-13b": _olmo2(40, 5120, 40, 40, 13824),

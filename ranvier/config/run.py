@@ -295,7 +295,7 @@ class Guard(_Renamed):
     loss_spike_factor: Annotated[float, Ge(0)] = 0.0
     """Loss spikes: a step is bad when its loss is more than this times the median of the last 20 good steps; 0 for no
     limit."""
-    most_bad_steps: Positive = 3
+    max_bad_steps: Positive = 3
     """Consecutive bad steps after which skip and rollback end the run."""
     compare_every: Annotated[int, Ge(0)] = 0
     """Steps between checks that the parameters of data parallel replicas are bit-identical; 0 for no checks."""
@@ -382,7 +382,7 @@ class Transformer:
     """llama: positions that the model was made for, which an export writes down; none is `sequence`."""
     kv_heads: Positive | None = None
     """llama: heads of keys and values in grouped-query attention; divides `heads`, and none is `heads`."""
-    head_width: Positive | None = None
+    head_dim: Positive | None = None
     """llama: features of a head; none is `hidden` / `heads`."""
     activation: Literal["silu", "gelu", "gelu-tanh"] = "silu"
     """llama: activation of the gate of an MLP: silu for SwiGLU, gelu (exact) or gelu-tanh for GeGLU."""
@@ -397,8 +397,8 @@ class Transformer:
     """llama: what RMS norms add to their weight: 1 in Gemma, whose weights start from 0."""
     qk_norm: Literal["none", "head", "all"] = "none"
     """llama: RMS norm of queries and keys: none, of each head (Qwen 3), or of all heads together (OLMo 2)."""
-    query_width: Annotated[float, Gt(0)] | None = None
-    """llama: number by whose square root attention scores are divided (query_pre_attn_scalar); none is `head_width`."""
+    query_pre_attn_scalar: Annotated[float, Gt(0)] | None = None
+    """llama: number by whose square root attention scores are divided; none is `head_dim`."""
     window: Positive | None = None
     """llama: sliding window: tokens that a token attends to, itself included; none is all before it."""
     full_every: Annotated[int, Ge(0)] = 0

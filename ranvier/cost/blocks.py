@@ -37,7 +37,7 @@ class BlockCost:
     weight_share: float = 1.0
     """Of the flops of the backward's second half, which is as much as a forward: 1 where all weights need gradients, or
     none does; less where some of the block's are frozen, as beside adapters."""
-    postpones: bool = True
+    defers: bool = True
     """Whether products for weights' gradients may wait: not where all weights of linear layers are frozen."""
 
     @property

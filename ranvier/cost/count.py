@@ -240,7 +240,7 @@ def _gradient_dtype(run: ResolvedRun) -> torch.dtype:
 class _AtOnce:
     """A stage's weight gradients, none of which waits."""
 
-    in_pass, postpones, forward_bytes = True, False, 0
+    in_pass, defers, forward_bytes = True, False, 0
 
 
 def _tensor_mesh(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, known: Needs
@@ -350,7 +350,7 @@ def _activations(run: ResolvedRun, costs: Sequence[BlockCost], stage: int, segme
     found = activation_bytes(costs, segments, StoredMicrobatches(
         stage=stage, pipe=run.mesh.pipe, num_microbatches=run.num_microbatches,
         policy=policy_named(run.pipeline.policy), in_flight=limits.in_flight,
-        postponed=limits.postponed[stage], defer_bytes=run.pipeline.defer_bytes,
+        deferred=limits.deferred[stage], defer_bytes=run.pipeline.defer_bytes,
         update_in_backward=run.optim.update_in_backward), kept_again)
     if device_kind(run) == "cuda":  # forwards arrive from the stage before, gradients of outputs from the next one
         found["messages"] += SLOTS * ((costs[0].input_bytes if stage else 0)

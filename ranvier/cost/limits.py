@@ -80,8 +80,8 @@ def _loads(stages: Sequence[Sequence[BlockCost]], device: str, element_bytes: in
         loads.append(StageLoad(
             forward=sum(block.weight(device) for block in blocks),
             backward=sum(block.weight(device) for block in backward)
-            + sum(block.of_weights.flops for block in trained if not block.postpones),
-            weight=sum(block.of_weights.flops for block in trained if block.postpones),
+            + sum(block.of_weights.flops for block in trained if not block.defers),
+            weight=sum(block.of_weights.flops for block in trained if block.defers),
             trains=any(block.num_trainable for block in blocks),
             fixed=sum(block.num_parameters * element_bytes + block.num_trainable * (element_bytes + _STATE_BYTES)
                       for block in blocks) + (PROCESS_BYTES if device == "cpu" else 0),

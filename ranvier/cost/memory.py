@@ -8,7 +8,7 @@
              average      the moving average of parameters (optim.ema)
              buckets      what streams through (optim.offload), and room for scaled gradients
              activations  of the microbatches that a stage stores
-             postponed    operands of weight gradients that wait
+             deferred    operands of weight gradients that wait
              workspace    what the widest block writes on the way
              messages     receives that are posted, and what arrives before its turn
              tensor mesh  what products on several rows and columns gather into, and weights that stay gathered
@@ -66,7 +66,7 @@ class StoredMicrobatches:
     policy: Policy
     in_flight: int
     """Most microbatches of a replica on their way."""
-    postponed: int
+    deferred: int
     """Microbatches whose weight gradients may wait."""
     defer_bytes: int | Literal["auto"]
     update_in_backward: bool
@@ -97,26 +97,26 @@ def activation_bytes(costs: Sequence[BlockCost], segments: Sequence[range], micr
     if microbatches.policy.defers and not microbatches.update_in_backward:
         operands = operand_bytes([cost for place, cost in enumerate(costs) if place not in inside],
                                  ends_model=stage == pipe - 1)
-        most = microbatches.num_microbatches - stored  # a microbatch is on its way or postponed, not both
-        waiting = (min(most, microbatches.postponed) * operands
+        most = microbatches.num_microbatches - stored  # a microbatch is on its way or deferred, not both
+        waiting = (min(most, microbatches.deferred) * operands
                    if microbatches.defer_bytes == "auto" else microbatches.defer_bytes)
     entering = costs[0].input_bytes if stage else 0
     leaving = costs[-1].output_bytes if stage < pipe - 1 else 0
     return {"activations": stored * (outside + sum(costs[segment.start].input_bytes for segment in segments))
             + recomputed,
-            "postponed": waiting,
+            "deferred": waiting,
             "workspace": max(cost.allocated_bytes for cost in costs),
             "messages": (microbatches.in_flight + 1) * entering + 2 * leaving}
 
 
 def operand_bytes(costs: Sequence[BlockCost], *, ends_model: bool) -> int:
-    """Bytes that the postponed weight gradients of one microbatch keep alive in these blocks, about.
+    """Bytes that the deferred weight gradients of one microbatch keep alive in these blocks, about.
 
     ends_model: whether the last one is the head, whose output's gradient is the largest tensor.
     """
     products = [cost for cost in costs if cost.flops]
-    ends = ends_model and bool(products) and products[-1].postpones
-    return sum(cost.kept_bytes for cost in products if cost.postpones) + (products[-1].output_bytes if ends else 0)
+    ends = ends_model and bool(products) and products[-1].defers
+    return sum(cost.kept_bytes for cost in products if cost.defers) + (products[-1].output_bytes if ends else 0)
 
 
 def checkpoint_bytes(sizes: Sequence[int], *, state_bytes: int, element_bytes: int, data: int, sharded: bool,

@@ -96,7 +96,7 @@ class Step:
     """Block -> its layers that are split over the tensor mesh."""
 
     @property
-    def waits_for_verdict(self) -> bool:
+    def waits_for_gradient_status(self) -> bool:
         """Whether updates begin only when the whole gradient is reduced: loss scaling, clipping or a guard judges
         it."""
         return bool(self.run.precision == "fp16" or self.run.optim.clip_norm
@@ -112,7 +112,7 @@ class StageCost:
     backward_seconds: float
     """Of the gradients that cannot wait, with what is recomputed for them."""
     weight_seconds: float
-    """Of weights' gradients that may be postponed."""
+    """Of weights' gradients that may be deferred."""
     exchange_seconds: float
     """What of these three the tensor mesh spends on messages."""
     reduction_seconds: float
@@ -195,7 +195,7 @@ class PipelineNumbers:
     """The edges between stages."""
     in_flight: int
     defer_bytes: int | Sequence[int]
-    """Bound on what postponed products keep alive, of all stages or of each."""
+    """Bound on what deferred products keep alive, of all stages or of each."""
     at_once: int | None
     """Stages of a replica that may compute at once, where ranks share cores."""
 
@@ -312,7 +312,7 @@ class _StepCost:
         behind = costs[first:]
         forward = self._seconds(costs)
         recomputed = self._seconds([costs[place] for place in again])
-        weight = self._seconds(self._postponing(stage))
+        weight = self._seconds(self._deferring(stage))
         weights = self._seconds([cost.of_weights for cost in behind if cost.num_trainable])
         backward = self._seconds(behind) + weights - weight + recomputed
         sent_forward, sent_backward = self._exchanged(stage)
@@ -334,12 +334,12 @@ class _StepCost:
             self._agains[stage] = [place for place in self.step.stages[stage].recomputed if place >= first]
         return self._agains[stage]
 
-    def _postponing(self, stage: int) -> list[BlockCost]:
+    def _deferring(self, stage: int) -> list[BlockCost]:
         """Blocks whose weights' gradients may wait: not those that are recomputed, nor the model's last one."""
         costs, first, again = self.stages[stage], self._first(stage), self._again(stage)
         stop = len(costs) - (stage == self.mesh.pipe - 1)
         return [cost.of_weights for place, cost in enumerate(costs[:stop])
-                if place >= first and place not in again and cost.num_trainable and cost.postpones]
+                if place >= first and place not in again and cost.num_trainable and cost.defers]
 
     def _seconds(self, costs: Sequence[BlockCost]) -> float:
         """Of one microbatch's forward through these blocks."""
@@ -469,12 +469,12 @@ class _StepCost:
         return {data * replica % per_node for data in range(min(self.data, per_node))}
 
     def defer(self, times: Sequence[StageTimes]) -> int | Sequence[int]:
-        """Bytes of postponed weight gradients, on all stages or on each."""
+        """Bytes of deferred weight gradients, on all stages or on each."""
         if not self.step.policy.defers or self.run.optim.update_in_backward:
             return 0
         asked = self.run.pipeline.defer_bytes
         return asked if asked != "auto" else [
-            stage.alive_bytes * count for stage, count in zip(times, self.step.limits.postponed, strict=True)]
+            stage.alive_bytes * count for stage, count in zip(times, self.step.limits.deferred, strict=True)]
 
     # --- after the pipeline ------------------------------------------------------------------------------------------
 
@@ -523,9 +523,9 @@ class _StepCost:
         return moving + self.cluster.device.seconds(flops, 0.0, 0.0, self.run.precision) * self._crowded()
 
     def _after(self, reduction: float, update: float, stage: int) -> float:
-        """With a verdict on the whole gradient (loss scaling, clipping, a guard) updates begin when all is reduced;
-        otherwise each chunk is updated while the next is reduced."""
-        if self.step.waits_for_verdict:
+        """Where an update depends on all gradients' norm (loss scaling, clipping, a guard), updates begin when all is
+        reduced; otherwise each chunk is updated while the next is reduced."""
+        if self.step.waits_for_gradient_status:
             return reduction + update
         return max(reduction, update) + min(reduction, update) / self._chunks(stage)
 

@@ -82,7 +82,7 @@ def _weights(sizes: Sequence[float], frozen: int, factor: float) -> list[float]:
 # ---------------------------------------------------------------------- the exact mode
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class CandidateStage:
     """A stage that might be, for whoever knows what it needs: blocks start .. stop - 1 on stage `stage` of `pipe`."""
 
     data: int
@@ -118,14 +118,14 @@ class Situation:
     call_seconds: float = 0.0
     """What a block's forward or backward takes beside its samples' time: this makes small microbatches expensive."""
     weight_share: float = 0.5
-    """The part of a backward that the schedule may postpone: the weights' gradients."""
+    """The part of a backward that the schedule may defer: the weights' gradients."""
     frozen: int = 0
     """Blocks that do not train: a prefix, which has no backward."""
     cached: int = 0
     """Blocks whose output is read from the cache: a part of the frozen prefix, on the first stage."""
     read_seconds: float = 0.0
     """To read one sample from the cache."""
-    memory_bytes: Callable[[Place], int] | None = None
+    memory_bytes: Callable[[CandidateStage], int] | None = None
     """What a rank of a stage needs; None takes no account of memory."""
     limit_bytes: int | None = None
     """What a rank may need."""
@@ -259,7 +259,7 @@ class _Candidate:
 
     def _needs(self, stage: int, start: int, stop: int) -> int:
         assert self.situation.memory_bytes is not None
-        return self.situation.memory_bytes(Place(
+        return self.situation.memory_bytes(CandidateStage(
             data=self.data, pipe=self.pipe, stage=stage, start=start, stop=stop, num_microbatches=self.count,
             microbatch_size=self.size))
 

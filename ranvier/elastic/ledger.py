@@ -57,7 +57,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Decision:
     """Whether a transition pays, why in one line, and the entry that it would be."""
 
     pays: bool
@@ -81,7 +81,7 @@ class Ledger:
                                                 if entry.measured_cost is not None])
 
     def pays(self, *, step: int, old: str, new: str, seconds_before: float, model_before: float, model_after: float,
-             remaining_steps: int, moved_bytes: int) -> Verdict:
+             remaining_steps: int, moved_bytes: int) -> Decision:
         """Whether to go from mesh `old` to `new` (in words) after `step` steps.
 
         seconds_before: a step's, as measured; model_before, model_after: what the model predicts for both meshes. Where
@@ -94,13 +94,13 @@ class Ledger:
                       seconds_after=after, remaining_steps=remaining_steps, expected_cost=cost)
         where = f"{old} -> {new}"
         if not known:
-            return Verdict(False, f"{where} cannot be judged: a step takes {seconds_before:g} s, and {model_before:g} "
+            return Decision(False, f"{where} cannot be judged: a step takes {seconds_before:g} s, and {model_before:g} "
                                   f"and {model_after:g} s were predicted", entry)
         gain = (seconds_before - after) * remaining_steps
         verb = "gain" if gain >= 0 else "lose"
         text = (f"{where} would {verb} {abs(gain):.1f} s over {remaining_steps} "
                 f"{'step' if remaining_steps == 1 else 'steps'} and cost about {cost:.1f} s")
-        return Verdict(gain > cost, text, entry)
+        return Decision(gain > cost, text, entry)
 
     def with_entry(self, entry: Entry) -> Ledger:
         """The ledger with one more transition."""

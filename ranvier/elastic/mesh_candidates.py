@@ -8,7 +8,7 @@ from math import inf
 
 from ranvier.config.other_mesh import microbatch_size
 from ranvier.cost.transition import moved_bytes
-from ranvier.elastic.auto_pipe import Place, Situation, best_cut, compress, greedy, stage_sizes
+from ranvier.elastic.auto_pipe import CandidateStage, Situation, best_cut, compress, greedy, stage_sizes
 from ranvier.elastic.microbatch_profile import MicrobatchProfile, microbatch_counts, size_of
 from ranvier.elastic.rules import BlockFacts, ElasticRules, PresentMesh
 from ranvier.mesh import Mesh
@@ -49,7 +49,7 @@ class StageMemory:
 
     limit_bytes: int | None
     """What a rank may need."""
-    needed: Callable[[Mesh, int, int], Callable[[Place], int] | None]
+    needed: Callable[[Mesh, int, int], Callable[[CandidateStage], int] | None]
     """(mesh, samples of a step, samples of a microbatch) -> what a rank of a stage needs; None where it is not judged
     stage by stage, or the mesh is not legal."""
 

@@ -26,7 +26,7 @@ from ranvier.checkpoint import state
 from ranvier.checkpoint.manifest import ITEM_BYTES, Manifest, SavedTensor, ScaleState
 from ranvier.checkpoint.state import Piece
 from ranvier.comm.edges import invalid_message
-from ranvier.comm.message import Kind, Message, checksum
+from ranvier.comm.message import Message, MessageKind, checksum
 from ranvier.comm.protocol import Backend, Transport
 from ranvier.errors import CheckpointError, MessageTimeout
 from ranvier.layout import Box, Move, box_size, index_of, moves
@@ -100,7 +100,7 @@ def _announced(held: Held | None) -> dict[str, object]:
 
 
 class _Ranks:
-    """A `state.Source`: what other ranks have. Reads are noted down, and done by `copy` when the elements are here."""
+    """A `state.StateSource`: what other ranks have. Reads are noted; `copy` does them when the elements are here."""
 
     folder = "of the ranks' own memory"
 
@@ -212,7 +212,7 @@ def _carry_out(moves: Sequence[Move], source: _Ranks, transport: Transport, rank
                     source.copy(move, source.cut(move))
                 elif rank == move.source:
                     elements = source.cut(move).contiguous()
-                    transport.send(move.destination, Message(Kind.STATE, 0, number, {
+                    transport.send(move.destination, Message(MessageKind.STATE, 0, number, {
                         "": elements, "checksum": checksum(elements)}))
                 elif rank == move.destination:
                     awaited.add(number)

@@ -57,16 +57,16 @@ class TransitionSelector:
                 continue
             if candidate is here or self._rules.run.elastic.cut == "reference" or here is None or here.seconds is None:
                 return candidate, None
-            verdict = ledger.pays(
+            decision = ledger.pays(
                 step=step, old=mesh_text(present.mesh), new=mesh_text(candidate.mesh(present.mesh)),
                 seconds_before=_scaled(seconds, here.seconds, facts.seconds), model_before=here.seconds_per_sample,
                 model_after=candidate.seconds_per_sample, remaining_steps=remaining_steps,
                 moved_bytes=candidate_moved_bytes(self._rules, present, candidate, facts, depth))
-            if verdict.pays:
+            if decision.pays:
                 self.refused.discard((candidate.data, candidate.pipe, depth))
-                self._tell(step, "judged", verdict.text, {"pays": True})
-                return candidate, verdict.entry
-            self._refuse(candidate, depth, step, "judged", verdict.text, {"pays": False})
+                self._tell(step, "judged", decision.text, {"pays": True})
+                return candidate, decision.entry
+            self._refuse(candidate, depth, step, "judged", decision.text, {"pays": False})
         return None, None
 
     def _refuse(self, candidate: MeshCandidate, depth: int, step: int, event: str, text: str,

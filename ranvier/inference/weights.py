@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ranvier.block import Initial
 from ranvier.checkpoint import state
-from ranvier.checkpoint.hf.export_model import Source, newest_whole, tokenizer_of
+from ranvier.checkpoint.hf.export_model import TrainedSource, newest_whole, tokenizer_of
 from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.checkpoint.hf.tokenizer_files import TOKENIZER
 from ranvier.config.run import TensorParallel, Transformer
@@ -61,7 +61,7 @@ def open_model(path: Path, tell: Callable[[str], None], *, ema: bool = False) ->
         own = path / TOKENIZER
         return _of_decoder(pretrained.head, LanguageModel(
             config=pretrained.config, read=pretrained.read, tokenizer=own if own.is_file() else None, origin=path))
-    source = Source(newest_whole(path, tell), None, ema=ema)
+    source = TrainedSource(newest_whole(path, tell), None, ema=ema)
     return _of_decoder(source.head, LanguageModel(config=source.config, read=source.exact,
                                                   tokenizer=tokenizer_of(path, source), origin=source.saved.folder))
 

@@ -22,12 +22,12 @@ import torch
 from ranvier.comm.signed_store import SharedStore
 from ranvier.errors import ConfigError, LaunchError
 
-SIGHT = "ranvier/sight/"
+DEVICES_KEY = "ranvier/devices/"
 """Prefix of the store key under which each rank publishes what it sees."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sight:
+class RankDevices:
     """What one rank sees.
 
     machine: what ranks on one machine have in common. devices: UUIDs of the CUDA devices that the rank may use, by
@@ -53,47 +53,47 @@ class DeviceChoice:
     reason: str
 
 
-def see(*, rank: int, local_rank: int, local_size: int, setting: str, transport: str) -> Sight:
+def visible_devices(*, rank: int, local_rank: int, local_size: int, setting: str, transport: str) -> RankDevices:
     """What this process sees. A setting of cpu looks at no device, which would take memory on it."""
     count = torch.cuda.device_count() if setting != "cpu" and torch.cuda.is_available() else 0
     devices = tuple(str(getattr(torch.cuda.get_device_properties(number), "uuid", number)) for number in range(count))
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if count and torch.distributed.is_nccl_available() else ""
-    return Sight(rank=rank, local_rank=local_rank, local_size=local_size, machine=_machine(), devices=devices,
+    return RankDevices(rank=rank, local_rank=local_rank, local_size=local_size, machine=_machine(), devices=devices,
                  setting=setting, transport=transport, torch=torch.__version__.partition("+")[0], nccl=nccl)
 
 
-def exchange(sight: Sight, size: int, store: SharedStore) -> list[Sight]:
+def exchange(seen: RankDevices, size: int, store: SharedStore) -> list[RankDevices]:
     """What all ranks see, in rank order. LaunchError if a rank has not published it within the store's time limit."""
-    store.set(f"{SIGHT}{sight.rank}", json.dumps(asdict(sight)))
-    sights = []
+    store.set(f"{DEVICES_KEY}{seen.rank}", json.dumps(asdict(seen)))
+    ranks = []
     for rank in range(size):
         try:
-            row = json.loads(store.get(f"{SIGHT}{rank}"))
+            row = json.loads(store.get(f"{DEVICES_KEY}{rank}"))
         except (RuntimeError, ValueError) as error:
             raise LaunchError("did not say in time which devices it has", where=f"rank {rank}",
                               value=str(error).partition("\n")[0],
                               remedy="See why that rank has not started, or raise --comm.timeout-seconds.") from error
-        sights.append(Sight(**{**row, "devices": tuple(row["devices"])}))
-    return sights
+        ranks.append(RankDevices(**{**row, "devices": tuple(row["devices"])}))
+    return ranks
 
 
-def choose_devices(sights: Sequence[Sight]) -> DeviceChoice:
-    """The device of each rank. Every rank computes it from the same sights, so all come to the same result.
+def choose_devices(ranks: Sequence[RankDevices]) -> DeviceChoice:
+    """The device of each rank. Every rank computes it from the same ranks, so all come to the same result.
 
     ConfigError if ranks have different settings, if CUDA is set and a rank has no device of its own, or if some
     machines have devices and others have not; LaunchError if versions differ.
     """
-    _check_equal(sights, "launch.device", lambda sight: sight.setting)
-    _check_equal(sights, "comm.transport", lambda sight: sight.transport)
-    _check_version(sights, "torch", lambda sight: sight.torch)
-    setting = sights[0].setting
+    _check_equal(ranks, "launch.device", lambda seen: seen.setting)
+    _check_equal(ranks, "comm.transport", lambda seen: seen.transport)
+    _check_version(ranks, "torch", lambda seen: seen.torch)
+    setting = ranks[0].setting
     if setting == "cpu":
-        return DeviceChoice(devices=(None,) * len(sights), reason="as set")
-    machines: dict[str, list[Sight]] = defaultdict(list)
-    for sight in sights:
-        machines[sight.machine].append(sight)
+        return DeviceChoice(devices=(None,) * len(ranks), reason="as set")
+    machines: dict[str, list[RankDevices]] = defaultdict(list)
+    for seen in ranks:
+        machines[seen.machine].append(seen)
     found: dict[int, int] = {}
-    without: list[list[Sight]] = []
+    without: list[list[RankDevices]] = []
     for ranks in machines.values():
         own = _own_devices(ranks)
         if own is None:
@@ -101,49 +101,49 @@ def choose_devices(sights: Sequence[Sight]) -> DeviceChoice:
         else:
             found |= own
     if setting == "auto" and len(without) == len(machines):
-        return DeviceChoice(devices=(None,) * len(sights), reason=_too_few(without[0]))
+        return DeviceChoice(devices=(None,) * len(ranks), reason=_too_few(without[0]))
     if without:
         raise _mismatch(without, found, setting)
-    _check_version(sights, "NCCL", lambda sight: sight.nccl)
-    counts = {len(sight.devices) for sight in sights}
+    _check_version(ranks, "NCCL", lambda seen: seen.nccl)
+    counts = {len(seen.devices) for seen in ranks}
     reason = f"{counts.pop()} CUDA devices found" if len(counts) == 1 else "each rank has a CUDA device"
-    return DeviceChoice(devices=tuple(found[sight.rank] for sight in sights),
+    return DeviceChoice(devices=tuple(found[seen.rank] for seen in ranks),
                         reason="as set" if setting == "cuda" else reason)
 
 
-def _own_devices(ranks: Sequence[Sight]) -> dict[int, int] | None:
+def _own_devices(ranks: Sequence[RankDevices]) -> dict[int, int] | None:
     """rank -> number of a device that no other of these ranks of one machine has; None if there is no such choice.
 
     The device with a rank's local number comes first, so that ranks which see all devices take them in order.
     """
-    taken: dict[str, Sight] = {}
+    taken: dict[str, RankDevices] = {}
 
-    def take(sight: Sight, tried: set[str]) -> bool:
-        order = sorted(range(len(sight.devices)), key=lambda number: (number - sight.local_rank) % len(sight.devices))
-        for uuid in (sight.devices[number] for number in order):
+    def take(seen: RankDevices, tried: set[str]) -> bool:
+        order = sorted(range(len(seen.devices)), key=lambda number: (number - seen.local_rank) % len(seen.devices))
+        for uuid in (seen.devices[number] for number in order):
             if uuid not in tried:
                 tried.add(uuid)
                 if uuid not in taken or take(taken[uuid], tried):
-                    taken[uuid] = sight
+                    taken[uuid] = seen
                     return True
         return False
 
-    if not all(take(sight, set()) for sight in sorted(ranks, key=lambda sight: sight.local_rank)):
+    if not all(take(seen, set()) for seen in sorted(ranks, key=lambda seen: seen.local_rank)):
         return None
-    return {sight.rank: sight.devices.index(uuid) for uuid, sight in taken.items()}
+    return {seen.rank: seen.devices.index(uuid) for uuid, seen in taken.items()}
 
 
-def _too_few(ranks: Sequence[Sight]) -> str:
-    devices = {uuid for sight in ranks for uuid in sight.devices}
+def _too_few(ranks: Sequence[RankDevices]) -> str:
+    devices = {uuid for seen in ranks for uuid in seen.devices}
     if not devices:
         return "no CUDA device found"
     return f"{len(devices)} CUDA device{'s' if len(devices) > 1 else ''} for {len(ranks)} ranks"
 
 
-def _mismatch(without: Sequence[Sequence[Sight]], found: Mapping[int, int], setting: str) -> ConfigError:
+def _mismatch(without: Sequence[Sequence[RankDevices]], found: Mapping[int, int], setting: str) -> ConfigError:
     ranks = without[0]
-    devices = {uuid for sight in ranks for uuid in sight.devices}
-    numbers = ", ".join(str(sight.rank) for sight in ranks)
+    devices = {uuid for seen in ranks for uuid in seen.devices}
+    numbers = ", ".join(str(seen.rank) for seen in ranks)
     if setting == "cuda":
         return ConfigError(f"needs a device for each of the {len(ranks)} ranks of this machine, which has "
                            f"{len(devices)} (ranks {numbers})", where="launch.device", value=setting,
@@ -155,17 +155,17 @@ def _mismatch(without: Sequence[Sequence[Sight]], found: Mapping[int, int], sett
                               "--launch.device cpu for all.")
 
 
-def _check_equal(sights: Sequence[Sight], where: str, value: Callable[[Sight], str]) -> None:
-    other = next((sight for sight in sights if value(sight) != value(sights[0])), None)
+def _check_equal(ranks: Sequence[RankDevices], where: str, value: Callable[[RankDevices], str]) -> None:
+    other = next((seen for seen in ranks if value(seen) != value(ranks[0])), None)
     if other is not None:
-        raise ConfigError(f"differs between ranks: {value(sights[0])} on rank 0, {value(other)} on rank {other.rank}",
+        raise ConfigError(f"differs between ranks: {value(ranks[0])} on rank 0, {value(other)} on rank {other.rank}",
                           where=where, remedy="Start all ranks with the same command line.")
 
 
-def _check_version(sights: Sequence[Sight], name: str, value: Callable[[Sight], str]) -> None:
-    other = next((sight for sight in sights if value(sight) != value(sights[0])), None)
+def _check_version(ranks: Sequence[RankDevices], name: str, value: Callable[[RankDevices], str]) -> None:
+    other = next((seen for seen in ranks if value(seen) != value(ranks[0])), None)
     if other is not None:
-        raise LaunchError(f"ranks have different versions of {name}: {value(sights[0]) or 'none'} on rank 0, "
+        raise LaunchError(f"ranks have different versions of {name}: {value(ranks[0]) or 'none'} on rank 0, "
                           f"{value(other) or 'none'} on rank {other.rank}", where="launch",
                           remedy=f"Install the same version of {name} on all machines.")
 

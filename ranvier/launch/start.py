@@ -29,7 +29,7 @@ from ranvier.config.arguments import of_function
 from ranvier.errors import ConfigError, LaunchError, RanvierError
 from ranvier.launch import failures as failure
 from ranvier.launch.cuda_environment import cuda_defaults
-from ranvier.launch.devices import choose_devices, exchange, see
+from ranvier.launch.devices import choose_devices, exchange, visible_devices
 from ranvier.launch.heartbeat import exit_with_launcher
 from ranvier.launch.launchers import Setting, Started, detect
 from ranvier.launch.mpi_start_watch import mpi_start_watch
@@ -149,9 +149,9 @@ def _agree_on_device(started: Started, setting: str, transport: str, stores: tup
                      ) -> tuple[torch.device, Choice]:
     """This rank's device, on which all ranks agree over the store; see `ranvier.launch.devices`."""
     assert started.local_rank is not None and started.local_size is not None, "they are known by now"
-    sight = see(rank=started.rank, local_rank=started.local_rank, local_size=started.local_size, setting=setting,
-                transport=transport)
-    choice = choose_devices([sight] if stores is None else exchange(sight, started.size, stores[1]))
+    seen = visible_devices(rank=started.rank, local_rank=started.local_rank, local_size=started.local_size,
+                           setting=setting, transport=transport)
+    choice = choose_devices([seen] if stores is None else exchange(seen, started.size, stores[1]))
     number = choice.devices[started.rank]
     if number is None:
         return torch.device("cpu"), Choice(value="cpu", reason=choice.reason)

@@ -74,7 +74,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
         super().__init__()
-        self.head_width = config.hidden // config.heads
+        self.head_dim = config.hidden // config.heads
         self.qkv = tensor.Linear(config.hidden, 3 * config.hidden, stationary="output", units=config.heads,
                                  parts=("query", "key", "value"), dtype=dtype)
         self.projection = tensor.Linear(config.hidden, config.hidden, stationary="input", units=config.heads,
@@ -84,7 +84,7 @@ class Attention(nn.Module):
 
     def forward(self, state: State) -> State:
         x_BSH, mask_BS = state["hidden"], state["mask"]
-        qkv_BSN3D = self.qkv(x_BSH).unflatten(-1, (-1, 3, self.head_width))
+        qkv_BSN3D = self.qkv(x_BSH).unflatten(-1, (-1, 3, self.head_dim))
         q_BNSD, k_BNSD, v_BNSD = (part.transpose(1, 2) for part in qkv_BSN3D.unbind(3))
         y_BNSD = functional.scaled_dot_product_attention(q_BNSD, k_BNSD, v_BNSD, attn_mask=mask_BS[:, None, None])
         y_BSH = self.dropout(self.projection(y_BNSD.transpose(1, 2).flatten(2)))

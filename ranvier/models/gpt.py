@@ -63,7 +63,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
         super().__init__()
-        self.head_width = config.hidden // config.heads
+        self.head_dim = config.hidden // config.heads
         self.norm = tensor.LayerNorm(config.hidden, dtype=dtype)
         self.qkv = tensor.Linear(config.hidden, 3 * config.hidden, stationary="output", units=config.heads, dtype=dtype)
         self.projection = tensor.Linear(config.hidden, config.hidden, stationary="input", units=config.heads,
@@ -73,7 +73,7 @@ class Attention(nn.Module):
 
     def forward(self, state: State) -> State:
         x_BSH, segments_BS = hidden_and_segments(state)
-        qkv_BSN3D = self.qkv(self.norm(x_BSH)).unflatten(-1, (-1, 3, self.head_width))
+        qkv_BSN3D = self.qkv(self.norm(x_BSH)).unflatten(-1, (-1, 3, self.head_dim))
         q_BNSD, k_BNSD, v_BNSD = (part.transpose(1, 2) for part in qkv_BSN3D.unbind(3))
         k_BNSD, v_BNSD = self.cache.extend(k_BNSD, v_BNSD)
         mask = attention_mask(q_BNSD, k_BNSD, segments_BS)

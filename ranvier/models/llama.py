@@ -38,9 +38,9 @@ def kv_heads(config: Transformer) -> int:
     return config.kv_heads or config.heads
 
 
-def head_width(config: Transformer) -> int:
+def head_dim(config: Transformer) -> int:
     """D."""
-    return config.head_width or config.hidden // config.heads
+    return config.head_dim or config.hidden // config.heads
 
 
 def inner_width(config: Transformer) -> int:
@@ -55,7 +55,7 @@ def window_of(config: Transformer, layer: int) -> int | None:
 
 def rotary_of(config: Transformer) -> tensor.Rotary:
     """The model's rotary embeddings."""
-    return tensor.Rotary(width=head_width(config), base=config.rope_base, scaling=config.rope_scaling,
+    return tensor.Rotary(width=head_dim(config), base=config.rope_base, scaling=config.rope_scaling,
                          factor=config.rope_factor, positions=config.rope_positions or config.sequence,
                          limits=config.rope_limits, magnitude=config.rope_magnitude)
 
@@ -109,9 +109,9 @@ class Attention(Sublayer):
 
     def __init__(self, config: Transformer, window: int | None, dtype: torch.dtype) -> None:
         super().__init__(config, dtype)
-        heads, keys, width = config.heads, kv_heads(config), head_width(config)
+        heads, keys, width = config.heads, kv_heads(config), head_dim(config)
         self.width, self.window, self.softcap = width, window, config.attention_softcap
-        self.scale = (config.query_width or width) ** -0.5
+        self.scale = (config.query_pre_attn_scalar or width) ** -0.5
         self.is_grouped = keys != heads
         self.rotary = rotary_of(config)
         self.qkv = tensor.SharedInputLinear(
@@ -177,7 +177,7 @@ class Attention(Sublayer):
 
 def _query_norm(config: Transformer, heads: int, dtype: torch.dtype) -> tensor.RMSNorm | None:
     """The norm of queries or keys with so many heads."""
-    epsilon, width = config.norm_epsilon or NORM_EPSILON, head_width(config)
+    epsilon, width = config.norm_epsilon or NORM_EPSILON, head_dim(config)
     match config.qk_norm:
         case "head":
             return tensor.RMSNorm(width, epsilon, over="heads", offset=config.norm_offset, dtype=dtype)
@@ -249,13 +249,13 @@ def _model(config: Transformer, dtype: torch.dtype) -> Model:
 def problems(config: Transformer) -> list[ConfigError]:
     """Everything in `config` that no Llama can have."""
     found = []
-    if config.head_width is None and config.hidden % config.heads:
+    if config.head_dim is None and config.hidden % config.heads:
         near = next(heads for heads in range(config.heads, 0, -1) if config.hidden % heads == 0)
         found.append(ConfigError(f"does not divide model.hidden {config.hidden}", where="model.heads",
-                                 value=config.heads, remedy=f"Set --model.heads {near}, or --model.head-width."))
-    elif head_width(config) % 2:
-        found.append(ConfigError("is odd, and rotary embeddings turn pairs of features", where="model.head-width",
-                                 value=head_width(config), remedy=f"Set --model.head-width {head_width(config) + 1}."))
+                                 value=config.heads, remedy=f"Set --model.heads {near}, or --model.head-dim."))
+    elif head_dim(config) % 2:
+        found.append(ConfigError("is odd, and rotary embeddings turn pairs of features", where="model.head-dim",
+                                 value=head_dim(config), remedy=f"Set --model.head-dim {head_dim(config) + 1}."))
     if config.heads % kv_heads(config):
         near = next(heads for heads in range(kv_heads(config), 0, -1) if config.heads % heads == 0)
         found.append(ConfigError(f"does not divide model.heads {config.heads}", where="model.kv-heads",
@@ -285,7 +285,7 @@ def flops_per_sequence(config: Transformer, *, recomputed: bool = False) -> floa
     """FLOPs of training on one sequence, forward and backward: 6 for each weight and token, and 12 S^2 N D of a layer's
     attention, which is counted in full where it is causal or has a window. recomputed: with the forward of every layer
     twice; the head's runs once."""
-    s, h, width = config.sequence, config.hidden, head_width(config)
+    s, h, width = config.sequence, config.hidden, head_dim(config)
     weights = h * width * (2 * config.heads + 2 * kv_heads(config)) + 3 * h * inner_width(config)
     layer = 2 * s * weights + 4 * s * s * config.heads * width
     return float((4 if recomputed else 3) * config.num_layers * layer + 6 * s * h * config.vocab)

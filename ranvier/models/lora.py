@@ -23,7 +23,7 @@ from ranvier.config.run import Lora
 from ranvier.errors import ConfigError, ModelError
 from ranvier.tensor.adapters import Adapter, AdapterForm, add_adapter
 from ranvier.tensor.layers import ClassifierHead, Linear, ReplicatedLinear, SharedInputLinear, VocabularyLinear
-from ranvier.tensor.splittable import Kind, Layer
+from ranvier.tensor.splittable import ActivationKind, Layer
 
 AUTO_TARGETS = ("query", "value", "qkv")
 """What `targets` auto stands for, as far as a model has it."""
@@ -40,8 +40,8 @@ class _Target:
     in_features: int
     out_features: int
     part: str = ""
-    takes: Kind = "whole"
-    gives: Kind = "whole"
+    takes: ActivationKind = "whole"
+    gives: ActivationKind = "whole"
     units: int | None = None
 
 

@@ -78,7 +78,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
         super().__init__()
-        self.head_width = config.hidden // config.heads
+        self.head_dim = config.hidden // config.heads
         self.norm = _norm(config, dtype)
         self.qkv = tensor.Linear(config.hidden, 3 * config.hidden, stationary="output", units=config.heads,
                                  parts=("query", "key", "value"), dtype=dtype)
@@ -87,7 +87,7 @@ class Attention(nn.Module):
         self.dropout = tensor.Dropout(config.dropout)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        qkv_BSN3D = self.qkv(self.norm(x_BSH)).unflatten(-1, (-1, 3, self.head_width))
+        qkv_BSN3D = self.qkv(self.norm(x_BSH)).unflatten(-1, (-1, 3, self.head_dim))
         q_BNSD, k_BNSD, v_BNSD = (part.transpose(1, 2) for part in qkv_BSN3D.unbind(3))
         y_BNSD = functional.scaled_dot_product_attention(q_BNSD, k_BNSD, v_BNSD)
         y_BSH: Tensor = self.dropout(self.projection(y_BNSD.transpose(1, 2).flatten(2)))

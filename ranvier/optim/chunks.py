@@ -47,7 +47,7 @@ class Chunk:
     share: the part of it that is summed here; all of it unless the reduction scatters. shares: as in `ChunkCut`.
     offset: what is added to a place to find it in the buffer.
     run: the blocks with which it has its memory in turn, from `entered` on; None where it keeps its own.
-    blocks: those that the last backward has not passed. outstanding: postponed products, and gradients of other ends.
+    blocks: those that the last backward has not passed. outstanding: deferred products, and gradients of other ends.
     gather: starts the second half of a sum that travels in half precision: members collect the shares of the others.
     """
 

@@ -3,7 +3,7 @@
     buffer   | head ........ | layer 7 .... | layer 6 .... | ... |      in the order in which a backward finishes them
     chunks   |  0   |  1   |   2   |  3  |   4    | ...                 of equal size; they cut through parameters
 
-A chunk counts what is still to come: blocks that the last backward has not passed, postponed products, gradients from
+A chunk counts what is still to come: blocks that the last backward has not passed, deferred products, gradients from
 the other ends of tied parameters. At zero it is complete, and read-only until it is reduced. Chunks are reduced in one
 fixed order on every replica, never by readiness, so that replicas agree on the order of collectives.
 
@@ -150,12 +150,12 @@ class Gradients:
         return self._chunks_of[parameter].start
 
     def queued(self, parameter: nn.Parameter) -> None:
-        """A product for this parameter has been postponed."""
+        """A product for this parameter has been deferred."""
         for number in self._chunks_of[parameter]:
             self.chunks[number].outstanding += 1
 
     def added(self, parameter: nn.Parameter) -> None:
-        """A postponed product, or the gradient from another end of a tie, has been added."""
+        """A deferred product, or the gradient from another end of a tie, has been added."""
         for number in self._chunks_of[parameter]:
             self.chunks[number].outstanding -= 1
         self._reduce_complete()

@@ -16,7 +16,7 @@ _LEAST, _MOST = 2.0**-14, 2.0**32
 
 @dataclass(kw_only=True)
 class LossScale:
-    """The scale and what decides its next value; the same on every rank, since all see the same verdicts."""
+    """The scale and what decides its next value; the same on every rank, since all see the same statuses."""
 
     scale: float
     window: int

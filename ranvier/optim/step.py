@@ -7,9 +7,9 @@ under way:
     update       | 0 | 1 | 2 | 3 |
 
 Clipping needs the norm of everything, and an overflow or a bad step anywhere skips the step everywhere. With any of
-these, all chunks are reduced first, (norm, overflow, bad) becomes one verdict over all ranks, and then updates follow:
+these, all chunks are reduced first, (norm, overflow, bad) becomes one status over all ranks, and then updates follow:
 
-    reduce   | 0 | 1 | 2 | 3 |         | verdict |
+    reduce   | 0 | 1 | 2 | 3 |         | status  |
     update   states of the first buckets come in | 0 | 1 | 2 | 3 |
 
 With one microbatch blocks may be updated while the backward still runs, and share one piece of memory for gradients:
@@ -50,7 +50,7 @@ _FAR = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class GradientStatus:
     """What is known of a batch's gradients, on every rank alike.
 
     squared_norm: [1] fp64, of the gradients of the mean loss, being summed over all ranks by `work`.
@@ -176,40 +176,40 @@ class Updater:
             self._own.prefetch()
             self.gradients.on_complete = self._update_run
 
-    def finish(self) -> Verdict:
-        """All backwards have run: average, judge and update, unless the verdict is to skip the step."""
+    def finish(self) -> GradientStatus:
+        """All backwards have run: average the gradients, check them, and update unless they are refused."""
         if self.flat is not None and not self.in_backward:
             self.flat.prefetch()
         started, bad = time.monotonic_ns(), self._bad_before_update()
         self._timeline.add("reduce", "weight", self._step, started)
         if self.flat is not None and not (self._optim.clip_norm or self.loss_scale or self.bad_steps or bad):
-            verdict = self._update_as_reduced()
+            status = self._update_as_reduced()
         else:
-            verdict = self._judge()
-            self._apply(verdict, verdict.factor)
+            status = self._judge()
+            self._apply(status, status.factor)
         self._kept = None
-        return verdict
+        return status
 
-    def average(self) -> Verdict:
+    def average(self) -> GradientStatus:
         """All backwards have run: the gradients become those of the mean loss; nothing is updated."""
         if self.gradients.dtype is torch.float16:
             raise ConfigError("loses small gradients when they are unscaled in fp16", where="optim.accumulate",
                               value="half", remedy="Call train_batch, or set --optim.accumulate fp32.")
-        verdict = self._judge()
-        self.gradients.scale(verdict.factor)
+        status = self._judge()
+        self.gradients.scale(status.factor)
         self.gradients.note_values()
-        self._kept, self._overflow = None, verdict.overflow
-        return verdict
+        self._kept, self._overflow = None, status.overflow
+        return status
 
     def _bad_before_update(self) -> str | None:
         """What is bad about the loss, which is known with its weight, so that nobody waits for this."""
         return self._bad_loss() if self._bad_loss is not None and self._weight() else None
 
-    def apply(self, verdict: Verdict) -> None:
+    def apply(self, status: GradientStatus) -> None:
         """Update from the gradients that `average` has left."""
         if self.flat is not None:
             self.flat.prefetch()
-        self._apply(verdict, 1.0)
+        self._apply(status, 1.0)
 
     def wait(self) -> None:
         """Return when the parameters that other replicas update are here."""
@@ -222,48 +222,48 @@ class Updater:
         if self.flat is not None:
             self.flat.progress()
 
-    # ------------------------------------------------------------------ after a verdict
+    # ------------------------------------------------------------------ checked gradients
 
     def _factor(self, weight: float) -> float:
         """What turns the buffer's gradients into those of the mean loss."""
         scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
         return self.nominal_weight / (weight * scale) if weight else 0.0
 
-    def _judge(self) -> Verdict:
+    def _judge(self) -> GradientStatus:
         """Wait for the weight of the batch and the reduction of all chunks, and start (where the step depends on it:
-        finish) the verdict."""
+        finish) the status."""
         started, weight = time.monotonic_ns(), self._weight()
         self.gradients.wait()
         started = self._timeline.add("reduce", "average", self._step, started)
         for chunk in self.gradients.reduced():
             self._add_kept(chunk)
             self._count(chunk)
-        verdict = self._verdict(weight)
+        status = self._gradient_status(weight)
         if weight:
-            verdict = self._look(verdict)
+            status = self._look(status)
         self._timeline.add("optimizer", "weigh", self._step, started)
-        return verdict
+        return status
 
-    def _look(self, verdict: Verdict) -> Verdict:
+    def _look(self, status: GradientStatus) -> GradientStatus:
         """Whether the step overflows in fp16, or is a bad one; where neither can be, nobody waits for the norm."""
         guard, overflow = self.bad_steps, False
         bad = guard.by_loss() if guard is not None else self._bad_before_update()
         if self.loss_scale is not None and bad is None:
-            overflow = not math.isfinite(verdict.norm)
+            overflow = not math.isfinite(status.norm)
             if not (overflow and self._kept_overflow):  # of which the scale knows
                 self.loss_scale.update(overflow)
         elif guard is not None and bad is None:
-            bad = guard.by_norm(verdict.norm)
+            bad = guard.by_norm(status.norm)
         if guard is not None and bad is None and not overflow:
             guard.good()
-        return replace(verdict, steps=bad is None and not overflow, overflow=overflow, bad=bad)
+        return replace(status, steps=bad is None and not overflow, overflow=overflow, bad=bad)
 
-    def _apply(self, verdict: Verdict, factor: float) -> None:
-        """Update all parameters from their reduced gradients times `factor`, clipped, if the verdict allows it."""
-        if not verdict.steps:
+    def _apply(self, status: GradientStatus, factor: float) -> None:
+        """Update all parameters from their reduced gradients times `factor`, clipped, if the status allows it."""
+        if not status.steps:
             return
         if self._optim.clip_norm:  # as torch.nn.utils.clip_grad_norm_
-            factor *= min(1.0, self._optim.clip_norm / (verdict.norm + 1e-6))
+            factor *= min(1.0, self._optim.clip_norm / (status.norm + 1e-6))
         started = time.monotonic_ns()
         if self.flat is not None:
             self.flat.begin(self.learning_rate)
@@ -291,7 +291,7 @@ class Updater:
 
     # ------------------------------------------------------------------ as chunks are reduced
 
-    def _update_as_reduced(self) -> Verdict:
+    def _update_as_reduced(self) -> GradientStatus:
         """Update each chunk as soon as it is reduced; the norm is summed on the side."""
         started, weight = time.monotonic_ns(), self._weight()
         factor = self._factor(weight)
@@ -303,7 +303,7 @@ class Updater:
             if weight:
                 self._update_chunk(chunk, factor)
             started = self._timeline.add("optimizer", f"update {number}", self._step, started)
-        return self._verdict(weight)
+        return self._gradient_status(weight)
 
     def _update_run(self, chunk: Chunk) -> None:
         """The backward has left the blocks of `chunk`: update them now."""
@@ -351,11 +351,11 @@ class Updater:
         for _ in self._own.update(chunk, factor):
             self._progress()
 
-    def _verdict(self, weight: float) -> Verdict:
+    def _gradient_status(self, weight: float) -> GradientStatus:
         factor = self._by_block_factor = self._factor(weight)
         norm = torch.zeros(1, dtype=torch.float64, device=self._device)  # on the device: nobody waits for it here
         norm += self._squared * factor**2
-        return Verdict(squared_norm=norm, work=self._ranks.all_reduce(norm), factor=factor, steps=weight != 0.0)
+        return GradientStatus(squared_norm=norm, work=self._ranks.all_reduce(norm), factor=factor, steps=weight != 0.0)
 
     # ------------------------------------------------------------------ what lives from step to step
 

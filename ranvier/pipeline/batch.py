@@ -13,7 +13,7 @@ from typing import TypedDict
 from torch import Tensor
 
 from ranvier.block import named
-from ranvier.comm.message import Kind, Message
+from ranvier.comm.message import Message, MessageKind
 from ranvier.errors import ModelError
 from ranvier.mesh import Coordinates, Mesh
 from ranvier.optim.step import Updater
@@ -29,7 +29,7 @@ from ranvier.schedule.spans import Category, Timeline
 _CATEGORIES: dict[str, Category] = {"F": "forward", "B": "backward", "W": "weight"}
 
 
-class Facts(TypedDict, total=False):
+class ActionResult(TypedDict, total=False):
     """What the schedule wants to know of an action that is done."""
 
     expects_backward: bool
@@ -44,7 +44,7 @@ class BatchRunner:
         progress: lets messages and reductions move; called between products.
         in_flight: most microbatches of a replica under way.
         look_ahead: how far the host runs ahead of a CUDA device.
-        defer_bytes: most bytes that postponed weight gradients keep alive; None for those of `postponed` microbatches,
+        defer_bytes: most bytes that deferred weight gradients keep alive; None for those of `deferred` microbatches,
             as forwards show them.
         nominal_weight: agrees on the expected weight of a batch before its first backward; None where nobody asks.
         takes_nominal_weight: whether that becomes what losses are divided by.
@@ -52,13 +52,13 @@ class BatchRunner:
 
     def __init__(self, *, mesh: Mesh, at: Coordinates, stage: Stage, connections: Connections, updater: Updater,
                  statistics: BatchStatistics, timeline: Timeline, progress: Callable[[], None], policy: Policy,
-                 in_flight: int, look_ahead: LookAhead, defer_bytes: int | None, postponed: int,
+                 in_flight: int, look_ahead: LookAhead, defer_bytes: int | None, deferred: int,
                  nominal_weight: NominalWeight | None, takes_nominal_weight: bool) -> None:
         self._mesh, self._at, self._stage, self._connections = mesh, at, stage, connections
         self._updater, self._statistics, self._timeline = updater, statistics, timeline
         self._progress, self._policy, self._in_flight = progress, policy, in_flight
         self._look_ahead = look_ahead
-        self.defer_bytes, self._postponed = defer_bytes or 0, postponed if defer_bytes is None else 0
+        self.defer_bytes, self._deferred = defer_bytes or 0, deferred if defer_bytes is None else 0
         self.nominal_weight, self._takes_nominal_weight = nominal_weight, takes_nominal_weight
         self._call = self._step = 0
 
@@ -88,13 +88,13 @@ class BatchRunner:
                 self._reduce_statistics()
             while (action := self._next_action(schedule)) is not None:
                 running = action
-                facts = self.execute(action, batch, training, keep_outputs)
+                result = self.execute(action, batch, training, keep_outputs)
                 running = None
                 if leads:
-                    if self._postponed:
-                        self.defer_bytes = max(self.defer_bytes, self._postponed * facts.get("deferrable_bytes", 0))
+                    if self._deferred:
+                        self.defer_bytes = max(self.defer_bytes, self._deferred * result.get("deferrable_bytes", 0))
                         schedule.defer_bytes = self.defer_bytes
-                    schedule.on_done(action, **facts)
+                    schedule.on_done(action, **result)
                 if training and self.nominal_weight is not None and self._is_last_stage and not ran:
                     self._estimate_weight(self.nominal_weight, len(batch))
                 if action.kind == "F" and action.microbatch == len(batch) - 1:
@@ -144,34 +144,34 @@ class BatchRunner:
         connections.sequencer.announce(self._call, found)
         return found
 
-    def execute(self, action: Action, batch: Sequence[Microbatch], training: bool, keep_outputs: bool) -> Facts:
+    def execute(self, action: Action, batch: Sequence[Microbatch], training: bool, keep_outputs: bool) -> ActionResult:
         """Run `action`, send what it produced, and return what the schedule wants to know about it."""
         number = action.microbatch
         match action.kind:
             case "F":
-                started, facts = self._forward(action, batch[number], training, keep_outputs)
+                started, result = self._forward(action, batch[number], training, keep_outputs)
             case "B":
                 arrived = {} if self._is_last_stage else self._take_return(number).tensors
                 started = self._start(action)
                 gradients, products = self._stage.backward(number, self._to_device(arrived), defer=action.defer,
                                                            last=number == len(batch) - 1)
                 self._send_return(number, gradients)
-                facts = {"products": products}
+                result = {"products": products}
             case "C":
                 if not self._is_last_stage:
                     self._take_return(number)
                 self._send_return(number, {})
                 return {}
             case "W":
-                started, facts = self._start(action), {}
+                started, result = self._start(action), {}
                 self._stage.weight(number, action.product)
                 self._progress()
         self._timeline.add(_CATEGORIES[action.kind], str(action), self._step, started)
         self._look_ahead.launched()
-        return facts
+        return result
 
     def _forward(self, action: Action, microbatch: Microbatch, training: bool, keep_outputs: bool
-                 ) -> tuple[int, Facts]:
+                 ) -> tuple[int, ActionResult]:
         """Run a forward and hand its outcome on; when it began, and what the schedule wants to know."""
         number = action.microbatch
         inputs, wants = self._inputs(number, microbatch)
@@ -180,7 +180,7 @@ class BatchRunner:
                                       keep_outputs=keep_outputs)
         if not self._is_last_stage:
             self._connections.send(_peer(self._connections.after), Message(
-                Kind.FORWARD, self._call, number, outcome.tensors, outcome.requires_grad))
+                MessageKind.FORWARD, self._call, number, outcome.tensors, outcome.requires_grad))
         return started, {"expects_backward": outcome.expects_backward, "deferrable_bytes": outcome.deferrable_bytes}
 
     def _start(self, action: Action) -> int:
@@ -207,7 +207,7 @@ class BatchRunner:
     def _send_return(self, number: int, gradients: dict[str, Tensor]) -> None:
         """What goes back over the edge before this stage: gradients where there are some, else a bare credit."""
         if self._at.pipe > 0:
-            kind = Kind.BACKWARD if gradients else Kind.CREDIT
+            kind = MessageKind.BACKWARD if gradients else MessageKind.CREDIT
             self._connections.send(_peer(self._connections.before), Message(kind, self._call, number, gradients))
 
 

@@ -183,11 +183,11 @@ def block_costs(model: Model, inputs: State, targets: object = None,
                              where=f"block {name}",
                              remedy="Make its forward take and return the carried state.") from error
         outputs = named(state, f"block {name}")
-        share, postpones = _weights_of(module, counter)
+        share, defers = _weights_of(module, counter)
         costs.append(BlockCost(
             name=name, flops=counter.get_total_flops(), written_bytes=moved.written, allocated_bytes=moved.allocated,
             moved_bytes=moved.read + moved.written, operations=moved.operations, kept_bytes=kept.count,
-            input_bytes=entered, output_bytes=_state_bytes(outputs), weight_share=share, postpones=postpones,
+            input_bytes=entered, output_bytes=_state_bytes(outputs), weight_share=share, defers=defers,
             num_parameters=sum(p.numel() for p in module.parameters()),
             num_trainable=sum(p.numel() for p in module.parameters() if p.requires_grad),
             num_owned=sum(p.numel() for key, p in module.named_parameters()
@@ -207,19 +207,19 @@ _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
 
 
 def _weights_of(module: nn.Module, counter: FlopCounterMode) -> tuple[float, bool]:
-    """A block's `weight_share` and `postpones`. Products take flops as their weights have elements; what attention
+    """A block's `weight_share` and `defers`. Products take flops as their weights have elements; what attention
     computes is no weight's, and has gradients of two operands whatever is frozen."""
     weights = [parameter for parameter in module.parameters() if parameter.dim() == 2]
     total, flops = sum(weight.numel() for weight in weights), counter.get_total_flops()
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
     linear = [weight.requires_grad for layer in module.modules() if isinstance(layer, (nn.Linear, SplitLinear))
               for weight in (layer.weights if isinstance(layer, SplitLinear) else (layer.weight,))]
-    postpones = not linear or any(linear)
+    defers = not linear or any(linear)
     if trained == total or not flops or not any(parameter.requires_grad for parameter in module.parameters()):
-        return 1.0, postpones
+        return 1.0, defers
     counts = counter.get_flop_counts().get("Global", {})
     products = sum(count for operation, count in counts.items() if operation in _PRODUCTS)
-    return 1.0 - products / flops * (1.0 - trained / total), postpones
+    return 1.0 - products / flops * (1.0 - trained / total), defers
 
 
 def _shapes(state: State) -> tuple[object, ...]:

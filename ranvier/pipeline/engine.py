@@ -39,7 +39,7 @@ from ranvier.errors import ConfigError, ModelError, RanvierError
 from ranvier.mesh import Mesh
 from ranvier.optim.guard import BadSteps
 from ranvier.optim.optimizer import storage_bytes
-from ranvier.optim.step import Updater, Verdict
+from ranvier.optim.step import GradientStatus, Updater
 from ranvier.pipeline.batch import BatchRunner
 from ranvier.pipeline.build import build_stage, cut, split_model, stage_parameters
 from ranvier.pipeline.connections import Connections
@@ -209,7 +209,7 @@ class Engine:
         self._runner = BatchRunner(
             mesh=mesh, at=self.coordinates, stage=self._stage, connections=self._connections, updater=self._updater,
             statistics=self._statistics, timeline=self.timeline, progress=self._progress, policy=self._policy,
-            in_flight=self.in_flight, postponed=self.limits.postponed[self.coordinates.pipe],
+            in_flight=self.in_flight, deferred=self.limits.deferred[self.coordinates.pipe],
             look_ahead=LookAhead(settings.look_ahead, device=world.device, num_stages=mesh.pipe),
             defer_bytes=0 if self._updater.in_backward else defer_bytes,  # a waiting product holds a block's gradients
             nominal_weight=NominalWeight(self._connections.all) if dtype is torch.float16 else None,
@@ -324,7 +324,7 @@ class Engine:
                 if spec.parameter.grad is not None}
 
     def counters(self) -> dict[str, Any]:
-        """Bytes so far on this rank, the bound on postponed weight gradients that holds here (for auto: what the first
+        """Bytes so far on this rank, the bound on deferred weight gradients that holds here (for auto: what the first
         batch has shown), and the longest time without letting messages move."""
         return {"defer_bytes": self._runner.defer_bytes, "bytes_sent": self._connections.transport.bytes_sent,
                 "bytes_received_by_axis": self._connections.bytes_received_by_axis(),
@@ -423,9 +423,9 @@ class Engine:
                               remedy="Set --batch.microbatch-size to a replica's share of the batch, or leave it out.")
         self._updater.learning_rate = self.learning_rate
         self._accumulate(microbatches, updates=True)
-        verdict = self._updater.finish()
+        status = self._updater.finish()
         self._statistics.forget()
-        return self._stepped(verdict, microbatches)
+        return self._stepped(status, microbatches)
 
     @of_engine
     def forward_backward(self, microbatches: Batch) -> BatchResult:
@@ -439,11 +439,11 @@ class Engine:
             raise ConfigError("keeps no gradients", where="optim.update-in-backward", value=True,
                               remedy="Call train_batch, or leave the setting out.")
         self._accumulate(microbatches, updates=False)
-        verdict = self._updater.average()
+        status = self._updater.average()
         self._statistics.keep()
         self._buffers.finish()
         self._connections.board.action = _OUTSIDE
-        return BatchResult(self._statistics.sums, self._statistics.work, verdict)
+        return BatchResult(self._statistics.sums, self._statistics.work, status)
 
     @of_engine
     def step(self, result: BatchResult) -> None:
@@ -451,12 +451,12 @@ class Engine:
         self._held.adopt()
         self._connections.board.action = "the optimizer"
         self._updater.learning_rate = self.learning_rate
-        if result.verdict is None:
+        if result.status is None:
             raise ConfigError("is of an evaluation, which has no gradients", where="Engine.step(result)",
                               remedy="Give the result of forward_backward.")
-        self._updater.apply(result.verdict)
+        self._updater.apply(result.status)
         self._statistics.forget()
-        self._stepped(result.verdict)
+        self._stepped(result.status)
 
     def zero_grad(self) -> None:
         """The next `forward_backward` begins with gradients of zero; for those who update by themselves."""
@@ -495,26 +495,26 @@ class Engine:
         good = not math.isnan(loss) if self.loss_scale is not None else math.isfinite(loss)
         return None if good else f"loss is {loss}"
 
-    def _stepped(self, verdict: Verdict, microbatches: Batch | None = None) -> BatchResult:
+    def _stepped(self, status: GradientStatus, microbatches: Batch | None = None) -> BatchResult:
         """New values go to the other ends of ties; a step without a valid target warns, and a bad one is refused.
         microbatches: all of them, where that is known."""
-        if verdict.bad is not None and self._refuses_bad_losses:
+        if status.bad is not None and self._refuses_bad_losses:
             cause = ""
             if microbatches is not None and not self._updater.in_backward:
                 cause = f". It began here: {self.examine(microbatches)}"
-            raise RanvierError(f"{verdict.bad}, and nothing was updated{cause}", where=f"step {self._step}",
+            raise RanvierError(f"{status.bad}, and nothing was updated{cause}", where=f"step {self._step}",
                                remedy="Lower the learning rate, or look at the data and the loss. Engine(guard=Guard("
                                       "bad_step='skip')) leaves out such steps and reports them in BatchResult.bad; "
                                       "bad_step='none' applies them.")
-        if verdict.steps:
+        if status.steps:
             if self._ties.owns:
                 self._updater.wait()
             self._ties.send_values(self._call, trained=True)
-        elif not verdict.overflow and verdict.bad is None:
+        elif not status.overflow and status.bad is None:
             warnings.warn(f"step {self._step} is skipped: no valid target in the global batch", stacklevel=4)
         self._buffers.finish()
         self._connections.board.action = _OUTSIDE
-        return BatchResult(self._statistics.sums, self._statistics.work, verdict)
+        return BatchResult(self._statistics.sums, self._statistics.work, status)
 
     @of_engine
     def examine(self, microbatches: Batch) -> Cause:

@@ -28,7 +28,7 @@ from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.stage import Stage
 from ranvier.tensor.columns import plain
 
-Kind = Literal["parameter", "inputs", "output", "targets", "loss", "gradient", "largest loss", "nothing"]
+FindingKind = Literal["parameter", "inputs", "output", "targets", "loss", "gradient", "largest loss", "nothing"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Cause:
         where a parameter's own was seen. microbatch: of `replica`, from 0. rank: the first that saw it.
     """
 
-    kind: Kind
+    kind: FindingKind
     text: str
     block: str | None = None
     parameter: str | None = None
@@ -52,7 +52,7 @@ class Cause:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sight:
+class Finding:
     """One thing that a rank has seen to be not finite.
 
     flaw: nan or inf. microbatch: -1 for parameters. place: the block's number; one before the first for inputs, one and
@@ -60,7 +60,7 @@ class Sight:
     gradient; else a gradient is that of the block's input.
     """
 
-    kind: Kind
+    kind: FindingKind
     flaw: str
     microbatch: int = -1
     place: int = 0
@@ -84,7 +84,7 @@ class _Watch:
 
     def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], num_blocks: int) -> None:
         self.microbatch = 0
-        self._sights: dict[tuple[object, ...], Sight] = {}
+        self._findings: dict[tuple[object, ...], Finding] = {}
         self._num_blocks = num_blocks
         self._handles = []
         for number, name, module in blocks:
@@ -92,15 +92,15 @@ class _Watch:
                               module.register_forward_hook(partial(self._leaves, number, name))]
 
     @property
-    def sights(self) -> list[Sight]:
-        return list(self._sights.values())
+    def findings(self) -> list[Finding]:
+        return list(self._findings.values())
 
-    def note(self, kind: Kind, tensors: Iterable[object], place: int, block: str | None = None,
+    def note(self, kind: FindingKind, tensors: Iterable[object], place: int, block: str | None = None,
              parameter: str | None = None) -> None:
         """Remember what is not finite among `tensors`."""
         key = kind, self.microbatch, place
-        if key not in self._sights and (flaw := flaw_of(tensors)) is not None:
-            self._sights[key] = Sight(kind=kind, flaw=flaw, microbatch=self.microbatch, place=place, block=block,
+        if key not in self._findings and (flaw := flaw_of(tensors)) is not None:
+            self._findings[key] = Finding(kind=kind, flaw=flaw, microbatch=self.microbatch, place=place, block=block,
                                       parameter=parameter)
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ def examine(microbatches: Sequence[Microbatch], *, stage: Stage, num_blocks: int
     # from behind: a parameter that several blocks have is noted with the first of them
     held = {parameter: (number, block, f"{block}.{name}") for number, block, module in reversed(stage.blocks)
             for name, parameter in module.named_parameters()}
-    sights = [Sight(kind="parameter", flaw=flaw, place=number, block=block, parameter=name)
+    findings = [Finding(kind="parameter", flaw=flaw, place=number, block=block, parameter=name)
               for parameter, (number, block, name) in reversed(held.items())
               if (flaw := flaw_of([parameter.detach()])) is not None]
     buffers = [(buffer, buffer.clone()) for _, _, module in stage.blocks for buffer in module.buffers()]
@@ -157,59 +157,59 @@ def examine(microbatches: Sequence[Microbatch], *, stage: Stage, num_blocks: int
         watch.close()
         for buffer, kept in buffers:
             buffer.data.copy_(kept)
-    sights += [sight for sight in watch.sights if judges_gradients or sight.kind != "gradient"]
-    everything = ranks.gather_objects({"sights": [vars(sight) for sight in sights],
+    findings += [finding for finding in watch.findings if judges_gradients or finding.kind != "gradient"]
+    everything = ranks.gather_objects({"findings": [vars(finding) for finding in findings],
                                        "losses": losses if at.col == 0 else []})
-    return conclude([[Sight(**sight) for sight in one["sights"]] for one in everything],
+    return conclude([[Finding(**finding) for finding in one["findings"]] for one in everything],
                     [one["losses"] for one in everything], mesh)
 
 
-def conclude(sights: Sequence[Sequence[Sight]], losses: Sequence[Sequence[tuple[int, float, float]]],
+def conclude(findings: Sequence[Sequence[Finding]], losses: Sequence[Sequence[tuple[int, float, float]]],
              mesh: Mesh) -> Cause:
     """The cause, from what each rank has seen. losses: (microbatch, sum of losses, weight) of each rank's own share; of
     columns that know the same, the first tells."""
-    seen = [(sight, rank, mesh.coordinates(rank).data) for rank, each in enumerate(sights) for sight in each]
-    of_kind = {kind: [entry for entry in seen if entry[0].kind == kind] for kind in get_args(Kind)}
+    seen = [(finding, rank, mesh.coordinates(rank).data) for rank, each in enumerate(findings) for finding in each]
+    of_kind = {kind: [entry for entry in seen if entry[0].kind == kind] for kind in get_args(FindingKind)}
     if of_kind["parameter"]:
         return _parameter(of_kind["parameter"], mesh)
     wrong = [entry for kind in ("output", "loss", "gradient") for entry in of_kind[kind]]
-    places = {(sight.microbatch, replica) for sight, _, replica in wrong}
+    places = {(finding.microbatch, replica) for finding, _, replica in wrong}
     data = [entry for kind in ("inputs", "targets") for entry in of_kind[kind]  # of which something came
             if (entry[0].microbatch, entry[2]) in places]
     if forward := [*data, *of_kind["output"], *of_kind["loss"]]:
-        return _seen(*min(forward, key=lambda entry: (entry[0].microbatch, entry[2], entry[0].place, entry[1])))
+        return _cause_of(*min(forward, key=lambda entry: (entry[0].microbatch, entry[2], entry[0].place, entry[1])))
     if of_kind["gradient"]:
         # weights' gradients are summed over rows in the backward: who sees more than those is nearer
-        return _seen(*min(of_kind["gradient"], key=lambda entry: (
+        return _cause_of(*min(of_kind["gradient"], key=lambda entry: (
             entry[0].microbatch, entry[2], -entry[0].place, entry[0].parameter is not None, entry[1])))
     return _largest(losses, mesh)
 
 
-def _parameter(seen: Sequence[tuple[Sight, int, int]], mesh: Mesh) -> Cause:
+def _parameter(seen: Sequence[tuple[Finding, int, int]], mesh: Mesh) -> Cause:
     """The first parameter in model order, and where it is wrong, unless that is so everywhere."""
     first, rank, replica = min(seen, key=lambda entry: (entry[0].place, entry[1]))
-    replicas = sorted({replica for sight, _, replica in seen if sight.parameter == first.parameter})
+    replicas = sorted({replica for finding, _, replica in seen if finding.parameter == first.parameter})
     alone = f", on replica {' and '.join(map(str, replicas))} alone" if len(replicas) < mesh.data else ""
-    others = len({sight.parameter for sight, _, _ in seen}) - 1
+    others = len({finding.parameter for finding, _, _ in seen}) - 1
     more = f", nor {'are' if others > 1 else 'is'} {others} more" if others else ""
     return Cause(kind="parameter", block=first.block, parameter=first.parameter, rank=rank, replica=replica,
                  text=f"parameter {first.parameter} is not finite{alone}: it had {first.flaw} before the step{more}")
 
 
-def _seen(sight: Sight, rank: int, replica: int) -> Cause:
-    where, flaw = f"microbatch {sight.microbatch} of replica {replica}", sight.flaw
-    match sight.kind:
+def _cause_of(finding: Finding, rank: int, replica: int) -> Cause:
+    where, flaw = f"microbatch {finding.microbatch} of replica {replica}", finding.flaw
+    match finding.kind:
         case "inputs" | "targets":
-            text = f"{where}: its {sight.kind} have {flaw}"
+            text = f"{where}: its {finding.kind} have {flaw}"
         case "output":
-            text = f"block {sight.block}, {where}: its output has {flaw}"
+            text = f"block {finding.block}, {where}: its output has {flaw}"
         case "loss":
             text = f"the loss, {where}: it is {flaw}, while every block's output is finite"
         case _:
-            what = f"the gradient of {sight.parameter or ('its input' if sight.block else 'what it was given')}"
-            text = f"{f'block {sight.block}' if sight.block else 'the loss'}, {where}: {what} has {flaw}"
-    return Cause(kind=sight.kind, text=text, block=sight.block, parameter=sight.parameter,
-                 microbatch=sight.microbatch, replica=replica, rank=rank)
+            what = f"the gradient of {finding.parameter or ('its input' if finding.block else 'what it was given')}"
+            text = f"{f'block {finding.block}' if finding.block else 'the loss'}, {where}: {what} has {flaw}"
+    return Cause(kind=finding.kind, text=text, block=finding.block, parameter=finding.parameter,
+                 microbatch=finding.microbatch, replica=replica, rank=rank)
 
 
 def _largest(losses: Sequence[Sequence[tuple[int, float, float]]], mesh: Mesh) -> Cause:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from ranvier.comm.board import Board
-from ranvier.comm.message import Kind, Message
+from ranvier.comm.message import Message, MessageKind
 from ranvier.comm.protocol import Transport
 from ranvier.errors import MessageTimeout, ModelError, TransportError
 from ranvier.schedule.spans import Timeline
@@ -19,11 +19,11 @@ from ranvier.schedule.spans import Timeline
 Direction = Literal["forward", "return"]
 
 
-def direction(kind: Kind) -> Direction | None:
+def direction(kind: MessageKind) -> Direction | None:
     """Which of a microbatch's two crossings of an edge a message is; None for messages outside the pipeline's flow."""
-    if kind is Kind.FORWARD:
+    if kind is MessageKind.FORWARD:
         return "forward"
-    return "return" if kind in (Kind.BACKWARD, Kind.CREDIT) else None
+    return "return" if kind in (MessageKind.BACKWARD, MessageKind.CREDIT) else None
 
 
 class Inbox:

@@ -5,36 +5,36 @@ from __future__ import annotations
 from torch import Tensor
 
 from ranvier.comm.protocol import Work
-from ranvier.optim.step import Verdict
+from ranvier.optim.step import GradientStatus
 
 
 class BatchResult:
     """Loss, weight and gradient norm of one batch over the whole mesh.
 
     stats: [2] fp64, (sum of losses, weight), being summed over all ranks by `stats_work`.
-    verdict: what is known of the gradients; None after an evaluation.
+    status: what is known of the gradients; None after an evaluation.
     """
 
-    def __init__(self, stats: Tensor, stats_work: Work, verdict: Verdict | None) -> None:
+    def __init__(self, stats: Tensor, stats_work: Work, status: GradientStatus | None) -> None:
         self._stats, self._stats_work = stats, stats_work
-        self.verdict = verdict
+        self.status = status
 
     @property
     def stepped(self) -> bool:
         """Whether the gradients could be used: the batch had a valid target, nothing overflowed in fp16, and the step
         was not bad."""
-        return self.verdict is not None and self.verdict.steps
+        return self.status is not None and self.status.steps
 
     @property
     def bad(self) -> str | None:
         """Why nothing was updated from this step: "loss is nan", or, where the engine has a guard, "gradient norm is
         inf" or a loss that explodes. None for any other step."""
-        return None if self.verdict is None else self.verdict.bad
+        return None if self.status is None else self.status.bad
 
     @property
     def overflow(self) -> bool:
         """Whether a gradient was not finite in fp16, so that the step is skipped and the loss scale halved."""
-        return self.verdict is not None and self.verdict.overflow
+        return self.status is not None and self.status.overflow
 
     @property
     def weight(self) -> float:
@@ -51,7 +51,7 @@ class BatchResult:
     def grad_norm(self) -> float | None:
         """L2 norm of the gradients of the mean loss before clipping, each parameter counted once; None after an
         evaluation."""
-        return None if self.verdict is None else self.verdict.norm
+        return None if self.status is None else self.status.norm
 
     def __repr__(self) -> str:
         return f"BatchResult(loss={self.loss:.6g}, weight={self.weight:g})"

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from ranvier.comm.board import Board
-from ranvier.comm.message import Kind, Message
+from ranvier.comm.message import Message, MessageKind
 from ranvier.comm.protocol import Backend
 from ranvier.errors import MessageTimeout, TransportError
 from ranvier.mesh import Mesh
@@ -52,7 +52,7 @@ class Sequencer:
             return
         self._announced += 1
         code = [_DONE, 0, 0] if action is None else [_KINDS.index(action.kind), int(action.defer), action.product]
-        message = Message(Kind.ACTION, call, 0 if action is None else action.microbatch,
+        message = Message(MessageKind.ACTION, call, 0 if action is None else action.microbatch,
                           {"action": torch.tensor([*code, self._announced], dtype=torch.int64)})
         for peer in self._peers:
             self._transport.send(peer, message)

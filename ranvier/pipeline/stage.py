@@ -3,7 +3,7 @@
     forward   runs the blocks in order and keeps, per microbatch, the leaves that entered and the edges of the graph
               that left: the outputs themselves are given to the next stage and not kept
     backward  runs autograd from those edges to those leaves
-    weight    runs one postponed product
+    weight    runs one deferred product
 
 What requires a gradient is decided by what arrives and by the stage's own parameters, microbatch by microbatch: a
 frozen prefix keeps no graph, and a stage without trainable parameters passes gradients through.
@@ -29,8 +29,8 @@ from ranvier.pipeline.microbatch import Microbatch
 from ranvier.schedule.schedule import Product
 from ranvier.tensor.boundaries import detached_names, with_layouts
 from ranvier.tensor.columns import plain
+from ranvier.tensor.deferred_linear import DeferringForwards
 from ranvier.tensor.mesh import TensorMesh
-from ranvier.tensor.postponed_linear import PostponingForwards
 from ranvier.tensor.split.linear import SplitLinear
 from ranvier.tensor.weight_gradients import WeightGradients
 
@@ -70,7 +70,7 @@ class Stage:
         still: numbers of blocks that compute as in evaluation even while others train.
         mesh: the tensor mesh, whose columns share activations.
         segments: runs of blocks (places in `blocks`) that keep only what enters them, and are computed again in their
-            backward. Their weight gradients are never postponed: their operands have only just been recomputed.
+            backward. Their weight gradients are never deferred: their operands have only just been recomputed.
     """
 
     def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], *, loss: Loss | None, seed: int,
@@ -102,7 +102,7 @@ class Stage:
         self.cached_blocks = 0
         """Blocks that `use_cache` has given to a cache."""
         at_once = {place for segment in segments for place in segment}
-        self._forwards = PostponingForwards([module for place, module in enumerate(modules) if place not in at_once],
+        self._forwards = DeferringForwards([module for place, module in enumerate(modules) if place not in at_once],
                                             [modules[place] for place in sorted(at_once)], weight_gradients)
 
     def begin(self, training: bool) -> None:
@@ -265,7 +265,7 @@ class Stage:
                  last: bool) -> tuple[dict[str, Tensor], list[Product]]:
         """Backward of microbatch `number` from the gradients that returned; on the last stage from the loss.
 
-        Returns the gradients of what arrived (names without one are left out), and the postponed products.
+        Returns the gradients of what arrived (names without one are left out), and the deferred products.
         """
         graph = self._graphs.pop(number)
         if self._loss is not None:
@@ -293,7 +293,7 @@ class Stage:
         return {name: leaf.grad for name, leaf in graph.leaves.items() if leaf.grad is not None}, products
 
     def weight(self, number: int, product: int) -> None:
-        """One postponed product."""
+        """One deferred product."""
         self._weights.run(number, product)
 
     def clear(self) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ranvier.comm.message import Kind, Message
+from ranvier.comm.message import Message, MessageKind
 from ranvier.comm.protocol import Group
 from ranvier.layout import Box, Layout, Move, Parameter, TensorAxis, index_of, intersection
 from ranvier.mesh import Coordinates
@@ -154,7 +154,7 @@ class TiedParameters:
     def __init__(self, ties: Sequence[Tie], send: Callable[[int, Message], None],
                  wait: Callable[[str, int], None]) -> None:
         self.ties, self._send, self._wait = tuple(ties), send, wait
-        self._arrived: dict[tuple[Kind, int, str], deque[Tensor]] = defaultdict(deque)
+        self._arrived: dict[tuple[MessageKind, int, str], deque[Tensor]] = defaultdict(deque)
         self._due = dict.fromkeys((tie.name for tie in ties), 0)
         self._sent: dict[str, int] = {}
         self._as_sent: dict[str, tuple[int, int]] = {}
@@ -169,14 +169,14 @@ class TiedParameters:
         (end, tensor), = message.tensors.items()
         self._arrived[message.kind, message.source, end].append(tensor)
 
-    def _pass(self, kind: Kind, batch: int, move: Move, tensor: Tensor) -> None:
+    def _pass(self, kind: MessageKind, batch: int, move: Move, tensor: Tensor) -> None:
         """Send `tensor`, or hand it over where its destination is this rank."""
         if move.source == move.destination:
             self.receive(Message(kind, batch, 0, {move.parameter: tensor}, source=move.source))
         else:
             self._send(move.destination, Message(kind, batch, 0, {move.parameter: tensor.contiguous()}))
 
-    def _take(self, kind: Kind, what: str, move: Move) -> Tensor:
+    def _take(self, kind: MessageKind, what: str, move: Move) -> Tensor:
         """What has come by this move, waiting for it where it has not yet."""
         arrived = self._arrived[kind, move.source, move.parameter]
         while not arrived:
@@ -189,7 +189,7 @@ class TiedParameters:
             if tie.name == name and self._sent.get(name) != batch:
                 self._sent[name] = batch
                 for move in tie.gradients:
-                    self._pass(Kind.TIED_GRADIENT, batch, move, tie.part(tie.gradient, move))
+                    self._pass(MessageKind.TIED_GRADIENT, batch, move, tie.part(tie.gradient, move))
 
     @torch.no_grad()
     def add_gradients(self, batch: int) -> list[Tie]:
@@ -203,7 +203,7 @@ class TiedParameters:
         for tie in self.ties:
             if tie.trains and tie.owns:
                 for move in tie.gradients:
-                    gradient = self._take(Kind.TIED_GRADIENT, f"the gradient of tied parameter {tie.name}", move)
+                    gradient = self._take(MessageKind.TIED_GRADIENT, f"the gradient of tied parameter {tie.name}", move)
                     tie.part(tie.gradient, move).add_(gradient.to(tie.parameter.device))
                 added += [tie] * tie.ends
         return added
@@ -219,7 +219,7 @@ class TiedParameters:
                 self._as_sent[tie.name] = _memory_of(tie.parameter)
                 continue
             for move in tie.values:
-                self._pass(Kind.TIED_VALUE, batch, move, tie.part(tie.parameter.detach(), move))
+                self._pass(MessageKind.TIED_VALUE, batch, move, tie.part(tie.parameter.detach(), move))
 
     @torch.no_grad()
     def receive_values(self) -> None:
@@ -230,7 +230,7 @@ class TiedParameters:
             written = due and self._as_sent[tie.name] != _memory_of(tie.parameter)
             for _ in range(due):
                 for move in tie.values:
-                    value = self._take(Kind.TIED_VALUE, f"the value of tied parameter {tie.name}", move)
+                    value = self._take(MessageKind.TIED_VALUE, f"the value of tied parameter {tie.name}", move)
                     if not written:
                         tie.part(tie.parameter, move).copy_(value)
 

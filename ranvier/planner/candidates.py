@@ -116,10 +116,10 @@ def memory_saving_variants(run: ResolvedRun, cluster: Cluster, searched: Sequenc
         offloads = ["none", "stream", "host"]
     elif cluster.device.cores is None and run.optim.offload == "auto":  # which streams where it must
         offloads = ["auto", "stream"]
-    postponed = [run.pipeline.defer_bytes]
+    deferred = [run.pipeline.defer_bytes]
     if "in-flight" in searched and policy_named(run.pipeline.policy).defers and run.mesh.pipe > 1:
-        postponed.append(0)
-    for recompute, offload, defer_bytes in list(product(recomputes, offloads, dict.fromkeys(postponed)))[1:]:
+        deferred.append(0)
+    for recompute, offload, defer_bytes in list(product(recomputes, offloads, dict.fromkeys(deferred)))[1:]:
         yield replace(run, memory=replace(run.memory, recompute=recompute),
                       optim=replace(run.optim, offload=offload),
                       pipeline=replace(run.pipeline, defer_bytes=defer_bytes))

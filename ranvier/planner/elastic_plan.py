@@ -18,7 +18,7 @@ from ranvier.config.task_form import form_of
 from ranvier.cost.blocks import BlockCost
 from ranvier.cost.hardware import Cluster
 from ranvier.cost.run_cost import run_cost
-from ranvier.elastic.auto_pipe import Place
+from ranvier.elastic.auto_pipe import CandidateStage
 from ranvier.elastic.cache_profile import Times
 from ranvier.elastic.cache_profile import decide as decide_cache
 from ranvier.elastic.freezing import Facts, FreezePolicy, Manual, decide, policy_of
@@ -257,7 +257,7 @@ class _PredictedRun:
         if device.cores is not None:
             return None
 
-        def needed(mesh: Mesh, samples: int, microbatch_size: int) -> Callable[[Place], int] | None:
+        def needed(mesh: Mesh, samples: int, microbatch_size: int) -> Callable[[CandidateStage], int] | None:
             there = on_mesh(replace(self.first, batch=replace(self.first.batch, global_size=samples)), mesh)
             there = replace(there, batch=replace(there.batch, microbatch_size=microbatch_size),
                             pipeline=replace(there.pipeline, boundaries=None))
@@ -268,7 +268,7 @@ class _PredictedRun:
             except RanvierError:
                 return None
 
-            def of(place: Place) -> int:
+            def of(place: CandidateStage) -> int:
                 return found(place.stage, place.start, place.stop)
             return of
 
@@ -315,11 +315,11 @@ class _PredictedRun:
         if self.first.elastic.cache_from != "auto" or self.cached >= self.frozen:
             return True
         reads = self.left * self.size // self.run.mesh.data
-        verdict = decide_cache("auto", frozen_layers=self.frozen, times=self._cache_times(), remaining_reads=reads,
+        decision = decide_cache("auto", frozen_layers=self.frozen, times=self._cache_times(), remaining_reads=reads,
                                num_samples=min(self.epoch_samples, reads))
-        if not verdict.pays and not self.cached:
+        if not decision.pays and not self.cached:
             self.refused_at = self.frozen
-        return verdict.pays
+        return decision.pays
 
     def _cache_times(self) -> Times:
         """Seconds of one sample on a rank of the first stage."""

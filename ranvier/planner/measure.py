@@ -22,7 +22,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from ranvier.comm.message import Kind, Message
+from ranvier.comm.message import Message, MessageKind
 from ranvier.comm.protocol import Group
 from ranvier.config.run import Optim, Run, Transformer
 from ranvier.cost.cluster_files import first_fault
@@ -287,7 +287,7 @@ def messages_on_rank(world: World) -> dict[str, Any]:
     def exchange(tensor: Tensor) -> None:
         for turn in (0, 1):
             if world.rank == turn:
-                transport.send(other, Message(Kind.FORWARD, 0, 0, {"": tensor}))
+                transport.send(other, Message(MessageKind.FORWARD, 0, 0, {"": tensor}))
             elif transport.wait(30.0) is None:
                 raise RuntimeError("a message did not come")
 

@@ -83,7 +83,7 @@ def _share_needed(found: Candidate, cluster: Cluster) -> tuple[float, int]:
 def _short(run: ResolvedRun) -> str:
     return (f"{run.mesh}, microbatch {run.batch.microbatch_size}, recompute {run.memory.recompute}, offload "
             f"{run.optim.offload}{', sharded' if run.optim.shard else ''}"
-            f"{', nothing postponed' if run.pipeline.defer_bytes == 0 else ''}")
+            f"{', nothing deferred' if run.pipeline.defer_bytes == 0 else ''}")
 
 
 def _larger_cluster(run: Run, cluster: Cluster, ranks: int, work: Work) -> str:

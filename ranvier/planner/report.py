@@ -44,7 +44,7 @@ def table(plan: Plan, rows: int = 8) -> Table:
 
 def _further(plan: Plan, shown: Sequence[Candidate]) -> dict[str, list[str]]:
     """Columns that the table has only where its rows differ in them."""
-    return {"postponed": ["no" if found.run.pipeline.defer_bytes == 0 else "yes" for found in shown],
+    return {"deferred": ["no" if found.run.pipeline.defer_bytes == 0 else "yes" for found in shown],
             "precision": [found.run.precision for found in shown], "scheme": [scheme(found.run) for found in shown],
             "s the run": [f"{found.course.seconds:.4g}" if found.course else "" for found in shown],
             "s measured": [f"{found.measured_seconds:.4g}" if found.measured_seconds else "" for found in shown]}
@@ -149,7 +149,7 @@ def describe(run: ResolvedRun) -> str:
     if run.optim.shard:
         extra.append("sharded")
     if run.pipeline.defer_bytes == 0 and run.mesh.pipe > 1:
-        extra.append("nothing postponed")
+        extra.append("nothing deferred")
     extra += [run.precision, *([scheme(run)] if run.mesh.stage_size > 1 else [])]
     return f"{' x '.join(parts)} ({', '.join(extra)})"
 

@@ -69,12 +69,12 @@ def passage(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy,
     else:
         seconds = closed_form(each, num_microbatches, limit, way)
         if policy.defers and defer_bytes and len(stages) > 1:
-            seconds = min(seconds, _postponing(stages, each, num_microbatches, limit, way))
+            seconds = min(seconds, _deferring(stages, each, num_microbatches, limit, way))
     busy = num_microbatches * sum(each)
     return Passage(seconds=seconds, bubble_fraction=max(0.0, 1.0 - busy / (seconds * len(each))) if seconds else 0.0)
 
 
-def _postponing(stages: Sequence[StageTimes], each: Sequence[float], num_microbatches: int, in_flight: int, way: Way
+def _deferring(stages: Sequence[StageTimes], each: Sequence[float], num_microbatches: int, in_flight: int, way: Way
                 ) -> float:
     """The closed form where weight gradients may wait."""
     waits = [stage.weight if stage.trains else 0.0 for stage in stages]

@@ -1,11 +1,11 @@
 """How many microbatches are in flight, and whose weight gradients may wait, where both are auto. Pure.
 
-More microbatches in flight hide messages and uneven stages; more postponed products fill the bubble at the end of a
+More microbatches in flight hide messages and uneven stages; more deferred products fill the bubble at the end of a
 batch. Both cost memory. The choice simulates the schedule and takes what is fastest within a multiple of the memory
 that 1F1B needs for the same stages:
 
     in flight    1F1B's limit p, or up to 2 p
-    postponed    per stage, as many microbatches as the rest of the memory holds, and the fastest step uses
+    deferred    per stage, as many microbatches as the rest of the memory holds, and the fastest step uses
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StageLoad:
     """One stage, with one microbatch's times in any unit, and bytes in any other.
 
     fixed: bytes that do not depend on the schedule: parameters, gradients, optimizer states, the process. graph: what a
-    microbatch keeps between forward and backward. operands: what its postponed products keep.
+    microbatch keeps between forward and backward. operands: what its deferred products keep.
     """
 
     forward: float
@@ -80,10 +80,10 @@ def _best(stages: tuple[StageLoad, ...], policy: Policy, memory: float, rule: Li
     found = [(made.seconds, _needs(stages, made, rule), rule)]
     for share, in_flight in product((1.0, (1.0 + memory) / 2, memory), in_flights):
         cap = share * largest
-        limits = Limits(in_flight=in_flight, postponed=tuple(
+        limits = Limits(in_flight=in_flight, deferred=tuple(
             _affordable(stage, cap, max(1, in_flight - place), 2 * depth) for place, stage in enumerate(stages)))
         made = _simulated(stages, policy, limits)
-        limits = replace(limits, postponed=tuple(-(-most // _UNIT) for most in made.most_queued_bytes))  # what is used
+        limits = replace(limits, deferred=tuple(-(-most // _UNIT) for most in made.most_queued_bytes))  # what is used
         needs = _needs(stages, made, limits)
         if needs <= cap:
             found.append((made.seconds, needs, limits))
@@ -94,11 +94,11 @@ def _best(stages: tuple[StageLoad, ...], policy: Policy, memory: float, rule: Li
 def _needs(stages: Sequence[StageLoad], made: Simulated, limits: Limits) -> float:
     """Bytes of the stage that needs most."""
     return max(stage.fixed + stored * stage.graph + waiting * stage.operands for stage, stored, waiting in zip(
-        stages, made.most_stored, limits.postponed, strict=True))
+        stages, made.most_stored, limits.deferred, strict=True))
 
 
 _UNIT = 1000
-"""Bytes that the simulation takes a microbatch's postponed products to keep."""
+"""Bytes that the simulation takes a microbatch's deferred products to keep."""
 
 
 def simulated_microbatches(num_stages: int) -> int:
@@ -116,7 +116,7 @@ def _simulated(stages: Sequence[StageLoad], policy: Policy, limits: Limits) -> S
                         alive_bytes=_UNIT, trains=stage.trains) for stage in stages]
     return simulate(times, simulated_microbatches(len(stages)), policy, limits.in_flight,
                     hop=_HOP * max(stage.forward for stage in stages),
-                    defer_bytes=[_UNIT * waiting for waiting in limits.postponed])
+                    defer_bytes=[_UNIT * waiting for waiting in limits.deferred])
 
 
 def _affordable(stage: StageLoad, cap: float, stored: int, most: int) -> int:

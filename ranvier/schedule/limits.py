@@ -10,12 +10,12 @@ from dataclasses import dataclass
 class Limits:
     """What a pipeline may have under way.
 
-    in_flight: microbatches of a replica between the first stage's forward and their return. postponed: per stage, the
+    in_flight: microbatches of a replica between the first stage's forward and their return. deferred: per stage, the
     microbatches whose weight-gradient products may wait.
     """
 
     in_flight: int
-    postponed: tuple[int, ...]
+    deferred: tuple[int, ...]
 
 
 def rule_limits(trains: Sequence[bool]) -> Limits:
@@ -25,10 +25,10 @@ def rule_limits(trains: Sequence[bool]) -> Limits:
     credit waits while one of them is busy: with 3 stages, 2 of them frozen, the simulator gives 0.70 of what the work
     allows at 3 in flight, and 0.89 at 5.
 
-    Postponed: stage i of p stores p - i graphs in its steady state, so with the products of i microbatches every stage
+    Deferred: stage i of p stores p - i graphs in its steady state, so with the products of i microbatches every stage
     keeps as much alive as the first one; the last stores one graph, and has room for one more. Nothing waits where no
     earlier stage does for a gradient.
     """
     depth = len(trains)
-    return Limits(in_flight=depth + sum(not each for each in trains), postponed=tuple(
+    return Limits(in_flight=depth + sum(not each for each in trains), deferred=tuple(
         stage + (0 < stage == depth - 1) if any(trains[:stage]) else 0 for stage in range(depth)))

@@ -67,13 +67,13 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
     hop: seconds of a message, or a function of (source, destination). transfer: seconds for which it keeps its edge
     busy before that, likewise; the next one waits. cores: stages that may compute at once. jitter: factor on the time
     of an action.
-    defer_bytes: bound on what postponed products keep alive, of all stages or of each; auto is that of `rule_limits`.
+    defer_bytes: bound on what deferred products keep alive, of all stages or of each; auto is that of `rule_limits`.
     """
     depth = len(stages)
     trained_below = [any(stage.trains for stage in stages[:index + 1]) for index in range(depth)]
     if defer_bytes == "auto":
-        postponed = rule_limits([stage.trains for stage in stages]).postponed
-        defer_bytes = [stage.alive_bytes * count for stage, count in zip(stages, postponed, strict=True)]
+        deferred = rule_limits([stage.trains for stage in stages]).deferred
+        defer_bytes = [stage.alive_bytes * count for stage, count in zip(stages, deferred, strict=True)]
     budgets = [defer_bytes] * depth if isinstance(defer_bytes, int) else defer_bytes
     schedules = [Schedule(stage=index, num_stages=depth, num_microbatches=num_microbatches, policy=policy,
                           in_flight=in_flight, training=training, defer_bytes=budgets[index]) for index in range(depth)]

@@ -27,10 +27,10 @@ from torch.utils._pytree import tree_leaves
 
 from ranvier.errors import ConfigError
 
-Place = Literal["device", "host"]
+MemoryPlace = Literal["device", "host"]
 """Whether a storage counts as device or as host memory, wherever it is."""
-Kind = tuple[Place, str]
-"""Place and category of a storage."""
+StorageKind = tuple[MemoryPlace, str]
+"""MemoryPlace and category of a storage."""
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -47,16 +47,16 @@ class MemoryTracker(TorchDispatchMode):
 
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self)
-        self._counted: dict[weakref.ref[torch.UntypedStorage], tuple[Kind, int]] = {}
-        self._live: Counter[Kind] = Counter()
-        self._peaks: dict[Place, dict[str, int]] = {}
-        self._new: Kind = ("device", "activations")
+        self._counted: dict[weakref.ref[torch.UntypedStorage], tuple[StorageKind, int]] = {}
+        self._live: Counter[StorageKind] = Counter()
+        self._peaks: dict[MemoryPlace, dict[str, int]] = {}
+        self._new: StorageKind = ("device", "activations")
         # A storage may be freed in any thread, between any two instructions: its callback does one atomic append, and
         # the tracker's own thread subtracts. Every sum does so first, so no peak includes freed bytes.
         self._dead: deque[weakref.ref[torch.UntypedStorage]] = deque()
         self.reset_peak()
 
-    def tag(self, tensors: Iterable[Tensor], category: str, *, place: Place = "device") -> None:
+    def tag(self, tensors: Iterable[Tensor], category: str, *, place: MemoryPlace = "device") -> None:
         """Count the storages of `tensors` under `category` from now on, whatever their category was before.
 
         ConfigError for anything other than a tensor with a storage, and for an unknown place.
@@ -70,7 +70,7 @@ class MemoryTracker(TorchDispatchMode):
                 self._count(storage, (place, category))
 
     @contextlib.contextmanager
-    def category(self, category: str, *, place: Place = "device") -> Iterator[None]:
+    def category(self, category: str, *, place: MemoryPlace = "device") -> Iterator[None]:
         """Count new storages under `category` inside, instead of "activations". ConfigError for an unknown place."""
         _check(place, "MemoryTracker.category(place=...)")
         before, self._new = self._new, (place, category)
@@ -80,25 +80,25 @@ class MemoryTracker(TorchDispatchMode):
             self._new = before
 
     @property
-    def live(self) -> dict[Kind, int]:
+    def live(self) -> dict[StorageKind, int]:
         """Live bytes by (place, category), without empty categories."""
         while self._dead:
             kind, nbytes = self._counted.pop(self._dead.popleft())
             self._live[kind] -= nbytes
         return {kind: nbytes for kind, nbytes in self._live.items() if nbytes}
 
-    def peak_bytes(self, place: Place = "device") -> int:
+    def peak_bytes(self, place: MemoryPlace = "device") -> int:
         """The largest number of live bytes since the start or `reset_peak`. ConfigError for an unknown place."""
         return sum(self.at_peak(place).values())
 
-    def at_peak(self, place: Place = "device") -> dict[str, int]:
+    def at_peak(self, place: MemoryPlace = "device") -> dict[str, int]:
         """Bytes by category at the first moment of the highest total. ConfigError for an unknown place."""
         _check(place, "MemoryTracker.at_peak(place)")
         return dict(self._peaks[place])
 
     def reset_peak(self) -> None:
         """Start a new measurement: the live bytes are the peak so far."""
-        self._peaks = {place: self._now(place) for place in get_args(Place)}
+        self._peaks = {place: self._now(place) for place in get_args(MemoryPlace)}
 
     def __torch_dispatch__(self, func: Callable[..., object], types: Sequence[type], args: tuple[object, ...] = (),
                            kwargs: dict[str, object] | None = None) -> object:
@@ -115,7 +115,7 @@ class MemoryTracker(TorchDispatchMode):
                 self._count(storage, kind)
         return result
 
-    def _count(self, storage: torch.UntypedStorage, kind: Kind) -> None:
+    def _count(self, storage: torch.UntypedStorage, kind: StorageKind) -> None:
         known, known_bytes = self._counted.get(weakref.ref(storage), (kind, 0))
         nbytes = storage.nbytes()
         self._live[known] -= known_bytes
@@ -126,14 +126,14 @@ class MemoryTracker(TorchDispatchMode):
         if sum((now := self._now(place)).values()) > sum(self._peaks[place].values()):
             self._peaks[place] = now
 
-    def _now(self, place: Place) -> dict[str, int]:
+    def _now(self, place: MemoryPlace) -> dict[str, int]:
         return {category: nbytes for (at, category), nbytes in self.live.items() if at == place}
 
 
 def _check(place: str, where: str) -> None:
-    if place not in get_args(Place):
+    if place not in get_args(MemoryPlace):
         raise ConfigError("is not a place", where=where, value=place,
-                          remedy="Choose one of " + ", ".join(get_args(Place)) + ".")
+                          remedy="Choose one of " + ", ".join(get_args(MemoryPlace)) + ".")
 
 
 def _storages(tree: object) -> Iterator[torch.UntypedStorage]:

@@ -5,7 +5,7 @@
     columns/             the tensors that a block's own code computes with: each carries its layout over the columns
     splittable           the protocol of layers that can be split; boundaries: where layers and a block's code meet
     mesh, activations    the groups of rows and columns, and the layouts of the residual stream on them
-    weight_gradients     the queue of postponed weight gradients; postponed_linear: plain layers that use it
+    weight_gradients     the queue of deferred weight gradients; deferred_linear: plain layers that use it
 
 Imports go one way: layers -> split -> boundaries -> columns, splittable -> mesh -> activations.
 """

@@ -36,7 +36,7 @@ from ranvier.layout import Split, index_of, whole
 from ranvier.tensor.autograd import Function
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.own_part import own_part
-from ranvier.tensor.splittable import Kind, Layer, SplitHook, Splittable, feature_split
+from ranvier.tensor.splittable import ActivationKind, Layer, SplitHook, Splittable, feature_split
 
 Sharded = Literal["features", "tokens", "none"]
 """What of an activation the columns shard."""
@@ -70,8 +70,8 @@ class Adapter(Layer):
 
     magnitude_change: nn.Parameter | None
 
-    def __init__(self, like: Tensor, in_features: int, out_features: int, form: AdapterForm, *, takes: Kind,
-                 gives: Kind, units: int | None = None) -> None:
+    def __init__(self, like: Tensor, in_features: int, out_features: int, form: AdapterForm, *, takes: ActivationKind,
+                 gives: ActivationKind, units: int | None = None) -> None:
         super().__init__()
         self.form, self.takes, self.gives, self.units = form, takes, gives, units
         self.in_features, self.out_features = in_features, out_features
@@ -175,7 +175,7 @@ class SplitAdapter(Adapter):
         exchanged: Tensor = _Exchange.apply(u, self._mesh, self._sharded(self.takes), self._sharded(self.gives))
         return exchanged
 
-    def _sharded(self, kind: Kind) -> Sharded:
+    def _sharded(self, kind: ActivationKind) -> Sharded:
         if kind == "inner" or (kind == "stream" and self._mesh.activations.name == "hidden"):
             return "features"
         return "tokens" if kind == "stream" and self._mesh.activations.name == "sequence" else "none"

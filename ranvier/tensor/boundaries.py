@@ -36,7 +36,7 @@ from ranvier.tensor.columns import (
     refuse,
 )
 from ranvier.tensor.mesh import TensorMesh
-from ranvier.tensor.splittable import Kind
+from ranvier.tensor.splittable import ActivationKind
 
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -49,7 +49,7 @@ _REMEDIES = {
 }
 
 
-def sharded_dim(mesh: TensorMesh, kind: Kind, num_dims: int) -> int | None:
+def sharded_dim(mesh: TensorMesh, kind: ActivationKind, num_dims: int) -> int | None:
     """The dim that is sharded over columns of a `kind` of tensor with so many dims; None where it is replicated."""
     if kind in ("inner", "vocabulary") or (kind == "stream" and mesh.activations.name == "hidden"):
         return num_dims - 1
@@ -89,8 +89,8 @@ def own_hooks(module: _M) -> _M:
 # ---------------------------------------------------------------------- layers
 
 
-def guard_layer(module: nn.Module, mesh: TensorMesh, where: str, takes: Kind, gives: Kind, *, alone: bool,
-                vocab: int = 0) -> None:
+def guard_layer(module: nn.Module, mesh: TensorMesh, where: str, takes: ActivationKind, gives: ActivationKind, *,
+                alone: bool, vocab: int = 0) -> None:
     """Install hooks on a split layer: they check and strip the layouts of its inputs, and mark its outputs.
 
     alone: it is called with its own part, as a plain tensor. vocab: the whole vocabulary of a layer that gives a part
@@ -153,7 +153,7 @@ def _same_on_rows(mesh: TensorMesh, where: str) -> None:
                          remedy="Call every layer on every row, with no tokens (x[:0]) where a row has none for it.")
 
 
-def _as_taken(x: Tensor, layout: ColumnLayout | None, mesh: TensorMesh, kind: Kind, where: str) -> Tensor:
+def _as_taken(x: Tensor, layout: ColumnLayout | None, mesh: TensorMesh, kind: ActivationKind, where: str) -> Tensor:
     """A layer's input of any layout as a plain tensor of the layout that the layer takes."""
     if layout is None and (x.requires_grad or isinstance(x, nn.Parameter)):
         refuse("was given a parameter of another layer, or a tensor computed from one",
@@ -174,7 +174,7 @@ def _as_taken(x: Tensor, layout: ColumnLayout | None, mesh: TensorMesh, kind: Ki
     refuse(f"takes {_title(kind)}, and was given something else", shown.text(tuple(x.shape)), _REMEDIES[kind], where)
 
 
-def _title(kind: Kind) -> str:
+def _title(kind: ActivationKind) -> str:
     """A kind of tensor in messages."""
     return {"stream": "the residual stream", "inner": "activations between two Linears", "heads": "heads",
             "whole": "a replicated tensor"}[kind]

@@ -19,7 +19,7 @@ from ranvier.layout import Split
 from ranvier.tensor.activations import layout_of
 from ranvier.tensor.mesh import TensorMesh
 
-Kind = Literal["stream", "inner", "heads", "whole", "ids", "vocabulary", "same"]
+ActivationKind = Literal["stream", "inner", "heads", "whole", "ids", "vocabulary", "same"]
 """What a tensor is, which decides its layout over columns; see `ranvier.tensor.boundaries`. same: a layer of a user's
 own that declares nothing returns what it was given."""
 Constraint = tuple[str, int, str, int]
@@ -56,9 +56,9 @@ class Splittable(Protocol):
 class Layer(nn.Module):
     """Base of the layers of `ranvier.tensor.layers`: each has the methods of `Splittable`."""
 
-    takes: Kind = "stream"
+    takes: ActivationKind = "stream"
     """What its input is."""
-    gives: Kind = "stream"
+    gives: ActivationKind = "stream"
     """What its output is."""
 
     def splits(self, settings: TensorParallel) -> dict[str, Split]:

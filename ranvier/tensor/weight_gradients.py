@@ -1,4 +1,4 @@
-"""The queue of postponed weight gradients of one stage, as in zero-bubble pipelines (Qi et al., 2023).
+"""The queue of deferred weight gradients of one stage, as in zero-bubble pipelines (Qi et al., 2023).
 
     y = x W^T + b        forward
     dx = dy W            backward, at once: the stage before waits for it
@@ -21,7 +21,7 @@ from ranvier.schedule.schedule import Product
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Operands:
-    """One postponed product and its operands, which stay alive for it."""
+    """One deferred product and its operands, which stay alive for it."""
 
     parameters: Sequence[nn.Parameter]
     """Parameters whose gradients the product adds to; they may belong to different chunks."""
@@ -31,7 +31,7 @@ class _Operands:
 
 
 class WeightGradients:
-    """The postponed products of one stage, in order, and the switch that decides whether products are postponed.
+    """The deferred products of one stage, in order, and the switch that decides whether products are deferred.
 
     chunk_of: the chunk of gradients that a parameter belongs to.
     on_queued, on_added: called with each parameter that a product adds to, when the product is queued and when its
@@ -45,7 +45,7 @@ class WeightGradients:
         self._fresh: list[_Operands] | None = None
         self._in_pass = False
         self.forward_bytes = 0
-        """Bytes that postponing the products of all forward passes since the last reset would keep alive."""
+        """Bytes that deferring the products of all forward passes since the last reset would keep alive."""
 
     def backward_pass(self, microbatch: int, backward: Callable[[], None], defer: bool) -> list[Product]:
         """Run `backward`. With `defer` its products wait under (microbatch, number); returns their descriptions."""
@@ -66,13 +66,13 @@ class WeightGradients:
         return self._in_pass
 
     @property
-    def postpones(self) -> bool:
-        """Whether products of this backward pass are postponed."""
+    def defers(self) -> bool:
+        """Whether products of this backward pass are deferred."""
         return self._fresh is not None
 
     def add(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor],
             add_gradients: Callable[..., None], *, at_once: bool = False) -> None:
-        """Postpone `add_gradients(*tensors)`, which adds to the gradients of `parameters`, or (at_once) call it now.
+        """Defer `add_gradients(*tensors)`, which adds to the gradients of `parameters`, or (at_once) call it now.
 
         A layer's backward calls this.
         """
@@ -84,7 +84,7 @@ class WeightGradients:
                 self._on_queued(parameter)
 
     def run(self, microbatch: int, product: int) -> None:
-        """Compute one postponed product and release its operands."""
+        """Compute one deferred product and release its operands."""
         operands = self._waiting.pop((microbatch, product))
         operands.add_gradients(*operands.tensors)
         for parameter in operands.parameters:

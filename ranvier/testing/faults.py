@@ -45,9 +45,9 @@ from ranvier.comm.protocol import Backend, Group, Reduction, Transport, Work
 from ranvier.errors import ConfigError
 from ranvier.world import World
 
-Kind = Literal["kill", "stop", "delay", "slow", "drop", "corrupt", "allocation", "disk"]
+FaultKind = Literal["kill", "stop", "delay", "slow", "drop", "corrupt", "allocation", "disk"]
 """See above."""
-KINDS: tuple[Kind, ...] = get_args(Kind)
+KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 """All kinds of faults."""
 _OF_MESSAGES = ("delay", "drop", "corrupt")
 _OF_PROCESSES = ("kill", "stop", "disk")
@@ -69,7 +69,7 @@ class Fault:
     limit_bytes: size beyond which files cannot grow; smaller ones, such as a log, can still be written.
     """
 
-    kind: Kind
+    kind: FaultKind
     rank: int
     call: int | None = None
     message: int | None = None
@@ -135,10 +135,10 @@ def parse(text: str) -> Fault:
             raise _invalid(f"{key} is not a {'whole ' if convert is int else ''}number", text) from None
     if "rank" not in found:
         raise _invalid("needs a rank", text)
-    return Fault(kind=cast(Kind, kind), **found)  # Fault refuses other kinds
+    return Fault(kind=cast(FaultKind, kind), **found)  # Fault refuses other kinds
 
 
-def random_fault(draw: random.Random, size: int, *, kinds: Sequence[Kind] = KINDS, calls: int = 1000,
+def random_fault(draw: random.Random, size: int, *, kinds: Sequence[FaultKind] = KINDS, calls: int = 1000,
                  seconds: float = 10.0) -> Fault:
     """A random fault of one of `kinds` on one of `size` ranks, drawn with `draw`.
 

@@ -1,5 +1,5 @@
 """Public name of the memory tracker, which runs use, too: see `ranvier.system.memory_tracker`."""
 
-from ranvier.system.memory_tracker import Kind, MemoryTracker, Place
+from ranvier.system.memory_tracker import MemoryPlace, MemoryTracker, StorageKind
 
-__all__ = ["Kind", "MemoryTracker", "Place"]
+__all__ = ["MemoryPlace", "MemoryTracker", "StorageKind"]

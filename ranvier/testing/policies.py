@@ -88,11 +88,11 @@ def check_run(run: Simulated, stages: list[StageTimes], num_microbatches: int, p
         queued = {(action.microbatch, product) for action in actions if action.kind == "B" and action.defer
                   for product in range(stages[stage].products)}
         ran = [(action.microbatch, action.product) for action in actions if action.kind == "W"]
-        assert len(ran) == len(queued) and set(ran) == queued, f"postponed products got lost or ran twice; {text}"
+        assert len(ran) == len(queued) and set(ran) == queued, f"deferred products got lost or ran twice; {text}"
         for product in range(stages[stage].products):
             order = [microbatch for microbatch, which in ran if which == product]
             assert order == sorted(order), f"products of one weight ran out of microbatch order; {text}"
-        assert policy.defers or not queued, f"postponed although the policy does not; {text}"
+        assert policy.defers or not queued, f"deferred although the policy does not; {text}"
         allowed = policy.stored(limit, stage, len(stages))
         assert run.most_stored[stage] <= allowed, f"{run.most_stored[stage]} stored, at most {allowed} allowed; {text}"
         assert run.most_queued_bytes[stage] <= defer_bytes, \

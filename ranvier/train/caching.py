@@ -120,18 +120,18 @@ class Caching:
         times = self._times(samples)
         if not self._agree(times is not None):  # all were hits, which others have written; or nothing could be written
             return
-        verdict = decide("auto", frozen_layers=self._runtime.frozen, times=times, remaining_reads=self._reads,
+        decision = decide("auto", frozen_layers=self._runtime.frozen, times=times, remaining_reads=self._reads,
                          num_samples=min(len(self._data.train), self._reads))
-        if self._agree(verdict.pays):
+        if self._agree(decision.pays):
             return
         cache = self._open_cache
         if cache.counts.upgraded > self._before.upgraded:
             cache.writes = False
             self._say(f"outputs of the layers frozen before are read, and those of the new ones are not kept: "
-                      f"{verdict.why}")
+                      f"{decision.why}")
             return
         self._refused_at = self._runtime.frozen
-        self._say(f"cache off: {verdict.why}")
+        self._say(f"cache off: {decision.why}")
         self._runtime.engine.use_cache(None, 0)
 
     def _times(self, samples: Tensor) -> Times | None:

@@ -12,7 +12,7 @@ import torch
 
 from ranvier.comm.board import Board, call_with_timeout, read_actions
 from ranvier.comm.edges import invalid_message
-from ranvier.comm.message import Kind, Message, checksum
+from ranvier.comm.message import Message, MessageKind, checksum
 from ranvier.config.resolve import ResolvedRun
 from ranvier.errors import MessageTimeout, TransportError
 from ranvier.mesh import Mesh
@@ -72,7 +72,7 @@ class CommandChannel:
         assert self._world.rank == 0
         data = torch.frombuffer(bytearray(json.dumps(command).encode()), dtype=torch.uint8)
         for rank in range(first, self._world.size):
-            self._transport.send(rank, Message(Kind.ORDER, 0, 0, {"": data, "checksum": checksum(data)}))
+            self._transport.send(rank, Message(MessageKind.ORDER, 0, 0, {"": data, "checksum": checksum(data)}))
         self._transport.progress()
 
     def wait(self, timeout_seconds: float) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class CommandChannel:
             message = self._next(timeout_seconds)
         finally:
             board.close()
-        if message.kind is not Kind.ORDER:
+        if message.kind is not MessageKind.ORDER:
             raise TransportError("is not a command", where=f"message from rank {message.source}", value=str(message),
                                  remedy="Give all ranks one version of Ranvier.")
         data = message.tensors[""].cpu()

@@ -69,7 +69,7 @@ class Guards:
         self._tell(_note(step, result, cause))
         if self._guard.bad_step == "stop":
             self._stop(step, result, cause, publish)
-        if self._in_a_row >= self._guard.most_bad_steps:
+        if self._in_a_row >= self._guard.max_bad_steps:
             self._stop(step, result, cause, publish, f", the {_ordinal(self._in_a_row)} bad step in a row")
         if self._guard.bad_step == "skip":
             return step

@@ -22,17 +22,17 @@ from ranvier.cost.count import device_bytes_of_stages, laid_out
 from ranvier.cost.device_overhead import with_overhead
 from ranvier.cost.memory import RankMemory, remedies, too_large
 from ranvier.cost.memory_table import memory_table
-from ranvier.elastic.auto_pipe import Place as StagePlace
+from ranvier.elastic.auto_pipe import CandidateStage
 from ranvier.elastic.mesh_candidates import StageMemory
 from ranvier.errors import OutOfMemory, RanvierError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.planner.problems import problems
 from ranvier.system.machine import available_memory_bytes
-from ranvier.system.memory_tracker import MemoryTracker, Place
+from ranvier.system.memory_tracker import MemoryPlace, MemoryTracker
 from ranvier.world import World
 
-_WORKING = ("activations", "postponed", "workspace", "messages", "arriving")
+_WORKING = ("activations", "deferred", "workspace", "messages", "arriving")
 
 
 def check_fits(run: ResolvedRun, world: World) -> ResolvedRun:
@@ -100,7 +100,7 @@ class Measured:
         self._tracker = MemoryTracker() if wanted and device.type == "cpu" else None
         if self._tracker is not None:
             found = engine.tensors()
-            for place in get_args(Place):
+            for place in get_args(MemoryPlace):
                 for category, tensors in found.get(place, {}).items():
                     self._tracker.tag(tensors, category, place=place)
 
@@ -110,7 +110,7 @@ class Measured:
 
     def facts(self, checkpoints: Checkpoints) -> dict[str, dict[str, int]]:
         """{"device": {category: bytes}, "host": {...}} at the peak. What is neither parameters, gradients, states nor
-        buckets is "working": activations, postponed operands, workspace, messages, small sums on their way."""
+        buckets is "working": activations, deferred operands, workspace, messages, small sums on their way."""
         found = self._engine.memory()
         lasting = sum(found["device"].values())
         peak = torch.cuda.max_memory_allocated(self._device) if self._tracker is None else self._tracker.peak_bytes()
@@ -198,13 +198,13 @@ class MemoryBudget:
 
     def stage_memory(self) -> StageMemory:
         """What cuts of other meshes must fit into."""
-        def needed(mesh: Mesh, samples: int, microbatch_size: int) -> Callable[[StagePlace], int] | None:
+        def needed(mesh: Mesh, samples: int, microbatch_size: int) -> Callable[[CandidateStage], int] | None:
             there = on_mesh(replace(self.first, batch=replace(self.first.batch, global_size=samples)), mesh)
             return self.stage_bytes(replace(there, batch=replace(there.batch, microbatch_size=microbatch_size)))
 
         return StageMemory(limit_bytes=self.device_bytes, needed=needed)
 
-    def stage_bytes(self, run: ResolvedRun) -> Callable[[StagePlace], int] | None:
+    def stage_bytes(self, run: ResolvedRun) -> Callable[[CandidateStage], int] | None:
         """What a rank of a stage that might be would need of its device. None where ranks are judged together, which
         hardly depends on the cut, and where `run` cannot be at all."""
         if self.device_bytes is None or problems(run):

@@ -100,8 +100,8 @@ def settings_text(run: ResolvedRun, engine: Engine, world: World, data: Prepared
         **({"padding": data.padding} if data.padding else {}),
         "batch": f"{run.batch.global_size} {unit} in microbatches of {run.batch.microbatch_size}",
         "pipeline": f"{run.pipeline.policy}, at most {engine.in_flight} microbatches in flight"
-                    + (f", weight gradients of {', '.join(map(str, engine.limits.postponed))} deferred"
-                       if any(engine.limits.postponed) and run.pipeline.defer_bytes == "auto" else "")
+                    + (f", weight gradients of {', '.join(map(str, engine.limits.deferred))} deferred"
+                       if any(engine.limits.deferred) and run.pipeline.defer_bytes == "auto" else "")
                     + ("" if run.memory.recompute == "none" else f", checkpoints: {run.memory.recompute}"),
         **({"tensor mesh": tensor_text(run)} if run.mesh.stage_size > 1 else {}),
         "optimizer": optimizer_text(run),

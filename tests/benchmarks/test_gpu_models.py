@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks.gpu.models import devices, launches, nccl, run_ahead, streams
-from ranvier.comm.message import Kind, Message
+from ranvier.comm.message import Message, MessageKind
 from ranvier.comm.nccl_transport import NcclTransport
 from ranvier.errors import TransportError
 from ranvier.schedule.policies import policy_named
@@ -86,7 +86,7 @@ def test_what_the_transport_refuses():
         transport = nccl._transport(0, [queue.SimpleQueue()], NcclTransport)
         transport.connect([], [], 1 << 16)
         with pytest.raises(TransportError, match=r"edge 0 -> 1 of 'pipeline'.*is not connected"):
-            transport.send(1, Message(Kind.CREDIT, 1, 0))
+            transport.send(1, Message(MessageKind.CREDIT, 1, 0))
         assert transport.poll() == [] and transport.wait(0.0) is None and transport.flush(1.0)
         transport.close()
         for call in (transport.poll, lambda: transport.wait(0.0), lambda: transport.send(1, None)):
@@ -116,7 +116,7 @@ def test_a_peer_that_is_lost_is_told_to_the_waiting_thread_and_beside_it():
         transport = NcclTransport(Host(0, [queue.SimpleQueue() for _ in range(2)]), torch.device("cpu"), rising=group,
                                   falling=group, on_lost=lost.append)
         transport.connect([], [1], 1 << 16)
-        transport.send(1, Message(Kind.CREDIT, 1, 0))
+        transport.send(1, Message(MessageKind.CREDIT, 1, 0))
         with pytest.raises(TransportError, match="is gone"):
             transport.wait(20.0)
         transport._threads[0].join(20.0)

@@ -26,9 +26,9 @@ def test_more_room_is_never_slower():
 
 
 def test_budgets_are_those_of_each_rank():
-    rules = shares.Rules(name="", in_flight=3, postponed=(1, 2), head=True, cut=2)
+    rules = shares.Rules(name="", in_flight=3, deferred=(1, 2), head=True, cut=2)
     assert shares.step(EVEN, rules, 8).most_queued_bytes <= (20, 40)
-    nothing = shares.step(EVEN, replace(rules, postponed=(0, 0)), 8)
+    nothing = shares.step(EVEN, replace(rules, deferred=(0, 0)), 8)
     assert nothing.most_queued_bytes == (0, 0) and nothing.share < shares.step(EVEN, rules, 8).share
 
 

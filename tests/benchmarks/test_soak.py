@@ -95,7 +95,7 @@ def test_a_start_that_ends_is_gone(tmp_path):
     assert not start.wait_until(lambda: False, 30)
 
 
-# ---------------------------------------------------------------------- verdicts
+# ---------------------------------------------------------------------- results
 
 
 @pytest.fixture

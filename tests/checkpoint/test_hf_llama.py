@@ -203,7 +203,7 @@ def test_configurations_that_are_refused(change, message):
 def test_defaults_of_transformers_hold_for_keys_that_are_missing():
     read_as = {kind: form_of_type(kind).read(DOCUMENT | dict(model_type=kind))[0] for kind in hf_llama.LLAMA_FORMS}
     assert read_as["mistral"].window == 4096 and read_as["llama"].window is None
-    assert read_as["qwen3"].head_width == 128 and read_as["gemma"].tied and not read_as["llama"].tied
+    assert read_as["qwen3"].head_dim == 128 and read_as["gemma"].tied and not read_as["llama"].tied
     assert read_as["gemma2"].full_every == 2 and read_as["gemma2"].attention_softcap == 50
     assert read_as["olmo2"].norm_epsilon == 1e-5 and read_as["qwen2"].bias == "qkv"
     assert read_as["llama"].sequence == 2048 and read_as["llama"].max_positions == 4096

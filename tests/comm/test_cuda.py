@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from ranvier.comm.message import Kind, Message
+from ranvier.comm.message import Message, MessageKind
 from ranvier.launch import mpiexec
 from ranvier.testing.ranks import run_processes
 from ranvier.world import World
@@ -27,15 +27,15 @@ def messages(world: World) -> bool:
     sizes = [10, 1_000_000, 0, 3, 5_000_000, 100]
     for number, size in enumerate(sizes):
         tensor = torch.full((size,), float(number), device=device)
-        transport.send(other, Message(Kind.FORWARD, 0, number, {"": tensor}, frozenset({""})))
+        transport.send(other, Message(MessageKind.FORWARD, 0, number, {"": tensor}, frozenset({""})))
         tensor.fill_(-1.0)
-        transport.send(other, Message(Kind.CREDIT, 1, number))
+        transport.send(other, Message(MessageKind.CREDIT, 1, number))
     for number, size in enumerate(sizes):
         arrived = conformance.receive(transport)
-        assert (arrived.kind, arrived.microbatch, arrived.requires_grad) == (Kind.FORWARD, number, {""})
+        assert (arrived.kind, arrived.microbatch, arrived.requires_grad) == (MessageKind.FORWARD, number, {""})
         assert arrived.tensors[""].numel() == size and (size == 0 or arrived.tensors[""].is_cuda)
         assert (arrived.tensors[""] == number).all()
-        assert conformance.receive(transport).kind == Kind.CREDIT
+        assert conformance.receive(transport).kind == MessageKind.CREDIT
     assert transport.wait(0.01) is None
     transport.flush()
     return True

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranvier.comm import message as wire
-from ranvier.comm.message import Kind, Message, decode, encode, encode_head, encoded_bytes, pack, total_bytes
+from ranvier.comm.message import Message, MessageKind, decode, encode, encode_head, encoded_bytes, pack, total_bytes
 from ranvier.errors import TransportError
 
 DTYPES = list(wire._DTYPES.values())
@@ -29,7 +29,7 @@ def messages(draw):
     named = draw(st.dictionaries(st.text(max_size=8), tensors(), max_size=5))
     wanted = frozenset(name for name in named if draw(st.booleans()))
     numbers = st.integers(-2**31, 2**31 - 1)
-    return Message(draw(st.sampled_from(Kind)), draw(numbers), draw(numbers), named, wanted)
+    return Message(draw(st.sampled_from(MessageKind)), draw(numbers), draw(numbers), named, wanted)
 
 
 def check(actual: Message, sent: Message) -> None:
@@ -133,11 +133,11 @@ def test_forged_heads_are_refused():
     assert decode(forged(text, total=total), 0).tensors == {}
     for wrong in (dict(total=total - 1), dict(total=2**40), dict(total=-1), dict(total=total, kind=99),
                   dict(total=2**62, length=2**32 - 1)):
-        with pytest.raises(ValueError, match=r"message|Kind"):
+        with pytest.raises(ValueError, match=r"message|MessageKind"):
             decode(forged(text, **wrong), 0)
 
 
 def test_a_dtype_that_cannot_travel_is_named():
     with pytest.raises(TransportError, match=r"forward of microbatch 7: has a tensor of a dtype that messages "
                                              r"cannot carry \(got torch.complex64\)\. Convert it to one of float64, "):
-        encode(Message(Kind.FORWARD, 0, 7, {"x": torch.ones(1, dtype=torch.complex64)}))
+        encode(Message(MessageKind.FORWARD, 0, 7, {"x": torch.ones(1, dtype=torch.complex64)}))

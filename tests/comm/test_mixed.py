@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.programs import Program, on_one_rank
-from ranvier.comm.message import Kind, Message
+from ranvier.comm.message import Message, MessageKind
 from ranvier.comm.mixed_backend import MixedBackend
 from ranvier.config.resolve import resolve
 from ranvier.config.rules import problems
@@ -36,7 +36,7 @@ def large_message(world: World) -> bool:
     transport, _ = conformance.everyone(world, "pipe", 1000)
     group = world.backend.group("together", [range(world.size)])
     if world.rank == 0:
-        transport.send(1, Message(Kind.FORWARD, 1, 0, {"": torch.ones(4_000_000)}))
+        transport.send(1, Message(MessageKind.FORWARD, 1, 0, {"": torch.ones(4_000_000)}))
     else:
         assert transport.wait(20.0) is not None
     group.all_reduce(torch.ones(3)).wait()

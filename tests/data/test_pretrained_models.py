@@ -130,7 +130,7 @@ def test_without_onnx_an_error_names_the_extra(monkeypatch):
 
 def test_a_dinov2_out_of_onnx_computes_the_same(tmp_path):
     model = peer("Dinov2Model", torch.float32, **DINOV2)
-    write_dinov2(read_graph(exported(model), "file"), tmp_path, prefix="backbone.", head_width=8)
+    write_dinov2(read_graph(exported(model), "file"), tmp_path, prefix="backbone.", head_dim=8)
     found = Pretrained(tmp_path)
     assert (found.config.heads, found.config.image_size, found.config.intermediate) == (3, 12, 48)
     images = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(0))
@@ -138,11 +138,11 @@ def test_a_dinov2_out_of_onnx_computes_the_same(tmp_path):
     assert (features(found, images) - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize(("head_width", "prefix"), [(7, "backbone."), (8, "elsewhere.")])
-def test_what_is_no_dinov2(tmp_path, head_width, prefix):
+@pytest.mark.parametrize(("head_dim", "prefix"), [(7, "backbone."), (8, "elsewhere.")])
+def test_what_is_no_dinov2(tmp_path, head_dim, prefix):
     graph = read_graph(exported(peer("Dinov2Model", torch.float32, **DINOV2)), "file")
     with pytest.raises(DataError, match="is not a DINOv2 that torch has exported"):
-        write_dinov2(graph, tmp_path, prefix=prefix, head_width=head_width)
+        write_dinov2(graph, tmp_path, prefix=prefix, head_dim=head_dim)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -166,7 +166,7 @@ def test_states_travel_to_stages_that_do_not_train():
     assert found(given, 1, 3).seconds == 1 + 1 + 1 + 1 + 3
 
 
-def test_nothing_is_postponed_where_no_stage_before_waits_for_a_gradient():
+def test_nothing_is_deferred_where_no_stage_before_waits_for_a_gradient():
     """The credit comes after the whole backward, and waits while stage 1 computes: with three microbatches in flight
     stage 0 waits 3 s for it after the first three, and with two more, as auto has it, it does not."""
     given = situation(pipe=3, forward_seconds=(3.0, 3.0, 1.0), backward_seconds=(6.0, 6.0, 2.0), samples=6,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ranvier.comm.message import Kind
+from ranvier.comm.message import MessageKind
 from ranvier.errors import MessageTimeout, TransportError
 from ranvier.mesh import Mesh
 from ranvier.testing.faults import faulty, parse
@@ -37,7 +37,7 @@ def test_an_order_that_has_changed_on_its_way_is_none():
 def test_what_is_no_order(monkeypatch):
     def change(orders):
         send = orders._transport.send
-        orders._transport.send = lambda rank, message: send(rank, replace(message, kind=Kind.STATE))
+        orders._transport.send = lambda rank, message: send(rank, replace(message, kind=MessageKind.STATE))
 
     with pytest.raises(TransportError, match="is not a command"):
         order(change)

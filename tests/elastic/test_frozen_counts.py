@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ranvier.block import freeze, frozen_prefix
-from ranvier.comm.message import Kind
+from ranvier.comm.message import MessageKind
 from ranvier.config.run import Optim, Pipeline
 from ranvier.data.lm import Sequences
 from ranvier.data.loader import Loader
@@ -38,7 +38,7 @@ def counted(frozen, boundaries, **options):
         sent, stored, send, forward = Counter(), [0], engine._connections.transport.send, engine._stage.forward
 
         def counting_send(destination, message):
-            if message.kind in (Kind.BACKWARD, Kind.CREDIT):
+            if message.kind in (MessageKind.BACKWARD, MessageKind.CREDIT):
                 sent[message.kind.name] += 1
             send(destination, message)
 

@@ -38,8 +38,8 @@ def test_costs_follow_measured_ones():
 
 
 def test_a_prediction_is_the_measured_time_scaled_as_the_model_is():
-    verdict = asked(Ledger())
-    assert verdict.entry.seconds_after == pytest.approx(0.345)
+    decision = asked(Ledger())
+    assert decision.entry.seconds_after == pytest.approx(0.345)
 
 
 def test_the_line_of_a_log():
@@ -60,10 +60,10 @@ def test_the_line_of_a_log():
     dict(model_before=0.0), dict(model_after=nan), dict(seconds_before=inf), dict(model_before=inf),
     dict(model_after=0.0), dict(seconds_before=-1.0)], ids=str)
 def test_what_cannot_be_judged_is_refused(settings):
-    verdict = asked(Ledger(), **settings)
-    assert not verdict.pays
-    assert verdict.text.startswith("pipe 4 x data 1 -> pipe 2 x data 2 cannot be judged: a step takes ")
-    assert verdict.text.endswith(" s were predicted")
+    decision = asked(Ledger(), **settings)
+    assert not decision.pays
+    assert decision.text.startswith("pipe 4 x data 1 -> pipe 2 x data 2 cannot be judged: a step takes ")
+    assert decision.text.endswith(" s were predicted")
 
 
 def test_an_entry_in_words():
@@ -84,18 +84,18 @@ ledgers = st.lists(st.tuples(st.integers(0, 10**12), st.none() | st.floats(0.0, 
 
 @given(ledgers, st.floats(), st.floats(), st.floats(), st.integers(0, 10**6), st.integers(0, 10**12))
 def test_yes_only_where_the_gain_is_larger_than_the_cost(ledger, before, model_before, model_after, steps, moved):
-    verdict = asked(ledger, seconds_before=before, model_before=model_before, model_after=model_after,
+    decision = asked(ledger, seconds_before=before, model_before=model_before, model_after=model_after,
                     remaining_steps=steps, moved_bytes=moved)
-    if verdict:
+    if decision:
         gain = (before - before * (model_after / model_before)) * steps
         assert gain > ledger.expected_cost(moved) and gain > 0
-    assert "\n" not in verdict.text
+    assert "\n" not in decision.text
 
 
 @given(ledgers, positive, st.floats(0.01, 0.9), st.integers(0, 1000))
 def test_yes_wherever_it_is(ledger, before, share, steps):
-    verdict = asked(ledger, seconds_before=before, model_before=1.0, model_after=share, remaining_steps=steps)
-    assert verdict.pays == ((before - before * share) * steps > ledger.expected_cost(0))
+    decision = asked(ledger, seconds_before=before, model_before=1.0, model_after=share, remaining_steps=steps)
+    assert decision.pays == ((before - before * share) * steps > ledger.expected_cost(0))
 
 
 @given(ledgers, st.integers(0, 10**9), st.integers(0, 10**9))

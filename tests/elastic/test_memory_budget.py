@@ -11,7 +11,7 @@ import torch
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Batch, Data, Elastic, Launch, Memory, Optim, Pipeline, Train, Transformer
 from ranvier.cost.count import device_bytes_of_stages, laid_out
-from ranvier.elastic.auto_pipe import Place
+from ranvier.elastic.auto_pipe import CandidateStage
 from ranvier.mesh import Mesh
 from ranvier.train import elasticity, memory
 from ranvier.train.memory import MemoryBudget, device_bytes
@@ -83,7 +83,7 @@ def test_on_rows_and_columns_a_stage_needs_no_less():
 
 
 def test_stages_are_judged_alone_on_devices_only(sentences):
-    place = Place(data=1, pipe=2, stage=0, start=0, stop=4, num_microbatches=8, microbatch_size=2)
+    place = CandidateStage(data=1, pipe=2, stage=0, start=0, stop=4, num_microbatches=8, microbatch_size=2)
     run = small(sentences)
     assert MemoryBudget(first=run, frozen=0).stage_bytes(run) is None
     needed = MemoryBudget(first=run, frozen=0, device_bytes=1).stage_bytes(run)

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ranvier.checkpoint.state import pieces_held
-from ranvier.comm.message import Kind
+from ranvier.comm.message import MessageKind
 from ranvier.config.run import Optim, Pipeline, TensorParallel
 from ranvier.data.lm import Sequences
 from ranvier.data.loader import Loader
@@ -283,7 +283,7 @@ class Meddling:
 
         def meddled(destination, message):
             changed = message
-            if message.kind is Kind.STATE and not done:
+            if message.kind is MessageKind.STATE and not done:
                 done.append(True)
                 changed = self.change(message)
             if changed is not None:

@@ -11,16 +11,16 @@ import torch
 from torch.distributed import HashStore
 
 import ranvier
-from benchmarks.gpu.models.devices import JOBS, sights
+from benchmarks.gpu.models.devices import JOBS, ranks
 from ranvier.errors import ConfigError, LaunchError
 from ranvier.launch import start as launch
 from ranvier.launch.cuda_environment import cuda_defaults
-from ranvier.launch.devices import choose_devices, exchange, see
+from ranvier.launch.devices import choose_devices, exchange, visible_devices
 from ranvier.launch.launchers import Started
 from ranvier.mesh import Mesh
 from tests.fake_cuda import BareCall, FakeCuda
 
-BY_NAME = {job.name: sights(job) for job in JOBS}
+BY_NAME = {job.name: ranks(job) for job in JOBS}
 TORCHRUN, GPUS_PER_TASK = BY_NAME["torchrun, 4 ranks, 4 devices"], BY_NAME["srun --gpus-per-task=1, 4 tasks a node"]
 
 
@@ -43,7 +43,7 @@ def test_a_machine_without_devices_among_others_is_an_error_on_every_rank():
 
 def test_cuda_that_is_set_and_not_there():
     with pytest.raises(ConfigError, match="needs a device for each of the 4 ranks of this machine, which has 2"):
-        choose_devices([replace(sight, setting="cuda") for sight in BY_NAME["4 ranks, 2 devices"]])
+        choose_devices([replace(seen, setting="cuda") for seen in BY_NAME["4 ranks, 2 devices"]])
 
 
 @pytest.mark.parametrize(("field", "value", "kind", "text"), [
@@ -81,17 +81,17 @@ def test_a_rank_that_never_starts_is_named():
 
 def test_what_a_process_sees():
     with FakeCuda(devices=2):
-        found = see(rank=3, local_rank=1, local_size=2, setting="auto", transport="auto")
+        found = visible_devices(rank=3, local_rank=1, local_size=2, setting="auto", transport="auto")
         assert found.devices == ("GPU-0", "GPU-1")
-        assert not see(rank=3, local_rank=1, local_size=2, setting="cpu", transport="auto").devices
-    assert not see(rank=3, local_rank=1, local_size=2, setting="auto", transport="auto").devices
+        assert not visible_devices(rank=3, local_rank=1, local_size=2, setting="cpu", transport="auto").devices
+    assert not visible_devices(rank=3, local_rank=1, local_size=2, setting="auto", transport="auto").devices
 
 
 def test_a_rank_takes_its_device_before_it_connects(monkeypatch):
     """Rank 1 of 2 computes on device 1 from the start, also where a library names no device."""
     monkeypatch.setattr(launch, "_open_store", lambda started, seconds: (None, HashStore()))
-    monkeypatch.setattr(launch, "exchange", lambda sight, size, store: [
-        replace(sight, rank=0, local_rank=0), sight])
+    monkeypatch.setattr(launch, "exchange", lambda seen, size, store: [
+        replace(seen, rank=0, local_rank=0), seen])
     connected = []
     monkeypatch.setattr(launch, "_connect", lambda started, transport, collectives, place, *rest: connected.append(
         (transport, place, torch.cuda.current_device())) or (type("Backend", (), {"rank": 1, "size": 2})(), None))

@@ -39,7 +39,7 @@ def test_memory_counts_adapters_only(method):
         assert with_adapters.device["gradients"] == 4 * trained < without.device["gradients"] / 5
         assert with_adapters.device["moments"] == 8 * trained
         assert with_adapters.device["parameters"] == without.device["parameters"] + 4 * trained
-        assert with_adapters.device["postponed"] == 0
+        assert with_adapters.device["deferred"] == 0
 
 
 def test_the_kept_activations_are_less_without_weight_gradients():
@@ -54,7 +54,7 @@ def test_a_step_has_no_products_for_frozen_weights():
     found, plain = Work().stages(run), Work().stages(whole)
     for block, before in zip(found[0], plain[0], strict=True):
         if block.num_trainable:
-            assert before.weight_share == 1.0 and before.postpones and not block.postpones
+            assert before.weight_share == 1.0 and before.defers and not block.defers
             assert 0.001 < block.weight_share < (0.4 if "attention" in block.name else 0.2)
     costs = [run_cost(run, cluster, found), run_cost(whole, cluster, plain)]
     assert costs[0].seconds < 0.95 * costs[1].seconds

@@ -30,7 +30,7 @@ from tests.tensor.split_parity import (
     token_batches,
 )
 
-SIZES = dict(family="llama", hidden=36, heads=12, kv_heads=4, head_width=4, intermediate=48, vocab=61, sequence=8,
+SIZES = dict(family="llama", hidden=36, heads=12, kv_heads=4, head_dim=4, intermediate=48, vocab=61, sequence=8,
              bias="all")
 LORA = Lora(rank=3, alpha=5.0, targets=("attention.*", "mlp.*"), dropout=0.1)
 DORA = replace(LORA, method="dora")

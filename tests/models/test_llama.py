@@ -14,7 +14,7 @@ from ranvier.block import initialise
 from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.config.run import Transformer
 from ranvier.errors import ConfigError
-from ranvier.models.llama import LLAMA, flops_per_sequence, head_width, llama, problems
+from ranvier.models.llama import LLAMA, flops_per_sequence, head_dim, llama, problems
 from ranvier.pipeline.block_costs import block_costs
 from ranvier.testing.families import check_family
 from tests.hf_peers import assert_gradients, blocks_of, forward, gradients_as_ours, peer, relative, saved
@@ -111,7 +111,7 @@ def test_settings_are_read_back(models):
         pretrained = Pretrained(models(name)[1])
         document = pretrained.form.write(pretrained.config, "tokens")
         again, _ = pretrained.form.read(document)
-        wanted, found = (replace(one, max_positions=None, sequence=8, head_width=head_width(one))
+        wanted, found = (replace(one, max_positions=None, sequence=8, head_dim=head_dim(one))
                          for one in (pretrained.config, again))
         assert found == wanted
 
@@ -119,7 +119,7 @@ def test_settings_are_read_back(models):
 # ---------------------------------------------------------------------- counts
 
 SMALL = dict(family="llama", num_layers=2, hidden=24, heads=6, kv_heads=2, intermediate=40, vocab=61, sequence=12)
-VARIANTS = [{}, dict(kv_heads=6), dict(head_width=8, tied=True, qk_norm="head"), dict(bias="all", qk_norm="all"),
+VARIANTS = [{}, dict(kv_heads=6), dict(head_dim=8, tied=True, qk_norm="head"), dict(bias="all", qk_norm="all"),
             dict(norms="both", window=4, full_every=2), dict(norms="after", norm_offset=1)]
 
 
@@ -140,7 +140,7 @@ def test_keeps_the_protocol(changed):
 
 def test_starts_and_first_loss():
     """Projections into the residual stream start smaller, norms at one, and the first loss is that of guessing."""
-    config = Transformer(**SMALL | dict(hidden=96, head_width=16, bias="all", qk_norm="head"))
+    config = Transformer(**SMALL | dict(hidden=96, head_dim=16, bias="all", qk_norm="head"))
     model = llama(config)
     blocks = {name: build() for name, build in model.blocks.items()}
     for name, block in blocks.items():
@@ -158,7 +158,7 @@ def test_starts_and_first_loss():
 
 @pytest.mark.parametrize(("changed", "message"), [
     (dict(heads=5, kv_heads=None), r"model\.heads: does not divide model\.hidden 24 \(got 5\)\. Set --model\.heads 4"),
-    (dict(heads=8, kv_heads=None), r"model\.head-width: is odd, and rotary embeddings turn pairs .*head-width 4"),
+    (dict(heads=8, kv_heads=None), r"model\.head-dim: is odd, and rotary embeddings turn pairs .*head-dim 4"),
     (dict(kv_heads=4), r"model\.kv-heads: does not divide model\.heads 6 \(got 4\)\. Set --model\.kv-heads 3"),
     (dict(rope_scaling="yarn"), r"model\.rope-positions: is missing, and model\.rope-scaling yarn needs it"),
     (dict(rope_limits=(4, 1)), r"model\.rope-limits: must rise"),

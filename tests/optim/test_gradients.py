@@ -195,7 +195,7 @@ def test_a_chunk_waits_for_all_blocks_that_use_it():
     assert len(group.reduced) == 2
 
 
-def test_a_chunk_waits_for_postponed_products():
+def test_a_chunk_waits_for_deferred_products():
     one, two = spec("a", 0), spec("b", 1)
     gradients, group, _ = make([one, two])
     gradients.queued(two.parameter)
@@ -303,7 +303,7 @@ def watch(events):
 @pytest.mark.parametrize("defer_bytes", [0, 1 << 30])
 @pytest.mark.parametrize("pipe", [1, 2])
 def test_chunks_are_reduced_while_others_are_computed(pipe, defer_bytes):
-    """The first before the last backward has ended, or the last postponed product has run."""
+    """The first before the last backward has ended, or the last deferred product has run."""
     found = {}
 
     def work(engine):

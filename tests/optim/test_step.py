@@ -75,11 +75,11 @@ def train(world, mesh, optim, dtype, apart):
                 spec.parameter.grad += part(step, block, spec.name.partition(".")[2], at) * updater.loss_factor
             updater.gradients.block_passed(block)
             updater.progress()
-        verdict = updater.average() if apart else updater.finish()
+        status = updater.average() if apart else updater.finish()
         if apart:
             gradients.append({spec.name: spec.parameter.grad.clone() for spec in specs})
-            updater.apply(verdict)
-        norms.append(verdict.norm)
+            updater.apply(status)
+        norms.append(status.norm)
         updater.wait()
     return norms, gradients, {spec.name: spec.parameter.detach() for spec in specs}
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ranvier.comm.board import Board, call_with_timeout, find_silent_ranks, read_actions
-from ranvier.comm.message import Kind
+from ranvier.comm.message import MessageKind
 from ranvier.config.run import Pipeline
 from ranvier.errors import MessageTimeout, ModelError, RanvierError, TransportError
 from ranvier.mesh import Mesh
@@ -93,7 +93,7 @@ def test_a_backward_that_raises(mesh):
     assert re.search(r"actions so far: F0 (F1 )?(F2 )?B0 (F1|F2|F3) >B1<", text), text
 
 
-def test_a_postponed_product_that_raises(monkeypatch):
+def test_a_deferred_product_that_raises(monkeypatch):
     def broken(self, microbatch, product):
         raise ValueError("no product")
 
@@ -163,7 +163,7 @@ def quick_board(monkeypatch):
 
 def test_a_forward_that_never_comes(quick_board):
     """`pipe 1 waits 31 s for the forward of microbatch 5 from pipe 0, which is in backward 2`, and all the others."""
-    text = timeout(Mesh(pipe=2), points([[1] * 3]), losing(Kind.FORWARD, 2),
+    text = timeout(Mesh(pipe=2), points([[1] * 3]), losing(MessageKind.FORWARD, 2),
                    pipeline=Pipeline(in_flight=4, policy="gpipe"))
     assert text.startswith("Engine(timeout_seconds=...): a message did not come\n")
     assert re.search(r"\npipe 1 waits \d s for the forward of microbatch 2 from pipe 0, which is in a wait for the "
@@ -177,7 +177,7 @@ def test_a_gap_between_messages_is_noticed_at_once():
     with pytest.raises(TransportError, match=r"messages from pipe 0: the forward of microbatch 1 is lost: that of 2 "
                                              r"came first\. Go on with Checkpoints"):
         on_mesh(partial(chain, *[Plain] * 4), Mesh(pipe=2), lambda engine: (
-            losing(Kind.FORWARD, 1)(engine), engine.forward_backward(share(engine, points([[1] * 3])))),
+            losing(MessageKind.FORWARD, 1)(engine), engine.forward_backward(share(engine, points([[1] * 3])))),
             pipeline=Pipeline(in_flight=3, policy="gpipe"))
 
 
@@ -185,12 +185,12 @@ def test_a_gap_between_returns_is_noticed_at_once():
     with pytest.raises(TransportError, match=r"messages from pipe 1: the backward of microbatch 0 is lost: that of 1 "
                                              r"came first"):
         on_mesh(partial(chain, *[Plain] * 4), Mesh(pipe=2), lambda engine: (
-            losing(Kind.BACKWARD, 0)(engine), engine.forward_backward(share(engine, points([[1] * 3])))),
+            losing(MessageKind.BACKWARD, 0)(engine), engine.forward_backward(share(engine, points([[1] * 3])))),
             pipeline=Pipeline(in_flight=3, policy="gpipe"))
 
 
 def test_a_backward_that_never_comes(quick_board):
-    text = timeout(Mesh(pipe=3), points([[1] * 2]), losing(Kind.BACKWARD, 1))
+    text = timeout(Mesh(pipe=3), points([[1] * 2]), losing(MessageKind.BACKWARD, 1))
     assert re.search(r"pipe \d waits \d s for the backward of microbatch 1 from pipe \d, which is in ", text), text
     assert len(re.findall(r"^  pipe \d \(rank \d\): ", text, re.M)) == 2
 
@@ -213,7 +213,7 @@ def test_a_rank_that_computes_for_long(quick_board):
 
 def test_a_tied_gradient_that_never_comes(quick_board):
     make = partial(chain, *[Plain] * 4, tied=(("b0.linear.weight", "b3.linear.weight"),))
-    text = timeout(Mesh(pipe=2), points([[1] * 3]), losing(Kind.TIED_GRADIENT, 0), make=make)
+    text = timeout(Mesh(pipe=2), points([[1] * 3]), losing(MessageKind.TIED_GRADIENT, 0), make=make)
     assert re.search(r"pipe 0 waits \d s for the gradient of tied parameter b0.linear.weight from pipe 1", text)
 
 
@@ -221,7 +221,7 @@ def test_a_tied_value_that_never_comes(quick_board):
     make = partial(chain, *[Plain] * 4, tied=(("b0.linear.weight", "b3.linear.weight"),))
 
     def work(engine):
-        losing(Kind.TIED_VALUE, 0)(engine)
+        losing(MessageKind.TIED_VALUE, 0)(engine)
         for _ in range(2):
             engine.train_batch(share(engine, points([[1]])))
 

@@ -36,10 +36,10 @@ def load(forward=1.0, backward=1.0, weight=1.0, *, trains=True, fixed=10.0, grap
 
 
 def test_the_rule():
-    assert rule_limits([True]) == Limits(in_flight=1, postponed=(0,))
-    assert rule_limits([True] * 4) == Limits(in_flight=4, postponed=(0, 1, 2, 4))
-    assert rule_limits([False, True, True]) == Limits(in_flight=4, postponed=(0, 0, 3)), "nobody waits for stage 1"
-    assert rule_limits([False] * 2) == Limits(in_flight=4, postponed=(0, 0))
+    assert rule_limits([True]) == Limits(in_flight=1, deferred=(0,))
+    assert rule_limits([True] * 4) == Limits(in_flight=4, deferred=(0, 1, 2, 4))
+    assert rule_limits([False, True, True]) == Limits(in_flight=4, deferred=(0, 0, 3)), "nobody waits for stage 1"
+    assert rule_limits([False] * 2) == Limits(in_flight=4, deferred=(0, 0))
 
 
 def test_uneven_stages_have_more_in_flight():

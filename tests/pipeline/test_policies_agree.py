@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ranvier.comm.message import Kind
+from ranvier.comm.message import MessageKind
 from ranvier.comm.throttle import Link
 from ranvier.config.run import Pipeline
 from ranvier.mesh import Mesh
@@ -28,7 +28,7 @@ def settings(pipe):
 
 
 def tied_everywhere():
-    """Four linear layers of which three share one weight: the second, the third and the last, which never postpones."""
+    """Four linear layers of which three share one weight: the second, the third and the last, which never defers."""
     def linear(bias):
         return nn.Linear(4, 4, bias=bias)
 
@@ -81,7 +81,7 @@ class Watch:
 
     def __init__(self, engine: Engine) -> None:
         self.stored = self.queued_bytes = self.largest = 0
-        self.messages: list[Kind] = []
+        self.messages: list[MessageKind] = []
         self._stage, self._weights = engine._stage, engine._stage._weights
         self._wrap(self._stage, "forward", lambda outcome: outcome.deferrable_bytes)
         self._wrap(self._stage, "backward", lambda outcome: 0)
@@ -136,11 +136,11 @@ def test_queued_bytes_never_exceed_the_budget(make, defer_bytes):
     most = [watch.queued_bytes for watch in watches]
     assert max(most) <= defer_bytes
     if defer_bytes >= 800:
-        assert min(most) > 0, "nothing was postponed, so nothing was tested"
+        assert min(most) > 0, "nothing was deferred, so nothing was tested"
 
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=3)], ids=str)
-def test_auto_postpones_one_microbatch_where_a_stage_before_waits(mesh):
+def test_auto_defers_one_microbatch_where_a_stage_before_waits(mesh):
     first, *later = watched(residuals, cut_from_one_tensor(), mesh, pipeline=Pipeline(in_flight=4))
     assert first.queued_bytes == 0
     for watch in later:
@@ -161,9 +161,9 @@ def test_a_frozen_prefix_keeps_no_graph_and_gets_no_gradients():
 
     watches = watched(make, points([[1] * 5]), Mesh(pipe=4), pipeline=Pipeline(boundaries=(2, 4, 6)))
     assert [watch.stored for watch in watches[:2]] == [0, 0]
-    assert [watch.messages.count(Kind.FORWARD) for watch in watches] == [5, 5, 5, 0]
-    assert [watch.messages.count(Kind.CREDIT) for watch in watches] == [0, 5, 5, 0]
-    assert [watch.messages.count(Kind.BACKWARD) for watch in watches] == [0, 0, 0, 5]
+    assert [watch.messages.count(MessageKind.FORWARD) for watch in watches] == [5, 5, 5, 0]
+    assert [watch.messages.count(MessageKind.CREDIT) for watch in watches] == [0, 5, 5, 0]
+    assert [watch.messages.count(MessageKind.BACKWARD) for watch in watches] == [0, 0, 0, 5]
     assert watches[2].queued_bytes == 0, "nobody waits for the gradient of what enters stage 2"
     assert watched(make, points([[1] * 5]), Mesh(pipe=4), pipeline=Pipeline(boundaries=(2, 4, 6),
                                                                             defer_bytes=HUGE))[2].queued_bytes > 0
@@ -178,13 +178,13 @@ def test_evaluation_keeps_nothing():
     watches = gradients_on(residuals, points([[1]]), Mesh(pipe=3), also=work).others
     # gradients_on runs one training microbatch afterwards
     assert all(watch.stored <= 1 for watch in watches)
-    assert [watch.messages.count(Kind.CREDIT) for watch in watches] == [0, 9, 9]
+    assert [watch.messages.count(MessageKind.CREDIT) for watch in watches] == [0, 9, 9]
 
 
 def test_with_a_frozen_stage_in_the_middle_gradients_pass():
     watches = watched(lambda: frozen(residuals(), of_blocks(2, 3, 4, 5)), points([[1] * 3]), Mesh(pipe=4),
                       pipeline=Pipeline(boundaries=(2, 4, 6)))
-    assert [watch.messages.count(Kind.BACKWARD) for watch in watches] == [0, 3, 3, 3]
+    assert [watch.messages.count(MessageKind.BACKWARD) for watch in watches] == [0, 3, 3, 3]
     assert watches[1].queued_bytes == watches[2].queued_bytes == 0
 
 

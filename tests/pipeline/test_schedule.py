@@ -85,7 +85,7 @@ def test_hop_times_starve_a_pipeline_as_deep_as_its_limit(in_flight, idle):
     assert run.bubble_fraction == pytest.approx(idle, abs=5e-4)
 
 
-def test_postponed_products_fill_the_waits():
+def test_deferred_products_fill_the_waits():
     wanted = simulate([EQUAL] * 4, 16, MessageDriven(), 4, hop=0.3, defer_bytes=1)
     without = simulate([EQUAL] * 4, 16, MessageDriven(), 4, hop=0.3)
     assert 48 / wanted.seconds == pytest.approx(0.86, abs=5e-3)
@@ -104,7 +104,7 @@ def text(run, stage):
     ("gpipe", 2, "F0 F1 F2 F3 B0 B1 B2 B3", "F0 F1 F2 F3 B0 B1 B2 B3"),
 ])
 def test_actions_of_small_cases(policy, room, first, second):
-    """Two equal stages, four microbatches, two in flight; `room` postponed microbatches fit."""
+    """Two equal stages, four microbatches, two in flight; `room` deferred microbatches fit."""
     run = simulate([EQUAL] * 2, 4, policy_named(policy), 2, defer_bytes=room)
     assert (text(run, 0), text(run, 1)) == (first, second)
 
@@ -169,7 +169,7 @@ def test_the_oldest_products_run_first_where_a_backward_has_no_room():
     assert one.queued_bytes == 0 and run_next(one, "B", products=[]).defer
 
 
-def test_a_backward_that_never_fits_empties_the_queue_and_postpones_nothing():
+def test_a_backward_that_never_fits_empties_the_queue_and_defers_nothing():
     one = stage(0, 2, defer_bytes=10)
     run_next(one, "F", expects_backward=True, deferrable_bytes=10)
     run_next(one, "F", expects_backward=True, deferrable_bytes=11)

@@ -1,6 +1,6 @@
 """A stage of several ranks acts in one order, whatever arrives when: fake row and column collectives under delays.
 
-Forwards, backwards and postponed products all hold collectives along the row and along the column. Each brings what it
+Forwards, backwards and deferred products all hold collectives along the row and along the column. Each brings what it
 is for (a kind and a microbatch), so that ranks that are not at the same place find out, and nobody waits for ever.
 """
 
@@ -165,7 +165,7 @@ def test_one_order_on_every_rank_of_a_stage(mesh, policy):
     check(mesh, Adversary(seed=mesh.size), pipeline=Pipeline(policy=policy, in_flight=2 * mesh.pipe))
 
 
-def test_postponed_products_and_uneven_replicas():
+def test_deferred_products_and_uneven_replicas():
     """W actions are decided by the leader too; replicas go their own ways."""
     orders = check(Mesh(data=2, pipe=2, col=2), Adversary(seed=5), [[2] * 6, [1]],
                    pipeline=Pipeline(defer_bytes=1 << 20, in_flight=4))

@@ -64,7 +64,7 @@ def test_gradients_through_transforms_are_torchs(transform, also):
         assert all(torch.equal(other.gradients[name], value) for name, value in first.gradients.items())
 
 
-def test_other_layers_still_postpone():
+def test_other_layers_still_defer():
     model = partial(chain, partial(nn.Linear, 4, 4), partial(Transformed, by_vmap), partial(nn.Linear, 4, 4),
                     partial(nn.Linear, 4, 4))
 
@@ -80,7 +80,7 @@ def test_other_layers_still_postpone():
 @pytest.mark.parametrize("options", [{}, {"optim": Optim(shard=True)}, {"optim": Optim(offload="stream")}],
                          ids=["torch", "sharded", "streamed"])
 def test_an_average_of_a_live_model_is_that_of_plain_torch(options):
-    """An EMA by torch's own AveragedModel, while weight gradients are postponed on every stage."""
+    """An EMA by torch's own AveragedModel, while weight gradients are deferred on every stage."""
     mesh, options = Mesh(data=2, pipe=2), options or {"optimizer": partial(torch.optim.AdamW, lr=1e-3)}
     batches = [points([[2, 1]] * 2, seed=seed) for seed in range(4)]
     model = partial(chain, *[partial(nn.Linear, 4, 4)] * 4)

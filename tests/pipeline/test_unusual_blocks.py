@@ -225,7 +225,7 @@ BLOCKS = [
                                               ("message-driven", Mesh(data=2, pipe=3))], ids=str)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_block(block, mesh, policy):
-    """In the middle of a chain, where its products are postponed."""
+    """In the middle of a chain, where its products are deferred."""
     assert_parity(partial(chain, Plain, block, Plain, Plain), points([[3, 2, 3]] * mesh.data), mesh,
                   pipeline=Pipeline(policy=policy),
                   optim=chunks_of(5))

@@ -1,4 +1,4 @@
-"""The queue of postponed products: their order, what they keep alive, and what is left after a failure."""
+"""The queue of deferred products: their order, what they keep alive, and what is left after a failure."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from ranvier.config.run import Pipeline
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.schedule.schedule import Product
-from ranvier.tensor.postponed_linear import PostponingForwards
+from ranvier.tensor.deferred_linear import DeferringForwards
 from ranvier.tensor.weight_gradients import WeightGradients
 from ranvier.testing.ranks import run_ranks
 from tests.pipeline.parity import points, squared
@@ -22,7 +22,7 @@ class Log:
         self.said = []
         self.queue = WeightGradients(chunk_of, lambda parameter: self.said.append(("queued", self.names[parameter])),
                                      lambda parameter: self.said.append(("added", self.names[parameter])))
-        self.forwards = PostponingForwards([block], others, self.queue)
+        self.forwards = DeferringForwards([block], others, self.queue)
         self.forwards.install()
 
 
@@ -36,7 +36,7 @@ def gradients(block):
             block.named_parameters()}
 
 
-def test_postponed_products_are_those_of_autograd():
+def test_deferred_products_are_those_of_autograd():
     x, plain, block = torch.randn(4, 3, dtype=torch.float64), linear_pair(), linear_pair()
     log = Log(block)
     plain(x).square().sum().backward()
@@ -53,7 +53,7 @@ def test_postponed_products_are_those_of_autograd():
         torch.testing.assert_close(gradients(block)[name], expected, rtol=1e-14, atol=0)
 
 
-def test_nothing_is_queued_where_nothing_is_postponed():
+def test_nothing_is_queued_where_nothing_is_deferred():
     log = Log(block := linear_pair())
     assert log.queue.backward_pass(0, block(torch.ones(1, 3).double()).sum().backward, defer=False) == []
     assert log.said == [] and len(log.queue) == 0

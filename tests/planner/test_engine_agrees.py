@@ -100,12 +100,12 @@ def agree(policy, in_flight, defer_bytes, delays):
                     pipeline=Pipeline(policy=policy.name, in_flight=in_flight, boundaries=(1, 2),
                                       defer_bytes=defer_bytes))
     recorded = [{label: (stop - start) * 1e-9 for label, start, stop in stage} for stage in found]
-    postponed = any(label.startswith("W") for stage in recorded for label in stage)
-    assert postponed == (policy.defers and defer_bytes == "auto")
+    deferred = any(label.startswith("W") for stage in recorded for label in stage)
+    assert deferred == (policy.defers and defer_bytes == "auto")
     assert {edge: len(each) for edge, each in delays.items()} == dict.fromkeys(LATENCY, 16)
     second = {edge: iter(each[8:]) for edge, each in delays.items()}
-    stages = [StageTimes(forward=1.0, backward=1.0, weight=postponed, alive_bytes=alive)
-              for postponed, alive in ((0.0, 1), (float(postponed), 1), (0.0, 0))]  # a model's last block never waits
+    stages = [StageTimes(forward=1.0, backward=1.0, weight=deferred, alive_bytes=alive)
+              for deferred, alive in ((0.0, 1), (float(deferred), 1), (0.0, 0))]  # a model's last block never waits
     simulated = simulate(stages, 8, policy_named(policy), limit, hop=lambda *edge: next(second[edge]),
                          jitter=lambda stage, action: recorded[stage][str(action)], defer_bytes=defer_bytes)
     for stage, actions in enumerate(simulated.actions):

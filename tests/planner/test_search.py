@@ -395,7 +395,7 @@ def test_the_table_tells_apart_what_it_ranks():
     searched = ("microbatch", "precision", "scheme")
     many = search(replace(TINY, mesh=Mesh(col=4)), load_cluster("h100"), 4, searched)
     assert {"precision", "scheme"} <= headers(many) and "s measured" not in headers(many)
-    assert {"precision", "scheme", "postponed", "s the run"}.isdisjoint(
+    assert {"precision", "scheme", "deferred", "s the run"}.isdisjoint(
         headers(search(TINY, load_cluster("h100"), 1, ("mesh", "microbatch"))))
     described = [report.describe(found.run) for found in many.best]
     assert len(set(described)) == len(described)

@@ -118,7 +118,7 @@ def test_a_layer_is_the_sum_of_its_parts(scheme, row, col, checkpointed):
 def test_a_llamas_products_receive_what_is_predicted(scheme, row, col):
     """Queries, keys and values are one product, and so are gate and up."""
     sizes = Sizes(batch=6, sequence=12, hidden=36, heads=12, vocab=36)
-    config = Transformer(family="llama", hidden=36, heads=12, kv_heads=4, head_width=6, intermediate=48)
+    config = Transformer(family="llama", hidden=36, heads=12, kv_heads=4, head_dim=6, intermediate=48)
     meter = Meter(scheme, row, col)
     with torch.device("meta"):
         attention, mlp = (meter.split(block) for block in (llama.Attention(config, None, sizes.dtype),
@@ -233,7 +233,7 @@ def test_kept_weights_are_gathered_once_a_step(row, col, keep):
 @pytest.mark.parametrize("stationary", ["output", "input"])
 @pytest.mark.parametrize(("scheme", "row", "col"), [("stationary", 2, 3), ("stationary", 1, 4), ("stationary", 3, 1),
                                                     ("megatron-sequence", 1, 4), ("megatron", 1, 4), ("summa", 2, 2)])
-def test_postponed_weight_gradients_receive_no_more(scheme, row, col, stationary):
+def test_deferred_weight_gradients_receive_no_more(scheme, row, col, stationary):
     """An input-stationary product gathers dy in the backward, once for both gradients; an output-stationary one gathers
     x when its weight gradient is computed."""
     into, out = (4, 1) if stationary == "input" else (1, 4)

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from ranvier.comm.message import Kind
+from ranvier.comm.message import MessageKind
 from ranvier.config.run import Memory, Pipeline, Transformer
 from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
@@ -91,7 +91,7 @@ def test_on_all_axes(mesh, scheme, kind):
 
 @pytest.mark.parametrize(("rows", "cols", "scheme", "kind"), covering(
     [(2, 2, "stationary"), (2, 2, "summa"), (1, 2, "sequence"), (1, 1, "stationary")], KINDS))
-def test_checkpointed_and_postponed(rows, cols, scheme, kind):
+def test_checkpointed_and_deferred(rows, cols, scheme, kind):
     mesh = Mesh(pipe=2, row=rows, col=cols)
     assert_as_one_process(kind, mesh, scheme=scheme, memory=Memory(recompute=1))
     assert_as_one_process(kind, mesh, scheme=scheme, pipeline=Pipeline(defer_bytes=1 << 40))
@@ -139,7 +139,7 @@ def test_a_frozen_prefix_on_two_stages(kind, boundaries, backward):
 
         transport.send = watched
         engine.forward_backward(share(engine, batches))
-        return sent.count(Kind.BACKWARD)
+        return sent.count(MessageKind.BACKWARD)
 
     _, last = on_mesh(lambda: change(make(kind, num_layers=2)), mesh, work, pipeline=Pipeline(boundaries=boundaries))
     assert last == backward

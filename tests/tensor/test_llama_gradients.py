@@ -17,15 +17,15 @@ from tests.tensor.split_parity import SEED, TOLERANCE, assert_parity, legal, on_
 
 SIZES = dict(family="llama", hidden=36, heads=12, kv_heads=4, intermediate=48, vocab=61, sequence=8)
 KINDS = {
-    "llama": dict(kv_heads=2, rope_scaling="llama3", rope_factor=4.0, rope_positions=4, head_width=4),
-    "mistral": dict(kv_heads=6, window=3, head_width=6, dropout=0.1),
-    "qwen3": dict(kv_heads=4, qk_norm="head", head_width=4, tied=True, bias="qkv"),
-    "olmo2": dict(kv_heads=12, qk_norm="all", norms="after", head_width=2, rope_scaling="yarn", rope_factor=4.0,
+    "llama": dict(kv_heads=2, rope_scaling="llama3", rope_factor=4.0, rope_positions=4, head_dim=4),
+    "mistral": dict(kv_heads=6, window=3, head_dim=6, dropout=0.1),
+    "qwen3": dict(kv_heads=4, qk_norm="head", head_dim=4, tied=True, bias="qkv"),
+    "olmo2": dict(kv_heads=12, qk_norm="all", norms="after", head_dim=2, rope_scaling="yarn", rope_factor=4.0,
                   rope_positions=4),
     "gemma2": dict(kv_heads=6, norms="both", norm_offset=1, activation="gelu-tanh", embedding_scale="sqrt-hidden",
-                   tied=True, window=3, full_every=2, attention_softcap=5.0, logit_softcap=3.0, query_width=9.0,
-                   head_width=4),
-    "biased": dict(kv_heads=1, bias="all", activation="gelu", head_width=2, rope_scaling="linear", rope_factor=2.0),
+                   tied=True, window=3, full_every=2, attention_softcap=5.0, logit_softcap=3.0,
+                   query_pre_attn_scalar=9.0, head_dim=4),
+    "biased": dict(kv_heads=1, bias="all", activation="gelu", head_dim=2, rope_scaling="linear", rope_factor=2.0),
 }
 
 
@@ -76,7 +76,7 @@ def test_on_all_axes(mesh, scheme, kind):
     (1, 1, "stationary", "gemma2", dict(memory=Memory(recompute=1), pipeline=Pipeline(defer_bytes=1 << 40))),
     (2, 2, "stationary", "olmo2", dict(settings=TensorParallel(keep_weights=True))),
 ])
-def test_recomputed_postponed_and_kept(rows, cols, scheme, kind, options):
+def test_recomputed_deferred_and_kept(rows, cols, scheme, kind, options):
     assert_as_one_process(kind, Mesh(pipe=2, row=rows, col=cols), scheme=scheme, **options)
 
 

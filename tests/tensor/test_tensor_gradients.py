@@ -131,20 +131,20 @@ def test_gradients_agree_to_the_bit_whatever_arrives_when(scheme):
 @pytest.mark.parametrize(("mesh", "settings"), covering(
     [Mesh(row=2, col=2), Mesh(pipe=2, row=2, col=3), Mesh(pipe=2, row=2)],
     [{}, {"scheme": "summa"}, {"keep_weights": True}]), ids=str)
-def test_postponed_weight_gradients(mesh, settings):
-    def postponed(engine):
+def test_deferred_weight_gradients(mesh, settings):
+    def deferred(engine):
         inner, queue = engine._stage.weight, []
         engine._stage.weight = lambda *action: (queue.append(action), inner(*action))
         return queue
 
-    outcome = assert_parity(tiny_gpt, token_batches(mesh), mesh, settings=Settings(**settings), also=postponed,
+    outcome = assert_parity(tiny_gpt, token_batches(mesh), mesh, settings=Settings(**settings), also=deferred,
                             pipeline=Pipeline(defer_bytes=HUGE))
-    assert all(outcome.others), "nothing was postponed, so nothing was tested"
+    assert all(outcome.others), "nothing was deferred, so nothing was tested"
 
 
 @pytest.mark.parametrize(("mesh", "scheme"), [(Mesh(pipe=2, col=2), "megatron"), (Mesh(pipe=2, col=2), "sequence"),
                                               (Mesh(col=4), "megatron"), (Mesh(col=2), "stationary")], ids=str)
-def test_postponed_weight_gradients_on_columns_alone(mesh, scheme):
+def test_deferred_weight_gradients_on_columns_alone(mesh, scheme):
     """They are added to gradients where those lie."""
     assert_parity(tiny_gpt, token_batches(mesh), mesh, scheme=scheme,
                   pipeline=Pipeline(defer_bytes=HUGE, boundaries=None))

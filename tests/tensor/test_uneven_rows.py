@@ -111,7 +111,7 @@ BATCHES = [[Microbatch(ids, ids[:, 0] % 3, torch.arange(2) + 10 * number) for nu
 @pytest.mark.parametrize("checkpoint", quick(1, ["none", 1]))
 @pytest.mark.parametrize(("defer_bytes", "pipe"), [(0, 1), (1 << 40, 1), (1 << 40, 2)])
 def test_in_the_engine(keep, checkpoint, defer_bytes, pipe):
-    """Recomputed, with weights that stay gathered, and with postponed weight gradients: all rows have as many."""
+    """Recomputed, with weights that stay gathered, and with deferred weight gradients: all rows have as many."""
     outcome = gradients_on(routed, BATCHES, Mesh(pipe=pipe, row=2, col=2), settings=TensorParallel(keep_weights=keep),
                            memory=Memory(recompute=checkpoint), pipeline=Pipeline(defer_bytes=defer_bytes))
     reference = Reference(copy.deepcopy(routed()), seed=SEED, dtype=torch.float64)

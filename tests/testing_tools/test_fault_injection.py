@@ -14,7 +14,7 @@ import torch
 
 import ranvier
 from ranvier.comm import edges
-from ranvier.comm.message import Kind, Message
+from ranvier.comm.message import Message, MessageKind
 from ranvier.config.run import Pipeline
 from ranvier.errors import ConfigError, MessageTimeout, TransportError
 from ranvier.launch.mpiexec import mpi_available
@@ -91,7 +91,7 @@ def test_without_a_fault_nothing_changes(case):
 
 
 def numbered(number: int, tensor: torch.Tensor) -> Message:
-    return Message(Kind.FORWARD, 0, number, {"": tensor})
+    return Message(MessageKind.FORWARD, 0, number, {"": tensor})
 
 
 def sends(world: World, *faults: str, count: int = 6, size: int = 2) -> list:
@@ -141,7 +141,7 @@ def test_faults_that_are_aimed(fault, arrived):
         for number in range(5 if world.rank == 0 else 0):
             if number == 2:
                 world.backend.subset(1)
-            kind = Kind.STATE if number % 2 else Kind.FORWARD
+            kind = MessageKind.STATE if number % 2 else MessageKind.FORWARD
             transport.send(1, replace(numbered(number, torch.zeros(1)), kind=kind))
         if world.rank == 1:
             world.backend.subset(1)
@@ -178,7 +178,7 @@ def test_what_has_no_tensors_is_not_corrupted():
     def run(world):
         transport, _ = everyone(faulty(world, [parse("corrupt:rank=0,message=1,bit=31")]), "pipe")
         if world.rank == 0:
-            transport.send(1, Message(Kind.CREDIT, 0, 0))
+            transport.send(1, Message(MessageKind.CREDIT, 0, 0))
             transport.send(1, numbered(1, torch.ones(1)))
             transport.flush()
             return None
@@ -190,7 +190,7 @@ def test_what_has_no_tensors_is_not_corrupted():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.uint8], ids=str)
 def test_flipping_changes_one_bit_of_a_copy(dtype):
-    sent = Message(Kind.FORWARD, 0, 0, {
+    sent = Message(MessageKind.FORWARD, 0, 0, {
         "a": torch.arange(6).to(dtype).reshape(2, 3).T, "none": torch.empty(0), "b": torch.tensor(5).to(dtype)})
     before = [bits(tensor) for tensor in sent.tensors.values()]
     found = set()

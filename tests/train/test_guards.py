@@ -118,7 +118,7 @@ def test_what_does_not_come_again_is_called_odd():
 
 
 def test_skip_goes_on_until_too_many_in_a_row():
-    case = Case(bad_step="skip", most_bad_steps=3)
+    case = Case(bad_step="skip", max_bad_steps=3)
     assert [case.step(number, BAD) for number in (1, 2)] == [1, 2]
     assert case.told == ["bad-step"] * 2, "the step's numbers are told when their turn comes"
     assert case.step(3) == 3
@@ -145,7 +145,7 @@ def test_back_without_a_checkpoint_stops():
 
 def test_a_run_that_gets_no_further_ends():
     """Steps that are taken again are good, and still the run stands at the same place."""
-    case = Case(bad_step="rollback", most_bad_steps=3, checkpoints=[4, 4, 4])
+    case = Case(bad_step="rollback", max_bad_steps=3, checkpoints=[4, 4, 4])
     for number in (5, 6, 7, 5, 6, 7):
         assert case.step(number, BAD if number == 7 else None) == (4 if number == 7 else number)
     assert [case.step(number) for number in (5, 6)] == [5, 6]
@@ -153,7 +153,7 @@ def test_a_run_that_gets_no_further_ends():
 
 
 def test_a_run_that_gets_further_goes_on():
-    case = Case(bad_step="rollback", most_bad_steps=2, checkpoints=[4, 8, 8])
+    case = Case(bad_step="rollback", max_bad_steps=2, checkpoints=[4, 8, 8])
     for number, reached in ((7, 4), (9, 8), ):
         assert case.step(number, BAD) == reached
         for after in range(reached + 1, number + 2):

@@ -270,7 +270,7 @@ def test_the_legend_adds_up_to_a_hundred_per_cent():
         "forward": 34, "wait": 33, "reduce": 33}
 
 
-def test_what_a_rank_is_busy_with_is_no_waiting_for_a_verdict():
+def test_what_a_rank_is_busy_with_is_no_waiting_for_the_gradients_norm():
     """From the second step on."""
     def rank(world):
         timeline = Timeline()

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from benchmarks.memory.program import table
 from ranvier.errors import RanvierError
-from ranvier.launch.devices import Sight, choose_devices
+from ranvier.launch.devices import RankDevices, choose_devices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +45,9 @@ JOBS = (
     Job(name="2 nodes, one with a broken driver", visible=((0, 1), (0, 1), (), ()), local_size=2, wanted="error"))
 
 
-def sights(job: Job) -> list[Sight]:
+def ranks(job: Job) -> list[RankDevices]:
     """What the ranks of `job` see."""
-    return [Sight(rank=rank, local_rank=rank % job.local_size, local_size=job.local_size,
+    return [RankDevices(rank=rank, local_rank=rank % job.local_size, local_size=job.local_size,
                   machine=f"node {rank // job.local_size}", setting=job.setting, transport="auto", torch="2.11.0",
                   nccl="2.27.5", devices=tuple(f"GPU-{number}" for number in visible))
             for rank, visible in enumerate(job.visible)]
@@ -55,7 +55,7 @@ def sights(job: Job) -> list[Sight]:
 
 def choices(job: Job) -> list[str]:
     """The device that each rank has, by its UUID, "cpu", or "error"."""
-    seen = sights(job)
+    seen = ranks(job)
     try:
         chosen = choose_devices(seen).devices
     except RanvierError:

@@ -50,7 +50,7 @@ from torch import Tensor
 from benchmarks.memory.program import table
 from ranvier.comm import nccl_transport
 from ranvier.comm.edges import Edges
-from ranvier.comm.message import Kind, Message, decode
+from ranvier.comm.message import Message, MessageKind, decode
 from ranvier.comm.nccl_transport import NcclTransport
 
 PATIENCE_SECONDS = 60.0
@@ -328,7 +328,7 @@ def _run_rank(rank: int, steps: Sequence[Step], transport: NcclTransport, device
             case "send":
                 (peer,) = step.peers
                 tensor = torch.full((step.elements,), float(mine.sent[peer])).as_subclass(_OnDevice)
-                transport.send(peer, Message(Kind.FORWARD, 1, mine.sent[peer], {"": tensor}))
+                transport.send(peer, Message(MessageKind.FORWARD, 1, mine.sent[peer], {"": tensor}))
                 mine.sent[peer] += 1
             case "receive":
                 (peer,) = step.peers
@@ -401,7 +401,7 @@ def exchange(synchronizing: Sequence[int], kind: type[NcclTransport] = NcclTrans
             transport.connect([1 - rank], [1 - rank], 1 << 16)
             sent.wait()
             tensor = torch.ones(1000).as_subclass(_OnDevice)
-            transport.send(1 - rank, Message((Kind.FORWARD, Kind.BACKWARD)[rank], 1, 0, {"": tensor}))
+            transport.send(1 - rank, Message((MessageKind.FORWARD, MessageKind.BACKWARD)[rank], 1, 0, {"": tensor}))
             try:
                 while not transport._destinations[1 - rank].posted:
                     time.sleep(1e-4)

@@ -72,7 +72,7 @@ class _Stage:
         self.schedule = Schedule(
             stage=index, num_stages=pipeline.stages, num_microbatches=pipeline.microbatches, policy=policy,
             in_flight=limits.in_flight,
-            defer_bytes=limits.postponed[index] if policy.defers else 0)
+            defer_bytes=limits.deferred[index] if policy.defers else 0)
         self.index, self.host, self.ends = index, 0.0, [0.0]
         self.arriving: list[tuple[float, Literal["forward", "return"], int]] = []
         self.waiting = self.done = False

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from ranvier.checkpoint.hf.form import (
     Form,
-    Place,
+    TensorMapping,
     left_out,
     num_labels,
     numbered_labels,
@@ -22,7 +22,7 @@ from ranvier.config.run import Transformer
 from ranvier.models.bert import NORM_EPSILON, NUM_TYPES, num_classes
 
 
-def places(config: Transformer, head: str) -> dict[str, Place]:
+def places(config: Transformer, head: str) -> dict[str, TensorMapping]:
     """Our parameters, in our order, and where they are."""
     hidden, width = config.hidden, config.intermediate or 4 * config.hidden
     found = {"embedding.token.weight": same("bert.embeddings.word_embeddings.weight", config.vocab, hidden),

@@ -64,7 +64,7 @@ def export(run: Path, out: Path, *, dtype: str | None = None, shard_bytes: int =
     check_free(out)
     saved = newest_whole(run, tell)
     try:
-        source = Source(saved, dtype, ema=ema)
+        source = TrainedSource(saved, dtype, ema=ema)
         slots = source.slots()
         with new_folder(out, sum(slot.size_bytes for slot in slots)) as folder:
             found = tokenizer or (tokenizer_of(run, source) if source.config.family != "vit" else None)
@@ -91,7 +91,7 @@ def export_adapters(run: Path, out: Path, *, dtype: str | None = None, tell: Pro
     check_free(out)
     saved = newest_whole(run, tell)
     try:
-        source = Source(saved, dtype, ema=ema)
+        source = TrainedSource(saved, dtype, ema=ema)
         adapters = source.adapters
         if adapters is None:
             raise CheckpointError("has no adapters", where=f"checkpoint {saved.folder}",
@@ -110,7 +110,7 @@ def export_adapters(run: Path, out: Path, *, dtype: str | None = None, tell: Pro
         saved.close()
 
 
-def tokenizer_of(run: Path, source: Source) -> Path | None:
+def tokenizer_of(run: Path, source: TrainedSource) -> Path | None:
     """The tokenizer.json with which the checkpoint of `source` at `run` was trained, where it is still there."""
     about = source.saved.manifest.about
     named = source.named_tokenizer
@@ -146,7 +146,7 @@ def averages_in(saved: Saved) -> Mapping[str, SavedTensor]:
     return found
 
 
-class Source:
+class TrainedSource:
     """The parameters of a checkpoint of `ranvier train`, in the number format of the export.
 
     config: the model's settings; head: of the model; form: its names and layout in Hugging Face's format; dtype: of the
@@ -272,7 +272,7 @@ def _of_another_model(saved: Saved, what: str, value: object = None) -> Checkpoi
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def _write_weights(folder: Path, source: Source, parts: list[list[Slot]]) -> list[str]:
+def _write_weights(folder: Path, source: TrainedSource, parts: list[list[Slot]]) -> list[str]:
     """Write model.safetensors, or numbered shards and their index. Returns the names of the files."""
     ours = {there: (name, number) for name, place in source.places.items() for number, there in enumerate(place.names)}
 
@@ -292,14 +292,14 @@ def _write_weights(folder: Path, source: Source, parts: list[list[Slot]]) -> lis
     return files
 
 
-def _write_config(folder: Path, source: Source, ends: dict[str, object]) -> None:
+def _write_config(folder: Path, source: TrainedSource, ends: dict[str, object]) -> None:
     """Write config.json. ends: the tokens that begin and end texts."""
     dtype = str(source.dtype).removeprefix("torch.")  # under its old name and its new one
     _write_json(folder / "config.json", {**source.write_config(), **_labels(source), **ends,
                                          "torch_dtype": dtype, "dtype": dtype})
 
 
-def _labels(source: Source) -> dict[str, object]:
+def _labels(source: TrainedSource) -> dict[str, object]:
     """The names of the classes, if the run has written them into its checkpoints."""
     names, classes = source.saved.manifest.about.get("labels"), source.config.num_classes
     if source.head != "classes" or not isinstance(names, (list, tuple)) or len(names) != classes or not all(
@@ -312,7 +312,7 @@ def _write_json(path: Path, document: dict[str, object]) -> None:
     path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
-def _report(tell: Progress, source: Source, files: list[str], tokenizer: Path | None,
+def _report(tell: Progress, source: TrainedSource, files: list[str], tokenizer: Path | None,
             comparison: logits.Comparison) -> None:
     saved, config = source.saved, source.config
     name = next(name for name, dtype in DTYPES.items() if dtype is source.dtype)

@@ -8,7 +8,8 @@
     Llama        llama, mistral, qwen2, qwen3, gemma, gemma2, olmo2; llama.py: one block with settings
 
 "Here" and "ours" are Ranvier's names and layout, "there" are Hugging Face's. A form gives, for every parameter of ours,
-the tensors there that hold it (`Place`). All of this is linear, so gradients are converted by the same functions.
+the tensors there that hold it (`TensorMapping`). All of this is linear, so the same functions
+convert gradients.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _adapter = TypeAdapter(Transformer)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class TensorMapping:
     """Where a parameter is: names and shapes of its tensors there, its shape here. join: tensors there -> ours; part:
     the inverse."""
 
@@ -69,7 +70,7 @@ class Form:
     title: str
     family: str
     prefix: str
-    places: Callable[[Transformer, str], dict[str, Place]]
+    places: Callable[[Transformer, str], dict[str, TensorMapping]]
     read: Callable[[Mapping[str, object]], tuple[Transformer, list[str]]]
     write: Callable[[Transformer, str], dict[str, object]] | None
     keys: frozenset[str]
@@ -81,12 +82,12 @@ class Form:
     tied: Callable[[Transformer], Mapping[str, str]] = _no_ties
 
 
-def tensors_there(place: Place, tensor: Tensor) -> list[Tensor]:
+def tensors_there(place: TensorMapping, tensor: Tensor) -> list[Tensor]:
     """A parameter of ours, or its gradient, as the tensors `place.names`."""
     return [one.contiguous() for one in place.part(tensor)]
 
 
-def tensor_here(place: Place, tensors: Sequence[Tensor]) -> Tensor:
+def tensor_here(place: TensorMapping, tensors: Sequence[Tensor]) -> Tensor:
     """The inverse of `tensors_there`."""
     return place.join(tensors)
 
@@ -103,26 +104,26 @@ def finite(tensor: Tensor, name: str, where: Path) -> Tensor:
 # --- places ----------------------------------------------------------------------------------------------------------
 
 
-def same(name: str, *shape: int, there: tuple[int, ...] | None = None) -> Place:
+def same(name: str, *shape: int, there: tuple[int, ...] | None = None) -> TensorMapping:
     """A tensor that is equal here and there. there: its shape there, if that is another one."""
-    return Place(names=(name,), shapes=(there or shape,), shape=shape, join=partial(_reshaped, shape),
+    return TensorMapping(names=(name,), shapes=(there or shape,), shape=shape, join=partial(_reshaped, shape),
                  part=partial(_reshaped_one, there or shape))
 
 
-def transposed(name: str, *shape: int) -> Place:
+def transposed(name: str, *shape: int) -> TensorMapping:
     """A matrix that is transposed there."""
-    return Place(names=(name,), shapes=(shape[::-1],), shape=shape, join=_transposed, part=_transposed_one)
+    return TensorMapping(names=(name,), shapes=(shape[::-1],), shape=shape, join=_transposed, part=_transposed_one)
 
 
-def parts_of_heads(names: Sequence[str], heads: int, *shape: int) -> Place:
+def parts_of_heads(names: Sequence[str], heads: int, *shape: int) -> TensorMapping:
     """Three tensors of queries, keys and values there; here the rows of one head are together."""
-    return Place(names=tuple(names), shapes=((shape[0] // 3, *shape[1:]),) * 3, shape=shape,
+    return TensorMapping(names=tuple(names), shapes=((shape[0] // 3, *shape[1:]),) * 3, shape=shape,
                  join=partial(_heads_together, heads), part=partial(_heads_apart, heads))
 
 
-def scaled(name: str, scale: str, *shape: int) -> Place:
+def scaled(name: str, scale: str, *shape: int) -> TensorMapping:
     """A weight or bias whose rows are multiplied by another tensor there (a layer scale); here the product."""
-    return Place(names=(name, scale), shapes=(shape, shape[:1]), shape=shape, join=_scaled, part=_unscaled)
+    return TensorMapping(names=(name, scale), shapes=(shape, shape[:1]), shape=shape, join=_scaled, part=_unscaled)
 
 
 def _reshaped(shape: tuple[int, ...], tensors: Sequence[Tensor]) -> Tensor:
@@ -195,7 +196,7 @@ def read_settings(document: Mapping[str, object], sizes: Mapping[str, str],
             "norm_epsilon": "layer_norm_eps"} | {ours: key for key, ours in sizes.items()}
         raise ModelError(f"is invalid: {first['msg']}", where=f"{theirs.get(ours, ours)} in config.json",
                          value=first["input"], remedy="Take config.json from where the model comes from.") from error
-    if config.head_width is None and config.hidden % config.heads:
+    if config.head_dim is None and config.hidden % config.heads:
         key_of = {ours: key for key, ours in sizes.items()}
         raise ModelError(f"does not divide {key_of['hidden']} {config.hidden}", where=f"{key_of['heads']} in "
                          "config.json", value=config.heads, remedy="Take config.json from where the model comes from.")

@@ -11,12 +11,12 @@ from functools import partial
 
 from torch import Tensor
 
-from ranvier.checkpoint.hf.form import Form, Place, left_out, read_settings, same, transposed
+from ranvier.checkpoint.hf.form import Form, TensorMapping, left_out, read_settings, same, transposed
 from ranvier.config.run import Transformer
 from ranvier.errors import ModelError
 
 
-def places(config: Transformer, head: str = "tokens") -> dict[str, Place]:
+def places(config: Transformer, head: str = "tokens") -> dict[str, TensorMapping]:
     """Our parameters, in our order, and where they are."""
     hidden = config.hidden
     found = {"embedding.token.weight": same("transformer.wte.weight", config.vocab, hidden),
@@ -42,8 +42,8 @@ def places(config: Transformer, head: str = "tokens") -> dict[str, Place]:
                     "head.norm.bias": same("transformer.ln_f.bias", hidden)}
 
 
-def _qkv(name: str, heads: int, *shape: int) -> Place:
-    return Place(names=(name,), shapes=(shape[::-1],), shape=shape, join=partial(_heads_together, heads),
+def _qkv(name: str, heads: int, *shape: int) -> TensorMapping:
+    return TensorMapping(names=(name,), shapes=(shape[::-1],), shape=shape, join=partial(_heads_together, heads),
                  part=partial(_heads_apart, heads))
 
 

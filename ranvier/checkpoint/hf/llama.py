@@ -18,10 +18,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from ranvier.checkpoint.hf.form import Form, Place, left_out, read_settings, same
+from ranvier.checkpoint.hf.form import Form, TensorMapping, left_out, read_settings, same
 from ranvier.config.run import Transformer
 from ranvier.errors import ModelError
-from ranvier.models.llama import NORM_EPSILON, head_width, inner_width, kv_heads, window_of
+from ranvier.models.llama import NORM_EPSILON, head_dim, inner_width, kv_heads, window_of
 
 LONGEST_SEQUENCE = 2048
 """Of the settings that are read: models have positions for far more than a training sequence usually has."""
@@ -65,7 +65,7 @@ _KINDS = {kind.model_type: kind for kind in (
 # --- places ----------------------------------------------------------------------------------------------------------
 
 
-def places(config: Transformer, head: str = "tokens") -> dict[str, Place]:
+def places(config: Transformer, head: str = "tokens") -> dict[str, TensorMapping]:
     """Our parameters, in our order, and where they are."""
     hidden = config.hidden
     found = {"embedding.token.weight": same("model.embed_tokens.weight", config.vocab, hidden)}
@@ -77,8 +77,8 @@ def places(config: Transformer, head: str = "tokens") -> dict[str, Place]:
     return found
 
 
-def _of_layer(config: Transformer, there: str) -> dict[str, Place]:
-    hidden, width, inner = config.hidden, head_width(config), inner_width(config)
+def _of_layer(config: Transformer, there: str) -> dict[str, TensorMapping]:
+    hidden, width, inner = config.hidden, head_dim(config), inner_width(config)
     queries, keys = config.heads * width, kv_heads(config) * width
     attention, mlp = f"{there}.self_attn", f"{there}.mlp"
     norms = _norm_names(config)
@@ -112,7 +112,7 @@ def _norm_names(config: Transformer) -> dict[str, str]:
             "mlp.norm": "pre_feedforward_layernorm", "mlp.norm_after": "post_feedforward_layernorm"}
 
 
-def _linear(ours: str, there: str, *shape: int, bias: bool) -> dict[str, Place]:
+def _linear(ours: str, there: str, *shape: int, bias: bool) -> dict[str, TensorMapping]:
     found = {f"{ours}.weight": same(f"{there}.weight", *shape)}
     return found | ({f"{ours}.bias": same(f"{there}.bias", shape[0])} if bias else {})
 
@@ -127,7 +127,7 @@ def tied(config: Transformer) -> Mapping[str, str]:
 _SIZES = {"vocab_size": "vocab", "hidden_size": "hidden", "num_hidden_layers": "num_layers",
           "num_attention_heads": "heads", "intermediate_size": "intermediate",
           "max_position_embeddings": "max_positions"}
-_OPTIONAL = {"num_key_value_heads": "kv_heads", "head_dim": "head_width", "rms_norm_eps": "norm_epsilon",
+_OPTIONAL = {"num_key_value_heads": "kv_heads", "head_dim": "head_dim", "rms_norm_eps": "norm_epsilon",
              "tie_word_embeddings": "tied"}
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu-tanh", "gelu_new": "gelu-tanh"}
 _FUNCTION = {"pretraining_tp": (1, (1, None)), "use_bidirectional_attention": (None, (None, False)),
@@ -168,7 +168,7 @@ def _caps(kind: _Kind, document: Mapping[str, object]) -> dict[str, object]:
         return {}
     return {"attention_softcap": document.get("attn_logit_softcapping") or 0.0,
             "logit_softcap": document.get("final_logit_softcapping") or 0.0,
-            "query_width": document.get("query_pre_attn_scalar")}
+            "query_pre_attn_scalar": document.get("query_pre_attn_scalar")}
 
 
 def _window(kind: _Kind, document: Mapping[str, object]) -> dict[str, object]:
@@ -252,14 +252,14 @@ def _write(kind: _Kind, config: Transformer, head: str = "tokens") -> dict[str, 
     document: dict[str, object] = {
         "model_type": kind.model_type, "architectures": [kind.model_class], "vocab_size": config.vocab,
         "hidden_size": config.hidden, "num_hidden_layers": config.num_layers, "num_attention_heads": config.heads,
-        "num_key_value_heads": kv_heads(config), "head_dim": head_width(config),
+        "num_key_value_heads": kv_heads(config), "head_dim": head_dim(config),
         "intermediate_size": inner_width(config), "max_position_embeddings": config.max_positions or config.sequence,
         "rms_norm_eps": config.norm_epsilon or NORM_EPSILON, "tie_word_embeddings": config.tied,
         kind.activation_key: next(there for there, ours in _ACTIVATIONS.items() if ours == config.activation),
         "attention_bias": config.bias in ("attention", "all"), "mlp_bias": config.bias == "all",
         "attention_dropout": 0.0, **_written_rope(config), **_written_window(kind, config)}
     if kind.model_type == "gemma2":
-        document |= {"query_pre_attn_scalar": _whole(config.query_width or head_width(config)),
+        document |= {"query_pre_attn_scalar": _whole(config.query_pre_attn_scalar or head_dim(config)),
                      "attn_logit_softcapping": config.attention_softcap or None,
                      "final_logit_softcapping": config.logit_softcap or None}
     again, _ = _read(kind, document)
@@ -276,10 +276,10 @@ def _whole(value: float) -> float:
     return int(value) if value == int(value) else value
 
 
-COMPUTED = ("vocab", "hidden", "num_layers", "heads", "kv_heads", "head_width", "intermediate", "norm_epsilon",
-             "activation", "bias", "tied", "norms", "norm_offset", "qk_norm", "query_width", "window", "full_every",
-             "rope_base", "rope_scaling", "rope_factor", "rope_positions", "rope_limits", "rope_magnitude",
-             "embedding_scale", "attention_softcap", "logit_softcap")
+COMPUTED = ("vocab", "hidden", "num_layers", "heads", "kv_heads", "head_dim", "intermediate", "norm_epsilon",
+             "activation", "bias", "tied", "norms", "norm_offset", "qk_norm", "query_pre_attn_scalar", "window",
+             "full_every", "rope_base", "rope_scaling", "rope_factor", "rope_positions", "rope_limits",
+             "rope_magnitude", "embedding_scale", "attention_softcap", "logit_softcap")
 """Settings that decide what is computed."""
 
 
@@ -288,14 +288,14 @@ def _with_defaults(config: Transformer, name: str) -> object:
     match name:
         case "kv_heads":
             return kv_heads(config)
-        case "head_width":
-            return head_width(config)
+        case "head_dim":
+            return head_dim(config)
         case "intermediate":
             return inner_width(config)
         case "norm_epsilon":
             return config.norm_epsilon or NORM_EPSILON
-        case "query_width":
-            return config.query_width or float(head_width(config))
+        case "query_pre_attn_scalar":
+            return config.query_pre_attn_scalar or float(head_dim(config))
         case "full_every":  # without a window, or with one in all layers
             return [window_of(config, layer) for layer in range(config.num_layers)]
         case "rope_limits":

@@ -61,7 +61,7 @@ class Module:
     name: str
     weight: str
     target: str
-    place: hf.Place
+    place: hf.TensorMapping
     part: tuple[int, int] | None = None
     units: int = 1
 

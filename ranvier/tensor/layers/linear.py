@@ -33,7 +33,7 @@ class Linear(Layer, nn.Linear):
         of a pair of products (queries, keys and values; H to 4H), "input" for the second.
     units: pieces of the output (input-stationary: of the input) that are never divided, such as heads.
     reuse_input: nothing else needs the input in a backward, such as a GELU's output. On a mesh its gradient takes its
-        place in memory, where the weight's gradient is not postponed; the backward then runs once only.
+        place in memory, where the weight's gradient is not deferred; the backward then runs once only.
     parts: names of outputs that are computed together, such as query, key and value. Each unit has the rows of the
         first part, then those of the next.
     """

@@ -16,7 +16,7 @@ from ranvier.layout import Split
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.linear_group import SplitLinearGroup, own_units
 from ranvier.tensor.split.products import OutputStationary, Product, SummaProduct
-from ranvier.tensor.splittable import Constraint, Kind, Layer, hidden_constraint
+from ranvier.tensor.splittable import ActivationKind, Constraint, Layer, hidden_constraint
 
 
 class SharedInputLinear(Layer):
@@ -36,8 +36,8 @@ class SharedInputLinear(Layer):
         Those of the first output are a multiple of each other's.
     """
 
-    takes: Kind = "stream"
-    gives: Kind = "inner"
+    takes: ActivationKind = "stream"
+    gives: ActivationKind = "inner"
 
     def __init__(self, in_features: int, outputs: Mapping[str, int], *, units: Mapping[str, int] | None = None,
                  bias: bool = True, dtype: torch.dtype | None = None) -> None:

@@ -129,7 +129,7 @@ class SplitLinear(SplitLayer):
     def backward(self, dy: Tensor, like: Tensor, x: Tensor | None, x_slabs: Tensor | None,
                  weight_slabs: Tensor | None, *, wants_input: bool, wants_weight: bool
                  ) -> tuple[Tensor | None, Tensor | None]:
-        """(dx, dW); dW is None where it is added to the parameters' gradients, here or when a postponed product runs.
+        """(dx, dW); dW is None where it is added to the parameters' gradients, here or when a deferred product runs.
 
         like: of x's shape, without values. x: None where only `x_slabs`, its gathered form, was saved, or where the
         weight's gradient is not wanted.
@@ -139,11 +139,11 @@ class SplitLinear(SplitLayer):
         if gradients is not None and (not gradients.in_pass or any(one._backward_hooks for one in self.weights)):
             gradients = None  # a hook sees gradients that go through autograd only
         weight_slabs = self._kept_weight() if weight_slabs is None else weight_slabs
-        if wants_weight and gradients is not None and gradients.postpones and self.may_wait:
+        if wants_weight and gradients is not None and gradients.defers and self.may_wait:
             assert x is not None  # saved: only layers that are recomputed save slabs, and those never wait
             dy_slabs = product.gather_dy(dy)
             gradients.add([one for one in self.weights if one.requires_grad], (dy if dy_slabs is None else dy_slabs, x),
-                          partial(self._postponed, dy_slabs is not None))
+                          partial(self._deferred, dy_slabs is not None))
             return product.input_gradient(dy, like, weight, weight_slabs=weight_slabs, dy_slabs=dy_slabs
                                           ) if wants_input else None, None
         into = self._into(dy.dtype) if gradients is not None else None
@@ -172,8 +172,8 @@ class SplitLinear(SplitLayer):
             if weight.requires_grad:
                 _add_gradient(weight, share)
 
-    def _postponed(self, gathered: bool, dy: Tensor, x: Tensor) -> None:
-        """Compute a weight gradient that was postponed, and add it to the parameters'."""
+    def _deferred(self, gathered: bool, dy: Tensor, x: Tensor) -> None:
+        """Compute a weight gradient that was deferred, and add it to the parameters'."""
         dw = self._product.weight_gradient(dy, x, self.multiplied()[0], dy_slabs=dy if gathered else None,
                                            into=self._into(x.dtype))
         if dw is not None:

@@ -1,4 +1,4 @@
-"""Plain nn.Linear layers whose weight gradients can be postponed.
+"""Plain nn.Linear layers whose weight gradients can be deferred.
 
 The layer's backward returns the input's gradient and queues the product for the weight's; see
 `ranvier.tensor.weight_gradients`.
@@ -115,13 +115,13 @@ def _takes(module: nn.Module) -> bool:
             and "forward" not in module.__dict__)
 
 
-class PostponingForwards:
+class DeferringForwards:
     """Gives plain nn.Linear layers, while batches run, a forward whose weight gradients go through `gradients`.
 
     Between batches they are plain modules, which can be copied, saved and transformed as any other.
 
     Args:
-        blocks: blocks whose layers postpone. Autograd computes the weight gradients of layers with a forward of their
+        blocks: blocks whose layers defer. Autograd computes the weight gradients of layers with a forward of their
             own, of parametrised ones, of parameters with hooks, and of parameters that a module of another kind holds
             too: a sum to which both autograd and the queue add would depend on the order of actions. Every forward
             checks whether the weight is trainable, so freezing later needs nothing more.
