@@ -11,7 +11,7 @@ from ranvier.cli.options import SettingsCommand, read_recipe
 from ranvier.config import read
 
 
-@click.command(cls=SettingsCommand)
+@click.command(cls=SettingsCommand, short_help="List all problems of a recipe, with the memory of each rank.")
 @click.argument("recipe", required=False)
 @click.option("--split", metavar="MODULE:FUNCTION",
               help="Compare a model of your own under tensor parallelism, in every scheme, with the same model on one "

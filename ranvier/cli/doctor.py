@@ -9,7 +9,7 @@ import click
 from ranvier.errors import ConfigError
 
 
-@click.command()
+@click.command(short_help="Show this machine's hardware and software.")
 @click.option("--measure", is_flag=True, help="Measure this machine for `ranvier plan`; takes less than a minute.")
 @click.option("--out", type=click.Path(path_type=Path),
               help="File for the measured values; by default cluster.toml. Needs --measure.")

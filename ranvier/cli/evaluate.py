@@ -27,7 +27,7 @@ Table = dict[str, dict[str, float]]
 """Name of a data set -> metric -> value."""
 
 
-@click.command(cls=SettingsCommand)
+@click.command(cls=SettingsCommand, short_help="Measure loss and scores of a trained model.")
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--data", "sets", multiple=True, metavar="[NAME=]DATA",
               help="Held-out data of the model's task; may be given several times. By default that of the run.")

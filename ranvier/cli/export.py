@@ -9,7 +9,7 @@ import click
 from ranvier.cli.options import NUMBER_FORMATS
 
 
-@click.command("export")
+@click.command("export", short_help="Write a checkpoint in Hugging Face's format.")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--dtype", type=NUMBER_FORMATS, help="Number format of the files; by default that of the checkpoint's "

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ranvier.world import World
 
 
-@click.command()
+@click.command(short_help="Continue texts or chats with a trained model.")
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--prompt", "prompts", multiple=True, help="A text to continue; may be given several times.")
 @click.option("--prompts", "file", type=click.Path(path_type=Path, exists=True, dir_okay=False),

@@ -9,7 +9,7 @@ import click
 from ranvier.cli.options import NUMBER_FORMATS
 
 
-@click.command("import")
+@click.command("import", short_help="Read a Hugging Face model as the start of a run.")
 @click.argument("model", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--precision", type=NUMBER_FORMATS, help="Number format of the parameters; by default that of MODEL's "

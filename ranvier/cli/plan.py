@@ -9,7 +9,7 @@ import click
 from ranvier.cli.options import SettingsCommand, cluster_option, read_valid_recipe
 
 
-@click.command(cls=SettingsCommand)
+@click.command(cls=SettingsCommand, short_help="Find the fastest configuration on a cluster.")
 @click.argument("recipe")
 @cluster_option
 @click.option("--ranks", type=click.IntRange(min=1),

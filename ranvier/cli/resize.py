@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 
-@click.command()
+@click.command(short_help="Reshard a run in progress to another mesh.")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--data", type=click.IntRange(min=1), required=True, help="New number of data parallel replicas.")
 @click.option("--pipe", type=click.IntRange(min=1), required=True, help="New number of pipeline stages.")

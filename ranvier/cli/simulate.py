@@ -10,7 +10,7 @@ import click
 from ranvier.cli.options import SettingsCommand, cluster_option, read_valid_recipe
 
 
-@click.command(cls=SettingsCommand)
+@click.command(cls=SettingsCommand, short_help="Simulate a step on a cluster, with noise and faults.")
 @click.argument("recipe")
 @cluster_option
 @click.option("--ranks", type=click.IntRange(min=1), help="Number of devices, if the mesh is auto.")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _PLANNED = (*(f"mesh.{axis}" for axis in AXES), "batch.microbatch_size")
 
 
-@click.command(cls=SettingsCommand)
+@click.command(cls=SettingsCommand, short_help="Train a recipe.")
 @click.argument("recipe")
 @click.pass_context
 def train(context: click.Context, /, recipe: str, **flags: str | None) -> int:

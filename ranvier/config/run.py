@@ -54,8 +54,8 @@ class MeshSettings:
     """The mesh as a person asks for it: an axis may be left open (auto), and `ranvier.mesh.Mesh` is what it becomes."""
 
     data: Size | Literal["auto"] = 1
-    """Data parallel size: replicas of the model, which share each global batch. auto, here and below: a plan of all
-    axes that are auto chooses the fastest sizes for the ranks that are started."""
+    """Data parallel size: replicas of the model, which share each global batch. auto: the planner chooses all axes
+    that are auto, the fastest for the ranks that are started."""
     pipe: Size | Literal["auto"] = 1
     """Pipeline parallel size: number of stages, each of consecutive blocks."""
     row: Size | Literal["auto"] = 1
@@ -154,9 +154,9 @@ class Pipeline:
     computes each weight gradient in its backward. auto: on each stage what the fastest simulated schedule uses, within
     `memory`."""
     memory: Annotated[float, Ge(1)] | None = 1.1
-    """Memory that auto values of `in_flight` and `defer_bytes` may use on a rank, relative to what the largest stage
-    needs under 1f1b. none: a rule without simulation, which elastic runs and runs with recomputation always follow: as
-    many microbatches in flight as stages, plus the number of stages without trainable parameters."""
+    """Memory limit for automatic `in_flight` and `defer_bytes`: this multiple of what the largest stage needs under
+    1f1b. none: no simulation, and as many microbatches in flight as stages, plus the number of stages without trainable
+    parameters. Elastic runs and recomputation always use that rule."""
     look_ahead: Bytes | Literal["auto"] = "auto"
     """On CUDA: actions that the host may enqueue ahead of the device when it chooses the next one. A small number
     lets it choose from more messages; 0 waits for each action. auto: 1 with several stages, no limit with one."""
@@ -251,7 +251,8 @@ class Optim:
     """Exponential moving average of the parameters: its decay, for example 0.999; 0 keeps none. It is kept in fp32 with
     the optimizer states, and saved with them; `ranvier evaluate`, `generate` and `export` take it with --ema."""
     update_in_backward: bool = False
-    """Update each block right after its backward and reuse the memory of its gradients; with one microbatch only."""
+    """Update each block right after its backward and reuse the memory of its gradients; with one microbatch only. A bad
+    step is then found after its update."""
 
 
 @section

@@ -90,7 +90,7 @@ def _describe_one(annotation: Any) -> str:
         *most, last = map(str, get_args(kind))
         return f"{', '.join(most)} or {last}" if most else last
     if kind is str and bounds:
-        return "module:function"
+        return "a metric such as eval_loss" if "eval" in str(bounds) else "module:function"
     if get_origin(kind) is tuple:
         items = get_args(kind)
         one = _describe_one(items[0])
