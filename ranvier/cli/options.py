@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import click
@@ -46,8 +47,29 @@ def _with_values(args: Sequence[str], params: Sequence[click.Parameter]) -> Iter
                 yield remaining.pop(0)  # the option's value, even if it looks like an option
 
 
+COMMON = ("mesh.data", "mesh.pipe", "mesh.row", "mesh.col", "batch.global_size", "batch.microbatch_size", "train.steps",
+          "train.epochs", "train.learning_rate", "precision", "optim.algorithm", "optim.offload", "optim.shard",
+          "memory.recompute", "model.pretrained", "lora.rank", "data.task", "data.corpus", "data.train",
+          "elastic.freeze", "checkpoint.every", "resume", "run_dir")
+"""Settings that --help shows, with the first sentence of each; --help-all and --help-section show the rest."""
+
+
+def _with_sections(section: str | None) -> Callable[[click.Context, click.Parameter, str | bool | None], None]:
+    """What --help-all and --help-section do."""
+    def show(context: click.Context, option: click.Parameter, value: str | bool | None) -> None:
+        if value and not context.resilient_parsing:
+            context.meta[_SECTION] = section or value
+            click.echo(context.get_help(), color=context.color)
+            context.exit()
+    return show
+
+
+_SECTION = "ranvier.cli.options.section"
+_ALL = "all"
+
+
 class SettingsCommand(click.Command):
-    """A command with every field of the run as a flag. Its help lists flags by section."""
+    """A command with every field of the run as a flag. Its help lists the most common flags, all, or a section's."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -58,22 +80,49 @@ class SettingsCommand(click.Command):
                                     metavar="[true|false]" if setting.is_yes_no else "VALUE", help=text))
         for name in aliases.old_names():
             self.params.append(click.Option([f"--{read.flag(name)}", name.replace(".", "__")], type=str, hidden=True))
+        self.sections = list(dict.fromkeys(_section(setting.name) for setting in read.settings().values()))
+        self.params += [
+            click.Option(["--help-all"], is_flag=True, expose_value=False, is_eager=True, callback=_with_sections(_ALL),
+                         help="Show all settings, and exit."),
+            click.Option(["--help-section"], type=click.Choice(self.sections), expose_value=False, is_eager=True,
+                         callback=_with_sections(None), metavar="NAME", help="Show the settings of one section.")]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse `args`, in which switches may have values."""
         return super().parse_args(ctx, list(_with_values(args, self.get_params(ctx))))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the help of all options, by section."""
-        groups: dict[str, list[tuple[str, str]]] = {}
+        """Write the command's own options and the most common settings; or all settings of a section, or of all."""
+        wanted, settings = ctx.meta.get(_SECTION), read.settings()
+        groups: dict[str, list[tuple[str, str]]] = {"Options": []}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
-            if record and isinstance(parameter, click.Option):
-                section = parameter.name.rpartition("__")[0] if "__" in (parameter.name or "") else ""
-                groups.setdefault(section, []).append(record)
-        for section, records in groups.items():
-            with formatter.section(section.capitalize() if section else "Options"):
+            setting = settings.get((parameter.name or "").replace("__", "."))
+            if record is None or not isinstance(parameter, click.Option):
+                continue
+            if setting is None:
+                groups["Options"].append(record)
+            elif wanted is None and setting.name in COMMON:
+                groups.setdefault("Common settings", []).append((f"--{setting.flag}", _first_sentence(setting.help)))
+            elif wanted in (_ALL, _section(setting.name)):
+                groups.setdefault(_section(setting.name).capitalize(), []).append(record)
+        for title, records in groups.items():
+            with formatter.section(title):
                 formatter.write_dl(records)
+        if wanted is None:
+            formatter.write_paragraph()
+            formatter.write_text(f"{len(settings)} settings in all, in the sections {', '.join(self.sections)}: "
+                                 f"{ctx.command_path} --help-section NAME, or --help-all.")
+
+
+def _section(name: str) -> str:
+    """The section of a setting; those at the top of the tree are of the run."""
+    return name.rpartition(".")[0] or "run"
+
+
+def _first_sentence(text: str) -> str:
+    """Up to the first full stop, colon or parenthesis."""
+    return re.split(r"(?<=\w\w)[.:;] | \(|\.$", text, maxsplit=1)[0]
 
 
 def read_recipe(recipe: str, flags: Mapping[str, str | None]) -> tuple[str, read.Merged]:

@@ -326,7 +326,7 @@ def _unknown(name: str, value: object, origin: str) -> ConfigError:
     names = {**{known: known for known in settings()}, **{known.rpartition(".")[2]: known for known in settings()}}
     near = difflib.get_close_matches(name.replace("-", "_"), names, n=1) or difflib.get_close_matches(
         name.replace("-", "_").rpartition(".")[2], names, n=1)
-    remedy = f"Did you mean {names[near[0]]}?" if near else "`ranvier train --help` lists all settings."
+    remedy = f"Did you mean {names[near[0]]}?" if near else "`ranvier train --help-all` lists all settings."
     return ConfigError(f"is not a setting, in {origin}", where=name, value=value, remedy=remedy)
 
 

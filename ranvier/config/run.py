@@ -502,9 +502,9 @@ class Data:
     augment_repeats: bool = False
     """Each epoch repeats the augmentation of the first, so that outputs of frozen layers can be cached."""
     corpus: str = "python-stdlib"
-    """python-stdlib, sotu, a file or folder of text, JSONL, Parquet or CSV, the name of a Hugging Face data set
-    (wikitext-103), or a corpus of your own, as module:function (docs/extending.md). Each row of a table is a document,
-    whose column `text_column` is its text."""
+    """Text of the task lm: python-stdlib, sotu, a file or folder of text, JSONL, Parquet or CSV, the name of a Hugging
+    Face data set (wikitext-103), or a corpus of your own, as module:function (docs/extending.md). Each row of a table
+    is a document, whose column `text_column` is its text."""
     tokenizer: str = "bpe"
     """bpe: a byte-level BPE with model.vocab entries, trained on the first 4 MB of the corpus; gpt2: GPT-2's own; or
     the path of a tokenizer.json (a byte-level BPE for the task lm, a WordPiece for classification and qa). chat takes a

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from ranvier.cli import options
 from ranvier.cli.main import run_command
 from ranvier.config import read
 
@@ -32,7 +33,7 @@ def corpus(tmp_path):
 
 def test_help_and_version_do_not_import_torch():
     program = ("import sys; from ranvier.cli.main import run_command\n"
-               "codes = [run_command([*args]) for args in (['--help'], ['train', '--help'], ['--version'])]\n"
+               "codes = [run_command([*args]) for args in (['--help'], ['train', '--help-all'], ['--version'])]\n"
                "assert codes == [0, 0, 0], codes\n"
                "assert 'torch' not in sys.modules and 'rich' not in sys.modules\n")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
@@ -202,11 +203,23 @@ def test_switches_that_are_none(capsys, args, text):
 
 
 def test_help_shows_both_forms_of_a_switch(capsys):
-    assert run_command(["train", "--help"]) == 0
+    assert run_command(["train", "--help-all"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     for setting in read.settings().values():
         assert (f"--{setting.flag} [true|false] / --no-{setting.flag} " in shown) == setting.is_yes_no, setting.name
     assert sum(setting.is_yes_no for setting in read.settings().values()) >= 8
+
+
+@pytest.mark.parametrize("command", ["train", "check", "plan"])
+def test_help_fits_on_a_screen_and_leads_to_the_rest(capsys, command):
+    assert run_command([command, "--help"]) == 0
+    short = capsys.readouterr().out
+    assert len(short.splitlines()) <= 60 and "--mesh.pipe" in short and "--tensor.scheme" not in short
+    assert run_command([command, "--help-section", "tensor"]) == 0
+    section = capsys.readouterr().out
+    assert "--tensor.scheme" in section and "--mesh.pipe" not in section
+    assert run_command([command, "--help-section", "tensors"]) == 2
+    assert set(options.COMMON) <= set(read.settings())
 
 
 # ---------------------------------------------------------------------- data that does not fit is found by check

@@ -62,7 +62,7 @@ def test_old_flags(capsys):
     values = {row["name"]: row["value"] for row in report["values"]}
     assert (values["guard.loss-spike-factor"], values["memory.recompute"]) == ("3.0", "axonn")
     assert [warning["where"] for warning in report["warnings"]] == ["guard.explode"]
-    assert run_command(["check", "--help"]) == 0
+    assert run_command(["check", "--help-all"]) == 0
     assert "--memory.recompute" in (text := capsys.readouterr().out) and "--guard.explode" not in text
 
 

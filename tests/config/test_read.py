@@ -90,7 +90,7 @@ def test_names_that_no_file_can_have(text):
     ({"batch": {"global-size": 3}}, "Did you mean batch.global_size?"),
     ({"mesch": {"data": 2}}, "Did you mean [mesh]?"),
     ({"pipeline": {"policy": "gpip"}}, "Change it in file x.toml, or set --pipeline.policy gpipe, for example."),
-    ({"zzzzzz": 1}, "`ranvier train --help` lists all settings.")])
+    ({"zzzzzz": 1}, "`ranvier train --help-all` lists all settings.")])
 def test_remedies_suggest_what_was_meant(tree, remedy):
     assert [problem.remedy for problem in resolved(tree).problems] == [remedy]
 
