@@ -59,7 +59,7 @@ check-files:
 
 # The site in site/, which needs no network and no server: open site/index.html. A warning is an error.
 docs: $(VENV)/docs
-	$(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 # A source distribution and a wheel of it, in dist/.
 wheel: $(VENV)/test

@@ -76,7 +76,7 @@ def texts_of_the_code() -> list[str]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.JoinedStr, ast.Constant, ast.BinOp)):
                 found.append(_text(node))
-    return [text for text in found if text]
+    return list({text for text in found if len(text) > 5})
 
 
 def _text(node: ast.AST) -> str:
@@ -90,9 +90,19 @@ def _text(node: ast.AST) -> str:
 
 
 def is_in_the_code(message: str) -> bool:
+    """Whether the parts between the marks are in one text of the code, in this order."""
     parts = [part.strip(" ") for part in message.split("…")]
-    pattern = re.compile(".*?".join(map(re.escape, parts)), re.DOTALL)
-    return any(pattern.search(text) for text in texts_of_the_code())
+
+    def has(text: str) -> bool:
+        at = 0
+        for part in parts:
+            at = text.find(part, at)
+            if at < 0:
+                return False
+            at += len(part)
+        return True
+
+    return any(map(has, texts_of_the_code()))
 
 
 def messages() -> list[str]:

@@ -6,7 +6,7 @@ import re
 import sys
 from typing import Any
 
-from mkdocs.structure.files import File
+from mkdocs.structure.files import File, InclusionLevel
 
 from website import links, reference
 
@@ -36,7 +36,8 @@ def on_files(files: Any, config: Any) -> Any:
             files.append(File.generated(config, links.site_path(path), abs_src_path=str(links.ROOT / path)))
             continue
         text = links.as_page(path)
-        files.append(File.generated(config, links.site_path(path), content=text))
+        files.append(File.generated(config, links.site_path(path), content=text,
+                                    inclusion=InclusionLevel.NOT_IN_NAV))
         if path.endswith(".md"):
             waiting += links.files_outside(text, path)
     return files
