@@ -239,7 +239,7 @@ def test_the_first_tutorial(tmp_path: Path) -> None:
     """Its loop, as it stands there, with fewer steps."""
     output = run_steps(DOCS / "tutorials" / "own-model.md", tmp_path,
                        {"python train.py 100": "python train.py 5", "python train.py 200": "true"})
-    assert re.fullmatch(r"step 5: loss 0\.\d+, held out 0\.\d+\n", output)
+    assert re.search(r"^step 5: loss 0\.\d+, held out 0\.\d+$", output, flags=re.MULTILINE)
 
 
 @pytest.mark.slow
@@ -254,6 +254,6 @@ def test_steps_of_a_page(page: Path, tmp_path: Path) -> None:
         assert second < first
         assert "step 200:" in output, "the second command continues the first"
     if page.stem in ("fsdp", "accelerate"):
-        assert float(re.findall(r"^loss (\S+)$", output, flags=re.MULTILINE)[-1]) < 0.05
+        assert float(re.findall(r"^loss (\S+)$", output, flags=re.MULTILINE)[-1]) < 0.2
     if page.stem == "fine-tune":
         assert "Hello Ada" in output

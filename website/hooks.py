@@ -46,6 +46,8 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Inserts the parts that are made from the package, and leads links to pages of the site."""
     path = _repository_path(page.file.src_uri)
+    if path == links.HOME:
+        page.meta["hide"] = ["navigation"]
     for name, part in PARTS.items():
         if (mark := f"<!-- {name} -->") in markdown:
             # What stands between the mark and the next one is for readers of the repository.

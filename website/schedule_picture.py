@@ -22,7 +22,7 @@ from ranvier.schedule.simulator import Simulated, StageTimes, simulate
 STAGES, MICROBATCHES = 4, 8
 FORWARD, BACKWARD, WEIGHT, MESSAGE = 1.0, 1.0, 1.0, 0.1
 """Times of the picture: a backward is half gradients of inputs and half gradients of weights."""
-UNIT, ROW, TOP, LEFT, WIDTH = 19.0, 24, 34, 64, 880
+UNIT, ROW, TOP, LEFT, WIDTH = 22.0, 24, 34, 64, 860
 SECONDS = 14
 """For one pass of the animation."""
 _KINDS = {"F": "forward", "B": "backward", "W": "weight"}
@@ -93,7 +93,7 @@ def picture() -> str:
         parts.append(f'<rect class="cover" x="{LEFT}" y="{top - 1:g}" width="{WIDTH - LEFT}" '
                      f'height="{STAGES * ROW}"/>')
     for number, (kind, text) in enumerate(legend):
-        x, y = LEFT + number * 150, height - 18
+        x, y = LEFT + number * 110 + (90 if number == 3 else 0), height - 18
         parts.append(f'<rect class="{kind}" x="{x}" y="{y}" width="14" height="12"/>'
                      f'<text class="legend" x="{x + 20}" y="{y + 10}">{text}</text>')
     return "\n".join([*parts, "</svg>", ""])
