@@ -71,7 +71,8 @@ def test_sdist_and_wheel_install_and_run(tmp_path: Path) -> None:
                               capture_output=True, text=True).stdout.strip()
         Path(site, "borrowed.pth").write_text(f"{packages}\n")
         subprocess.run([python, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-index",
-                        "--ignore-installed", str(distribution)], check=True, capture_output=True, text=True, timeout=120)
+                        "--ignore-installed", str(distribution)], check=True, capture_output=True, text=True,
+                       timeout=120)
         said = subprocess.run([python.with_name("ranvier"), "--version"], check=True, capture_output=True, text=True,
                               cwd=tmp_path, timeout=60).stdout
         assert said == f"ranvier, version {ranvier.__version__}\n"

@@ -59,3 +59,8 @@ def on_config(config: Any) -> Any:
     """The package of this checkout is documented, wherever another one is installed."""
     sys.path.insert(0, str(links.ROOT))
     return config
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Keeps a flag with its value in one line: browsers break lines after hyphens."""
+    return re.sub(r"<code>(--[\w.-]+(?: [\w.-]+)?)</code>", r'<code class="flag">\1</code>', html)

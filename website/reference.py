@@ -16,8 +16,20 @@ import click
 
 from ranvier.cli.main import command
 from ranvier.config import aliases, effects, read
-from ranvier.config.run import Checkpoint, Data, Elastic, Launch, Lora, Optim, Pipeline, Run, TensorParallel, Train
-from ranvier.config.run import Log, Memory  # isort: skip
+from ranvier.config.run import (
+    Checkpoint,
+    Data,
+    Elastic,
+    Launch,
+    Log,
+    Lora,
+    Memory,
+    Optim,
+    Pipeline,
+    Run,
+    TensorParallel,
+    Train,
+)
 from ranvier.mesh import Mesh
 from website import links
 
@@ -191,7 +203,7 @@ def commands() -> str:
                  and option.opts[0].lstrip("-") not in flags and (record := option.get_help_record(context))]
         if found:
             lines += ["| option | |", "|---|---|"]
-            lines += [f"| `{option}` | {' '.join(help_text.split())} |".replace("\n", " ") for option, help_text in found]
+            lines += [f"| `{option}` | {' '.join(text.split())} |" for option, text in found]
             lines.append("")
     return links.named_as_links("\n".join(lines), "docs/reference/commands.md")
 
