@@ -1,5 +1,6 @@
 """A release: one version everywhere, distributions that install by themselves, extras that say what they are for."""
 
+import os
 import re
 import subprocess
 import sys
@@ -41,7 +42,7 @@ def test_every_dependency_and_extra_is_in_its_document() -> None:
 
 
 @pytest.mark.slow
-def test_sdist_and_wheel_install_and_run(tmp_path: Path) -> None:
+def test_the_wheel_of_the_sdist_installs_and_runs(tmp_path: Path) -> None:
     """Without the network: the environment sees the packages of this one, but not this checkout."""
     pytest.importorskip("build")
     setuptools = pytest.importorskip("setuptools", minversion="77")
@@ -64,21 +65,21 @@ def test_sdist_and_wheel_install_and_run(tmp_path: Path) -> None:
     import torch
 
     packages = Path(torch.__file__).parents[1]
-    for number, distribution in enumerate((wheel, sdist)):
-        venv.create(tmp_path / f"venv{number}", with_pip=True)
-        python = tmp_path / f"venv{number}" / "bin" / "python"
-        site = subprocess.run([python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"], check=True,
-                              capture_output=True, text=True).stdout.strip()
-        Path(site, "borrowed.pth").write_text(f"{packages}\n")
-        subprocess.run([python, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-index",
-                        "--ignore-installed", str(distribution)], check=True, capture_output=True, text=True,
-                       timeout=120)
-        said = subprocess.run([python.with_name("ranvier"), "--version"], check=True, capture_output=True, text=True,
-                              cwd=tmp_path, timeout=60).stdout
-        assert said == f"ranvier, version {ranvier.__version__}\n"
-        helped = subprocess.run([python.with_name("ranvier"), "train", "--help"], capture_output=True, text=True,
-                                cwd=tmp_path, timeout=60)
-        assert helped.returncode == 0 and "gpt-tiny" in helped.stdout
-        home = subprocess.run([python, "-c", "import ranvier; print(ranvier.__file__)"], check=True, cwd=tmp_path,
-                              capture_output=True, text=True).stdout.strip()
-        assert home.startswith(site)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def output(*command: object) -> str:
+        return subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True, cwd=tmp_path,
+                              env=environment, timeout=120).stdout
+
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    site = output(python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])").strip()
+    Path(site, "borrowed.pth").write_text(f"{packages}\n")
+    output(python, "-m", "pip", "install", "--no-deps", "--no-index", "--ignore-installed", wheel)
+    command = python.with_name("ranvier")
+    assert output(command, "--version") == f"ranvier, version {ranvier.__version__}\n"
+    assert "train" in output(command, "--help")
+    home, *recipes = output(python, "-c", "import ranvier; from ranvier.config import read; "
+                                          "print(ranvier.__file__, *read.recipe_names())").split()
+    assert home.startswith(site)
+    assert "gpt-tiny" in recipes
