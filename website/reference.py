@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from inspect import cleandoc
 from itertools import groupby
 
 import click
@@ -197,8 +198,9 @@ def commands() -> str:
     for name, each in _commands(command, "ranvier"):
         context = click.Context(each, info_name=name)
         lines += [f"## {name}", "", f"```text\n{each.get_usage(context).removeprefix('Usage: ')}\n```", ""]
-        text = re.sub("\b\n?", "", each.help or "").strip()
-        lines += [*(f"{paragraph}\n" for paragraph in re.split(r"\n\s*\n", text))]
+        for paragraph in re.split(r"\n\s*\n", cleandoc(each.help or "")):
+            is_kept = paragraph.startswith("\b")  # click's mark for lines that are not wrapped
+            lines += ["```text", paragraph.removeprefix("\b").strip("\n"), "```", ""] if is_kept else [paragraph, ""]
         found = [record for option in each.get_params(context) if isinstance(option, click.Option)
                  and option.opts[0].lstrip("-") not in flags and (record := option.get_help_record(context))]
         if found:
