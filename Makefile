@@ -15,11 +15,12 @@ VERSIONS ?= python3.11:2.11.0 python3.12:2.11.0 python3.12:2.13.0
 # Largest file that `make lint` accepts.
 MAX_FILE_KIB := 2048
 
-.PHONY: help train test test-all test-versions lint check-files bench-pipeline bench-transports bench-meshes bench-memory bench-tensor bench-checkpoint bench-elastic clean
+.PHONY: help train test test-all test-versions lint check-files docs wheel bench-pipeline bench-transports bench-meshes bench-memory bench-tensor bench-checkpoint bench-elastic clean
 
 help:
 	@echo "make train              train the smallest GPT on four local ranks, with a picture of what each did when"
 	@echo "make test               lint and the tests; test-all adds the slow ones, and other versions of Python and torch"
+	@echo "make docs               build the site into site/; make wheel builds dist/"
 	@echo "make bench-pipeline     compare with other pipelines; bench-transports, bench-meshes, bench-memory, bench-tensor, bench-checkpoint, bench-elastic likewise"
 	@echo "make clean              remove $(VENV)"
 
@@ -56,6 +57,15 @@ check-files:
 	  [ -z "$$large$$marked" ]; \
 	fi
 
+# The site in site/, which needs no network and no server: open site/index.html. A warning is an error.
+docs: $(VENV)/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+# A source distribution and a wheel of it, in dist/.
+wheel: $(VENV)/test
+	rm -rf dist build
+	$(BIN)/python -m build --no-isolation
+
 bench-pipeline: $(VENV)/train
 	$(BIN)/python -m benchmarks.pipeline.pipeline
 
@@ -86,7 +96,8 @@ clean:
 # Each stamp is the set of extras it installs. MPI is faster but may have no wheel here; everything works without it.
 $(VENV)/train: EXTRAS :=
 $(VENV)/test: EXTRAS := test
-$(VENV)/train $(VENV)/test: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/docs: EXTRAS := docs
+$(VENV)/train $(VENV)/test $(VENV)/docs: pyproject.toml constraints.txt | $(BIN)/python
 	@$(PIP) -e '.[mpi$(if $(EXTRAS),$(comma)$(EXTRAS))]' || { \
 	  echo "The mpi extra could not be installed: going on without it, over torch.distributed alone."; \
 	  $(PIP) -e '.$(if $(EXTRAS),[$(EXTRAS)])'; }

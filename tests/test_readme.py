@@ -49,7 +49,7 @@ def test_readme_is_short() -> None:
 
 
 def test_links_lead_to_files() -> None:
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         for link in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
             assert "://" in link or (page.parent / link).exists(), f"{page.name}: {link}"
 

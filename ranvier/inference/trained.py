@@ -34,7 +34,7 @@ from ranvier.pipeline.microbatch import Microbatch
 from ranvier.precision import DTYPES
 from ranvier.world import World
 
-KEPT = ("model.", "data.", "batch.", "seed", "precision", "train.eval_sequences")
+KEPT = ("model.", "lora.", "data.", "batch.", "seed", "precision", "train.eval_sequences")
 """Beginnings of the settings of a run that its evaluation has, too; place and performance are chosen anew."""
 _LONGEST = 1024
 """Tokens of a sequence of a folder's model, if it has positions for as many."""
@@ -95,6 +95,7 @@ def open_trained(path: Path, tell: Callable[[str], None], *, ema: bool = False) 
                               remedy="Name a checkpoint of `ranvier train`.")
     values = {name: value for name, value in read.from_dict(run, str(saved.folder)).values.items()
               if name.startswith(KEPT)}
+    values.pop("lora.adapters", None)  # where they began; the checkpoint has what they have become
     tokenizer, labels = saved.manifest.about.get("tokenizer"), saved.manifest.about.get("labels")
     beside = tokenizer_beside(path, saved.folder)
     if beside is not None and values.get("data.task") != "chat":

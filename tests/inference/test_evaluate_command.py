@@ -63,6 +63,15 @@ def test_a_run_is_evaluated_as_it_was_at_its_end(runs, capsys):
         pytest.approx(ended["eval_loss"], rel=1e-12), ended["eval_accuracy"], 120)
 
 
+def test_a_run_with_adapters(runs, capsys, tmp_path):
+    args = ["train", runs / "recipe.toml", "--run-dir", tmp_path / "run", "--data.cache-dir", runs / "cache", *SMALL,
+            "--data.corpus", runs / "train.txt", "--model.vocab", "300", "--lora.rank", "2", "--lora.alpha", "64",
+            "--train.learning-rate", "0.1"]
+    assert run_command([*map(str, args)]) == 0
+    found = results(capsys, tmp_path / "run")
+    assert found["held-out"]["loss"] == pytest.approx(summary(tmp_path / "run")["eval_loss"], rel=1e-12)
+
+
 def test_other_data_by_name_and_a_table(runs, capsys):
     found = results(capsys, runs / "lm", "--data", f"one={runs / 'other.txt'}", "--data", runs / "train.txt")
     assert list(found) == ["one", "train"] and found["one"]["tokens"] > found["train"]["tokens"] / 2

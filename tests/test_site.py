@@ -1,0 +1,260 @@
+"""The site: it builds without a warning, no link is dead, it needs no network, and it says what the code says."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import ranvier
+from ranvier.config import effects, read
+from website import links, reference, schedule_picture
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+COMING_FROM = sorted((DOCS / "coming-from").glob("*.md"))
+STEPS = [*sorted((DOCS / "tutorials").glob("*.md")), *COMING_FROM, *sorted((DOCS / "concepts").glob("*.md"))]
+"""Pages whose programs and commands follow from one another, and run in one folder."""
+
+
+# ---------------------------------------------------------------------- what the pages say
+
+def test_links_outside_of_docs_become_pages_of_the_site() -> None:
+    text = ("[job](../examples/kubernetes/job.yaml), `examples/own_task.py`, docs/data.md, [x](memory.md#a)\n\n"
+            "```\n`docs/data.md`\n```\n")
+    made = links.for_site(text, "docs/kubernetes.md")
+    assert made == ("[job](repository/examples/kubernetes/job.yaml.md), [`examples/own_task.py`](repository/examples/"
+                    "own_task.py.md), [`docs/data.md`](data.md), [x](memory.md#a)\n\n```\n`docs/data.md`\n```\n")
+    assert links.for_site("[m](docs/memory.md)", "README.md") == "[m](memory.md)"
+    deeper = links.for_site("[m](../memory.md) [r](../../README.md)", "docs/tutorials/x.md")
+    assert deeper == "[m](../memory.md) [r](../index.md)"
+    assert links.files_outside(text, "docs/kubernetes.md") == {"examples/kubernetes/job.yaml", "examples/own_task.py"}
+
+
+def test_every_setting_and_every_reason_is_in_the_reference() -> None:
+    page = reference.settings_page()
+    assert all(f"\n#### {setting.flag} {{#" in page for setting in read.settings().values())
+    assert set(reference.reasons()) == {*effects.CONDITIONS, *effects.ASKED}, "add a run to website.reference.probes"
+    assert "No effect where the task lm, chat" in page
+
+
+def test_reasons_that_differ_in_a_word_are_one() -> None:
+    assert reference.joined(["a 1 c", "b", "a 2 c", "a 3 c", "a 3 d"]) == ["a 1, 2 or 3 c", "b", "a 3 d"]
+
+
+@pytest.mark.parametrize("page", COMING_FROM, ids=lambda page: page.stem)
+def test_coming_from_names_settings_that_exist(page: Path) -> None:
+    rows = [row for row in reference.rows(page.read_text()) if len(row) == 3]
+    assert len(rows) >= 10
+    for theirs, ours, _ in rows:
+        named = re.findall(r"--(?:no-)?([a-z][\w.-]*)", ours)
+        assert len(named) == len(reference.flags_in(ours)), f"{theirs}: {ours}"
+        for setting, value in re.findall(r"--([a-z][\w.-]*) ([\w-]+)`", ours):
+            if value not in ("n", "m", "p", "t"):
+                merged = read.merge([read.Layer(origin="page", values={setting.replace("-", "_"): value},
+                                                is_text=True)])
+                assert not merged.problems, merged.problems
+
+
+def test_other_names_are_in_the_reference() -> None:
+    names = reference.other_names()
+    assert ("Megatron-LM", "--micro-batch-size") in names["batch.microbatch_size"]
+    assert ("DeepSpeed", "train_batch_size") in names["batch.global_size"]
+    assert len({system for found in names.values() for system, _ in found}) == len(COMING_FROM)
+
+
+@cache
+def texts_of_the_code() -> list[str]:
+    """Every text of the package, with a mark for each value in it; what is in one expression is one text."""
+    found = []
+    for path in (ROOT / "ranvier").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.JoinedStr, ast.Constant, ast.BinOp)):
+                found.append(_text(node))
+    return list({text for text in found if len(text) > 5})
+
+
+def _text(node: ast.AST) -> str:
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(part) if isinstance(part, ast.Constant) else "\0" for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _text(node.left) + _text(node.right)
+    return "\0"
+
+
+def is_in_the_code(message: str) -> bool:
+    """Whether the parts between the marks are in one text of the code, in this order."""
+    parts = [part.strip(" ") for part in message.split("…")]
+
+    def has(text: str) -> bool:
+        at = 0
+        for part in parts:
+            at = text.find(part, at)
+            if at < 0:
+                return False
+            at += len(part)
+        return True
+
+    return any(map(has, texts_of_the_code()))
+
+
+def messages() -> list[str]:
+    rows = [row for row in reference.rows((DOCS / "troubleshooting.md").read_text()) if len(row) == 3]
+    return [(double or single).strip() for first, _, _ in rows
+            for double, single in re.findall(r"``\s?(.+?)\s?``(?!`)|`([^`]+)`", first)]
+
+
+def test_messages_of_troubleshooting_are_in_the_code() -> None:
+    found = messages()
+    assert len(found) >= 40
+    assert not [message for message in found if not is_in_the_code(message)]
+    assert not is_in_the_code("is no message of … this code")
+
+
+def test_the_picture_of_the_schedule_is_what_the_simulator_gives() -> None:
+    made = schedule_picture.results()
+    assert made["message-driven"].seconds < made["1f1b"].seconds
+    assert (DOCS / "images" / "schedule.svg").read_text() == schedule_picture.picture(), (
+        "python -m website.schedule_picture docs/images/schedule.svg")
+
+
+def test_every_public_name_is_in_the_python_reference() -> None:
+    page = reference.python()
+    assert all(re.search(rf"^::: ranvier\S*\.{name}$", page, flags=re.MULTILINE) for name in ranvier.__all__)
+
+
+def test_lists_begin_after_an_empty_line() -> None:
+    """Python-Markdown takes them for text otherwise, and GitHub does not."""
+    for page in [ROOT / "README.md", *DOCS.rglob("*.md")]:
+        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        for before, line in zip(text.splitlines(), text.splitlines()[1:], strict=False):
+            begins = re.match(r"(- |1\. )\S", line)
+            assert not (begins and before.strip() and not re.match(r"(- |\d+\. |  )", before)), f"{page.name}: {line}"
+
+
+# ---------------------------------------------------------------------- the site as it is built
+
+class Tags(HTMLParser):
+    """Links, anchors, and what a page loads."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value for name, value in attrs if value is not None}
+        self.anchors |= {values[name] for name in ("id", "name") if name in values}
+        if tag == "a" and "href" in values:
+            self.links.append(values["href"])
+        if tag in ("script", "img", "source", "iframe") and "src" in values:
+            self.loaded.append(values["src"])
+        if tag == "link" and values.get("rel") not in ("canonical", "prev", "next") and "href" in values:
+            self.loaded.append(values["href"])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("material", reason="the extra docs is not installed")
+    pytest.importorskip("mkdocstrings_handlers.python")
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)], cwd=ROOT,
+                          env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_no_link_of_the_site_is_dead(site: Path) -> None:
+    pages = {path: Tags(path.read_text()) for path in site.rglob("*.html")}
+    assert len(pages) > 50
+    dead = []
+    for path, page in pages.items():
+        for link in [*page.links, *page.loaded]:
+            parts = urlsplit(link)
+            if parts.scheme or path.name == "404.html":
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            has_anchor = target not in pages or not parts.fragment or unquote(parts.fragment) in pages[target].anchors
+            if not (target.is_file() and has_anchor):
+                dead.append(f"{path.relative_to(site)}: {link}")
+    assert not dead, "\n".join(dead)
+
+
+@pytest.mark.slow
+def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
+    for path in site.rglob("*.html"):
+        assert not [link for link in Tags(path.read_text()).loaded if urlsplit(link).netloc], path
+    for path in site.rglob("*.css"):
+        assert not re.findall(r"(?:@import\s+|url\()[\"']?(?:https?:)?//[^)\"']+", path.read_text()), path
+    assert (site / "search" / "search_index.js").exists(), "the search works without a server"
+
+
+@pytest.mark.slow
+def test_the_site_has_what_is_made_from_the_package(site: Path) -> None:
+    settings = (site / "reference" / "settings.html").read_text()
+    assert 'id="batch-global-size"' in settings and "train_batch_size" in settings
+    assert "deferred" in (site / "glossary.html").read_text() or "microbatch" in (site / "glossary.html").read_text()
+    assert "ranvier.Engine" in (site / "reference" / "python.html").read_text()
+    assert "--explain" in (site / "reference" / "commands.html").read_text()
+
+
+# ---------------------------------------------------------------------- the pages' programs and commands
+
+def steps(page: Path) -> list[tuple[str, str, str]]:
+    """(language, file name, text) of each block that is a file or has commands."""
+    found = re.findall(r"^```(bash|python|toml|json)(?: title=\"([\w.]+)\")?\n(.*?)^```", page.read_text(),
+                       flags=re.MULTILINE | re.DOTALL)
+    return [(language, name, text) for language, name, text in found if name or language == "bash"]
+
+
+def run_steps(page: Path, folder: Path, shorter: dict[str, str]) -> str:
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+                   "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    output = ""
+    for language, name, text in steps(page):
+        if language != "bash":
+            (folder / name).write_text(text)
+            continue
+        for command in filter(None, map(str.strip, text.splitlines())):
+            done = subprocess.run(shorter.get(command, command), shell=True, cwd=folder, env=environment,
+                                  capture_output=True, text=True, timeout=250)
+            assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+            output += done.stdout
+    return output
+
+
+def test_the_first_tutorial(tmp_path: Path) -> None:
+    """Its loop, as it stands there, with fewer steps."""
+    output = run_steps(DOCS / "tutorials" / "own-model.md", tmp_path,
+                       {"python train.py 100": "python train.py 5", "python train.py 200": "true"})
+    assert re.search(r"^step 5: loss 0\.\d+, held out 0\.\d+$", output, flags=re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", STEPS, ids=lambda page: f"{page.parent.name}-{page.stem}")
+def test_steps_of_a_page(page: Path, tmp_path: Path) -> None:
+    if "transformers" in page.read_text():
+        pytest.importorskip("transformers")
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    output = run_steps(page, tmp_path, {})
+    if page.stem == "own-model":
+        first, second = [float(found) for found in re.findall(r"held out (\S+)", output)]
+        assert second < first
+        assert "step 200:" in output, "the second command continues the first"
+    if page.stem in ("fsdp", "accelerate"):
+        assert float(re.findall(r"^loss (\S+)$", output, flags=re.MULTILINE)[-1]) < 0.2
+    if page.stem == "fine-tune":
+        assert "Hello Ada" in output
