@@ -28,7 +28,7 @@ from pydantic import BeforeValidator
 from ranvier.config.run import Batch, MeshSettings, Optim, Positive, Run
 from ranvier.config.section import section
 from ranvier.errors import ConfigError
-from ranvier.mesh import Mesh
+from ranvier.mesh import Mesh, StagePlacement
 
 
 @section
@@ -69,6 +69,11 @@ class ResolvedRun(Run):
     def row_microbatch_size(self) -> int:
         """Samples of a microbatch on one row of the tensor mesh."""
         return self.batch.microbatch_size // self.mesh.row
+
+    @property
+    def placement(self) -> StagePlacement:
+        """Which stages each rank of the pipeline has."""
+        return StagePlacement(pipe=self.mesh.pipe, per_rank=self.pipeline.stages_per_rank, how=self.pipeline.placement)
 
     @property
     def schedule_memory(self) -> float | None:

@@ -46,7 +46,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing can run until one of these microbatches arrives (None: not awaited) for `stage`, or another of the rank."""
+    """Nothing can run until one of these microbatches (None: not awaited) arrives for `stage`, or one for another."""
 
     forward: int | None
     backward: int | None

@@ -1,7 +1,7 @@
 """The engine's own schedule on a simulated clock.
 
-Discrete events: each rank is a `RankSchedule`; actions and messages take the times given; messages of one edge keep their
-order and wait for each other; stages that share cores wait for a free one. What comes out is the order of actions and
+Discrete events: each rank is a `RankSchedule`; actions and messages take the times given; messages of one edge keep
+their order and wait for each other; ranks that share cores wait for a free one. What comes out is the order of actions and
 the time of the step that the engine would need with these times and no other cost: the bound beside which a measured
 step is judged.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ranvier.layout.stage_placement import StagePlacement
+from ranvier.mesh import StagePlacement
 from ranvier.schedule.limits import rule_limits
 from ranvier.schedule.schedule import Action, Done, Policy, Product, RankSchedule, Wait, actions_text
 
@@ -84,8 +84,8 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
     assert len(stages) == depth, "a placement has as many stages as there are"
     trained_below = [any(stage.trains for stage in stages[:index + 1]) for index in range(depth)]
     if defer_bytes == "auto":
-        deferred = rule_limits([stage.trains for stage in stages]).deferred
-        defer_bytes = [sum(stages[stage].alive_bytes * deferred[stage] for stage in placement.stages_of(rank))
+        deferred = rule_limits([stage.trains for stage in stages], placement).deferred
+        defer_bytes = [sum(stages[stage].alive_bytes for stage in placement.stages_of(rank)) * deferred[rank]
                        for rank in ranks]
     budgets = [defer_bytes] * len(ranks) if isinstance(defer_bytes, int) else defer_bytes
     held = [placement.stages_of(rank) for rank in ranks]
