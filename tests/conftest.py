@@ -9,12 +9,10 @@ hypothesis.settings.register_profile("ranvier", deadline=None)
 hypothesis.settings.load_profile("ranvier")
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    threads = torch.get_num_threads()
+    """For each file anew: `ranvier.start` in the tests' own process sets what its ranks use."""
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 LONGEST = ("test_readme.py", "test_golden_runs.py", "test_elastic_run.py", "test_real_starts.py", "test_mpi.py",

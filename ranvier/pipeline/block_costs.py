@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.module_tracker import ModuleTracker
 
 from ranvier.block import Model, State, named
 from ranvier.cost.blocks import BlockCost
@@ -173,8 +174,7 @@ def block_costs(model: Model, inputs: State, targets: object = None,
         state = _as_leaves(state, trains)
         trains |= any(tensor.requires_grad for tensor in tensors.values())
         try:
-            with torch.enable_grad(), FlopCounterMode(display=False, custom_mapping=counted) as counter, kept, \
-                    moved, FusedAttention():
+            with torch.enable_grad(), _FlopCounter(custom_mapping=counted) as counter, kept, moved, FusedAttention():
                 state = functional_call(module, tensors, (state,), tie_weights=False)
         except ModelError:
             raise
@@ -201,6 +201,27 @@ def block_costs(model: Model, inputs: State, targets: object = None,
         costs[-1] = replace(costs[-1], moved_bytes=costs[-1].moved_bytes + moved.read + moved.written,
                             operations=costs[-1].operations + moved.operations)
     return costs
+
+
+class _WholeBlock:
+    """In place of torch's `ModuleTracker`, whose hooks are global: they would run, and fail, in forwards of other
+    threads."""
+
+    parents = ("Global",)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class _FlopCounter(FlopCounterMode):
+    """Counts a block as a whole, and not its modules."""
+
+    def __init__(self, *, custom_mapping: dict[Any, Any]) -> None:
+        super().__init__(display=False, custom_mapping=custom_mapping)
+        self.mod_tracker = cast(ModuleTracker, _WholeBlock())
 
 
 _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.modules import module
 
 from ranvier.block import Model
 from ranvier.config.rules import check_boundaries
@@ -187,3 +188,18 @@ def test_attention_keeps_what_is_counted(kv_heads, args, options, dtype):
         return counted.count
 
     assert kept("meta") == kept("cpu")
+
+
+class SeesGlobalHooks(nn.Linear):
+    def forward(self, x):
+        seen.append(len(module._global_forward_hooks) + len(module._global_forward_pre_hooks))
+        return super().forward(x)
+
+
+seen: list[int] = []
+
+
+def test_counting_leaves_forwards_of_other_threads_alone():
+    """Ranks may be threads: one counts while another already trains, and torch's own counter has hooks for all."""
+    block_costs(chain(partial(SeesGlobalHooks, 4, 4)), torch.zeros(2, 4), None, torch.float32)
+    assert seen == [0]
