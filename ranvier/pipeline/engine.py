@@ -32,11 +32,12 @@ from ranvier.block import Loss, Model, State, as_model, freeze, frozen_prefix
 from ranvier.comm.protocol import Group
 from ranvier.config.arguments import of_engine
 from ranvier.config.parameter_groups import problems as group_problems
-from ranvier.config.rules import guard_problems, looks_before_update, tensor_problems
+from ranvier.config.resolve import stage_placement
+from ranvier.config.rules import guard_problems, looks_before_update, schedule_problems, tensor_problems
 from ranvier.config.run import Guard, Memory, Optim, Pipeline, TensorParallel
 from ranvier.cost.limits import pipeline_limits
 from ranvier.errors import ConfigError, ModelError, RanvierError
-from ranvier.mesh import Mesh, StagePlacement
+from ranvier.mesh import Coordinates, Mesh
 from ranvier.optim.guard import BadSteps
 from ranvier.optim.optimizer import storage_bytes
 from ranvier.optim.step import GradientStatus, Updater
@@ -160,7 +161,9 @@ class Engine:
         self.frozen_blocks = frozen_prefix(model, frozen)
         for problem in tensor_problems(mesh, tensor):
             raise problem
-        placement = StagePlacement(pipe=mesh.pipe, per_rank=settings.stages_per_rank, how=settings.placement)
+        placement = stage_placement(mesh.pipe, pipeline or Pipeline())
+        for problem in schedule_problems(placement, self._policy.name):
+            raise problem
         self.stages, self.layout = cut(model, mesh, boundaries=settings.boundaries, how=settings.partition,
                                        sample=sample, dtype=dtype, device=world.device.type, tensor=tensor,
                                        placement=placement)
@@ -272,6 +275,11 @@ class Engine:
         """Most microbatches of a replica between the first stage's forward and their return."""
         return self.limits.in_flight
 
+    def rank_of_outputs(self, replica: int = 0) -> int:
+        """The first rank of that replica which has the last stage, and so what the model returns."""
+        stages = self.layout.stages
+        return self.mesh.rank(Coordinates(data=replica, pipe=stages.rank_of(stages.num_stages - 1)))
+
     @property
     def is_first_stage(self) -> bool:
         """Whether this rank has the first stage, and so needs the inputs."""
@@ -319,8 +327,9 @@ class Engine:
         return [spec.parameter for spec in self._updater.gradients.owned()]
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters of this rank's blocks by global name, up to date; a tied one by its owner's name, and on rows
-        and columns by its own, too, where the ends on a stage are cut differently. Who writes one writes both."""
+        """All parameters of this rank's blocks by global name, up to date; a tied one by its owner's name, and by its
+        own, too, where the rank's ends are on several stages, or are cut differently over rows and columns. Who writes
+        one writes both."""
         self._finish_update()
         return dict(self._parameters)
 

@@ -23,7 +23,7 @@ from ranvier.planner.auto import closed, open_axes_of, with_plan, with_pretraine
 from ranvier.planner.candidates import SEARCHED, Setting, predict
 from ranvier.planner.problems import TOO_LARGE, cannot_be_laid_out
 from ranvier.planner.problems import problems as find_problems
-from ranvier.planner.search import Plan, check_precision, search
+from ranvier.planner.search import Plan, check_countable, search
 from ranvier.planner.simulation import (
     STEADY,
     Failures,
@@ -152,7 +152,7 @@ def simulate(name: str, run: Run, cluster_name: str, *, ranks: int | None = None
     if run.mesh.size > cluster.num_devices:
         raise ConfigError(f"needs {run.mesh.size} devices, and {cluster.name} has {cluster.num_devices}", where="mesh",
                           value=str(run.mesh), remedy="Take a smaller mesh, or a larger cluster.")
-    check_precision(run, cluster)
+    check_countable(run, cluster)
     noise = Noise(jitter=jitter, slow=dict(_slow(text, run) for text in slow), seed=run.seed)
     try:
         found = simulation(run, cluster, noise)

@@ -1,9 +1,9 @@
 """The engine's own schedule on a simulated clock.
 
 Discrete events: each rank is a `RankSchedule`; actions and messages take the times given; messages of one edge keep
-their order and wait for each other; ranks that share cores wait for a free one. What comes out is the order of actions and
-the time of the step that the engine would need with these times and no other cost: the bound beside which a measured
-step is judged.
+their order and wait for each other; ranks that share cores wait for a free one. What comes out is the order of actions
+and the time of the step that the engine would need with these times and no other cost: the bound beside which a
+measured step is judged.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Simulated:
 
     most_stored: per stage, the most microbatches between forward and return at once. most_queued_bytes: per rank, the
     most that its deferred products kept alive at once. most_kept_bytes: per rank, the most that microbatches kept
-    between forward and return at once, on all its stages.
+    between forward and return at once, on all its stages. most_alive_bytes: per rank, the most of both at once.
     """
 
     seconds: float
@@ -58,6 +58,7 @@ class Simulated:
     most_stored: tuple[int, ...]
     most_queued_bytes: tuple[int, ...]
     most_kept_bytes: tuple[float, ...]
+    most_alive_bytes: tuple[float, ...]
 
     @property
     def bubble_fraction(self) -> float:
@@ -96,7 +97,8 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
     events: list[tuple[float, int, int, _What, int | Action]] = []  # (time, number, stage, what, microbatch or action)
     busy: list[Action | None] = [None for _ in ranks]
     log: list[list[tuple[Action, float, float]]] = [[] for _ in ranks]
-    most_stored, most_queued, most_kept = [0] * depth, [0 for _ in ranks], [0.0 for _ in ranks]
+    most_stored, most_queued = [0] * depth, [0 for _ in ranks]
+    most_kept, most_alive = [0.0 for _ in ranks], [0.0 for _ in ranks]
     edge_free: dict[tuple[int, int], float] = {}
     arrived: dict[tuple[int, int], float] = {}
     without_core: deque[int] = deque()
@@ -148,7 +150,9 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
         stored = {each: one.forwards_done - one.returns_done for each, one in schedule.stages.items()}
         most_stored[stage] = max(most_stored[stage], stored[stage])
         most_queued[rank] = max(most_queued[rank], schedule.budget.used)
-        most_kept[rank] = max(most_kept[rank], sum(stages[each].kept_bytes * count for each, count in stored.items()))
+        kept = sum(stages[each].kept_bytes * count for each, count in stored.items())
+        most_kept[rank] = max(most_kept[rank], kept)
+        most_alive[rank] = max(most_alive[rank], kept + schedule.budget.used)
 
     now = 0.0
     for rank in ranks:
@@ -172,4 +176,5 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
             for rank in stuck))
     return Simulated(seconds=max((stop for rank in log for _, _, stop in rank), default=0.0),
                      actions=tuple(map(tuple, log)), most_stored=tuple(most_stored),
-                     most_queued_bytes=tuple(most_queued), most_kept_bytes=tuple(most_kept))
+                     most_queued_bytes=tuple(most_queued), most_kept_bytes=tuple(most_kept),
+                     most_alive_bytes=tuple(most_alive))
