@@ -23,7 +23,7 @@ from ranvier.planner.auto import closed, open_axes_of, with_plan, with_pretraine
 from ranvier.planner.candidates import SEARCHED, Setting, predict
 from ranvier.planner.problems import TOO_LARGE, cannot_be_laid_out
 from ranvier.planner.problems import problems as find_problems
-from ranvier.planner.search import Plan, check_countable, search
+from ranvier.planner.search import Plan, check_precision, search
 from ranvier.planner.simulation import (
     STEADY,
     Failures,
@@ -152,7 +152,7 @@ def simulate(name: str, run: Run, cluster_name: str, *, ranks: int | None = None
     if run.mesh.size > cluster.num_devices:
         raise ConfigError(f"needs {run.mesh.size} devices, and {cluster.name} has {cluster.num_devices}", where="mesh",
                           value=str(run.mesh), remedy="Take a smaller mesh, or a larger cluster.")
-    check_countable(run, cluster)
+    check_precision(run, cluster)
     noise = Noise(jitter=jitter, slow=dict(_slow(text, run) for text in slow), seed=run.seed)
     try:
         found = simulation(run, cluster, noise)
@@ -184,7 +184,8 @@ def simulation(run: ResolvedRun, cluster: Cluster, noise: Noise = STEADY, work: 
     pipeline = run_pipeline(one.run, cluster, work.stages(one.run))
     step = simulate_step(pipeline.times, pipeline.num_microbatches, policy_named(run.pipeline.policy),
                          pipeline.in_flight, replicas=run.mesh.data, stage_size=run.mesh.stage_size,
-                         way=pipeline.way, defer_bytes=pipeline.defer_bytes, noise=noise, cores=pipeline.at_once)
+                         way=pipeline.way, defer_bytes=pipeline.defer_bytes, noise=noise, cores=pipeline.at_once,
+                         placement=run.placement)
     after = one.cost.seconds - one.cost.pipeline_seconds
     copied = max((entry.host.get("checkpoint", 0) for entry in one.memory), default=0)
     seconds = max(step.seconds - one.cost.partial_seconds, one.cost.cores_seconds)
@@ -216,10 +217,10 @@ def _document(name: str, found: Simulation, lost: Goodput | None) -> dict[str, o
             "predicted": report.cost_dict(found.cost),
             "goodput": None if lost is None else {"share": lost.share, "failures_per_day": lost.failures_per_day,
                                                   "best_checkpoint_steps": lost.best_steps},
-            "stages": [{"stage": stage, "busy_seconds": sum(stop - start for _, start, stop in actions),
-                        "most_stored": shown.most_stored[stage],
+            "stages": [{"stage": rank, "busy_seconds": sum(stop - start for _, start, stop in actions),
+                        "most_stored": max(shown.most_stored[stage] for stage in found.run.placement.stages_of(rank)),
                         "actions": " ".join(str(action) for action, _, _ in actions)}
-                       for stage, actions in enumerate(shown.actions)]}
+                       for rank, actions in enumerate(shown.actions)]}
 
 
 def _print(found: Simulation, lost: Goodput | None, name: str) -> None:

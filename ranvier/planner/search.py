@@ -80,7 +80,7 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
         raise ConfigError(f"has {run.mesh.size} ranks, not {ranks}, and may not change", where="mesh",
                           value=str(run.mesh), remedy=f"Search mesh, too, or plan for {run.mesh.size} ranks.")
     if "precision" not in searched:
-        check_countable(run, cluster)
+        check_precision(run, cluster)
     work, considered = work or Work(), 0
     queue: list[_Queued] = []
     base = on_cluster(run, cluster)
@@ -122,14 +122,8 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
     return Plan(cluster=cluster, ranks=ranks, best=tuple(best), considered=considered, dropped=tuple(dropped))
 
 
-def check_countable(run: Run, cluster: Cluster) -> None:
-    """ConfigError for what no step's cost is known of: a number format whose rate the cluster's file does not say, and
-    several stages on a rank."""
-    if run.pipeline.stages_per_rank > 1:
-        raise ConfigError("cannot be planned: plans know one stage on each rank", where="pipeline.stages-per-rank",
-                          value=run.pipeline.stages_per_rank,
-                          remedy="Set --pipeline.stages-per-rank 1 for a plan; train and check take the sizes of "
-                                 "--mesh and --batch.microbatch-size with any number.")
+def check_precision(run: Run, cluster: Cluster) -> None:
+    """ConfigError where the cluster's file does not say how fast it computes in the run's number format."""
     if run.precision not in cluster.device.rates:
         raise ConfigError(f"has no rate on {cluster.device.name}", where="precision", value=run.precision,
                           remedy=f"Set --precision {next(iter(cluster.device.rates))}, or add the rate to its file.")

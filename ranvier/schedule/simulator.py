@@ -70,13 +70,13 @@ class Simulated:
 def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy, in_flight: int, *,
              hop: float | Callable[[int, int], float] = 0.0, transfer: float | Callable[[int, int], float] = 0.0,
              cores: int | None = None, defer_bytes: int | Sequence[int] | Literal["auto"] = 0,
-             training: bool = True, jitter: Callable[[int, Action], float] = lambda stage, action: 1.0,
+             training: bool = True, jitter: Callable[[int, Action], float] = lambda rank, action: 1.0,
              placement: StagePlacement | None = None) -> Simulated:
     """One batch through the pipeline.
 
     hop: seconds of a message, or a function of (source, destination), which are ranks. transfer: seconds for which it
     keeps its edge busy before that, likewise; the next one waits. cores: ranks that may compute at once. jitter: factor
-    on the time of an action of a stage.
+    on the time of an action of a rank.
     defer_bytes: bound on what deferred products keep alive, of all ranks or of each; auto is that of `rule_limits`.
     placement: which stages each rank has; by default one each.
     """
@@ -132,7 +132,7 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
         times = stages[stage]
         seconds = {"F": times.forward, "C": 0.0,
                    "B": times.backward + (times.weight if times.trains and not action.defer else 0.0),
-                   "W": times.weight / times.products}[action.kind] * jitter(stage, action)
+                   "W": times.weight / times.products}[action.kind] * jitter(rank, action)
         busy[rank] = action
         log[rank].append((action, now, now + seconds))
         post(now + seconds, stage, "done", action)

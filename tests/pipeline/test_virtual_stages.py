@@ -15,16 +15,20 @@ from ranvier.config.run import (
     Data,
     Elastic,
     Memory,
+    MeshSettings,
     Optim,
     Pipeline,
     Run,
     Train,
     Transformer,
 )
+from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.count import laid_out
+from ranvier.cost.run_cost import run_cost
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
-from ranvier.planner.plan import plan
+from ranvier.planner.plan import plan, simulation
+from ranvier.planner.work import Work
 from ranvier.testing.ranks import run_ranks
 from ranvier.train.loop import train as train_run
 from tests.checkpoint import anywhere
@@ -171,9 +175,19 @@ def test_an_engine_refuses_an_order_for_one_stage():
         on_mesh(small_gpt, Mesh(pipe=2), lambda engine: None, pipeline=several(policy="1f1b"))
 
 
-def test_a_plan_says_what_it_does_not_know(run):
-    with pytest.raises(ConfigError, match="plans know one stage on each rank"):
-        plan("tiny", run, "laptop")
+def test_a_step_is_predicted_by_the_schedule_that_runs():
+    """Of equal stages with few microbatches: less bubble, twice the messages, the same work; `simulate` agrees."""
+    big = Run(mesh=Mesh(pipe=8), batch=Batch(global_size=16, microbatch_size=1), precision="bf16",
+              model=Transformer(num_layers=32, hidden=1024, heads=8, vocab=2048, sequence=512))
+    cluster, work = load_cluster("a100"), Work()
+    one, two = (replaced(big, pipeline=pipeline) for pipeline in (Pipeline(memory=1.5), several(memory=1.5)))
+    costs = [run_cost(resolved(each), cluster, work.stages(resolved(each))) for each in (one, two)]
+    assert costs[1].bubble_fraction < 0.75 * costs[0].bubble_fraction and costs[1].seconds < costs[0].seconds
+    assert costs[0].model_flops == costs[1].model_flops
+    assert costs[1].link_bytes["pipe"] == 2 * costs[0].link_bytes["pipe"]
+    assert simulation(resolved(two), cluster).seconds == pytest.approx(costs[1].seconds, rel=0.05)
+    found = plan("big", replaced(two, mesh=MeshSettings(pipe="auto")), "a100", ranks=8, searched="mesh")
+    assert all(each.run.placement.num_stages <= 66 for each in found.best)
 
 
 def test_optimizers_in_the_backward():
