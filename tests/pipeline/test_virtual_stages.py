@@ -24,9 +24,9 @@ from ranvier.config.run import (
 )
 from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.count import laid_out
-from ranvier.cost.run_cost import run_cost
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
+from ranvier.planner.candidates import predict
 from ranvier.planner.plan import plan, simulation
 from ranvier.planner.work import Work
 from ranvier.testing.ranks import run_ranks
@@ -181,7 +181,7 @@ def test_a_step_is_predicted_by_the_schedule_that_runs():
               model=Transformer(num_layers=32, hidden=1024, heads=8, vocab=2048, sequence=512))
     cluster, work = load_cluster("a100"), Work()
     one, two = (replaced(big, pipeline=pipeline) for pipeline in (Pipeline(memory=1.5), several(memory=1.5)))
-    costs = [run_cost(resolved(each), cluster, work.stages(resolved(each))) for each in (one, two)]
+    costs = [predict(resolved(each), cluster, work).cost for each in (one, two)]
     assert costs[1].bubble_fraction < 0.75 * costs[0].bubble_fraction and costs[1].seconds < costs[0].seconds
     assert costs[0].model_flops == costs[1].model_flops
     assert costs[1].link_bytes["pipe"] == 2 * costs[0].link_bytes["pipe"]
