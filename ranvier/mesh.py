@@ -166,3 +166,41 @@ class Mesh:
 
 def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+PlacementName = Literal["v-shape", "interleaved"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlacement:
+    """Which stages the ranks along the axis `pipe` have, `per_rank` on each (virtual stages).
+
+    one each          rank 0: 0      rank 1: 1      rank 2: 2      rank 3: 3
+    v-shape           rank 0: 0 7    rank 1: 1 6    rank 2: 2 5    rank 3: 3 4       (Qi et al., 2024, ZB-V)
+    interleaved       rank 0: 0 4    rank 1: 1 5    rank 2: 2 6    rank 3: 3 7       (Narayanan et al., 2021)
+
+    With more than two stages a rank, the v-shape goes on as a zigzag. Its messages stay between neighbours, and every
+    turn needs none; of an even number of stages the first rank also has the last, and so embedding and head.
+    """
+
+    pipe: int
+    per_rank: int = 1
+    how: PlacementName = "v-shape"
+
+    @property
+    def num_stages(self) -> int:
+        """Of the whole pipeline."""
+        return self.pipe * self.per_rank
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that has `stage`."""
+        turn, place = divmod(stage, self.pipe)
+        return self.pipe - 1 - place if self.how == "v-shape" and turn % 2 else place
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of `rank`, rising."""
+        return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
+
+    def local(self, stage: int) -> int:
+        """The place of `stage` among those of its rank."""
+        return stage // self.pipe

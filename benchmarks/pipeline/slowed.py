@@ -35,7 +35,7 @@ def simulated_slowness(factor: Slowness) -> Callable[[int, Action], float]:
 
 def slow_down(engine: Engine, factor: Slowness) -> None:
     """Have every forward, backward and weight action of the engine take `factor` times as long."""
-    stage, transport, index = engine._stage, engine._connections.transport, engine.coordinates.pipe
+    stage, transport, index = engine._stages.first, engine._connections.transport, engine.coordinates.pipe
 
     def slowed(run: Callable, kind: str) -> Callable:
         def slower(microbatch: int, *arguments, **named):

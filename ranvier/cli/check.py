@@ -133,7 +133,7 @@ def schedule_text(choices: Sequence[MemoryChoice]) -> str:
     rows = [("pipeline.memory", *(f"{each.memory:g}" for each in others)),
             ("in flight", *(str(each.limits.in_flight) for each in others)),
             ("bubble", *(f"{each.bubble_fraction:.1%}" for each in others))]
-    return "\n".join([f"\nschedule: at most {own.limits.in_flight} microbatches in flight; by stage, weight gradients "
+    return "\n".join([f"\nschedule: at most {own.limits.in_flight} microbatches in flight; by rank, weight gradients "
                       f"of {', '.join(map(str, deferred))} microbatches may be deferred; bubble, simulated with "
                       f"{count} microbatches: {own.bubble_fraction:.1%}",
                       *(f"{name:>16}" + "".join(f"{value:>8}" for value in row) for name, *row in rows)])

@@ -55,6 +55,7 @@ class Message:
         "".
     requires_grad: names of tensors whose gradient the sender expects back.
     source: the sender's rank, filled in by the transport on arrival.
+    stage: of a message of the pipeline's flow, the stage that it goes to.
     sent_ns: the sender's monotonic clock in nanoseconds, comparable on one machine only; filled in when encoded.
     """
 
@@ -65,6 +66,7 @@ class Message:
     requires_grad: frozenset[str] = frozenset()
     source: int = -1
     sent_ns: int = 0
+    stage: int = 0
 
     def __str__(self) -> str:
         return f"{self.kind.name.lower()} of microbatch {self.microbatch}"
@@ -75,9 +77,9 @@ class Message:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
-# Magic, kind, step, microbatch, sent_ns, total bytes, description bytes, CRC-32 of the description. The CRC-32 of all
-# these follows.
-_PREAMBLE = struct.Struct("<4sBiiqqII")
+# Magic, kind, step, microbatch, stage, sent_ns, total bytes, description bytes, CRC-32 of the description. The CRC-32
+# of all these follows.
+_PREAMBLE = struct.Struct("<4sBiiiqqII")
 _CHECKSUM = struct.Struct("<I")
 _MAGIC = b"RNV1"
 _ALIGNMENT = 64
@@ -141,8 +143,8 @@ def encoded_bytes(message: Message) -> int:
 def _head(message: Message) -> tuple[bytes, tuple[tuple[int, int], ...], int]:
     """The bytes before the tensors, with the current monotonic clock; (start, stop) of each tensor; total bytes."""
     description, places, total = _describe(_fields(message))
-    preamble = _PREAMBLE.pack(_MAGIC, message.kind, message.step, message.microbatch, time.monotonic_ns(), total,
-                              len(description), zlib.crc32(description))
+    preamble = _PREAMBLE.pack(_MAGIC, message.kind, message.step, message.microbatch, message.stage,
+                              time.monotonic_ns(), total, len(description), zlib.crc32(description))
     return preamble + _CHECKSUM.pack(zlib.crc32(preamble)) + description, places, total
 
 
@@ -184,8 +186,8 @@ def checksum(tensor: Tensor) -> Tensor:
     return torch.tensor(zlib.crc32(raw.numpy().data), dtype=torch.int64)
 
 
-def _unpack(raw: memoryview) -> tuple[int, int, int, int, int, int, int]:
-    """Kind, step, microbatch, sent_ns, total bytes, description bytes, the description's checksum."""
+def _unpack(raw: memoryview) -> tuple[int, int, int, int, int, int, int, int]:
+    """Kind, step, microbatch, stage, sent_ns, total bytes, description bytes, the description's checksum."""
     if len(raw) < PREAMBLE_BYTES:
         raise ValueError(f"these are {len(raw)} bytes, and a message has at least {PREAMBLE_BYTES}")
     magic, *fields, total, length, checksum = _PREAMBLE.unpack_from(raw)
@@ -200,7 +202,7 @@ def _unpack(raw: memoryview) -> tuple[int, int, int, int, int, int, int]:
 
 def total_bytes(wire: Tensor) -> int:
     """Size in bytes of the whole message that starts with `wire`. ValueError if the bytes are not a message."""
-    return _unpack(wire.numpy().data)[4]
+    return _unpack(wire.numpy().data)[5]
 
 
 def decode(wire: Tensor, source: int, packed: Tensor | None = None) -> Message:
@@ -209,7 +211,7 @@ def decode(wire: Tensor, source: int, packed: Tensor | None = None) -> Message:
     ValueError if the bytes are not a message.
     """
     raw = wire.numpy().data
-    kind, step, microbatch, sent_ns, total, length, checksum = _unpack(raw)
+    kind, step, microbatch, stage, sent_ns, total, length, checksum = _unpack(raw)
     body = wire if packed is None else packed
     description = bytes(raw[PREAMBLE_BYTES:PREAMBLE_BYTES + length])
     if zlib.crc32(description) != checksum:
@@ -226,4 +228,4 @@ def decode(wire: Tensor, source: int, packed: Tensor | None = None) -> Message:
     except (RuntimeError, OverflowError, TypeError) as error:
         raise ValueError("the description of this message does not fit its bytes") from error
     return Message(kind, step, microbatch, tensors, frozenset(name for name, _, _, wants in fields if wants),
-                   source, sent_ns)
+                   source, sent_ns, stage)

@@ -101,6 +101,10 @@ def _schedule_memory(run: ResolvedRun) -> str | None:
     return "pipeline.in-flight and pipeline.defer-bytes are set" if both else None
 
 
+def _one_stage_each(run: ResolvedRun) -> str | None:
+    return "each rank has one stage" if run.mesh.pipe == 1 or run.pipeline.stages_per_rank == 1 else None
+
+
 def _on_cpu(why: str) -> Reason:
     return lambda run: why if run.launch.device == "cpu" else None
 
@@ -248,6 +252,9 @@ CONDITIONS: Mapping[str, Reason] = {
         lambda run: "gpipe keeps all microbatches in flight" if run.pipeline.policy == "gpipe" else None,
     "pipeline.partition": _partition,
     "pipeline.defer_bytes": _defer_bytes,
+    "pipeline.placement": _one_stage_each,
+    "pipeline.stages_per_rank":
+        lambda run: "the pipeline has one rank" if run.mesh.pipe == 1 else None,
     "pipeline.memory": _schedule_memory,
     "pipeline.look_ahead": _on_cpu("on a CPU an action has ended when it returns"),
     "tensor.scheme": _one_rank_a_stage,

@@ -25,10 +25,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from ranvier.config.run import Batch, MeshSettings, Optim, Positive, Run
+from ranvier.config.run import Batch, MeshSettings, Optim, Pipeline, Positive, Run
 from ranvier.config.section import section
 from ranvier.errors import ConfigError
-from ranvier.mesh import Mesh
+from ranvier.mesh import Mesh, StagePlacement
 
 
 @section
@@ -71,10 +71,20 @@ class ResolvedRun(Run):
         return self.batch.microbatch_size // self.mesh.row
 
     @property
+    def placement(self) -> StagePlacement:
+        """Which stages each rank of the pipeline has."""
+        return stage_placement(self.mesh.pipe, self.pipeline)
+
+    @property
     def schedule_memory(self) -> float | None:
         """`pipeline.memory` where it has an effect: AutoPipe counts with the rule, and recomputation leaves less to
         choose."""
         return None if self.elastic.freeze != "none" or self.memory.recompute != "none" else self.pipeline.memory
+
+
+def stage_placement(pipe: int, pipeline: Pipeline) -> StagePlacement:
+    """Which stages each of `pipe` ranks has; one rank has one."""
+    return StagePlacement(pipe=pipe, per_rank=pipeline.stages_per_rank if pipe > 1 else 1, how=pipeline.placement)
 
 
 @section

@@ -18,7 +18,7 @@ from ranvier.config import parameter_groups
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Elastic, Guard, Optim, TensorParallel, Train
 from ranvier.errors import ConfigError
-from ranvier.mesh import Mesh
+from ranvier.mesh import Mesh, StagePlacement
 
 MAX_LAYERS = 10_000
 """Layers of a model that can be cut into stages, at most."""
@@ -49,20 +49,33 @@ def mesh_problems(run: ResolvedRun, num_ranks: int | None, num_blocks: int | Non
                           remedy=f"Change --mesh.data and --mesh.pipe so that data x pipe x row x col is {num_ranks}, "
                                  f"or start {mesh.size} ranks.")
     yield from tensor_problems(mesh, run.tensor)
+    yield from schedule_problems(run.placement, run.pipeline.policy)
     yield from divisibility_problems(run)
     if num_layers > MAX_LAYERS:
         yield ConfigError(f"is more than {MAX_LAYERS}, the most that can be cut into stages",
                           where="model.num-layers", value=num_layers, remedy="Use fewer and wider layers.")
     if num_blocks is None:
         return
+    num_stages = run.placement.num_stages
     if mesh.pipe > num_blocks:
         yield ConfigError(f"is more than the {num_blocks} blocks of the model", where="mesh.pipe", value=mesh.pipe,
                           remedy=f"Set --mesh.pipe {num_blocks} or less, or raise --model.num-layers.")
+    elif num_stages > num_blocks:
+        yield ConfigError(f"makes {num_stages} stages on {mesh.pipe} ranks, more than the {num_blocks} blocks of the "
+                          "model", where="pipeline.stages-per-rank", value=run.pipeline.stages_per_rank,
+                          remedy=f"Set --pipeline.stages-per-rank {num_blocks // mesh.pipe} or less.")
     elif run.pipeline.boundaries is not None:
         try:
-            check_boundaries(run.pipeline.boundaries, num_blocks, mesh.pipe)
+            check_boundaries(run.pipeline.boundaries, num_blocks, num_stages)
         except ConfigError as problem:
             yield problem
+
+
+def schedule_problems(placement: StagePlacement, policy: str) -> Iterator[ConfigError]:
+    """A schedule that does not know several stages on a rank."""
+    if placement.per_rank > 1 and policy == "1f1b":
+        yield ConfigError("is an order for one stage on each rank", where="pipeline.policy", value=policy,
+                          remedy="Set --pipeline.policy message-driven, or --pipeline.stages-per-rank 1.")
 
 
 def tensor_problems(mesh: Mesh, tensor: TensorParallel) -> Iterator[ConfigError]:
@@ -201,6 +214,10 @@ def elastic_problems(run: ResolvedRun) -> Iterator[ConfigError]:
     """What cannot be asked of an elastic run."""
     elastic = run.elastic
     yield from freeze_problems(elastic, run.model.num_layers)
+    if elastic.freeze != "none" and run.placement.per_rank > 1:
+        yield ConfigError("belongs to a pipeline that stays as it is, and freezing changes it",
+                          where="pipeline.stages-per-rank", value=run.placement.per_rank,
+                          remedy="Set --pipeline.stages-per-rank 1, or --elastic.freeze none.")
     if elastic.freeze == "gradient-norm" and run.model.num_layers < 2:
         yield ConfigError("has nothing to compare in a model of one layer", where="elastic.freeze",
                           value=elastic.freeze, remedy="Set --elastic.freeze cap, or use more layers.")

@@ -157,6 +157,12 @@ class Pipeline:
     """Memory limit for automatic `in_flight` and `defer_bytes`: this multiple of what the largest stage needs under
     1f1b. none: no simulation, and as many microbatches in flight as stages, plus the number of stages without trainable
     parameters. Elastic runs and recomputation always use that rule."""
+    stages_per_rank: Positive = 1
+    """Virtual stages: how many stages (model chunks) each rank of the pipeline has. More make the bubble smaller where
+    microbatches are few, for more messages. Needs the message-driven or gpipe schedule."""
+    placement: Literal["v-shape", "interleaved"] = "v-shape"
+    """With several stages per rank: which rank has which. v-shape: forwards go to the last rank and back again (as
+    ZB-V), so that the first rank also has the model's end; interleaved: round after round (as in Megatron-LM)."""
     look_ahead: Bytes | Literal["auto"] = "auto"
     """On CUDA: actions that the host may enqueue ahead of the device when it chooses the next one. A small number
     lets it choose from more messages; 0 waits for each action. auto: 1 with several stages, no limit with one."""

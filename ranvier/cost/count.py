@@ -79,7 +79,7 @@ def _cut_of(run: ResolvedRun, frozen: int) -> tuple[Model, StageTable, Layout]:
     model = freeze(families.model_of(run, dtype=DTYPES[run.precision]), frozen)
     stages, layout = cut(model, replace(run.mesh, data=1), boundaries=run.pipeline.boundaries,
                          how=run.pipeline.partition, sample=sample, dtype=DTYPES[run.precision],
-                         device=device_kind(run), tensor=run.tensor)
+                         device=device_kind(run), tensor=run.tensor, placement=run.placement)
     for problem in parameter_groups.problems(run.optim, [parameter.name for parameter in layout.parameters]):
         raise problem
     return model, stages, layout
@@ -87,27 +87,39 @@ def _cut_of(run: ResolvedRun, frozen: int) -> tuple[Model, StageTable, Layout]:
 
 def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, needs: Needs | None = None
             ) -> tuple[RankMemory, ...]:
-    """One prediction for each stage. `layout` may be that of one replica: replicas differ in nothing. needs: what
-    earlier predictions for the same model on the same tensor mesh found, to which this one adds."""
+    """One prediction for each index along `pipe`. `layout` may be that of one replica: they differ in nothing.
+    needs: what earlier predictions for the same model on the same tensor mesh found, to which this one adds."""
     found: list[RankMemory] = []
     known, limits = {} if needs is None else needs, _limits(run, layout, stages.costs)
     on_mesh = run.mesh.stage_size > 1 and stages.costs
     buffers, passing, kept = _tensor_mesh(run, model, stages, layout, known) if on_mesh else ({}, {}, {})
-    for row in stages.rows:
-        costs, segments, runs = _computed(run, model, stages, layout, row.stage, limits)
-        first = layout.blocks(row.stage).start
+    for pipe in range(run.mesh.pipe):
+        held = [(stage, *_computed(run, model, stages, layout, stage, limits))
+                for stage in layout.stages.stages_of(pipe)]
+        runs = tuple(each for *_, own in held for each in own)
+        first = layout.blocks_on(pipe)[0]
         alike = ("states", run.mesh, run.optim, run.precision, run.launch.device, layout.boundaries,
-                 tuple(range(each.start - first, each.stop - first) for each in runs), _likeness(layout, row.stage))
+                 tuple(range(each.start - first, each.stop - first) for each in runs), _likeness(layout, pipe))
         if alike not in known:
-            known[alike] = _states(run, layout, row.stage, runs)
+            known[alike] = _states(run, layout, pipe, runs)
         memory = {name: dict(parts) for name, parts in known[alike].items()}
-        if costs:
-            memory["device"] |= _activations(run, costs, row.stage, segments, kept, limits)
+        if stages.costs:
+            memory["device"] |= _together(run, [
+                _activations(run, costs, layout, stage, segments, kept, limits) for stage, costs, segments, _ in held])
         if buffers:
-            memory["device"]["tensor mesh"] = buffers[row.stage]
-            memory["device"]["workspace"] += passing[row.stage]
-        found.append(RankMemory(pipe=row.stage, ranks=run.mesh.data * run.mesh.stage_size, **memory))
+            memory["device"]["tensor mesh"] = buffers[pipe]
+            memory["device"]["workspace"] += passing[pipe]
+        found.append(RankMemory(pipe=pipe, ranks=run.mesh.data * run.mesh.stage_size, **memory))
     return tuple(found)
+
+
+def _together(run: ResolvedRun, stages: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """What all stages of a rank keep alive, of which one at a time computes. A budget in bytes is the rank's."""
+    found = {name: sum(stage[name] for stage in stages) for name in stages[0]}
+    found["workspace"] = max(stage["workspace"] for stage in stages)
+    if run.pipeline.defer_bytes != "auto":
+        found["deferred"] = max(stage["deferred"] for stage in stages)
+    return found
 
 
 def device_bytes_of_stages(run: ResolvedRun, frozen: int = 0) -> Callable[[int, int, int], int]:
@@ -131,7 +143,7 @@ def device_bytes_of_stages(run: ResolvedRun, frozen: int = 0) -> Callable[[int, 
         costs, segments, runs = _computed(run, model, stages, there, stage, limits)
         if (start, stop, runs) not in lasting:  # on whichever stage they are
             lasting[start, stop, runs] = sum(_states(run, there, stage, runs)["device"].values())
-        passing = _activations(run, costs, stage, segments, kept, limits)
+        passing = _activations(run, costs, there, stage, segments, kept, limits)
         return lasting[start, stop, runs] + sum(passing.values()) + gathered
 
     return needed
@@ -149,26 +161,26 @@ def _computed(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout
                                   for places, _ in runs_of(len(blocks), segments))
 
 
-def _likeness(layout: Layout, stage: int) -> object:
-    """What the bytes of a stage's states depend on; the stage itself where it has an end of a tie."""
-    held, first = layout.parameters_of(stage), layout.blocks(stage).start
+def _likeness(layout: Layout, pipe: int) -> object:
+    """What the bytes of the states of ranks depend on; their index along `pipe` where they have an end of a tie."""
+    held, first = layout.parameters_of(pipe), layout.blocks_on(pipe)[0]
     if any(layout.is_tied(p) for p in held):
-        return stage
+        return pipe
     return tuple((p.block - first, layout.box(p, 0, 0), p.trainable, p.summed, layout.copy_axes(p.name)) for p in held)
 
 
-def _states(run: ResolvedRun, layout: Layout, stage: int, runs: Sequence[range]) -> dict[str, dict[str, int]]:
+def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range]) -> dict[str, dict[str, int]]:
     """What lives from step to step, laid out as the run would: to the byte. Of ends of a tie, one has the states."""
     optim, dtype = run.optim, DTYPES[run.precision]
     half, wide = precision.is_half(dtype), precision.wide(dtype)
-    held = {layout.key(p): p for p in layout.parameters_of(stage)}
+    held = {layout.key(p): p for p in layout.parameters_of(pipe)}
     shapes = {key: [stop - start for start, stop in layout.box(p, 0, 0)] for key, p in held.items()}  # the largest
     parameters = {key: nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=held[key].trainable)
                   for key, shape in shapes.items()}
     over = {axes: MetaGroup("data", run.mesh.data * prod(getattr(run.mesh, axis) for axis in axes),
                             device=device_kind(run)) for axes in {(), *(p.summed for p in held.values())}}
     layout = replace(layout, chunking=Chunking(chunk_size=1, whole=whole_parameters(optim, layout)))
-    specs = gradient_specs(layout, layout.mesh.rank(Coordinates(pipe=stage)), parameters, over)
+    specs = gradient_specs(layout, layout.mesh.rank(Coordinates(pipe=pipe)), parameters, over)
     bucket_size = resolve_bucket_size(optim, run.launch.device)
     gradients = Gradients(specs, over[()], bucket_size * optim.chunk_buckets, lambda spec: None, allocate=False,
                           dtype=_gradient_dtype(run), reduce_dtype=precision.reduce_dtype(optim, dtype),
@@ -198,7 +210,7 @@ def _states(run: ResolvedRun, layout: Layout, stage: int, runs: Sequence[range])
     if offload != "none" and device_kind(run) == "cuda":
         tensors = [host["master"], *[size * wide.itemsize for size in places.sizes.values()]]
         host["rounding"] = sum(pinned_bytes(size) - size for size in tensors)
-    owners = [prod(shapes[key]) for key in held if layout[key].block in layout.blocks(stage)]
+    owners = [prod(shapes[key]) for key in held if layout.pipe_of(layout[key].block) == pipe]
     host["checkpoint"] = checkpoint_bytes(
         owners, state_bytes=wide.itemsize * (states + (half + averages) * updated), element_bytes=dtype.itemsize,
         data=run.mesh.data, sharded=optim.shard, updated=updated if has_owners else 0,
@@ -245,28 +257,27 @@ class _AtOnce:
 
 def _tensor_mesh(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, known: Needs
                  ) -> tuple[dict[int, int], dict[int, int], dict[str, int]]:
-    """Stage -> bytes that its products work in, and that keep gathered weights; stage -> bytes that sums take while
-    they are under way, where members add them; and block -> bytes that its forward
-    keeps when it runs again, what it has gathered included. By the code that runs, on a microbatch without values,
+    """Index along `pipe` -> bytes that products there work in, and that keep gathered weights; the same -> bytes that
+    sums take while they are under way, where members add them; and block -> bytes that its forward keeps when it runs
+    again, what it has gathered included. By the code that runs, on a microbatch without values,
     forward and backward through every block."""
     mesh = meta_mesh(run.mesh, run.tensor, device_kind(run))
-    part, found, kept_again = split_model(model, mesh), {}, {}
-    passing: dict[int, int] = {}
+    part, kept_again = split_model(model, mesh), {}
+    passing, gathered = dict.fromkeys(range(run.mesh.pipe), 0), dict.fromkeys(range(run.mesh.pipe), 0)
+    largest: list[dict[tuple[str, torch.dtype], int]] = [{} for _ in range(run.mesh.pipe)]
     limits = _limits(run, layout, stages.costs)
     with torch.device("meta"):
         state, targets = families.sample_of(run, run.row_microbatch_size)
     costs = stages.costs
     assert costs is not None  # the table was made with a sample
     for row in stages.rows:
-        largest: dict[tuple[str, torch.dtype], int] = {}
-        blocks = layout.blocks(row.stage)
+        blocks, pipe = layout.blocks(row.stage), row.pipe
         segments = _segments(run, model, row.blocks, costs[blocks.start:blocks.stop], row.stage,
                              limits.in_flight)
         recomputed = {place for segment in segments for place in segment}
-        gathered = passing[row.stage] = 0
         for place, name in enumerate(row.blocks):
             last = row is stages.rows[-1] and name == row.blocks[-1]
-            trains = tuple(p.trainable for p in layout.parameters_of(row.stage) if p.block == blocks.start + place)
+            trains = tuple(p.trainable for p in layout.parameters_of(pipe) if p.block == blocks.start + place)
             alike = (model.alike.get(name, name), place in recomputed, last, trains, tuple(
                 (leaf.shape, leaf.requires_grad) for leaf in tree_leaves(state)))
             if alike not in known:
@@ -274,11 +285,11 @@ def _tensor_mesh(run: ResolvedRun, model: Model, stages: StageTable, layout: Lay
                                             recomputed=place in recomputed)
             needs = known[alike]
             state, kept_again[name] = needs.state, needs.kept_bytes
-            gathered += needs.gathered_bytes
-            passing[row.stage] = max(passing[row.stage], needs.arriving_bytes)
+            gathered[pipe] += needs.gathered_bytes
+            passing[pipe] = max(passing[pipe], needs.arriving_bytes)
             for key, size in needs.workspace.items():
-                largest[key] = max(largest.get(key, 0), size)
-        found[row.stage] = sum(largest.values()) + gathered
+                largest[pipe][key] = max(largest[pipe].get(key, 0), size)
+    found = {pipe: sum(sizes.values()) + gathered[pipe] for pipe, sizes in enumerate(largest)}
     return found, passing, kept_again
 
 
@@ -326,10 +337,11 @@ def _block_needs(run: ResolvedRun, part: Model, mesh: TensorMesh, name: str, sta
 
 def _limits(run: ResolvedRun, layout: Layout, costs: Sequence[BlockCost] | None) -> Limits:
     """What the pipeline may have under way. costs: of all blocks; None for the rule without them."""
+    stages = [layout.blocks(stage) for stage in range(layout.stages.num_stages)]
     if costs is not None:
-        return run_limits(run, [costs[blocks.start:blocks.stop] for blocks in map(layout.blocks, range(run.mesh.pipe))])
+        return run_limits(run, [costs[blocks.start:blocks.stop] for blocks in stages])
     trained = {parameter.block for parameter in layout.parameters if parameter.trainable}
-    rule = rule_limits([not trained.isdisjoint(layout.blocks(stage)) for stage in range(run.mesh.pipe)])
+    rule = rule_limits([not trained.isdisjoint(blocks) for blocks in stages], layout.stages)
     asked = run.pipeline.in_flight
     return rule if asked == "auto" else replace(rule, in_flight=asked)
 
@@ -340,19 +352,20 @@ def _segments(run: ResolvedRun, model: Model, blocks: Sequence[str], costs: Sequ
     if run.memory.recompute == "auto" and not costs:
         return []
     return recomputed_segments(run.memory.recompute, blocks, model.layers, costs, policy_named(run.pipeline.policy),
-                               limit, (stage, run.mesh.pipe))
+                               limit, (stage, run.placement.num_stages))
 
 
-def _activations(run: ResolvedRun, costs: Sequence[BlockCost], stage: int, segments: Sequence[range],
+def _activations(run: ResolvedRun, costs: Sequence[BlockCost], layout: Layout, stage: int, segments: Sequence[range],
                  kept_again: Mapping[str, int], limits: Limits) -> dict[str, int]:
     """What the microbatches under way keep alive on a stage of these blocks. kept_again: block ->
     what it keeps when it is recomputed, where that differs."""
+    num_stages = layout.stages.num_stages
     found = activation_bytes(costs, segments, StoredMicrobatches(
-        stage=stage, pipe=run.mesh.pipe, num_microbatches=run.num_microbatches,
+        stage=stage, num_stages=num_stages, num_microbatches=run.num_microbatches,
         policy=policy_named(run.pipeline.policy), in_flight=limits.in_flight,
-        deferred=limits.deferred[stage], defer_bytes=run.pipeline.defer_bytes,
+        deferred=limits.deferred[layout.stages.rank_of(stage)], defer_bytes=run.pipeline.defer_bytes,
         update_in_backward=run.optim.update_in_backward), kept_again)
     if device_kind(run) == "cuda":  # forwards arrive from the stage before, gradients of outputs from the next one
         found["messages"] += SLOTS * ((costs[0].input_bytes if stage else 0)
-                                      + (costs[-1].output_bytes if stage < run.mesh.pipe - 1 else 0))
+                                      + (costs[-1].output_bytes if stage < num_stages - 1 else 0))
     return found

@@ -12,6 +12,7 @@ from typing import Literal
 from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.blocks import BlockCost
 from ranvier.cost.memory import PROCESS_BYTES, operand_bytes
+from ranvier.mesh import StagePlacement
 from ranvier.schedule.computed_limits import MAX_SIMULATED_STAGES, StageLoad, computed_limits, predicted_bubble
 from ranvier.schedule.limits import Limits, rule_limits
 from ranvier.schedule.policies import policy_named
@@ -23,19 +24,22 @@ _STATE_BYTES = 8  # of a parameter that trains: two moments, as of AdamW
 
 
 def pipeline_limits(stages: Sequence[Sequence[BlockCost]], policy: Policy, *, in_flight: int | Literal["auto"],
-                    memory: float | None, device: str, element_bytes: int) -> Limits:
+                    memory: float | None, device: str, element_bytes: int,
+                    placement: StagePlacement | None = None) -> Limits:
     """The limits of a pipeline.
 
     Args:
         stages: of each stage the costs of its blocks for one microbatch.
         in_flight: as `pipeline.in_flight`.
         memory: as `pipeline.memory`; None follows `rule_limits`.
-        device: the type of device. element_bytes: of a parameter.
+        device: the type of device. element_bytes: of a parameter. placement: by default one stage on each rank.
     """
+    placement = placement or StagePlacement(pipe=len(stages))
     given = None if in_flight == "auto" else in_flight
     if memory is not None:
-        return computed_limits(_loads(stages, device, element_bytes), policy, memory=memory, in_flight=given)
-    rule = rule_limits([any(block.num_trainable for block in blocks) for blocks in stages])
+        return computed_limits(_loads(stages, device, element_bytes, placement.per_rank), policy, memory=memory,
+                               in_flight=given, placement=placement)
+    rule = rule_limits([any(block.num_trainable for block in blocks) for blocks in stages], placement)
     return rule if given is None else replace(rule, in_flight=given)
 
 
@@ -43,7 +47,7 @@ def run_limits(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]]) -> Limit
     """The limits of a run with these blocks on each stage."""
     return pipeline_limits(stages, policy_named(run.pipeline.policy), in_flight=run.pipeline.in_flight,
                            memory=run.schedule_memory, device="cuda" if run.launch.device == "cuda" else "cpu",
-                           element_bytes=_ELEMENT_BYTES[run.precision])
+                           element_bytes=_ELEMENT_BYTES[run.precision], placement=run.placement)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,15 +65,15 @@ def memory_choices(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]]) -> t
     if memory is None or not policy.defers or not 1 < run.mesh.pipe <= MAX_SIMULATED_STAGES:
         return ()
     device = "cuda" if run.launch.device == "cuda" else "cpu"
-    loads, found = _loads(stages, device, _ELEMENT_BYTES[run.precision]), []
+    loads, found = _loads(stages, device, _ELEMENT_BYTES[run.precision], run.placement.per_rank), []
     for value in (memory, *_MEMORIES):
         limits = run_limits(replace(run, pipeline=replace(run.pipeline, memory=value)), stages)
         found.append(MemoryChoice(memory=value, limits=limits, bubble_fraction=predicted_bubble(
-            loads, policy, limits)))
+            loads, policy, limits, run.placement)))
     return tuple(found)
 
 
-def _loads(stages: Sequence[Sequence[BlockCost]], device: str, element_bytes: int) -> list[StageLoad]:
+def _loads(stages: Sequence[Sequence[BlockCost]], device: str, element_bytes: int, per_rank: int) -> list[StageLoad]:
     """Times in units of `BlockCost.weight`. A weight gradient takes as long as the forward of its products."""
     loads, trains = [], False
     for place, blocks in enumerate(stages):
@@ -84,7 +88,7 @@ def _loads(stages: Sequence[Sequence[BlockCost]], device: str, element_bytes: in
             weight=sum(block.of_weights.flops for block in trained if block.defers),
             trains=any(block.num_trainable for block in blocks),
             fixed=sum(block.num_parameters * element_bytes + block.num_trainable * (element_bytes + _STATE_BYTES)
-                      for block in blocks) + (PROCESS_BYTES if device == "cpu" else 0),
+                      for block in blocks) + (PROCESS_BYTES / per_rank if device == "cpu" else 0),
             graph=sum(block.kept_bytes for block in backward) + loss_bytes,
             operands=operand_bytes(trained, ends_model=is_last)))
     return loads

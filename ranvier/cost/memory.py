@@ -60,7 +60,7 @@ class StoredMicrobatches:
     """What the activations of a stage depend on beside its blocks."""
 
     stage: int
-    pipe: int
+    num_stages: int
     num_microbatches: int
     """Of a replica's share of the batch."""
     policy: Policy
@@ -75,7 +75,7 @@ class StoredMicrobatches:
     def stored(self) -> int:
         """Microbatches whose activations the stage stores at once."""
         limit = self.policy.in_flight(self.in_flight, self.num_microbatches)
-        return min(self.policy.stored(limit, self.stage, self.pipe), self.num_microbatches)
+        return min(self.policy.stored(limit, self.stage, self.num_stages), self.num_microbatches)
 
 
 def activation_bytes(costs: Sequence[BlockCost], segments: Sequence[range], microbatches: StoredMicrobatches,
@@ -87,7 +87,7 @@ def activation_bytes(costs: Sequence[BlockCost], segments: Sequence[range], micr
         segments: runs of blocks, as places on the stage, that are recomputed in their backward.
         kept_again: block -> bytes that it keeps when it is recomputed, where that differs.
     """
-    stage, pipe, stored = microbatches.stage, microbatches.pipe, microbatches.stored
+    stage, num_stages, stored = microbatches.stage, microbatches.num_stages, microbatches.stored
     kept = [cost.kept_bytes for cost in costs]
     inside = {place for segment in segments for place in segment}
     outside = sum(kept[place] for place in range(len(kept)) if place not in inside)
@@ -96,12 +96,12 @@ def activation_bytes(costs: Sequence[BlockCost], segments: Sequence[range], micr
     waiting = 0
     if microbatches.policy.defers and not microbatches.update_in_backward:
         operands = operand_bytes([cost for place, cost in enumerate(costs) if place not in inside],
-                                 ends_model=stage == pipe - 1)
+                                 ends_model=stage == num_stages - 1)
         most = microbatches.num_microbatches - stored  # a microbatch is on its way or deferred, not both
         waiting = (min(most, microbatches.deferred) * operands
                    if microbatches.defer_bytes == "auto" else microbatches.defer_bytes)
     entering = costs[0].input_bytes if stage else 0
-    leaving = costs[-1].output_bytes if stage < pipe - 1 else 0
+    leaving = costs[-1].output_bytes if stage < num_stages - 1 else 0
     return {"activations": stored * (outside + sum(costs[segment.start].input_bytes for segment in segments))
             + recomputed,
             "deferred": waiting,

@@ -87,7 +87,7 @@ def _recomputed(run: ResolvedRun, blocks: Sequence[BlockCost], stage: int, in_fl
         return ()
     segments = recomputed_segments(
         run.memory.recompute, [block.name for block in blocks], families.layers_of(run), blocks,
-        policy_named(run.pipeline.policy), in_flight, (stage, run.mesh.pipe))
+        policy_named(run.pipeline.policy), in_flight, (stage, run.placement.num_stages))
     return tuple(place for segment in segments for place in segment)
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import inf
 
 from ranvier.config.resolve import ResolvedRun, chunk_size
@@ -192,18 +191,18 @@ class PipelineNumbers:
     times: tuple[StageTimes, ...]
     num_microbatches: int
     way: Way
-    """The edges between stages."""
+    """The edges between ranks."""
     in_flight: int
     defer_bytes: int | Sequence[int]
-    """Bound on what deferred products keep alive, of all stages or of each."""
+    """Bound on what deferred products keep alive, of all ranks of a pipeline or of each."""
     at_once: int | None
-    """Stages of a replica that may compute at once, where ranks share cores."""
+    """Ranks of a pipeline that may compute at once, where ranks share cores."""
 
 
 def step_pipeline(step: Step, cluster: Cluster) -> PipelineNumbers:
     """The pipeline of a step on a cluster, for the simulator."""
     made = _StepCost(step, cluster)
-    times = tuple(made.times([made.stage(stage) for stage in range(step.run.mesh.pipe)]))
+    times = tuple(made.times([made.stage(stage) for stage in range(len(step.stages))]))
     return PipelineNumbers(times=times, num_microbatches=made.count, way=made.way(), in_flight=step.limits.in_flight,
                            defer_bytes=made.defer(times), at_once=made.at_once())
 
@@ -246,7 +245,8 @@ class _StepCost:
 
     def __init__(self, step: Step, cluster: Cluster, others: bool = False) -> None:
         mesh = step.run.mesh
-        assert len(step.stages) == mesh.pipe
+        self.placement = step.run.placement
+        assert len(step.stages) == self.placement.num_stages
         self.step, self.run, self.cluster, self.mesh = step, step.run, cluster, mesh
         self.size, self.data = mesh.stage_size, mesh.data
         self.scheme = volume_scheme(step.run.tensor)
@@ -254,7 +254,10 @@ class _StepCost:
         self.others = others
         self._agains: dict[int, list[int]] = {}
         self._volumes: dict[tuple[tuple[SplitLayer, ...], bool], Volume] = {}
-        self.trained = [sum(block.num_owned for block in blocks) for blocks in self.stages]
+        self.held = [self.placement.stages_of(rank) for rank in range(mesh.pipe)]
+        """The stages of each rank of a pipeline."""
+        self.trained = [sum(block.num_owned for stage in held for block in self.stages[stage]) for held in self.held]
+        """Parameters that each rank updates."""
         flags = [block.num_trainable > 0 for blocks in self.stages for block in blocks]
         self.begins = flags.index(True) if True in flags else len(flags)
         """The model's first block that trains: those before it have no backward."""
@@ -264,19 +267,19 @@ class _StepCost:
 
     def cost(self, exact: bool) -> Cost:
         step = self.step
-        rows = [self.stage(stage) for stage in range(self.mesh.pipe)]
+        rows = [self.stage(stage) for stage in range(len(self.stages))]
         times = self.times(rows)
         passed = passage(times, self.count, step.policy, step.limits.in_flight, way=self.way(), exact=exact,
-                         defer_bytes=self.defer(times), cores=self.at_once())
-        partial = (1.0 - self.last) * max(row.microbatch_seconds for row in rows)
+                         defer_bytes=self.defer(times), cores=self.at_once(), placement=self.placement)
+        partial = (1.0 - self.last) * max(sum(rows[stage].microbatch_seconds for stage in held) for held in self.held)
         shared = self._shared_cores(rows)
         pipeline = max(passed.seconds - partial, shared)
         slack, last = 0.0, (-inf, rows[0])
-        for row in rows:  # later stages end earlier: their last backward is passed on
+        for row in rows[:self.mesh.pipe]:  # of each rank the first; later ones end earlier: their last backward goes on
             last = max(last, (pipeline - slack + row.after_seconds, row), key=lambda pair: pair[0])
             slack += row.backward_seconds
         total, ends = last
-        recomputed = any(self._again(stage) for stage in range(self.mesh.pipe))
+        recomputed = any(self._again(stage) for stage in range(len(self.stages)))
         size = self.run.batch.global_size
         blocks = [block for stage in self.stages for block in stage]
         left_out = sum(block.flops - (block.of_weights.flops if block.num_trainable else 0)
@@ -316,11 +319,12 @@ class _StepCost:
         weights = self._seconds([cost.of_weights for cost in behind if cost.num_trainable])
         backward = self._seconds(behind) + weights - weight + recomputed
         sent_forward, sent_backward = self._exchanged(stage)
-        reduction, update = self._reduction(stage), self._update(stage)
+        rank = self.placement.rank_of(stage)
+        reduction, update = self._reduction(rank), self._update(rank)
         return StageCost(stage=stage, forward_seconds=forward + sent_forward,
                          backward_seconds=backward + sent_backward, weight_seconds=weight,
                          exchange_seconds=sent_forward + sent_backward, reduction_seconds=reduction,
-                         update_seconds=update, after_seconds=self._after(reduction, update, stage))
+                         update_seconds=update, after_seconds=self._after(reduction, update, rank))
 
     def _first(self, stage: int) -> int:
         """The place of the stage's first block that has a backward."""
@@ -337,7 +341,7 @@ class _StepCost:
     def _deferring(self, stage: int) -> list[BlockCost]:
         """Blocks whose weights' gradients may wait: not those that are recomputed, nor the model's last one."""
         costs, first, again = self.stages[stage], self._first(stage), self._again(stage)
-        stop = len(costs) - (stage == self.mesh.pipe - 1)
+        stop = len(costs) - (stage == len(self.stages) - 1)
         return [cost.of_weights for place, cost in enumerate(costs[:stop])
                 if place >= first and place not in again and cost.num_trainable and cost.defers]
 
@@ -447,21 +451,30 @@ class _StepCost:
         return Way(transfer=transfer, latency=latency)
 
     def _edges(self) -> list[tuple[float, float]]:
-        """Seconds for which one message keeps each edge busy, and until it is there after that."""
+        """Seconds for which one message keeps each edge between neighbouring ranks busy, and until it is there after
+        that; of stages that send over one edge, the largest message counts."""
         pipe, size, per_node = self.mesh.pipe, self.size, self.cluster.devices_per_node
         edges = []
-        for stage in range(pipe - 1):
+        for place in range(pipe - 1):
             crossing = max(sum(rank // per_node != (rank + size) // per_node
-                               for rank in range(first + stage * size, first + (stage + 1) * size))
+                               for rank in range(first + place * size, first + (place + 1) * size))
                            for first in self._offsets())
             link = self.cluster.between if crossing else self.cluster.inside
             together = min(max(1, crossing), per_node)
-            sent, gathered = float(self.stages[stage][-1].output_bytes), 0.0
+            sent, gathered = float(max(size for (source, destination), size in self._sent()
+                                       if min(source, destination) == place)), 0.0
             if self.others:
                 group = self.groups["col"]
                 sent, gathered = sent / size, received_seconds(sent * (size - 1) / size, size - 1, group, self.cluster)
             edges.append((sent / link.rate(together) + gathered, link.latency_seconds))
         return edges
+
+    def _sent(self) -> list[tuple[tuple[int, int], int]]:
+        """(Rank, rank) and bytes of the message of one microbatch over each boundary of stages that crosses ranks."""
+        ends = [(self.placement.rank_of(stage), self.placement.rank_of(stage + 1)) for stage in range(
+            len(self.stages) - 1)]
+        return [(edge, blocks[-1].output_bytes) for edge, blocks in zip(ends, self.stages, strict=False)
+                if edge[0] != edge[1]]
 
     def _offsets(self) -> set[int]:
         """Where replicas begin on a node: they all wait for the one that lies worst."""
@@ -469,12 +482,13 @@ class _StepCost:
         return {data * replica % per_node for data in range(min(self.data, per_node))}
 
     def defer(self, times: Sequence[StageTimes]) -> int | Sequence[int]:
-        """Bytes of deferred weight gradients, on all stages or on each."""
+        """Bytes of deferred weight gradients, on all ranks or on each."""
         if not self.step.policy.defers or self.run.optim.update_in_backward:
             return 0
         asked = self.run.pipeline.defer_bytes
         return asked if asked != "auto" else [
-            stage.alive_bytes * count for stage, count in zip(times, self.step.limits.deferred, strict=True)]
+            sum(times[stage].alive_bytes for stage in held) * count
+            for held, count in zip(self.held, self.step.limits.deferred, strict=True)]
 
     # --- after the pipeline ------------------------------------------------------------------------------------------
 
@@ -486,23 +500,23 @@ class _StepCost:
             return gradient
         return (gradient if not self.step.whole_tensors else 2 * gradient) / 2 + self.step.bytes.parameter / 2
 
-    def _reduction(self, stage: int) -> float:
+    def _reduction(self, rank: int) -> float:
         group = self.groups["data"]
         if group.members == 1:
             return 0.0
-        size = self._beside(stage) if group.crosses else self.trained[stage]
+        size = self._beside(rank) if group.crosses else self.trained[rank]
         return all_reduce_seconds(size * self._gradient_bytes(), group, self.cluster) \
-            + (self._chunks(stage) - 1) * self._chunk_start(group)
+            + (self._chunks(rank) - 1) * self._chunk_start(group)
 
-    def _beside(self, stage: int) -> float:
-        """Parameters of a rank on the node of this stage's first one, on average: they take turns on its link."""
+    def _beside(self, place: int) -> float:
+        """Parameters of a rank on the node of this one of a pipeline, on average: they take turns on its link."""
         size, per_node = self.size, self.cluster.devices_per_node
         found = []
         for first in self._offsets():
-            node = (first + stage * size) // per_node
+            node = (first + place * size) // per_node
             here = {(rank - first) // size for rank in range(node * per_node, (node + 1) * per_node)
                     if 0 <= rank - first < size * self.mesh.pipe}
-            found.append(max(sum(self.trained[other] for other in here), self.trained[stage]) / len(here))
+            found.append(max(sum(self.trained[other] for other in here), self.trained[place]) / len(here))
         return max(found)
 
     def _chunk_start(self, group: Placed) -> float:
@@ -510,40 +524,39 @@ class _StepCost:
         return self.cluster.chunk_seconds + self.cluster.collective_seconds + 2 * (
             group.members - 1) * link.latency_seconds
 
-    def _chunks(self, stage: int) -> int:
+    def _chunks(self, rank: int) -> int:
         size = chunk_size(self.run.optim, "cuda" if self.cluster.device.cores is None else "cpu")
-        return max(1, -(-round(self.trained[stage]) // size))
+        return max(1, -(-round(self.trained[rank]) // size))
 
-    def _update(self, stage: int) -> float:
-        count = self.trained[stage] / (self.data if self.run.optim.shard else 1)
+    def _update(self, rank: int) -> float:
+        count = self.trained[rank] / (self.data if self.run.optim.shard else 1)
         moving = update_seconds(self.step, self.cluster, count, local=self.local, threads=self._threads(),
                                 crowded=self._crowded())
         # rows and columns all compute with the same whole tensors
         flops = self.step.update_flops * count / max(1, sum(self.trained)) / self._threads()
         return moving + self.cluster.device.seconds(flops, 0.0, 0.0, self.run.precision) * self._crowded()
 
-    def _after(self, reduction: float, update: float, stage: int) -> float:
+    def _after(self, reduction: float, update: float, rank: int) -> float:
         """Where an update depends on all gradients' norm (loss scaling, clipping, a guard), updates begin when all is
         reduced; otherwise each chunk is updated while the next is reduced."""
         if self.step.waits_for_gradient_status:
             return reduction + update
-        return max(reduction, update) + min(reduction, update) / self._chunks(stage)
+        return max(reduction, update) + min(reduction, update) / self._chunks(rank)
 
     def _link_bytes(self) -> dict[str, float]:
         optim, mesh = self.run.optim, self.mesh
         found: dict[str, float] = {}
-        edges = [blocks[-1].output_bytes for blocks in self.stages[:-1]]
-        if edges:
-            ends = [0, *edges, 0]
-            found["pipe"] = self.count * max(left + right for left, right in pairwise(ends))
+        if sent := self._sent():
+            found["pipe"] = self.count * max(sum(size for edge, size in sent if rank in edge)
+                                             for rank in range(mesh.pipe))
         volumes = [[self._block_volume(block.name, self.run.memory.recompute != "none") for block in blocks]
                    for blocks in self.stages] if self.size > 1 else []
         if mesh.col > 1:
             found["col"] = self.count * max(sum(volume.forward.activations + volume.backward.activations
-                                                for volume in stage) for stage in volumes)
+                                                for stage in held for volume in volumes[stage]) for held in self.held)
         if mesh.row > 1:
             found["row"] = self.count * max(sum(volume.forward.weights + volume.backward.weights
-                                                for volume in stage) for stage in volumes)
+                                                for stage in held for volume in volumes[stage]) for held in self.held)
         if self.data > 1:
             found["data"] = 2 * (self.data - 1) / self.data * self._gradient_bytes() * max(self.trained)
         if optim.offload in ("stream", "host"):

@@ -15,7 +15,6 @@ import torch
 
 from ranvier.comm.protocol import Group
 from ranvier.errors import ConfigError
-from ranvier.mesh import Coordinates
 from ranvier.models.decoding_cache import caches_of
 from ranvier.models.generate import Sampling, next_token
 from ranvier.pipeline.engine import Engine
@@ -62,8 +61,7 @@ def generate(engine: Engine, ranks: Group, prompts: Sequence[Sequence[int]], sam
                               value=f"{len(text.prompt)} tokens", remedy="Give a text of 1 to "
                               f"{longest - 1} tokens.")
     mesh, mine = engine.mesh, engine.coordinates.data
-    roots = [ranks.ranks.index(mesh.rank(Coordinates(data=replica, pipe=mesh.pipe - 1)))
-             for replica in range(mesh.data)]
+    roots = [ranks.ranks.index(engine.rank_of_outputs(replica)) for replica in range(mesh.data)]
     chosen = torch.zeros(len(texts), dtype=torch.int64)
     with _open_caches(engine) as forget:
         while active := [text for text in texts if text.reason is None]:

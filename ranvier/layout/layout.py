@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import pairwise
 from math import prod
 
 from ranvier.errors import ConfigError, ModelError
 from ranvier.layout.boxes import Box, Slice, box_size, intersection, whole
 from ranvier.layout.chunks import FlatGradient, FlatOrder, flat_order
 from ranvier.layout.split import TensorAxis
-from ranvier.mesh import Coordinates, Mesh
+from ranvier.mesh import Coordinates, Mesh, StagePlacement
 
 
 def frozen_blocks(layers: Sequence[Sequence[str]], blocks: Sequence[str], frozen: int) -> int:
@@ -82,6 +82,7 @@ class Layout:
     boundaries: first block of each stage after the first.
     shards: parameter name -> (row, col) -> its box on the tensor mesh; those left out are whole everywhere.
     chunking: how gradients are reduced and optimizer states shared; None where nothing is updated from them yet.
+    placement: which stages the ranks along `pipe` have; None for one each.
 
     Raises ConfigError for boundaries that do not cut, ModelError for two parameters of one name.
     """
@@ -92,11 +93,12 @@ class Layout:
     parameters: tuple[Parameter, ...]
     shards: Mapping[str, Mapping[tuple[int, int], Box]] | None = None
     chunking: Chunking | None = None
+    placement: StagePlacement | None = None
 
     def __post_init__(self) -> None:
         edges = self._edges
-        if len(edges) != self.mesh.pipe + 1 or any(a >= b for a, b in pairwise(edges)):
-            raise ConfigError(f"does not cut {self.num_blocks} blocks into {self.mesh.pipe} stages",
+        if len(edges) != self.stages.num_stages + 1 or any(a >= b for a, b in pairwise(edges)):
+            raise ConfigError(f"does not cut {self.num_blocks} blocks into {self.stages.num_stages} stages",
                               where="pipeline.boundaries", value=self.boundaries,
                               remedy="Give the first block of each stage after the first, rising.")
         names = [parameter.name for parameter in self.parameters]
@@ -116,6 +118,11 @@ class Layout:
     def _edges(self) -> tuple[int, ...]:
         return (0, *self.boundaries, self.num_blocks)
 
+    @cached_property
+    def stages(self) -> StagePlacement:
+        """Which stages each rank along `pipe` has."""
+        return self.placement or StagePlacement(pipe=self.mesh.pipe)
+
     def blocks(self, stage: int) -> range:
         """Numbers of the blocks on `stage`."""
         return range(self._edges[stage], self._edges[stage + 1])
@@ -124,14 +131,24 @@ class Layout:
         """The stage that holds `block`."""
         return bisect_right(self.boundaries, block)
 
-    def parameters_of(self, stage: int) -> tuple[Parameter, ...]:
-        """Those of a stage's blocks, in model order."""
-        return self._by_stage.get(stage, ())
+    def pipe_of(self, block: int) -> int:
+        """The index along `pipe` of the ranks that hold `block`."""
+        return self.stages.rank_of(self.stage_of(block))
+
+    def blocks_on(self, pipe: int) -> list[int]:
+        """Numbers of the blocks on the ranks with that index along `pipe`, rising."""
+        return [block for stage in self.stages.stages_of(pipe) for block in self.blocks(stage)]
+
+    def parameters_of(self, pipe: int) -> tuple[Parameter, ...]:
+        """Those of `blocks_on`, in model order."""
+        return self._by_pipe.get(pipe, ())
 
     @cached_property
-    def _by_stage(self) -> dict[int, tuple[Parameter, ...]]:
-        stages = sorted(self.parameters, key=lambda parameter: parameter.block)
-        return {stage: tuple(held) for stage, held in groupby(stages, lambda held: self.stage_of(held.block))}
+    def _by_pipe(self) -> dict[int, tuple[Parameter, ...]]:
+        found: dict[int, list[Parameter]] = {}
+        for parameter in sorted(self.parameters, key=lambda parameter: parameter.block):
+            found.setdefault(self.pipe_of(parameter.block), []).append(parameter)
+        return {pipe: tuple(held) for pipe, held in found.items()}
 
     def is_tied(self, parameter: Parameter) -> bool:
         """Whether it is one of several ends."""
@@ -142,45 +159,48 @@ class Layout:
         return Counter(parameter.owner for parameter in self.parameters)
 
     def key(self, parameter: Parameter) -> str:
-        """The name under which its stage keeps it: the owner's, unless another end there has that and is cut otherwise;
-        then that of the first end there that is cut alike. Ends of one key are one parameter."""
+        """The name under which its rank keeps it: the owner's, unless another end there has that and is cut otherwise,
+        or is on another of the rank's stages; then that of the first such end. Ends of one key are one parameter."""
         return self._keys[parameter.name]
 
     @cached_property
     def _keys(self) -> dict[str, str]:
         """Parameter -> its key."""
-        stages: dict[tuple[str, int], dict[object, str]] = {}
+        ranks: dict[tuple[str, int], dict[object, str]] = {}
         found = {}
         for parameter in sorted(self.parameters, key=lambda parameter: not parameter.is_owner):
             if not self.is_tied(parameter):
                 found[parameter.name] = parameter.owner
                 continue
-            cuts = stages.setdefault((parameter.owner, self.stage_of(parameter.block)), {})
-            cut = (tuple(self.box(parameter, row, col) for row in range(self.mesh.row) for col in range(self.mesh.col)),
+            cuts = ranks.setdefault((parameter.owner, self.pipe_of(parameter.block)), {})
+            # of several stages each sums gradients in an order of its own: in one buffer sums would change with it
+            boxes = tuple(self.box(parameter, row, col)
+                          for row in range(self.mesh.row) for col in range(self.mesh.col))
+            cut = (self.stage_of(parameter.block), boxes,
                    frozenset(axis for axis in parameter.summed if getattr(self.mesh, axis) > 1))
             found[parameter.name] = cuts.setdefault(cut, parameter.name if cuts else parameter.owner)
         return found
 
     @cached_property
     def ends(self) -> dict[str, dict[tuple[int, str], Parameter]]:
-        """Owner -> (stage, key) -> the first parameter of that end, in model order."""
+        """Owner -> (index along pipe, key) -> the first parameter of that end, in model order."""
         found: dict[str, dict[tuple[int, str], Parameter]] = {}
         for parameter in self.parameters:
-            place = self.stage_of(parameter.block), self.key(parameter)
+            place = self.pipe_of(parameter.block), self.key(parameter)
             found.setdefault(parameter.owner, {}).setdefault(place, parameter)
         return found
 
-    def ends_on(self, stage: int) -> dict[str, Parameter]:
-        """Key -> an end on `stage`. Ends of one key are cut alike; the owner, whose name the key may be, may be on
-        another stage and cut differently."""
-        return self._ends_on.get(stage, {})
+    def ends_on(self, pipe: int) -> dict[str, Parameter]:
+        """Key -> an end on the ranks with that index along `pipe`. Ends of one key are cut alike; the owner, whose name
+        the key may be, may be on other ranks and cut differently."""
+        return self._ends_on.get(pipe, {})
 
     @cached_property
     def _ends_on(self) -> dict[int, dict[str, Parameter]]:
         found: dict[int, dict[str, Parameter]] = {}
         for ends in self.ends.values():
-            for (stage, key), parameter in ends.items():
-                found.setdefault(stage, {})[key] = parameter
+            for (pipe, key), parameter in ends.items():
+                found.setdefault(pipe, {})[key] = parameter
         return found
 
     def box(self, parameter: Parameter, row: int, col: int) -> Box:
@@ -232,7 +252,7 @@ class Layout:
                                     blocks=frozenset(blocks[name]), shape=end.shape, in_layer=end.in_layer,
                                     weight=-(-end.numel // parts),
                                     whole=self.chunking is not None and name in self.chunking.whole)
-            if self[name].is_owner and self.stage_of(self[name].block) == at.pipe:
+            if self[name].is_owner and self.pipe_of(self[name].block) == at.pipe:
                 gradient = replace(gradient, remote_ends=len(self.ends[name]) - 1, group=self.summed(name) or None,
                                    copied=bool(self.copy_axes(name)), counts=self.is_first_copy(name, at))
             else:

@@ -15,15 +15,16 @@ from torch import Tensor
 from ranvier.block import named
 from ranvier.comm.message import Message, MessageKind
 from ranvier.errors import ModelError
-from ranvier.mesh import Coordinates, Mesh
+from ranvier.mesh import Coordinates, StagePlacement
 from ranvier.optim.step import Updater
 from ranvier.pipeline.connections import Connections
 from ranvier.pipeline.look_ahead import LookAhead
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.nominal_weight import NominalWeight
+from ranvier.pipeline.rank_stages import RankStages
 from ranvier.pipeline.stage import Stage
 from ranvier.pipeline.statistics import BatchStatistics
-from ranvier.schedule.schedule import Action, Done, Policy, Product, Schedule, Wait, actions_text
+from ranvier.schedule.schedule import Action, Done, Policy, Product, RankSchedule, Wait, actions_text
 from ranvier.schedule.spans import Category, Timeline
 
 _CATEGORIES: dict[str, Category] = {"F": "forward", "B": "backward", "W": "weight"}
@@ -41,6 +42,7 @@ class BatchRunner:
     """Runs batches on one rank.
 
     Args:
+        placement: which rank has which stage. stages: those of this one.
         progress: lets messages and reductions move; called between products.
         in_flight: most microbatches of a replica under way.
         look_ahead: how far the host runs ahead of a CUDA device.
@@ -50,21 +52,27 @@ class BatchRunner:
         takes_nominal_weight: whether that becomes what losses are divided by.
     """
 
-    def __init__(self, *, mesh: Mesh, at: Coordinates, stage: Stage, connections: Connections, updater: Updater,
-                 statistics: BatchStatistics, timeline: Timeline, progress: Callable[[], None], policy: Policy,
-                 in_flight: int, look_ahead: LookAhead, defer_bytes: int | None, deferred: int,
+    def __init__(self, *, placement: StagePlacement, at: Coordinates, stages: RankStages, connections: Connections,
+                 updater: Updater, statistics: BatchStatistics, timeline: Timeline, progress: Callable[[], None],
+                 policy: Policy, in_flight: int, look_ahead: LookAhead, defer_bytes: int | None, deferred: int,
                  nominal_weight: NominalWeight | None, takes_nominal_weight: bool) -> None:
-        self._mesh, self._at, self._stage, self._connections = mesh, at, stage, connections
+        self._at, self._stages, self._connections = at, stages, connections
+        self._numbers, self._num_stages = placement.stages_of(at.pipe), placement.num_stages
         self._updater, self._statistics, self._timeline = updater, statistics, timeline
         self._progress, self._policy, self._in_flight = progress, policy, in_flight
         self._look_ahead = look_ahead
         self.defer_bytes, self._deferred = defer_bytes or 0, deferred if defer_bytes is None else 0
+        self._deferrable = [0] * len(stages)
+        """Of each stage the most that one microbatch's products would keep alive."""
         self.nominal_weight, self._takes_nominal_weight = nominal_weight, takes_nominal_weight
         self._call = self._step = 0
 
     @property
-    def _is_last_stage(self) -> bool:
-        return self._at.pipe == self._mesh.pipe - 1
+    def _has_loss(self) -> bool:
+        return self._numbers[-1] == self._num_stages - 1
+
+    def _is_last(self, stage: int) -> bool:
+        return stage == self._num_stages - 1
 
     def run(self, batch: Sequence[Microbatch], *, call: int, step: int, training: bool,
             keep_outputs: bool = False) -> None:
@@ -72,17 +80,17 @@ class BatchRunner:
         training step that dropout is keyed by. keep_outputs: whether the last stage keeps what its blocks return."""
         self._call, self._step = call, step
         leads = self._connections.sequencer.leads
-        self._stage.begin(training)
+        self._stages.begin(training)
         if self._connections.tensor_mesh is not None:
             self._connections.tensor_mesh.whole_outputs = keep_outputs
-        schedule = Schedule(
-            stage=self._at.pipe, num_stages=self._mesh.pipe, num_microbatches=len(batch), policy=self._policy,
+        schedule = RankSchedule(
+            stages=self._numbers, num_stages=self._num_stages, num_microbatches=len(batch), policy=self._policy,
             in_flight=self._in_flight, training=training, defer_bytes=self.defer_bytes)
         ran: list[Action] = []
         running: Action | None = None
         try:
             self._connections.inbox.begin(call, step, len(batch), schedule.on_message if leads else _unheard)
-            if training and self.nominal_weight is not None and not (self._is_last_stage and batch):
+            if training and self.nominal_weight is not None and not (self._has_loss and batch):
                 self.nominal_weight.start(0.0)
             if not batch:
                 self._reduce_statistics()
@@ -92,105 +100,112 @@ class BatchRunner:
                 running = None
                 if leads:
                     if self._deferred:
-                        self.defer_bytes = max(self.defer_bytes, self._deferred * result.get("deferrable_bytes", 0))
-                        schedule.defer_bytes = self.defer_bytes
+                        self._allow_deferred(action.turn, result.get("deferrable_bytes", 0))
+                        schedule.budget.limit = self.defer_bytes
                     schedule.on_done(action, **result)
-                if training and self.nominal_weight is not None and self._is_last_stage and not ran:
-                    self._estimate_weight(self.nominal_weight, len(batch))
-                if action.kind == "F" and action.microbatch == len(batch) - 1:
-                    self._reduce_statistics()
+                if action.kind == "F" and action.turn == len(self._numbers) - 1:
+                    if training and self.nominal_weight is not None and self._has_loss and action.microbatch == 0:
+                        self._estimate_weight(self.nominal_weight, len(batch))
+                    if action.microbatch == len(batch) - 1:
+                        self._reduce_statistics()
                 ran.append(action)
         except Exception as error:
-            self._stage.clear()
+            self._stages.clear()
             board, text = self._connections.board, f"{actions_text(ran)} >{running}<" if running else actions_text(ran)
             error.add_note(f"{board.name(self._connections.rank)}: actions so far: {text.strip() or 'none'}")
             raise
         finally:
-            self._stage.end()
+            self._stages.end()
         if training and self.nominal_weight is not None and self.nominal_weight.started:
             self._take_nominal_weight(self.nominal_weight)
+
+    def _allow_deferred(self, turn: int, deferrable_bytes: int) -> None:
+        """A forward has shown what its products would keep alive: so many microbatches of all stages may wait."""
+        self._deferrable[turn] = max(self._deferrable[turn], deferrable_bytes)
+        self.defer_bytes = max(self.defer_bytes, self._deferred * sum(self._deferrable))
 
     def _estimate_weight(self, nominal_weight: NominalWeight, num_microbatches: int) -> None:
         """After the first forward of the last stage: all its ranks need the estimate for their first backward."""
         counts = self._at.col == 0
-        nominal_weight.start(float(self._stage.loss_and_weight[1]) * num_microbatches if counts else 0.0)
+        nominal_weight.start(float(self._stages.loss_and_weight[1]) * num_microbatches if counts else 0.0)
         self._take_nominal_weight(nominal_weight)
 
     def _take_nominal_weight(self, nominal_weight: NominalWeight) -> None:
         weight = nominal_weight.agree()
         if weight is not None:
             self._updater.expect_weight(weight, divide_by_it=self._takes_nominal_weight)
-            self._stage.loss_factor = self._updater.loss_factor
+            self._stages.set_loss_factor(self._updater.loss_factor)
             self.nominal_weight = None
 
     def _reduce_statistics(self) -> None:
         """Start summing loss and weight over all ranks; of a row of the last stage, all columns know the same."""
-        counts = self._is_last_stage and self._at.col == 0
-        self._statistics.reduce(self._stage.loss_and_weight if counts else None)
+        counts = self._has_loss and self._at.col == 0
+        self._statistics.reduce(self._stages.loss_and_weight if counts else None)
 
     # ------------------------------------------------------------------ one action
 
-    def _next_action(self, schedule: Schedule) -> Action | None:
+    def _next_action(self, schedule: RankSchedule) -> Action | None:
         connections = self._connections
         if not connections.sequencer.leads:
             return connections.sequencer.next(self._call)
         connections.inbox.poll()
         while isinstance(action := schedule.next_action(), Wait):
             if action.backward is not None:
-                connections.inbox.wait(f"the backward of microbatch {action.backward}", _peer(connections.after))
+                what, source = f"the backward of microbatch {action.backward}", action.stage + 1
             else:
-                connections.inbox.wait(f"the forward of microbatch {action.forward}", _peer(connections.before))
+                what, source = f"the forward of microbatch {action.forward}", action.stage - 1
+            connections.inbox.wait(what, connections.rank_of(source))
         found = None if isinstance(action, Done) else action
         connections.sequencer.announce(self._call, found)
         return found
 
     def execute(self, action: Action, batch: Sequence[Microbatch], training: bool, keep_outputs: bool) -> ActionResult:
         """Run `action`, send what it produced, and return what the schedule wants to know about it."""
-        number = action.microbatch
+        number, stage, here = action.microbatch, self._numbers[action.turn], self._stages[action.turn]
         match action.kind:
             case "F":
-                started, result = self._forward(action, batch[number], training, keep_outputs)
+                started, result = self._forward(action, here, stage, batch[number], training, keep_outputs)
             case "B":
-                arrived = {} if self._is_last_stage else self._take_return(number).tensors
+                arrived = {} if self._is_last(stage) else self._take_return(number, stage).tensors
                 started = self._start(action)
-                gradients, products = self._stage.backward(number, self._to_device(arrived), defer=action.defer,
-                                                           last=number == len(batch) - 1)
-                self._send_return(number, gradients)
+                gradients, products = here.backward(number, self._to_device(arrived), defer=action.defer,
+                                                    last=number == len(batch) - 1)
+                self._send_return(number, stage, gradients)
                 result = {"products": products}
             case "C":
-                if not self._is_last_stage:
-                    self._take_return(number)
-                self._send_return(number, {})
+                if not self._is_last(stage):
+                    self._take_return(number, stage)
+                self._send_return(number, stage, {})
                 return {}
             case "W":
                 started, result = self._start(action), {}
-                self._stage.weight(number, action.product)
+                here.weight(number, action.product)
                 self._progress()
         self._timeline.add(_CATEGORIES[action.kind], str(action), self._step, started)
         self._look_ahead.launched()
         return result
 
-    def _forward(self, action: Action, microbatch: Microbatch, training: bool, keep_outputs: bool
-                 ) -> tuple[int, ActionResult]:
+    def _forward(self, action: Action, here: Stage, stage: int, microbatch: Microbatch, training: bool,
+                 keep_outputs: bool) -> tuple[int, ActionResult]:
         """Run a forward and hand its outcome on; when it began, and what the schedule wants to know."""
         number = action.microbatch
-        inputs, wants = self._inputs(number, microbatch)
+        inputs, wants = self._inputs(number, stage, microbatch)
         started = self._start(action)
-        outcome = self._stage.forward(number, self._step, microbatch, inputs, wants, training=training,
-                                      keep_outputs=keep_outputs)
-        if not self._is_last_stage:
-            self._connections.send(_peer(self._connections.after), Message(
-                MessageKind.FORWARD, self._call, number, outcome.tensors, outcome.requires_grad))
+        outcome = here.forward(number, self._step, microbatch, inputs, wants, training=training,
+                               keep_outputs=keep_outputs)
+        if not self._is_last(stage):
+            self._connections.send(self._connections.rank_of(stage + 1), Message(
+                MessageKind.FORWARD, self._call, number, outcome.tensors, outcome.requires_grad, stage=stage + 1))
         return started, {"expects_backward": outcome.expects_backward, "deferrable_bytes": outcome.deferrable_bytes}
 
     def _start(self, action: Action) -> int:
         self._connections.board.action = f"{_CATEGORIES[action.kind]} {action.microbatch}"
         return self._timeline.mark()
 
-    def _inputs(self, number: int, microbatch: Microbatch) -> tuple[dict[str, Tensor], frozenset[str]]:
-        """The carried state that enters this stage, and which of it wants a gradient."""
-        if self._at.pipe > 0:
-            message = self._connections.inbox.take("forward", number, _peer(self._connections.before))
+    def _inputs(self, number: int, stage: int, microbatch: Microbatch) -> tuple[dict[str, Tensor], frozenset[str]]:
+        """The carried state that enters `stage`, and which of it wants a gradient."""
+        if stage > 0:
+            message = self._connections.inbox.take("forward", number, stage, self._connections.rank_of(stage - 1))
             return self._to_device(message.tensors), message.requires_grad
         if microbatch.inputs is None:
             raise ModelError("has no inputs on the first stage", where=f"microbatch {number}",
@@ -201,21 +216,16 @@ class BatchRunner:
         device = self._connections.device
         return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
 
-    def _take_return(self, number: int) -> Message:
-        return self._connections.inbox.take("return", number, _peer(self._connections.after))
+    def _take_return(self, number: int, stage: int) -> Message:
+        return self._connections.inbox.take("return", number, stage, self._connections.rank_of(stage + 1))
 
-    def _send_return(self, number: int, gradients: dict[str, Tensor]) -> None:
-        """What goes back over the edge before this stage: gradients where there are some, else a bare credit."""
-        if self._at.pipe > 0:
+    def _send_return(self, number: int, stage: int, gradients: dict[str, Tensor]) -> None:
+        """What goes back over the edge before `stage`: gradients where there are some, else a bare credit."""
+        if stage > 0:
             kind = MessageKind.BACKWARD if gradients else MessageKind.CREDIT
-            self._connections.send(_peer(self._connections.before), Message(kind, self._call, number, gradients))
+            self._connections.send(self._connections.rank_of(stage - 1),
+                                   Message(kind, self._call, number, gradients, stage=stage - 1))
 
 
-def _peer(rank: int | None) -> int:
-    """The neighbour of a stage that has one."""
-    assert rank is not None, "an end of the pipeline has no neighbour there"
-    return rank
-
-
-def _unheard(direction: str, microbatch: int) -> None:
+def _unheard(direction: str, microbatch: int, stage: int) -> None:
     """Where the leader decides, nobody else needs to hear of arrivals."""

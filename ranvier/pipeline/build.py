@@ -18,7 +18,7 @@ from ranvier.config.run import TensorParallel
 from ranvier.cost.blocks import BlockCost
 from ranvier.errors import ModelError
 from ranvier.layout import Box, Layout, Parameter
-from ranvier.mesh import Coordinates, Mesh
+from ranvier.mesh import Coordinates, Mesh, StagePlacement
 from ranvier.pipeline.block_costs import block_costs, build_on_meta
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.partition import partition, uniform
@@ -33,6 +33,8 @@ class StageRow:
     """One stage in the table: its blocks, and what they hold and cost."""
 
     stage: int
+    pipe: int
+    """Index along `pipe` of the ranks that hold it."""
     blocks: tuple[str, ...]
     num_parameters: int
     num_trainable: int
@@ -48,6 +50,7 @@ class StageTable:
     boundaries: tuple[int, ...]
     costs: tuple[BlockCost, ...] | None
     """Per block, where a sample was given to count with."""
+    placement: StagePlacement
 
     def stage_costs(self) -> list[tuple[BlockCost, ...]]:
         """The costs of each stage's blocks, which must be counted."""
@@ -56,8 +59,11 @@ class StageTable:
         return [self.costs[start:stop] for start, stop in pairwise(edges)]
 
     def __str__(self) -> str:
-        lines = [f"{'stage':>5}  {'blocks':>6}  {'parameters':>12}  {'trainable':>12}  {'cost':>6}  from .. to"]
-        lines += [f"{row.stage:>5}  {len(row.blocks):>6}  {row.num_parameters:>12,}  {row.num_trainable:>12,}  "
+        several = self.placement.per_rank > 1
+        lines = [f"{'stage':>5}  " + (f"{'pipe':>4}  " if several else "") +
+                 f"{'blocks':>6}  {'parameters':>12}  {'trainable':>12}  {'cost':>6}  from .. to"]
+        lines += [f"{row.stage:>5}  " + (f"{row.pipe:>4}  " if several else "") +
+                  f"{len(row.blocks):>6}  {row.num_parameters:>12,}  {row.num_trainable:>12,}  "
                   f"{row.cost:>6.1%}  {row.blocks[0]}{' .. ' + row.blocks[-1] if len(row.blocks) > 1 else ''}"
                   for row in self.rows]
         return "\n".join(lines)
@@ -105,8 +111,8 @@ def global_parameters(model: Model, modules: dict[str, nn.Module]) -> tuple[Para
 
 
 def cut(model: Model, mesh: Mesh, *, boundaries: Sequence[int] | None, how: Literal["cost", "uniform"],
-        sample: Microbatch | None, dtype: torch.dtype, device: str, tensor: TensorParallel | None = None
-        ) -> tuple[StageTable, Layout]:
+        sample: Microbatch | None, dtype: torch.dtype, device: str, tensor: TensorParallel | None = None,
+        placement: StagePlacement | None = None) -> tuple[StageTable, Layout]:
     """Decide the stages, and who holds and owns each parameter; the same on every rank.
 
     With `sample` (any microbatch of the usual shape, on the tensor mesh a row's share of it; its values do not matter)
@@ -117,7 +123,7 @@ def cut(model: Model, mesh: Mesh, *, boundaries: Sequence[int] | None, how: Lite
     costs = None
     if sample is not None and sample.inputs is not None:
         costs = tuple(block_costs(parts.model, sample.inputs, sample.targets, dtype))
-    stages, layout = parts.cut(mesh, costs, boundaries=boundaries, how=how)
+    stages, layout = parts.cut(mesh, costs, boundaries=boundaries, how=how, placement=placement)
     layout.check()
     return stages, layout
 
@@ -142,16 +148,17 @@ class Parts:
         self.model = model
 
     def cut(self, mesh: Mesh, costs: Sequence[BlockCost] | None, *, boundaries: Sequence[int] | None,
-            how: Literal["cost", "uniform"]) -> tuple[StageTable, Layout]:
+            how: Literal["cost", "uniform"], placement: StagePlacement | None = None) -> tuple[StageTable, Layout]:
         """The stages of a mesh with this tensor mesh, by each block's cost, or number of parameters. Unchecked."""
-        count = len(self.names)
+        placement = placement or StagePlacement(pipe=mesh.pipe)
+        count, num_stages = len(self.names), placement.num_stages
         weights = [cost.weight(self._device) for cost in costs] if costs else self._sizes
         if boundaries is not None:
-            boundaries = check_boundaries(boundaries, count, mesh.pipe)
+            boundaries = check_boundaries(boundaries, count, num_stages)
         else:
-            boundaries = uniform(count, mesh.pipe) if how == "uniform" else partition(weights, mesh.pipe)
+            boundaries = uniform(count, num_stages) if how == "uniform" else partition(weights, num_stages)
         layout = Layout(mesh=mesh, num_blocks=count, boundaries=boundaries, parameters=self.parameters,
-                        shards=self.shards)
+                        shards=self.shards, placement=placement)
         return _table(layout, self.names, weights, tuple(costs) if costs else None), layout
 
 
@@ -199,27 +206,27 @@ def split_model(model: Model, mesh: TensorMesh) -> Model:
 def _table(layout: Layout, names: tuple[str, ...], weights: Sequence[float],
            costs: tuple[BlockCost, ...] | None) -> StageTable:
     rows = []
-    for stage in range(layout.mesh.pipe):
-        blocks = layout.blocks(stage)
+    for stage in range(layout.stages.num_stages):
+        blocks, pipe = layout.blocks(stage), layout.stages.rank_of(stage)
         counts = {layout.key(parameter): (parameter.numel, parameter.trainable)
-                  for parameter in layout.parameters_of(stage)}
-        rows.append(StageRow(stage=stage, blocks=names[blocks.start:blocks.stop],
+                  for parameter in layout.parameters_of(pipe) if parameter.block in blocks}
+        rows.append(StageRow(stage=stage, pipe=pipe, blocks=names[blocks.start:blocks.stop],
                              num_parameters=sum(numel for numel, _ in counts.values()),
                              num_trainable=sum(numel for numel, trainable in counts.values() if trainable),
                              cost=sum(weights[block] for block in blocks) / (sum(weights) or 1.0)))
-    return StageTable(rows=tuple(rows), boundaries=layout.boundaries, costs=costs)
+    return StageTable(rows=tuple(rows), boundaries=layout.boundaries, costs=costs, placement=layout.stages)
 
 
 def build_stage(model: Model, layout: Layout, at: Coordinates, *, seed: int, dtype: torch.dtype,
                 device: torch.device) -> list[tuple[int, str, nn.Module]]:
-    """This stage's blocks with their initial weights. Ends of a tie that have one key become one parameter.
+    """This rank's blocks with their initial weights. Ends of a tie that have one key become one parameter.
 
     Weights of a model that declares `initial` depend on (seed, name, place) alone; others are what the builder made.
     """
     names = list(model.blocks)
     blocks: list[tuple[int, str, nn.Module]] = []
     here: dict[str, nn.Parameter] = {}
-    for number in layout.blocks(at.pipe):
+    for number in layout.blocks_on(at.pipe):
         block = names[number]
         with device:
             module = model.blocks[block]().to(device=device, dtype=dtype)

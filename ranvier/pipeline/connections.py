@@ -6,6 +6,7 @@ All ranks open the same in the same order; that order is the one of the calls he
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 
@@ -36,6 +37,7 @@ class Connections:
 
     def __init__(self, world: World, layout: Layout, tensor: TensorParallel, *, check_order: bool) -> None:
         self._world, self._mesh, self._check_order = world, layout.mesh, check_order
+        self._placement = layout.stages
         self._groups: list[Group] = []
         self.sums: dict[tuple[TensorAxis, ...], Group] = {}
         """Axes of the tensor mesh -> the ranks over which gradients are summed whose parts are spread along these."""
@@ -68,8 +70,7 @@ class Connections:
         self.all = world.backend.group("all", [range(mesh.size)])
         self.sequencer = Sequencer(mesh, rank, world.backend, self.board, timeout_seconds, self._check_order)
         self.transport = world.backend.transport("pipeline")
-        neighbours = [each for each in (self.before, self.after) if each is not None]
-        ranks = sorted({*neighbours, *peers})
+        ranks = sorted({*self._neighbours(), *peers} - {rank})
         self.transport.connect(ranks, ranks, capacity_bytes)
         self.inbox = Inbox(self.transport, self.board, timeline, timeout_seconds, other)
 
@@ -96,19 +97,23 @@ class Connections:
         """Where it computes."""
         return self._world.device
 
-    @property
-    def before(self) -> int | None:
-        """The counterpart of this rank on the stage before; None on the first."""
-        return self._mesh.neighbour(self._world.rank, -1)
+    def rank_of(self, stage: int) -> int:
+        """The counterpart of this rank that has `stage`; it may be this rank."""
+        at = self._mesh.coordinates(self._world.rank)
+        return self._mesh.rank(at.replace("pipe", self._placement.rank_of(stage)))
 
-    @property
-    def after(self) -> int | None:
-        """The counterpart of this rank on the next stage; None on the last."""
-        return self._mesh.neighbour(self._world.rank, +1)
+    def _neighbours(self) -> set[int]:
+        """The ranks with the stages before and after those of this one."""
+        own = self._placement.stages_of(self._mesh.coordinates(self._world.rank).pipe)
+        return {self.rank_of(other) for stage in own for other in (stage - 1, stage + 1)
+                if 0 <= other < self._placement.num_stages}
 
     def send(self, destination: int, message: Message) -> None:
-        """Start sending; returns at once."""
-        self.transport.send(destination, message)
+        """Start sending; returns at once. What goes to another stage of this rank is there at once."""
+        if destination == self._world.rank:
+            self.inbox.deliver(replace(message, source=destination))
+        else:
+            self.transport.send(destination, message)
 
     def bytes_received_by_axis(self) -> dict[str, int]:
         """Payload bytes that this rank has received so far: pipe and data, and with a tensor mesh row and col."""

@@ -32,11 +32,12 @@ from ranvier.block import Loss, Model, State, as_model, freeze, frozen_prefix
 from ranvier.comm.protocol import Group
 from ranvier.config.arguments import of_engine
 from ranvier.config.parameter_groups import problems as group_problems
-from ranvier.config.rules import guard_problems, looks_before_update, tensor_problems
+from ranvier.config.resolve import stage_placement
+from ranvier.config.rules import guard_problems, looks_before_update, schedule_problems, tensor_problems
 from ranvier.config.run import Guard, Memory, Optim, Pipeline, TensorParallel
 from ranvier.cost.limits import pipeline_limits
 from ranvier.errors import ConfigError, ModelError, RanvierError
-from ranvier.mesh import Mesh
+from ranvier.mesh import Coordinates, Mesh
 from ranvier.optim.guard import BadSteps
 from ranvier.optim.optimizer import storage_bytes
 from ranvier.optim.step import GradientStatus, Updater
@@ -50,6 +51,7 @@ from ranvier.pipeline.held_parameters import HeldParameters
 from ranvier.pipeline.look_ahead import LookAhead
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.nominal_weight import NominalWeight
+from ranvier.pipeline.rank_stages import RankStages
 from ranvier.pipeline.recomputation_plan import RecomputationPlan
 from ranvier.pipeline.replicas import Replicas
 from ranvier.pipeline.result import BatchResult
@@ -159,8 +161,12 @@ class Engine:
         self.frozen_blocks = frozen_prefix(model, frozen)
         for problem in tensor_problems(mesh, tensor):
             raise problem
+        placement = stage_placement(mesh.pipe, pipeline or Pipeline())
+        for problem in schedule_problems(placement, self._policy.name):
+            raise problem
         self.stages, self.layout = cut(model, mesh, boundaries=settings.boundaries, how=settings.partition,
-                                       sample=sample, dtype=dtype, device=world.device.type, tensor=tensor)
+                                       sample=sample, dtype=dtype, device=world.device.type, tensor=tensor,
+                                       placement=placement)
         self.limits = self._choose_limits(settings, dtype)
         self._connections = Connections(world, self.layout, tensor, check_order=check_order)
         if self._connections.tensor_mesh is not None:
@@ -174,7 +180,7 @@ class Engine:
         optim = optim or Optim()
         plan = RecomputationPlan(layout=self.layout, table=self.stages, layers=model.layers, policy=self._policy,
                                  in_flight=self.in_flight, recompute=settings.recompute)
-        segments, chunking = plan.segments(self.coordinates.pipe), plan.chunking(optim, world.device.type, own=own)
+        chunking = plan.chunking(optim, world.device.type, own=own)
         self.layout = replace(self.layout, chunking=chunking)
         self._connections.open_splits(self.layout)
         self._refuses_bad_losses = guard is None
@@ -200,17 +206,20 @@ class Engine:
         self.optimizer_name = self._optimizer_name(optim, own=own)
         """What updates parameters here: "ranvier adamw", the class of the user's optimizer, or None."""
         gradients = self._updater.gradients
-        self._stage = Stage(blocks, still=range(0 if frozen_dropout else self.frozen_blocks),
-                            loss=model.loss if self.is_last_stage else None, seed=seed, device=world.device,
-                            progress=self._progress, block_passed=gradients.block_passed,
-                            segments=segments, mesh=self._connections.tensor_mesh,
-                            weight_gradients=WeightGradients(gradients.chunk_of, gradients.queued, gradients.added))
+        self._stages = RankStages([Stage(
+            [block for block in blocks if block[0] in self.layout.blocks(stage)],
+            still=range(0 if frozen_dropout else self.frozen_blocks),
+            loss=model.loss if stage == placement.num_stages - 1 else None, seed=seed, device=world.device,
+            progress=self._progress, block_passed=gradients.block_passed, segments=plan.segments(stage),
+            mesh=self._connections.tensor_mesh,
+            weight_gradients=WeightGradients(gradients.chunk_of, gradients.queued, gradients.added))
+            for stage in placement.stages_of(self.coordinates.pipe)])
         defer_bytes = None if settings.defer_bytes == "auto" else settings.defer_bytes
         self._runner = BatchRunner(
-            mesh=mesh, at=self.coordinates, stage=self._stage, connections=self._connections, updater=self._updater,
-            statistics=self._statistics, timeline=self.timeline, progress=self._progress, policy=self._policy,
-            in_flight=self.in_flight, deferred=self.limits.deferred[self.coordinates.pipe],
-            look_ahead=LookAhead(settings.look_ahead, device=world.device, num_stages=mesh.pipe),
+            placement=placement, at=self.coordinates, stages=self._stages, connections=self._connections,
+            updater=self._updater, statistics=self._statistics, timeline=self.timeline, progress=self._progress,
+            policy=self._policy, in_flight=self.in_flight, deferred=self.limits.deferred[self.coordinates.pipe],
+            look_ahead=LookAhead(settings.look_ahead, device=world.device, num_stages=placement.num_stages),
             defer_bytes=0 if self._updater.in_backward else defer_bytes,  # a waiting product holds a block's gradients
             nominal_weight=NominalWeight(self._connections.all) if dtype is torch.float16 else None,
             takes_nominal_weight=nominal_weight == "auto")
@@ -220,12 +229,12 @@ class Engine:
     def _choose_limits(self, settings: EngineSettings, dtype: torch.dtype) -> Limits:
         """By the counted costs of blocks; without a sample by a rule."""
         if self.stages.costs is None:
-            rule = rule_limits([bool(row.num_trainable) for row in self.stages.rows])
+            rule = rule_limits([bool(row.num_trainable) for row in self.stages.rows], self.layout.stages)
             return rule if settings.in_flight == "auto" else replace(rule, in_flight=settings.in_flight)
         return pipeline_limits(
             self.stages.stage_costs(), self._policy, in_flight=settings.in_flight,
             memory=settings.memory if settings.recompute == "none" else None, device=self.world.device.type,
-            element_bytes=dtype.itemsize)
+            element_bytes=dtype.itemsize, placement=self.layout.stages)
 
     def _connect(self, blocks: Blocks, timeout_seconds: float) -> None:
         """Open the way to the other ranks, and start from the same values as those who hold the same."""
@@ -266,15 +275,20 @@ class Engine:
         """Most microbatches of a replica between the first stage's forward and their return."""
         return self.limits.in_flight
 
+    def rank_of_outputs(self, replica: int = 0) -> int:
+        """The first rank of that replica which has the last stage, and so what the model returns."""
+        stages = self.layout.stages
+        return self.mesh.rank(Coordinates(data=replica, pipe=stages.rank_of(stages.num_stages - 1)))
+
     @property
     def is_first_stage(self) -> bool:
-        """Whether this rank needs the inputs."""
-        return self.coordinates.pipe == 0
+        """Whether this rank has the first stage, and so needs the inputs."""
+        return self.coordinates.pipe == self.layout.stages.rank_of(0)
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank needs the targets."""
-        return self.coordinates.pipe == self.mesh.pipe - 1
+        """Whether this rank has the last stage, and so needs the targets."""
+        return self.coordinates.pipe == self.layout.stages.rank_of(self.layout.stages.num_stages - 1)
 
     @property
     def boundaries(self) -> tuple[int, ...]:
@@ -313,8 +327,9 @@ class Engine:
         return [spec.parameter for spec in self._updater.gradients.owned()]
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters of this rank's blocks by global name, up to date; a tied one by its owner's name, and on rows
-        and columns by its own, too, where the ends on a stage are cut differently. Who writes one writes both."""
+        """All parameters of this rank's blocks by global name, up to date; a tied one by its owner's name, and by its
+        own, too, where the rank's ends are on several stages, or are cut differently over rows and columns. Who writes
+        one writes both."""
         self._finish_update()
         return dict(self._parameters)
 
@@ -334,7 +349,7 @@ class Engine:
         """What the state_dict of this rank's blocks has beside parameters, by global name: buffers, and whatever else a
         module puts there."""
         self._buffers.finish()
-        return {f"{block}.{name}": value for _, block, module in self._stage.blocks
+        return {f"{block}.{name}": value for _, block, module in self._stages.blocks
                 for name, value in module.state_dict(keep_vars=True).items() if not isinstance(value, nn.Parameter)}
 
     @property
@@ -343,7 +358,7 @@ class Engine:
         batches (`torch.optim.swa_utils.AveragedModel(engine.blocks[name])`). On rows and columns a copy has the same
         part of each layer and computes with the same ranks."""
         self._finish_update()
-        return {name: module for _, name, module in self._stage.blocks}
+        return {name: module for _, name, module in self._stages.blocks}
 
     @property
     def steps(self) -> int:
@@ -354,7 +369,7 @@ class Engine:
                          loss_scale: Mapping[str, Any] | None) -> None:
         """Parameters and optimizer states have been written from outside, as they were after `steps` batches."""
         self._step = steps
-        self._stage.forget_weights()
+        self._stages.forget_weights()
         self._updater.restore_counters(optimizer_steps, loss_scale)
 
     @property
@@ -392,11 +407,11 @@ class Engine:
     def tensors(self) -> dict[str, dict[str, list[Tensor]]]:
         """What lives from step to step on this rank: {"device": {category: tensors}, "host": {...}}. On a CPU as the
         device, offloaded states count as the host's."""
-        buffers = [buffer for _, _, module in self._stage.blocks for buffer in module.buffers()]
+        buffers = [buffer for _, _, module in self._stages.blocks for buffer in module.buffers()]
         found = self._updater.tensors([*self._parameters.values(), *buffers])
         if self._connections.tensor_mesh is not None:
             workspace = self._connections.tensor_mesh.workspace
-            found["device"]["tensor mesh"] = [*workspace.buffers(), *self._stage.gathered_weights()]
+            found["device"]["tensor mesh"] = [*workspace.buffers(), *self._stages.gathered_weights()]
         return found
 
     def memory(self) -> dict[str, dict[str, int]]:
@@ -473,7 +488,7 @@ class Engine:
                 raise ModelError("was frozen when the engine was built, and is trainable now",
                                  where=f"parameter {name}", remedy="Build a new engine to train more parameters.")
         self._step += 1
-        self._stage.loss_factor = self._updater.loss_factor
+        self._stages.set_loss_factor(self._updater.loss_factor)
         self._statistics.begin_training(self._updater.gradients.were_zeroed)
         self._updater.begin(self._step, updates=updates, keep=self._statistics.continues_a_step)
         try:
@@ -526,7 +541,7 @@ class Engine:
         self._finish_update()
         self._statistics.forget()
         self._connections.board.action = "the examination of a bad step"
-        cause = examine(_as_microbatches(microbatches), stage=self._stage, num_blocks=self.layout.num_blocks,
+        cause = examine(_as_microbatches(microbatches), stages=self._stages, num_blocks=self.layout.num_blocks,
                         is_last_stage=self.is_last_stage, mesh=self.mesh, at=self.coordinates,
                         gradients=self._updater.gradients, judges_gradients=self.loss_scale is None,
                         ranks=self._connections.all, run=partial(self._run, training=True))
@@ -535,18 +550,18 @@ class Engine:
 
     def frozen_stage_blocks(self) -> list[tuple[int, str, nn.Module]]:
         """The blocks of the frozen prefix that this rank's stage has: (number in the model, name, module)."""
-        return [block for block in self._stage.blocks if block[0] < self.frozen_blocks]
+        return [block for block in self._stages.blocks if block[0] < self.frozen_blocks]
 
     def use_cache(self, forward: Callable[[Tensor, State, Callable[..., State]], State] | None,
                   num_blocks: int) -> None:
         """On the first stage: have its first `num_blocks` blocks, which are frozen, computed by `forward(samples,
         inputs, compute)` in training (`ranvier.elastic.cache.auto_cache.AutoCache.forward`); None: by themselves."""
-        self._stage.use_cache(forward, num_blocks)
+        self._stages.first.use_cache(forward, num_blocks)
 
     @property
     def cached_blocks(self) -> int:
         """Blocks of this rank whose outputs come from a cache."""
-        return self._stage.cached_blocks
+        return self._stages.first.cached_blocks
 
     def agree(self, mine: bool) -> bool:
         """Whether `mine` is true on all ranks of this stage of this replica; they all call it."""
@@ -584,11 +599,11 @@ class Engine:
                  observe: Callable[[int, State], None] | None = None) -> BatchResult:
         """Forward only: loss and weight over the global batch, without dropout. observe: called on the ranks of the
         last stage with each microbatch's number and what the last block has returned for it."""
-        self._stage.observe = observe
+        self._stages.observe(observe)
         try:
             self._run(microbatches, training=False)
         finally:
-            self._stage.observe = None
+            self._stages.observe(None)
         return BatchResult(self._statistics.sums, self._statistics.work, None)
 
     @contextmanager
@@ -611,7 +626,7 @@ class Engine:
 
     def _share_values(self) -> None:
         """Parameters have other values: what was gathered of them is let go, and other ends of ties get theirs."""
-        self._stage.forget_weights()
+        self._stages.forget_weights()
         self._ties.send_values(self._call, trained=True)
 
     @of_engine
@@ -619,12 +634,12 @@ class Engine:
                 observe: Callable[[int, State], None] | None = None) -> list[State] | None:
         """Forward only, without the loss: what the last block returns, on the last stage's ranks; None elsewhere.
         observe: is called with each microbatch's number and outputs, as by `evaluate`, and the list is empty."""
-        self._stage.observe = observe
+        self._stages.observe(observe)
         try:
             self._run(microbatches, training=False, keep_outputs=True)
         finally:
-            self._stage.observe = None
-        return self._stage.outputs if self.is_last_stage else None
+            self._stages.observe(None)
+        return self._stages.outputs if self.is_last_stage else None
 
     @of_engine
     def close(self) -> None:
@@ -634,7 +649,7 @@ class Engine:
             self._closed = True
             self._connections.board.calls += 1
             self._finish_update()
-            self._stage.forget_weights()
+            self._stages.forget_weights()
             self._updater.gradients.detach()
             self._connections.close(self._replicas)
 

@@ -51,5 +51,6 @@ def engine_settings(pipeline: Pipeline, memory: Memory, policy: Policy | str | N
     values: dict[str, Any] = {
         "policy": pipeline.policy if policy is None else policy, "in_flight": pipeline.in_flight,
         "boundaries": pipeline.boundaries, "partition": pipeline.partition, "defer_bytes": pipeline.defer_bytes,
-        "memory": pipeline.memory, "look_ahead": pipeline.look_ahead, "recompute": memory.recompute}
+        "memory": pipeline.memory, "look_ahead": pipeline.look_ahead,
+        "recompute": memory.recompute}
     return EngineSettings(**{**values, **{_FIELD_OF[name].split(".")[1]: value for name, value in old.items()}})

@@ -25,7 +25,7 @@ from ranvier.comm.protocol import Group
 from ranvier.mesh import Coordinates, Mesh
 from ranvier.optim.gradients import Gradients
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.pipeline.stage import Stage
+from ranvier.pipeline.rank_stages import RankStages
 from ranvier.tensor.columns import plain
 
 FindingKind = Literal["parameter", "inputs", "output", "targets", "loss", "gradient", "largest loss", "nothing"]
@@ -122,7 +122,7 @@ class _Watch:
                     lambda gradient: self.note("gradient", [gradient], place, block))
 
 
-def examine(microbatches: Sequence[Microbatch], *, stage: Stage, num_blocks: int, is_last_stage: bool, mesh: Mesh,
+def examine(microbatches: Sequence[Microbatch], *, stages: RankStages, num_blocks: int, is_last_stage: bool, mesh: Mesh,
             at: Coordinates, gradients: Gradients, judges_gradients: bool, ranks: Group,
             run: Callable[[Sequence[Microbatch]], None]) -> Cause:
     """Run `microbatches` again and find what is wrong with them. Collective; leaves gradients of no use.
@@ -131,14 +131,14 @@ def examine(microbatches: Sequence[Microbatch], *, stage: Stage, num_blocks: int
     run: forwards and backwards of some microbatches of this replica; every rank calls it equally often.
     """
     # from behind: a parameter that several blocks have is noted with the first of them
-    held = {parameter: (number, block, f"{block}.{name}") for number, block, module in reversed(stage.blocks)
+    held = {parameter: (number, block, f"{block}.{name}") for number, block, module in reversed(stages.blocks)
             for name, parameter in module.named_parameters()}
     findings = [Finding(kind="parameter", flaw=flaw, place=number, block=block, parameter=name)
               for parameter, (number, block, name) in reversed(held.items())
               if (flaw := flaw_of([parameter.detach()])) is not None]
-    buffers = [(buffer, buffer.clone()) for _, _, module in stage.blocks for buffer in module.buffers()]
+    buffers = [(buffer, buffer.clone()) for _, _, module in stages.blocks for buffer in module.buffers()]
     losses: list[tuple[int, float, float]] = []
-    watch = _Watch(stage.blocks, num_blocks)
+    watch = _Watch(stages.blocks, num_blocks)
     try:
         for number in range(max(ranks.gather_objects(len(microbatches)))):
             watch.microbatch, one = number, microbatches[number:number + 1]
@@ -148,8 +148,8 @@ def examine(microbatches: Sequence[Microbatch], *, stage: Stage, num_blocks: int
             gradients.hold()
             run(one)
             if is_last_stage and one:
-                losses.append((number, *stage.loss_and_weight.tolist()))
-                watch.note("loss", [stage.loss_and_weight[:1]], num_blocks + 1)
+                losses.append((number, *stages.loss_and_weight.tolist()))
+                watch.note("loss", [stages.loss_and_weight[:1]], num_blocks + 1)
             for parameter, (place, block, name) in held.items():
                 if parameter.requires_grad:
                     watch.note("gradient", [parameter.grad], place, block, name)

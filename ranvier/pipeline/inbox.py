@@ -17,6 +17,8 @@ from ranvier.errors import MessageTimeout, ModelError, TransportError
 from ranvier.schedule.spans import Timeline
 
 Direction = Literal["forward", "return"]
+OnArrival = Callable[[Direction, int, int], None]
+"""Called with a message's direction, its microbatch, and the stage that it is for."""
 
 
 def direction(kind: MessageKind) -> Direction | None:
@@ -40,13 +42,12 @@ class Inbox:
         """Payload bytes of everything that has arrived here."""
         self._call = self._step = 0
         self._count = 0
-        self._arrived: dict[tuple[Direction, int], Message] = {}
+        self._arrived: dict[tuple[Direction, int, int], Message] = {}
         self._early: list[Message] = []
-        self._next: dict[Direction, int] = {}
-        self._on_arrival: Callable[[Direction, int], None] = lambda direction, microbatch: None
+        self._next: dict[tuple[Direction, int], int] = {}
+        self._on_arrival: OnArrival = lambda direction, microbatch, stage: None
 
-    def begin(self, call: int, step: int, num_microbatches: int,
-              on_arrival: Callable[[Direction, int], None]) -> None:
+    def begin(self, call: int, step: int, num_microbatches: int, on_arrival: OnArrival) -> None:
         """Batch number `call` begins; `on_arrival` is called for each of its messages on arrival, early ones at once.
 
         step: the training step that waits are booked under.
@@ -76,29 +77,33 @@ class Inbox:
                                  f"number {message.microbatch}", where="train_batch",
                                  remedy="Give all ranks of a replica the same number of microbatches.")
             self._check_order(way, message)
-            self._arrived[way, message.microbatch] = message
-            self._on_arrival(way, message.microbatch)
+            self._arrived[way, message.stage, message.microbatch] = message
+            self._on_arrival(way, message.microbatch, message.stage)
 
     def _check_order(self, way: Direction, message: Message) -> None:
-        """An edge keeps the order of its messages, so one that comes too soon shows that another is lost."""
-        expected = self._next.get(way, 0)
+        """An edge keeps the order of its messages to a stage, so one that comes too soon shows that another is lost."""
+        expected = self._next.get((way, message.stage), 0)
         if message.microbatch != expected:
             raise TransportError(f"the {_NAMES[way]} of microbatch {expected} is lost: that of {message.microbatch} "
                                  "came first", where=f"messages from {self._board.name(message.source)}",
                                  remedy="Go on with --resume auto; if it comes again, look for faults of the network "
                                         "or the memory between the two.")
-        self._next[way] = expected + 1
+        self._next[way, message.stage] = expected + 1
 
     def poll(self) -> None:
         """Take in everything that has arrived; never blocks."""
         for message in self._transport.poll():
             self._receive(message)
 
-    def take(self, way: Direction, microbatch: int, source: int) -> Message:
-        """That message, waiting for it where it has not come yet."""
-        while (way, microbatch) not in self._arrived:
+    def deliver(self, message: Message) -> None:
+        """A message from another stage of this rank."""
+        self._sort(message)
+
+    def take(self, way: Direction, microbatch: int, stage: int, source: int) -> Message:
+        """That message for `stage`, waiting for it where it has not come yet."""
+        while (way, stage, microbatch) not in self._arrived:
             self.wait(f"the {_NAMES[way]} of microbatch {microbatch}", source)
-        return self._arrived.pop((way, microbatch))
+        return self._arrived.pop((way, stage, microbatch))
 
     def wait(self, what: str, source: int) -> None:
         """Sleep until any message arrives. MessageTimeout, with the whole board, when none does in time."""

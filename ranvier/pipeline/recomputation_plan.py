@@ -46,15 +46,16 @@ class RecomputationPlan:
         own, costs = self.layout.blocks(stage), self.table.costs or ()
         return recomputed_segments(self.recompute, self.table.rows[stage].blocks, self.layers,
                                    costs[own.start:own.stop], self.policy, self.in_flight,
-                                   (stage, self.layout.mesh.pipe))
+                                   (stage, self.layout.stages.num_stages))
 
     def chunking(self, optim: Optim, device: str, *, own: bool) -> Chunking:
         """How gradients are cut on every rank. device: its type. own: whether Ranvier's optimizer updates from them."""
         runs = {}
-        for stage in range(self.layout.mesh.pipe) if optim.update_in_backward else ():
-            blocks = self.layout.blocks(stage)
-            runs[stage] = tuple(range(blocks.start + run.start, blocks.start + run.stop)
-                                for run, _ in runs_of(len(blocks), self.segments(stage)))
+        placement = self.layout.stages
+        for pipe in range(placement.pipe) if optim.update_in_backward else ():
+            runs[pipe] = tuple(range(blocks.start + run.start, blocks.start + run.stop)
+                               for stage in placement.stages_of(pipe) for blocks in [self.layout.blocks(stage)]
+                               for run, _ in runs_of(len(blocks), self.segments(stage)))
         return Chunking(chunk_size=chunk_size(optim, device), runs=runs, shard=optim.shard and own,
                         whole=whole_parameters(optim, self.layout) if own else frozenset())
 

@@ -51,7 +51,8 @@ class Sequencer:
         if self._transport is None:
             return
         self._announced += 1
-        code = [_DONE, 0, 0] if action is None else [_KINDS.index(action.kind), int(action.defer), action.product]
+        code = [_DONE, 0, 0, 0] if action is None else [
+            _KINDS.index(action.kind), int(action.defer), action.product, action.turn]
         message = Message(MessageKind.ACTION, call, 0 if action is None else action.microbatch,
                           {"action": torch.tensor([*code, self._announced], dtype=torch.int64)})
         for peer in self._peers:
@@ -69,14 +70,14 @@ class Sequencer:
                 where="comm.timeout-seconds", value=self._timeout,
                 remedy="See which rank is behind, or raise --comm.timeout-seconds.")
         self._announced += 1
-        kind, defer, product, number = message.tensors["action"].tolist()
+        kind, defer, product, turn, number = message.tensors["action"].tolist()
         if number != self._announced:  # what ranks of a stage do in another order than each other is silently wrong
             raise TransportError(f"announcement {self._announced} is lost: that of {number} came first",
                                  where=f"messages from {self._board.name(self._leader)}",
                                  remedy="Go on with --resume auto; if it comes again, look for faults of the network "
                                         "or the memory between the two.")
         assert message.step == call, f"an action of batch {message.step} came in batch {call}"
-        action = None if kind == _DONE else Action(_KINDS[kind], message.microbatch, bool(defer), product)
+        action = None if kind == _DONE else Action(_KINDS[kind], message.microbatch, bool(defer), product, turn)
         self._check(action)
         return action
 

@@ -73,7 +73,7 @@ def ties_of(layout: Layout, rank: int, parameters: dict[str, nn.Parameter]) -> t
     """The ties of `rank`, from what every rank knows alike. parameters: those of its stage, by key."""
     at, ties = layout.mesh.coordinates(rank), []
     for owner, ends in layout.ends.items():
-        home = layout.stage_of(layout[owner].block), owner
+        home = layout.pipe_of(layout[owner].block), owner
         for place, parameter in ends.items():
             if place[0] != at.pipe or len(ends) == 1:
                 continue
@@ -102,7 +102,7 @@ def _moves(layout: Layout, data: int, name: str, source: Parameter, destination:
     positions = [{"row": row, "col": col} for row in range(mesh.row) for col in range(mesh.col)]
 
     def rank(parameter: Parameter, position: dict[str, int]) -> int:
-        return mesh.rank(Coordinates(data=data, pipe=layout.stage_of(parameter.block), **position))
+        return mesh.rank(Coordinates(data=data, pipe=layout.pipe_of(parameter.block), **position))
 
     copies: dict[tuple[Box, tuple[int, ...]], list[dict[str, int]]] = {}
     for position in positions:

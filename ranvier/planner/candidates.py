@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal, TypeVar
 
-from ranvier.config.resolve import Facts, ResolvedRun, resolve
+from ranvier.config.resolve import Facts, ResolvedRun, resolve, stage_placement
 from ranvier.config.resolve import bucket_size as resolve_bucket_size
 from ranvier.config.run import MeshSettings, Run, TensorParallel
 from ranvier.cost.hardware import Cluster
@@ -130,7 +130,7 @@ def _meshes(run: Run, ranks: int) -> Iterator[Mesh]:
     given = MeshSettings(data="auto", pipe="auto", row="auto", col="auto") if isinstance(run.mesh, Mesh) else run.mesh
     for pipe in divisors(ranks):
         for stage in divisors(ranks // pipe):
-            if pipe > families.num_blocks(run) or stage > LARGEST_STAGE:
+            if stage_placement(pipe, run.pipeline).num_stages > families.num_blocks(run) or stage > LARGEST_STAGE:
                 continue
             for row in divisors(stage):
                 sizes = {"data": ranks // pipe // stage, "pipe": pipe, "row": row, "col": stage // row}

@@ -184,7 +184,8 @@ def simulation(run: ResolvedRun, cluster: Cluster, noise: Noise = STEADY, work: 
     pipeline = run_pipeline(one.run, cluster, work.stages(one.run))
     step = simulate_step(pipeline.times, pipeline.num_microbatches, policy_named(run.pipeline.policy),
                          pipeline.in_flight, replicas=run.mesh.data, stage_size=run.mesh.stage_size,
-                         way=pipeline.way, defer_bytes=pipeline.defer_bytes, noise=noise, cores=pipeline.at_once)
+                         way=pipeline.way, defer_bytes=pipeline.defer_bytes, noise=noise, cores=pipeline.at_once,
+                         placement=run.placement)
     after = one.cost.seconds - one.cost.pipeline_seconds
     copied = max((entry.host.get("checkpoint", 0) for entry in one.memory), default=0)
     seconds = max(step.seconds - one.cost.partial_seconds, one.cost.cores_seconds)
@@ -216,10 +217,10 @@ def _document(name: str, found: Simulation, lost: Goodput | None) -> dict[str, o
             "predicted": report.cost_dict(found.cost),
             "goodput": None if lost is None else {"share": lost.share, "failures_per_day": lost.failures_per_day,
                                                   "best_checkpoint_steps": lost.best_steps},
-            "stages": [{"stage": stage, "busy_seconds": sum(stop - start for _, start, stop in actions),
-                        "most_stored": shown.most_stored[stage],
+            "stages": [{"stage": rank, "busy_seconds": sum(stop - start for _, start, stop in actions),
+                        "most_stored": max(shown.most_stored[stage] for stage in found.run.placement.stages_of(rank)),
                         "actions": " ".join(str(action) for action, _, _ in actions)}
-                       for stage, actions in enumerate(shown.actions)]}
+                       for rank, actions in enumerate(shown.actions)]}
 
 
 def _print(found: Simulation, lost: Goodput | None, name: str) -> None:

@@ -20,6 +20,7 @@ from typing import Literal
 from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.hardware import Cluster
 from ranvier.cost.step import Cost
+from ranvier.mesh import StagePlacement
 from ranvier.schedule.closed_form import DIRECT, Way
 from ranvier.schedule.schedule import Action, Policy
 from ranvier.schedule.simulator import Simulated, StageTimes, simulate
@@ -90,15 +91,17 @@ class Simulation:
 def simulate_step(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy, in_flight: int, *,
                   replicas: int = 1, stage_size: int = 1, way: Way = DIRECT,
                   defer_bytes: int | Sequence[int] | Literal["auto"] = "auto", noise: Noise = STEADY,
-                  sampled: int = SAMPLED, cores: int | None = None) -> StepSimulation:
+                  sampled: int = SAMPLED, cores: int | None = None, placement: StagePlacement | None = None
+                  ) -> StepSimulation:
     """One batch through all replicas. stage_size: ranks of a stage. sampled: replicas simulated where each is
-    different; those with a slow rank always are, and count beside the others' largest. cores: stages of a replica that
-    may compute at once."""
+    different; those with a slow rank always are, and count beside the others' largest. cores: ranks of a pipeline that
+    may compute at once. placement: which stages each has; by default one."""
     count = num_microbatches if noise.is_none else min(num_microbatches, max(_LONG, 8 * len(stages)))
 
     def run(replica: int, count: int = count) -> Simulated:
         return simulate(stages, count, policy, in_flight, hop=way.hop, transfer=way.busy,
-                        defer_bytes=defer_bytes, cores=cores, jitter=_factor(noise, replica, stage_size))
+                        defer_bytes=defer_bytes, cores=cores, placement=placement,
+                        jitter=_factor(noise, replica, stage_size))
 
     slow = sorted({replica for replica, _ in noise.slow if replica < replicas})
     others = [replica for replica in range(replicas) if replica not in slow]

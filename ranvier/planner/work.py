@@ -68,7 +68,7 @@ class Work:
             self._parts[kind] = model, Parts(model, run.mesh, run.tensor, device_kind(run))
         model, parts = self._parts[kind]
         table, layout = parts.cut(replace(run.mesh, data=1), None if states_only else self.blocks(run, frozen),
-                                  boundaries=self.boundaries(run, frozen), how="cost")
+                                  boundaries=self.boundaries(run, frozen), how="cost", placement=run.placement)
         return predict_memory(run, model, table, layout, self._needs.setdefault(kind, {}))
 
     def excess(self, run: ResolvedRun, cluster: Cluster, frozen: int = 0) -> str:
@@ -94,14 +94,15 @@ def _kind(run: ResolvedRun) -> object:
 
 def _cut(run: ResolvedRun, blocks: Sequence[BlockCost], freezes: bool) -> tuple[int, ...]:
     """freezes: as AutoPipe cuts, for which a block without a backward costs a third."""
+    num_stages = run.placement.num_stages
     if run.pipeline.boundaries is not None:
-        return check_boundaries(run.pipeline.boundaries, len(blocks), run.mesh.pipe)
+        return check_boundaries(run.pipeline.boundaries, len(blocks), num_stages)
     if run.pipeline.partition == "uniform":
-        return uniform(len(blocks), run.mesh.pipe)
+        return uniform(len(blocks), num_stages)
     device = device_kind(run)
     begins = next((place for place, block in enumerate(blocks) if block.num_trainable), len(blocks)) if freezes else 0
     return partition([block.weight(device) / (3 if place < begins else 1) for place, block in enumerate(blocks)],
-                     run.mesh.pipe)
+                     num_stages)
 
 
 def _count(run: ResolvedRun, share: int, frozen: int) -> list[BlockCost]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import accumulate, repeat
 from typing import Literal
 
+from ranvier.mesh import StagePlacement
 from ranvier.schedule.schedule import Policy
 from ranvier.schedule.simulator import StageTimes, simulate
 
@@ -59,19 +60,21 @@ class Passage:
 
 def passage(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy, in_flight: int, *, way: Way = DIRECT,
             defer_bytes: int | Sequence[int] | Literal["auto"] = "auto", exact: bool = True,
-            cores: int | None = None) -> Passage:
-    """One batch of equal microbatches. exact: simulate; otherwise the closed form, which takes microseconds. cores:
-    stages that may compute at once, in a simulation."""
+            cores: int | None = None, placement: StagePlacement | None = None) -> Passage:
+    """One batch of equal microbatches. exact: simulate; otherwise the closed form, which takes microseconds, and holds
+    for one stage on each rank. cores: ranks that may compute at once, in a simulation. placement: as of `simulate`."""
     each = [stage.microbatch_seconds for stage in stages]
     limit = policy.in_flight(in_flight, num_microbatches)
-    if exact and len(stages) > 1:
-        seconds = _simulated(stages, num_microbatches, policy, limit, way, defer_bytes, cores)
+    placement = placement or StagePlacement(pipe=len(stages))
+    if (exact or placement.per_rank > 1) and len(stages) > 1:
+        seconds = _simulated(stages, num_microbatches, policy, limit, way, defer_bytes, cores, placement)
     else:
         seconds = closed_form(each, num_microbatches, limit, way)
         if policy.defers and defer_bytes and len(stages) > 1:
             seconds = min(seconds, _deferring(stages, each, num_microbatches, limit, way))
     busy = num_microbatches * sum(each)
-    return Passage(seconds=seconds, bubble_fraction=max(0.0, 1.0 - busy / (seconds * len(each))) if seconds else 0.0)
+    idle = max(0.0, 1.0 - busy / (seconds * placement.pipe)) if seconds else 0.0
+    return Passage(seconds=seconds, bubble_fraction=idle)
 
 
 def _deferring(stages: Sequence[StageTimes], each: Sequence[float], num_microbatches: int, in_flight: int, way: Way
@@ -96,10 +99,11 @@ def closed_form(each: Sequence[float], num_microbatches: int, in_flight: int, wa
 
 
 def _simulated(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy, in_flight: int, way: Way,
-               defer_bytes: int | Sequence[int] | Literal["auto"], cores: int | None = None) -> float:
+               defer_bytes: int | Sequence[int] | Literal["auto"], cores: int | None, placement: StagePlacement
+               ) -> float:
     def run(count: int) -> float:
         return simulate(stages, count, policy, in_flight, hop=way.hop, transfer=way.busy,
-                        defer_bytes=defer_bytes, cores=cores).seconds
+                        defer_bytes=defer_bytes, cores=cores, placement=placement).seconds
 
     full, more = _enough(len(stages), in_flight)
     if num_microbatches <= full + more:

@@ -5,7 +5,7 @@ batch. Both cost memory. The choice simulates the schedule and takes what is fas
 that 1F1B needs for the same stages:
 
     in flight    1F1B's limit p, or up to 2 p
-    deferred    per stage, as many microbatches as the rest of the memory holds, and the fastest step uses
+    deferred     per rank, as many microbatches as the rest of the memory holds, and the fastest step uses
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from functools import lru_cache
 from itertools import product
 from math import floor, log10
 
+from ranvier.mesh import StagePlacement
 from ranvier.schedule.limits import Limits, rule_limits
 from ranvier.schedule.schedule import Policy
 from ranvier.schedule.simulator import Simulated, StageTimes, simulate
@@ -45,17 +46,20 @@ class StageLoad:
 
 
 def computed_limits(stages: Sequence[StageLoad], policy: Policy, *, memory: float,
-                    in_flight: int | None = None) -> Limits:
+                    in_flight: int | None = None, placement: StagePlacement | None = None) -> Limits:
     """The fastest limits for these stages.
 
     Args:
-        memory: bytes that a stage may need, relative to those of the largest stage under 1F1B.
+        memory: bytes that a rank may need, relative to those of the largest under 1F1B with one stage on each.
         in_flight: the limit, where it is given.
+        placement: which stages each rank has; by default one each.
     """
-    rule = rule_limits([stage.trains for stage in stages])
+    placement = placement or StagePlacement(pipe=len(stages))
+    rule = rule_limits([stage.trains for stage in stages], placement)
     if in_flight is not None:
         rule = replace(rule, in_flight=in_flight)
-    if not policy.defers or not 1 < len(stages) <= MAX_SIMULATED_STAGES or not any(stage.trains for stage in stages):
+    if (not policy.defers or not placement.pipe > 1 or len(stages) > MAX_SIMULATED_STAGES * min(2, placement.per_rank)
+            or not any(stage.trains for stage in stages)):
         return rule
     seconds = max(stage.forward + stage.backward + stage.weight for stage in stages)
     largest = max(stage.fixed + (len(stages) - place) * stage.graph for place, stage in enumerate(stages))
@@ -64,64 +68,95 @@ def computed_limits(stages: Sequence[StageLoad], policy: Policy, *, memory: floa
         weight=_round(stage.weight / seconds), trains=stage.trains, fixed=_round(stage.fixed / largest),
         graph=_round(stage.graph / largest), operands=_round(stage.operands / largest)) for stage in stages)
     best: Callable[..., Limits] = _best if isinstance(policy, Hashable) else _best.__wrapped__
-    return best(rounded, policy, memory, rule, in_flight)
+    return best(rounded, policy, memory, rule, in_flight, placement)
 
 
 def _round(value: float) -> float:
     return round(value, _DIGITS - 1 - floor(log10(value))) if value > 0 else 0.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class _RankBytes:
+    """What the stages of one rank need together."""
+
+    fixed: float
+    graph: float
+    operands: float
+
+
+def _of_ranks(stages: Sequence[StageLoad], placement: StagePlacement) -> list[_RankBytes]:
+    held = [[stages[stage] for stage in placement.stages_of(rank)] for rank in range(placement.pipe)]
+    return [_RankBytes(fixed=sum(stage.fixed for stage in own), graph=sum(stage.graph for stage in own),
+                       operands=sum(stage.operands for stage in own)) for own in held]
+
+
 @lru_cache(maxsize=1024)
-def _best(stages: tuple[StageLoad, ...], policy: Policy, memory: float, rule: Limits, given: int | None) -> Limits:
-    depth = len(stages)
-    largest = max(stage.fixed + (depth - place) * stage.graph for place, stage in enumerate(stages))
-    in_flights = range(depth, 2 * depth + 1, max(1, depth // 4)) if given is None else [given]
-    made = _simulated(stages, policy, rule)
-    found = [(made.seconds, _needs(stages, made, rule), rule)]
+def _best(stages: tuple[StageLoad, ...], policy: Policy, memory: float, rule: Limits, given: int | None,
+          placement: StagePlacement) -> Limits:
+    pipe, ranks = placement.pipe, _of_ranks(stages, placement)
+    largest = max(rank.fixed + (pipe - place) * rank.graph for place, rank in enumerate(ranks))
+    in_flights = range(pipe, 2 * pipe + 1, max(1, pipe // 4)) if given is None else [given]
+    made = _simulated(stages, policy, rule, placement)
+    found = [(made.seconds, _needs(ranks, made, rule), rule)]
     for share, in_flight in product((1.0, (1.0 + memory) / 2, memory), in_flights):
         cap = share * largest
         limits = Limits(in_flight=in_flight, deferred=tuple(
-            _affordable(stage, cap, max(1, in_flight - place), 2 * depth) for place, stage in enumerate(stages)))
-        made = _simulated(stages, policy, limits)
+            _affordable(rank, cap, stored, 2 * pipe) for rank, stored in zip(
+                ranks, _stored(stages, policy, in_flight, placement), strict=True)))
+        made = _simulated(stages, policy, limits, placement)
         limits = replace(limits, deferred=tuple(-(-most // _UNIT) for most in made.most_queued_bytes))  # what is used
-        needs = _needs(stages, made, limits)
+        needs = _needs(ranks, made, limits)
         if needs <= cap:
             found.append((made.seconds, needs, limits))
     fastest = min(seconds for seconds, _, _ in found)
     return min((each for each in found if each[0] <= (1 + _GAIN) * fastest), key=lambda each: each[1])[2]
 
 
-def _needs(stages: Sequence[StageLoad], made: Simulated, limits: Limits) -> float:
-    """Bytes of the stage that needs most."""
-    return max(stage.fixed + stored * stage.graph + waiting * stage.operands for stage, stored, waiting in zip(
-        stages, made.most_stored, limits.deferred, strict=True))
+def _stored(stages: Sequence[StageLoad], policy: Policy, in_flight: int, placement: StagePlacement) -> list[float]:
+    """Bytes that microbatches keep on each rank. Several stages of a rank do not store most at the same time, which the
+    schedule knows; how many products wait changes little of it."""
+    if placement.per_rank == 1:
+        return [max(1, in_flight - place) * stage.graph for place, stage in enumerate(stages)]
+    waiting = Limits(in_flight=in_flight, deferred=(1,) * placement.pipe)
+    return list(_simulated(stages, policy, waiting, placement).most_kept_bytes)
+
+
+def _needs(ranks: Sequence[_RankBytes], made: Simulated, limits: Limits) -> float:
+    """Bytes of the rank that needs most."""
+    return max(rank.fixed + kept + waiting * rank.operands for rank, kept, waiting in zip(
+        ranks, made.most_kept_bytes, limits.deferred, strict=True))
 
 
 _UNIT = 1000
 """Bytes that the simulation takes a microbatch's deferred products to keep."""
 
 
-def simulated_microbatches(num_stages: int) -> int:
-    """How many microbatches a simulation has: limits must be known before the first batch."""
-    return 2 * num_stages + 6
+def simulated_microbatches(pipe: int) -> int:
+    """How many microbatches a simulation of so many ranks has: limits must be known before the first batch."""
+    return 2 * pipe + 6
 
 
-def predicted_bubble(stages: Sequence[StageLoad], policy: Policy, limits: Limits) -> float:
-    """Share of all stages' time in which they wait, with `simulated_microbatches`."""
-    return _simulated(stages, policy, limits).bubble_fraction
+def predicted_bubble(stages: Sequence[StageLoad], policy: Policy, limits: Limits,
+                     placement: StagePlacement | None = None) -> float:
+    """Share of all ranks' time in which they wait, with `simulated_microbatches`."""
+    return _simulated(stages, policy, limits, placement or StagePlacement(pipe=len(stages))).bubble_fraction
 
 
-def _simulated(stages: Sequence[StageLoad], policy: Policy, limits: Limits) -> Simulated:
-    times = [StageTimes(forward=stage.forward, backward=stage.backward, weight=stage.weight, products=4,
-                        alive_bytes=_UNIT, trains=stage.trains) for stage in stages]
-    return simulate(times, simulated_microbatches(len(stages)), policy, limits.in_flight,
-                    hop=_HOP * max(stage.forward for stage in stages),
+def _simulated(stages: Sequence[StageLoad], policy: Policy, limits: Limits, placement: StagePlacement) -> Simulated:
+    ranks = _of_ranks(stages, placement)
+    times = []
+    for place, stage in enumerate(stages):
+        whole = ranks[placement.rank_of(place)].operands
+        times.append(StageTimes(
+            forward=stage.forward, backward=stage.backward, weight=stage.weight, products=4, kept_bytes=stage.graph,
+            alive_bytes=round(_UNIT * stage.operands / whole) if whole else _UNIT, trains=stage.trains))
+    return simulate(times, simulated_microbatches(placement.pipe), policy, limits.in_flight,
+                    hop=_HOP * placement.per_rank * max(stage.forward for stage in stages), placement=placement,
                     defer_bytes=[_UNIT * waiting for waiting in limits.deferred])
 
 
-def _affordable(stage: StageLoad, cap: float, stored: int, most: int) -> int:
-    """Microbatches whose products have room beside so many stored ones."""
-    if not stage.operands:
+def _affordable(rank: _RankBytes, cap: float, stored: float, most: int) -> int:
+    """Microbatches whose products have room beside so many stored bytes."""
+    if not rank.operands:
         return 0
-    return max(0, min(most, int((cap - stage.fixed - stored * stage.graph) / stage.operands)))
-
+    return max(0, min(most, int((cap - rank.fixed - stored) / rank.operands)))

@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ranvier.mesh import StagePlacement
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """What a pipeline may have under way.
 
-    in_flight: microbatches of a replica between the first stage's forward and their return. deferred: per stage, the
-    microbatches whose weight-gradient products may wait.
+    in_flight: microbatches of a replica between the first stage's forward and their return. deferred: per rank of a
+    replica's pipeline, the microbatches whose weight-gradient products (of all its stages) may wait.
     """
 
     in_flight: int
     deferred: tuple[int, ...]
 
 
-def rule_limits(trains: Sequence[bool]) -> Limits:
-    """Without knowledge of the stages but whether each trains anything.
+def rule_limits(trains: Sequence[bool], placement: StagePlacement | None = None) -> Limits:
+    """Without knowledge of the stages but whether each trains anything. placement: by default one stage on each rank.
 
     In flight: as many microbatches as stages, and once more those that train nothing. These store no activations, and a
     credit waits while one of them is busy: with 3 stages, 2 of them frozen, the simulator gives 0.70 of what the work
@@ -27,8 +29,12 @@ def rule_limits(trains: Sequence[bool]) -> Limits:
 
     Deferred: stage i of p stores p - i graphs in its steady state, so with the products of i microbatches every stage
     keeps as much alive as the first one; the last stores one graph, and has room for one more. Nothing waits where no
-    earlier stage does for a gradient.
+    earlier stage does for a gradient. With several stages a rank keeps as much as any other, and one waits on each.
     """
+    if placement is not None and placement.per_rank > 1:
+        held = [placement.stages_of(rank) for rank in range(placement.pipe)]
+        return Limits(in_flight=placement.pipe + sum(not any(trains[stage] for stage in stages) for stages in held),
+                      deferred=tuple(int(any(trains[:max(stages)])) for stages in held))
     depth = len(trains)
     return Limits(in_flight=depth + sum(not each for each in trains), deferred=tuple(
         stage + (0 < stage == depth - 1) if any(trains[:stage]) else 0 for stage in range(depth)))

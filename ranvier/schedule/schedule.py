@@ -1,4 +1,4 @@
-"""What a stage does next: a state machine without clock, tensors or communication.
+"""What a rank does next: a state machine without clock, tensors or communication, for each of its stages.
 
     on_message(...)  a forward or a return has arrived            F3  forward of microbatch 3
     next_action()    the action to run now, or Wait, or Done      B3  its backward (the input gradient)
@@ -10,7 +10,9 @@ bare credit (evaluation, a frozen prefix). Stage 0 keeps at most `in_flight` mic
 return, so every queue in the pipeline is bounded, whatever is frozen. Edges are FIFO, hence forwards, backwards and the
 products of one weight run in microbatch order under every policy, and sums agree to the bit.
 
-What is ready follows from these rules alone; the policy (policies.py) picks among ready actions.
+What is ready follows from these rules alone; the policy (policies.py) picks among ready actions. A rank with several
+stages (`RankSchedule`) asks it for each of them, and of its answers runs a backward before a forward before a weight
+gradient, on the later stage first: that is nearer to freeing what is stored.
 """
 
 from __future__ import annotations
@@ -29,23 +31,26 @@ class Action:
 
     defer: for B, whether its weight-gradient products are queued (True) or computed inside it.
     product: for W, which of the microbatch's queued products.
+    turn: which of the rank's stages, from the first on.
     """
 
     kind: ActionKind
     microbatch: int
     defer: bool = False
     product: int = 0
+    turn: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kind}{self.microbatch}"
+        return f"{self.kind}{self.microbatch}" + (f".{self.turn}" if self.turn else "")
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing can run until one of these microbatches arrives (None: not awaited)."""
+    """Nothing can run until one of these microbatches (None: not awaited) arrives for `stage`, or one for another."""
 
     forward: int | None
     backward: int | None
+    stage: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,20 +103,30 @@ class Policy(Protocol):
         """Most microbatches whose activations `stage` keeps at once, under that limit."""
 
 
+@dataclass(slots=True)
+class DeferBudget:
+    """What the queued products of a rank keep alive, and may keep alive, in bytes."""
+
+    limit: int
+    used: int = 0
+
+
 class Schedule:
     """The actions of one stage for one batch.
 
     Args:
         in_flight: microbatches between stage 0's forward and their return; at least 1.
         training: False runs forwards only.
-        defer_bytes: bound on what queued products keep alive.
+        defer_bytes: bound on what queued products keep alive; a `DeferBudget` is shared with other stages.
+        turn: which of its rank's stages it is.
     """
 
     def __init__(self, *, stage: int, num_stages: int, num_microbatches: int, policy: Policy, in_flight: int,
-                 training: bool = True, defer_bytes: int = 0) -> None:
+                 training: bool = True, defer_bytes: int | DeferBudget = 0, turn: int = 0) -> None:
         assert 0 <= stage < num_stages and in_flight >= 1 and num_microbatches >= 0
         self.stage, self.num_stages, self.num_microbatches = stage, num_stages, num_microbatches
-        self.policy, self.training, self.defer_bytes = policy, training, defer_bytes
+        self.policy, self.training, self.turn = policy, training, turn
+        self.budget = DeferBudget(defer_bytes) if isinstance(defer_bytes, int) else defer_bytes
         self.in_flight = policy.in_flight(in_flight, num_microbatches)
         self.forwards_done = 0
         self.returns_done = 0
@@ -120,7 +135,11 @@ class Schedule:
         self._arrived_returns: deque[int] = deque()
         self._expects_backward: dict[int, int] = {}  # microbatch with a graph -> bytes its products would keep alive
         self._queue: dict[tuple[int, int], Product] = {}  # (microbatch, product) in the order of queueing
-        self.queued_bytes = 0
+
+    @property
+    def queued_bytes(self) -> int:
+        """What the queued products of its rank keep alive."""
+        return self.budget.used
 
     @property
     def is_first(self) -> bool:
@@ -169,11 +188,11 @@ class Schedule:
                 del self._expects_backward[action.microbatch]
                 for number, product in enumerate(products):
                     self._queue[action.microbatch, number] = product
-                    self.queued_bytes += product.alive_bytes
+                    self.budget.used += product.alive_bytes
             case "C":
                 self._return(action.microbatch)
             case "W":
-                self.queued_bytes -= self._queue.pop((action.microbatch, action.product)).alive_bytes
+                self.budget.used -= self._queue.pop((action.microbatch, action.product)).alive_bytes
 
     def _return(self, microbatch: int) -> None:
         assert self._arrived_returns.popleft() == microbatch
@@ -204,24 +223,24 @@ class Schedule:
         backward = self.returns_done + len(self._arrived_returns)
         wants_forward = not self.is_first and forward < self.num_microbatches
         wants_backward = not self.is_last and backward < self.forwards_done
-        return Wait(forward if wants_forward else None, backward if wants_backward else None)
+        return Wait(forward if wants_forward else None, backward if wants_backward else None, self.stage)
 
     def _forward(self) -> Action | None:
         if self.is_first:
             outstanding = self.forwards_done - self.returns_done
             free = self.forwards_done < self.num_microbatches and outstanding < self.in_flight
-            return Action("F", self.forwards_done) if free else None
-        return Action("F", self._arrived_forwards[0]) if self._arrived_forwards else None
+            return Action("F", self.forwards_done, turn=self.turn) if free else None
+        return Action("F", self._arrived_forwards[0], turn=self.turn) if self._arrived_forwards else None
 
     def _backward(self) -> Action | None:
         if not self._arrived_returns:
             return None
         microbatch = self._arrived_returns[0]
         if microbatch not in self._expects_backward:
-            return Action("C", microbatch)
+            return Action("C", microbatch, turn=self.turn)
         needed = self._expects_backward[microbatch]
-        room = self.policy.defers and 0 < needed <= self.defer_bytes - self.queued_bytes
-        return Action("B", microbatch, defer=room)
+        room = self.policy.defers and 0 < needed <= self.budget.limit - self.budget.used
+        return Action("B", microbatch, defer=room, turn=self.turn)
 
     def _weight(self) -> Action | None:
         if not self._queue:
@@ -230,13 +249,53 @@ class Schedule:
             microbatch, product = min(self._queue, key=lambda key: (self._queue[key].chunk, key))
         else:
             microbatch, product = next(iter(self._queue))
-        return Action("W", microbatch, product=product)
+        return Action("W", microbatch, product=product, turn=self.turn)
 
     # ------------------------------------------------------------------ for people
 
     def text(self) -> str:
         """The actions so far, `F0 F1 B0 W0x4 ...`."""
         return actions_text(self.history)
+
+
+_ORDER = {"C": 0, "B": 1, "F": 2, "W": 3}
+
+
+class RankSchedule:
+    """The actions of all stages of one rank for one batch.
+
+    stages: by rising number; they share the budget of `defer_bytes`. Other arguments as of `Schedule`.
+    """
+
+    def __init__(self, *, stages: Sequence[int], num_stages: int, num_microbatches: int, policy: Policy, in_flight: int,
+                 training: bool = True, defer_bytes: int = 0) -> None:
+        self.budget = DeferBudget(defer_bytes)
+        self.stages = {stage: Schedule(
+            stage=stage, num_stages=num_stages, num_microbatches=num_microbatches, policy=policy, in_flight=in_flight,
+            training=training, defer_bytes=self.budget, turn=turn) for turn, stage in enumerate(stages)}
+        self._of_turn = list(self.stages.values())
+
+    def on_message(self, kind: Literal["forward", "return"], microbatch: int, stage: int) -> None:
+        """A message for `stage` has arrived; see `Schedule.on_message`."""
+        self.stages[stage].on_message(kind, microbatch)
+
+    def on_done(self, action: Action, *, expects_backward: bool = False, deferrable_bytes: int = 0,
+                products: Sequence[Product] = ()) -> None:
+        """`action` has run; see `Schedule.on_done`."""
+        self._of_turn[action.turn].on_done(action, expects_backward=expects_backward,
+                                           deferrable_bytes=deferrable_bytes, products=products)
+
+    def next_action(self) -> Action | Wait | Done:
+        """The action to run now. Asking again without an event in between gives the same answer."""
+        chosen: Action | None = None
+        waits: Wait | None = None
+        for schedule in reversed(self._of_turn):
+            answer = schedule.next_action()
+            if isinstance(answer, Wait):
+                waits = waits or answer
+            elif isinstance(answer, Action) and (chosen is None or _ORDER[answer.kind] < _ORDER[chosen.kind]):
+                chosen = answer
+        return chosen or waits or Done()
 
 
 def actions_text(actions: Sequence[Action]) -> str:

@@ -16,6 +16,7 @@ from functools import partial
 from itertools import pairwise
 from typing import TypedDict
 
+from ranvier.mesh import StagePlacement
 from ranvier.schedule.schedule import Action, Policy, Ready, actions_text
 from ranvier.schedule.simulator import Simulated, StageTimes, simulate
 
@@ -74,11 +75,14 @@ def check_policy(policy: Policy, *, cases: int = 200, seed: int = 0) -> None:
 
 
 def check_run(run: Simulated, stages: list[StageTimes], num_microbatches: int, policy: Policy, *, in_flight: int,
-              defer_bytes: int, training: bool) -> None:
+              defer_bytes: int, training: bool, placement: StagePlacement | None = None) -> None:
     """AssertionError unless `run` did every action once, in microbatch order, after what it needs and within bounds."""
     limit = policy.in_flight(in_flight, num_microbatches)
     everything = list(range(num_microbatches))
-    for stage, spans in enumerate(run.actions):
+    placement = placement or StagePlacement(pipe=len(stages))
+    for stage in range(len(stages)):
+        rank = placement.rank_of(stage)
+        spans = _spans_of(run, stage, placement)
         actions = [action for action, _, _ in spans]
         text = f"stage {stage}: {actions_text(actions)}"
         trains = training and any(times.trains for times in stages[:stage + 1])
@@ -95,18 +99,24 @@ def check_run(run: Simulated, stages: list[StageTimes], num_microbatches: int, p
         assert policy.defers or not queued, f"deferred although the policy does not; {text}"
         allowed = policy.stored(limit, stage, len(stages))
         assert run.most_stored[stage] <= allowed, f"{run.most_stored[stage]} stored, at most {allowed} allowed; {text}"
-        assert run.most_queued_bytes[stage] <= defer_bytes, \
-            f"{run.most_queued_bytes[stage]} bytes queued, at most {defer_bytes} allowed; {text}"
-        assert all(first[2] <= second[1] for first, second in pairwise(spans)), \
+        assert run.most_queued_bytes[rank] <= defer_bytes, \
+            f"{run.most_queued_bytes[rank]} bytes queued, at most {defer_bytes} allowed; {text}"
+        assert all(first[2] <= second[1] for first, second in pairwise(run.actions[rank])), \
             f"two actions at once; {text}"
-    _check_dependencies(run)
+    _check_dependencies(run, placement)
 
 
-def _check_dependencies(run: Simulated) -> None:
+def _spans_of(run: Simulated, stage: int, placement: StagePlacement) -> list[tuple[Action, float, float]]:
+    """What `stage` did, and when."""
+    return [span for span in run.actions[placement.rank_of(stage)] if span[0].turn == placement.local(stage)]
+
+
+def _check_dependencies(run: Simulated, placement: StagePlacement) -> None:
     """A forward starts after that of the stage before has ended, a return after that of the stage behind."""
+    stages = [_spans_of(run, stage, placement) for stage in range(placement.num_stages)]
     ends = [{(action.kind in "BC", action.microbatch): stop for action, _, stop in spans if action.kind != "W"}
-            for spans in run.actions]
-    for stage, spans in enumerate(run.actions):
+            for spans in stages]
+    for stage, spans in enumerate(stages):
         for action, start, _ in spans:
             if action.kind == "F" and stage > 0:
                 assert ends[stage - 1][False, action.microbatch] <= start, f"{action} of stage {stage} is too early"

@@ -365,6 +365,8 @@ class Elasticity:
         """Why a run on `mesh` cannot go to one of `data` replicas and `pipe` stages, by these numbers alone."""
         most = self._first.mesh.data * self._first.mesh.pipe
         sizes = [size for size in (data, pipe) if isinstance(size, int) and not isinstance(size, bool) and size >= 1]
+        if self._first.placement.per_rank > 1:
+            return "would change a pipeline with several stages on each rank: start with --pipeline.stages-per-rank 1"
         if len(sizes) < 2:
             return "is no mesh: give --data and --pipe, whole numbers of at least 1"
         if prod(sizes) > most:

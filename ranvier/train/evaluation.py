@@ -11,7 +11,7 @@ import torch
 from ranvier.comm.protocol import Group
 from ranvier.data.task import Prepared
 from ranvier.inference.evaluation import evaluate as evaluate_samples
-from ranvier.mesh import Coordinates, Mesh
+from ranvier.mesh import Mesh
 from ranvier.models.generate import Sampling, next_token
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
@@ -46,7 +46,7 @@ def continue_tokens(engine: Engine, ranks: Group, mesh: Mesh, device: torch.devi
     The last stage of replica 0 draws each token and tells the others; all replicas work on the same text.
     """
     tokens = list(prompt)
-    root = mesh.rank(Coordinates(pipe=mesh.pipe - 1))
+    root = engine.rank_of_outputs()
     chosen = torch.zeros(1, dtype=torch.int64)
     for _ in range(count):
         last = tokens[-longest:]

@@ -103,7 +103,7 @@ def test_a_flipped_bit_of_the_head_is_noticed(sent, data):
 def forged(description: object, total: int | None = None, kind: int = 1, length: int | None = None) -> torch.Tensor:
     text = description if isinstance(description, bytes) else json.dumps(description).encode()
     size = wire.PREAMBLE_BYTES + len(text) + 256
-    head = struct.pack("<4sBiiqqII", b"RNV1", kind, 0, 0, 0, size if total is None else total,
+    head = struct.pack("<4sBiiiqqII", b"RNV1", kind, 0, 0, 0, 0, size if total is None else total,
                        len(text) if length is None else length, zlib.crc32(text))
     head += struct.pack("<I", zlib.crc32(head))
     return torch.frombuffer(bytearray(head + text + bytes(256)), dtype=torch.uint8)

@@ -98,7 +98,7 @@ def test_arguments_of_the_last_release_decide_as_their_sections():
         engines = [Engine(blocks, world, mesh=Mesh(pipe=2), loss=squared, **options) for options in (
             settings, {"pipeline": Pipeline(**pipeline), "memory": Memory(recompute=1)})]
         return [(engine.in_flight, engine.boundaries, engine.counters()["defer_bytes"], engine._policy,
-                 engine._stage._runs) for engine in engines]
+                 engine._stages.first._runs) for engine in engines]
 
     with pytest.warns(FutureWarning):
         for old, new in run_ranks(rank, 2):

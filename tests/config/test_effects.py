@@ -26,7 +26,7 @@ OTHER = {
     "train.eval_sequences": 2, "train.eval_ema": True, "train.early_stopping": 1, "train.early_stopping_delta": 0.5,
     "train.sample_tokens": 3, "train.prompt": "the arrow", "pipeline.in_flight": 1,
     "pipeline.look_ahead": 1, "deterministic": True, "pipeline.partition": "uniform", "pipeline.defer_bytes": 1000,
-    "pipeline.memory": 2.0,
+    "pipeline.memory": 2.0, "pipeline.stages_per_rank": 2, "pipeline.placement": "interleaved",
     "tensor.scheme": "summa",
     "tensor.sequence_sharding": True, "tensor.keep_weights": True, "tensor.reduce_dtype": "fp32",
     "launch.stopped_seconds": 1.0, "max_restarts": 2, "optim.betas": (0.5, 0.6), "optim.epsilon": 1e-2,

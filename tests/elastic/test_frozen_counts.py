@@ -35,7 +35,7 @@ def counted(frozen, boundaries, **options):
     def work(world):
         engine = Engine(UNTIED, world, mesh=mesh, seed=SEED, dtype=torch.float64, learning_rate=1e-2, frozen=frozen,
                         pipeline=Pipeline(boundaries=boundaries), optim=Optim(bucket_size=64), **options)
-        sent, stored, send, forward = Counter(), [0], engine._connections.transport.send, engine._stage.forward
+        sent, stored, send, forward = Counter(), [0], engine._connections.transport.send, engine._stages.first.forward
 
         def counting_send(destination, message):
             if message.kind in (MessageKind.BACKWARD, MessageKind.CREDIT):
@@ -44,10 +44,10 @@ def counted(frozen, boundaries, **options):
 
         def counting_forward(*args, **kwargs):
             outcome = forward(*args, **kwargs)
-            stored.append(engine._stage.stored)
+            stored.append(engine._stages.stored)
             return outcome
 
-        engine._connections.transport.send, engine._stage.forward = counting_send, counting_forward
+        engine._connections.transport.send, engine._stages.first.forward = counting_send, counting_forward
         loader = Loader(SAMPLES, Sampler(len(SAMPLES), SEED), global_size=GLOBAL_SIZE, microbatch_size=2,
                         needs_inputs=engine.is_first_stage, needs_targets=engine.is_last_stage)
         batch = loader.microbatches(0)
@@ -110,7 +110,7 @@ def kept(frozen):
         engine = Engine(UNTIED, world, mesh=Mesh(pipe=2), seed=SEED, dtype=torch.float64, learning_rate=1e-2,
                         frozen=frozen, pipeline=Pipeline(boundaries=(4,)), optim=Optim(bucket_size=64))
         found = Counter()
-        for _, name, module in engine._stage.blocks:
+        for _, name, module in engine._stages.blocks:
             count_saved(module, name, found)
         loader = Loader(SAMPLES, Sampler(len(SAMPLES), SEED), global_size=GLOBAL_SIZE, microbatch_size=2,
                         needs_inputs=engine.is_first_stage, needs_targets=engine.is_last_stage)

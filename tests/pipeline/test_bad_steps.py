@@ -381,7 +381,7 @@ def test_an_examination_leaves_no_trace():
             if examines:
                 assert engine.examine(share(engine, batch)).kind == "largest loss"
         hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks)
-                    for _, _, block in engine._stage.blocks for module in block.modules())
+                    for _, _, block in engine._stages.blocks for module in block.modules())
         buffers = {name: value.clone() for block, module in engine.blocks.items()
                    for name, value in module.named_buffers(prefix=block)}
         return weights(engine) | buffers, hooks

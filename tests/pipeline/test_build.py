@@ -64,7 +64,7 @@ def test_a_ready_made_model_is_not_moved_by_looking_at_it():
 
     def rank(world):
         return Engine([first, second], world, mesh=Mesh(), loss=squared, sample=points([[2]])[0][0],
-                      dtype=torch.float64)._stage.blocks
+                      dtype=torch.float64)._stages.blocks
 
     blocks, = run_ranks(rank, 1)
     assert blocks[0][2] is first and first.weight.dtype == torch.float64 and first.weight.device.type == "cpu"
@@ -117,7 +117,7 @@ def test_replicas_start_alike_where_nobody_seeds():
     def rank(world):
         engine = Engine(models[world.rank], world, mesh=Mesh(data=2, pipe=2), loss=squared,
                         pipeline=Pipeline(boundaries=(1,)))
-        return {name: tensor.clone() for name, tensor in engine._stage.blocks[0][2].state_dict().items()}
+        return {name: tensor.clone() for name, tensor in engine._stages.blocks[0][2].state_dict().items()}
 
     found = run_ranks(rank, 4)
     for stage in (0, 1):

@@ -148,7 +148,7 @@ def test_reductions_start_while_the_backward_runs():
     """A segment's gradients are complete when the backward leaves it."""
     def work(engine):
         events, gradients = [], engine._updater.gradients
-        reduce, backward = engine._connections.data.all_reduce, engine._stage.backward
+        reduce, backward = engine._connections.data.all_reduce, engine._stages.first.backward
 
         def reducing(tensor, op="sum"):
             events.append("reduce")
@@ -159,7 +159,7 @@ def test_reductions_start_while_the_backward_runs():
             events.append("backward")
             return result
 
-        engine._connections.data.all_reduce, engine._stage.backward = reducing, running
+        engine._connections.data.all_reduce, engine._stages.first.backward = reducing, running
         engine.forward_backward(share(engine, points([[1, 1], [1, 1]])))
         assert len(gradients.chunks) == 6
         last = max(place for place, event in enumerate(events) if event == "backward")

@@ -10,7 +10,7 @@ from ranvier.config.resolve import resolve
 from ranvier.config.run import Batch, Elastic, Memory, Pipeline, Run, Transformer
 from ranvier.cost.count import laid_out
 from ranvier.cost.limits import memory_choices, run_limits
-from ranvier.mesh import Mesh
+from ranvier.mesh import Mesh, StagePlacement
 from ranvier.models import families
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
@@ -18,6 +18,7 @@ from ranvier.schedule.computed_limits import (
     MAX_SIMULATED_STAGES,
     StageLoad,
     _needs,
+    _of_ranks,
     _simulated,
     computed_limits,
     predicted_bubble,
@@ -55,12 +56,14 @@ def test_uneven_stages_have_more_in_flight():
                           graph=st.floats(0.01, 2.0), operands=st.floats(0.01, 2.0)), min_size=2, max_size=5),
        st.sampled_from([1.0, 1.1, 1.5]))
 def test_limits_are_no_slower_than_the_rule_and_within_the_memory(stages, memory):
-    rule, policy = rule_limits([stage.trains for stage in stages]), MessageDriven()
+    rule, policy, placement = rule_limits([stage.trains for stage in stages]), MessageDriven(), StagePlacement(
+        pipe=len(stages))
     chosen = computed_limits(stages, policy, memory=memory)
-    made, ruled = _simulated(stages, policy, chosen), _simulated(stages, policy, rule)
+    made, ruled = (_simulated(stages, policy, limits, placement) for limits in (chosen, rule))
+    ranks = _of_ranks(stages, placement)
     assert made.seconds <= 1.05 * ruled.seconds  # loads are rounded
     largest = max(stage.fixed + (len(stages) - place) * stage.graph for place, stage in enumerate(stages))
-    assert _needs(stages, made, chosen) <= max(1.06 * memory * largest, _needs(stages, ruled, rule))
+    assert _needs(ranks, made, chosen) <= max(1.06 * memory * largest, _needs(ranks, ruled, rule))
 
 
 def test_where_the_rule_holds():

@@ -82,7 +82,7 @@ class Watch:
     def __init__(self, engine: Engine) -> None:
         self.stored = self.queued_bytes = self.largest = 0
         self.messages: list[MessageKind] = []
-        self._stage, self._weights = engine._stage, engine._stage._weights
+        self._stage, self._weights = engine._stages.first, engine._stages.first._weights
         self._wrap(self._stage, "forward", lambda outcome: outcome.deferrable_bytes)
         self._wrap(self._stage, "backward", lambda outcome: 0)
         self._wrap(self._stage, "weight", lambda outcome: 0)

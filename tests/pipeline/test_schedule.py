@@ -1,22 +1,23 @@
 """The schedule without tensors: random pipelines, known answers, and what it says when it is told nonsense."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranvier.errors import ConfigError
+from ranvier.mesh import StagePlacement
 from ranvier.schedule import simulator
 from ranvier.schedule.policies import POLICIES, GPipe, MessageDriven, OneForwardOneBackward, policy_named
-from ranvier.schedule.schedule import Action, Done, Product, Schedule, Wait, actions_text
+from ranvier.schedule.schedule import Action, Done, Product, RankSchedule, Schedule, Wait, actions_text
 from ranvier.schedule.simulator import StageTimes, simulate
 from ranvier.testing.policies import check_policy, check_run
 
 EQUAL = StageTimes(forward=1.0, backward=1.0, weight=1.0)
 
 
-class AskedTwice(Schedule):
+class AskedTwice(RankSchedule):
     """Asks for every action twice."""
 
     def next_action(self):
@@ -41,10 +42,46 @@ def pipelines(draw):
 def test_every_pipeline_ends_in_order_and_within_its_bounds(pipeline, policy, hop, chance):
     stages, microbatches, options = pipeline
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(simulator, "Schedule", AskedTwice)
+        patch.setattr(simulator, "RankSchedule", AskedTwice)
         run = simulate(stages, microbatches, policy, hop=lambda source, destination: hop * chance.random(),
                        jitter=lambda stage, action: chance.uniform(0.0, 3.0), **options)
     check_run(run, stages, microbatches, policy, **options)
+
+
+@settings(max_examples=60, deadline=None)
+@given(pipelines(), st.sampled_from([MessageDriven(), GPipe()]), st.integers(1, 3),
+       st.sampled_from(["v-shape", "interleaved"]), st.randoms(use_true_random=False))
+def test_ranks_with_several_stages_end_in_order_and_within_their_bounds(pipeline, policy, pipe, how, chance):
+    stages, microbatches, options = pipeline
+    per_rank = max(1, len(stages) // pipe)
+    placement = StagePlacement(pipe=pipe, per_rank=per_rank, how=how)
+    stages = [stages[number % len(stages)] for number in range(placement.num_stages)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulator, "RankSchedule", AskedTwice)
+        run = simulate(stages, microbatches, policy, hop=lambda source, destination: chance.random(),
+                       jitter=lambda stage, action: chance.uniform(0.0, 3.0), placement=placement, **options)
+    check_run(run, stages, microbatches, policy, placement=placement, **options)
+
+
+def test_stages_of_a_placement():
+    zigzag = StagePlacement(pipe=4, per_rank=2)
+    assert [zigzag.stages_of(rank) for rank in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
+    rounds = StagePlacement(pipe=4, per_rank=2, how="interleaved")
+    assert [rounds.stages_of(rank) for rank in range(4)] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    for placement in (zigzag, rounds, StagePlacement(pipe=3, per_rank=3)):
+        for stage in range(placement.num_stages):
+            assert placement.stages_of(placement.rank_of(stage))[placement.local(stage)] == stage
+
+
+@pytest.mark.parametrize(("pipe", "microbatches", "deferred"), [(4, 8, 500), (4, 16, 500), (8, 8, 4750), (8, 16, 2250)])
+def test_virtual_stages_have_half_of_1f1bs_bubble_in_its_memory(pipe, microbatches, deferred):
+    """Two stages a rank, in a v-shape; what deferred products keep alive counts as much as what they replace."""
+    plain = simulate([replace(EQUAL, kept_bytes=1000)] * pipe, microbatches, OneForwardOneBackward(), pipe)
+    half = StageTimes(forward=0.5, backward=0.5, weight=0.5, products=4, alive_bytes=500, kept_bytes=500)
+    run = simulate([half] * 2 * pipe, microbatches, MessageDriven(), pipe, defer_bytes=deferred,
+                   placement=StagePlacement(pipe=pipe, per_rank=2))
+    assert run.bubble_fraction <= 0.502 * plain.bubble_fraction
+    assert max(run.most_alive_bytes) <= max(plain.most_alive_bytes) == 1000 * pipe
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
@@ -185,7 +222,7 @@ def test_gradients_that_are_not_wanted_need_no_backward():
     one.on_message("forward", 0)
     run_next(one, "F", expects_backward=False)
     assert run_next(one, "C") == Action("C", 0)
-    assert one.next_action() == Wait(forward=1, backward=None)
+    assert one.next_action() == Wait(forward=1, backward=None, stage=1)
 
 
 @pytest.mark.parametrize(("index", "kind", "microbatch", "says"), [

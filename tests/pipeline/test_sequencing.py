@@ -121,7 +121,7 @@ def run(mesh, batches, adversary, *, seconds=0.0, wait_seconds=60.0, **options):
         engine = Engine(chain(*[lambda: Sharded(groups, seconds)] * 4), world, mesh=mesh, seed=SEED,
                         dtype=torch.float64, timeout_seconds=wait_seconds, **options)
         actions = []
-        execute, weight = engine._runner.execute, engine._stage.weight
+        execute, weight = engine._runner.execute, engine._stages.first.weight
 
         def executing(action, *rest):
             actions.append((str(action), action.product, action.defer))
@@ -131,7 +131,7 @@ def run(mesh, batches, adversary, *, seconds=0.0, wait_seconds=60.0, **options):
             meet(groups, 3, 100 * number + product)
             weight(number, product)
 
-        engine._runner.execute, engine._stage.weight = executing, weighing
+        engine._runner.execute, engine._stages.first.weight = executing, weighing
         result = engine.forward_backward(share(engine, batches))
         engine.evaluate(share(engine, batches))
         gradients = {name: gradient.clone() for name, gradient in engine.gradients().items()}

@@ -97,7 +97,7 @@ def test_a_tie_is_sent_once_a_batch():
 
 def test_ends_on_one_stage_are_one_parameter():
     def work(engine):
-        return [(name, module.linear.weight) for _, name, module in engine._stage.blocks]
+        return [(name, module.linear.weight) for _, name, module in engine._stages.blocks]
 
     first, second = on_mesh(partial(blocks, (0, 1, 4)), Mesh(pipe=2), work, pipeline=Pipeline(boundaries=(3,)))
     weights = dict(first)
@@ -417,7 +417,7 @@ def test_an_engine_with_separate_ends_on_a_stage(group, mesh, monkeypatch):
                 parameter.requires_grad_(number < 2 or name != owner)
             assert engine.train_batch(share(engine, batch)).grad_norm == pytest.approx(norms[number], rel=1e-9)
         return {f"{name}.linear.{kind}": getattr(module.linear, kind).detach().clone()
-                for _, name, module in engine._stage.blocks for kind in ("weight", "bias")}
+                for _, name, module in engine._stages.blocks for kind in ("weight", "bias")}
 
     for found in on_mesh(make, mesh, work, optimizer=optimizer):
         assert_close(found, {name: reference.parameters[owner if name in {f"b{end}.linear.weight" for end in group}

@@ -300,7 +300,7 @@ def test_batch_norm_sees_microbatches_one_after_another():
     def work(engine):
         engine.forward_backward(share(engine, batches))
         engine.evaluate(share(engine, batches))
-        return [buffer.clone() for _, _, module in engine._stage.blocks for buffer in module.buffers()]
+        return [buffer.clone() for _, _, module in engine._stages.blocks for buffer in module.buffers()]
 
     found = on_mesh(make, Mesh(pipe=3), work)[1]
     for buffer, expected in zip(found, reference.modules["b1"].buffers(), strict=True):

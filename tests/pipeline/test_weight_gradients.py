@@ -170,7 +170,7 @@ def test_an_engine_goes_on_after_a_batch_that_broke():
                 engine.forward_backward(batch)
                 found.append({name: gradient.clone() for name, gradient in engine.gradients().items()})
             except ValueError:
-                assert engine._stage.stored == 0
+                assert engine._stages.stored == 0
         return found
 
     (before, after), = run_ranks(rank, 1)

@@ -133,8 +133,8 @@ def test_gradients_agree_to_the_bit_whatever_arrives_when(scheme):
     [{}, {"scheme": "summa"}, {"keep_weights": True}]), ids=str)
 def test_deferred_weight_gradients(mesh, settings):
     def deferred(engine):
-        inner, queue = engine._stage.weight, []
-        engine._stage.weight = lambda *action: (queue.append(action), inner(*action))
+        inner, queue = engine._stages.first.weight, []
+        engine._stages.first.weight = lambda *action: (queue.append(action), inner(*action))
         return queue
 
     outcome = assert_parity(tiny_gpt, token_batches(mesh), mesh, settings=Settings(**settings), also=deferred,
