@@ -231,7 +231,7 @@ def test_paths_are_taken_as_they_are(tmp_path):
         if name or not Path(name).is_dir():
             with pytest.raises(DataError, match=r"model\.pretrained: is neither a folder .* minilm, dinov2-small"):
                 folder_of(name, tmp_path, quiet, never)
-    assert names() == ("minilm", "dinov2-small")
+    assert names() == ("minilm", "dinov2-small", "smollm2-135m-instruct")
 
 
 # --- the real ones ---------------------------------------------------------------------------------------------------
