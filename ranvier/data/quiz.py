@@ -31,7 +31,7 @@ _Pair = tuple[str, str]
 
 
 def open_quiz() -> Table:
-    """The set as a table with the column `messages`: 1,900 conversations of one question and its answer."""
+    """The set as a table with the column `messages`: 2,038 conversations of one question and its answer."""
     pairs = _pairs()
 
     def rows(wanted: Sequence[str]) -> Iterator[Row]:

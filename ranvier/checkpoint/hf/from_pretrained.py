@@ -25,6 +25,7 @@ from ranvier.config.run import Run, Transformer
 from ranvier.data.cache_folder import cache_folder
 from ranvier.data.offline.pretrained_models import described_by, sizes_of
 from ranvier.errors import ConfigError, ModelError
+from ranvier.models.lora import is_adapter
 
 if TYPE_CHECKING:
     from ranvier.pipeline.engine import Engine
@@ -102,7 +103,7 @@ def load_pretrained(engine: Engine, pretrained: Pretrained) -> list[str]:
     for name, shape in shapes.items():
         if name in pretrained.places and _fits(pretrained, name, shape, notes):
             taken.add(name)
-    left = [name for name in shapes if name not in taken]
+    left = [name for name in shapes if name not in taken and not is_adapter(name)]
     if left:
         notes.append(f"not in {pretrained.folder}, so from the seed: {', '.join(left)}")
     unused = [name for name in pretrained.places if name not in shapes]
