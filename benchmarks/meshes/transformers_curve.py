@@ -3,8 +3,8 @@ picture.
 
     python -m benchmarks.meshes.transformers_curve [--steps 500]
 
-The model is made by transformers and saved; Ranvier starts from that folder (--model.pretrained) on data 2 x pipe 2, with
-bf16 parameters and fp32 master copies. The peer is transformers' model in a plain loop under torch.autocast, as its
+The model is made by transformers and saved; Ranvier starts from that folder (--model.pretrained) on a pipeline of 2, with bf16
+parameters and fp32 master copies. The peer is transformers' model in a plain loop under torch.autocast, as its
 Trainer has it with bf16; the yardstick is the same loop in fp32.
 """
 
@@ -82,7 +82,7 @@ def peer_losses(model: Path, run: Run, batches: list[tuple[Tensor, Tensor]], *, 
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     return losses
 
 
@@ -93,6 +93,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="The JSON file; by default in benchmarks/results.")
     options = parser.parse_args()
     steps = 6 if options.quick else options.steps
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = save_model(folder / "llama")
@@ -101,7 +102,7 @@ def main() -> None:
         batches = batches_of(run, steps)
         curves = {YARDSTICK: peer_losses(model, run, batches, autocast=False),
                   "transformers, bf16 (autocast)": peer_losses(model, run, batches, autocast=True),
-                  "Ranvier, bf16, data 2 x pipe 2": mesh_losses(str(recipe), steps, 2, 2, folder, precision="bf16")}
+                  "Ranvier, bf16, pipe 2": mesh_losses(str(recipe), steps, 1, 2, folder, precision="bf16")}
     difference = {}
     for name, losses in curves.items():
         relative = np.abs(np.array(losses) - curves[YARDSTICK]) / curves[YARDSTICK]
