@@ -25,8 +25,8 @@ _MONTHS = ("January", "February", "March", "April", "May", "June", "July", "Augu
 _SMALL = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
           "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen")
 _TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
-_NOUNS = ("apple", "arrow", "bird", "boat", "candle", "cloud", "dog", "door", "fig", "forest", "garden", "hill", "horse",
-          "island", "lamp", "leaf", "moon", "ocean", "paper", "pear", "river", "stone", "table", "wind")
+_NOUNS = ("apple", "arrow", "bird", "boat", "candle", "cloud", "dog", "door", "fig", "forest", "garden", "hill",
+          "horse", "island", "lamp", "leaf", "moon", "ocean", "paper", "pear", "river", "stone", "table", "wind")
 _Pair = tuple[str, str]
 
 
