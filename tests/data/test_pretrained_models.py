@@ -265,6 +265,24 @@ def test_real_models_compute_what_transformers_computes(tmp_path, real, name, pa
 
 
 @pytest.mark.slow
+def test_the_real_smollm2_answers(real):
+    """Weights, permutation and tokenizer: the answer of the published model, and the numbers of its tokens."""
+    transformers = pytest.importorskip("transformers")
+    folder = real("smollm2-135m-instruct")
+    config = Pretrained(folder).config
+    known = pretrained_models.sizes_of("smollm2-135m-instruct")
+    assert {name: getattr(config, name) for name in known} == known
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}],
+                                           add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    assert prompt["input_ids"][0, :8].tolist() == [1, 9690, 198, 2683, 359, 253, 5356, 5646]
+    assert tokenizer.tokenize("In 1969") == ["In", "Ġ", "1", "9", "6", "9"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    written = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1]:]
+    assert tokenizer.decode(written, skip_special_tokens=True) == "The capital of France is Paris."
+
+
+@pytest.mark.slow
 def test_the_real_onnx_graph_computes_the_same_features(real):
     onnxruntime = pytest.importorskip("onnxruntime")
     found = Pretrained(real("dinov2-small"))
