@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from pathlib import Path
 
@@ -11,12 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.data import tokenizer as own_tokenizers
 from ranvier.data.chat_template import ChatTokenizer
 from ranvier.data.offline import gguf_file
 from ranvier.data.offline.gguf_file import write_folder
 from ranvier.data.offline.pretrained_models import folder_of
-from ranvier.errors import DataError
+from ranvier.errors import DataError, RanvierError
 from tests.hf_peers import peer
 
 pytest.importorskip("gguf")
@@ -193,6 +195,52 @@ def test_a_damaged_file(tmp_path, damage):
     path = write_gguf(tmp_path / "model.gguf", model_of())
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(DataError, match=r"model.gguf: is not a GGUF file, or is damaged .*Fetch it again"):
+        write_folder(path, tmp_path)
+
+
+def test_an_array_without_end(tmp_path):
+    """The package would read on behind the end of the file until memory is full."""
+    path = write_gguf(tmp_path / "model.gguf", model_of())
+    data = bytearray(path.read_bytes())
+    length = data.index(b"tokenizer.ggml.merges") + len(b"tokenizer.ggml.merges") + 8
+    data[length:length + 8] = (1 << 60).to_bytes(8, "little")
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"is not a GGUF file, or is damaged .*ends early"):
+        write_folder(path, tmp_path)
+
+
+def test_damage_anywhere_in_the_header_is_an_error_of_ours(tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", model_of(num_hidden_layers=1), kind=Q8)
+    data, choose, refused = path.read_bytes(), random.Random(0), 0
+    for number in range(60):
+        broken = bytearray(data)
+        for _ in range(choose.choice((1, 2, 5))):
+            at = choose.randrange(choose.choice((1200, 7000)))
+            broken[at] = choose.choice((0, 255, broken[at] ^ (1 << choose.randrange(8))))
+        (tmp_path / "broken.gguf").write_bytes(bytes(broken))
+        (tmp_path / str(number)).mkdir()
+        try:
+            write_folder(tmp_path / "broken.gguf", tmp_path / str(number))
+            Pretrained(tmp_path / str(number))
+        except RanvierError:
+            refused += 1
+    assert refused > 20
+
+
+@pytest.mark.parametrize(("changed", "message"), [
+    (dict(num_key_value_heads=4), r"blk.0.attn_k.weight whose rows are not pairs of 3 heads .got 64"),
+    ({}, "no matrix token_embd.weight")])
+def test_tensors_that_do_not_fit(tmp_path, monkeypatch, changed, message):
+    path = write_gguf(tmp_path / "model.gguf", model_of(**changed))
+    opened = gguf_file._File
+
+    def other(*, path, values, tensors):
+        if changed:
+            return opened(path=path, values={**values, "llama.attention.head_count_kv": 3}, tensors=tensors)
+        return opened(path=path, values=values, tensors={**tensors, "token_embd.weight": tensors["output_norm.weight"]})
+
+    monkeypatch.setattr(gguf_file, "_File", other)
+    with pytest.raises(DataError, match=message):
         write_folder(path, tmp_path)
 
 

@@ -96,7 +96,7 @@ def _open(path: Path) -> _File:
         raise DataError("is a GGUF file, and the package `gguf`, which reads it, is not installed", where=str(path),
                         remedy="Run pip install 'ranvier[hub]', or name a folder in Hugging Face's format.") from error
     try:
-        reader = gguf.GGUFReader(path)
+        reader = _reader(gguf, path)
         values = {name: field.contents() for name, field in reader.fields.items()}
         file = _File(path=path, values=values, tensors={tensor.name: tensor for tensor in reader.tensors})
     except Exception as error:  # the package raises many kinds for damaged files
@@ -109,6 +109,20 @@ def _open(path: Path) -> _File:
         raise file.wrong(f"has an architecture that is not read from GGUF: {', '.join(_ARCHITECTURES)} are",
                          file.architecture)
     return file
+
+
+def _reader(gguf: Any, path: Path) -> Any:
+    """The package's reader. It takes what lies behind the end of a file for empty, so a damaged length of an array
+    would keep it reading, and its lists growing, without end."""
+
+    class Reader(gguf.GGUFReader):  # type: ignore[misc]  # the package has no types
+        def _get(self, offset: int, dtype: Any, count: int = 1, *more: Any, **named: Any) -> Any:
+            found = super()._get(offset, dtype, count, *more, **named)
+            if len(found) != count:
+                raise ValueError("the file ends early")
+            return found
+
+    return Reader(path)
 
 
 # --- config.json -----------------------------------------------------------------------------------------------------
@@ -132,8 +146,8 @@ def _config(file: _File) -> dict[str, Any]:
     kv_heads = own.get("attention.head_count_kv", heads)
     if not isinstance(kv_heads, int) or not 0 < kv_heads <= heads:
         raise file.wrong(f"has no number {file.architecture}.attention.head_count_kv that fits {heads} heads", kv_heads)
-    if "token_embd.weight" not in file.tensors:
-        raise file.wrong("has no tensor token_embd.weight")
+    if "token_embd.weight" not in file.tensors or len(file.tensors["token_embd.weight"].shape) != 2:
+        raise file.wrong("has no matrix token_embd.weight")
     window = own.get("attention.sliding_window")
     model_type = "mistral" if file.architecture == "llama" and window else file.architecture
     config = {
@@ -232,7 +246,10 @@ def _values(file: _File, names: Mapping[str, str], config: Mapping[str, Any], sh
     for name in shard:
         value = _dequantised(file, name)
         if file.architecture == "llama" and (found := re.search(r"attn_([qk])\.", name)):
-            value = _in_halves(value, config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"])
+            heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
+            if len(value) % (2 * heads):
+                raise file.wrong(f"has a tensor {name} whose rows are not pairs of {heads} heads", len(value))
+            value = _in_halves(value, heads)
         yield names[name], value
 
 
@@ -245,6 +262,8 @@ def _dequantised(file: _File, name: str) -> Tensor:
         return torch.from_numpy(np.array(tensor.data))
     try:
         value = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type), np.float32))
+    except ValueError as error:
+        raise file.wrong(f"has a tensor {name} that is damaged", str(error), "Fetch it again.") from error
     except NotImplementedError as error:
         raise file.wrong(f"has a tensor {name} in a quantisation that the package `gguf` cannot undo", kind,
                          "Take the model in another one, such as Q8_0 or F16.") from error
