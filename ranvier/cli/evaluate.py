@@ -44,7 +44,8 @@ Table = dict[str, dict[str, float]]
 def evaluate(model: Path, sets: tuple[str, ...], choices: tuple[str, ...], harness: str | None,
              lm_eval_path: Path | None, lm_eval_limit: int | None, lm_eval_shots: int | None, ema: bool, as_json: bool,
              **flags: str | None) -> int:
-    """Evaluate MODEL: a run's folder, a checkpoint, or a Hugging Face folder.
+    """Evaluate MODEL: a run's folder, a checkpoint, a Hugging Face folder, a GGUF file, OWNER/NAME of the Hugging Face
+    hub, or a name that --model.pretrained takes.
 
     The mesh may be any, whatever the model was trained on. The settings of the model and its data are those of the run;
     flags change them.

@@ -53,7 +53,8 @@ if TYPE_CHECKING:
 def generate(model: Path, prompts: tuple[str, ...], file: Path | None, chat: bool, stop: tuple[str, ...],
              data: int, pipe: int, row: int, col: int, device: str, tokenizer: Path | None, ema: bool, as_json: bool,
              **options: Any) -> int:
-    """Continue texts with the language model MODEL: a run's folder, a checkpoint, or a Hugging Face folder.
+    """Continue texts with the language model MODEL: a run's folder, a checkpoint, a Hugging Face folder, a GGUF
+    file, OWNER/NAME of the Hugging Face hub, or a name that --model.pretrained takes.
 
     The mesh may be any, whatever the model was trained on. With --temperature 0 the texts are the same on every mesh.
     """

@@ -15,17 +15,21 @@ from ranvier.cli.options import NUMBER_FORMATS
 @click.option("--precision", type=NUMBER_FORMATS, help="Number format of the parameters; by default that of MODEL's "
                                                        "files.")
 def import_model(model: Path, out: Path, precision: str | None) -> int:
-    """Convert the model in the Hugging Face folder MODEL to a checkpoint in the new folder OUT.
+    """Convert the model MODEL to a checkpoint in the new folder OUT.
 
     Read are GPT-2, Llama, Mistral, Qwen 2 and 3, Gemma, Gemma 2, OLMo 2, SmolLM 2, BERT, ViT and DINOv2.
 
-    MODEL contains config.json and model.safetensors (or shards with their index, or pytorch_model.bin). At the end the
-    logits of OUT are compared with those of MODEL; `ranvier train OUT/run.toml --resume OUT` trains on from it.
+    MODEL is a folder with config.json and model.safetensors (or shards with their index, or pytorch_model.bin), a GGUF
+    file, OWNER/NAME of the Hugging Face hub, or a name that --model.pretrained takes. At the end the logits of OUT are
+    compared with those of MODEL; `ranvier train OUT/run.toml --resume OUT` trains on from it.
     """
     from ranvier.checkpoint.hf.import_model import flags
     from ranvier.checkpoint.hf.import_model import import_model as make
+    from ranvier.checkpoint.new_folder import check_free
+    from ranvier.data.named_model import local_path
 
-    recipe = make(model, out, precision=precision)
+    check_free(out)  # before anything is fetched
+    recipe = make(local_path(model, print), out, precision=precision)
     print(f"written to {out}; its settings: {' '.join(flags(recipe))}")
     print(f"to train on from it: ranvier train {out / 'run.toml'} --resume {out}")
     return 0

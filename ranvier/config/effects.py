@@ -299,7 +299,8 @@ CONDITIONS: Mapping[str, Reason] = {
     "model.full_every": _llama("window"),
     **{f"model.{name}": _llama("rope_scaling") for name in (
         "rope_factor", "rope_positions", "rope_limits", "rope_magnitude")},
-    **{f"lora.{name}": _no_adapters for name in ("alpha", "targets", "dropout", "method", "train_head")},
+    **{f"lora.{name}": _no_adapters for name in (
+        "alpha", "targets", "dropout", "method", "train_head", "base_format")},
     "data.options": lambda run: None if is_object_name(run.data.task) else f"the task {run.data.task} takes no options",
     **{name: _by_task(name) for name in (
         "train.eval_sequences", "model.vocab", "model.sequence", "model.num_classes", "model.image_size",

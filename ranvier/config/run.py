@@ -361,8 +361,10 @@ class Transformer:
     options: tuple[str, ...] = ()
     """Keyword arguments of the function that a `family` of your own names, as NAME=VALUE, for example kernel=5."""
     pretrained: str | None = None
-    """Pretrained model, for weights and sizes: a folder in Hugging Face format (config.json and safetensors), or a
-    name: minilm, dinov2-small. Parameters that it lacks, such as a classifier, are initialised from the seed."""
+    """Pretrained model, for weights, sizes and tokenizer: a folder in Hugging Face format (config.json and
+    safetensors), a GGUF file, OWNER/NAME or OWNER/NAME@REVISION of the Hugging Face hub, or a name: minilm,
+    dinov2-small, smollm2-135m-instruct. Parameters that it lacks, such as a classifier, are initialised from the
+    seed."""
     num_layers: Positive = 4
     """Transformer layers."""
     hidden: Positive = 128
@@ -449,6 +451,9 @@ class Lora:
     train_head: bool | Literal["auto"] = "auto"
     """Whether the linear layers of the model's head train beside the adapters. auto: those of classifiers and of
     question answering, not of language models."""
+    base_format: Literal["precision", "int8", "nf4"] = "precision"
+    """Number format of the frozen weights: that of `precision`. int8 and nf4 (QLoRA; Dettmers et al., 2023) are
+    refused, with what to do instead."""
     adapters: Path | None = None
     """Folder of adapters in PEFT's format (adapter_config.json, adapter_model.safetensors) to continue from; it decides
     rank, alpha, targets and method."""
@@ -467,8 +472,8 @@ class Data:
     train: str | None = None
     """Training data of all tasks except lm (docs/data.md): a name (sst2 and the other GLUE tasks, sentiment; squad;
     cifar10, cifar100, imagenet), the name of a Hugging Face data set, or a file or folder. classification: TSV, CSV,
-    JSONL or Parquet; chat: JSONL or Parquet; qa: JSON in SQuAD 1.1's form; images: a folder with one folder of images
-    for each class."""
+    JSONL or Parquet; chat: JSONL or Parquet, or quiz, which is generated; qa: JSON in SQuAD 1.1's form; images: a
+    folder with one folder of images for each class."""
     eval: str | None = None
     """Evaluation data in the same formats; none takes the data set's own evaluation split, or every tenth sample where
     there is none. lm: a corpus, of which all text is held out; none holds out a part of `corpus`."""

@@ -18,6 +18,7 @@ import numpy as np
 
 from ranvier.config.run import Run
 from ranvier.config.task_form import SHIPPED
+from ranvier.data import quiz
 from ranvier.data.arrays import Arrays, made_once, write_arrays
 from ranvier.data.cache_folder import cache_folder
 from ranvier.data.chat_template import ChatTokenizer, Message, look_at_folder
@@ -34,7 +35,7 @@ from ranvier.data.task import Dataset, Prepared, Task
 from ranvier.data.token_samples import PackedSamples, TokenSamples, best_fit
 from ranvier.errors import DataError, RanvierError
 
-FORM = "a JSONL or Parquet file with a column of messages, or the name of a data set"
+FORM = "a JSONL or Parquet file with a column of messages, the name of a data set, or quiz"
 """What may be given, in words."""
 _SETTING = "data.messages-column"
 _AT_ONCE = 200
@@ -58,7 +59,7 @@ class Chat(Task):
             return [*found, problem]
         for source in sources:
             data = replace(run.data, train=source.name or None)
-            names = table_name_problems(data, (), FORM)
+            names = table_name_problems(data, (quiz.NAME,), FORM)
             found += names
             for setting, name in (("train", data.train), ("eval", data.eval)):
                 if name is not None and not names and not is_data_set(name):
@@ -133,8 +134,10 @@ class Conversation:
 
 
 def open_conversations(name: str, setting: str) -> Table:
-    """The table of this name: a file, a saved data set, or one of the hub, which is streamed. setting: train or
-    eval."""
+    """The table of this name: the shipped one, a file, a saved data set, or one of the hub, which is streamed.
+    setting: train or eval."""
+    if name == quiz.NAME:
+        return quiz.open_quiz()
     path = Path(name).expanduser()
     split = "train" if setting == "train" else "validation"
     if is_data_set(name) or is_saved(path):

@@ -24,6 +24,7 @@ from ranvier.config import read
 from ranvier.config.named_object import is_object_name
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Run
+from ranvier.data.named_model import local_path
 from ranvier.data.task import Prepared
 from ranvier.errors import CheckpointError, ConfigError, DataError
 from ranvier.inference.weights import no_averages
@@ -77,12 +78,14 @@ class Trained:
 
 
 def open_trained(path: Path, tell: Callable[[str], None], *, ema: bool = False) -> Trained:
-    """The model at `path`: a run's folder (its newest complete checkpoint), a folder of checkpoints, a checkpoint, or a
-    folder in Hugging Face's format. CheckpointError or ModelError where there is none.
+    """The model at `path`: a run's folder (its newest complete checkpoint), a folder of checkpoints, a checkpoint, a
+    folder in Hugging Face's format, a GGUF file, or a model's name. CheckpointError, ModelError or DataError where
+    there is none.
 
     ema: the moving averages of a checkpoint's parameters in their place; otherwise the exact master copies, where there
     are some.
     """
+    path = local_path(path, tell)
     if (path / "config.json").is_file():
         if ema:
             raise no_averages(path)

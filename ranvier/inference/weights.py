@@ -19,6 +19,7 @@ from ranvier.checkpoint.hf.export_model import TrainedSource, newest_whole, toke
 from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.checkpoint.hf.tokenizer_files import TOKENIZER
 from ranvier.config.run import TensorParallel, Transformer
+from ranvier.data.named_model import local_path
 from ranvier.errors import CheckpointError
 from ranvier.layout import index_of, whole
 from ranvier.mesh import Mesh
@@ -51,9 +52,10 @@ class LanguageModel:
 
 
 def open_model(path: Path, tell: Callable[[str], None], *, ema: bool = False) -> LanguageModel:
-    """The model at `path`: a run's folder (its newest complete checkpoint), a folder of checkpoints, a checkpoint, or a
-    folder in Hugging Face's format. ema: the moving average of a checkpoint's parameters in their place.
-    CheckpointError or ModelError where there is none, or it is no decoder."""
+    """The model at `path`: a run's folder (its newest complete checkpoint), a folder of checkpoints, a checkpoint, a
+    folder in Hugging Face's format, a GGUF file, or a model's name. ema: the moving average of a checkpoint's
+    parameters in their place. CheckpointError, ModelError or DataError where there is none, or it is no decoder."""
+    path = local_path(path, tell)
     if (path / "config.json").is_file():
         if ema:
             raise no_averages(path)

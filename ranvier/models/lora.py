@@ -58,6 +58,10 @@ def with_adapters(model: Model | nn.Sequential | Sequence[nn.Module] | Mapping[s
     model = as_model(model, loss)
     if not lora.rank:
         raise ConfigError("must be at least 1", where="lora.rank", value=lora.rank, remedy="Set --lora.rank 8.")
+    if lora.base_format != "precision":
+        raise ConfigError("is not supported: checkpoints, resharding and products read no quantized weights",
+                          where="lora.base-format", value=lora.base_format,
+                          remedy="Leave it out; --precision bf16 keeps two bytes for each frozen parameter.")
     kinds: dict[str, dict[str, _Target]] = {}
     for block, build in model.blocks.items():
         if (alike := model.alike.get(block, block)) not in kinds:

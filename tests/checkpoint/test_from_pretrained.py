@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from ranvier.checkpoint.hf.from_pretrained import load_pretrained, resized, settled, with_model, with_sizes
 from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.config.run import Data, Optim, Run, TensorParallel, Transformer
-from ranvier.errors import CheckpointError, ConfigError, ModelError
+from ranvier.errors import CheckpointError, ConfigError, DataError, ModelError
 from ranvier.mesh import Mesh
 from ranvier.models import families
 from ranvier.pipeline.engine import Engine
@@ -204,5 +204,5 @@ def test_settings_that_are_not_the_folders_are_refused(folder_of):
     assert settled(same).model.num_layers == there.num_layers
     with pytest.raises(ConfigError, match=r"model.num-layers: is not that of the pretrained model, 6 \(got 5\)"):
         settled(run_of("BertModel", num_layers=5, pretrained="minilm"))
-    with pytest.raises(ConfigError, match="is neither a folder that exists nor the name of a model"):
+    with pytest.raises(DataError, match="is neither a folder nor the name of a known model"):
         settled(run_of("BertModel", pretrained="a-folder-elsewhere"))

@@ -45,7 +45,7 @@ OTHER = {
     "model.rope_limits": (2.0, 3.0),
     "model.rope_magnitude": 1.5, "model.embedding_scale": "sqrt-hidden", "model.attention_softcap": 3.0,
     "model.logit_softcap": 3.0, "lora.alpha": 3.0, "lora.targets": ("qkv",), "lora.dropout": 0.5, "lora.method": "dora",
-    "lora.train_head": True,
+    "lora.train_head": True, "lora.base_format": "nf4",
     "data.train": "nowhere.tsv", "data.train_samples": 3, "data.eval_samples": 3,
     "data.augment": "flip-crop", "data.augment_repeats": True, "data.corpus": "nowhere", "data.max_bytes": 10,
     "data.text_column": "x", "data.pair_column": "x", "data.label_column": "x", "data.messages_column": "x",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ import tokenizers
 
 from ranvier.cli import check
 from ranvier.config.run import Batch, Data, Run, Train, Transformer
-from ranvier.data import chat_template
+from ranvier.data import chat_template, quiz
 from ranvier.data.chat_template import ChatTokenizer
 from ranvier.data.prepare import known_padding, prepare, problems
 from ranvier.data.publish import PreparationProgress
@@ -203,3 +204,35 @@ def test_a_run_on_conversations_trains_and_check_tells_the_padding(tmp_path, pac
     told = known_padding(run)
     assert told.count("%") == 3 and told in " ".join(out.getvalue().split())
     assert check.check(run).padding == told
+
+
+# ---------------------------------------------------------------------- the shipped set
+
+def test_the_quiz_is_the_same_everywhere_and_its_answers_are_right(tmp_path):
+    pairs = [[message["content"] for message in row.values["messages"]] for row in quiz.open_quiz().rows(["messages"])]
+    assert len(pairs) == 2038 and len({question for question, _ in pairs}) == len(pairs)
+    assert quiz.open_quiz().fingerprint == "d491ac51af1eaaaa"
+    answers = dict(pairs)
+    sums = [question for question in answers if re.fullmatch(r"What is \d+ [+-] \d+\?", question)]
+    assert len(sums) == 800
+    for question in sums:
+        first, sign, second = question[len("What is "):-1].split()
+        found = int(first) + int(second) if sign == "+" else int(first) - int(second)
+        assert answers[question] == f"{first} {sign} {second} = {found}."
+    for question, answer in answers.items():
+        if question.startswith("Put"):
+            words = question.partition(": ")[2].rstrip(".").split(", ")
+            assert answer == f"{', '.join(sorted(words))}."
+        if question.startswith("Which number"):
+            assert answer == f"{max(map(int, re.findall(r'[0-9]+', question)))} is larger."
+    assert quiz._words(0) == "zero" and quiz._words(14) == "fourteen" and quiz._words(80) == "eighty"
+    assert quiz._words(700) == "seven hundred" and quiz._words(999) == "nine hundred and ninety-nine"
+    assert answers["Which day comes before Monday?"] == "Sunday comes before Monday."
+
+
+def test_a_run_on_the_quiz(tmp_path):
+    run = run_of(tmp_path)
+    run = replace(run, data=replace(run.data, train="quiz"))
+    assert problems(run) == []
+    data = prepare(run)
+    assert "1,835 conversations, 203 held out" in data.about

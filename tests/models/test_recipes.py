@@ -51,6 +51,7 @@ def num_parameters(run: Run) -> int:
 
 def test_all_names_are_there():
     assert {path.stem for path in FILES} == {"gpt-tiny", "llama-tiny", "gpt2-small", "bert-sentiment", "vit-cifar10",
+                                             "smollm2-sft",
                                              *PAPER}
 
 

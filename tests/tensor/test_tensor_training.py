@@ -164,16 +164,20 @@ def test_gradients_and_their_step_apart(mesh):
     (Mesh(data=2, row=2), "stationary", torch.bfloat16, {"shard": True, "reduce_dtype": "fp32"}),
     (Mesh(row=2, col=2), "stationary", torch.float16, {"offload": "host"})]), ids=str)
 def test_half_precision_follows_the_reference(mesh, scheme, dtype, options):
+    assert_half_precision(tiny_gpt, mesh, scheme, dtype, options)
+
+
+def assert_half_precision(make, mesh, scheme, dtype, options):
     """With fp32 masters; copies stay the same to the bit."""
     batches = [token_batches(mesh, seed=seed) for seed in range(6)]
-    losses, norms, _ = trained(tiny_gpt, batches, optimizer=partial(ADAMW, lr=1e-3))
+    losses, norms, _ = trained(make, batches, optimizer=partial(ADAMW, lr=1e-3))
 
     def work(engine):
         results = [engine.train_batch(share(engine, batch)) for batch in batches]
         return ([result.loss for result in results], [result.grad_norm for result in results], weights_of(engine),
                 engine.layout)
 
-    found, found_norms, weights, layouts = zip(*on_mesh(tiny_gpt, mesh, work, scheme=scheme, dtype=dtype,
+    found, found_norms, weights, layouts = zip(*on_mesh(make, mesh, work, scheme=scheme, dtype=dtype,
                                                         learning_rate=1e-3, optim=optim(**options),
                                                         nominal_weight=24.0 * mesh.data * mesh.row), strict=True)
     assemble(weights, layouts[0])

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from math import isqrt
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,11 +19,13 @@ from ranvier.checkpoint import state
 from ranvier.checkpoint.hf import form as hf
 from ranvier.checkpoint.hf.llama import COMPUTED
 from ranvier.checkpoint.hf.peft import with_adapter_settings
-from ranvier.checkpoint.hf.pretrained import Pretrained
+from ranvier.checkpoint.hf.pretrained import Pretrained, PretrainedConfig
 from ranvier.config.named_object import is_object_name
 from ranvier.config.run import Run, Transformer
-from ranvier.data.offline.pretrained_models import names, sizes_of
+from ranvier.data.cache_folder import cache_folder
+from ranvier.data.offline.pretrained_models import described_by, sizes_of
 from ranvier.errors import ConfigError, ModelError
+from ranvier.models.lora import is_adapter
 
 if TYPE_CHECKING:
     from ranvier.pipeline.engine import Engine
@@ -39,7 +40,7 @@ def _sizes(config: Transformer) -> dict[str, Any]:
     return {name: getattr(config, name) for name in (*_SIZES, *more) if config.family != "vit" or name != "vocab"}
 
 
-def with_sizes(run: Run, pretrained: Pretrained) -> Run:
+def with_sizes(run: Run, pretrained: PretrainedConfig) -> Run:
     """The run with a model of the folder's sizes. Sequence, image size, dropout and classes stay the run's: positions
     are cut or resized. ConfigError where the sequence is longer than the folder has positions for."""
     found = pretrained.config
@@ -51,7 +52,7 @@ def with_sizes(run: Run, pretrained: Pretrained) -> Run:
     return replace(run, model=replace(run.model, **_sizes(found)))
 
 
-def with_model(run: Run, pretrained: Pretrained) -> Run:
+def with_model(run: Run, pretrained: PretrainedConfig) -> Run:
     """`with_sizes`; ConfigError if a setting of the run differs from the folder's."""
     found = with_sizes(run, pretrained)
     _check_same(run, {name: value for name, value in _sizes(found.model).items() if name != "family"})
@@ -59,8 +60,9 @@ def with_model(run: Run, pretrained: Pretrained) -> Run:
 
 
 def settled(run: Run) -> Run:
-    """The run with the sizes of its pretrained model, as far as they are known without fetching anything, and the
-    settings of its adapters. RanvierError if there is no such folder, or a setting of the run differs."""
+    """The run with the sizes of its pretrained model, and the settings of its adapters. Of a model on the hub
+    config.json is fetched, of a known model nothing. RanvierError if there is no such model, or a setting of the run
+    differs."""
     return with_adapter_settings(_with_known_sizes(run))
 
 
@@ -70,12 +72,8 @@ def _with_known_sizes(run: Run) -> Run:
         return run
     sizes: Mapping[str, Any] = sizes_of(name)
     if not sizes:
-        folder = Path(name).expanduser()
-        if not folder.is_dir():
-            raise ConfigError("is neither a folder that exists nor the name of a model", where="model.pretrained",
-                              value=name, remedy="Give a folder in Hugging Face's format, or one of: "
-                                                 f"{', '.join(names())}.")
-        return with_model(run, Pretrained(folder))
+        folder, is_whole = described_by(name, cache_folder(run))
+        return with_model(run, Pretrained(folder) if is_whole else PretrainedConfig(folder))
     _check_same(run, sizes)
     return replace(run, model=replace(run.model, **sizes))
 
@@ -105,7 +103,7 @@ def load_pretrained(engine: Engine, pretrained: Pretrained) -> list[str]:
     for name, shape in shapes.items():
         if name in pretrained.places and _fits(pretrained, name, shape, notes):
             taken.add(name)
-    left = [name for name in shapes if name not in taken]
+    left = [name for name in shapes if name not in taken and not is_adapter(name)]
     if left:
         notes.append(f"not in {pretrained.folder}, so from the seed: {', '.join(left)}")
     unused = [name for name in pretrained.places if name not in shapes]

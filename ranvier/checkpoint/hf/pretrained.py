@@ -44,8 +44,8 @@ class Tensors(Protocol):
         """A tensor, or some of its rows."""
 
 
-class Pretrained:
-    """The model in `folder`. ModelError or CheckpointError if it is damaged, or not one that we compute.
+class PretrainedConfig:
+    """The config.json in `folder`. ModelError or CheckpointError if it is damaged, or not of a model that we compute.
 
     Attributes:
         form: its names and layout.
@@ -53,9 +53,6 @@ class Pretrained:
         head: that config.json names, or the form's first.
         notes: what of its training the settings leave out.
         settings: the part of config.json that is read.
-        missing: our parameters that it does not have, all of them of the head.
-        left_out: its tensors of other heads.
-        dtypes: of its tensors.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -65,6 +62,19 @@ class Pretrained:
         self.config, self.notes = self.form.read(document)
         self.settings = {key: value for key, value in document.items() if key in self.form.keys}
         self.head = _head(self.form, document)
+
+
+class Pretrained(PretrainedConfig):
+    """The model in `folder`. ModelError or CheckpointError if it is damaged, or not one that we compute.
+
+    Attributes:
+        missing: our parameters that it does not have, all of them of the head.
+        left_out: its tensors of other heads.
+        dtypes: of its tensors.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
         self._tensors = _open(folder)
         heads = self._tensors.heads()
         if self.form.per_layer * self.config.num_layers > len(heads):

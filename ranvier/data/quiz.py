@@ -1,0 +1,102 @@
+"""The chat set `quiz`: short questions with computed answers, for fine-tuning where no hub is reached.
+
+    sums and differences below 100; the larger of two numbers; numbers in words; words in alphabetical order; the next
+    and the last day and month
+
+Of each kind the questions with the smallest hashes are taken, so the set is the same everywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations
+
+from ranvier.data.fingerprint import fingerprint
+from ranvier.data.tables import Row, Table
+
+NAME = "quiz"
+_EACH = 400
+"""Questions of a kind, at most."""
+_MOST = 100
+_DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+_MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
+           "December")
+_SMALL = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+          "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen")
+_TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+_NOUNS = ("apple", "arrow", "bird", "boat", "candle", "cloud", "dog", "door", "fig", "forest", "garden", "hill",
+          "horse", "island", "lamp", "leaf", "moon", "ocean", "paper", "pear", "river", "stone", "table", "wind")
+_Pair = tuple[str, str]
+
+
+def open_quiz() -> Table:
+    """The set as a table with the column `messages`: 2,038 conversations of one question and its answer."""
+    pairs = _pairs()
+
+    def rows(wanted: Sequence[str]) -> Iterator[Row]:
+        for number, (question, answer) in enumerate(pairs):
+            yield Row(f"{NAME} row {number}", {"messages": [{"role": "user", "content": question},
+                                                            {"role": "assistant", "content": answer}]})
+
+    return Table(name=NAME, columns=("messages",), fingerprint=fingerprint(NAME, pairs), rows=rows)
+
+
+def _pairs() -> list[_Pair]:
+    """(question, answer), in an order in which the kinds are mixed."""
+    kinds = (_sums(), _differences(), _larger(), _in_words(), _alphabetical(), _neighbours())
+    return sorted((pair for kind in kinds for pair in sorted(kind, key=_hash)[:_EACH]), key=_hash)
+
+
+def _hash(pair: _Pair) -> bytes:
+    return hashlib.blake2b(repr(pair).encode(), digest_size=8).digest()
+
+
+def _numbers() -> Iterable[tuple[int, int]]:
+    return ((first, second) for first in range(2, _MOST) for second in range(2, _MOST))
+
+
+def _sums() -> Iterator[_Pair]:
+    for first, second in _numbers():
+        yield f"What is {first} + {second}?", f"{first} + {second} = {first + second}."
+
+
+def _differences() -> Iterator[_Pair]:
+    for first, second in _numbers():
+        if first > second:
+            yield f"What is {first} - {second}?", f"{first} - {second} = {first - second}."
+
+
+def _larger() -> Iterator[_Pair]:
+    for first, second in _numbers():
+        if first != second:
+            yield f"Which number is larger, {first} or {second}?", f"{max(first, second)} is larger."
+
+
+def _in_words() -> Iterator[_Pair]:
+    for number in range(1000):
+        yield f"Write {number} in words.", f"{_words(number).capitalize()}."
+
+
+def _words(number: int) -> str:
+    """An English number below 1,000."""
+    if number < 20:
+        return _SMALL[number]
+    if number < 100:
+        tens, ones = divmod(number, 10)
+        return _TENS[tens - 2] + (f"-{_SMALL[ones]}" if ones else "")
+    hundreds, rest = divmod(number, 100)
+    return f"{_SMALL[hundreds]} hundred" + (f" and {_words(rest)}" if rest else "")
+
+
+def _alphabetical() -> Iterator[_Pair]:
+    for words in combinations(_NOUNS, 3):
+        mixed = sorted(words, key=lambda word: _hash((word, "".join(words))))
+        yield f"Put these words in alphabetical order: {', '.join(mixed)}.", f"{', '.join(sorted(words))}."
+
+
+def _neighbours() -> Iterator[_Pair]:
+    for kind, names in (("day", _DAYS), ("month", _MONTHS)):
+        for place, name in enumerate(names):
+            for word, other in (("after", names[(place + 1) % len(names)]), ("before", names[place - 1])):
+                yield f"Which {kind} comes {word} {name}?", f"{other} comes {word} {name}."
