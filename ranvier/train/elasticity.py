@@ -14,6 +14,7 @@ from math import inf, isfinite, prod
 from statistics import median
 from typing import Any
 
+from ranvier.block import untrained_layers
 from ranvier.config.other_mesh import on_mesh
 from ranvier.config.resolve import ResolvedRun
 from ranvier.data.task import Prepared
@@ -25,6 +26,7 @@ from ranvier.elastic.rules import ElasticRules, EvaluationSchedule
 from ranvier.elastic.transition_selector import TransitionSelector, mesh_text
 from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
+from ranvier.models import families
 from ranvier.optim.learning_rate import learning_rate
 from ranvier.pipeline.engine import Engine
 from ranvier.system.machine import affinity
@@ -88,6 +90,8 @@ class Elasticity:
         # of the layers' gradients in the last step, where the policy is evaluated after it
         self._norms: tuple[float, ...] | None = None
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._floor = 0 if run.elastic.dry_run or not self.freezes else untrained_layers(families.model_of(run))
+        self._begins = False  # fewer layers are frozen than nothing trains in
         self._trial: MicrobatchTrial | None = None
         self._told: set[tuple[int, int]] = set()  # (pipe, data) whose best number of microbatches has been reported
 
@@ -121,14 +125,16 @@ class Elasticity:
         self._norms = engine.layer_gradient_norms()
 
     def start(self, step: int, engine: Engine, frozen: int) -> None:
-        """The run starts or resumes after `step`: depths given by hand for earlier steps hold at once."""
+        """The run starts or resumes after `step`: depths given by hand for earlier steps hold at once, and layers in
+        which nothing trains are frozen."""
+        self._begins = self._floor > frozen
         if self._by_hand and self.asks_after(step, 0, 0, frozen):
             self._norms = (0.0,) * len(engine.layers)
 
     @property
     def asked(self) -> bool:
         """Whether the policy has something to decide on."""
-        return self._norms is not None
+        return self._norms is not None or self._begins
 
     def saw(self, event: StepEvent) -> None:
         """One more step has been told."""
@@ -259,6 +265,8 @@ class Elasticity:
         words = [f"freezes by {self._policy_text}, {often}"]
         if self._by_hand:
             words = [f"freezes by hand: {', '.join(elastic.manual)}"]
+        elif self._first.elastic.freeze == "untrained" and not self._own:
+            words = ["freezes the layers in which nothing trains"]
         words += [text for said, text in ((elastic.dry_run, "dry run"), (elastic.auto_pipe, "packs the pipeline"),
                                           (elastic.auto_dp, "adds replicas"), (elastic.cache, "caches")) if said]
         return ", ".join(words)
@@ -268,7 +276,8 @@ class Elasticity:
         elastic = self._first.elastic
         if self._own:
             return type(self.policy).__name__
-        return elastic.freeze if elastic.freeze == "manual" else f"{elastic.freeze}, alpha {elastic.alpha:.3g}"
+        has_alpha = elastic.freeze in ("gradient-norm", "cap")
+        return f"{elastic.freeze}, alpha {elastic.alpha:.3g}" if has_alpha else elastic.freeze
 
     # ------------------------------------------------------------------ deciding
 
@@ -278,14 +287,14 @@ class Elasticity:
 
         busy: seconds in each category of span on this rank, in `busy_steps` steps. Collective.
         """
-        norms, self._norms = self._norms, None
+        norms, self._norms, self._begins = self._norms, None, False
         self._due &= norms is None
         measured = now.ranks.gather_objects({"busy": dict(busy), "steps": busy_steps, "cores": affinity(),
                                              "device_bytes": device_bytes(now.world.device)})
         found = None
         self._measure_last()
         if now.world.rank == 0:
-            depth = now.frozen if norms is None else self._depth(now, step, norms)
+            depth = max(self._floor, now.frozen if norms is None else self._depth(now, step, norms))
             sizes = [row["device_bytes"] for row in measured if row["device_bytes"] is not None]
             budget = MemoryBudget(first=self._first, frozen=depth, device_bytes=min(sizes, default=None))
             change = (self._resized(now, resize, budget, step) if resize is not None else
@@ -316,7 +325,7 @@ class Elasticity:
         """The change that follows from as many frozen layers as `budget` is for."""
         run, elastic, depth = now.run, self._first.elastic, budget.frozen
         deeper, again = depth > now.frozen, self.selector.refused_at(depth)
-        reason = f"{self._policy_text}, evaluation {self.evaluations}"
+        reason = f"{self._policy_text}, evaluation {self.evaluations}" if self.evaluations else "nothing trains in them"
 
         def change(candidate: MeshCandidate) -> Change:
             return self._change(now, candidate.mesh(run.mesh), depth, candidate.boundaries or None, reason)

@@ -35,7 +35,8 @@ _SIZES = ("family", "num_layers", "hidden", "heads", "vocab", "intermediate", "n
 
 def _sizes(config: Transformer) -> dict[str, Any]:
     """The settings that a folder decides."""
-    more: tuple[str, ...] = {"vit": ("patch_size",), "llama": (*COMPUTED, "max_positions")}.get(config.family, ())
+    more: tuple[str, ...] = {"vit": ("patch_size",), "gpt": ("untied",), "llama": (*COMPUTED, "max_positions")}.get(
+        config.family, ())
     return {name: getattr(config, name) for name in (*_SIZES, *more) if config.family != "vit" or name != "vocab"}
 
 
