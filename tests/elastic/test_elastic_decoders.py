@@ -14,7 +14,9 @@ from ranvier.checkpoint.manifest import checkpoints
 from ranvier.checkpoint.saved import Saved
 from ranvier.cli.check import check
 from ranvier.cli.main import run_command
-from ranvier.config.run import Batch, Checkpoint, Data, Elastic, Lora, Optim, Run, Train, Transformer
+from ranvier.config.resolve import resolve
+from ranvier.config.run import Batch, Checkpoint, Data, Elastic, Lora, Optim, Pipeline, Run, Train, Transformer
+from ranvier.cost.count import laid_out
 from ranvier.mesh import Mesh
 from tests.elastic.test_elastic_run import always, events, losses, read_rows, run_all, transitions
 
@@ -156,3 +158,22 @@ def test_freezing_what_does_not_train_needs_such_layers(text, tmp_path):
             "elastic.freeze: freezes no layer: the first one has something to train (got 'untrained'). Give adapters "
             "to upper layers only, for example --lora.targets 'layer3.*', or choose another policy.")
     assert not check(replace(run, lora=UPPER)).problems
+
+
+@pytest.mark.parametrize(("mesh", "boundaries"), [(Mesh(), None), (Mesh(data=2, pipe=2), (5,))])
+def test_the_memory_of_the_kept_weights_is_predicted(text, tmp_path, mesh, boundaries):
+    """On one stage the table is there twice, once with states; on several it was there twice before."""
+    run = run_of(text, tmp_path / "run", mesh=mesh, pipeline=Pipeline(boundaries=boundaries), memory_report=True,
+                 elastic=Elastic(freeze="manual", manual=("2:1",)),
+                 train=Train(steps=3, eval_sequences=4, sample_tokens=0))
+    results, _ = run_all(run)
+    before, after = laid_out(resolve(run))[1], laid_out(resolve(run), 1)[1]
+    for rank, measured in enumerate(results[0]["memory"]):
+        stage = run.mesh.coordinates(rank).pipe
+        for category in ("parameters", "gradients", "moments"):
+            assert measured["device"][category] == after[stage].device[category], category
+    table, layer = 8 * 300 * 16, 8 * (12 * 16 * 16 + 13 * 16)  # fp64
+    added = after[0].device["parameters"] - before[0].device["parameters"]
+    assert added == (table if mesh.pipe == 1 else 0)
+    freed = sum(entry.device["moments"] for entry in before) - sum(entry.device["moments"] for entry in after)
+    assert freed == 2 * (layer + 8 * 12 * 16)  # the layer and the positions; the head has those of the table
