@@ -177,3 +177,16 @@ def test_the_memory_of_the_kept_weights_is_predicted(text, tmp_path, mesh, bound
     assert added == (table if mesh.pipe == 1 else 0)
     freed = sum(entry.device["moments"] for entry in before) - sum(entry.device["moments"] for entry in after)
     assert freed == 2 * (layer + 8 * 12 * 16)  # the layer and the positions; the head has those of the table
+
+
+def test_packed_documents_are_cached(text, tmp_path):
+    """A packed sequence has one number in all epochs, and its segments are in the cache with it."""
+    (tmp_path / "documents.jsonl").write_text("\n".join(
+        json.dumps({"text": f"{number} " + "the brown fox jumps " * (number % 3 + 1)}) for number in range(60)))
+    data = Data(corpus=str(tmp_path / "documents.jsonl"), cache_dir=text / "cache", packing=True)
+    changes = dict(data=data, elastic=Elastic(
+        freeze="manual", manual=("3:2",), cache=True, cache_from=1, cache_precision="full"))
+    run = run_of(text, tmp_path / "run", mesh=Mesh(), **changes)
+    results, _ = run_all(run)
+    assert losses(run) == pytest.approx(in_one_process(text, tmp_path / "one", **changes), rel=1e-10)
+    assert read_rows(results) > 0
