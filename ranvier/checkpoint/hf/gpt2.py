@@ -91,7 +91,7 @@ def read(document: Mapping[str, object]) -> tuple[Transformer, list[str]]:
     """
     config = read_settings(document, _SIZES, _FUNCTION,
                            {"family": "gpt", "dropout": document.get("resid_pdrop", 0.1),
-                            "untied": document.get("tie_word_embeddings", True) is False})
+                            "untied": not document.get("tie_word_embeddings", True)})
     if document.get("n_inner") not in (None, 4 * config.hidden):
         raise ModelError(f"must be null or 4 n_embd = {4 * config.hidden}", where="n_inner in config.json",
                          value=document["n_inner"], remedy="Name a model whose MLPs are four times as wide as it is.")
