@@ -17,9 +17,11 @@ from ranvier.cli.main import run_command
 from ranvier.config.resolve import resolve
 from ranvier.config.run import Batch, Checkpoint, Data, Elastic, Lora, Optim, Pipeline, Run, Train, Transformer
 from ranvier.cost.count import laid_out
+from ranvier.elastic.ledger import Ledger
 from ranvier.mesh import Mesh
 from tests.elastic.test_elastic_run import always, events, losses, read_rows, run_all, transitions
 
+PAYS = Ledger.pays
 SIZES = dict(num_layers=4, hidden=16, heads=2, vocab=300, sequence=12)
 MODELS = {"gpt": Transformer(**SIZES), "llama": Transformer(family="llama", tied=True, kv_heads=1, **SIZES)}
 NUM_STEPS = 24
@@ -127,8 +129,9 @@ def test_a_base_below_the_adapters_is_frozen_from_the_start(text, tmp_path, monk
                                  cache_precision="full", cache_dir=tmp_path / "outputs"))
     results, told = run_all(run)
     assert losses(run) == pytest.approx(losses(plain), rel=1e-9)
-    (change,) = transitions(run)
-    assert (change["step"], change["frozen_layers"], change["mesh"]["pipe"], change["mesh"]["data"]) == (0, 2, 2, 2)
+    change, again = transitions(run)
+    assert [(line["step"], line["frozen_layers"], line["mesh"]["pipe"], line["mesh"]["data"])
+            for line in (change, again)] == [(0, 2, 2, 2), (9, 2, 1, 4)]
     assert change["cache"] and change["reason"] == "nothing trains in them" and not events(run, "untied")
     assert "freezes the layers in which nothing trains, packs the pipeline, adds replicas, caches" in told
     assert read_rows(results) > 0
@@ -190,3 +193,21 @@ def test_packed_documents_are_cached(text, tmp_path):
     results, _ = run_all(run)
     assert losses(run) == pytest.approx(in_one_process(text, tmp_path / "one", **changes), rel=1e-10)
     assert read_rows(results) > 0
+
+
+def test_the_mesh_is_chosen_again_once_steps_are_measured(text, tmp_path, monkeypatch):
+    """Before the first step nothing is measured, so a mesh that seems not to pay then is compared again after eight."""
+    asked = []
+
+    def pays(ledger, **facts):
+        asked.append(facts["step"])
+        return replace(PAYS(ledger, **facts), pays=facts["step"] > 0)
+
+    always(monkeypatch)
+    monkeypatch.setattr(Ledger, "pays", pays)
+    run = run_of(text, tmp_path / "run", mesh=Mesh(pipe=2), lora=UPPER,
+                 train=Train(steps=14, learning_rate=3e-3, warmup_steps=2, eval_sequences=4, sample_tokens=0),
+                 elastic=Elastic(freeze="untrained", auto_pipe=True, auto_dp=True))
+    run_all(run)
+    told = [(line["step"], line["frozen_layers"], line["mesh"]["data"]) for line in transitions(run)]
+    assert told == [(0, 2, 1), (9, 2, 2)] and asked[0] == 0
