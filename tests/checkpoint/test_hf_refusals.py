@@ -114,8 +114,8 @@ WTE = "transformer.wte.weight"
     (lambda: parameters() | {"wte.weight": torch.ones(2)}, r"wte\.weight among them"),
     (lambda: parameters() | {NORM: torch.ones(23)}, rf"{NORM} of another shape than .*\(24,\) \(got \(23,"),
     (lambda: parameters() | {NORM: torch.ones(24, dtype=torch.int8)}, rf"{NORM} in a number format .* \(got 'I8'\)"),
-    (lambda: parameters() | {HEAD: parameters()[WTE] + 1}, r"that is not its token embedding .*: tie_word_embeddings is not false"),
-    (lambda: parameters() | {HEAD: torch.ones(300, 23)}, r"that is not its token embedding .*: tie_word_embeddings is not false"),
+    (lambda: parameters() | {HEAD: parameters()[WTE] + 1}, r"not its token embedding .*: tie_word_embeddings is not"),
+    (lambda: parameters() | {HEAD: torch.ones(300, 23)}, r"not its token embedding .*: tie_word_embeddings is not"),
     (lambda: parameters() | {NORM: torch.full((24,), float("nan"))},
      r"head\.norm\.weight in .*model: has a value that is NaN or infinite in float32"),
 ])

@@ -10,6 +10,9 @@ from torch import nn
 
 from ranvier.block import Initial, Model, freeze, untrained_layers
 from ranvier.checkpoint.checkpoints import Checkpoints
+from ranvier.checkpoint.hf.from_pretrained import load_pretrained
+from ranvier.checkpoint.hf.pretrained import Pretrained
+from ranvier.checkpoint.state import pieces_held
 from ranvier.config.run import Lora, Optim, TensorParallel
 from ranvier.data.loader import Loader
 from ranvier.data.sampler import Sampler
@@ -154,6 +157,47 @@ def test_settings_that_name_the_embedding_go_on_to_mean_the_head():
     optim = replace(OPTIM, groups=("embedding.token.*:0.5:0.3",))
     assert_as_in_plain_pytorch("gpt", [(Mesh(pipe=2), 0), (Mesh(data=2), 1)], optim=optim,
                                groups={LOOKUP: (0.5, 0.3), HEAD: (0.5, 0.3)})
+
+
+def test_master_copies_and_states_go_along_to_the_bit():
+    """In bf16 the head has the embedding's fp32 master copy and moments; the frozen lookup has neither."""
+    def pieces(layouts):
+        return {(piece.kind, piece.name): piece.tensor.clone() for piece in pieces_held(layouts.engine)}
+
+    def work(world):
+        layouts = Layouts(world, Mesh(pipe=2), dtype=torch.bfloat16, optim=OPTIM)
+        layouts.step(0)
+        before = pieces(layouts)
+        layouts.move(Mesh(pipe=2), 1)
+        after = pieces(layouts)
+        layouts.close()
+        return before, after
+
+    (first, lookup), (_, head) = run_ranks(work, 2, timeout_seconds=60.0)
+    for kind in ("parameter", "master", "exp_avg", "exp_avg_sq"):
+        assert torch.equal(head[kind, HEAD], first[kind, LOOKUP]) and head[kind, HEAD].any()
+    assert torch.equal(lookup["parameter", LOOKUP], first["parameter", LOOKUP])
+    assert not {(kind, name) for kind, name in lookup if kind != "parameter" and name.startswith("embedding.")}
+
+
+def test_a_frozen_engine_reads_a_folder_with_a_tied_head(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    transformers.set_seed(0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=CONFIG.vocab, n_positions=CONFIG.sequence, n_embd=CONFIG.hidden, n_layer=CONFIG.num_layers,
+        n_head=CONFIG.heads))
+    model.save_pretrained(tmp_path)
+
+    def work(world):
+        engine = Engine(gpt(CONFIG), world, mesh=Mesh(pipe=2), frozen=1, optim=Optim())
+        notes = load_pretrained(engine, Pretrained(tmp_path))
+        found = engine.named_parameters()
+        engine.close()
+        return notes, found
+
+    (notes, first), (_, last) = run_ranks(work, 2)
+    table = model.get_input_embeddings().weight
+    assert notes == [] and torch.equal(first[LOOKUP], table) and torch.equal(last[HEAD], table)
 
 
 # ---------------------------------------------------------------------- which ties end
