@@ -15,11 +15,15 @@ from ranvier.checkpoint.saved import Saved
 from ranvier.cli.check import check
 from ranvier.cli.main import run_command
 from ranvier.config.resolve import resolve
-from ranvier.config.run import Batch, Checkpoint, Data, Elastic, Lora, Optim, Pipeline, Run, Train, Transformer
+from ranvier.config.run import Batch, Checkpoint, Data, Elastic, Launch, Lora, Optim, Pipeline, Run, Train, Transformer
+from ranvier.cost import transition
 from ranvier.cost.count import laid_out
 from ranvier.elastic.ledger import Ledger
 from ranvier.mesh import Mesh
-from tests.elastic.test_elastic_run import always, events, losses, read_rows, run_all, transitions
+from ranvier.planner.elastic_plan import course
+from ranvier.planner.work import Work
+from tests.elastic.test_elastic_run import always, events, lines, losses, read_rows, run_all, transitions
+from tests.elastic.test_plan_and_run import CLUSTER, decisions, stated_facts
 
 PAYS = Ledger.pays
 SIZES = dict(num_layers=4, hidden=16, heads=2, vocab=300, sequence=12)
@@ -211,3 +215,20 @@ def test_the_mesh_is_chosen_again_once_steps_are_measured(text, tmp_path, monkey
     run_all(run)
     told = [(line["step"], line["frozen_layers"], line["mesh"]["data"]) for line in transitions(run)]
     assert told == [(0, 2, 1), (9, 2, 2)] and asked[0] == 0
+
+
+@pytest.mark.parametrize("changed", [
+    {"lora": UPPER, "elastic": Elastic(freeze="untrained", auto_pipe=True, auto_dp=True)},
+    {"elastic": Elastic(freeze="manual", manual=("5:1", "10:3"), auto_pipe=True, auto_dp=True)}],
+    ids=["adapters", "by hand"])
+def test_a_decoder_and_its_plan_take_the_same_decisions(text, tmp_path, monkeypatch, changed):
+    monkeypatch.setattr(transition, "PRIOR_SECONDS", 1e-9)
+    monkeypatch.setattr(transition, "PRIOR_BYTES_PER_SECOND", 1e15)
+    run = run_of(text, tmp_path / "run", train=Train(steps=14, eval_sequences=4, sample_tokens=0), **changed)
+    plan = course(resolve(replace(run, launch=Launch(device="cpu"))), CLUSTER, Work())
+    stated_facts(monkeypatch, plan)
+    run_all(run)
+    steps = lines(run, "metrics.jsonl")
+    happened = [(line["step"] - 1, line["frozen_layers"], (line["data"], line["pipe"])) for line in steps]
+    expected = [(period.first_step, period.frozen, period.mesh.shape[:2]) for period in plan.periods]
+    assert decisions(happened) == decisions(expected) and expected[-1][1:] != (0, (1, 4))
