@@ -291,7 +291,7 @@ class Meddling:
 
 def moved_under(change):
     def work(world):
-        layouts = Layouts(world, Mesh(pipe=2), tied=True)
+        layouts = Layouts(world, Mesh(pipe=2))
         layouts.step(0)
         layouts.world = replace(world, backend=Meddling(world.backend, change) if world.rank == 1 else world.backend)
         layouts.move(Mesh(data=2))
