@@ -104,8 +104,9 @@ def freeze(model: Model, num_layers: int) -> Model:
     """The same model with its first layers (see `frozen_prefix`) not to be trained.
 
     A tie between parameters that freeze at different depths, or never, ends when the first of them freezes: it keeps
-    its values, and the others train on with weights of their own (`Model.untied`). A tie of parameters that do not
-    train anyway stays, as under adapters.
+    its values, and the others train on with weights of their own (`Model.untied`), which start from the tied ones; in a
+    model without `initial`, and without a state to load, from what their own builders make. A tie of parameters that do
+    not train anyway stays, as under adapters.
     """
     names = list(model.blocks)[:frozen_prefix(model, num_layers)]
     tied, untied, copied = _ties_with_frozen(model, num_layers)
