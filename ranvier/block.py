@@ -49,6 +49,8 @@ class Model:
     layers: block names grouped into the layers that checkpoint intervals and freezing count; () where unknown.
     alike: block -> an earlier one that computes the same with parameters of the same shapes, both to be trained or
         both not, so that one of them is enough to be counted.
+    untied: parameter -> the owner of a tie that it has left, because one of them is frozen (see `freeze`). It starts
+        with that parameter's values and optimizer states, and settings that name that parameter apply to it.
     """
 
     blocks: Mapping[str, Callable[[], nn.Module]]
@@ -57,6 +59,7 @@ class Model:
     initial: Callable[[str], Initial] | None = None
     layers: tuple[tuple[str, ...], ...] = ()
     alike: Mapping[str, str] = field(default_factory=dict)
+    untied: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.blocks:
@@ -85,20 +88,86 @@ def frozen_prefix(model: Model, num_layers: int) -> int:
     return frozen_blocks(model.layers, list(model.blocks), num_layers)
 
 
-def freeze(model: Model, num_layers: int) -> Model:
-    """The same model with its first layers (see `frozen_prefix`) not to be trained."""
-    def build(whole: Callable[[], nn.Module]) -> nn.Module:
-        return whole().requires_grad_(False)
+def untrained_layers(model: Model) -> int:
+    """How many layers from the first on could be frozen without a change: nothing trains in them, nor before them. So
+    it is with adapters in the upper layers only."""
+    names, trains = list(model.blocks), len(model.blocks)
+    for place, build in enumerate(model.blocks.values()):
+        with torch.device("meta"):
+            if any(parameter.requires_grad for parameter in build().parameters()):
+                trains = place
+                break
+    return max(depth for depth in range(len(model.layers) + 1) if frozen_blocks(model.layers, names, depth) <= trains)
 
+
+def freeze(model: Model, num_layers: int) -> Model:
+    """The same model with its first layers (see `frozen_prefix`) not to be trained.
+
+    A tie between parameters that freeze at different depths, or never, ends when the first of them freezes: it keeps
+    its values, and the others train on with weights of their own (`Model.untied`), which start from the tied ones; in a
+    model without `initial`, and without a state to load, from what their own builders make. A tie of parameters that do
+    not train anyway stays, as under adapters.
+    """
     names = list(model.blocks)[:frozen_prefix(model, num_layers)]
+    tied, untied, copied = _ties_with_frozen(model, num_layers)
     alike: dict[str, str] = {}
     first: dict[tuple[str, bool], str] = {}
     for name in model.blocks:
         kind = model.alike.get(name, name), name in names
         if first.setdefault(kind, name) != name:
             alike[name] = first[kind]
-    return replace(model, alike=alike,
-                   blocks={**model.blocks, **{name: partial(build, model.blocks[name]) for name in names}})
+    return replace(model, alike=alike, tied=tied, untied=untied, blocks={
+        **model.blocks, **{name: partial(_frozen, model.blocks[name], copied.get(name, ())) for name in names}})
+
+
+def _frozen(build: Callable[[], nn.Module], copied: Sequence[str]) -> nn.Module:
+    """A block that does not train. copied: its parameters that are also another block's, which may train."""
+    module = build()
+    for name in copied:
+        path, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(path), leaf, nn.Parameter(module.get_parameter(name).detach().clone()))
+    return module.requires_grad_(False)
+
+
+def _ties_with_frozen(model: Model, num_layers: int) -> tuple[
+        tuple[tuple[str, ...], ...], dict[str, str], dict[str, list[str]]]:
+    """`Model.tied` and `Model.untied` with the first layers frozen, and block -> its frozen parameters that are one
+    object with one of another group. Which ends stay together depends on depths alone, not on when layers froze."""
+    blocks = list(model.blocks)
+    counts = [frozen_blocks(model.layers, blocks, depth) for depth in range(len(model.layers) + 1)]
+    tied: list[tuple[str, ...]] = []
+    untied, copied = dict(model.untied), dict[str, list[str]]()
+    for group in model.tied:
+        parts: dict[int, list[str]] = {}
+        for name in group:
+            place = next((place for place, block in enumerate(blocks) if name.startswith(f"{block}.")), len(blocks))
+            depth = sum(count <= place for count in counts)  # frozen layers from which on it is frozen
+            parts.setdefault(min(depth, num_layers + 1), []).append(name)
+        parameters = _parameters_of(model, group) if len(parts) > 1 else {}
+        if not any(parameter.requires_grad for parameter in parameters.values()):
+            tied.append(group)
+            continue
+        for depth, part in parts.items():
+            tied += [tuple(part)] if len(part) > 1 else []
+            if part[0] != group[0]:
+                untied[part[0]] = group[0]
+            others = {parameters[name] for name in group if name in parameters and name not in part}
+            for name in part if depth <= num_layers else ():
+                if parameters.get(name) in others:
+                    block = next(block for block in blocks if name.startswith(f"{block}."))
+                    copied.setdefault(block, []).append(name.removeprefix(f"{block}."))
+    return tuple(tied), untied, copied
+
+
+def _parameters_of(model: Model, names: Sequence[str]) -> dict[str, nn.Parameter]:
+    """These parameters, of blocks without storage where they are built lazily; those that no block has are left out."""
+    found: dict[str, nn.Parameter] = {}
+    for block, build in model.blocks.items():
+        if any(name.startswith(f"{block}.") for name in names):
+            with torch.device("meta"):
+                here = dict(build().named_parameters(remove_duplicate=False))
+            found |= {name: here[inner] for name in names if (inner := name.removeprefix(f"{block}.")) in here}
+    return found
 
 
 def as_model(model: Model | nn.Sequential | Sequence[nn.Module] | Mapping[str, nn.Module], loss: Loss | None) -> Model:

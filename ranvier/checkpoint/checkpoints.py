@@ -320,11 +320,15 @@ class Checkpoints:
 
     # ------------------------------------------------------------------ reading
 
-    def load(self, path: Path | str | None = None) -> Loaded | None:
+    def load(self, path: Path | str | None = None, *,
+             engine_for: Callable[[Manifest], Engine] | None = None) -> Loaded | None:
         """Resume from the newest checkpoint of the folder that is whole, or from that at `path` (one of them, a folder
         of them, or a run's folder). None where the folder has none, and nothing has changed then. What `save` has begun
         is written first, and counts. Without `path`, raises as `claim`, but for a folder that cannot be written: that
         is read all the same.
+
+        engine_for: called on every rank with the manifest of the checkpoint before that is read; the engine that it
+        returns, on the same ranks, takes the place of this one's.
 
         CheckpointError when a checkpoint is of another model, when one that `path` names is damaged, and when the
         folder has checkpoints but no whole one.
@@ -340,6 +344,8 @@ class Checkpoints:
         for folder in map(Path, folders):
             saved, problem = self._open(folder)
             if saved is not None and problem is None:
+                if engine_for is not None:
+                    self.engine = engine_for(saved.manifest)
                 self._load(saved)
                 return Loaded(folder=folder, step=saved.manifest.step, about=saved.manifest.about,
                               frozen=saved.manifest.frozen, skipped=tuple(skipped))

@@ -97,6 +97,14 @@ class Manifest:
     crc32: Count = 0
     """CRC-32 of manifest.json as `encode` writes it with 0 here, whatever its white space has become since."""
 
+    @property
+    def frozen_layers(self) -> int:
+        """Frozen layers of the run that wrote it: a model whose ties freezing has ended has more parameters. 0 where it
+        says none, or nothing that can be read."""
+        elastic = self.about.get("elastic")
+        frozen = elastic.get("frozen") if isinstance(elastic, dict) else None
+        return frozen if isinstance(frozen, int) and not isinstance(frozen, bool) and frozen > 0 else 0
+
 
 _adapter = TypeAdapter(Manifest)
 

@@ -16,7 +16,7 @@ Who holds what follows from the layout, so whatever mesh reads them needs boxes 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -183,6 +183,7 @@ def _random(engine: Engine) -> Iterator[Piece]:
 
 def check_fits(engine: Engine, saved: StateSource) -> None:
     """CheckpointError where the checkpoint is of another model; the same on every rank."""
+    saved = with_origins(engine, saved)
     parameters = saved.manifest.tensors.get("parameter", {})
     wanted = {parameter.name: parameter.shape for parameter in engine.layout.parameters if parameter.is_owner}
     where = f"checkpoint {saved.folder}"
@@ -201,7 +202,12 @@ def check_fits(engine: Engine, saved: StateSource) -> None:
             raise CheckpointError(f"has {name} with the shape {parameters[name].shape}, the model with {shape}",
                                   where=where, remedy="Resume with the model settings that it was written with (its "
                                                       "manifest.json has them all).")
+    tied = {parameter.name: parameter.owner for parameter in engine.layout.parameters if not parameter.is_owner}
     for name in parameters:
+        if name in tied:
+            raise CheckpointError(f"has weights of its own for {name}, which this model ties to {tied[name]}: layers "
+                                  "were frozen when it was written", where=where,
+                                  remedy="Build the engine with as many frozen layers: Engine(frozen=...).")
         if name not in wanted:
             raise CheckpointError("is no parameter of the model", where=where, value=name,
                                   remedy="Resume with the model settings that it was written with (its manifest.json "
@@ -242,6 +248,44 @@ class StateSource(Protocol):
         """Copy a box of a tensor to `target`, of the box's shape, at once or when `elastic.transition` moves it."""
 
 
+def _origins(engine: Engine) -> dict[str, str]:
+    """Parameter that has left a tie -> the owner of that tie."""
+    return {parameter.name: parameter.origin for parameter in engine.layout.parameters if parameter.origin is not None}
+
+
+def with_origins(engine: Engine, source: Source) -> Source:
+    """`source`, in which parameters that were still tied when it was written are found under their own names, too."""
+    there = source.manifest.tensors.get("parameter", {})
+    origins = {name: origin for name, origin in _origins(engine).items() if name not in there and origin in there}
+    return _Untied(source, origins) if origins else source
+
+
+class _Untied:
+    """A source with further names of its parameters and their states. origins: further name -> name in the source."""
+
+    def __init__(self, source: Source, origins: Mapping[str, str]) -> None:
+        self._source, self._origins = source, origins
+        manifest = source.manifest
+        self.manifest = replace(
+            manifest, frozen=(*manifest.frozen, *(name for name, origin in origins.items()
+                                                  if origin in manifest.frozen)),
+            tensors={kind: {**tensors, **{name: tensors[origin] for name, origin in origins.items()
+                                          if origin in tensors}} for kind, tensors in manifest.tensors.items()})
+
+    @property
+    def folder(self) -> Path | str:
+        return self._source.folder
+
+    def tensor(self, kind: str, name: str) -> SavedTensor:
+        return self._source.tensor(kind, self._origins.get(name, name))
+
+    def read(self, kind: str, name: str) -> Tensor:
+        return self._source.read(kind, self._origins.get(name, name))
+
+    def read_into(self, kind: str, name: str, box: Box, target: Tensor) -> None:
+        self._source.read_into(kind, self._origins.get(name, name), box, target)
+
+
 def load(engine: Engine, saved: Saved) -> None:
     """This rank's part of the checkpoint becomes its state. CheckpointError for what the checkpoint lacks."""
     check_fits(engine, saved)
@@ -256,6 +300,7 @@ def load(engine: Engine, saved: Saved) -> None:
 
 def fill(engine: Engine, source: StateSource) -> None:
     """Read parameters, states and buffers of this rank from `source`."""
+    source = with_origins(engine, source)
     with torch.no_grad():
         _load_parameters(engine, source)
         _load_states(engine, source)

@@ -207,6 +207,11 @@ def _llama_only(run: ResolvedRun) -> str | None:
     return "the task's family has no such setting" if family == "auto" else f"the family {family} has no such setting"
 
 
+def _gpt_only(run: ResolvedRun) -> str | None:
+    family = form_of(run.data).family if run.model.family == "auto" else run.model.family
+    return None if family == "gpt" or is_object_name(family) else f"the family {family} has no such setting"
+
+
 def _llama(*needed: str) -> Reason:
     """A setting of the family llama, for which others must not be none or 0."""
     def reason(run: ResolvedRun) -> str | None:
@@ -296,6 +301,7 @@ CONDITIONS: Mapping[str, Reason] = {
         "max_positions", "kv_heads", "head_dim", "activation", "bias", "tied", "norms", "norm_offset", "qk_norm",
         "query_pre_attn_scalar", "window", "rope_base", "rope_scaling", "embedding_scale", "attention_softcap",
         "logit_softcap")},
+    "model.untied": _gpt_only,
     "model.full_every": _llama("window"),
     **{f"model.{name}": _llama("rope_scaling") for name in (
         "rope_factor", "rope_positions", "rope_limits", "rope_magnitude")},
@@ -309,7 +315,7 @@ CONDITIONS: Mapping[str, Reason] = {
         "data.label_column", "data.messages_column", "data.chat_template", "data.mixture", "data.packing")},
     "data.padding": _padding,
     "data.tokenizer": _tokenizer,
-    "elastic.alpha": _freeze_is("none", "manual"),
+    "elastic.alpha": _freeze_is("none", "manual", "untrained"),
     "elastic.every": _freeze_is("none", "manual"),
     "elastic.dry_run": _freeze_is("none"),
     "elastic.auto_pipe": _auto_pipe,

@@ -387,6 +387,9 @@ class Transformer:
     """vit: pixels of an image's height and width, as the model sees it."""
     patch_size: Positive = 4
     """vit: pixels of a patch's height and width; divides `image_size`."""
+    untied: bool = False
+    """gpt: whether the projection onto the vocabulary has weights of its own, as in models that were exported after
+    layers had frozen; otherwise it is the token embedding."""
     max_positions: Positive | None = None
     """llama: positions that the model was made for, which an export writes down; none is `sequence`."""
     kv_heads: Positive | None = None
@@ -531,10 +534,11 @@ class Data:
 class Elastic:
     """Freezing of layers, and what follows from it: AutoPipe, AutoDP, AutoCache (PipeTransformer; He et al., 2021)."""
 
-    freeze: Literal["none", "gradient-norm", "cap", "manual"] = "none"
+    freeze: Literal["none", "gradient-norm", "cap", "manual", "untrained"] = "none"
     """Freeze policy: which layers stop training, from the first on. gradient-norm: up to the layer with the smallest
     gradient norm, but at most the share `alpha` of the layers that still train (the rule of PipeTransformer); cap: that
-    share at each evaluation; manual: as `manual` says."""
+    share at each evaluation; manual: as `manual` says; untrained: only the layers below the first one with adapters,
+    from the start on, which the other policies freeze then, too."""
     alpha: Annotated[float, Gt(0), Lt(1)] = 1 / 3
     """Largest share of the layers still training that one evaluation of the policy freezes."""
     every: Annotated[int, Ge(0)] = 0

@@ -80,7 +80,7 @@ def _cut_of(run: ResolvedRun, frozen: int) -> tuple[Model, StageTable, Layout]:
     stages, layout = cut(model, replace(run.mesh, data=1), boundaries=run.pipeline.boundaries,
                          how=run.pipeline.partition, sample=sample, dtype=DTYPES[run.precision],
                          device=device_kind(run), tensor=run.tensor, placement=run.placement)
-    for problem in parameter_groups.problems(run.optim, [parameter.name for parameter in layout.parameters]):
+    for problem in parameter_groups.problems(run.optim, [parameter.settings_name for parameter in layout.parameters]):
         raise problem
     return model, stages, layout
 

@@ -63,7 +63,7 @@ class FreezePolicy(Protocol):
 
 @dataclass(frozen=True)
 class NoFreezing:
-    """No further layers freeze; those that are frozen stay so."""
+    """No further layers freeze; those that are frozen stay so, and those in which nothing trains are."""
 
     def frozen_layers(self, facts: Facts) -> int:
         """See `FreezePolicy`."""
@@ -138,7 +138,7 @@ def decide(policy: FreezePolicy, facts: Facts) -> int:
 def policy_of(elastic: Elastic) -> FreezePolicy:
     """The policy that `elastic.freeze` names. ConfigError for manual entries that cannot be read."""
     match elastic.freeze:
-        case "none":
+        case "none" | "untrained":
             return NoFreezing()
         case "gradient-norm":
             return GradientNorm(elastic.alpha)

@@ -45,8 +45,8 @@ _TASK_OF = {"tokens": "lm", "span": "qa", "classes": "classification"}
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trained:
     """settings: by dotted name, of the model, its data and its batch. fill: reads this rank's parameters into an
-    engine. origin: the folder that was read. labels: names of its classes, by number; tokenizer: the fingerprint of its
-    tokenizer; pretrained: of a folder in Hugging Face's format."""
+    engine. frozen: layers that its run has frozen. origin: the folder that was read. labels: names of its classes, by
+    number; tokenizer: the fingerprint of its tokenizer; pretrained: of a folder in Hugging Face's format."""
 
     settings: Mapping[str, object]
     fill: Callable[[Engine], None]
@@ -54,6 +54,7 @@ class Trained:
     labels: tuple[str, ...] = ()
     tokenizer: str | None = None
     pretrained: Pretrained | None = None
+    frozen: int = 0
 
     def layer(self) -> read.Layer:
         """The settings as a layer below flags."""
@@ -106,7 +107,7 @@ def open_trained(path: Path, tell: Callable[[str], None], *, ema: bool = False) 
         values.pop("model.pretrained", None)  # for its sizes, which are among the settings, and its tokenizer
     return Trained(settings=values, fill=lambda engine: _fill(engine, saved, averages), origin=saved.folder,
                    labels=tuple(map(str, labels)) if isinstance(labels, list) else (),
-                   tokenizer=tokenizer if isinstance(tokenizer, str) else None)
+                   tokenizer=tokenizer if isinstance(tokenizer, str) else None, frozen=saved.manifest.frozen_layers)
 
 
 def _of_folder(path: Path) -> Trained:
@@ -142,14 +143,15 @@ def _fill(engine: Engine, saved: Saved, averages: Collection[str]) -> None:
     """This rank's boxes of the parameters in a checkpoint, and its buffers. averages: the parameters of which the
     moving average is taken. CheckpointError for another model."""
     state.check_fits(engine, saved)
-    kinds = saved.manifest.tensors
+    source = state.with_origins(engine, saved)
+    kinds = source.manifest.tensors
     with torch.no_grad():
         for piece in state.pieces_held(engine):
             kind = piece.kind
             if kind == "parameter":
                 kind = EMA if piece.name in averages else "master" if piece.name in kinds.get("master", {}) else kind
             if piece.name in kinds.get(kind, {}):
-                saved.read_into(kind, piece.name, piece.box, piece.tensor)
+                source.read_into(kind, piece.name, piece.box, piece.tensor)
 
 
 def named_code_problems(trained: Trained, chosen: Mapping[str, object]) -> list[ConfigError]:
@@ -173,6 +175,7 @@ def build_engine(run: ResolvedRun, trained: Trained, world: World) -> Engine:
     sample = Microbatch(inputs=inputs, targets=targets, samples=torch.arange(run.row_microbatch_size))
     model = replace(families.model_of(run), initial=lambda name: Initial("constant", 0.0))
     engine = Engine(model, world, mesh=run.mesh, pipeline=run.pipeline, tensor=run.tensor, seed=run.seed,
-                    dtype=DTYPES[run.precision], sample=sample, timeout_seconds=run.comm.timeout_seconds, flags=True)
+                    dtype=DTYPES[run.precision], sample=sample, frozen=trained.frozen,
+                    timeout_seconds=run.comm.timeout_seconds, flags=True)
     trained.fill(engine)
     return engine

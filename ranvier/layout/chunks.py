@@ -38,6 +38,7 @@ class FlatGradient:
     weight: about its elements, the same number on all ranks of its stage: `numel` may differ by some. It decides who
         updates a whole gradient. 0 stands for `numel`.
     shape: of the whole parameter; None where it is not known. in_layer: as in `Parameter`.
+    settings_name: the name by which settings mean the parameter; "" for its own.
     """
 
     name: str
@@ -52,6 +53,7 @@ class FlatGradient:
     weight: int = 0
     shape: tuple[int, ...] | None = None
     in_layer: bool = True
+    settings_name: str = ""
 
     @property
     def is_alone(self) -> bool:

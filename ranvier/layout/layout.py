@@ -32,7 +32,8 @@ def frozen_blocks(layers: Sequence[Sequence[str]], blocks: Sequence[str], frozen
 class Parameter:
     """One parameter of the whole model. `owner` is its own name, or for a tied one that of the group's first.
 
-    summed: as in `Split`. in_layer: whether its block is one of a layer, and no embedding or head.
+    summed: as in `Split`. in_layer: whether its block is one of a layer, and no embedding or head. origin: the owner of
+    a tie that it has left (`Model.untied`); None for most.
     """
 
     name: str
@@ -42,6 +43,12 @@ class Parameter:
     trainable: bool = True
     summed: tuple[TensorAxis, ...] = ()
     in_layer: bool = True
+    origin: str | None = None
+
+    @property
+    def settings_name(self) -> str:
+        """The name by which settings mean it."""
+        return self.origin or self.name
 
     @property
     def is_owner(self) -> bool:
@@ -250,7 +257,7 @@ class Layout:
             parts = prod(getattr(self.mesh, axis) for axis in self.split_axes(name))
             gradient = FlatGradient(name=name, numel=box_size(self.box(end, at.row, at.col)),
                                     blocks=frozenset(blocks[name]), shape=end.shape, in_layer=end.in_layer,
-                                    weight=-(-end.numel // parts),
+                                    settings_name=self[name].settings_name, weight=-(-end.numel // parts),
                                     whole=self.chunking is not None and name in self.chunking.whole)
             if self[name].is_owner and self.pipe_of(self[name].block) == at.pipe:
                 gradient = replace(gradient, remote_ends=len(self.ends[name]) - 1, group=self.summed(name) or None,

@@ -7,12 +7,11 @@ from functools import lru_cache
 
 import torch
 
-from ranvier.block import Model, State
+from ranvier.block import Model, State, untrained_layers
 from ranvier.config.named_object import blamed, is_object_name, load_object
 from ranvier.config.run import Run, Transformer
 from ranvier.config.task_form import form_of
 from ranvier.errors import ConfigError, ModelError, RanvierError
-from ranvier.layout import frozen_blocks
 from ranvier.models.family import FAMILY_ATTRIBUTES, ModelFacts, ModelFamily, Targets
 from ranvier.models.lora import with_adapters
 
@@ -132,30 +131,24 @@ def _adapter_problems(run: Run) -> list[RanvierError]:
 
 
 def _freezing_problems(run: Run) -> list[RanvierError]:
-    """Why layers cannot freeze: the model declares none, or a parameter that would freeze is used in a later layer."""
+    """Why layers cannot freeze: the model declares none, or something trains in each."""
     if run.elastic.freeze == "none":
         return []
-    model = _built(family_of(run), family_name(run), run.model, head_of(run), torch.float32)
+    model = model_of(run)
     if not model.layers:
         return [ConfigError(f"needs layers, and {family_name(run)} declares none", where="elastic.freeze",
                             value=run.elastic.freeze,
                             remedy="Set --elastic.freeze none, or declare them: Model(layers=...).")]
-    names = list(model.blocks)
-    counts = [frozen_blocks(model.layers, names, depth) for depth in range(len(model.layers) + 1)]
-
-    def depth(parameter: str) -> int:
-        """Frozen layers from which on it is frozen; more than there are for one that never is."""
-        place = next(place for place, name in enumerate(names) if parameter.startswith(f"{name}."))
-        return sum(count <= place for count in counts)
-
-    for group in model.tied:
-        first, last = min(group, key=depth), max(group, key=depth)
-        if depth(first) < depth(last):
-            return [ConfigError(f"would freeze {first}, which is tied to {last} and goes on training there",
-                                where="elastic.freeze", value=run.elastic.freeze,
-                                remedy="Set --elastic.freeze none, or choose a --data.task whose model has no such "
-                                       "tie.")]
+    if run.elastic.freeze == "untrained" and not untrained_layers(model):
+        return [ConfigError("freezes no layer: the first one has something to train", where="elastic.freeze",
+                            value="untrained", remedy="Give adapters to upper layers only, for example --lora.targets "
+                                                      f"'layer{len(model.layers) - 1}.*', or choose another policy.")]
     return []
+
+
+def with_own_head(settings: Transformer) -> Transformer:
+    """The settings of a shipped family's model whose projection onto the vocabulary is not its token embedding."""
+    return replace(settings, tied=False) if settings.family == "llama" else replace(settings, untied=True)
 
 
 def num_blocks(run: Run) -> int:

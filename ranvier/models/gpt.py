@@ -7,8 +7,9 @@ the state between blocks: {"hidden": x_BSH, "segments": segments_BS}.
 
     embedding -> layer0.attention -> layer0.mlp -> layer1.attention -> ... -> head
 
-Each sublayer is x + projection(f(norm(x))), with its residual inside the block (Radford et al., 2019). The head's
-projection is tied to the token embedding: two parameters in two blocks, declared as one.
+Each sublayer is x + projection(f(norm(x))), with its residual inside the block (Radford et al., 2019). Unless
+`model.untied` says otherwise, the head's projection is tied to the token embedding: two parameters in two blocks,
+declared as one.
 """
 
 from __future__ import annotations
@@ -128,9 +129,9 @@ def _model(config: Transformer, dtype: torch.dtype) -> Model:
         blocks[attention] = partial(Attention, config, dtype)
         blocks[mlp] = partial(MLP, config, dtype)
     blocks["head"] = partial(Head, config, dtype)
+    tied = () if config.untied else (("embedding.token.weight", "head.projection.weight"),)
     return Model(blocks=blocks, loss=NextTokenLoss(config.vocab), layers=layers, initial=partial(initial, config),
-                 alike=repeated(layers),
-                 tied=(("embedding.token.weight", "head.projection.weight"),))
+                 alike=repeated(layers), tied=tied)
 
 
 def problems(config: Transformer) -> list[ConfigError]:

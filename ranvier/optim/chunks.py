@@ -35,6 +35,11 @@ class GradientSpec(FlatGradient):
         return cls(**{**vars(gradient), "group": group}, parameter=parameter, split=split)
 
     @property
+    def rule_name(self) -> str:
+        """The name by which update rules and groups of settings are chosen."""
+        return self.settings_name or self.name
+
+    @property
     def whole_shape(self) -> tuple[int, ...]:
         """The shape of the parameter without rows and columns."""
         return tuple(self.parameter.shape) if self.shape is None else self.shape

@@ -219,7 +219,7 @@ class FlatOptimizer:
         """The states of elements [start, stop) of the buffer, which lie in `bucket`; `spec` begins at `first`."""
         at, states = bucket.state + start - bucket.start, self.placement.states
         found = {name: states[name][at:at + stop - start] for name in ("master", EMA) if name in states}
-        shapes = self._rules.state_shapes(spec.name, spec.whole_shape, in_layer=spec.in_layer)
+        shapes = self._rules.state_shapes(spec.rule_name, spec.whole_shape, in_layer=spec.in_layer)
         own = {name: states[name][self._places.of(name, start, stop)] for name in shapes}
         found |= {name: own[name] for name, shape in shapes.items() if shape is None}
         return StateSlice(parameter=spec.name, start=start - first, stop=stop - first, states=found,
@@ -233,8 +233,8 @@ class FlatOptimizer:
     def _segment(self, spec: GradientSpec) -> Segment:
         """Where a parameter is and how it is updated."""
         start, stop = self._gradients.places[spec.parameter]
-        group = group_of(self._optim, spec.name, spec.parameter.dim())
-        whole = self._rules.needs_whole(spec.name, spec.whole_shape, in_layer=spec.in_layer)
+        group = group_of(self._optim, spec.rule_name, spec.parameter.dim())
+        whole = self._rules.needs_whole(spec.rule_name, spec.whole_shape, in_layer=spec.in_layer)
         return Segment(start, stop, group.learning_rate_factor, group.weight_decay, spec if whole else None)
 
     def _segments(self, left_alone: set[nn.Parameter]) -> list[Segment]:
@@ -255,7 +255,7 @@ def state_places(gradients: Gradients, rules: Rules, buckets: Sequence[Bucket]) 
     if rules.tensors is None:
         return StatePlaces(buckets, [StateOwner(0, gradients.size, dict.fromkeys(rules.elementwise.states))])
     owners = [StateOwner(*gradients.places[spec.parameter],
-                         rules.state_shapes(spec.name, spec.whole_shape, in_layer=spec.in_layer))
+                         rules.state_shapes(spec.rule_name, spec.whole_shape, in_layer=spec.in_layer))
               for spec in gradients.owned()]
     return StatePlaces(buckets, sorted(owners, key=lambda owner: (owner.start, owner.stop)))
 

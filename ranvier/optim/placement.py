@@ -87,7 +87,7 @@ def _apply(rules: Rules, bucket: Bucket, update: Update, parameters: Tensor, gra
             continue
         spec = cast(GradientSpec, segment.tensor)
         shape = spec.parameter.shape
-        shapes = rules.state_shapes(spec.name, spec.whole_shape, in_layer=spec.in_layer)
+        shapes = rules.state_shapes(spec.rule_name, spec.whole_shape, in_layer=spec.in_layer)
         tensors[spec.name] = TensorUpdate(
             shape=spec.whole_shape, parameter=parameters[here].view(shape), gradient=gradients[here].view(shape),
             states={name: found[name].view(own or shape) for name, own in shapes.items()},

@@ -126,7 +126,7 @@ def states_per_element(rules: Rules, parameters: Iterable[Parameter]) -> float:
         return len(rules.elementwise.states)
     elements, states = 0, 0
     for one in (one for one in parameters if one.is_owner):
-        shapes = rules.state_shapes(one.name, one.shape, in_layer=one.in_layer)
+        shapes = rules.state_shapes(one.settings_name, one.shape, in_layer=one.in_layer)
         elements += one.numel
         states += sum(one.numel if shape is None else prod(shape) for shape in shapes.values())
     return states / max(1, elements)
@@ -139,7 +139,7 @@ def update_flops(rules: Rules, parameters: Iterable[Parameter]) -> float:
     if flops is None:
         return 0.0
     return float(sum(flops(one.shape) for one in parameters if one.is_owner and rules.needs_whole(
-        one.name, one.shape, in_layer=one.in_layer)))
+        one.settings_name, one.shape, in_layer=one.in_layer)))
 
 
 def rules_of(optim: Optim, dtype: torch.dtype = torch.float32) -> Rules:

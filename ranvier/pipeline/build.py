@@ -79,7 +79,7 @@ def global_parameters(model: Model, modules: dict[str, nn.Module]) -> tuple[Para
             full = f"{block}.{name}"
             objects[full] = parameter
             found[full] = Parameter(full, tuple(parameter.shape), number, full, parameter.requires_grad,
-                                    in_layer=block in layers)
+                                    in_layer=block in layers, origin=model.untied.get(full))
     grouped: set[str] = set()
     for group in model.tied:
         for name in group:
@@ -241,7 +241,8 @@ def build_stage(model: Model, layout: Layout, at: Coordinates, *, seed: int, dty
             here[key] = parameter
             if model.initial is not None:
                 whole = layout[full]
-                initialise(parameter.data, owner, model.initial(owner), seed, whole.shape,
+                start = layout[owner].settings_name
+                initialise(parameter.data, start, model.initial(start), seed, whole.shape,
                            layout.box(whole, at.row, at.col))
     return blocks
 

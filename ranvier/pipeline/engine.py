@@ -112,8 +112,9 @@ class Engine:
             are corrected to the true weight afterwards. It matters in fp16, where auto takes it from the first batch,
             and a value that is far below that batch's weight lowers the loss scale; elsewhere it only moves rounding,
             and auto is 1.
-        frozen: layers that are not trained, from the first on, with whatever comes before them. frozen_dropout: whether
-            they drop out as others do, or compute as in evaluation.
+        frozen: layers that are not trained, from the first on, with whatever comes before them. A parameter that is
+            tied to one of theirs trains on by itself (`ranvier.block.freeze`). frozen_dropout: whether they drop out as
+            others do, or compute as in evaluation.
         buffers: what replicas do about buffers that a forward changes, such as BatchNorm's running statistics, after
             each training batch: all take the first replica's (as DistributedDataParallel does), their average, or each
             keeps its own (local), of which checkpoints and exports have the first replica's.
@@ -185,7 +186,7 @@ class Engine:
         self._connections.open_splits(self.layout)
         self._refuses_bad_losses = guard is None
         guard = guard or Guard(bad_step="none")
-        for problem in (*group_problems(optim, [parameter.name for parameter in self.layout.parameters]),
+        for problem in (*group_problems(optim, [parameter.settings_name for parameter in self.layout.parameters]),
                         *guard_problems(guard, optim)):
             raise problem
         if optim.ema and optimizer is not None:

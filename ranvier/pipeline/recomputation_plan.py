@@ -66,7 +66,7 @@ def whole_parameters(optim: Optim, layout: Layout) -> frozenset[str]:
     rules, found = rules_of(optim), []
     for parameter in layout.parameters:
         if not (parameter.is_owner and parameter.trainable and rules.needs_whole(
-                parameter.name, parameter.shape, in_layer=parameter.in_layer)):
+                parameter.settings_name, parameter.shape, in_layer=parameter.in_layer)):
             continue
         if min(box_size(layout.box(parameter, row, col)) for row in range(layout.mesh.row)
                for col in range(layout.mesh.col)) == 0:

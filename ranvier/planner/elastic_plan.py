@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from ranvier.block import untrained_layers
 from ranvier.config.other_mesh import on_mesh
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.task_form import form_of
@@ -21,7 +22,7 @@ from ranvier.cost.run_cost import run_cost
 from ranvier.elastic.auto_pipe import CandidateStage
 from ranvier.elastic.cache_profile import Times
 from ranvier.elastic.cache_profile import decide as decide_cache
-from ranvier.elastic.freezing import Facts, FreezePolicy, Manual, decide, policy_of
+from ranvier.elastic.freezing import Facts, FreezePolicy, Manual, NoFreezing, decide, policy_of
 from ranvier.elastic.ledger import Entry, Ledger
 from ranvier.elastic.mesh_candidates import MeshCandidate, StageMemory, candidate_moved_bytes, mesh_candidates
 from ranvier.elastic.microbatch_profile import TRIAL_STEPS, MicrobatchProfile, microbatch_counts, size_of
@@ -79,7 +80,7 @@ def course(run: ResolvedRun, cluster: Cluster, work: Work) -> Course | None:
     if run.elastic.freeze == "none" or run.elastic.dry_run or steps is None:
         return None
     policy = policy_of(run.elastic)
-    if not isinstance(policy, Manual) and not run.elastic.every and samples is None:
+    if not isinstance(policy, (Manual, NoFreezing)) and not run.elastic.every and samples is None:
         return None
     whole = run_cost(run, cluster, work.stages(run)).seconds
     predicted = _PredictedRun(run, cluster, work, policy, steps, samples or steps * run.batch.global_size)
@@ -125,6 +126,8 @@ class _PredictedRun:
                                            depths=policy.depths if isinstance(policy, Manual) else None)
         self.run = replace(run, pipeline=replace(run.pipeline, boundaries=work.boundaries(run) or None))
         self.step = self.samples = self.frozen = self.evaluations = 0
+        self.floor = untrained_layers(families.model_of(run))
+        """Layers in which nothing trains, which are frozen from the start."""
         self.cached = 0
         """Frozen layers whose outputs have been written, and are read."""
         self.refused_at = 0
@@ -149,8 +152,9 @@ class _PredictedRun:
 
     def periods(self) -> tuple[Period, ...]:
         """All of them, in order."""
-        if self.schedule.depths is not None and self.schedule.is_due(0, 0, 0, 0):
-            self._evaluate()
+        by_hand = self.schedule.depths is not None and self.schedule.is_due(0, 0, 0, 0)
+        if by_hand or self.floor:
+            self._evaluate(asks=by_hand)
         while self.left:
             due = self.schedule.steps_until_due(self.step, self.samples, self.size, self.frozen)
             self._advance(self.left if due is None else min(due, self.left))
@@ -192,12 +196,15 @@ class _PredictedRun:
 
     # ------------------------------------------------------------------ decisions
 
-    def _evaluate(self) -> None:
-        """Ask the policy, and go where its answer leads."""
-        layers, self.evaluations = self.run.model.num_layers, self.evaluations + 1
-        norms = tuple(float(layers - layer) for layer in range(layers))
-        depth = decide(self.policy, Facts(step=self.step, evaluation=self.evaluations, frozen=self.frozen,
-                                          num_layers=layers, gradient_norms=norms))
+    def _evaluate(self, *, asks: bool = True) -> None:
+        """Ask the policy, and go where its answer leads; without `asks` freeze only layers in which nothing trains."""
+        layers, depth = self.run.model.num_layers, self.frozen
+        if asks:
+            self.evaluations += 1
+            norms = tuple(float(layers - layer) for layer in range(layers))
+            depth = decide(self.policy, Facts(step=self.step, evaluation=self.evaluations, frozen=self.frozen,
+                                              num_layers=layers, gradient_norms=norms))
+        depth = max(depth, self.floor)
         deeper, again = depth > self.frozen, self.selector.refused_at(depth)
         if not deeper and not (self.first.elastic.auto_pipe and again):
             return

@@ -14,6 +14,7 @@ from math import inf, isfinite, prod
 from statistics import median
 from typing import Any
 
+from ranvier.block import untrained_layers
 from ranvier.config.other_mesh import on_mesh
 from ranvier.config.resolve import ResolvedRun
 from ranvier.data.task import Prepared
@@ -25,6 +26,7 @@ from ranvier.elastic.rules import ElasticRules, EvaluationSchedule
 from ranvier.elastic.transition_selector import TransitionSelector, mesh_text
 from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
+from ranvier.models import families
 from ranvier.optim.learning_rate import learning_rate
 from ranvier.pipeline.engine import Engine
 from ranvier.system.machine import affinity
@@ -88,6 +90,9 @@ class Elasticity:
         # of the layers' gradients in the last step, where the policy is evaluated after it
         self._norms: tuple[float, ...] | None = None
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._floor = 0 if run.elastic.dry_run or not self.freezes else untrained_layers(families.model_of(run))
+        self._begins = False  # meshes are to be compared, without asking the policy
+        self._unmeasured = False  # the last mesh was chosen before a step was measured
         self._trial: MicrobatchTrial | None = None
         self._told: set[tuple[int, int]] = set()  # (pipe, data) whose best number of microbatches has been reported
 
@@ -121,18 +126,21 @@ class Elasticity:
         self._norms = engine.layer_gradient_norms()
 
     def start(self, step: int, engine: Engine, frozen: int) -> None:
-        """The run starts or resumes after `step`: depths given by hand for earlier steps hold at once."""
+        """The run starts or resumes after `step`: depths given by hand for earlier steps hold at once, and layers in
+        which nothing trains are frozen."""
+        self._begins = self._floor > frozen
         if self._by_hand and self.asks_after(step, 0, 0, frozen):
             self._norms = (0.0,) * len(engine.layers)
 
     @property
     def asked(self) -> bool:
         """Whether the policy has something to decide on."""
-        return self._norms is not None
+        return self._norms is not None or self._begins
 
     def saw(self, event: StepEvent) -> None:
         """One more step has been told."""
         self._recent.append(event.step_seconds)
+        self._begins |= self._unmeasured and len(self._recent) == _RECENT_STEPS
         if self._trial is not None and self._trial.took(event.step, event.step_seconds):
             trial, self._trial = self._trial, None
             self.profile = self.profile.measured(trial.pipe, trial.data, trial.frozen, trial.count, trial.seconds)
@@ -175,7 +183,7 @@ class Elasticity:
                 "first_data": self._first.mesh.data,
                 "first_size": self._first.batch.global_size,
                 "first_pipe": self._first.mesh.pipe, "since": list(self._since), "size": self._size,
-                "due": self._due,
+                "due": self._due, "unmeasured": self._unmeasured,
                 "norms": self._norms and [norm if isfinite(norm) else None for norm in self._norms],
                 "ledger": self.ledger.to_dict(), "profile": self.profile.to_dict(),
                 "policy": self.policy.state_dict() if isinstance(self.policy, Remembers) else None,
@@ -192,6 +200,7 @@ class Elasticity:
             self.evaluations, self._size = int(state["evaluations"]), int(state["size"])
             self._since = (int(state["since"][0]), int(state["since"][1]))
             self._due, norms = bool(state["due"]), state["norms"]
+            self._unmeasured = bool(state.get("unmeasured"))  # older checkpoints have none
             self._norms = None if norms is None else tuple(inf if norm is None else float(norm) for norm in norms)
             self.ledger = Ledger.from_dict(state["ledger"])
             self.profile = MicrobatchProfile.from_dict(state["profile"])
@@ -259,6 +268,8 @@ class Elasticity:
         words = [f"freezes by {self._policy_text}, {often}"]
         if self._by_hand:
             words = [f"freezes by hand: {', '.join(elastic.manual)}"]
+        elif self._first.elastic.freeze == "untrained" and not self._own:
+            words = ["freezes the layers in which nothing trains"]
         words += [text for said, text in ((elastic.dry_run, "dry run"), (elastic.auto_pipe, "packs the pipeline"),
                                           (elastic.auto_dp, "adds replicas"), (elastic.cache, "caches")) if said]
         return ", ".join(words)
@@ -268,7 +279,8 @@ class Elasticity:
         elastic = self._first.elastic
         if self._own:
             return type(self.policy).__name__
-        return elastic.freeze if elastic.freeze == "manual" else f"{elastic.freeze}, alpha {elastic.alpha:.3g}"
+        has_alpha = elastic.freeze in ("gradient-norm", "cap")
+        return f"{elastic.freeze}, alpha {elastic.alpha:.3g}" if has_alpha else elastic.freeze
 
     # ------------------------------------------------------------------ deciding
 
@@ -278,18 +290,19 @@ class Elasticity:
 
         busy: seconds in each category of span on this rank, in `busy_steps` steps. Collective.
         """
-        norms, self._norms = self._norms, None
+        norms, self._norms, self._begins = self._norms, None, False
         self._due &= norms is None
         measured = now.ranks.gather_objects({"busy": dict(busy), "steps": busy_steps, "cores": affinity(),
                                              "device_bytes": device_bytes(now.world.device)})
         found = None
         self._measure_last()
         if now.world.rank == 0:
-            depth = now.frozen if norms is None else self._depth(now, step, norms)
+            again, self._unmeasured = self._unmeasured, not self._recent and self._first.elastic.auto_pipe
+            depth = max(self._floor, now.frozen if norms is None else self._depth(now, step, norms))
             sizes = [row["device_bytes"] for row in measured if row["device_bytes"] is not None]
             budget = MemoryBudget(first=self._first, frozen=depth, device_bytes=min(sizes, default=None))
             change = (self._resized(now, resize, budget, step) if resize is not None else
-                      self._packed(now, budget, step, measured))
+                      self._packed(now, budget, step, measured, all_meshes=again and not self._unmeasured))
             found = {"change": change and change.document(), "state": self.state(now.run, now.frozen)}
         found = now.ranks.gather_objects(found)[0]
         self.load(found["state"])
@@ -311,12 +324,13 @@ class Elasticity:
             return now.frozen
         return depth
 
-    def _packed(self, now: RankRuntime, budget: MemoryBudget, step: int, measured: Sequence[RankMeasurement]
-                ) -> Change | None:
-        """The change that follows from as many frozen layers as `budget` is for."""
+    def _packed(self, now: RankRuntime, budget: MemoryBudget, step: int, measured: Sequence[RankMeasurement], *,
+                all_meshes: bool) -> Change | None:
+        """The change that follows from as many frozen layers as `budget` is for. all_meshes: where no more layers
+        freeze, compare all meshes, and not only those that were refused."""
         run, elastic, depth = now.run, self._first.elastic, budget.frozen
         deeper, again = depth > now.frozen, self.selector.refused_at(depth)
-        reason = f"{self._policy_text}, evaluation {self.evaluations}"
+        reason = f"{self._policy_text}, evaluation {self.evaluations}" if self.evaluations else "nothing trains in them"
 
         def change(candidate: MeshCandidate) -> Change:
             return self._change(now, candidate.mesh(run.mesh), depth, candidate.boundaries or None, reason)
@@ -326,12 +340,12 @@ class Elasticity:
             return None if problem is None else f"{problem.where} {problem.what}"
 
         chosen = None
-        if elastic.auto_pipe and (deeper or again):
+        if elastic.auto_pipe and (deeper or again or all_meshes):
             profile = self.profile if elastic.profile_microbatches else None
             facts, present = measured_blocks(now, measured, profile), present_mesh(now)
             candidates = mesh_candidates(self._rules, present, depth, facts, cached=self.caching.wanted(depth),
                                          profile=profile, memory=budget.stage_memory(),
-                                         among=None if deeper else again)
+                                         among=None if deeper or all_meshes else again)
             chosen, entry = self.selector.select(
                 present, candidates, facts, depth=depth, step=step, ledger=self.ledger,
                 remaining_steps=self.left(step), seconds=median(self._recent) if self._recent else None,

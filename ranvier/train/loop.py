@@ -61,7 +61,7 @@ from ranvier.train.metrics import Meter, PendingStep
 from ranvier.train.peak import matrix_product_rate, peak_facts
 from ranvier.train.report import peak_memory_bytes, summarise, write_report
 from ranvier.train.resize import ResizeRequests
-from ranvier.train.runtime import RankRuntime, build_runtime
+from ranvier.train.runtime import RankRuntime, build_runtime, with_frozen
 from ranvier.train.saving import Saving, Start, checkpoint_folder, read_metadata
 from ranvier.train.setup import (
     agree_on_run,
@@ -133,7 +133,7 @@ class Training:
         self.now: RankRuntime | None = build_runtime(self.run, world, self.data)
         self.elastic = Elasticity(self.run, self.data, tell=lambda event: self.outputs.event(event), policy=freezing)
         self.saving = Saving(self.run, recipe, self.engine, self.data, self.lease)
-        self.resumed = self.saving.start()
+        self.resumed = self.saving.start(self._engine_for)
         self.result: BatchResult | None = None
         """Of the last step on this mesh."""
         self.best = best_of(self.run, self.data)
@@ -171,6 +171,12 @@ class Training:
     def engine(self) -> Engine:
         """That of the current mesh; a transition replaces it."""
         return self.runtime.engine
+
+    def _engine_for(self, frozen: int) -> Engine:
+        """The engine that reads a checkpoint of a run with so many frozen layers."""
+        if 0 < frozen <= len(self.engine.layers):
+            self.now = with_frozen(self.runtime, self.data, frozen)
+        return self.engine
 
     @property
     def ranks(self) -> Group:
@@ -463,8 +469,21 @@ class Training:
                                            global_size=self.run.batch.global_size,
                                            microbatch_size=self.run.batch.microbatch_size,
                                            stages=str(self.engine.stages), wish=change.wish))
+        self._tell_of_ties(None if old is None else old.engine)
         if command["save"]:
             self._save(self.done)
+
+    def _tell_of_ties(self, before: Engine | None) -> None:
+        """Which ties have ended because layers froze. before: the engine of the mesh before, on its ranks."""
+        known = set() if before is None else {parameter.name for parameter in before.layout.parameters
+                                              if parameter.origin is not None}
+        for parameter in self.engine.layout.parameters:
+            if parameter.origin is not None and parameter.name not in known:
+                text = f"{parameter.name} is no longer tied to {parameter.origin}"
+                if not self.engine.layout[parameter.origin].trainable:
+                    text += ", which is frozen, and trains on with weights of its own"
+                self.outputs.event(NoteEvent(step=self.done, event="untied", text=text, fields={
+                    "parameter": parameter.name, "was": parameter.origin}))
 
     # ------------------------------------------------------------------ parts of a step
 

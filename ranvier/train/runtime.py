@@ -82,6 +82,16 @@ def build_runtime(run: ResolvedRun, whole: World, data: Prepared, *, frozen: int
                      measured=Measured(engine, world.device, wanted=run.memory_report), own=own)
 
 
+def with_frozen(now: RankRuntime, data: Prepared, frozen: int) -> RankRuntime:
+    """The same on the same mesh, with another number of frozen layers; parameters are about to be written. Collective
+    over its ranks."""
+    now.engine.close()
+    engine = build_engine(now.run, now.world, data.weight, frozen=frozen, fresh=False)
+    train_data, eval_data = _loaders(now.run, engine, data)
+    return replace(now, frozen=frozen, engine=engine, train_data=train_data, eval_data=eval_data,
+                   measured=Measured(engine, now.world.device, wanted=now.run.memory_report))
+
+
 def build_engine(run: ResolvedRun, world: World, weight: float, *, frozen: int, fresh: bool) -> Engine:
     """weight: of one sample in the loss."""
     size = run.row_microbatch_size

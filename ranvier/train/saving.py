@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -14,8 +14,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
 from ranvier.checkpoint.checkpoints import Checkpoints, Loaded, Written
+from ranvier.checkpoint.manifest import Manifest, damaged, read_manifest, step_folder, step_of
 from ranvier.checkpoint.manifest import checkpoints as listed
-from ranvier.checkpoint.manifest import damaged, read_manifest, step_folder, step_of
 from ranvier.config import read
 from ranvier.config.aliases import current_values
 from ranvier.config.resolve import ResolvedRun
@@ -138,17 +138,25 @@ class Saving:
 
     # ------------------------------------------------------------------ where the run begins
 
-    def start(self) -> Start:
-        """Resume as `run.resume` says. CheckpointError or ConfigError where that cannot be."""
+    def start(self, engine_for: Callable[[int], Engine]) -> Start:
+        """Resume as `run.resume` says. CheckpointError or ConfigError where that cannot be.
+
+        engine_for: the run's engine with so many frozen layers, which takes the place of the one before: a model has
+        other parameters once freezing has ended a tie.
+        """
+        def engine(manifest: Manifest) -> Engine:
+            self._engine = engine_for(manifest.frozen_layers)
+            return self._engine
+
         folder, source = self.checkpoints.folder, self._run.resume
         if source == "none" or source not in ("auto", self.origin):
             self._refuse_others(None if source == "none" else Path(source))
         if source == "none":
             return Start()
         own = source in ("auto", self.origin)
-        loaded = self.checkpoints.load(None if own else source)
+        loaded = self.checkpoints.load(None if own else source, engine_for=engine)
         if loaded is None and self.origin != "none":
-            loaded = self.checkpoints.load(self.origin)
+            loaded = self.checkpoints.load(self.origin, engine_for=engine)
         if loaded is None:
             return Start(notes=[NoteEvent(step=0, event="resume", text=f"no checkpoint in {folder}: from the start")])
         metadata = read_metadata(loaded)

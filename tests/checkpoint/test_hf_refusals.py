@@ -52,7 +52,8 @@ def refused(capsys, tmp_path, args, text):
     ({"activation_function": "relu"}, r"activation_function in config\.json: must be gelu_new or gelu_pytorch_tanh"),
     ({"layer_norm_epsilon": 1e-6}, r"layer_norm_epsilon in config\.json: must be 1e-05 \(got 1e-06\)"),
     ({"layer_norm_epsilon": float("nan")}, r"layer_norm_epsilon in config\.json"),
-    ({"tie_word_embeddings": False}, r"tie_word_embeddings in config\.json: must be True"),
+    ({"tie_word_embeddings": "no"}, r"tie_word_embeddings in config\.json: must be True or False \(got 'no'\)"),
+    ({"tie_word_embeddings": False}, r"has no tensor lm_head\.weight"),
     ({"scale_attn_weights": False}, r"scale_attn_weights in config\.json: must be True"),
     ({"scale_attn_by_inverse_layer_idx": True}, r"scale_attn_by_inverse_layer_idx in config\.json: must be False"),
     ({"add_cross_attention": True}, r"add_cross_attention in config\.json: must be False"),
@@ -113,8 +114,8 @@ WTE = "transformer.wte.weight"
     (lambda: parameters() | {"wte.weight": torch.ones(2)}, r"wte\.weight among them"),
     (lambda: parameters() | {NORM: torch.ones(23)}, rf"{NORM} of another shape than .*\(24,\) \(got \(23,"),
     (lambda: parameters() | {NORM: torch.ones(24, dtype=torch.int8)}, rf"{NORM} in a number format .* \(got 'I8'\)"),
-    (lambda: parameters() | {HEAD: parameters()[WTE] + 1}, r"untied heads cannot be imported"),
-    (lambda: parameters() | {HEAD: torch.ones(300, 23)}, r"untied heads cannot be imported"),
+    (lambda: parameters() | {HEAD: parameters()[WTE] + 1}, r"not its token embedding .*: tie_word_embeddings is not"),
+    (lambda: parameters() | {HEAD: torch.ones(300, 23)}, r"not its token embedding .*: tie_word_embeddings is not"),
     (lambda: parameters() | {NORM: torch.full((24,), float("nan"))},
      r"head\.norm\.weight in .*model: has a value that is NaN or infinite in float32"),
 ])
@@ -127,7 +128,7 @@ def test_a_head_that_differs_in_its_last_row_only(tmp_path, capsys, monkeypatch)
     head = parameters()[WTE].clone()
     head[-1, -1] += 1
     model = write_model(tmp_path / "model", parameters() | {HEAD: head})
-    refused(capsys, tmp_path, ["import", model, tmp_path / "out"], "untied heads cannot be imported")
+    refused(capsys, tmp_path, ["import", model, tmp_path / "out"], "that is not its token embedding")
 
 
 def test_a_precision_that_is_too_narrow(tmp_path, capsys):

@@ -149,11 +149,3 @@ def test_which_blocks_are_frozen_with_a_layer():
     for depth in (-1, 3):
         with pytest.raises(ModelError, match=r"frozen layers: is not a number of layers that the model has \(2\)"):
             frozen_prefix(UNTIED, depth)
-
-
-def test_a_tied_end_cannot_be_frozen_alone():
-    def work(world):
-        with pytest.raises(ModelError, match="only one of the two is frozen"):
-            Engine(gpt(CONFIG), world, frozen=1, optim=Optim())
-
-    run_ranks(work, 1)

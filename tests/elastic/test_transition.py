@@ -38,11 +38,9 @@ NUM_BLOCKS = 2 + 2 * CONFIG.num_layers
 class Layouts:
     """One run on `world`, whose engine moves from mesh to mesh; ranks that a mesh does not take are idle."""
 
-    def __init__(self, world, mesh, *, tied=True, frozen=0, boundaries=None, **options):
+    def __init__(self, world, mesh, *, frozen=0, boundaries=None, **options):
         self.world, self.options = world, {name: value for name, value in options.items() if name != "model"}
         self.model = options.get("model") or gpt(CONFIG, dtype=options.get("dtype", torch.float64))
-        if not tied:
-            self.model = replace(self.model, tied=())
         self.engine = self.backend = None
         self.moved = []
         self.build(mesh, frozen, boundaries)
@@ -91,8 +89,7 @@ def trained(meshes, steps=2, size=4, freezing=None, cuts=None, **options):
     depths, cuts = freezing or [0] * len(meshes), cuts or [None] * len(meshes)
 
     def work(world):
-        layouts, found, done = Layouts(world, meshes[0], tied=freezing is None, frozen=depths[0], boundaries=cuts[0],
-                                       **options), [], 0
+        layouts, found, done = Layouts(world, meshes[0], frozen=depths[0], boundaries=cuts[0], **options), [], 0
         for number, mesh in enumerate(meshes):
             if number:
                 layouts.move(mesh, depths[number], cuts[number])
@@ -135,8 +132,7 @@ def test_nothing_travels_where_nothing_changes():
 
 @st.composite
 def ways(draw):
-    """Meshes and, on each, steps (perhaps none), boundaries (None by cost) and, of a model without ties, frozen
-    layers."""
+    """Meshes and, on each, steps (perhaps none), boundaries (None by cost) and frozen layers."""
     meshes = draw(st.lists(st.sampled_from(MESHES), min_size=2, max_size=4))
     steps = [draw(st.integers(0, 2)) for _ in meshes]
     cuts = [draw(st.none() | st.lists(st.integers(1, NUM_BLOCKS - 1), min_size=mesh.pipe - 1, max_size=mesh.pipe - 1,
@@ -234,7 +230,7 @@ def test_what_is_frozen_travels_as_it_is():
                                           for piece in pieces_held(engine) if piece.kind == "parameter"}
 
     def work(world):
-        layouts = Layouts(world, Mesh(pipe=2), tied=False, frozen=1)
+        layouts = Layouts(world, Mesh(pipe=2), frozen=1)
         layouts.step(0)
         before = parameters(layouts.engine)
         layouts.move(Mesh(), frozen=1)
@@ -295,7 +291,7 @@ class Meddling:
 
 def moved_under(change):
     def work(world):
-        layouts = Layouts(world, Mesh(pipe=2), tied=True)
+        layouts = Layouts(world, Mesh(pipe=2))
         layouts.step(0)
         layouts.world = replace(world, backend=Meddling(world.backend, change) if world.rank == 1 else world.backend)
         layouts.move(Mesh(data=2))

@@ -328,8 +328,8 @@ def test_the_command_prints_json(capsys):
     (["plan", "gpt-tiny", "--cluster", "h100", "--ranks", "37"], "mesh: cannot be made of 37 ranks: of their divisors "
      "none suits the model's 10 blocks, its 4 heads and a batch of 32 (got '37 ranks'). 36 and 38 ranks would do."),
     (["plan", "gpt-tiny", "--cluster", "summit", "--precision", "bf16"], "precision: has no rate on V100 16 GB"),
-    (["plan", "gpt-tiny", "--cluster", "h100", "--elastic.freeze", "manual", "--elastic.manual", "5:2"],
-     "elastic.freeze: would freeze embedding.token.weight"),
+    (["plan", "gpt-tiny", "--cluster", "h100", "--elastic.freeze", "untrained"],
+     "elastic.freeze: freezes no layer: the first one has something to train"),
     (["plan", "gpt-tiny", "--cluster", "laptop", "--search", ","], "--search: is nothing that can be searched"),
     (["plan", "gpt-tiny", "--cluster", "laptop", "--batch.global-size", "none"], "batch.global-size: must be"),
     (["plan", "gpt-tiny", "--cluster", "laptop", "--out", "/no/such/folder/x.toml"],

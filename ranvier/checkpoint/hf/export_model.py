@@ -260,6 +260,8 @@ def model_of(saved: Saved) -> tuple[Transformer, str, str]:
     classifier = saved.manifest.tensors.get("parameter", {}).get("head.classifier.bias")
     if config.num_classes == "auto" and classifier is not None and len(classifier.shape) == 1 and classifier.shape[0]:
         config = replace(config, num_classes=classifier.shape[0])
+    if saved.manifest.tensors.get("parameter", {}).keys() & form_of(config).tied(config).keys():
+        config = families.with_own_head(config)  # freezing has ended the tie
     return config, families.head_of(found), found.data.tokenizer
 
 

@@ -36,7 +36,8 @@ _SIZES = ("family", "num_layers", "hidden", "heads", "vocab", "intermediate", "n
 
 def _sizes(config: Transformer) -> dict[str, Any]:
     """The settings that a folder decides."""
-    more: tuple[str, ...] = {"vit": ("patch_size",), "llama": (*COMPUTED, "max_positions")}.get(config.family, ())
+    more: tuple[str, ...] = {"vit": ("patch_size",), "gpt": ("untied",), "llama": (*COMPUTED, "max_positions")}.get(
+        config.family, ())
     return {name: getattr(config, name) for name in (*_SIZES, *more) if config.family != "vit" or name != "vocab"}
 
 
@@ -97,11 +98,14 @@ def load_pretrained(engine: Engine, pretrained: Pretrained) -> list[str]:
     Call it on every rank, before the first step. Returns notes for the user, the same on every rank. ModelError for a
     parameter of another shape; CheckpointError for a value that is NaN or infinite.
     """
-    shapes = {parameter.name: parameter.shape for parameter in engine.layout.parameters if parameter.is_owner}
+    owners = [parameter for parameter in engine.layout.parameters if parameter.is_owner]
+    shapes = {parameter.name: parameter.shape for parameter in owners}
+    names = {parameter.name: parameter.origin if parameter.origin is not None and parameter.name not in
+             pretrained.places else parameter.name for parameter in owners}  # here -> in the folder
     notes: list[str] = []
     taken: set[str] = set()
     for name, shape in shapes.items():
-        if name in pretrained.places and _fits(pretrained, name, shape, notes):
+        if names[name] in pretrained.places and _fits(pretrained, names[name], shape, notes):
             taken.add(name)
     left = [name for name in shapes if name not in taken and not is_adapter(name)]
     if left:
@@ -114,7 +118,7 @@ def load_pretrained(engine: Engine, pretrained: Pretrained) -> list[str]:
     def value(name: str) -> Tensor | None:
         if name not in taken:
             return None
-        found = resized(pretrained.read(name), name, shapes[name], pretrained.config.family)
+        found = resized(pretrained.read(names[name]), name, shapes[name], pretrained.config.family)
         hf.finite(found.to(dtype), name, pretrained.folder)
         return found
 

@@ -38,8 +38,14 @@ def places(config: Transformer, head: str = "tokens") -> dict[str, TensorMapping
             "mlp.fc2.bias": same(f"{there}.mlp.c_proj.bias", hidden),
         }
         found |= {f"layer{layer}.{name}": place for name, place in of_layer.items()}
-    return found | {"head.norm.weight": same("transformer.ln_f.weight", hidden),
-                    "head.norm.bias": same("transformer.ln_f.bias", hidden)}
+    found |= {"head.norm.weight": same("transformer.ln_f.weight", hidden),
+              "head.norm.bias": same("transformer.ln_f.bias", hidden)}
+    return found | ({"head.projection.weight": same("lm_head.weight", config.vocab, hidden)} if config.untied else {})
+
+
+def tied(config: Transformer) -> Mapping[str, str]:
+    """The head's projection, where it is the token embedding."""
+    return {} if config.untied else {"head.projection.weight": "embedding.token.weight"}
 
 
 def _qkv(name: str, heads: int, *shape: int) -> TensorMapping:
@@ -62,7 +68,7 @@ _SIZES = {"vocab_size": "vocab", "n_positions": "sequence", "n_embd": "hidden", 
           "n_head": "heads"}
 _FUNCTION = {
     "activation_function": ("gelu_new", ("gelu_new", "gelu_pytorch_tanh")),
-    "layer_norm_epsilon": (1e-5, (1e-5,)), "tie_word_embeddings": (True, (True,)),
+    "layer_norm_epsilon": (1e-5, (1e-5,)), "tie_word_embeddings": (True, (True, False)),
     "scale_attn_weights": (True, (True,)), "scale_attn_by_inverse_layer_idx": (False, (False,)),
     "add_cross_attention": (False, (False,)),
 }
@@ -73,7 +79,7 @@ def write(config: Transformer, head: str = "tokens") -> dict[str, object]:
     return {
         "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": config.vocab,
         "n_positions": config.sequence, "n_embd": config.hidden, "n_layer": config.num_layers, "n_head": config.heads,
-        "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
+        "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": not config.untied,
         "embd_pdrop": config.dropout, "resid_pdrop": config.dropout, "attn_pdrop": 0.0,
     }
 
@@ -84,7 +90,8 @@ def read(document: Mapping[str, object]) -> tuple[Transformer, list[str]]:
     ModelError if it is of a GPT-2 that computes something else than ours.
     """
     config = read_settings(document, _SIZES, _FUNCTION,
-                           {"family": "gpt", "dropout": document.get("resid_pdrop", 0.1)})
+                           {"family": "gpt", "dropout": document.get("resid_pdrop", 0.1),
+                            "untied": not document.get("tie_word_embeddings", True)})
     if document.get("n_inner") not in (None, 4 * config.hidden):
         raise ModelError(f"must be null or 4 n_embd = {4 * config.hidden}", where="n_inner in config.json",
                          value=document["n_inner"], remedy="Name a model whose MLPs are four times as wide as it is.")
@@ -94,6 +101,6 @@ def read(document: Mapping[str, object]) -> tuple[Transformer, list[str]]:
 GPT2 = Form(title="GPT-2's language model", family="gpt", prefix="transformer.", places=places, read=read, write=write,
             keys=frozenset({"model_type", *_SIZES, *_FUNCTION, "n_inner", "embd_pdrop", "resid_pdrop", "attn_pdrop"}),
             per_layer=12, class_of={"tokens": "GPT2LMHeadModel"}, layers_key="n_layer",
-            tied=lambda config: {"head.projection.weight": "embedding.token.weight"},
+            tied=tied,
             aside=r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)", any_head=False)
 """aside: the causal mask, which old files have among the parameters."""

@@ -159,8 +159,8 @@ class Pretrained(PretrainedConfig):
         if heads[end] != heads[owner] or not all(
                 torch.equal(self._tensors.read(end, part), self._tensors.read(owner, part))
                 for start in range(0, self.config.vocab, rows) for part in [slice(start, start + rows)]):
-            raise self._wrong(f"has a head ({end}) that is not its token embedding ({owner}): untied heads cannot be "
-                              "imported")
+            raise self._wrong(f"has a head ({end}) that is not its token embedding ({owner}), and config.json does "
+                              "not say so: tie_word_embeddings is not false")
 
     def _wrong(self, what: str, value: object = None) -> CheckpointError:
         return _wrong(self.folder, what, value)
