@@ -39,6 +39,7 @@ _HOMES = {
     "OutOfMemory": "ranvier.errors",
     "TransportError": "ranvier.errors",
     "with_adapters": "ranvier.models.lora",
+    "blocks_of": "ranvier.models.blocks_of",
     "from_transformers": "ranvier.models.from_transformers",
 }
 __all__ = sorted(_HOMES)
