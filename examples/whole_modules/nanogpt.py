@@ -14,7 +14,8 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x):
         b, t, c = x.size()
-        q, k, v = (one.view(b, t, self.heads, c // self.heads).transpose(1, 2) for one in self.c_attn(x).split(c, dim=2))
+        q, k, v = (one.view(b, t, self.heads, c // self.heads).transpose(1, 2)
+                   for one in self.c_attn(x).split(c, dim=2))
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.c_proj(y.transpose(1, 2).contiguous().view(b, t, c))
 
@@ -43,7 +44,7 @@ class GPT(nn.Module):
 
     def forward(self, idx):
         device = idx.device
-        b, t = idx.size()
+        _, t = idx.size()
         assert t <= self.block_size, f"Cannot forward sequence of length {t}, block size is only {self.block_size}"
         pos = torch.arange(0, t, dtype=torch.long, device=device)
         x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(pos))

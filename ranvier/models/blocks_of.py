@@ -12,32 +12,21 @@ dtype, with their kind and structure in the name. Parameters and submodules stay
 from __future__ import annotations
 
 import difflib
-import dis
 import fnmatch
-import functools
 import inspect
-import linecache
-import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, fx, nn
-from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten, treespec_dumps, treespec_loads
 
 from ranvier.block import State
-from ranvier.errors import ModelError, RanvierError
+from ranvier.errors import ModelError
+from ranvier.models.forward_trace import Trace, trace_forward, unchanged
 from ranvier.models.from_transformers import transformer_blocks
+from ranvier.models.sent_values import name_of, pack, unpack
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_MOVE = ("Move this code into the forward of a submodule: modules without a cut inside are not traced "
-         "(docs/own-model.md).")
 
 
 def blocks_of(module: nn.Module, cut: Sequence[str] | Literal["auto"] = "auto", *, inputs: Sequence[str] | None = None,
@@ -72,8 +61,8 @@ def blocks_of(module: nn.Module, cut: Sequence[str] | Literal["auto"] = "auto", 
         return transformer_blocks(module, output=output)
     names = _cuts(module, cut)
     arguments = _inputs(module, inputs)
-    with _unchanged(module):
-        traces = {mode: _trace(module, names, arguments, output or carried_output, mode, strict=cut != "auto")
+    with unchanged(module):
+        traces = {mode: trace_forward(module, names, arguments, output or carried_output, mode, strict=cut != "auto")
                   for mode in (True, False)}
         blocks = _blocks(module, traces)
     _check_shared_buffers(blocks)
@@ -158,182 +147,6 @@ def _inputs(module: nn.Module, inputs: Sequence[str] | None) -> list[str]:
     return list(inputs)
 
 
-# --- tracing ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Trace:
-    """The graph of a forward. starts: names of the blocks; a node's meta["block"] is the number of its block."""
-
-    graph: fx.Graph
-    starts: list[str]
-
-
-class _Value(fx.Proxy):
-    """A value that is not known yet. Code that asks for its type is refused: it would get another answer later."""
-
-    @property
-    def __class__(self) -> Any:
-        frame = sys._getframe(1)
-        caller = frame.f_globals.get("__name__", "")
-        if caller != __name__ and not caller.startswith("torch.") and _running(frame).startswith("isinstance("):
-            raise fx.proxy.TraceError("depends on the type of a value")
-        return _Value  # to the parsers of arguments, too, which have no frame of their own
-
-
-class _Tracer(fx.Tracer):
-    """Traces modules that have a cut inside, and notes where blocks begin."""
-
-    proxy_buffer_attributes = True
-
-    def __init__(self, cuts: Sequence[str], inputs: Sequence[str], output: Callable[[Any], Any]) -> None:
-        super().__init__(param_shapes_constant=True)
-        self._cuts, self._inputs, self._output = set(cuts), inputs, output
-        self.starts = [""]
-        self.calls: dict[str, int] = {}
-        self._called = False
-        self._modes = _modes()
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return not any(name.startswith(f"{module_qualified_name}.") for name in self._cuts)
-
-    def create_args_for_root(self, root_fn: Callable[..., Any], is_module: bool,
-                             concrete_args: object = None) -> tuple[Any, list[Any]]:
-        def forward() -> Any:
-            return self._output(self.root.forward(**values))
-
-        values = {name: self.create_proxy("placeholder", name, (), {}) for name in self._inputs}
-        return forward, []
-
-    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...],
-                    kwargs: dict[str, Any]) -> Any:
-        name = self.path_of_module(m)
-        if name in self._cuts:
-            self.calls[name] = self.calls.get(name, 0) + 1
-            if self._called:
-                self.starts.append(name)
-            else:
-                self.starts[-1] = name  # operations before the first module are no block of their own
-        if self.is_leaf_module(m, name):
-            self.starts[-1] = self.starts[-1] or name
-            self._called = True
-        return super().call_module(m, forward, args, kwargs)
-
-    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        if _modes() != self._modes:
-            raise fx.proxy.TraceError("switches gradients or autocast on or off")
-        node = super().create_node(*args, **kwargs)
-        node.meta["block"] = len(self.starts) - 1
-        return node
-
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Value(node, self)
-
-    def to_bool(self, obj: fx.Proxy) -> bool:
-        if not _in_assert(sys._getframe(2)):
-            raise fx.proxy.TraceError("depends on a value")
-        self.create_proxy("call_function", torch._assert, (obj, _line(sys._getframe(2))), {})
-        return True
-
-
-class _Recorder(TorchFunctionMode):
-    """Records calls of torch functions that take no traced value, such as torch.rand(3), too."""
-
-    def __init__(self, tracer: _Tracer) -> None:
-        super().__init__()
-        self._tracer = tracer
-
-    def __torch_function__(self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (),
-                           kwargs: dict[str, Any] | None = None) -> Any:
-        if isinstance(func, type) or is_tensor_method_or_property(func) or func is torch._C._set_grad_enabled:
-            return func(*args, **kwargs or {})
-        return self._tracer.create_proxy("call_function", func, args, kwargs or {})
-
-
-def _modes() -> tuple[bool, ...]:
-    """What a graph does not record."""
-    return torch.is_grad_enabled(), *(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
-
-
-def _in_assert(frame: FrameType) -> bool:
-    """Whether the condition that `frame` evaluates is that of an assert statement."""
-    following = [one.opname for one in dis.get_instructions(frame.f_code)
-                 if one.offset >= frame.f_lasti and one.opname != "CACHE"][:2]
-    return len(following) == 2 and following[0].startswith("POP_JUMP") and following[1] == "LOAD_ASSERTION_ERROR"
-
-
-def _running(frame: FrameType) -> str:
-    """The source of the expression that `frame` evaluates, up to the end of its first line."""
-    line, _, column, _ = list(frame.f_code.co_positions())[frame.f_lasti // 2]
-    text = linecache.getline(frame.f_code.co_filename, line or 0).encode()
-    return text[column or 0:].decode(errors="replace").strip()
-
-
-def _line(frame: FrameType) -> str:
-    """The line that `frame` runs, with its place."""
-    file, number = frame.f_code.co_filename, frame.f_lineno
-    return f"{Path(file).name}:{number}: {linecache.getline(file, number).strip()}"
-
-
-def _trace(module: nn.Module, cuts: Sequence[str], inputs: Sequence[str], output: Callable[[Any], Any],
-           training: bool, strict: bool) -> _Trace:
-    """Trace in one mode. strict: refuse cuts that are not called, or more than once; otherwise do without these."""
-    tracer = _Tracer(cuts, inputs, output)
-    for name, one in module.named_modules():
-        if not tracer.is_leaf_module(one, name) or one is module:
-            one.training = training
-            if one is module and (one._forward_hooks or one._forward_pre_hooks):
-                raise ModelError("has forward hooks, which its blocks would not run", where=type(module).__name__,
-                                 remedy="Remove them, or register them on submodules.")
-    try:
-        with _Recorder(tracer):
-            graph = tracer.trace(module)
-    except RanvierError:
-        raise
-    except Exception as error:
-        raise _untraceable(module, error) from error
-    wrong = {name: tracer.calls.get(name, 0) for name in cuts if tracer.calls.get(name, 0) != 1}
-    if not wrong:
-        return _Trace(graph=graph, starts=tracer.starts)
-    if not strict:
-        return _trace(module, [name for name in cuts if name not in wrong], inputs, output, training, strict)
-    name, count = next(iter(wrong.items()))
-    raise ModelError(f"is called {count} times, and a block begins where a submodule is called once" if count else
-                     "is not called", where="cut", value=name, remedy="Cut at another submodule.")
-
-
-def _untraceable(module: nn.Module, error: Exception) -> ModelError:
-    """What of the traced code could not be traced, and where it is."""
-    own = [frame for frame, _ in traceback.walk_tb(error.__traceback__)
-           if not frame.f_globals.get("__name__", "").startswith(("torch.", __name__))]
-    line = [(frame, number) for frame, number in traceback.walk_tb(error.__traceback__) if own and frame is own[-1]]
-    where = f"forward of {type(module).__name__}"
-    if line:
-        frame, number = line[-1]
-        file = frame.f_code.co_filename
-        where = f"{Path(file).name}:{number}: {linecache.getline(file, number).strip()}"
-    reason = (str(error) if isinstance(error, fx.proxy.TraceError) else f"{type(error).__name__}: {error}").split(". ")[0]
-    return ModelError(f"cannot be cut into blocks, because this code is traced without values ({reason})", where=where,
-                      remedy=_MOVE)
-
-
-@contextmanager
-def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Afterwards, attributes of all submodules are as they were: modes, and what a traced forward stored."""
-    before = {one: dict(vars(one)) for one in module.modules()}
-    try:
-        yield
-        for one, attributes in before.items():
-            for name, value in vars(one).items():
-                if isinstance(value, fx.Proxy) and attributes.get(name) is not value:
-                    raise ModelError("stores a value of the forward in an attribute, which is lost between stages",
-                                     where=f"{type(one).__name__}.{name}", remedy=_MOVE)
-    finally:
-        for one, attributes in before.items():
-            vars(one).clear()
-            vars(one).update(attributes)
-
-
 # --- blocks ----------------------------------------------------------------------------------------------------------
 
 
@@ -367,8 +180,8 @@ class _Block(nn.Module):
             state = {name: value for name, value in values.items() if name in part.keeps}
         else:
             assert isinstance(state, dict), "the block before returns a dict"
-            taken = [_unpack(name, state, self._name) for name in part.takes]
-            state = {name: value for name, value in state.items() if name.partition("|")[0] in part.keeps}
+            taken = [unpack(name, state, self._name) for name in part.takes]
+            state = {name: value for name, value in state.items() if name_of(name) in part.keeps}
         before = [(name, value, value._version) for name, value in zip(part.takes, taken, strict=True)
                   if isinstance(value, Tensor) and not value.is_inference()]
         try:
@@ -385,13 +198,13 @@ class _Block(nn.Module):
                 if value._version != version:
                     raise self._in_place(name)
         for name, value in zip(part.gives, given, strict=True):
-            state |= _pack(name, value, [*taken, *given])
+            state |= pack(name, value, [*taken, *given])
         return state
 
     def _in_place(self, what: str) -> ModelError:
         return ModelError(f"changes {what} in place, which the block before it may still use",
-                          where=f"block {self._name}", remedy="Write the operation out of place (inplace=False), or cut "
-                          "after it.")
+                          where=f"block {self._name}",
+                          remedy="Write the operation out of place (inplace=False), or cut after it.")
 
     def _named_inputs(self, state: State) -> dict[str, Tensor]:
         if isinstance(state, Tensor):
@@ -406,7 +219,7 @@ class _Block(nn.Module):
         return state
 
 
-def _blocks(module: nn.Module, traces: Mapping[bool, _Trace]) -> dict[str, nn.Module]:
+def _blocks(module: nn.Module, traces: Mapping[bool, Trace]) -> dict[str, nn.Module]:
     """The blocks of both modes' traces."""
     starts = traces[True].starts
     if starts != traces[False].starts:
@@ -491,70 +304,6 @@ def _check_shared_buffers(blocks: Mapping[str, nn.Module]) -> None:
         for name, one in module.named_modules():
             for key, buffer in one.named_buffers(recurse=False):
                 if key not in one._non_persistent_buffers_set and seen.setdefault(id(buffer), block) != block:
-                    raise ModelError(f"is used in blocks {seen[id(buffer)]} and {block}, whose copies of its buffer {key} "
-                                     "could differ", where=name or block, remedy="Give each of them a module of its own.")
-
-
-# --- values between blocks -------------------------------------------------------------------------------------------
-
-
-def _pack(name: str, value: Any, others: Sequence[Any]) -> dict[str, Tensor]:
-    """A value as named tensors: a tensor by its name, others by "name|number and kind|structure", where `_as_tensor` gives
-    the kind, and the structure of a leaf is empty."""
-    if isinstance(value, Tensor):
-        return {name: value}
-    like = next((one for one in tree_leaves([value, list(others)]) if isinstance(one, Tensor) and one.dim()), None)
-    leaves, spec = tree_flatten(value, is_leaf=lambda one: isinstance(one, torch.Size))
-    try:
-        structure = "" if spec.is_leaf() else treespec_dumps(spec)
-        packed = [_as_tensor(leaf, like) for leaf in leaves]
-    except (NotImplementedError, TypeError, ValueError) as error:
-        raise ModelError("is used in a later block, and only tensors, sizes, devices, dtypes, None, and tuples, lists and "
-                         "dicts of them can be sent there", where=f"value {name}", value=type(value).__name__,
-                         remedy="Cut elsewhere, or compute it in the block that uses it.") from error
-    return {f"{name}|{number}{kind}|{structure}": tensor for number, (kind, tensor) in enumerate(packed)}
-
-
-def _as_tensor(leaf: Any, like: Tensor | None) -> tuple[str, Tensor]:
-    """A leaf as its kind and a tensor: other values than tensors are the shape, device or dtype of an empty one."""
-    if isinstance(leaf, Tensor):
-        return "t", leaf
-    if like is None:
-        raise TypeError("no tensor")
-    shape, dtype = (len(like), 0), torch.uint8
-    if leaf is None or isinstance(leaf, torch.device):
-        kind = "n" if leaf is None else "d"
-    elif isinstance(leaf, torch.dtype):
-        kind, dtype = "y", leaf
-    elif isinstance(leaf, torch.Size):
-        kind, shape = "s", (*shape, *leaf)
-    elif isinstance(leaf, int) and leaf >= 0:
-        kind, shape = "b" if isinstance(leaf, bool) else "i", (*shape, int(leaf))
-    else:
-        raise TypeError(type(leaf).__name__)
-    return kind, like.new_empty(shape, dtype=dtype)
-
-
-_LEAVES: dict[str, Callable[[Tensor], Any]] = {
-    "t": lambda tensor: tensor, "n": lambda tensor: None, "d": lambda tensor: tensor.device,
-    "y": lambda tensor: tensor.dtype, "s": lambda tensor: tensor.shape[2:], "b": lambda tensor: bool(tensor.shape[2]),
-    "i": lambda tensor: tensor.shape[2]}
-
-
-def _unpack(name: str, state: Mapping[str, Tensor], block: str) -> Any:
-    """The inverse of `_pack`."""
-    if name in state:
-        return state[name]
-    found = [(*key.split("|", 2)[1:], tensor) for key, tensor in state.items() if key.startswith(f"{name}|")]
-    if not found:
-        raise ModelError("was not sent by the blocks before it", where=f"value {name} of block {block}",
-                         value=sorted({key.partition("|")[0] for key in state}),
-                         remedy="Let frozen blocks compute the same values in evaluation as in training.")
-    found.sort(key=lambda one: int(one[0][:-1]))
-    leaves = [_LEAVES[kind[-1]](tensor) for kind, _, tensor in found]
-    return tree_unflatten(leaves, _structure(found[0][1])) if found[0][1] else leaves[0]
-
-
-@functools.lru_cache
-def _structure(text: str) -> Any:
-    return treespec_loads(text)
+                    raise ModelError(f"is used in blocks {seen[id(buffer)]} and {block}, whose copies of its buffer "
+                                     f"{key} could differ", where=name or block,
+                                     remedy="Give each of them a module of its own.")

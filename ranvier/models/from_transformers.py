@@ -515,7 +515,7 @@ def _run(modules: Mapping[str, nn.Module], inputs: dict[str, Tensor]) -> State:
 def _compare(model: nn.Module, expected: State, found: State) -> None:
     theirs, ours = ({"": one} if isinstance(one, Tensor) else one for one in (expected, found))
     for name, wanted in theirs.items():
-        difference = (ours[name].double() - wanted.double()).abs().max()
+        difference = (ours[name].detach().double() - wanted.detach().double()).abs().max()
         epsilon = torch.finfo(wanted.dtype).eps if wanted.is_floating_point() else 0.0
         allowed = max(TOLERANCE, 16 * epsilon) * float(wanted.detach().double().abs().max())
         if not float(difference) <= allowed:
