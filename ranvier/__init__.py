@@ -13,6 +13,7 @@ import importlib
 
 _HOMES = {
     "start": "ranvier.launch.start",
+    "run": "ranvier.launch.run_function",
     "Engine": "ranvier.pipeline.engine",
     "BatchResult": "ranvier.pipeline.result",
     "Microbatch": "ranvier.pipeline.microbatch",
