@@ -20,30 +20,37 @@ pytest.importorskip("cloudpickle")
 ROOT = Path(__file__).parents[2]
 
 
-def test_results_output_and_errors_of_ranks(capsys):
+def test_results_and_output_of_ranks(capsys):
     factor = 3
 
     class Found:
         def __init__(self, values):
             self.values = values
 
-    def work(world, fails):
+    def work(world, samples):
         print("hello from", world.rank, flush=True)
-        if fails and world.rank == 1:
-            raise ValueError("no such number.")
         engine = ranvier.Engine(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)), world,
                                 mesh=world.mesh, loss=lambda y, t: (y.sum(), len(y)))
-        loss = engine.forward_backward(ranvier.microbatches(torch.ones(4, 2), torch.ones(4), 2)).loss
+        loss = engine.forward_backward(ranvier.microbatches(torch.ones(samples, 2), torch.ones(samples), 2)).loss
         engine.close()
         return Found(torch.tensor([world.rank * factor])), loss
 
-    results = ranvier.run(work, False, pipe=2, transport="torch")
+    results = ranvier.run(work, 4, pipe=2, transport="torch")
     assert [int(found.values) for found, _ in results] == [0, 3] and isinstance(results[0][0], Found)
     assert results[0][1] == results[1][1]
     shown = capsys.readouterr().out
     assert "hello from 0" in shown and "hello from 1" not in shown
+
+
+@pytest.mark.slow
+def test_the_rank_that_fails_is_named(capsys):
+    def work(world):
+        if world.rank == 1:
+            raise ValueError("no such number.")
+        time.sleep(60)
+
     with pytest.raises(LaunchError, match=r"^rank 1 of 2: failed: ValueError: no such number. Its traceback is in the"):
-        ranvier.run(work, True, pipe=2, transport="torch")
+        ranvier.run(work, pipe=2, transport="torch")
     assert "ValueError: no such number." in capsys.readouterr().out
 
 
