@@ -13,6 +13,7 @@ import importlib
 
 _HOMES = {
     "start": "ranvier.launch.start",
+    "run": "ranvier.launch.run_function",
     "Engine": "ranvier.pipeline.engine",
     "BatchResult": "ranvier.pipeline.result",
     "Microbatch": "ranvier.pipeline.microbatch",
@@ -39,6 +40,7 @@ _HOMES = {
     "OutOfMemory": "ranvier.errors",
     "TransportError": "ranvier.errors",
     "with_adapters": "ranvier.models.lora",
+    "blocks_of": "ranvier.models.blocks_of",
     "from_transformers": "ranvier.models.from_transformers",
 }
 __all__ = sorted(_HOMES)

@@ -244,8 +244,8 @@ def rerun_command() -> list[str]:
     scripted = getattr(main, "__file__", None) is not None or "-c" in command
     if hasattr(sys, "ps1") or sys.flags.interactive or not scripted or "ipykernel" in sys.modules:
         raise LaunchError("cannot start ranks from a prompt or a notebook: there is no command to run again",
-                          where="launch", remedy="Put the code into a file and run `python file.py`, or use a mesh of "
-                                                 "one rank here.")
+                          where="launch", remedy="Put the code into a function of the world and call "
+                                                 "ranvier.run(function, data=..., pipe=...), or put it into a file.")
     if command[1:2] and getattr(main, "__file__", None) == "<stdin>":
         raise LaunchError("cannot start ranks from a program on standard input", where="launch",
                           remedy="Put the code into a file and run `python file.py`.")

@@ -55,6 +55,14 @@ def from_transformers(model: nn.Module, sample: Mapping[str, Tensor] | Tensor | 
 
     ModelError, with the module that is at fault, for a model that cannot be cut.
     """
+    modules = transformer_blocks(model, sample, output=output)
+    made = as_model(modules, loss or _loss(model))
+    return replace(made, layers=tuple((name,) for name in modules if name.startswith("layer")))
+
+
+def transformer_blocks(model: nn.Module, sample: Mapping[str, Tensor] | Tensor | None = None, *,
+                       output: Callable[[Any], State] | None = None) -> dict[str, nn.Module]:
+    """The blocks of `from_transformers` as modules by name."""
     inputs = _sample(model) if sample is None else _named(model, sample)
     take = output or _output
     with _in_evaluation(model):
@@ -64,8 +72,7 @@ def from_transformers(model: nn.Module, sample: Mapping[str, Tensor] | Tensor | 
         found = _run(modules, inputs)
     _compare(model, expected, found)
     _check_parameters(model, modules)
-    made = as_model(modules, loss or _loss(model))
-    return replace(made, layers=tuple((name,) for name in modules if name.startswith("layer")))
+    return modules
 
 
 # --- what the model does with a sample -------------------------------------------------------------------------------
@@ -508,9 +515,9 @@ def _run(modules: Mapping[str, nn.Module], inputs: dict[str, Tensor]) -> State:
 def _compare(model: nn.Module, expected: State, found: State) -> None:
     theirs, ours = ({"": one} if isinstance(one, Tensor) else one for one in (expected, found))
     for name, wanted in theirs.items():
-        difference = (ours[name].double() - wanted.double()).abs().max()
+        difference = (ours[name].detach().double() - wanted.detach().double()).abs().max()
         epsilon = torch.finfo(wanted.dtype).eps if wanted.is_floating_point() else 0.0
-        allowed = max(TOLERANCE, 16 * epsilon) * float(wanted.double().abs().max())
+        allowed = max(TOLERANCE, 16 * epsilon) * float(wanted.detach().double().abs().max())
         if not float(difference) <= allowed:
             raise _refused(model, "computes something else in blocks than as a whole; the largest difference is "
                            f"{float(difference):.2g}, the largest output {float(wanted.abs().max()):.2g}",

@@ -1,0 +1,118 @@
+"""Runs a function on local ranks from a notebook or a prompt, where there is no command to run again.
+
+    def train(world):
+        engine = ranvier.Engine(blocks, world, loss=loss, optimizer=optimizer)
+        ...
+        return result.loss
+
+    losses = ranvier.run(train, data=2, pipe=2)
+
+The function travels by cloudpickle, with all that it uses of the notebook, to `ranvier.launch.function_rank`, a program
+that starts the ranks as any program does. This process shows its output, and waits.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+from ranvier.errors import LaunchError
+from ranvier.launch import parent_death
+from ranvier.mesh import Mesh
+
+_GRACE_SECONDS = 10.0
+
+
+def run(function: Callable[..., Any], *args: Any, mesh: Mesh | None = None, data: int = 1, pipe: int = 1,
+        row: int = 1, col: int = 1, transport: Literal["auto", "torch", "mpi"] = "auto",
+        threads: int | Literal["auto"] = "auto", device: Literal["auto", "cpu", "cuda"] = "auto",
+        timeout_seconds: float = 300.0) -> list[Any]:
+    """Run `function(world, *args)` on local ranks, and return what each of them returns, in rank order.
+
+    For notebooks and prompts. The output of rank 0 and errors of all ranks appear while they run, and Ctrl-C (a
+    notebook's interrupt) ends the ranks.
+
+    Args:
+        function: may be defined in a cell, and use what other cells define. Each rank has copies of that and of `args`;
+            what it changes there stays there, so return what is wanted.
+        mesh, data, pipe, row, col, transport, threads, device, timeout_seconds: as for `ranvier.start`.
+
+    LaunchError, with the rank and its error, if a rank fails; ConfigError for a mesh that cannot be.
+    """
+    pickler = cloudpickle_module()
+    mesh = mesh or Mesh(data=data, pipe=pipe, row=row, col=col)
+    settings = dict(mesh=mesh, transport=transport, threads=threads, device=device, timeout_seconds=timeout_seconds)
+    with tempfile.TemporaryDirectory(prefix="ranvier-run-") as name:
+        folder = Path(name)
+        try:
+            (folder / "job").write_bytes(pickler.dumps((settings, function, args)))
+        except Exception as error:  # whatever an object's own pickling raises
+            raise LaunchError(f"cannot be sent to the ranks: {type(error).__name__}: {error}", where="ranvier.run",
+                              value=getattr(function, "__name__", function),
+                              remedy="Create files, locks, engines and devices inside the function.") from error
+        code = _run_program(folder)
+        if code:
+            raise _failure(folder, code)
+        return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(mesh.size)]
+
+
+def cloudpickle_module() -> ModuleType:
+    """The package; LaunchError where it is not installed."""
+    try:
+        import cloudpickle  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    except ImportError as error:
+        raise LaunchError("needs the package cloudpickle, which sends functions of a notebook to other processes",
+                          where="ranvier.run", remedy="Install it with pip install 'ranvier[notebook]'.") from error
+    module: ModuleType = cloudpickle
+    return module
+
+
+def _run_program(folder: Path) -> int:
+    """Run the program that starts the ranks of the job in `folder`, and show its output; returns its exit code."""
+    command = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), str(int(signal.SIGTERM)),
+               sys.executable, "-m", "ranvier.launch.function_rank", str(folder)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        _show(process)
+        return process.wait()
+    finally:
+        if process.poll() is None:  # Ctrl-C
+            process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE_SECONDS)  # it ends its ranks first
+            process.kill()
+            process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def _show(process: subprocess.Popen[bytes]) -> None:
+    """Write the process's output to this one's, which in a notebook is the cell's, until it ends."""
+    assert process.stdout is not None
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    while chunk := os.read(process.stdout.fileno(), 1 << 16):
+        sys.stdout.write(decoder.decode(chunk))
+        sys.stdout.flush()
+
+
+def _failure(folder: Path, code: int) -> LaunchError:
+    """The error of the rank that failed first."""
+    errors = sorted(folder.glob("*.error"), key=lambda path: path.stat().st_mtime_ns)
+    if not errors:
+        how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        return LaunchError(f"ended {how} before they had a result", where="the ranks",
+                           remedy="See their output above.")
+    who, _, what = errors[0].read_text().partition("\n")
+    return LaunchError(f"failed: {what.rstrip('.')}", where=who, remedy="Its traceback is in the output above.")

@@ -1,0 +1,309 @@
+"""Any module as blocks, cut where named submodules are called.
+
+    forward:  x = stem(x) -> x = layer1(x) -> x = layer2(x) -> fc(pool(x).flatten(1))      cut=["layer1", "layer2"]
+    blocks:   "stem"         "layer1"         "layer2": layer2, pool, flatten, fc
+
+The module's forward is traced with torch.fx, once in training and once in evaluation mode. Only code around the cuts is
+traced; every module without a cut inside is called as it is, with whatever control flow it has. What a later block uses
+is carried: tensors by the name of their operation, other values as empty tensors that have them as shape, device or
+dtype, with their kind and structure in the name. Parameters and submodules stay the module's own, under its names.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, fx, nn
+
+from ranvier.block import State
+from ranvier.errors import ModelError
+from ranvier.models.forward_trace import Trace, trace_forward, unchanged
+from ranvier.models.from_transformers import transformer_blocks
+from ranvier.models.sent_values import name_of, pack, unpack
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def blocks_of(module: nn.Module, cut: Sequence[str] | Literal["auto"] = "auto", *, inputs: Sequence[str] | None = None,
+              output: Callable[[Any], State] | None = None) -> dict[str, nn.Module]:
+    """The blocks of a module whose forward calls submodules one after the other, with any operations and skip
+    connections between them: as `Engine` takes them, for data and pipeline parallelism.
+
+        engine = ranvier.Engine(ranvier.blocks_of(resnet, cut=["layer2", "layer3"]), world, loss=loss, optimizer=...)
+
+    Parameters stay the module's own. A submodule without a cut inside is called as it is. The code around the cuts is
+    traced, and may not depend on values of tensors. `ranvier.testing.check_blocks` compares blocks with the module.
+
+    Args:
+        module: on one device, in any mode.
+        cut: names of submodules, as in `named_modules`; a block begins where each is called. A name may be a pattern:
+            "transformer.h.*". By default every child with parameters, and those of lists and sequences; of a Hugging
+            Face model its list of layers, as in `from_transformers`.
+        inputs: names of forward's arguments that microbatches have; the others take their defaults. By default all
+            arguments without a default. A microbatch's inputs are one tensor, or a dict by these names.
+        output: takes the carried state for the loss out of what forward returns. By default a tensor, a dict of
+            tensors, or the only tensor of a tuple.
+
+    ModelError, with the line of code or the submodule that is at fault, for a module that cannot be cut.
+    """
+    if not isinstance(module, nn.Module):
+        raise ModelError("is not an nn.Module", where="module", value=type(module).__name__,
+                         remedy="Pass the module whose forward is to be cut.")
+    if hasattr(module, "config") and hasattr(module, "main_input_name"):
+        if cut != "auto" or inputs is not None:
+            raise ModelError("is a Hugging Face model, which is cut at its own list of layers",
+                             where=type(module).__name__, remedy="Leave cut and inputs out.")
+        return transformer_blocks(module, output=output)
+    names = _cuts(module, cut)
+    arguments = _inputs(module, inputs)
+    with unchanged(module):
+        traces = {mode: trace_forward(module, names, arguments, output or carried_output, mode, strict=cut != "auto")
+                  for mode in (True, False)}
+        blocks = _blocks(module, traces)
+    _check_shared_buffers(blocks)
+    return blocks
+
+
+def carried_output(found: Any) -> Any:
+    """The tensor, or dict of tensors, in what a module returned; None beside tensors is left out."""
+    if isinstance(found, dict):
+        return {name: value for name, value in found.items() if value is not None}
+    if type(found) in (tuple, list):
+        kept = [value for value in found if value is not None]
+        if len(kept) == 1:
+            return kept[0]
+        raise ModelError(f"returns {len(found)} values, and the loss takes one tensor or a dict of tensors",
+                         where="forward", remedy="Pass output=f, for example output=lambda found: found[0].")
+    return found
+
+
+# --- where to cut ----------------------------------------------------------------------------------------------------
+
+
+def _cuts(module: nn.Module, cut: Sequence[str] | Literal["auto"]) -> list[str]:
+    """Names of submodules."""
+    if cut == "auto":
+        return list(_parts(module, ""))
+    if isinstance(cut, str):
+        raise ModelError('must be a list of names of submodules, or "auto"', where="cut", value=cut,
+                         remedy=f'Pass cut=["{cut}"].')
+    paths = [name for name, _ in module.named_modules() if name]
+    aliases = {name: one for name, one in module.named_modules(remove_duplicate=False)}
+    found: list[str] = []
+    for pattern in cut:
+        matching = [name for name in paths if name.count(".") == pattern.count(".")
+                    and fnmatch.fnmatchcase(name, pattern)]
+        if not matching and pattern in aliases and pattern:
+            matching = [name for name in paths if module.get_submodule(name) is aliases[pattern]]
+        if not matching:
+            close = difflib.get_close_matches(pattern, paths, 3, 0.4)
+            raise ModelError("is not the name of a submodule", where="cut", value=pattern,
+                             remedy=f"Name one of {', '.join(close or paths[:8])}.")
+        for name in matching:
+            one = module.get_submodule(name)
+            if isinstance(one, (nn.ModuleList, nn.ModuleDict)):
+                raise ModelError("is a list, which is never called", where="cut", value=name,
+                                 remedy=f'Name its elements: "{name}.*".')
+        found += matching
+    return list(dict.fromkeys(found))
+
+
+def _parts(module: nn.Module, prefix: str) -> Iterator[str]:
+    """Children with parameters, and those of lists and sequences in place of these."""
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if isinstance(child, _CONTAINERS):
+            yield from _parts(child, f"{path}.")
+        elif any(True for _ in child.parameters()):
+            yield path
+
+
+def _inputs(module: nn.Module, inputs: Sequence[str] | None) -> list[str]:
+    """Names of the arguments of forward that microbatches have."""
+    parameters = inspect.signature(module.forward).parameters
+    named = [name for name, one in parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    needed = [name for name in named if parameters[name].default is inspect.Parameter.empty]
+    where = f"forward of {type(module).__name__}"
+    if inputs is None:
+        if len(needed) == 0:
+            raise ModelError("has no argument without a default", where=where,
+                             remedy="Pass inputs= with the names of those that microbatches have.")
+        return needed
+    if isinstance(inputs, str):
+        raise ModelError("must be a list of names", where="inputs", value=inputs, remedy=f'Pass inputs=["{inputs}"].')
+    for name in inputs:
+        if name not in named:
+            raise ModelError("is not an argument of forward", where="inputs", value=name,
+                             remedy=f"It has {', '.join(named)}.")
+    for name in needed:
+        if name not in inputs:
+            raise ModelError("needs an argument that is not among inputs", where=where, value=name,
+                             remedy=f'Add "{name}" to inputs.')
+    return list(inputs)
+
+
+# --- blocks ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """What a block does in one mode.
+
+    run: (block, values of `takes`) -> values of `gives`, or what the module returns. takes, gives: names of values.
+    keeps: names of values that are handed on as they are.
+    """
+
+    run: Callable[..., Any]
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+    keeps: frozenset[str]
+
+
+class _Block(nn.Module):
+    """One block: submodules under the names that they have in the whole module, and the traced code between them."""
+
+    def __init__(self, name: str, inputs: Sequence[str], place: Literal["first", "between", "last", "only"]) -> None:
+        super().__init__()
+        self._name, self._inputs, self._place = name, tuple(inputs), place
+        self._parts: dict[bool, _Part] = {}
+
+    def forward(self, state: State) -> State:
+        part = self._parts[self.training]
+        if self._place in ("first", "only"):
+            values = self._named_inputs(state)
+            taken = [values[name] for name in part.takes]
+            state = {name: value for name, value in values.items() if name in part.keeps}
+        else:
+            assert isinstance(state, dict), "the block before returns a dict"
+            taken = [unpack(name, state, self._name) for name in part.takes]
+            state = {name: value for name, value in state.items() if name_of(name) in part.keeps}
+        before = [(name, value, value._version) for name, value in zip(part.takes, taken, strict=True)
+                  if isinstance(value, Tensor) and not value.is_inference()]
+        try:
+            given = part.run(self, *taken)
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" in str(error) and self._place in ("between", "last"):
+                raise self._in_place("what it was given") from error
+            raise
+        if self._place in ("last", "only"):
+            result: State = given
+            return result
+        if self._place != "first":
+            for name, value, version in before:
+                if value._version != version:
+                    raise self._in_place(name)
+        for name, value in zip(part.gives, given, strict=True):
+            state |= pack(name, value, [*taken, *given])
+        return state
+
+    def _in_place(self, what: str) -> ModelError:
+        return ModelError(f"changes {what} in place, which the block before it may still use",
+                          where=f"block {self._name}",
+                          remedy="Write the operation out of place (inplace=False), or cut after it.")
+
+    def _named_inputs(self, state: State) -> dict[str, Tensor]:
+        if isinstance(state, Tensor):
+            if len(self._inputs) > 1:
+                raise ModelError(f"takes {', '.join(self._inputs)}, and was given one tensor",
+                                 where=f"block {self._name}", remedy="Give microbatches a dict with these names.")
+            return {self._inputs[0]: state}
+        for name in self._inputs:
+            if name not in state:
+                raise ModelError("is missing", where=f"input {name} of block {self._name}", value=list(state),
+                                 remedy=f"Give microbatches a dict with {', '.join(self._inputs)}.")
+        return state
+
+
+def _blocks(module: nn.Module, traces: Mapping[bool, Trace]) -> dict[str, nn.Module]:
+    """The blocks of both modes' traces."""
+    starts = traces[True].starts
+    if starts != traces[False].starts:
+        raise ModelError("are called in another order in evaluation than in training", where="cut",
+                         value=traces[False].starts, remedy="Cut where both modes run.")
+    inputs = [node.name for node in traces[True].graph.nodes if node.op == "placeholder"]
+    blocks: dict[str, nn.Module] = {}
+    for number, name in enumerate(starts):
+        place: Any = "only" if len(starts) == 1 else "first" if number == 0 else \
+            "last" if number == len(starts) - 1 else "between"
+        block = blocks[name] = _Block(name, inputs, place)
+        for mode, trace in traces.items():
+            block._parts[mode] = _part(module, block, trace.graph, number, place in ("last", "only"))
+    placed = {id(one) for block in blocks.values() for one in (*block.parameters(), *block.buffers())}
+    for name, one in (*module.named_parameters(), *module.named_buffers()):
+        if id(one) not in placed:  # unused by forward, and part of the module's state nevertheless
+            _put(module, blocks[starts[-1]], name)
+    return blocks
+
+
+def _part(module: nn.Module, block: nn.Module, graph: fx.Graph, number: int, is_last: bool) -> _Part:
+    """Block `number` of a graph, whose modules and parameters are put into `block`."""
+    def block_of(node: fx.Node) -> int:
+        return -1 if node.op == "placeholder" else int(node.meta["block"])
+
+    own = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    takes: list[str] = []
+    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr")]
+    mine = [node for node in nodes if block_of(node) == number and node.op != "output"]
+    output = next(node for node in nodes if node.op == "output")
+    wanted = dict.fromkeys(one for node in [*mine, *([output] if is_last else [])] for one in node.all_input_nodes)
+    for node in wanted:
+        if node.op != "get_attr" and block_of(node) < number:
+            copies[node] = own.placeholder(node.name)
+            takes.append(node.name)
+    for node in wanted:
+        if node.op == "get_attr":
+            copies[node] = own.get_attr(node.target)
+    for node in mine:
+        copies[node] = own.node_copy(node, copies.__getitem__)
+    later = {one for node in nodes if block_of(node) > number or node is output for one in node.all_input_nodes
+             if one.op != "get_attr"}
+    gives = [node for node in mine if node in later]
+    if is_last:
+        own.output(fx.map_arg(output.args[0], copies.__getitem__))
+    else:
+        own.output(tuple(copies[node] for node in gives))
+    compiled = fx.GraphModule(module, own)
+    for node in own.nodes:
+        if node.op in ("get_attr", "call_module"):
+            _put(module, block, node.target)
+    return _Part(run=type(compiled).forward, takes=tuple(takes), gives=tuple(node.name for node in gives),
+                 keeps=frozenset(node.name for node in later if block_of(node) < number))
+
+
+def _put(module: nn.Module, block: nn.Module, path: str) -> None:
+    """Give `block` the submodule, parameter or tensor of `module` at `path`, under the same path."""
+    *parents, name = path.split(".")
+    source = module
+    for parent in parents:
+        source = getattr(source, parent)
+        if parent not in block._modules:
+            block.add_module(parent, nn.Module())
+        block = getattr(block, parent)
+    if block is source:
+        return  # inside a submodule that the block has
+    value = getattr(source, name)
+    if isinstance(value, nn.Module):
+        block.add_module(name, value)
+    elif isinstance(value, nn.Parameter):
+        block.register_parameter(name, value)
+    elif name not in block._buffers:
+        kept = name in source._buffers and name not in source._non_persistent_buffers_set
+        block.register_buffer(name, value, persistent=kept)
+
+
+def _check_shared_buffers(blocks: Mapping[str, nn.Module]) -> None:
+    """ModelError where several blocks have a buffer that is part of the state: stages would update it apart."""
+    seen: dict[int, str] = {}
+    for block, module in blocks.items():
+        for name, one in module.named_modules():
+            for key, buffer in one.named_buffers(recurse=False):
+                if key not in one._non_persistent_buffers_set and seen.setdefault(id(buffer), block) != block:
+                    raise ModelError(f"is used in blocks {seen[id(buffer)]} and {block}, whose copies of its buffer "
+                                     f"{key} could differ", where=name or block,
+                                     remedy="Give each of them a module of its own.")

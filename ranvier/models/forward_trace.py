@@ -1,0 +1,202 @@
+"""Traces the forward of a module with torch.fx, as far as it is around given submodules.
+
+torch.fx runs the forward with values that are not known. Whatever would make the graph differ from the forward without
+notice is refused: conditions, types, loops over values, modes that the graph does not record, and stored values. Calls
+of torch that take no value, such as torch.rand(3), are part of the graph, too.
+"""
+
+from __future__ import annotations
+
+import dis
+import linecache
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
+
+from ranvier.errors import ModelError, RanvierError
+
+REMEDY = ("Move this code into the forward of a submodule: modules without a cut inside are not traced "
+          "(docs/own-model.md).")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """The graph of a forward. starts: names of the blocks; a node's meta["block"] is the number of its block."""
+
+    graph: fx.Graph
+    starts: list[str]
+
+
+class _Value(fx.Proxy):
+    """A value that is not known yet. Code that asks for its type is refused: it would get another answer later."""
+
+    @property  # type: ignore[misc]  # it is only read
+    def __class__(self) -> Any:
+        frame = sys._getframe(1)
+        caller = frame.f_globals.get("__name__", "")
+        if not caller.startswith(("torch.", "ranvier.")) and _running(frame).startswith("isinstance("):
+            raise fx.proxy.TraceError("depends on the type of a value")
+        return _Value  # to the parsers of arguments, too, which have no frame of their own
+
+
+class _Tracer(fx.Tracer):
+    """Traces modules that have a cut inside, and notes where blocks begin."""
+
+    proxy_buffer_attributes = True
+
+    def __init__(self, cuts: Sequence[str], inputs: Sequence[str], output: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._cuts, self._inputs, self._output = set(cuts), inputs, output
+        self.starts = [""]
+        self.calls: dict[str, int] = {}
+        self._called = False
+        self._modes = _modes()
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return not any(name.startswith(f"{module_qualified_name}.") for name in self._cuts)
+
+    def create_args_for_root(self, root_fn: Callable[..., Any], is_module: bool,
+                             concrete_args: object = None) -> tuple[Any, list[Any]]:
+        def forward() -> Any:
+            return self._output(self.root.forward(**values))
+
+        values = {name: self.create_proxy("placeholder", name, (), {}) for name in self._inputs}
+        return forward, []
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...],
+                    kwargs: dict[str, Any]) -> Any:
+        name = self.path_of_module(m)
+        if name in self._cuts:
+            self.calls[name] = self.calls.get(name, 0) + 1
+            if self._called:
+                self.starts.append(name)
+            else:
+                self.starts[-1] = name  # operations before the first module are no block of their own
+        if self.is_leaf_module(m, name):
+            self.starts[-1] = self.starts[-1] or name
+            self._called = True
+        return super().call_module(m, forward, args, kwargs)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        if _modes() != self._modes:
+            raise fx.proxy.TraceError("switches gradients or autocast on or off")
+        node = super().create_node(*args, **kwargs)
+        node.meta["block"] = len(self.starts) - 1
+        return node
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Value(node, self)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        if not _in_assert(sys._getframe(2)):
+            raise fx.proxy.TraceError("depends on a value")
+        self.create_proxy("call_function", torch._assert, (obj, _line(sys._getframe(2))), {})
+        return True
+
+
+class _Recorder(TorchFunctionMode):
+    """Records calls of torch functions that take no traced value, such as torch.rand(3), too."""
+
+    def __init__(self, tracer: _Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_function__(self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
+        if isinstance(func, type) or is_tensor_method_or_property(func) or func is torch._C._set_grad_enabled:
+            return func(*args, **kwargs or {})
+        return self._tracer.create_proxy("call_function", func, args, kwargs or {})
+
+
+def _modes() -> tuple[bool, ...]:
+    """What a graph does not record."""
+    return torch.is_grad_enabled(), *(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+
+
+def _in_assert(frame: FrameType) -> bool:
+    """Whether the condition that `frame` evaluates is that of an assert statement."""
+    following = [one.opname for one in dis.get_instructions(frame.f_code)
+                 if one.offset >= frame.f_lasti and one.opname != "CACHE"][:2]
+    return len(following) == 2 and following[0].startswith("POP_JUMP") and following[1] == "LOAD_ASSERTION_ERROR"
+
+
+def _running(frame: FrameType) -> str:
+    """The source of the expression that `frame` evaluates, up to the end of its first line."""
+    line, _, column, _ = list(frame.f_code.co_positions())[frame.f_lasti // 2]
+    text = linecache.getline(frame.f_code.co_filename, line or 0).encode()
+    return text[column or 0:].decode(errors="replace").strip()
+
+
+def _line(frame: FrameType) -> str:
+    """The line that `frame` runs, with its place."""
+    file, number = frame.f_code.co_filename, frame.f_lineno
+    return f"{Path(file).name}:{number}: {linecache.getline(file, number).strip()}"
+
+
+def trace_forward(module: nn.Module, cuts: Sequence[str], inputs: Sequence[str], output: Callable[[Any], Any],
+                  training: bool, strict: bool) -> Trace:
+    """Trace in one mode. strict: refuse cuts that are not called, or more than once; otherwise do without these."""
+    tracer = _Tracer(cuts, inputs, output)
+    for name, one in module.named_modules():
+        if not tracer.is_leaf_module(one, name) or one is module:
+            one.training = training
+            if one is module and (one._forward_hooks or one._forward_pre_hooks):
+                raise ModelError("has forward hooks, which its blocks would not run", where=type(module).__name__,
+                                 remedy="Remove them, or register them on submodules.")
+    try:
+        with _Recorder(tracer):
+            graph = tracer.trace(module)
+    except RanvierError:
+        raise
+    except Exception as error:
+        raise _untraceable(module, error) from error
+    wrong = {name: tracer.calls.get(name, 0) for name in cuts if tracer.calls.get(name, 0) != 1}
+    if not wrong:
+        return Trace(graph=graph, starts=tracer.starts)
+    if not strict:
+        return trace_forward(module, [name for name in cuts if name not in wrong], inputs, output, training, strict)
+    name, count = next(iter(wrong.items()))
+    raise ModelError(f"is called {count} times, and a block begins where a submodule is called once" if count else
+                     "is not called", where="cut", value=name, remedy="Cut at another submodule.")
+
+
+def _untraceable(module: nn.Module, error: Exception) -> ModelError:
+    """What of the traced code could not be traced, and where it is."""
+    own = [frame for frame, _ in traceback.walk_tb(error.__traceback__)
+           if not frame.f_globals.get("__name__", "").startswith(("torch.", "ranvier."))]
+    line = [(frame, number) for frame, number in traceback.walk_tb(error.__traceback__) if own and frame is own[-1]]
+    where = f"forward of {type(module).__name__}"
+    if line:
+        frame, number = line[-1]
+        file = frame.f_code.co_filename
+        where = f"{Path(file).name}:{number}: {linecache.getline(file, number).strip()}"
+    reason = str(error) if isinstance(error, fx.proxy.TraceError) else f"{type(error).__name__}: {error}"
+    reason = reason.partition("\n")[0].partition(". ")[0]
+    return ModelError(f"cannot be cut into blocks, because this code is traced without values ({reason})", where=where,
+                      remedy=REMEDY)
+
+
+@contextmanager
+def unchanged(module: nn.Module) -> Iterator[None]:
+    """Afterwards, attributes of all submodules are as they were: modes, and what a traced forward stored."""
+    before = {one: dict(vars(one)) for one in module.modules()}
+    try:
+        yield
+        for one, attributes in before.items():
+            for name, value in vars(one).items():
+                if isinstance(value, fx.Proxy) and attributes.get(name) is not value:
+                    raise ModelError("stores a value of the forward in an attribute, which is lost between stages",
+                                     where=f"{type(one).__name__}.{name}", remedy=REMEDY)
+    finally:
+        for one, attributes in before.items():
+            vars(one).clear()
+            vars(one).update(attributes)

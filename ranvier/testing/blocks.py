@@ -1,0 +1,115 @@
+"""Compares a module with its blocks in fp64: outputs, every gradient, and buffers.
+
+    check_blocks(module, ranvier.blocks_of(module, cut=["layer1", "layer2"]), inputs)     # raises ModelError
+
+Blocks run one after the other in this process, but as on stages: each gets a copy of the state, and the gradients of
+its state return to the block before it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ranvier.block import State, carried, named
+from ranvier.errors import ModelError
+from ranvier.models.blocks_of import carried_output
+
+_SEED = 0
+_SMALL = 1e-3
+"""Tensors that are smaller than this times the largest of their kind are compared on that scale."""
+
+
+def check_blocks(module: nn.Module, blocks: Mapping[str, nn.Module], sample: State, *,
+                 output: Callable[[Any], State] | None = None, training: bool = True,
+                 tolerance: float = 1e-9) -> float:
+    """Compare `module` with its blocks, as `ranvier.blocks_of` returns them; neither is changed.
+
+    Args:
+        sample: inputs as a microbatch has them: a tensor, or a dict by names of forward's arguments.
+        output: as for `blocks_of`.
+        training: the mode. Dropout draws from torch's generator, with one seed for both.
+        tolerance: largest relative error of outputs, buffers, and gradients of a random weighting of the outputs.
+
+    Returns the largest relative error. ModelError names the tensor that differs.
+    """
+    inputs = tree_map(lambda x: x.detach().double() if x.is_floating_point() else x, sample)
+    runs = []
+    for whole in (True, False):
+        mine, parts = copy.deepcopy((module, dict(blocks)))  # together, so that they share parameters
+        for one in (mine, *parts.values()):
+            one.double().train(training).zero_grad()
+        torch.manual_seed(_SEED)
+        found = _whole(mine, inputs, output or carried_output) if whole else _parts(parts, inputs)
+        found |= {f"buffer {name}": one.double() for name, one in mine.named_buffers()}
+        runs.append(found | {f"gradient of {name}": torch.zeros_like(one) if one.grad is None else one.grad
+                             for name, one in mine.named_parameters()})
+    expected, found = runs
+    if set(expected) != set(found):
+        raise ModelError("is not returned by both the module and its blocks", where="output",
+                         value=sorted(set(expected) ^ set(found)), remedy="Pass the output= that blocks_of was given.")
+    errors = {name: _error(found[name], one, expected, name.partition(" ")[0]) for name, one in expected.items()}
+    for name, error in errors.items():
+        if not error <= tolerance:
+            raise ModelError(f"differs between the module and its blocks by a relative error of {error:.1e}",
+                             where=name, remedy="Look for state outside of buffers, random numbers that do not come "
+                             "from torch's generator, and changes in place of tensors that share memory.")
+    return max(errors.values())
+
+
+def _error(found: Tensor, expected: Tensor, among: Mapping[str, Tensor], kind: str) -> float:
+    """Relative to the tensor, or to a small share of the largest of its kind."""
+    scale = max(float(one.norm()) for name, one in among.items() if name.startswith(kind))
+    difference = float((found - expected).norm()) if found.shape == expected.shape else float("inf")
+    return difference / (max(float(expected.norm()), _SMALL * scale) or 1.0)
+
+
+def _leaves(state: State) -> State:
+    return tree_map(lambda x: x.detach().clone().requires_grad_(x.is_floating_point()), state)  # type: ignore[no-any-return]
+
+
+def _backward(outputs: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+    names = [name for name in gradients if outputs[name].requires_grad]
+    if names:
+        torch.autograd.backward([outputs[name] for name in names], [gradients[name] for name in names])
+
+
+def _weighting(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A random gradient of each floating-point output."""
+    generator = torch.Generator().manual_seed(_SEED)
+    return {name: torch.randn(one.shape, generator=generator, dtype=torch.float64).to(one.device)
+            for name, one in outputs.items() if one.is_floating_point()}
+
+
+def _results(outputs: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    found = {f"output {name}".strip(): one.detach().double() for name, one in outputs.items()}
+    return found | {f"gradient of input {name}".strip(): torch.zeros_like(one) if one.grad is None else one.grad
+                    for name, one in inputs.items() if one.is_floating_point()}
+
+
+def _whole(module: nn.Module, inputs: State, output: Callable[[Any], State]) -> dict[str, Tensor]:
+    leaves = _leaves(inputs)
+    outputs = named(output(module(leaves) if isinstance(leaves, Tensor) else module(**leaves)), "the module")
+    _backward(outputs, _weighting(outputs))
+    return _results(outputs, named(leaves, "the sample"))
+
+
+def _parts(blocks: Mapping[str, nn.Module], inputs: State) -> dict[str, Tensor]:
+    entered: list[dict[str, Tensor]] = []
+    left: list[dict[str, Tensor]] = []
+    state = inputs
+    for name, block in blocks.items():
+        leaves = _leaves(state)
+        entered.append(named(leaves, name))
+        state = block(leaves)
+        left.append(named(state, f"block {name}"))
+    gradients = _weighting(left[-1])
+    for before, after in zip(reversed(entered), reversed(left), strict=True):
+        _backward(after, gradients)
+        gradients = {name: one.grad for name, one in before.items() if one.grad is not None}
+    return _results(named(carried(left[-1]), "the last block"), entered[0])

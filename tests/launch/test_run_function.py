@@ -1,0 +1,129 @@
+"""`ranvier.run`: a function of a notebook or a prompt on local ranks, and the tutorial notebook."""
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import ranvier
+from ranvier.errors import ConfigError, LaunchError
+from ranvier.launch.start import rerun_command
+
+pytest.importorskip("cloudpickle")
+ROOT = Path(__file__).parents[2]
+
+
+def test_results_and_output_of_ranks(capsys):
+    factor = 3
+
+    class Found:
+        def __init__(self, values):
+            self.values = values
+
+    def work(world, samples):
+        print("hello from", world.rank, flush=True)
+        engine = ranvier.Engine(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)), world,
+                                mesh=world.mesh, loss=lambda y, t: (y.sum(), len(y)))
+        loss = engine.forward_backward(ranvier.microbatches(torch.ones(samples, 2), torch.ones(samples), 2)).loss
+        engine.close()
+        return Found(torch.tensor([world.rank * factor])), loss
+
+    results = ranvier.run(work, 4, pipe=2, transport="torch")
+    assert [int(found.values) for found, _ in results] == [0, 3] and isinstance(results[0][0], Found)
+    assert results[0][1] == results[1][1]
+    shown = capsys.readouterr().out
+    assert "hello from 0" in shown and "hello from 1" not in shown
+
+
+@pytest.mark.slow
+def test_the_rank_that_fails_is_named(capsys):
+    def work(world):
+        if world.rank == 1:
+            raise ValueError("no such number.")
+        time.sleep(60)
+
+    with pytest.raises(LaunchError, match=r"^rank 1 of 2: failed: ValueError: no such number. Its traceback is in the"):
+        ranvier.run(work, pipe=2, transport="torch")
+    assert "ValueError: no such number." in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_other_failures_of_ranks():
+    with pytest.raises(LaunchError, match=r"rank \d of 2: failed: LaunchError: ranvier.run: returned what cannot be "
+                                          r"sent back: TypeError: cannot pickle"):
+        ranvier.run(lambda world: world, pipe=2)
+    with pytest.raises(LaunchError, match=r"the ranks: ended with exit code \d+ before they had a result"):
+        ranvier.run(lambda world: os.kill(os.getpid(), signal.SIGKILL), pipe=2)
+    if not torch.cuda.is_available():
+        with pytest.raises(LaunchError, match=r"ranvier.run: failed: ConfigError: .*device"):
+            ranvier.run(lambda world: None, pipe=2, device="cuda")
+
+
+def test_what_is_refused_before_ranks_start(monkeypatch):
+    with pytest.raises(LaunchError, match=r"ranvier.run: cannot be sent to the ranks: TypeError: cannot pickle"):
+        ranvier.run(print, threading.Lock())
+    with pytest.raises(ConfigError):
+        ranvier.run(print, pipe=0)
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    with pytest.raises(LaunchError, match=r"from a prompt or a notebook.*call ranvier.run\(function, data=...,"):
+        rerun_command()
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(LaunchError, match=r"needs the package cloudpickle.*pip install 'ranvier\[notebook\]'"):
+        ranvier.run(print)
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_the_ranks(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("""
+import os, sys, time
+import ranvier
+
+if __name__ == "__main__":
+    folder = sys.argv[1]
+    def placed(world):
+        with open(f"{folder}/{world.rank}.pid", "w") as file:
+            file.write(str(os.getpid()))
+        time.sleep(120)
+    ranvier.run(placed, pipe=2, transport="torch")
+""")
+    process = subprocess.Popen([sys.executable, str(program), str(tmp_path)], stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    pids = [tmp_path / f"{rank}.pid" for rank in range(2)]
+    deadline = time.monotonic() + 120
+    while not all(path.exists() and path.read_text() for path in pids):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert "KeyboardInterrupt" in output
+    for path in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(path.read_text()), 0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_tutorial_runs_and_shows_what_it_has_kept():
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    kept = nbformat.read(ROOT / "docs" / "tutorials" / "notebook.ipynb", 4)
+    found = copy.deepcopy(kept)
+    nbclient.NotebookClient(found, timeout=250, kernel_name="python3",
+                            resources={"metadata": {"path": str(ROOT)}}).execute()
+
+    def lines(notebook):
+        """All printed lines, without what depends on the machine."""
+        outputs = [one for cell in notebook.cells for one in cell.get("outputs", [])]
+        text = "".join(one["text"] for one in outputs if one["output_type"] == "stream").splitlines()
+        assert any("image/png" in one.get("data", {}) for one in outputs)
+        return [line for line in text if not line.startswith(("transport ", "device ", "largest difference "))]
+
+    assert lines(found) == lines(kept) and any(line.startswith("step 60: loss") for line in lines(kept))

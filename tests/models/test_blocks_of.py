@@ -1,0 +1,396 @@
+"""Whole modules as blocks: on every mesh the outputs and raw gradients of the module under plain PyTorch."""
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ranvier.block import as_model
+from ranvier.errors import ModelError
+from ranvier.mesh import Mesh
+from ranvier.models.blocks_of import blocks_of
+from ranvier.pipeline.microbatch import Microbatch
+from ranvier.testing import check_blocks
+from tests.pipeline.parity import assert_close, gradients_on
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "whole_modules"))
+
+MESHES = [Mesh(), Mesh(pipe=2), Mesh(pipe=4), Mesh(data=2, pipe=2)]
+
+
+def summed(outputs, targets):
+    """The loss of all examples."""
+    return functional.cross_entropy(outputs, targets, reduction="sum"), targets.numel()
+
+
+def plain_gradients(module, batches, loss):
+    """Gradients of plain PyTorch by name in the module."""
+    module.train().zero_grad()
+    total, weight = 0.0, 0.0
+    for one in (one for replica in batches for one in replica):
+        part, count = loss(module(**one.inputs) if isinstance(one.inputs, dict) else module(one.inputs), one.targets)
+        total, weight = total + part, weight + count
+    (total / weight).backward()
+    return {name: torch.zeros_like(one) if one.grad is None else one.grad for name, one in module.named_parameters()}
+
+
+def assert_gradients(module, blocks, batches, mesh, loss=summed):
+    """On `mesh`, the blocks have the module's gradients."""
+    expected = plain_gradients(copy.deepcopy(module), batches, loss)
+    made = gradients_on(lambda: as_model(copy.deepcopy(blocks), loss), batches, mesh).gradients
+    names = {id(one): name for name, one in module.named_parameters()}
+    found = {}
+    for block, part in blocks.items():
+        for name, one in part.named_parameters():
+            if f"{block}.{name}" in made:  # the owner, where several blocks share it
+                found[names[id(one)]] = made[f"{block}.{name}"]
+    assert_close(found, expected)
+
+
+def batches_of(example, mesh):
+    """For each replica two microbatches of unequal size, of its own."""
+    def one(seed, count):
+        inputs, targets = example.batch(seed)
+        return Microbatch(inputs[:count].double() if inputs.is_floating_point() else inputs[:count], targets[:count])
+
+    return [[one(2 * replica, 5), one(2 * replica + 1, 3)] for replica in range(mesh.data)]
+
+
+EXAMPLES = {
+    "resnet": (["layer2", "layer3.*", "fc"], "auto"),
+    "nanogpt": (["transformer.h.*", "lm_head"], "auto"),
+    "lstm": ("auto",),
+    "unet": (["down2", "middle", "up2", "up1"], "auto"),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(("name", "cut"), [(name, cut) for name, cuts in EXAMPLES.items() for cut in cuts],
+                         ids=lambda one: one if isinstance(one, str) else "cut")
+def test_gradients_of_whole_modules(name, cut, mesh):
+    example = __import__(name)
+    torch.manual_seed(0)
+    module = example.build().double()
+    for one in module.modules():
+        if isinstance(one, nn.Dropout):
+            one.p = 0.0  # draws from a generator for each process
+    assert_gradients(module, blocks_of(module, cut), batches_of(example, mesh), mesh)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_blocks_equal_the_module_with_dropout_and_buffers(name, training):
+    example = __import__(name)
+    module = example.build()
+    before = copy.deepcopy(module.state_dict())
+    for cut in EXAMPLES[name]:
+        check_blocks(module, blocks_of(module, cut), example.batch(0)[0], training=training)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_names_of_blocks_and_parameters():
+    module = __import__("resnet").build()
+    blocks = blocks_of(module, ["layer2", "layer?.0.conv2", "fc"])
+    assert list(blocks) == ["conv1", "layer1.0.conv2", "layer2", "layer2.0.conv2", "layer3.0.conv2", "layer4.0.conv2",
+                            "fc"]
+    assert {name for name, _ in blocks["layer2.0.conv2"].named_parameters()} == {
+        "layer2.0.conv2.weight", "layer2.0.bn2.weight", "layer2.0.bn2.bias", "layer3.0.conv1.weight",
+        "layer3.0.bn1.weight", "layer3.0.bn1.bias", "layer3.0.downsample.0.weight", "layer3.0.downsample.1.weight",
+        "layer3.0.downsample.1.bias"}
+    assert dict(blocks["fc"].named_parameters())["fc.weight"] is module.fc.weight
+
+
+# --- values between blocks -------------------------------------------------------------------------------------------
+
+
+class Many(nn.Module):
+    """Returns every kind of value that can be sent."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return {"pair": (y, [y + 1, None]), "size": y.shape[1:], "number": len(y), "flag": True, "dtype": y.dtype,
+                "device": y.device, "mask": y > 0}
+
+
+class User(nn.Module):
+    def forward(self, found):
+        first, (second, nothing) = found["pair"]
+        assert nothing is None and found["flag"] is True and found["dtype"] is first.dtype
+        assert type(found["size"]) is torch.Size and found["device"] == first.device and found["number"] == len(first)
+        return (first * found["mask"] + second).reshape(found["number"], *found["size"])
+
+
+class Carrying(nn.Module):
+    """Its second block does nothing with what it hands on, but for a size of it that the third block takes, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.many, self.middle, self.user, self.last = Many(), nn.Linear(4, 4), User(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        batch, width = x.shape
+        found = self.many(x)
+        y = self.middle(x)
+        return self.last(self.user(found) + y).view(batch, width)
+
+
+def vectors(mesh, count=3):
+    generator = torch.Generator().manual_seed(0)
+    return [[Microbatch(torch.randn(count - number, 4, generator=generator, dtype=torch.float64),
+                        torch.randint(0, 4, (count - number,), generator=generator)) for number in range(2)]
+            for _ in range(mesh.data)]
+
+
+@pytest.mark.parametrize("mesh", [Mesh(pipe=3), Mesh(data=2, pipe=2)], ids=str)
+def test_all_kinds_of_values_are_sent(mesh):
+    module = Carrying().double()
+    assert_gradients(module, blocks_of(module, ["middle", "last"]), vectors(mesh), mesh)
+
+
+class Own(nn.Module):
+    """Parameters and buffers of the module itself, used in several blocks; a module that is called twice; a parameter
+    that is not used; random numbers, and dropout by mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.unused = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(2))
+        self.register_buffer("shift", torch.randn(4))
+        self.register_buffer("constant", torch.randn(4), persistent=False)
+        self.plain = torch.tensor(2.0)
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, noise=0.0, mask=None):
+        x = self.b(self.a(x) * self.scale + self.constant) * self.plain + self.shift
+        if self.training:
+            x = x + noise * torch.rand(4)
+        x = functional.dropout(self.c(x), 0.0, self.training) * self.scale[:4] + self.constant
+        x = self.b(x.tanh())
+        return x if mask is None else x * mask
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=2), Mesh(data=2, pipe=2)], ids=str)
+def test_what_belongs_to_the_module_itself(mesh):
+    module = Own().double()
+    module.plain = module.plain.double()
+    blocks = blocks_of(module, ["c"])
+    assert list(blocks) == ["a", "c"] and "unused" in dict(blocks["c"].named_parameters())
+    assert_gradients(module, blocks, vectors(mesh), mesh)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_inputs_modes_and_random_numbers(training):
+    module = Own()
+    x, mask = torch.randn(3, 4), torch.rand(3, 4)
+    blocks = blocks_of(module, ["c"], inputs=["x", "noise", "mask"])
+    check_blocks(module, blocks, {"x": x, "noise": torch.tensor(0.5), "mask": mask}, training=training)
+    with pytest.raises(ModelError, match="block a: takes x, noise, mask, and was given one tensor"):
+        blocks["a"](x)
+    with pytest.raises(ModelError, match=r"input mask of block a: is missing \(got \['x', 'noise'\]\)"):
+        blocks["a"]({"x": x, "noise": mask})
+    assert list(blocks_of(module)) == ["a", "c"], "b is called twice, so that no block begins there"
+
+
+def test_a_check_that_fails_names_the_tensor():
+    module = Own()
+    blocks = blocks_of(module, ["c"])
+    blocks["a"].a = nn.Linear(4, 4)
+    with pytest.raises(ModelError, match=r"output: differs between the module and its blocks by a relative error of"):
+        check_blocks(module, blocks, torch.randn(3, 4))
+    other = blocks_of(module, ["c"], output=lambda found: {"y": found})
+    with pytest.raises(ModelError, match=r"output: is not returned by both the module and its blocks"):
+        check_blocks(module, other, torch.randn(3, 4))
+
+
+def test_a_hugging_face_model_is_cut_at_its_layers():
+    transformers = pytest.importorskip("transformers")
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=31, n_embd=16, n_layer=2, n_head=2))
+    blocks = blocks_of(model)
+    assert list(blocks) == ["embedding", "layer0", "layer1", "head"]
+    check_blocks(model, blocks, {"input_ids": torch.randint(0, 31, (2, 5))}, output=lambda found: found.logits,
+                 training=False)
+    with pytest.raises(ModelError, match="is a Hugging Face model, which is cut at its own list of layers"):
+        blocks_of(model, ["transformer.h.1"])
+
+
+# --- what cannot be cut ----------------------------------------------------------------------------------------------
+
+
+class Forward(nn.Module):
+    """Two linear layers, and code of the test around them."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.a, self.b, self.run = nn.Linear(4, 4), nn.Linear(4, 4), run
+
+    def forward(self, x, other=None):
+        return self.run(self, x)
+
+
+def branches(m, x):
+    x = m.a(x)
+    if x.sum() > 0:
+        x = -x
+    return m.b(x)
+
+
+def asks_type(m, x):
+    return m.b(x if isinstance(m.a(x), torch.Tensor) else -x)
+
+
+def loops(m, x):
+    for row in m.a(x):
+        x = m.b(row)
+    return x
+
+
+def counts(m, x):
+    for step in range(x.shape[1]):
+        x = x + step
+    return m.b(m.a(x))
+
+
+def no_grad(m, x):
+    with torch.no_grad():
+        x = x * 2
+    return m.b(m.a(x))
+
+
+def autocasts(m, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return m.b(m.a(x) * 2)
+
+
+def reads(m, x):
+    return m.b(m.a(x) * float(x.sum()))
+
+
+def stores(m, x):
+    m.state = m.a(x)
+    return m.b(m.state)
+
+
+@pytest.mark.parametrize(("run", "message"), [
+    (branches, r"test_blocks_of.py:\d+: if x.sum\(\) > 0:: cannot be cut into blocks, because this code is traced "
+               r"without values \(depends on a value\). Move this code into the forward of a submodule"),
+    (asks_type, r"return m.b\(x if isinstance.*\(depends on the type of a value\)"),
+    (loops, r"for row in m.a\(x\):: cannot be cut.*\(Proxy object cannot be iterated\)"),
+    (counts, r"for step in range\(x.shape\[1\]\):: cannot be cut.*cannot be interpreted as an integer"),
+    (no_grad, r"\(switches gradients or autocast on or off\)"),
+    (autocasts, r"\(switches gradients or autocast on or off\)"),
+    (reads, r"float\(x.sum\(\)\)\): cannot be cut.*float\(\) argument must be"),
+    (stores, r"Forward.state: stores a value of the forward in an attribute, which is lost between stages"),
+    (lambda m, x: nn.Linear(4, 4)(x), r"cannot be cut"),
+    (lambda m, x: (m.a(x), m.b(x)), r"forward: returns 2 values, and the loss takes one tensor or a dict of tensors"),
+])
+def test_code_that_cannot_be_traced_is_named(run, message):
+    module = Forward(run)
+    with pytest.raises(ModelError, match=message):
+        blocks_of(module, ["b"])
+    assert module.training and not hasattr(module, "state")
+    assert isinstance(module.a(torch.randn(2, 4)), torch.Tensor), "torch is as it was"
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"cut": ["layer"]}, r"cut: is not the name of a submodule \(got 'layer'\). Name one of a, b."),
+    ({"cut": "a"}, r'cut: must be a list of names of submodules, or "auto" \(got \'a\'\). Pass cut=\["a"\]'),
+    ({"cut": ["list"]}, r'cut: is a list, which is never called \(got \'list\'\). Name its elements: "list.\*"'),
+    ({"cut": ["list.0"]}, r"cut: is not called \(got 'list.0'\)"),
+    ({"cut": ["c"]}, r"cut: is called 2 times, and a block begins where a submodule is called once \(got 'c'\)"),
+    ({"inputs": ["y"]}, r"inputs: is not an argument of forward \(got 'y'\). It has x, other."),
+    ({"inputs": ["other"]}, r"forward of Forward: needs an argument that is not among inputs \(got 'x'\)"),
+    ({"inputs": "x"}, r'inputs: must be a list of names'),
+])
+def test_wrong_arguments(options, message):
+    module = Forward(lambda m, x: m.c(m.c(m.b(m.a(x)))))
+    module.list, module.c = nn.ModuleList([nn.Linear(4, 4)]), nn.Linear(4, 4)
+    with pytest.raises(ModelError, match=message):
+        blocks_of(module, **options)
+
+
+def test_modules_that_have_no_blocks():
+    with pytest.raises(ModelError, match=r"module: is not an nn.Module \(got 'function'\)"):
+        blocks_of(lambda x: x)
+    hooked = Forward(lambda m, x: m.b(m.a(x)))
+    hooked.register_forward_hook(lambda *_: None)
+    with pytest.raises(ModelError, match="Forward: has forward hooks, which its blocks would not run"):
+        blocks_of(hooked)
+    shared = Forward(lambda m, x: m.norm(m.b(m.norm(m.a(x)))))
+    shared.norm = nn.BatchNorm1d(4)
+    with pytest.raises(ModelError, match=r"norm: is used in blocks a and b, whose copies of its buffer running_mean"):
+        blocks_of(shared, ["b"])
+
+    class NoInput(nn.Linear):
+        def forward(self, x=None):
+            return x
+
+    with pytest.raises(ModelError, match=r"forward of NoInput: has no argument without a default"):
+        blocks_of(NoInput(2, 2))
+    modes = Forward(lambda m, x: m.b(m.a(x)) if m.training else m.a(m.b(x)))
+    with pytest.raises(ModelError, match=r"cut: are called in another order in evaluation than in training"):
+        blocks_of(modes, ["a", "b"])
+
+
+def run_all(blocks, state):
+    """As on stages: every block gets a leaf."""
+    for block in blocks.values():
+        state = block(state.clone() if isinstance(state, torch.Tensor) else {
+            name: one.detach().requires_grad_(one.is_floating_point()) for name, one in state.items()})
+    return state
+
+
+class InPlace(nn.Module):
+    def __init__(self, leave):
+        super().__init__()
+        self.a, self.relu, self.b, self.c = nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.leave = leave
+
+    def forward(self, x):
+        x = self.a(x)
+        y = self.b(self.relu(x))
+        return self.c(y + x if self.leave else y)
+
+
+def test_changes_in_place_across_a_cut_are_refused():
+    with pytest.raises(ModelError, match="block relu: changes what it was given in place, which the block before it"):
+        run_all(blocks_of(InPlace(False), ["relu", "c"]), torch.randn(2, 4))
+    with torch.no_grad(), pytest.raises(ModelError, match="block relu: changes a in place"):
+        state = torch.randn(2, 4)
+        for block in blocks_of(InPlace(True), ["relu", "c"]).values():
+            state = block(state)
+
+
+@pytest.mark.parametrize(("value", "kind"), [(0.5, "float"), (-1, "int"), ("text", "str")])
+def test_values_that_cannot_be_sent(value, kind):
+    class Returns(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), value
+
+    module = Forward(lambda m, x: use(m, m.first(x)))
+    module.first, module.last = Returns(4, 4), Ignores(4, 4)
+
+    def use(m, pair):
+        return m.last(m.b(pair[0]), pair)
+
+    with pytest.raises(ModelError, match="is used in a later block, and only tensors, sizes, devices, dtypes, None"):
+        run_all(blocks_of(module, ["b", "last"]), torch.randn(2, 4))
+
+
+class Ignores(nn.Linear):
+    def forward(self, x, other):
+        return super().forward(x)
+
+
+def test_frozen_blocks_in_evaluation_send_what_they_have():
+    module = Forward(lambda m, x: m.b(x + m.a(x) if m.training else m.a(x)))
+    blocks = blocks_of(module, ["b"])
+    blocks["a"].eval()
+    with pytest.raises(ModelError, match=r"value add of block b: was not sent by the blocks before it \(got \['a'\]\)"):
+        run_all(blocks, torch.randn(2, 4))
