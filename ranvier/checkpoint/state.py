@@ -253,7 +253,7 @@ def _origins(engine: Engine) -> dict[str, str]:
     return {parameter.name: parameter.origin for parameter in engine.layout.parameters if parameter.origin is not None}
 
 
-def with_origins(engine: Engine, source: Source) -> Source:
+def with_origins(engine: Engine, source: StateSource) -> StateSource:
     """`source`, in which parameters that were still tied when it was written are found under their own names, too."""
     there = source.manifest.tensors.get("parameter", {})
     origins = {name: origin for name, origin in _origins(engine).items() if name not in there and origin in there}
@@ -263,7 +263,7 @@ def with_origins(engine: Engine, source: Source) -> Source:
 class _Untied:
     """A source with further names of its parameters and their states. origins: further name -> name in the source."""
 
-    def __init__(self, source: Source, origins: Mapping[str, str]) -> None:
+    def __init__(self, source: StateSource, origins: Mapping[str, str]) -> None:
         self._source, self._origins = source, origins
         manifest = source.manifest
         self.manifest = replace(
