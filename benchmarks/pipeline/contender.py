@@ -50,8 +50,9 @@ def contenders(ranks: int, cores: int, policies: tuple[str, ...] = POLICIES) -> 
     found += [Contender(name=name, kind="torch", ranks=ranks, settings={"schedule": schedule})
               for name, schedule in TORCH_SCHEDULES.items()]
     found += [ours(policy, transport, ranks) for transport in ("mpi", "gloo") for policy in policies]
-    found += [ours("message-driven", transport, ranks, "-rule", memory=None) for transport in ("mpi", "gloo")
-              if "message-driven" in policies]
+    if "message-driven" in policies:
+        found += [ours("message-driven", transport, ranks, suffix, **settings) for transport in ("mpi", "gloo")
+                  for suffix, settings in (("-rule", {"memory": None}), ("-v-shape", {"stages_per_rank": 2}))]
     return found
 
 
