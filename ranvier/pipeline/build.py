@@ -21,7 +21,7 @@ from ranvier.layout import Box, Layout, Parameter
 from ranvier.mesh import Coordinates, Mesh, StagePlacement
 from ranvier.pipeline.block_costs import block_costs, build_on_meta
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.pipeline.partition import partition, uniform
+from ranvier.pipeline.partition import partition_for, uniform
 from ranvier.tensor.layers import VocabularyLinear, block_splits
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.layers import split_layers, split_loss
@@ -156,7 +156,7 @@ class Parts:
         if boundaries is not None:
             boundaries = check_boundaries(boundaries, count, num_stages)
         else:
-            boundaries = uniform(count, num_stages) if how == "uniform" else partition(weights, num_stages)
+            boundaries = uniform(count, num_stages) if how == "uniform" else partition_for(weights, placement)
         layout = Layout(mesh=mesh, num_blocks=count, boundaries=boundaries, parameters=self.parameters,
                         shards=self.shards, placement=placement)
         return _table(layout, self.names, weights, tuple(costs) if costs else None), layout

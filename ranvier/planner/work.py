@@ -21,7 +21,7 @@ from ranvier.mesh import Mesh
 from ranvier.models import families
 from ranvier.pipeline.block_costs import block_costs
 from ranvier.pipeline.build import Parts, meta_mesh, split_model
-from ranvier.pipeline.partition import partition, uniform
+from ranvier.pipeline.partition import partition_for, uniform
 from ranvier.precision import DTYPES
 
 
@@ -101,8 +101,8 @@ def _cut(run: ResolvedRun, blocks: Sequence[BlockCost], freezes: bool) -> tuple[
         return uniform(len(blocks), num_stages)
     device = device_kind(run)
     begins = next((place for place, block in enumerate(blocks) if block.num_trainable), len(blocks)) if freezes else 0
-    return partition([block.weight(device) / (3 if place < begins else 1) for place, block in enumerate(blocks)],
-                     num_stages)
+    return partition_for([block.weight(device) / (3 if place < begins else 1) for place, block in enumerate(blocks)],
+                         run.placement)
 
 
 def _count(run: ResolvedRun, share: int, frozen: int) -> list[BlockCost]:

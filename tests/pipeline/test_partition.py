@@ -15,9 +15,10 @@ from ranvier.config.rules import check_boundaries
 from ranvier.config.run import Transformer
 from ranvier.cost.blocks import BlockCost
 from ranvier.errors import ConfigError, ModelError
+from ranvier.mesh import StagePlacement
 from ranvier.models.gpt import flops_per_sequence, gpt
 from ranvier.pipeline.block_costs import FusedAttention, KeptBytes, block_costs, loss_parts
-from ranvier.pipeline.partition import partition, uniform
+from ranvier.pipeline.partition import partition, partition_for, uniform
 from ranvier.schedule.partition import cut
 from tests.pipeline.parity import chain, small_gpt, squared
 
@@ -203,3 +204,18 @@ def test_counting_leaves_forwards_of_other_threads_alone():
     """Ranks may be threads: one counts while another already trains, and torch's own counter has hooks for all."""
     block_costs(chain(partial(SeesGlobalHooks, 4, 4)), torch.zeros(2, 4), None, torch.float32)
     assert seen == [0]
+
+
+@given(st.lists(st.integers(1, 30), min_size=8, max_size=24), st.sampled_from(["v-shape", "interleaved"]))
+def test_ranks_with_several_stages_have_equal_work(costs, how):
+    """No less equal than where stages alone are equal, and within a block of the best that there can be."""
+    placement = StagePlacement(pipe=2, per_rank=2, how=how)
+
+    def largest(boundaries):
+        stages = [sum(costs[start:stop]) for start, stop in pairwise((0, *boundaries, len(costs)))]
+        return max(sum(stages[stage] for stage in placement.stages_of(rank)) for rank in range(2))
+
+    found = partition_for(costs, placement)
+    check_boundaries(found, len(costs), 4)
+    assert largest(found) <= largest(partition(costs, 4))
+    assert largest(found) <= sum(costs) / 2 + max(costs)
