@@ -132,24 +132,30 @@ def schedule_text(choices: Sequence[MemoryChoice]) -> str:
     count = simulated_microbatches(len(deferred))
     rows = [("pipeline.memory", *(f"{each.memory:g}" for each in others)),
             ("in flight", *(str(each.limits.in_flight) for each in others)),
+            ("most deferred", *(str(max(each.limits.deferred)) for each in others)),
             ("bubble", *(f"{each.bubble_fraction:.1%}" for each in others))]
     return "\n".join([f"\nschedule: at most {own.limits.in_flight} microbatches in flight; by rank, weight gradients "
-                      f"of {', '.join(map(str, deferred))} microbatches may be deferred; bubble, simulated with "
-                      f"{count} microbatches: {own.bubble_fraction:.1%}",
+                      f"of {', '.join(map(str, deferred))} microbatches may be deferred; chosen by a "
+                      f"simulation of {count} microbatches, whose bubble is {own.bubble_fraction:.1%}",
                       *(f"{name:>16}" + "".join(f"{value:>8}" for value in row) for name, *row in rows)])
 
 
-def print_report(report: Report, values: Sequence[tuple[str, str, str]]) -> None:
-    """The report for people, on standard output. values: (name, value, origin) of every setting."""
+def print_report(report: Report, values: Sequence[tuple[str, str, str]], *, every_value: bool = False) -> None:
+    """The report for people, on standard output: first what is wrong, last the settings.
+
+    values: (name, value, origin) of every setting; those at their defaults are left out unless `every_value`.
+    """
     from rich.console import Console
     from rich.table import Table
 
     console = Console(file=sys.stdout, soft_wrap=True, highlight=False, markup=False,
                       width=None if sys.stdout.isatty() else 200)  # lines in a pipe are not cut to a screen's width
-    settings = Table("setting", "value", "from", box=None, header_style="bold")
-    for row in values:
-        settings.add_row(*row, style=None if row[2] == "default" else "bold")
-    console.print(settings)
+    for problem in report.problems:
+        console.print(f"problem: {problem}", style="red")
+    if not report.problems:
+        console.print("no problems found", style="green")
+    for warning in report.warnings:
+        console.print(f"warning: {warning}", style="yellow")
     if report.planned:
         console.print(f"\nauto is {report.planned}")
     if report.stages:
@@ -168,10 +174,12 @@ def print_report(report: Report, values: Sequence[tuple[str, str, str]]) -> None
         console.print(f"learning rate: {report.learning_rate}")
     if report.padding:
         console.print(f"padding: {report.padding}")
-    console.print()
-    for warning in report.warnings:
-        console.print(f"warning: {warning}", style="yellow")
-    for problem in report.problems:
-        console.print(f"problem: {problem}", style="red")
-    if not report.problems:
-        console.print("no problems found", style="green")
+    settings = Table("setting", "value", "from", box=None, header_style="bold")
+    shown = [row for row in values if every_value or row[2] != "default"]
+    for row in shown:
+        settings.add_row(*row, style=None if row[2] == "default" else "bold")
+    if shown:
+        console.print()
+        console.print(settings)
+    if len(shown) < len(values):
+        console.print(f"the other {len(values) - len(shown)} settings have their defaults: --all shows them")

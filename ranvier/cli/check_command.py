@@ -19,9 +19,10 @@ from ranvier.config import read
                    "ranvier.testing.check_split. No RECIPE is needed.")
 @click.option("--ranks", type=click.IntRange(min=1), help="Number of ranks that the run is meant for.")
 @click.option("--ranks-per-node", type=click.IntRange(min=1), help="Ranks on each machine, for their placement.")
+@click.option("--all", "every_value", is_flag=True, help="Show all settings, also those at their defaults.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def check(recipe: str | None, split: str | None, ranks: int | None, ranks_per_node: int | None, as_json: bool,
-          **flags: str | None) -> int:
+def check(recipe: str | None, split: str | None, ranks: int | None, ranks_per_node: int | None, every_value: bool,
+          as_json: bool, **flags: str | None) -> int:
     """List every problem of RECIPE at once, for any number of ranks, with its stages, memory and settings.
 
     No rank is started, and no weights are allocated.
@@ -52,5 +53,5 @@ def check(recipe: str | None, split: str | None, ranks: int | None, ranks_per_no
         print(json.dumps({"recipe": name, "ranks": ranks, "mesh": dataclasses.asdict(resolved.run.mesh),
                           **report.document(), "values": listed}, indent=1))
     else:
-        print_report(report, rows)
+        print_report(report, rows, every_value=every_value)
     return 2 if report.problems else 0

@@ -112,9 +112,12 @@ def test_check_finds_everything_at_once(capsys):
 def test_check_for_people(capsys):
     assert run_command(["check", "gpt-tiny", "--ranks", "4", "--train.steps", "7"]) == 0
     out = capsys.readouterr().out
-    for text in (r"train\.steps +7 +flag", r"mesh\.data +2 +recipe gpt-tiny", r"comm\.transport +auto +default",
-                 "MiB per rank", r"warning: train\.warmup-steps", "no problems found"):
+    for text in (r"train\.steps +7 +flag", r"mesh\.data +2 +recipe gpt-tiny", "MiB per rank",
+                 r"^no problems found\nwarning: train\.warmup-steps", "settings have their defaults"):
         assert re.search(text, out), text
+    assert "comm.transport" not in out
+    assert run_command(["check", "gpt-tiny", "--ranks", "4", "--all"]) == 0
+    assert re.search(r"comm\.transport +auto +default", capsys.readouterr().out)
     assert run_command(["check", "gpt-tiny", "--ranks", "5"]) == 2
     assert "problem: mesh: needs 4 ranks, not 5" in capsys.readouterr().out
 
