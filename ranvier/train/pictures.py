@@ -154,9 +154,11 @@ def _label_row(axes: Axes, row: Sequence[Span], zero_ns: int, place: float) -> N
 
 
 def _bar_text(span: Span) -> str:
-    """F3 is shown as 3: the colour says F. Bars without a microbatch have no text."""
-    number = span.label[1:]
-    return number if span.category in ("forward", "backward", "weight") and number.isdigit() else ""
+    """F3 is shown as 3, for the colour says F; F3.1, on the rank's second stage, as 3 with a prime. Bars without a
+    microbatch have no text."""
+    number, _, turn = span.label[1:].partition(".")
+    known = span.category in ("forward", "backward", "weight") and number.isdigit() and (not turn or turn.isdigit())
+    return number + "\u2032" * int(turn or 0) if known else ""
 
 
 def _legend(percent: Mapping[Category, int]) -> list[Patch]:

@@ -22,7 +22,16 @@ from ranvier.train import timeline as timelines_module
 from ranvier.train.history import History
 from ranvier.train.metrics import KEPT_STEPS, Meter, StepSpans
 from ranvier.train.peak import matrix_product_rate
-from ranvier.train.pictures import draw_loss, draw_timeline, joined, representative_step, shares, smoothed, within
+from ranvier.train.pictures import (
+    _bar_text,
+    draw_loss,
+    draw_timeline,
+    joined,
+    representative_step,
+    shares,
+    smoothed,
+    within,
+)
 from ranvier.train.report import peak_memory_bytes, steady, summarise, write_report
 from ranvier.train.timeline import RankTimeline, gather_timelines, write_trace
 
@@ -284,3 +293,10 @@ def test_what_a_rank_is_busy_with_is_no_waiting_for_the_gradients_norm():
 
     steps, busy = run_ranks(rank, 1)[0]
     assert steps == 2 and busy.keys() == {"optimizer"} and 200 <= busy["optimizer"] < 300
+
+
+@pytest.mark.parametrize(("category", "label", "text"), [
+    ("forward", "F3", "3"), ("weight", "W12", "12"), ("backward", "B3.1", "3\u2032"), ("backward", "B0.2", "0\u2032\u2032"),
+    ("wait", "the forward of microbatch 3", ""), ("optimizer", "update", "")])
+def test_bars_show_the_microbatch_and_the_turn(category, label, text):
+    assert _bar_text(Span(category, label, 1, 0, 1)) == text
