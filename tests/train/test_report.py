@@ -296,7 +296,7 @@ def test_what_a_rank_is_busy_with_is_no_waiting_for_the_gradients_norm():
 
 
 @pytest.mark.parametrize(("category", "label", "text"), [
-    ("forward", "F3", "3"), ("weight", "W12", "12"), ("backward", "B3.1", "3\u2032"), ("backward", "B0.2", "0\u2032\u2032"),
-    ("wait", "the forward of microbatch 3", ""), ("optimizer", "update", "")])
+    ("forward", "F3", "3"), ("weight", "W12", "12"), ("backward", "B3.1", "3\u2032"),
+    ("backward", "B0.2", "0\u2032\u2032"), ("wait", "the forward of microbatch 3", ""), ("optimizer", "update", "")])
 def test_bars_show_the_microbatch_and_the_turn(category, label, text):
     assert _bar_text(Span(category, label, 1, 0, 1)) == text
