@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import click
 
@@ -28,8 +29,9 @@ _PLANNED = (*(f"mesh.{axis}" for axis in AXES), "batch.microbatch_size")
 
 @click.command(cls=SettingsCommand, short_help="Train a recipe.")
 @click.argument("recipe")
+@click.option("--quiet", is_flag=True, help="Print warnings and errors only; files and trackers have the rest.")
 @click.pass_context
-def train(context: click.Context, /, recipe: str, **flags: str | None) -> int:
+def train(context: click.Context, /, recipe: str, quiet: bool, **flags: str | None) -> int:
     """Train RECIPE: the name of a shipped recipe, a TOML file, or module:function.
 
     Under plain python the local ranks are started for you; under torchrun, mpiexec or srun this process is one of them.
@@ -48,13 +50,16 @@ def train(context: click.Context, /, recipe: str, **flags: str | None) -> int:
     _print_warnings(run, resolved, asked, started, warnings)
     rerun = None if started is not None else [*launch.rerun_command(), "--run-dir", str(run_dir),
                                               *_planned_flags(asked, run)]
+    # open for as long as the process lives: what ends it may still print
+    stream = open(os.devnull, "w", encoding="utf-8") if quiet else sys.stdout  # noqa: SIM115
     world = launch.start(run.mesh, transport=run.comm.transport, collectives=run.comm.collectives,
                          launcher=run.launch.launcher, threads=run.launch.threads, device=run.launch.device,
                          timeout_seconds=run.comm.timeout_seconds, rerun=rerun,
                          explain_kill=lambda: _memory_text(run), saves_on_stop=True,
                          stopped_seconds=run.launch.stopped_seconds, hang_seconds=run.launch.hang_seconds,
-                         restart=Restarts(run, rerun) if rerun and run.max_restarts else None, flags=True)
-    return _train_as_rank(run, run_dir, name, world, context.obj)
+                         restart=Restarts(run, rerun) if rerun and run.max_restarts else None, flags=True,
+                         stream=stream)
+    return _train_as_rank(run, run_dir, name, world, context.obj, stream)
 
 
 def _close(resolved: read.Merged, started: Started | None) -> tuple[Run, ResolvedRun, list[RanvierError]]:
@@ -111,13 +116,13 @@ def _memory_text(run: ResolvedRun) -> str:
 
 
 def _train_as_rank(run: ResolvedRun, run_dir: Path, name: str, world: World,
-                   change_world: Callable[[World], World] | None) -> int:
+                   change_world: Callable[[World], World] | None, stream: TextIO) -> int:
     from ranvier.train.loop import train as train_loop
 
     def work() -> None:
         if world.rank == 0:  # not before `start`, where the other ranks would wait for a rank 0 that has exited
             check_folder(run_dir, run.resume)
-        train_loop(run, name, world)
+        train_loop(run, name, world, stream=stream)
 
     world = world if change_world is None else change_world(world)
     return work_as_rank(world, run.mesh, work)

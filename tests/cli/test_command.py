@@ -162,10 +162,17 @@ def test_training_leaves_its_results_in_its_folder_only(tmp_path, corpus):
 
 
 def test_an_error_of_the_ranks_is_one_line(tmp_path):
-    done = ranvier("train", "gpt-tiny", "--mesh.data", 1, "--comm.transport", "torch", *TINY, "--data.corpus",
-                   tmp_path / "missing", "--data.cache-dir", tmp_path / "cache", "--run-dir", tmp_path / "run")
+    """With --quiet it is all that is printed."""
+    done = ranvier("train", "gpt-tiny", "--quiet", "--mesh.data", 1, "--comm.transport", "torch", *TINY,
+                   "--data.corpus", tmp_path / "missing", "--data.cache-dir", tmp_path / "cache", "--run-dir", tmp_path / "run")
     assert done.returncode == 2
-    assert re.fullmatch(r"ranvier: error: .*missing.*\n", done.stderr)
+    assert re.fullmatch(r"ranvier: error: .*missing.*\n", done.stderr) and not done.stdout
+
+
+def test_a_quiet_run_prints_nothing(tmp_path, corpus, capfd):
+    assert run_command(["train", "gpt-tiny", "--quiet", "--mesh.data", "1", "--mesh.pipe", "1", "--comm.transport",
+                        "torch", "--run-dir", str(tmp_path / "run"), *map(str, [*TINY, *corpus])]) == 0
+    assert capfd.readouterr().out == "" and (tmp_path / "run" / "summary.json").exists()
 
 
 def test_interrupting_a_command_in_this_process(monkeypatch):
