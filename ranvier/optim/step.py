@@ -55,14 +55,14 @@ class GradientStatus:
 
     squared_norm: [1] fp64, of the gradients of the mean loss, being summed over all ranks by `work`.
     factor: what turns the buffer's gradients into those of the mean loss.
-    steps: whether parameters may be updated; overflow: whether a gradient was not finite in fp16.
+    updates: whether parameters may be updated; overflow: whether a gradient was not finite in fp16.
     bad: why the step is a bad one, where a guard looks; None: it is not.
     """
 
     squared_norm: Tensor
     work: Work
     factor: float
-    steps: bool
+    updates: bool
     overflow: bool = False
     bad: str | None = None
 
@@ -256,11 +256,11 @@ class Updater:
             bad = guard.by_norm(status.norm)
         if guard is not None and bad is None and not overflow:
             guard.good()
-        return replace(status, steps=bad is None and not overflow, overflow=overflow, bad=bad)
+        return replace(status, updates=bad is None and not overflow, overflow=overflow, bad=bad)
 
     def _apply(self, status: GradientStatus, factor: float) -> None:
         """Update all parameters from their reduced gradients times `factor`, clipped, if the status allows it."""
-        if not status.steps:
+        if not status.updates:
             return
         if self._optim.clip_norm:  # as torch.nn.utils.clip_grad_norm_
             factor *= min(1.0, self._optim.clip_norm / (status.norm + 1e-6))
@@ -355,7 +355,8 @@ class Updater:
         factor = self._by_block_factor = self._factor(weight)
         norm = torch.zeros(1, dtype=torch.float64, device=self._device)  # on the device: nobody waits for it here
         norm += self._squared * factor**2
-        return GradientStatus(squared_norm=norm, work=self._ranks.all_reduce(norm), factor=factor, steps=weight != 0.0)
+        return GradientStatus(squared_norm=norm, work=self._ranks.all_reduce(norm), factor=factor,
+                              updates=weight != 0.0)
 
     # ------------------------------------------------------------------ what lives from step to step
 

@@ -522,7 +522,7 @@ class Engine:
                                remedy="Lower the learning rate, or look at the data and the loss. Engine(guard=Guard("
                                       "bad_step='skip')) leaves out such steps and reports them in BatchResult.bad; "
                                       "bad_step='none' applies them.")
-        if status.steps:
+        if status.updates:
             if self._ties.owns:
                 self._updater.wait()
             self._ties.send_values(self._call, trained=True)

@@ -23,7 +23,7 @@ class BatchResult:
     def stepped(self) -> bool:
         """Whether the gradients could be used: the batch had a valid target, nothing overflowed in fp16, and the step
         was not bad."""
-        return self.status is not None and self.status.steps
+        return self.status is not None and self.status.updates
 
     @property
     def bad(self) -> str | None:
