@@ -1,7 +1,7 @@
-"""What fine-tunes: a loop over transformers' model, the same under DDP, and Ranvier's engine, each rank on its own core.
+"""The contenders: a loop over transformers' model, the same under DDP, and Ranvier's engine. Each rank has a core.
 
-All start from the weights in one folder and take the same samples at each step, in the order of Ranvier's sampler, which
-groups sentences by length. Every rank pads its share of a batch to its longest sentence.
+All start from the weights in one folder and take the same samples at each step, in the order of Ranvier's sampler,
+which groups sentences by length. Every rank pads its share of a batch to its longest sentence.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ Step = Callable[[int], Callable[[], float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """shard: whether Ranvier shards the optimizer states over its ranks. A `plain` contender of several ranks is as many
-    loops that know nothing of each other."""
+    """shard: whether Ranvier shards the optimizer states over its ranks. The ranks of a `plain` contender train
+    independently of each other."""
 
     name: str
     kind: Literal["plain", "ddp", "ours"]
@@ -83,7 +83,7 @@ class Work:
     sentences: int
     batch: int
     longest: int = 64
-    learning_rate: float = 1e-4
+    learning_rate: float
     microbatch: int = 0
     seed: int = 0
 
@@ -108,8 +108,9 @@ def make_sentences(work: Work) -> Labelled:
         pair = (pairs ** random.random(length - 2)).astype(np.int32) - 1
         parity = (random.random(length - 2) < 0.75) == label
         ids[row, :length] = [_CLS, *(_FIRST_WORD + 2 * pair + parity), _SEP]
-    return Labelled(Arrays(arrays={"ids": ids, "lengths": lengths, "labels": labels,
-                                   "firsts": np.full(work.sentences, work.longest, dtype=np.int32)}, facts={}, digest=""))
+    firsts = np.full(work.sentences, work.longest, dtype=np.int32)  # no pairs
+    return Labelled(Arrays(arrays={"ids": ids, "lengths": lengths, "labels": labels, "firsts": firsts}, facts={},
+                           digest=""))
 
 
 def loader_of(work: Work, *, rank: int = 0, ranks: int = 1, microbatch: int = 0) -> Loader:

@@ -10,9 +10,10 @@
 
 The model has MiniLM's size (6 layers of 384) and random weights, which transformers makes and all contenders load.
 Sentences are generated; their lengths are distributed as in SST-2 (13.5 tokens on average, at most 64). All contenders
-have the same batches, AdamW's default settings, fp32, and one thread on each rank, which has a core of its own. They are
-processes that stay and take turns, one epoch each, forwards and backwards through the list in turn. The first epoch is
-not timed. Its losses must agree to 1e-3 with those of the transformers loop, otherwise no ratio is printed.
+have the same batches, AdamW's default settings, fp32, and one thread on each rank, which has a core of its own.
+Contenders are processes that stay and take turns, one epoch each, forwards and backwards through the list in turn. The
+first epoch is not timed. Its losses must agree to 1e-3 with those of the transformers loop, otherwise no ratio is
+printed.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ AGREE = 1e-3
 
 def save_model(options: argparse.Namespace, folder: Path, longest: int) -> Path:
     """transformers' BERT with random weights, in `folder`."""
+    transformers.logging.disable_progress_bar()
     transformers.set_seed(0)
     config = transformers.BertConfig(
         vocab_size=options.vocab, hidden_size=options.hidden, num_hidden_layers=options.layers,
@@ -87,7 +89,7 @@ class Team:
 def measure(options: argparse.Namespace) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         work = Work(model=Path(folder), vocab=options.vocab, sentences=options.sentences, batch=options.batch,
-                    microbatch=options.microbatch)
+                    microbatch=options.microbatch, learning_rate=options.learning_rate)
         save_model(options, work.model, work.longest)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
@@ -106,9 +108,10 @@ def measure(options: argparse.Namespace) -> list[dict]:
     about = describe(work)
     report(rows, about, compared=not options.dropout)
     sizes = {name: getattr(options, name) for name in (
-        "layers", "hidden", "vocab", "sentences", "batch", "microbatch", "dropout", "rounds")}
+        "layers", "hidden", "vocab", "sentences", "batch", "microbatch", "dropout", "learning_rate", "rounds")}
     path = options.output or results_file("finetune", name_of(options), quick=options.quick)
-    write_results(path, {"transformers": transformers.__version__, **sizes, "about": about, "contenders": list(rows.values())})
+    write_results(path, {"transformers": transformers.__version__, **sizes, "about": about,
+                         "contenders": list(rows.values())})
     print(f"wrote {path}")
     return list(rows.values())
 
@@ -128,12 +131,13 @@ def report(rows: dict[str, dict], about: dict[str, float], *, compared: bool) ->
         row["final_loss"] = sum(row["rounds"][-1]["losses"]) / len(row["rounds"][-1]["losses"])
         spread = ratios(rates[name], rates[PLAIN.name])
         row["speed_over_transformers"] = asdict(spread) if agree else None
-        lines.append((name, row["ranks"], f"{row['sentences_per_second']:.1f}", str(spread) if agree else "losses differ",
-                      f"{row['final_loss']:.5f}", f"{row['largest_loss_difference']:.1e}"))
+        lines.append((name, row["ranks"], f"{row['sentences_per_second']:.1f}",
+                      str(spread) if agree else "losses differ", f"{row['final_loss']:.5f}",
+                      f"{row['largest_loss_difference']:.1e}"))
     print(f"{about['tokens']:.1f} tokens a sentence, at most {about['longest']}, padded to {about['positions']:.1f} "
           f"on average in whole batches")
     print(table(("contender", "ranks", "sentences/s", "speed over transformers", "loss of the last epoch",
-                 "first losses differ by"), lines))
+                 "difference of first losses"), lines))
 
 
 def describe(work: Work) -> dict[str, float]:
@@ -158,6 +162,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     made.add_argument("--sentences", type=int, help="in an epoch; a multiple of the batch")
     made.add_argument("--batch", type=int, default=32, help="sentences of a step, over all ranks; even")
     made.add_argument("--microbatch", type=int, default=0, help="Ranvier's microbatches; 0 is a rank's whole share")
+    made.add_argument("--learning-rate", type=float, default=1e-4)
     made.add_argument("--dropout", type=float, default=0.0, help="above 0 losses are not compared: masks differ")
     made.add_argument("--layers", type=int, default=6)
     made.add_argument("--hidden", type=int, default=384, help="a multiple of 32, the size of a head")
