@@ -171,8 +171,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
                       help="these contenders, and transformers")
     made.add_argument("--output", type=Path, help="the file of results; by default in benchmarks/results/finetune")
     options = made.parse_args(arguments)
-    options.rounds = options.rounds or (2 if options.quick else 9)
-    options.sentences = options.sentences or (128 if options.quick else 256)
+    options.rounds = options.rounds or (2 if options.quick else 7)
+    options.sentences = options.sentences or (128 if options.quick else 512)
     if options.batch % 2 or options.sentences % options.batch or options.hidden % 32:
         made.error("--batch must be even, --sentences a multiple of it, and --hidden a multiple of 32")
     return options
