@@ -76,7 +76,7 @@ CONTENDERS = (
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """What all contenders do. model: a folder with transformers' BERT; microbatch: at most so many sentences at once in
-    Ranvier, 0 for a rank's whole share of a batch."""
+    Ranvier, 0 for a rank's whole share of a batch; bucket_size: of Ranvier's optimizer."""
 
     model: Path
     vocab: int
@@ -85,6 +85,7 @@ class Work:
     longest: int = 64
     learning_rate: float
     microbatch: int = 0
+    bucket_size: int | Literal["auto"] = "auto"
     seed: int = 0
 
     @property
@@ -157,7 +158,8 @@ def open_ours(work: Work, contender: Contender, rank: int, store: dist.Store) ->
                   local_size=contender.ranks)
     pretrained = Pretrained(work.model)
     engine = Engine(bert(pretrained.config, "classes"), world, mesh=Mesh(data=contender.ranks), seed=work.seed,
-                    optim=Optim(shard=contender.shard), learning_rate=work.learning_rate, nominal_weight=work.batch)
+                    optim=Optim(shard=contender.shard, bucket_size=work.bucket_size),
+                    learning_rate=work.learning_rate, nominal_weight=work.batch)
     load_pretrained(engine, pretrained)
     loader = loader_of(work, rank=rank, ranks=contender.ranks, microbatch=work.microbatch)
 

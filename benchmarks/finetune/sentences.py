@@ -89,7 +89,8 @@ class Team:
 def measure(options: argparse.Namespace) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         work = Work(model=Path(folder), vocab=options.vocab, sentences=options.sentences, batch=options.batch,
-                    microbatch=options.microbatch, learning_rate=options.learning_rate)
+                    microbatch=options.microbatch, learning_rate=options.learning_rate,
+                    bucket_size=options.bucket_size or "auto")
         save_model(options, work.model, work.longest)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
@@ -108,7 +109,8 @@ def measure(options: argparse.Namespace) -> list[dict]:
     about = describe(work)
     report(rows, about, compared=not options.dropout)
     sizes = {name: getattr(options, name) for name in (
-        "layers", "hidden", "vocab", "sentences", "batch", "microbatch", "dropout", "learning_rate", "rounds")}
+        "layers", "hidden", "vocab", "sentences", "batch", "microbatch", "bucket_size", "dropout",
+        "learning_rate", "rounds")}
     path = options.output or results_file("finetune", name_of(options), quick=options.quick)
     write_results(path, {"transformers": transformers.__version__, **sizes, "about": about,
                          "contenders": list(rows.values())})
@@ -151,6 +153,7 @@ def name_of(options: argparse.Namespace) -> str:
     """The kind of the result: everything that makes results incomparable."""
     parts = [f"sentences-{options.layers}x{options.hidden}-{options.sentences}-by-{options.batch}"]
     parts += [f"microbatch-{options.microbatch}"] * (options.microbatch > 0)
+    parts += [f"bucket-{options.bucket_size}"] * (options.bucket_size > 0)
     parts += [f"dropout-{options.dropout:g}"] * (options.dropout > 0)
     return "-".join([*parts, *(["selected"] if options.only is not None else [])])
 
@@ -162,6 +165,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     made.add_argument("--sentences", type=int, help="in an epoch; a multiple of the batch")
     made.add_argument("--batch", type=int, default=32, help="sentences of a step, over all ranks; even")
     made.add_argument("--microbatch", type=int, default=0, help="Ranvier's microbatches; 0 is a rank's whole share")
+    made.add_argument("--bucket-size", type=int, default=0, help="parameters in a bucket of Ranvier's; 0 is auto")
     made.add_argument("--learning-rate", type=float, default=1e-4)
     made.add_argument("--dropout", type=float, default=0.0, help="above 0 losses are not compared: masks differ")
     made.add_argument("--layers", type=int, default=6)
