@@ -15,13 +15,13 @@ VERSIONS ?= python3.11:2.11.0 python3.12:2.11.0 python3.12:2.13.0
 # Largest file that `make lint` accepts.
 MAX_FILE_KIB := 2048
 
-.PHONY: help train test test-all test-versions lint check-files docs wheel bench-pipeline bench-transports bench-meshes bench-memory bench-tensor bench-checkpoint bench-elastic clean
+.PHONY: help train test test-all test-versions lint check-files docs wheel bench-pipeline bench-transports bench-meshes bench-memory bench-tensor bench-checkpoint bench-elastic bench-finetune clean
 
 help:
 	@echo "make train              train the smallest GPT on four local ranks, with a picture of what each did when"
 	@echo "make test               lint and the tests; test-all adds the slow ones, and other versions of Python and torch"
 	@echo "make docs               build the site into site/; make wheel builds dist/"
-	@echo "make bench-pipeline     compare with other pipelines; bench-transports, bench-meshes, bench-memory, bench-tensor, bench-checkpoint, bench-elastic likewise"
+	@echo "make bench-pipeline     compare with other pipelines; bench-transports, bench-meshes, bench-memory, bench-tensor, bench-checkpoint, bench-elastic, bench-finetune likewise"
 	@echo "make clean              remove $(VENV)"
 
 train: $(VENV)/train
@@ -89,6 +89,9 @@ bench-checkpoint: $(VENV)/train
 
 bench-elastic: $(VENV)/test
 	$(BIN)/python -m benchmarks.elastic.parts
+
+bench-finetune: $(VENV)/test
+	$(BIN)/python -m benchmarks.finetune.sentences
 
 clean:
 	rm -rf $(VENV)
