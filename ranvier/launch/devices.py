@@ -94,10 +94,10 @@ def choose_devices(ranks: Sequence[RankDevices]) -> DeviceChoice:
         machines[seen.machine].append(seen)
     found: dict[int, int] = {}
     without: list[list[RankDevices]] = []
-    for ranks in machines.values():
-        own = _own_devices(ranks)
+    for local_ranks in machines.values():
+        own = _own_devices(local_ranks)
         if own is None:
-            without.append(ranks)
+            without.append(local_ranks)
         else:
             found |= own
     if setting == "auto" and len(without) == len(machines):

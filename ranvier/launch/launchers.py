@@ -35,7 +35,6 @@ class Started:
     local_rank, local_size: among the ranks of its machine; None if the launcher does not set them (MPI then does).
     master: (host, port) where rank 0 can be reached; None if that must be found through MPI.
     agent_store: whether a store already listens at `master`, so that rank 0 must not host one.
-    attempt: number of restarts by torchrun.
     mpi: whether MPI's ranks are those of the launcher.
     reason: why our own supervisor chose its transport.
     secret: shared by the ranks of this run only; None if the environment has none.
@@ -48,7 +47,6 @@ class Started:
     local_size: int | None = None
     master: tuple[str, int] | None = None
     agent_store: bool = False
-    attempt: int = 0
     mpi: bool = False
     reason: str = ""
     secret: str | None = field(default=None, repr=False)
@@ -136,8 +134,7 @@ def _torchrun(environ: Mapping[str, str]) -> Started | None:
                                                          "MASTER_PORT"))
     return Started(launcher="torchrun", rank=rank, size=size, local_rank=local_rank, local_size=local_size,
                    master=(_text(environ, "MASTER_ADDR", "torchrun"), port),
-                   agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-                   attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", "torchrun", default=0))
+                   agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
 
 
 def _mpiexec(environ: Mapping[str, str]) -> Started | None:

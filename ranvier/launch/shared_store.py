@@ -1,7 +1,8 @@
 """The store that all ranks share (rendezvous): which process hosts it, on which address, and its secret.
 
     local            the supervisor hosts it on the loopback address; ranks get the secret in their environment
-    torchrun         torchrun's agent hosts it, on all interfaces; Ranvier uses keys below a prefix for this attempt
+    torchrun         torchrun's agent hosts it, on all interfaces, and keeps it when it starts the ranks again: each
+                     start has keys of its own
     mpiexec, srun    rank 0 hosts it on the address that the others reach; address and secret travel through MPI
     ... with MASTER_ADDR, or srun without MPI: rank 0, on that name's address; see below for the secret
 
@@ -17,6 +18,7 @@ import socket
 import time
 from datetime import timedelta
 from importlib.util import find_spec
+from ipaddress import ip_address
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
@@ -26,8 +28,10 @@ from ranvier.launch.launchers import Started
 from ranvier.system.machine import address_towards
 
 _REMEDY = "Set MASTER_ADDR and MASTER_PORT, the same for all ranks, to a free port of rank 0's machine."
+_TORCHRUN_REMEDY = "Give torchrun on each machine --local-addr and the address by which the others reach that machine."
 _LOOPBACK = "127.0.0.1"
 _REFUSED_SECONDS = 2.0
+_POLL_SECONDS = 0.02
 
 
 def new_secret() -> str:
@@ -57,19 +61,65 @@ def open_store(started: Started, timeout_seconds: float) -> tuple[Store, SharedS
     host, port = started.master
     hosts = started.rank == 0 and not started.agent_store
     if started.agent_store:
-        _await_launchers_store(host, port, timeout_seconds)
+        _await_launchers_store(started, host, port, timeout_seconds)
+    remedy = _TORCHRUN_REMEDY if started.agent_store and started.launcher == "torchrun" else _REMEDY
     try:
         store = _host_store(host, port, started, timeout) if hosts else TCPStore(
             host, port, is_master=False, timeout=timeout)
     except Exception as error:
         what = "cannot listen there" if hosts else "rank 0 cannot be reached there"
         raise LaunchError(f"{what}: {str(error).partition(chr(10))[0]}", where="launch", value=f"{host}:{port}",
-                          remedy=_REMEDY) from error
-    return signed(store if started.launcher == "local" else PrefixStore(f"ranvier/{started.attempt}", store),
-                  started.secret)
+                          remedy=remedy) from error
+    if started.launcher == "local":
+        return signed(store, started.secret)
+    below = PrefixStore("ranvier", store)
+    if started.launcher == "torchrun":
+        _, starts = signed(PrefixStore("starts", below), started.secret)
+        below = PrefixStore(agree_on_start(started.rank, started.size, starts, timeout_seconds), below)
+    return signed(below, started.secret)
 
 
-def _await_launchers_store(host: str, port: int, timeout_seconds: float) -> None:
+def agree_on_start(rank: int, size: int, store: SharedStore, timeout_seconds: float) -> str:
+    """A word that all ranks of this start get, and those of no other start that used the same store.
+
+    torchrun's count of restarts is no such word: it stays the same when a machine joins, and the agent of a machine
+    that joins later counts from 0. Each rank therefore writes a random question, and rank 0 answers under that
+    question until all ranks have confirmed. It also answers questions of earlier starts, which nobody confirms.
+
+    LaunchError if a rank is missing for `timeout_seconds`.
+    """
+    word = secrets.token_hex(8)
+    if rank > 0:
+        store.set(f"question/{rank}", word)
+        try:
+            answer = store.get(f"answer/{word}").decode()
+        except RuntimeError as error:
+            raise _missing(0, error) from error
+        store.set(f"{answer}/{rank}", "confirmed")
+        return answer
+    missing, answered = set(range(1, size)), set[str]()
+    end = time.monotonic() + timeout_seconds
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"{word}/{other}"]):
+                missing.remove(other)
+            elif store.check([f"question/{other}"]):
+                question = store.get(f"question/{other}").decode()
+                if question not in answered:
+                    store.set(f"answer/{question}", word)
+                    answered.add(question)
+        if missing and time.monotonic() > end:
+            raise _missing(min(missing), f"{timeout_seconds:g} s")
+        time.sleep(_POLL_SECONDS if missing else 0)
+    return word
+
+
+def _missing(rank: int, value: object) -> LaunchError:
+    return LaunchError("did not start in time", where=f"rank {rank}", value=str(value).partition("\n")[0],
+                       remedy="See why that rank has not started, or raise --comm.timeout-seconds.")
+
+
+def _await_launchers_store(started: Started, host: str, port: int, timeout_seconds: float) -> None:
     """LaunchError if nothing listens there for `_REFUSED_SECONDS`.
 
     The launcher hosted this store before it started the ranks, so it is gone; TCPStore would retry for
@@ -82,11 +132,22 @@ def _await_launchers_store(host: str, port: int, timeout_seconds: float) -> None
             return
         except ConnectionRefusedError:
             if time.monotonic() > end:
+                if started.rank != started.local_rank and _is_loopback(host):
+                    raise LaunchError("means this machine itself here, but rank 0 is on another one",
+                                      where="MASTER_ADDR", value=host, remedy=_TORCHRUN_REMEDY) from None
                 raise LaunchError("the launcher that hosted the ranks' store is gone", where="launch",
                                   value=f"{host}:{port}", remedy="Start the ranks again.") from None
             time.sleep(0.1)
         except OSError:  # TCPStore says what is wrong
             return
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:  # unknown: TCPStore says so
+        return False
+    return all(ip_address(str(address[0])).is_loopback for *_, address in found)
 
 
 def _host_store(host: str, port: int, started: Started, timeout: timedelta) -> TCPStore:

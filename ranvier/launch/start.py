@@ -36,7 +36,7 @@ from ranvier.launch.mpi_start_watch import mpi_start_watch
 from ranvier.launch.mpiexec import mpi_available
 from ranvier.launch.shared_store import open_store
 from ranvier.mesh import Mesh
-from ranvier.system.machine import available_cores, interface_towards, threads_per_rank
+from ranvier.system.machine import address_towards, available_cores, interface_towards, threads_per_rank
 from ranvier.world import World
 
 Restart = Callable[[int], tuple[Mesh, Sequence[str]] | None]
@@ -330,8 +330,8 @@ def _connect(started: Started, transport: str, collectives: str, device: torch.d
 
 
 def _connect_torch(started: Started, device: torch.device, timeout_seconds: float, store: Store) -> TorchBackend:
-    _choose_interface(started)
     try:
+        _choose_interface(started, store)
         return TorchBackend(started.rank, started.size, PrefixStore("comm", clone_store(store)), device,
                             timeout_seconds)
     except RuntimeError as error:
@@ -341,16 +341,22 @@ def _connect_torch(started: Started, device: torch.device, timeout_seconds: floa
                                  "others (ip addr lists them).") from error
 
 
-def _choose_interface(started: Started) -> None:
-    """Make Gloo use the interface on the route to rank 0's machine.
+def _choose_interface(started: Started, store: Store) -> None:
+    """Make Gloo use the interface on the route to rank 0's machine; there, that on the route to another machine.
 
     By default it uses the address of the host's own name, which is often a loopback address (/etc/hosts) that no other
-    machine can reach.
+    machine can reach. On rank 0's machine its name may mean such an address, too.
     """
-    if started.local_size == started.size or started.master is None or _INTERFACE in os.environ:
+    if started.local_size == started.size or started.master is None:
         return
-    name = interface_towards(started.master[0])
-    if name is not None:
+    address = address_towards(started.master[0])
+    store.set(f"address/{started.rank}", address or "")
+    if _INTERFACE in os.environ:
+        return
+    others = (store.get(f"address/{rank}").decode() for rank in range(started.size) if rank != started.rank)
+    host = started.master[0] if address else next(filter(None, others), None)
+    name = interface_towards(host) if host else None
+    if name:
         os.environ[_INTERFACE] = name
 
 

@@ -35,6 +35,13 @@ def test_ranks_that_see_overlapping_devices():
     assert choose_devices(two).devices == (1, 0)
 
 
+def test_machines_without_devices():
+    """Every rank of every machine has an entry, also where machines have different numbers of ranks."""
+    machines = [replace(TORCHRUN[rank], machine="first" if rank < 1 else "second", devices=()) for rank in range(4)]
+    assert choose_devices(machines).devices == (None,) * 4
+    assert choose_devices(machines).reason == "no CUDA device found"
+
+
 def test_a_machine_without_devices_among_others_is_an_error_on_every_rank():
     with pytest.raises(ConfigError, match=r"launch\.device.*no CUDA device found on the machine of ranks 2, 3, while "
                                           r"ranks 0, 1 have a device each"):

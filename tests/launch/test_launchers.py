@@ -24,7 +24,7 @@ def test_plain_python():
 
 
 def test_torchrun():
-    assert detect(TORCHRUN) == Started(launcher="torchrun", rank=3, size=8, local_rank=1, local_size=2, attempt=2,
+    assert detect(TORCHRUN) == Started(launcher="torchrun", rank=3, size=8, local_rank=1, local_size=2,
                                        master=("node01", 29500), agent_store=True)
 
 

@@ -3,7 +3,10 @@
 import os
 
 import pytest
+from torch.distributed import HashStore
 
+from ranvier.launch import start as launch
+from ranvier.launch.launchers import Started
 from ranvier.system.machine import available_cores, cpu_quota, interface_towards, memory_limit_bytes, threads_per_rank
 
 
@@ -63,3 +66,18 @@ def test_an_interface_is_named_by_its_address(monkeypatch):
     monkeypatch.setattr("ranvier.system.machine.socket.socket", Probe)
     monkeypatch.setattr("ranvier.system.machine.psutil.net_if_addrs", lambda: found)
     assert interface_towards("node0") == "eth3"
+
+
+def test_the_interface_of_rank_0s_machine_leads_to_the_others(monkeypatch):
+    """There its own name often means the loopback."""
+    store, chosen = HashStore(), {}
+    store.set("address/1", "")
+    for rank in (2, 3, 0, 1):  # one after the other, so those with an address come first
+        with monkeypatch.context() as patch:
+            patch.setattr(launch.os, "environ", {})
+            patch.setattr(launch, "address_towards", lambda host, rank=rank: None if rank < 2 else "10.0.0.2")
+            patch.setattr(launch, "interface_towards", lambda host: {"first": "eth1", "10.0.0.2": "eth0"}[host])
+            launch._choose_interface(Started(launcher="torchrun", rank=rank, size=4, local_rank=rank % 2, local_size=2,
+                                             master=("first", 1)), store)
+            chosen[rank] = launch.os.environ.get("GLOO_SOCKET_IFNAME")
+    assert chosen == {0: "eth0", 1: "eth0", 2: "eth1", 3: "eth1"}

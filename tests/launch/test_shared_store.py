@@ -2,6 +2,7 @@
 
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -11,7 +12,7 @@ from ranvier.comm.signed_store import SignedStore, private_prefix, signed
 from ranvier.errors import LaunchError
 from ranvier.launch import shared_store
 from ranvier.launch.launchers import Started, detect
-from ranvier.launch.shared_store import create_store, new_secret, open_store
+from ranvier.launch.shared_store import agree_on_start, create_store, new_secret, open_store
 from ranvier.launch.stopped_ranks import read_pids
 from ranvier.system.machine import address_towards
 
@@ -73,6 +74,36 @@ def test_a_launcher_that_is_gone_before_its_ranks_look_for_it():
     with pytest.raises(LaunchError, match=r"launch: the launcher that hosted the ranks' store is gone \(got '127"):
         open_store(torchrun, 300.0)
     assert time.monotonic() - began < 30
+
+
+def test_the_launcher_says_a_loopback_address_for_a_rank_on_another_machine():
+    torchrun = Started(launcher="torchrun", rank=3, size=4, local_rank=1, local_size=2, agent_store=True,
+                       master=("localhost", free_port()))
+    with pytest.raises(LaunchError, match=r"MASTER_ADDR: means this machine itself here.*'localhost'.*--local-addr"):
+        open_store(torchrun, 300.0)
+
+
+@pytest.mark.parametrize("sizes", [(3, 3), (2, 4), (4, 2), (3, 1, 3)], ids=str)
+def test_ranks_of_one_start_agree_on_a_word_that_no_other_start_has(sizes):
+    """The store is kept between the starts, and one that failed has left a question."""
+    store = HashStore()
+    store.set("question/1", "abandoned")
+    words = []
+    for size in sizes:
+        with ThreadPoolExecutor(size) as pool:
+            ranks = reversed(range(size))
+            found = set(pool.map(lambda rank, size=size: agree_on_start(rank, size, store, 20.0), ranks))
+        assert len(found) == 1
+        words += found
+    assert len(set(words)) == len(words)
+
+
+@pytest.mark.parametrize(("rank", "missing"), [(0, 1), (1, 0)])
+def test_a_rank_that_does_not_start(rank, missing):
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=0.2))
+    with pytest.raises(LaunchError, match=rf"rank {missing}: did not start in time"):
+        agree_on_start(rank, 2, store, 0.2)
 
 
 def test_a_port_that_is_taken():
