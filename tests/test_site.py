@@ -47,6 +47,12 @@ def test_a_notebook_becomes_a_page_with_its_outputs() -> None:
     assert '\n\n<figure><img alt="" src="data:image/png;base64,iVBOR' in page
 
 
+def test_notebooks_keep_no_warnings() -> None:
+    """They name paths of the machine."""
+    for path in (DOCS / "tutorials").glob("*.ipynb"):
+        assert '"name": "stderr"' not in path.read_text(), path.name
+
+
 def test_every_setting_and_every_reason_is_in_the_reference() -> None:
     page = reference.settings_page()
     assert all(f"\n#### {setting.flag} {{#" in page for setting in read.settings().values())
