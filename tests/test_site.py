@@ -15,7 +15,7 @@ import pytest
 
 import ranvier
 from ranvier.config import effects, read
-from website import links, reference, schedule_picture
+from website import links, notebooks, reference, schedule_picture
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -36,6 +36,21 @@ def test_links_outside_of_docs_become_pages_of_the_site() -> None:
     deeper = links.for_site("[m](../memory.md) [r](../../README.md)", "docs/tutorials/x.md")
     assert deeper == "[m](../memory.md) [r](../index.md)"
     assert links.files_outside(text, "docs/kubernetes.md") == {"examples/kubernetes/job.yaml", "examples/own_task.py"}
+    assert links.for_site("[n](tutorials/notebook.ipynb)", "docs/own-model.md") == "[n](tutorials/notebook.md)"
+
+
+def test_a_notebook_becomes_a_page_with_its_outputs() -> None:
+    page = notebooks.as_page(DOCS / "tutorials" / "notebook.ipynb")
+    assert page.startswith("# Your model on four ranks") and '<a href="notebook.ipynb" download>' in page
+    assert "\n\n````python\nclass Classifier(nn.Module):\n" in page
+    assert re.search(r'\n````text title="Output"\n(.+\n)*step 60: loss 0\.\d+\n', page)
+    assert '\n\n<figure><img alt="" src="data:image/png;base64,iVBOR' in page
+
+
+def test_notebooks_keep_no_warnings() -> None:
+    """They name paths of the machine."""
+    for path in (DOCS / "tutorials").glob("*.ipynb"):
+        assert '"name": "stderr"' not in path.read_text(), path.name
 
 
 def test_every_setting_and_every_reason_is_in_the_reference() -> None:
@@ -209,6 +224,8 @@ def test_the_site_has_what_is_made_from_the_package(site: Path) -> None:
     assert "deferred" in (site / "glossary.html").read_text() or "microbatch" in (site / "glossary.html").read_text()
     assert "ranvier.Engine" in (site / "reference" / "python.html").read_text()
     assert "--explain" in (site / "reference" / "commands.html").read_text()
+    step_time = (site / "tutorials" / "step-time.html").read_text()
+    assert "largest difference" in step_time and '<figure><img alt="" src="data:image/png' in step_time
 
 
 # ---------------------------------------------------------------------- the pages' programs and commands

@@ -8,7 +8,7 @@ from typing import Any
 
 from mkdocs.structure.files import File, InclusionLevel
 
-from website import links, reference
+from website import links, notebooks, reference
 
 PARTS = {"settings": reference.settings_page, "terms": reference.terms, "commands": reference.commands,
          "python": reference.python, "step": reference.step}
@@ -22,7 +22,10 @@ def _repository_path(page_uri: str) -> str:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds README as the first page, and every file outside of docs/ that a page leads to."""
+    """Adds README as the first page, a page for each notebook, and every file outside of docs/ that a page leads to."""
+    for file in [file for file in files if file.src_uri.endswith(".ipynb")]:
+        files.append(File.generated(config, links.site_path(f"docs/{file.src_uri}"),
+                                    content=notebooks.as_page(links.ROOT / "docs" / file.src_uri)))
     texts = {f"docs/{file.src_uri}": file.content_string for file in files.documentation_pages()}
     waiting, added = [links.HOME], set()
     for path, text in texts.items():

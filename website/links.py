@@ -1,9 +1,9 @@
 """Links that work in the repository and on the site both.
 
 Pages are written with links that lead to files of the repository: `[README](../README.md)`, `[memory](memory.md)`,
-`[job](../examples/kubernetes/job.yaml)`. On the site a file below docs/ is a page. A file elsewhere becomes a page
-if it is text, and is copied if it is not, so that the site needs no repository. Names of such files in running text,
-`examples/own_task.py` or docs/data.md, become links.
+`[job](../examples/kubernetes/job.yaml)`. On the site a file below docs/ is a page, and so is a notebook. A file
+elsewhere becomes a page if it is text, and is copied if it is not, so that the site needs no repository. Names of such
+files in running text, `examples/own_task.py` or docs/data.md, become links.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def site_path(repository_path: str) -> str:
     if repository_path == HOME:
         return "index.md"
     if repository_path.startswith("docs/"):
-        return repository_path.removeprefix("docs/")
+        return re.sub(r"\.ipynb$", ".md", repository_path.removeprefix("docs/"))
     return f"repository/{repository_path}" + ("" if repository_path.endswith((".md", *COPIED)) else ".md")
 
 
