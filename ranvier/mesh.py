@@ -157,12 +157,6 @@ class Mesh:
         first = self.rank(Coordinates(data=at.data, pipe=at.pipe))
         return tuple(range(first, first + self.stage_size))
 
-    def neighbour(self, rank: int, step: int) -> int | None:
-        """The counterpart of `rank` `step` stages further down the pipeline, or None beyond its ends."""
-        at = self.coordinates(rank)
-        pipe = at.pipe + step
-        return self.rank(at.replace("pipe", pipe)) if 0 <= pipe < self.pipe else None
-
 
 def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
