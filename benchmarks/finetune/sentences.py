@@ -32,6 +32,7 @@ import transformers
 
 from benchmarks.finetune.contenders import CONTENDERS, PLAIN, Contender, Work, loader_of, make_sentences, serve
 from benchmarks.memory.program import ratios, table
+from benchmarks.rank_team import RankTeam
 from benchmarks.record import results_file, write_results
 
 AGREE = 1e-3
@@ -50,40 +51,18 @@ def save_model(options: argparse.Namespace, folder: Path, longest: int) -> Path:
     return folder
 
 
-class Team:
-    """The processes of one contender."""
+class Team(RankTeam):
+    """The processes of one contender, which have built their models."""
 
     def __init__(self, context, work: Work, contender: Contender, port: int) -> None:
+        super().__init__(context, contender.name, contender.ranks, serve, lambda rank: (work, contender, rank, port))
         self.contender = contender
-        self._pipes, self._processes = [], []
-        for rank in range(contender.ranks):
-            here, there = context.Pipe()
-            process = context.Process(target=serve, args=(there, work, contender, rank, port), daemon=True)
-            process.start()
-            there.close()
-            self._pipes.append(here)
-            self._processes.append(process)
-        self._answers()  # all ranks have built their models
+        self.answers()
 
     def run(self, steps: int) -> tuple[float, list[float]]:
         """Seconds from the first rank's start to the last one's end, and the loss of each step."""
-        for pipe in self._pipes:
-            pipe.send(steps)
-        began, ended, losses = zip(*self._answers(), strict=True)
+        began, ended, losses = zip(*self.ask(steps), strict=True)
         return max(ended) - min(began), [sum(shares) for shares in zip(*losses, strict=True)]
-
-    def _answers(self) -> list:
-        try:
-            return [pipe.recv() for pipe in self._pipes]
-        except EOFError as error:
-            raise RuntimeError(f"a rank of {self.contender.name} has ended; its output is above") from error
-
-    def end(self) -> None:
-        for pipe in self._pipes:
-            pipe.send(0)
-        for process in self._processes:
-            process.join(30)
-            process.kill()
 
 
 def measure(options: argparse.Namespace) -> list[dict]:

@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.memory.program import MIB, build_engine, parser, ratios, replica_batch, state_bytes, table, write
 from benchmarks.pipeline.workload import Workload, whole_network
+from benchmarks.rank_team import RankTeam
 from ranvier.comm.torch_backend import TorchBackend
 from ranvier.config.run import Optim
 from ranvier.mesh import Mesh
@@ -158,46 +159,25 @@ def peak_rss_bytes() -> int:
 # ---------------------------------------------------------------------- the driver
 
 
-class Team:
+class Team(RankTeam):
     """The processes of one contender."""
 
     def __init__(self, context, workload: Workload, contender: Contender, port: int, warmup: int) -> None:
+        super().__init__(context, contender.name, contender.ranks, serve,
+                         lambda rank: (workload, contender, rank, port, warmup))
         self.contender = contender
-        self._pipes, self._processes = [], []
-        for rank in range(contender.ranks):
-            here, there = context.Pipe()
-            process = context.Process(target=serve, args=(there, workload, contender, rank, port, warmup), daemon=True)
-            process.start()
-            there.close()
-            self._pipes.append(here)
-            self._processes.append(process)
 
     def losses(self) -> list[float]:
         """Of the warm-up steps, over all ranks."""
-        return [sum(shares) for shares in zip(*self._answers(), strict=True)]
+        return [sum(shares) for shares in zip(*self.answers(), strict=True)]
 
     def run(self, steps: int) -> dict[str, object]:
         """One timed block: seconds of each step, done when its last rank is done; bytes by rank."""
-        for pipe in self._pipes:
-            pipe.send(steps)
-        answers = self._answers()
+        answers = self.ask(steps)
         marks = [max(times) for times in zip(*(answer["marks"] for answer in answers), strict=True)]
         return {"seconds": [later - sooner for sooner, later in pairwise(marks)],
                 "state_bytes": [answer["state_bytes"] for answer in answers],
                 "peak_rss_bytes": [answer["peak_rss_bytes"] for answer in answers]}
-
-    def _answers(self) -> list:
-        try:
-            return [pipe.recv() for pipe in self._pipes]
-        except EOFError as error:
-            raise RuntimeError(f"a rank of {self.contender.name} has ended; its output is above") from error
-
-    def end(self) -> None:
-        for pipe in self._pipes:
-            pipe.send(0)
-        for process in self._processes:
-            process.join(30)
-            process.kill()
 
 
 def measure(options: argparse.Namespace) -> list[dict]:
