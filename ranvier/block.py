@@ -51,6 +51,7 @@ class Model:
         both not, so that one of them is enough to be counted.
     untied: parameter -> the owner of a tie that it has left, because one of them is frozen (see `freeze`). It starts
         with that parameter's values and optimizer states, and settings that name that parameter apply to it.
+    quantized: full name of a frozen weight [out, in] -> the number format, int8 or nf4, in which ranks store it.
     """
 
     blocks: Mapping[str, Callable[[], nn.Module]]
@@ -60,6 +61,7 @@ class Model:
     layers: tuple[tuple[str, ...], ...] = ()
     alike: Mapping[str, str] = field(default_factory=dict)
     untied: Mapping[str, str] = field(default_factory=dict)
+    quantized: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.blocks:

@@ -32,6 +32,7 @@ from ranvier.checkpoint.manifest import (
 )
 from ranvier.checkpoint.tensor_file import Slot, write_tensors
 from ranvier.errors import CheckpointError
+from ranvier.tensor.quantized_weight import dense
 
 
 def temporary_folder(folder: Path, step: int, token: str) -> Path:
@@ -170,7 +171,7 @@ def host_copies(tensors: Sequence[torch.Tensor], room: list[torch.Tensor]) -> li
         if place == len(room) or room[place].shape != tensor.shape or room[place].dtype is not tensor.dtype:
             fresh = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             room[place:place + 1] = [fresh]
-        room[place].copy_(tensor, non_blocking=True)
+        room[place].copy_(dense(tensor), non_blocking=True)
         if tensor.is_cuda:
             devices.add(tensor.device)
     del room[len(tensors):]

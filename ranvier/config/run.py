@@ -455,8 +455,8 @@ class Lora:
     """Whether the linear layers of the model's head train beside the adapters. auto: those of classifiers and of
     question answering, not of language models."""
     base_format: Literal["precision", "int8", "nf4"] = "precision"
-    """Number format of the frozen weights: that of `precision`. int8 and nf4 (QLoRA; Dettmers et al., 2023) are
-    refused, with what to do instead."""
+    """Number format in which the frozen weights of the layers' linear layers are stored: that of `precision`, int8, or
+    nf4 (QLoRA; Dettmers et al., 2023), which needs ranvier[quantized]. Products are computed in `precision`."""
     adapters: Path | None = None
     """Folder of adapters in PEFT's format (adapter_config.json, adapter_model.safetensors) to continue from; it decides
     rank, alpha, targets and method."""

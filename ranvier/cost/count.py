@@ -50,6 +50,7 @@ from ranvier.schedule.policies import policy_named
 from ranvier.system.pinned_memory import pinned_bytes
 from ranvier.tensor.columns import plain
 from ranvier.tensor.mesh import TensorMesh, Workspace
+from ranvier.tensor.quantized_weight import quantized_bytes
 from ranvier.tensor.split.linear import SplitLinear
 from ranvier.tensor.weight_gradients import WeightGradients
 
@@ -109,8 +110,17 @@ def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, 
         if buffers:
             memory["device"]["tensor mesh"] = buffers[pipe]
             memory["device"]["workspace"] += passing[pipe]
+        if (values := _largest_values(run, layout, pipe)) and stages.costs:
+            memory["device"]["workspace"] += values
         found.append(RankMemory(pipe=pipe, ranks=run.mesh.data * run.mesh.stage_size, **memory))
     return tuple(found)
+
+
+def _largest_values(run: ResolvedRun, layout: Layout, pipe: int) -> int:
+    """Bytes of the values of the largest quantized weight, which a product multiplies with."""
+    return DTYPES[run.precision].itemsize * max(
+        (prod(stop - start for start, stop in layout.box(p, 0, 0)) for p in layout.parameters_of(pipe)
+         if p.quantized is not None), default=0)
 
 
 def _together(run: ResolvedRun, stages: Sequence[Mapping[str, int]]) -> dict[str, int]:
@@ -166,7 +176,8 @@ def _likeness(layout: Layout, pipe: int) -> object:
     held, first = layout.parameters_of(pipe), layout.blocks_on(pipe)[0]
     if any(layout.is_tied(p) for p in held):
         return pipe
-    return tuple((p.block - first, layout.box(p, 0, 0), p.trainable, p.summed, layout.copy_axes(p.name)) for p in held)
+    return tuple((p.block - first, layout.box(p, 0, 0), p.trainable, p.summed, p.quantized,
+                  layout.copy_axes(p.name)) for p in held)
 
 
 def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range]) -> dict[str, dict[str, int]]:
@@ -192,8 +203,8 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range]) 
     states, averages = sum(places.sizes.values()), len(averages_of(optim))
     in_bucket = sum(places.largest(buckets).values()) + averages * largest
     offload = "none" if optim.offload == "auto" else optim.offload
-    frozen = sum(prod(shapes[key]) for key, p in held.items() if not p.trainable)
-    device = {"parameters": (gradients.size + frozen) * dtype.itemsize,
+    frozen = sum(_stored_bytes(prod(shapes[key]), p.quantized, dtype) for key, p in held.items() if not p.trainable)
+    device = {"parameters": gradients.size * dtype.itemsize + frozen,
               "gradients": gradients.length * gradients.dtype.itemsize}
     host: dict[str, int] = {}
     home = device if offload == "none" else host
@@ -219,6 +230,10 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range]) 
     if optim.shard:
         device["reduction"] += gather_bytes(gradients, dtype.itemsize)
     return {"device": device, "host": host}
+
+
+def _stored_bytes(elements: int, quantized: str | None, dtype: torch.dtype) -> int:
+    return elements * dtype.itemsize if quantized is None else quantized_bytes(elements, quantized, dtype)
 
 
 def _most_states(optim: Optim, dtype: torch.dtype, gradients: Gradients, bucket_size: int

@@ -30,6 +30,7 @@ from ranvier.comm.message import Message, MessageKind, checksum
 from ranvier.comm.protocol import Backend, Transport
 from ranvier.errors import CheckpointError, MessageTimeout
 from ranvier.layout import Box, Move, box_size, index_of, moves
+from ranvier.tensor.quantized_weight import dense
 
 if TYPE_CHECKING:
     from ranvier.pipeline.engine import Engine
@@ -168,7 +169,8 @@ class _Ranks:
         """The elements of a move that begins here."""
         for rank, box in self._have[move.parameter]:
             if rank == move.source and _is_within(move.box, box):
-                return self._own[self._pieces[move.parameter, rank, box]][index_of(move.box, box)]
+                elements: Tensor = dense(self._own[self._pieces[move.parameter, rank, box]][index_of(move.box, box)])
+                return elements
         raise AssertionError(f"nothing here holds {move}")
 
     def copy(self, move: Move, elements: Tensor) -> None:

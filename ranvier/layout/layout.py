@@ -33,7 +33,8 @@ class Parameter:
     """One parameter of the whole model. `owner` is its own name, or for a tied one that of the group's first.
 
     summed: as in `Split`. in_layer: whether its block is one of a layer, and no embedding or head. origin: the owner of
-    a tie that it has left (`Model.untied`); None for most.
+    a tie that it has left (`Model.untied`); None for most. quantized: the number format in which it is stored, where
+    that is not the run's (`Model.quantized`).
     """
 
     name: str
@@ -44,6 +45,7 @@ class Parameter:
     summed: tuple[TensorAxis, ...] = ()
     in_layer: bool = True
     origin: str | None = None
+    quantized: str | None = None
 
     @property
     def settings_name(self) -> str:

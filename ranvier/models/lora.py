@@ -23,6 +23,7 @@ from ranvier.config.run import Lora
 from ranvier.errors import ConfigError, ModelError
 from ranvier.tensor.adapters import Adapter, AdapterForm, add_adapter
 from ranvier.tensor.layers import ClassifierHead, Linear, ReplicatedLinear, SharedInputLinear, VocabularyLinear
+from ranvier.tensor.quantized_weight import BLOCK, check_available
 from ranvier.tensor.splittable import ActivationKind, Layer
 
 AUTO_TARGETS = ("query", "value", "qkv")
@@ -58,10 +59,6 @@ def with_adapters(model: Model | nn.Sequential | Sequence[nn.Module] | Mapping[s
     model = as_model(model, loss)
     if not lora.rank:
         raise ConfigError("must be at least 1", where="lora.rank", value=lora.rank, remedy="Set --lora.rank 8.")
-    if lora.base_format != "precision":
-        raise ConfigError("is not supported: checkpoints, resharding and products read no quantized weights",
-                          where="lora.base-format", value=lora.base_format,
-                          remedy="Leave it out; --precision bf16 keeps two bytes for each frozen parameter.")
     kinds: dict[str, dict[str, _Target]] = {}
     for block, build in model.blocks.items():
         if (alike := model.alike.get(block, block)) not in kinds:
@@ -87,8 +84,24 @@ def with_adapters(model: Model | nn.Sequential | Sequence[nn.Module] | Mapping[s
     own = model.initial is None
     blocks = {block: partial(_adapted, build, block, targets[block], form, trains=block == last,
                              seed=seed if own else None) for block, build in model.blocks.items()}
-    return replace(model, blocks=blocks, alike=alike_now,
+    return replace(model, blocks=blocks, alike=alike_now, quantized=_quantized(model, kinds, lora),
                    initial=None if model.initial is None else partial(_initial, model.initial, fan_in))
+
+
+def _quantized(model: Model, kinds: Mapping[str, Mapping[str, _Target]], lora: Lora) -> dict[str, str]:
+    """`Model.quantized`: the weights of all linear layers whose inputs are whole blocks, but for those of the last
+    block, which is the head, and those that are tied."""
+    if lora.base_format == "precision":
+        return {}
+    check_available(lora.base_format)
+    tied = {name for group in model.tied for name in group}
+    names = [f"{_joined(block, target.path)}.weight" for block in list(model.blocks)[:-1]
+             for target in kinds[model.alike.get(block, block)].values() if target.in_features % BLOCK == 0]
+    found: dict[str, str] = {name: lora.base_format for name in names if name not in tied}
+    if not found:
+        raise ConfigError(f"applies to no layer: no linear layer before the head has a multiple of {BLOCK} inputs",
+                          where="lora.base-format", value=lora.base_format, remedy="Leave it out.")
+    return found
 
 
 def is_adapter(parameter: str) -> bool:

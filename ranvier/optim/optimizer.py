@@ -33,6 +33,7 @@ from ranvier.optim.placement import OnHost, Placement, Resident, Streamed, Updat
 from ranvier.optim.reduction import IN_FLIGHT
 from ranvier.optim.rules import Rules, check_state_name, rules_of
 from ranvier.optim.state_places import StateOwner, StatePlaces
+from ranvier.tensor.quantized_weight import stored_tensors
 
 Offload = Literal["none", "stream", "host"]
 
@@ -323,4 +324,5 @@ def tensors_by_category(parameters: Sequence[Tensor], gradients: Gradients,
 
 def storage_bytes(tensors: Sequence[Tensor]) -> int:
     """Bytes behind `tensors`, each storage once."""
-    return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+    storages = [stored.untyped_storage() for tensor in tensors for stored in stored_tensors(tensor)]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

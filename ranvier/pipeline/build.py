@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Literal
 
 import torch
@@ -16,7 +16,7 @@ from ranvier.comm.meta import MetaGroup
 from ranvier.config.rules import check_boundaries
 from ranvier.config.run import TensorParallel
 from ranvier.cost.blocks import BlockCost
-from ranvier.errors import ModelError
+from ranvier.errors import ConfigError, ModelError
 from ranvier.layout import Box, Layout, Parameter
 from ranvier.mesh import Coordinates, Mesh, StagePlacement
 from ranvier.pipeline.block_costs import block_costs, build_on_meta
@@ -24,6 +24,7 @@ from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.partition import partition_for, uniform
 from ranvier.tensor.layers import VocabularyLinear, block_splits
 from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.quantized_weight import BLOCK, QuantizedWeight
 from ranvier.tensor.split.layers import split_layers, split_loss
 from ranvier.tensor.split.loss import NextTokenLoss
 
@@ -79,7 +80,8 @@ def global_parameters(model: Model, modules: dict[str, nn.Module]) -> tuple[Para
             full = f"{block}.{name}"
             objects[full] = parameter
             found[full] = Parameter(full, tuple(parameter.shape), number, full, parameter.requires_grad,
-                                    in_layer=block in layers, origin=model.untied.get(full))
+                                    in_layer=block in layers, origin=model.untied.get(full),
+                                    quantized=model.quantized.get(full))
     grouped: set[str] = set()
     for group in model.tied:
         for name in group:
@@ -125,7 +127,21 @@ def cut(model: Model, mesh: Mesh, *, boundaries: Sequence[int] | None, how: Lite
         costs = tuple(block_costs(parts.model, sample.inputs, sample.targets, dtype))
     stages, layout = parts.cut(mesh, costs, boundaries=boundaries, how=how, placement=placement)
     layout.check()
+    _check_quantized(layout)
     return stages, layout
+
+
+def _check_quantized(layout: Layout) -> None:
+    """ConfigError where ranks would have parts of the blocks of a quantized weight, which have one scale each."""
+    mesh = layout.mesh
+    for parameter in (parameter for parameter in layout.parameters if parameter.quantized is not None):
+        for row, col in product(range(mesh.row), range(mesh.col)):
+            start, stop = layout.box(parameter, row, col)[1]
+            if start % BLOCK or stop % BLOCK:
+                raise ConfigError(f"divides the blocks of {BLOCK} inputs with one scale in {parameter.name}, whose "
+                                  f"inputs are {parameter.shape[1]}", where="lora.base-format",
+                                  value=f"{parameter.quantized} on {mesh.row} rows and {mesh.col} columns",
+                                  remedy="Use fewer rows or columns, or leave out --lora.base-format.")
 
 
 class Parts:
@@ -219,7 +235,8 @@ def _table(layout: Layout, names: tuple[str, ...], weights: Sequence[float],
 
 def build_stage(model: Model, layout: Layout, at: Coordinates, *, seed: int, dtype: torch.dtype,
                 device: torch.device) -> list[tuple[int, str, nn.Module]]:
-    """This rank's blocks with their initial weights. Ends of a tie that have one key become one parameter.
+    """This rank's blocks with their initial weights. Ends of a tie that have one key become one parameter. Weights that
+    the model has quantized are, block by block, so that one block at a time is there in full.
 
     Weights of a model that declares `initial` depend on (seed, name, place) alone; others are what the builder made.
     """
@@ -244,6 +261,9 @@ def build_stage(model: Model, layout: Layout, at: Coordinates, *, seed: int, dty
                 start = layout[owner].settings_name
                 initialise(parameter.data, start, model.initial(start), seed, whole.shape,
                            layout.box(whole, at.row, at.col))
+            if (weight_format := layout[full].quantized) is not None:
+                here[key] = nn.Parameter(QuantizedWeight.of(parameter, weight_format), requires_grad=False)
+                _replace_parameter(module, name, here[key])
     return blocks
 
 

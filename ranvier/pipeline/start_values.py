@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ranvier.comm.protocol import Group
 from ranvier.layout import Layout
 from ranvier.pipeline.connections import Connections
+from ranvier.tensor.quantized_weight import stored_tensors
 
 
 def share_start_values(layout: Layout, blocks: Sequence[tuple[int, str, nn.Module]],
@@ -18,16 +19,18 @@ def share_start_values(layout: Layout, blocks: Sequence[tuple[int, str, nn.Modul
 
     blocks: those of this rank. parameters: theirs, by key. Ends of ties are exchanged elsewhere.
     """
-    groups: dict[Tensor, Group] = {tensor: connections.data for _, _, module in blocks
-                                   for tensor in (*module.parameters(), *module.buffers())}
-    groups |= {parameter: connections.sums[layout[name].summed]
-               for name, parameter in parameters.items() if layout[name].summed}
+    groups: dict[Tensor, Group] = {stored: connections.data for _, _, module in blocks
+                                   for tensor in (*module.parameters(), *module.buffers())
+                                   for stored in stored_tensors(tensor)}
+    groups |= {stored: connections.sums[layout[name].summed] for name, parameter in parameters.items()
+               if layout[name].summed for stored in stored_tensors(parameter)}
     tensors = {tensor: tensor.data.contiguous() for tensor in groups}  # itself, but for transposed ones and the like
     for work in [group.broadcast(tensors[tensor]) for tensor, group in groups.items() if len(group.ranks) > 1]:
         work.wait()
     for tensor, value in tensors.items():
         tensor.data.copy_(value)
     if connections.tensor_mesh is not None:
-        copies = [parameter for name, parameter in parameters.items() if "col" in layout.copy_axes(name)]
-        for work in [connections.tensor_mesh.over_cols.broadcast(parameter.data) for parameter in copies]:
+        copies = [stored for name, parameter in parameters.items() if "col" in layout.copy_axes(name)
+                  for stored in stored_tensors(parameter)]
+        for work in [connections.tensor_mesh.over_cols.broadcast(tensor.data) for tensor in copies]:
             work.wait()

@@ -42,7 +42,8 @@ class MemoryTracker(TorchDispatchMode):
 
     Not counted: what an operation allocates and frees before it returns; allocators' rounding;
     `untyped_storage().resize_` until an operation next takes or returns the storage, or it is tagged; tensors on the
-    meta device. Sparse tensors and tensor subclasses that wrap others have no storage of their own: ConfigError.
+    meta device. Tensor subclasses that wrap others count as those. Sparse tensors have no storage of their own:
+    ConfigError.
     """
 
     def __init__(self) -> None:
@@ -139,7 +140,11 @@ def _check(place: str, where: str) -> None:
 def _storages(tree: object) -> Iterator[torch.UntypedStorage]:
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor):
-            if leaf.layout != torch.strided or is_traceable_wrapper_subclass(leaf):
+            if is_traceable_wrapper_subclass(leaf):
+                names, _ = leaf.__tensor_flatten__()
+                yield from _storages([getattr(leaf, name) for name in names])
+                continue
+            if leaf.layout != torch.strided:
                 raise ConfigError("has no storage of its own to count", where="MemoryTracker",
                                   value=f"{type(leaf).__name__}, {leaf.layout}",
                                   remedy="Use dense tensors, or count the tensors inside.")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ranvier import keyed_random
 from ranvier.block import Loss, Model, State, as_model, initialise
 from ranvier.pipeline.microbatch import Microbatch
+from ranvier.tensor.quantized_weight import QuantizedWeight
 
 Example = tuple[Any, ...]
 """Arguments of `Microbatch`: inputs, targets and, where dropout needs them, sample numbers."""
@@ -60,6 +61,9 @@ class Reference:
             if owner not in self.parameters and model.initial is not None:
                 initialise(shared.data, owner, model.initial(owner), self._seed)
             self.parameters[owner] = shared
+        for name, weight_format in model.quantized.items():
+            weight = self.parameters[name]
+            weight.data.copy_(QuantizedWeight.of(weight, weight_format).values())
 
     def _outputs(self, microbatch: Microbatch, training: bool) -> State:
         samples = microbatch.samples if microbatch.samples is not None else torch.zeros(0, dtype=torch.int64)

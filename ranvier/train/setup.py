@@ -136,7 +136,9 @@ def adapters_text(run: ResolvedRun, engine: Engine) -> str:
     trained = sum(parameter.numel for parameter in engine.layout.parameters
                   if parameter.trainable and parameter.is_owner)
     folder = f", from {run.lora.adapters}" if run.lora.adapters else ""
-    return f"{run.lora.method} of rank {run.lora.rank}, alpha {run.lora.alpha:g}: {trained:,} parameters train{folder}"
+    base = "" if run.lora.base_format == "precision" else f", the layers' weights in {run.lora.base_format}"
+    return (f"{run.lora.method} of rank {run.lora.rank}, alpha {run.lora.alpha:g}: {trained:,} parameters train{folder}"
+            f"{base}")
 
 
 def tensor_text(run: ResolvedRun) -> str:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from test_elastic_run import lines, run_all, sentences, tiny  # noqa: F401 (fixture)
 
 from ranvier.config.resolve import ResolvedRun, resolve
 from ranvier.config.run import Batch, Data, Elastic, Launch, Run, Train, Transformer
@@ -21,6 +20,7 @@ from ranvier.train import elasticity
 from ranvier.train.elasticity import Elasticity
 from ranvier.train.measured_blocks import present_mesh
 from tests.covering import quick
+from tests.elastic.test_elastic_run import lines, run_all, sentences, tiny  # noqa: F401 (fixture)
 
 STEPS = 18
 SLOW = load_cluster("laptop")

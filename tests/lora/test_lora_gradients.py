@@ -187,7 +187,6 @@ def test_frozen_parameters_have_neither_gradients_nor_states(optim):
     (Lora(), "lora.rank", "must be at least 1"),
     (Lora(rank=2, targets=("querry",)), "lora.targets", "matches no linear layer"),
     (Lora(rank=2, targets=()), "lora.targets", "names no layer"),
-    (Lora(rank=2, base_format="nf4"), "lora.base-format", "read no quantized weights"),
     (Lora(rank=2, train_head=True), "parameter head.projection.weight", "is tied to")])
 def test_refusals(lora, where, text):
     with pytest.raises(RanvierError) as refused:

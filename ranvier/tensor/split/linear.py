@@ -22,6 +22,7 @@ from torch.nn import functional
 from ranvier.layout import part
 from ranvier.tensor.autograd import Function
 from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.quantized_weight import dense
 from ranvier.tensor.split.own_part import SplitLayer
 from ranvier.tensor.split.products import InputStationary, OutputStationary, Product, SummaVocabulary
 from ranvier.tensor.split.stationary import gather_weight
@@ -71,7 +72,7 @@ class SplitLinear(SplitLayer):
 
     def multiplied(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias as the product takes them, without a graph."""
-        return self.weight.detach(), None if self.bias is None else self.bias.detach()
+        return dense(self.weight.detach()), None if self.bias is None else self.bias.detach()
 
     def shares(self, gradient: Tensor) -> list[Tensor]:
         """Of the gradient of what `multiplied` returns, rows first, that of each parameter."""

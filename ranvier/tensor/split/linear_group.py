@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ranvier.layout import Split, part
 from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.quantized_weight import dense
 from ranvier.tensor.split.linear import SplitLinear
 from ranvier.tensor.split.own_part import own_part
 from ranvier.tensor.split.products import Product
@@ -82,7 +83,8 @@ class SplitLinearGroup(SplitLinear):
 
     def multiplied(self) -> tuple[Tensor, Tensor | None]:
         """The rows of all weights that this column multiplies with, in the workspace, and their biases."""
-        rows = [weight.detach()[own.rows] for weight, own in zip(self.weights, self._owned.values(), strict=True)]
+        owned = self._owned.values()
+        rows = [dense(weight.detach()[own.rows]) for weight, own in zip(self.weights, owned, strict=True)]
         weight = self.mesh.workspace.take("weights of one input", (sum(map(len, rows)), rows[0].shape[1]), rows[0])
         torch.cat(rows, out=weight)
         biases = self.biases

@@ -1,0 +1,68 @@
+"""Runs on a quantized base: moved, resumed on other meshes, exported; and the weights that transformers has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ranvier.checkpoint.hf.export_model import export
+from ranvier.checkpoint.hf.from_pretrained import settled
+from ranvier.config.run import Checkpoint, Lora, Train, Transformer
+from ranvier.mesh import Mesh
+from ranvier.tensor.quantized_weight import BLOCK, QuantizedWeight
+from tests.elastic.test_elastic_decoders import BY_HAND, MODELS, in_one_process, run_of, text  # noqa: F401
+from tests.elastic.test_elastic_run import always, losses, run_all, transitions
+from tests.lora.test_lora_runs import last_eval_loss
+
+LLAMA = replace(MODELS["llama"], hidden=64)
+LORA = Lora(rank=2, alpha=8.0, targets=("attention.*", "fc2"), base_format="int8")
+
+
+def test_a_moving_and_resumed_run_is_the_run_of_one_process(text, tmp_path, monkeypatch):  # noqa: F811
+    expected = in_one_process(text, tmp_path / "one", model=LLAMA, lora=LORA)
+    always(monkeypatch)
+    run = run_of(text, tmp_path / "run", model=LLAMA, lora=LORA, checkpoint=Checkpoint(every=10, keep=5),
+                 elastic=replace(BY_HAND, cache_dir=tmp_path / "outputs"))
+    run_all(run)
+    assert losses(run) == pytest.approx(expected, rel=1e-9)
+    assert [(line["step"], line["mesh"]["pipe"], line["mesh"]["data"]) for line in transitions(run)] == [
+        (6, 2, 2), (14, 1, 4)]
+    again = replace(run, run_dir=tmp_path / "again", mesh=Mesh(pipe=2), resume=str(tmp_path / "run/checkpoint/step-10"),
+                    elastic=replace(run.elastic, cache=False))
+    run_all(again)
+    assert losses(again) == pytest.approx(expected[10:], rel=1e-9)
+
+
+@pytest.mark.parametrize("weight_format", ["int8", "nf4"])
+def test_from_a_folder_and_out_again(text, tmp_path, weight_format):  # noqa: F811
+    """What a run on the weights of transformers computes is what these weights, quantized, compute; and an export has
+    the adapters merged into them."""
+    transformers = pytest.importorskip("transformers")
+    transformers.set_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=300, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=128, max_position_embeddings=32, initializer_range=0.3))
+    model.save_pretrained(tmp_path / "base")
+    train = Train(steps=3, learning_rate=1e-30, eval_sequences=4, sample_tokens=0)
+    on_base = Transformer(family="llama", pretrained=str(tmp_path / "base"), sequence=12)
+    run = settled(run_of(text, tmp_path / "run", mesh=Mesh(pipe=2), precision="fp32", model=on_base, train=train,
+                         lora=replace(LORA, base_format=weight_format)))
+    run_all(run)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2 and name.startswith("model.layers") and weight.shape[1] % BLOCK == 0:
+                weight.copy_(QuantizedWeight.of(weight, weight_format).values())
+    model.save_pretrained(tmp_path / "quantized")
+    run_all(settled(run_of(text, tmp_path / "plain", mesh=Mesh(), precision="fp32", train=train,
+                           model=replace(on_base, pretrained=str(tmp_path / "quantized")))))
+    assert last_eval_loss(tmp_path / "run") == pytest.approx(last_eval_loss(tmp_path / "plain"), rel=1e-5)
+
+    trained = replace(run, run_dir=tmp_path / "trained", train=replace(run.train, learning_rate=3e-2))
+    run_all(trained)
+    assert last_eval_loss(tmp_path / "trained") != pytest.approx(last_eval_loss(tmp_path / "run"), rel=1e-3)
+    export(tmp_path / "trained", tmp_path / "merged", tell=lambda line: None)
+    run_all(settled(run_of(text, tmp_path / "onwards", mesh=Mesh(), precision="fp32", train=train,
+                           model=replace(on_base, pretrained=str(tmp_path / "merged")))))
+    assert last_eval_loss(tmp_path / "onwards") == pytest.approx(last_eval_loss(tmp_path / "trained"), rel=1e-5)
