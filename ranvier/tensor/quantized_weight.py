@@ -67,7 +67,7 @@ class QuantizedWeight(Tensor):
         """What the weight stands for: [out, in] in its number format, in memory of its own."""
         return _dequantize(self.codes, self.scales, self.weight_format)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"QuantizedWeight({self.weight_format}, {tuple(self.shape)}, {self.dtype}, {self.device})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
