@@ -13,7 +13,8 @@ from tests.checkpoint.test_hf_llama import published_tokenizer
 SIZES = dict(vocab_size=350, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=64)
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2",
-                 "Qwen3ForCausalLM": "qwen3", "Olmo2ForCausalLM": "olmo2"}
+                 "Qwen3ForCausalLM": "qwen3", "Olmo2ForCausalLM": "olmo2", "GemmaForCausalLM": "gemma",
+                 "Gemma2ForCausalLM": "gemma2"}
 TEMPLATE = ("{% for message in messages %}{{ '<|begin_of_text|>' + message['content'] }}{% endfor %}"
             "{% if add_generation_prompt %}{{ 'A:' }}{% endif %}")
 Q8 = gguf.GGMLQuantizationType.Q8_0
@@ -65,8 +66,11 @@ def write_gguf(path, model, *, kind=None, settings=None, tokenizer=None, leave_o
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if rope["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_divisors(config))
-    if type(model).__name__ == "MistralForCausalLM":
+    if type(model).__name__ in ("MistralForCausalLM", "Gemma2ForCausalLM"):
         writer.add_sliding_window(config.sliding_window)
+    if architecture == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
     (tokenizer or byte_level)(writer, leave_out)
     for key, value in (settings or {}).items():
         writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
@@ -79,6 +83,8 @@ def write_gguf(path, model, *, kind=None, settings=None, tokenizer=None, leave_o
             value = permuted(value, config.num_attention_heads)
         if architecture == "llama" and ".k_proj." in name:
             value = permuted(value, config.num_key_value_heads)
+        if architecture in ("gemma", "gemma2") and name.endswith("norm.weight"):
+            value = value + 1
         there = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert there is not None, name
         if kind is None or value.ndim == 1:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file
 
@@ -39,6 +40,11 @@ MODELS = {
     "qwen2": ("Qwen2ForCausalLM", dict(rope_parameters=YARN)),
     "qwen3": ("Qwen3ForCausalLM", dict(head_dim=32, tie_word_embeddings=True)),
     "olmo2": ("Olmo2ForCausalLM", {}),
+    "gemma": ("GemmaForCausalLM", dict(head_dim=32, tie_word_embeddings=True)),
+    "gemma2": ("Gemma2ForCausalLM", dict(head_dim=32, query_pre_attn_scalar=32, sliding_window=5,
+                                         tie_word_embeddings=True)),
+    "gemma2-27b": ("Gemma2ForCausalLM", dict(head_dim=32, query_pre_attn_scalar=16, sliding_window=5,
+                                             num_hidden_layers=46, tie_word_embeddings=True)),
 }
 
 
@@ -81,6 +87,14 @@ def test_a_quantised_file_computes_what_transformers_reads_from_it(tmp_path, kin
         assert not torch.equal(ours(ids(model)).logits, model(ids(model)).logits)
     dtype = {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind, torch.float32)
     assert load_file(folder / "model.safetensors")["model.layers.0.mlp.up_proj.weight"].dtype is dtype
+
+
+def test_transformers_reads_the_same_gemma(tmp_path):
+    """It subtracts the 1 of the norms, too."""
+    folder = converted(tmp_path, model_of("gemma2"), kind=Q8)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
+    ours, expected = loaded(folder).state_dict(), theirs.state_dict()
+    assert all(torch.allclose(ours[name], value, atol=1e-6) for name, value in expected.items())
 
 
 def test_large_models_are_written_in_shards(tmp_path):
@@ -141,11 +155,23 @@ def test_sentence_piece_tokens_are_the_models_own(tmp_path):
     assert len(there.encode(TEXT).ids) < len(TEXT) / 1.2, "nothing was merged"
 
 
+def test_gemmas_tokens_begin_without_a_space(tmp_path):
+    there, tokenizer = sentence_piece_of([TEXT])
+    there.normalizer = tokenizers.normalizers.Replace(" ", "▁")
+    there.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.Replace("▁", " "),
+                                                  tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()])
+    found = transformers.AutoTokenizer.from_pretrained(converted(
+        tmp_path, model_of("gemma"), tokenizer=tokenizer, settings={"tokenizer.ggml.add_space_prefix": False}))
+    for text in (TEXT, " The fields\n \U0001f600 arrow"):
+        assert found(text)["input_ids"] == [1, *there.encode(text).ids]
+        assert found.decode(found(text)["input_ids"], skip_special_tokens=True) == text
+
+
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("settings", "message"), [
-    ({"general.architecture": "phi3"}, "not read from GGUF: llama, qwen2, qwen3, olmo2 are .*phi3"),
+    ({"general.architecture": "phi3"}, "not read from GGUF: llama, qwen2, qwen3, olmo2, gemma, gemma2 are .*phi3"),
     ({"split.count": 3}, "one of several files of a model .got 3.*llama-gguf-split --merge"),
     ({"llama.expert_count": 8}, "a setting llama.expert_count that is not supported"),
     ({"llama.rope.scaling.type": "longrope"}, "a rotary scaling that is not supported .*longrope"),
@@ -154,7 +180,7 @@ def test_sentence_piece_tokens_are_the_models_own(tmp_path):
     ({"llama.attention.head_count_kv": 5}, "no number llama.attention.head_count_kv that fits 4 heads"),
     ({"tokenizer.ggml.model": "bert"}, "a tokenizer that is not supported: gpt2 .* are .got 'bert'"),
     ({"tokenizer.ggml.pre": "mystery"}, "splits words in a way that is not known: gpt-2, .*mystery"),
-    ({"tokenizer.ggml.model": "llama"}, "a SentencePiece tokenizer that is not Llama's"),
+    ({"tokenizer.ggml.model": "llama"}, "a SentencePiece tokenizer that is neither"),
     ({"tokenizer.ggml.merges": ["a nothing"]}, "a tokenizer that cannot be read"),
     ({"tokenizer.ggml.tokens": ["a", "a"]}, "no tokenizer, or one with a token twice"),
 ])

@@ -4,6 +4,7 @@
     llama           llama         rows of queries and keys lie in pairs, as its rotary embedding wants them
     llama           mistral       the same, with a sliding window
     qwen2, qwen3, olmo2           only names
+    gemma, gemma2                 norms have the 1 added that the model adds; Gemma 2's scale of scores is left out
 
 Tensors are written one at a time: those in F16 and BF16 as they are, all others in fp32. What the file says and this
 page does not know is refused, since it may change what is computed.
@@ -31,14 +32,19 @@ ENDING = ".gguf"
 """Of the names of such files."""
 
 _CLASSES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
-            "qwen3": "Qwen3ForCausalLM", "olmo2": "Olmo2ForCausalLM"}
-_ARCHITECTURES = ("llama", "qwen2", "qwen3", "olmo2")
+            "qwen3": "Qwen3ForCausalLM", "olmo2": "Olmo2ForCausalLM", "gemma": "GemmaForCausalLM",
+            "gemma2": "Gemma2ForCausalLM"}
+_ARCHITECTURES = ("llama", "qwen2", "qwen3", "olmo2", "gemma", "gemma2")
+_GEMMA = ("gemma", "gemma2")
+_LAYERS_OF_27B = 46
+"""Of Gemma 2 27B, whose scores alone are scaled by hidden / heads instead of the width of a head, as in llama.cpp."""
 _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_LAYER = {"attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
              "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
              "attn_k_norm": "self_attn.k_norm", "post_attention_norm": "post_attention_layernorm",
              "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
              "ffn_down": "mlp.down_proj", "post_ffw_norm": "post_feedforward_layernorm"}
+_IN_GEMMA2 = {"ffn_norm": "pre_feedforward_layernorm"}
 _FREQUENCIES = "rope_freqs.weight"
 """Divisors of the rotary frequencies, in which GGUF has Llama 3's scaling."""
 _SIZES = {"embedding_length": "hidden_size", "block_count": "num_hidden_layers",
@@ -47,6 +53,8 @@ _SIZES = {"embedding_length": "hidden_size", "block_count": "num_hidden_layers",
 _READ = {*_SIZES, "attention.head_count_kv", "attention.layer_norm_rms_epsilon", "attention.key_length",
          "attention.value_length", "attention.sliding_window", "rope.freq_base", "rope.dimension_count",
          "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"}
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+"""Of Gemma 2, under the same names in both formats."""
 _WITHOUT_EFFECT = {"vocab_size", "rope.scaling.finetuned", "tensor_data_layout"}
 _REMEDY = "Name the model's folder in Hugging Face's format instead."
 
@@ -132,7 +140,8 @@ def _config(file: _File) -> dict[str, Any]:
     """The content of config.json."""
     own = file.own()
     for key, value in own.items():
-        if key not in _READ | _WITHOUT_EFFECT and value not in (0, False):
+        known = _READ | _WITHOUT_EFFECT | (set(_CAPS) if file.architecture == "gemma2" else set())
+        if key not in known and value not in (0, False):
             raise file.wrong(f"has a setting {file.architecture}.{key} that is not supported", str(value)[:80])
     for key in ("attention.head_count", "block_count", "embedding_length", "feed_forward_length", "context_length",
                 "attention.layer_norm_rms_epsilon"):
@@ -159,9 +168,21 @@ def _config(file: _File) -> dict[str, Any]:
         "rope_theta": _shortest(own.get("rope.freq_base", 10000.0)), "rope_scaling": _rope(file, own, width),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_output.bias" in file.tensors, "mlp_bias": "blk.0.ffn_up.bias" in file.tensors}
-    if window and model_type != "mistral":
+    if window and model_type not in ("mistral", "gemma2"):
         raise file.wrong("has a sliding window, which is not supported with this architecture", window)
+    if model_type in _GEMMA:
+        config |= _gemma(file, own, width)
     return config | ({"sliding_window": window} if window else {})
+
+
+def _gemma(file: _File, own: Mapping[str, Any], width: int) -> dict[str, object]:
+    """What config.json says of Gemma and Gemma 2 beside the rest."""
+    config: dict[str, object] = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+    if file.architecture == "gemma2":
+        is_27b = own["block_count"] == _LAYERS_OF_27B
+        config["query_pre_attn_scalar"] = own["embedding_length"] // own["attention.head_count"] if is_27b else width
+        config |= {cap: _shortest(own[cap]) if own.get(cap) else None for cap in _CAPS}
+    return config
 
 
 def _shortest(value: float) -> float:
@@ -203,14 +224,14 @@ def _llama3(file: _File, divisors: np.ndarray, own: Mapping[str, Any], width: in
 
 def _names(file: _File) -> dict[str, str]:
     """Names in GGUF -> names in Hugging Face's format."""
-    found = {}
+    found, in_layer = {}, _IN_LAYER | (_IN_GEMMA2 if file.architecture == "gemma2" else {})
     for name in file.tensors:
         if name == _FREQUENCIES:
             continue
         layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
         outside = re.fullmatch(r"(\w+)\.weight", name)
         if layer and layer[2] in _IN_LAYER:
-            found[name] = f"model.layers.{int(layer[1])}.{_IN_LAYER[layer[2]]}.{layer[3]}"
+            found[name] = f"model.layers.{int(layer[1])}.{in_layer[layer[2]]}.{layer[3]}"
         elif outside and outside[1] in _OUTSIDE:
             found[name] = f"{_OUTSIDE[outside[1]]}.weight"
         else:
@@ -250,6 +271,8 @@ def _values(file: _File, names: Mapping[str, str], config: Mapping[str, Any], sh
             if len(value) % (2 * heads):
                 raise file.wrong(f"has a tensor {name} whose rows are not pairs of {heads} heads", len(value))
             value = _in_halves(value, heads)
+        if file.architecture in _GEMMA and "norm" in name:
+            value -= 1
         yield names[name], value
 
 

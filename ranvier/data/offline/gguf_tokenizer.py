@@ -102,11 +102,12 @@ def _byte_level(values: Values, tokens: Sequence[str], where: str) -> tokenizers
 
 
 def _sentence_piece(values: Values, tokens: Sequence[str], where: str) -> tokenizers.Tokenizer:
-    """A SentencePiece BPE with bytes for unknown characters, as Llama 2's."""
+    """A SentencePiece BPE with bytes for unknown characters, as Llama 2's and Gemma's."""
     kinds, scores = values.get("tokenizer.ggml.token_type"), values.get("tokenizer.ggml.scores")
     unknown = _number(values, "unknown_token_id", len(tokens))
-    if values.get("general.architecture") != "llama" or unknown is None:
-        raise _wrong(where, "has a SentencePiece tokenizer that is not Llama's", values.get("general.architecture"))
+    if values.get("general.architecture") not in ("llama", "gemma", "gemma2") or unknown is None:
+        raise _wrong(where, "has a SentencePiece tokenizer that is neither Llama's nor Gemma's",
+                     values.get("general.architecture"))
     if not isinstance(kinds, list) or not isinstance(scores, list) or not len(kinds) == len(scores) == len(tokens):
         raise _wrong(where, "has a tokenizer without a kind and a score for each token")
     inner = tokenizers.Tokenizer(models.BPE(
