@@ -47,7 +47,8 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
-        for name in [name for name in self.environment if name.startswith(("SLURM_", "SBATCH_")) and name != "SLURM_CONF"]:
+        inherited = [name for name in self.environment if name.startswith(("SLURM_", "SBATCH_"))]
+        for name in set(inherited) - {"SLURM_CONF"}:
             del self.environment[name]
         self._daemons: list[tuple[str, subprocess.Popen[bytes]]] = []
 
