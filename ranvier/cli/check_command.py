@@ -7,12 +7,12 @@ import json
 
 import click
 
-from ranvier.cli.options import SettingsCommand, read_recipe
+from ranvier.cli.options import SettingsCommand, complete_recipe, json_option, read_recipe
 from ranvier.config import read
 
 
 @click.command(cls=SettingsCommand, short_help="List all problems of a recipe, with the memory of each rank.")
-@click.argument("recipe", required=False)
+@click.argument("recipe", required=False, shell_complete=complete_recipe)
 @click.option("--split", metavar="MODULE:FUNCTION",
               help="Compare a model of your own under tensor parallelism, in every scheme, with the same model on one "
                    "rank. The function takes no arguments and returns (model, sample) or (model, sample, loss), as for "
@@ -20,7 +20,7 @@ from ranvier.config import read
 @click.option("--ranks", type=click.IntRange(min=1), help="Number of ranks that the run is meant for.")
 @click.option("--ranks-per-node", type=click.IntRange(min=1), help="Ranks on each machine, for their placement.")
 @click.option("--all", "every_value", is_flag=True, help="Show all settings, also those at their defaults.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def check(recipe: str | None, split: str | None, ranks: int | None, ranks_per_node: int | None, every_value: bool,
           as_json: bool, **flags: str | None) -> int:
     """List every problem of RECIPE at once, for any number of ranks, with its stages, memory and settings.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 
 import click
 
-from ranvier.cli.options import SettingsCommand, read_valid_recipe
+from ranvier.cli.options import SettingsCommand, json_option, read_valid_recipe, recipe_argument
 from ranvier.cli.problems import ConfigProblems, print_warnings
 
 
@@ -17,9 +18,10 @@ def data() -> None:
 
 
 @data.command(cls=SettingsCommand)
-@click.argument("recipe")
+@recipe_argument
 @click.option("--processes", type=click.IntRange(min=1), help="Processes that tokenise; by default one for each core.")
-def prepare(recipe: str, processes: int | None, **flags: str | None) -> int:
+@json_option
+def prepare(recipe: str, processes: int | None, as_json: bool, **flags: str | None) -> int:
     """Write the token files of RECIPE into the cache, once for all runs with the same data settings.
 
     Runs make what they do not find there, in one process; this command does it before they start, in parallel, and
@@ -40,7 +42,7 @@ def prepare(recipe: str, processes: int | None, **flags: str | None) -> int:
     if found:
         raise ConfigProblems(found)
     print_warnings(warnings(run))
-    began, console = time.monotonic(), Console(highlight=False, markup=False, soft_wrap=True)
+    began, console = time.monotonic(), Console(highlight=False, markup=False, soft_wrap=True, stderr=as_json)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TextColumn("{task.completed:,.0f}"),
                TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
@@ -57,5 +59,9 @@ def prepare(recipe: str, processes: int | None, **flags: str | None) -> int:
     console.print(f"{prepared.about}\n{prepared.epoch_samples:,} samples in an epoch")
     if prepared.padding:
         console.print(f"padding: {prepared.padding}")
-    console.print(f"in {cache_folder(run)}, after {time.monotonic() - began:.1f} s")
+    seconds = time.monotonic() - began
+    console.print(f"in {cache_folder(run)}, after {seconds:.1f} s")
+    if as_json:
+        print(json.dumps({"data": prepared.about, "epoch_samples": prepared.epoch_samples, "padding": prepared.padding,
+                          "cache": str(cache_folder(run)), "seconds": seconds}))
     return 0

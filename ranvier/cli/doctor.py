@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 
 import click
 
+from ranvier.cli.options import json_option, prose
 from ranvier.errors import ConfigError
 
 
@@ -13,14 +16,20 @@ from ranvier.errors import ConfigError
 @click.option("--measure", is_flag=True, help="Measure this machine for `ranvier plan`; takes less than a minute.")
 @click.option("--out", type=click.Path(path_type=Path),
               help="File for the measured values; by default cluster.toml. Needs --measure.")
-def doctor(measure: bool, out: Path | None) -> int:
+@json_option
+def doctor(measure: bool, out: Path | None, as_json: bool) -> int:
     """Show the hardware and software of this machine, and the value of each `auto` setting on it."""
     if out is not None and not measure:
         raise ConfigError("has no effect without --measure", where="--out", value=str(out), remedy="Add --measure.")
     from ranvier.cli.doctor_report import examine, measure_to, print_table
 
     findings = examine()
-    print_table(findings)
-    if measure:
-        measure_to(out or Path("cluster.toml"))
+    file = out or Path("cluster.toml")
+    with prose(as_json):
+        print_table(findings)
+        if measure:
+            measure_to(file)
+    if as_json:
+        print(json.dumps({"findings": [dataclasses.asdict(finding) for finding in findings],
+                          "cluster": str(file) if measure else None}))
     return 2 if any(finding.remedy for finding in findings) else 0

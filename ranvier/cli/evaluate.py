@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ranvier.cli.options import SettingsCommand
+from ranvier.cli.options import SettingsCommand, json_option
 from ranvier.cli.problems import ConfigProblems, print_warnings
 from ranvier.cli.ranks import work_as_rank
 from ranvier.config import read
@@ -40,7 +40,7 @@ Table = dict[str, dict[str, float]]
 @click.option("--lm-eval-limit", type=click.IntRange(min=1), help="Samples of each of these tasks; by default all.")
 @click.option("--lm-eval-shots", type=click.IntRange(min=0), help="Examples in the prompt; by default the task's own.")
 @click.option("--ema", is_flag=True, help="The moving average of the parameters (optim.ema) in their place.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+@json_option
 def evaluate(model: Path, sets: tuple[str, ...], choices: tuple[str, ...], harness: str | None,
              lm_eval_path: Path | None, lm_eval_limit: int | None, lm_eval_shots: int | None, ema: bool, as_json: bool,
              **flags: str | None) -> int:

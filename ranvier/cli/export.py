@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import click
 
-from ranvier.cli.options import NUMBER_FORMATS
+from ranvier.cli.options import NUMBER_FORMATS, json_option, prose
 
 
 @click.command("export", short_help="Write a checkpoint in Hugging Face's format.")
@@ -19,8 +20,9 @@ from ranvier.cli.options import NUMBER_FORMATS
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="A tokenizer.json; by default that of the run.")
 @click.option("--ema", is_flag=True, help="The moving average of the parameters (optim.ema) in their place.")
 @click.option("--adapters", is_flag=True, help="Write only the adapters (--lora.rank), in PEFT's format.")
+@json_option
 def export_run(run: Path, out: Path, dtype: str | None, shard_bytes: int, tokenizer: Path | None, ema: bool,
-               adapters: bool) -> int:
+               adapters: bool, as_json: bool) -> int:
     """Write a checkpoint of RUN to the new folder OUT in Hugging Face's format, which transformers loads. Adapters are
     merged into the weights.
 
@@ -29,9 +31,12 @@ def export_run(run: Path, out: Path, dtype: str | None, shard_bytes: int, tokeni
     """
     from ranvier.checkpoint.hf.export_model import export, export_adapters
 
-    if adapters:
-        export_adapters(run, out, dtype=dtype, ema=ema)
-    else:
-        export(run, out, dtype=dtype, shard_bytes=shard_bytes, tokenizer=tokenizer, ema=ema)
-    print(f"written to {out}")
+    with prose(as_json):
+        if adapters:
+            export_adapters(run, out, dtype=dtype, ema=ema)
+        else:
+            export(run, out, dtype=dtype, shard_bytes=shard_bytes, tokenizer=tokenizer, ema=ema)
+        print(f"written to {out}")
+    if as_json:
+        print(json.dumps({"written": str(out)}))
     return 0

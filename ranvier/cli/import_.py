@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import click
 
-from ranvier.cli.options import NUMBER_FORMATS
+from ranvier.cli.options import NUMBER_FORMATS, json_option, prose
 
 
 @click.command("import", short_help="Read a Hugging Face model as the start of a run.")
@@ -14,7 +15,8 @@ from ranvier.cli.options import NUMBER_FORMATS
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--precision", type=NUMBER_FORMATS, help="Number format of the parameters; by default that of MODEL's "
                                                        "files.")
-def import_model(model: Path, out: Path, precision: str | None) -> int:
+@json_option
+def import_model(model: Path, out: Path, precision: str | None, as_json: bool) -> int:
     """Convert the model MODEL to a checkpoint in the new folder OUT.
 
     Read are GPT-2, Llama, Mistral, Qwen 2 and 3, Gemma, Gemma 2, OLMo 2, SmolLM 2, BERT, ViT and DINOv2.
@@ -29,7 +31,10 @@ def import_model(model: Path, out: Path, precision: str | None) -> int:
     from ranvier.data.named_model import local_path
 
     check_free(out)  # before anything is fetched
-    recipe = make(local_path(model, print), out, precision=precision)
-    print(f"written to {out}; its settings: {' '.join(flags(recipe))}")
-    print(f"to train on from it: ranvier train {out / 'run.toml'} --resume {out}")
+    with prose(as_json):
+        recipe = make(local_path(model, print), out, precision=precision)
+        print(f"written to {out}; its settings: {' '.join(flags(recipe))}")
+        print(f"to train on from it: ranvier train {out / 'run.toml'} --resume {out}")
+    if as_json:
+        print(json.dumps({"written": str(out), "recipe": str(out / "run.toml"), "flags": list(flags(recipe))}))
     return 0

@@ -1,10 +1,12 @@
 """The command `ranvier` and its subcommands; --help imports nothing heavy.
 
-Exit codes: 0 success, 1 the run failed, 2 a user error, printed in one line each on standard error, 130 Ctrl-C.
+Exit codes: 0 success, 1 the run failed, 2 a user error, printed in one line each on standard error, 130 Ctrl-C. With
+--json user errors are the document on standard output, too.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
@@ -40,19 +42,22 @@ def run_command(args: Sequence[str] | None = None, *, change_world: Callable[[Wo
 
     change_world: applied by `train` to the world of each rank before its use; for fault injection.
     """
+    as_json = "--json" in (sys.argv[1:] if args is None else args)
     try:
         return command.main(args=args, prog_name="ranvier", standalone_mode=False, obj=change_world) or 0
     except ConfigProblems as error:
-        print_problems(error.problems)
+        print_problems(error.problems, as_json=as_json)
         return 2
     except RanvierError as error:
-        print_problems([error])
+        print_problems([error], as_json=as_json)
         return 2
     except click.exceptions.UsageError as error:
         if not sys.argv[1:] and args is None:
             error.show()
         else:
             print_error(error.format_message())
+            if as_json:
+                print(json.dumps({"errors": [{"what": error.format_message()}]}))
         return 2
     except (click.Abort, KeyboardInterrupt):
         return 130

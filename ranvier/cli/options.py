@@ -3,19 +3,49 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from ranvier.cli.problems import ConfigProblems, print_warnings
 from ranvier.config import aliases, read
+from ranvier.config.section import words
 
 cluster_option = click.option("--cluster", required=True,
                               help="A shipped cluster (summit, frontera, a100, h100, h200, laptop), or a TOML file.")
 """Option --cluster of commands that predict speed."""
+
+
+def complete_recipe(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
+    """For a shell: the shipped recipes that begin so, and files."""
+    found = [CompletionItem(name) for name in read.recipe_names() if name.startswith(begun)]
+    return [*found, CompletionItem(begun, type="file")]
+
+
+def _values(setting: read.Setting) -> Callable[[click.Context, click.Parameter, str], list[str]]:
+    """For a shell: the values of a setting that begin as what is there."""
+    known = ["true", "false"] if setting.is_yes_no else words(setting.annotation)
+    return lambda context, parameter, begun: [word for word in known if word.startswith(begun)]
+
+
+recipe_argument = click.argument("recipe", shell_complete=complete_recipe)
+"""Argument RECIPE of commands about runs."""
+json_option = click.option("--json", "as_json", is_flag=True,
+                           help="Print one JSON document on standard output, and all else on standard error.")
+"""Option --json of commands whose result a program may read."""
 NUMBER_FORMATS = click.Choice(["fp32", "bf16", "fp16", "fp64"])
 """Type of options for the number format of files."""
+
+
+@contextmanager
+def prose(as_json: bool) -> Iterator[None]:
+    """What is printed inside is for people: with --json it goes to standard error."""
+    with redirect_stdout(sys.stderr if as_json else sys.stdout):
+        yield
 
 
 class Switch(click.Option):
@@ -77,7 +107,8 @@ class SettingsCommand(click.Command):
             text = f"{setting.help} [{setting.expected}; default {read.as_text(setting.default)}]"
             kind = Switch if setting.is_yes_no else click.Option
             self.params.append(kind([f"--{setting.flag}", setting.name.replace(".", "__")], type=str,
-                                    metavar="[true|false]" if setting.is_yes_no else "VALUE", help=text))
+                                    metavar="[true|false]" if setting.is_yes_no else "VALUE", help=text,
+                                    shell_complete=_values(setting)))
         for name in aliases.old_names():
             self.params.append(click.Option([f"--{read.flag(name)}", name.replace(".", "__")], type=str, hidden=True))
         self.sections = list(dict.fromkeys(_section(setting.name) for setting in read.settings().values()))

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import click
 
-from ranvier.cli.options import SettingsCommand, cluster_option, read_valid_recipe
+from ranvier.cli.options import SettingsCommand, cluster_option, json_option, read_valid_recipe, recipe_argument
 
 
 @click.command(cls=SettingsCommand, short_help="Find the fastest configuration on a cluster.")
-@click.argument("recipe")
+@recipe_argument
 @cluster_option
 @click.option("--ranks", type=click.IntRange(min=1),
               help="Devices to plan for; by default as many as the recipe's mesh has ranks, or all for an auto mesh.")
@@ -23,7 +23,7 @@ from ranvier.cli.options import SettingsCommand, cluster_option, read_valid_reci
 @click.option("--out", type=click.Path(path_type=Path),
               help="Write the best configuration as a run file for `ranvier train`.")
 @click.option("--explain", is_flag=True, help="Name the bottleneck.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def plan(recipe: str, cluster: str, ranks: int | None, searched: str | None, measure: int | None, out: Path | None,
          explain: bool, as_json: bool, **flags: str | None) -> int:
     """Find the fastest configuration of RECIPE on a cluster, before anything is started there."""

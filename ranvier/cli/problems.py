@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -17,8 +18,9 @@ class ConfigProblems(Exception):
         self.problems = problems
 
 
-def print_problems(problems: Sequence[RanvierError]) -> None:
-    """Print one line each, on local rank 0 only: before ranks are connected, all of them find the same problems."""
+def print_problems(problems: Sequence[RanvierError], *, as_json: bool = False) -> None:
+    """Print one line each, on local rank 0 only: before ranks are connected, all of them find the same problems.
+    as_json: print them as a document on standard output, too."""
     from ranvier.launch.launchers import detect
 
     try:
@@ -28,6 +30,9 @@ def print_problems(problems: Sequence[RanvierError]) -> None:
     if started is None or not started.local_rank:
         for problem in problems:
             print_error(str(problem))
+        if as_json and (started is None or started.rank == 0):
+            print(json.dumps({"errors": [{"where": problem.where, "what": problem.what, "value": problem.value,
+                                          "remedy": problem.remedy} for problem in problems]}, default=str))
 
 
 def print_error(text: str) -> None:

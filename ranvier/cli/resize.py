@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import click
+
+from ranvier.cli.options import json_option
 
 
 @click.command(short_help="Reshard a run in progress to another mesh.")
@@ -13,7 +16,8 @@ import click
 @click.option("--pipe", type=click.IntRange(min=1), required=True, help="New number of pipeline stages.")
 @click.option("--wait", type=click.FloatRange(min=0), default=60.0, show_default=True,
               help="Seconds to wait for the run's answer; 0 sends the request and exits.")
-def resize(run: Path, data: int, pipe: int, wait: float) -> int:
+@json_option
+def resize(run: Path, data: int, pipe: int, wait: float, as_json: bool) -> int:
     """Reshard the run in progress in folder RUN to other numbers of replicas and stages.
 
     The run changes its mesh between two steps, without a restart. The new mesh needs at most the ranks that the run was
@@ -21,5 +25,6 @@ def resize(run: Path, data: int, pipe: int, wait: float) -> int:
     """
     from ranvier.train.resize import ask_and_wait
 
-    print(ask_and_wait(run, data=data, pipe=pipe, seconds=wait))
+    answer = ask_and_wait(run, data=data, pipe=pipe, seconds=wait)
+    print(json.dumps({"run": str(run), "answer": answer}) if as_json else answer)
     return 0

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import click
 
-from ranvier.cli.options import SettingsCommand, cluster_option, read_valid_recipe
+from ranvier.cli.options import SettingsCommand, cluster_option, json_option, read_valid_recipe, recipe_argument
 
 
 @click.command(cls=SettingsCommand, short_help="Simulate a step on a cluster, with noise and faults.")
-@click.argument("recipe")
+@recipe_argument
 @cluster_option
 @click.option("--ranks", type=click.IntRange(min=1), help="Number of devices, if the mesh is auto.")
 @click.option("--jitter", type=click.FloatRange(min=0, max=3), default=0.0, show_default=True,
@@ -23,7 +23,7 @@ from ranvier.cli.options import SettingsCommand, cluster_option, read_valid_reci
 @click.option("--draw", type=click.Path(path_type=Path),
               help="Write a picture: each stage's actions, and each policy's bubble over depth, in-flight limit and "
                    "jitter.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def simulate(recipe: str, cluster: str, ranks: int | None, jitter: float, slow: Sequence[str], mtbf_hours: float | None,
              draw: Path | None, as_json: bool, **flags: str | None) -> int:
     """Simulate the schedule of RECIPE on a cluster: the engine's own policies on a simulated clock."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
-from ranvier.cli.options import SettingsCommand, read_recipe
+from ranvier.cli.options import SettingsCommand, json_option, read_recipe, recipe_argument
 from ranvier.cli.problems import ConfigProblems, print_warnings
 from ranvier.cli.ranks import work_as_rank
 from ranvier.config import read
@@ -28,10 +29,11 @@ _PLANNED = (*(f"mesh.{axis}" for axis in AXES), "batch.microbatch_size")
 
 
 @click.command(cls=SettingsCommand, short_help="Train a recipe.")
-@click.argument("recipe")
+@recipe_argument
 @click.option("--quiet", is_flag=True, help="Print warnings and errors only; files and trackers have the rest.")
+@json_option
 @click.pass_context
-def train(context: click.Context, /, recipe: str, quiet: bool, **flags: str | None) -> int:
+def train(context: click.Context, /, recipe: str, quiet: bool, as_json: bool, **flags: str | None) -> int:
     """Train RECIPE: the name of a shipped recipe, a TOML file, or module:function.
 
     Under plain python the local ranks are started for you; under torchrun, mpiexec or srun this process is one of them.
@@ -51,7 +53,7 @@ def train(context: click.Context, /, recipe: str, quiet: bool, **flags: str | No
     rerun = None if started is not None else [*launch.rerun_command(), "--run-dir", str(run_dir),
                                               *_planned_flags(asked, run)]
     # open for as long as the process lives: what ends it may still print
-    stream = open(os.devnull, "w", encoding="utf-8") if quiet else sys.stdout  # noqa: SIM115
+    stream = open(os.devnull, "w", encoding="utf-8") if quiet else sys.stderr if as_json else sys.stdout  # noqa: SIM115
     world = launch.start(run.mesh, transport=run.comm.transport, collectives=run.comm.collectives,
                          launcher=run.launch.launcher, threads=run.launch.threads, device=run.launch.device,
                          timeout_seconds=run.comm.timeout_seconds, rerun=rerun,
@@ -59,7 +61,7 @@ def train(context: click.Context, /, recipe: str, quiet: bool, **flags: str | No
                          stopped_seconds=run.launch.stopped_seconds, hang_seconds=run.launch.hang_seconds,
                          restart=Restarts(run, rerun) if rerun and run.max_restarts else None, flags=True,
                          stream=stream)
-    return _train_as_rank(run, run_dir, name, world, context.obj, stream)
+    return _train_as_rank(run, run_dir, name, world, context.obj, stream, as_json)
 
 
 def _close(resolved: read.Merged, started: Started | None) -> tuple[Run, ResolvedRun, list[RanvierError]]:
@@ -116,13 +118,15 @@ def _memory_text(run: ResolvedRun) -> str:
 
 
 def _train_as_rank(run: ResolvedRun, run_dir: Path, name: str, world: World,
-                   change_world: Callable[[World], World] | None, stream: TextIO) -> int:
+                   change_world: Callable[[World], World] | None, stream: TextIO, as_json: bool) -> int:
     from ranvier.train.loop import train as train_loop
 
     def work() -> None:
         if world.rank == 0:  # not before `start`, where the other ranks would wait for a rank 0 that has exited
             check_folder(run_dir, run.resume)
-        train_loop(run, name, world, stream=stream)
+        summary = train_loop(run, name, world, stream=stream)
+        if as_json and world.rank == 0:
+            print(json.dumps({"run_dir": str(run_dir), **summary}), flush=True)
 
     world = world if change_world is None else change_world(world)
     return work_as_rank(world, run.mesh, work)

@@ -79,6 +79,12 @@ def bare(annotation: Any) -> Any:
     return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
+def words(annotation: Any) -> list[str]:
+    """The words that a field may have, of those that are listed: "fp32", "bf16", "fp16", "fp64"."""
+    return [str(word) for kind in map(bare, alternatives(annotation)) if get_origin(kind) is Literal
+            for word in get_args(kind)]
+
+
 def describe(annotation: Any) -> str:
     """What a value must be, in words: "a whole number of at least 1, or auto"."""
     return ", or ".join(map(_describe_one, alternatives(annotation)))
