@@ -226,8 +226,9 @@ def update_seconds(step: Step, cluster: Cluster, count: float, *, local: int, th
     has_masters = itemsize > step.bytes.parameter
     moved = count * (2 * itemsize * states + gradient + step.bytes.parameter * (1 if has_masters else 2))
     match optim.offload:
-        case "stream":
-            moving = cluster.host_link.seconds(count * itemsize * states)
+        case "stream" | "hybrid":
+            share = 1.0 if optim.offload == "stream" else 0.5 if optim.offload_share == "auto" else optim.offload_share
+            moving = cluster.host_link.seconds(share * count * itemsize * states)
             parts = [moving, moving, cluster.device.update_seconds(moved)]
             return sum(parts) if optim.buckets_in_flight == 1 else max(parts)  # in, out and update at once
         case "host":

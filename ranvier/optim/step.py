@@ -115,8 +115,10 @@ class Updater:
         owned = [spec.parameter for spec in self.gradients.owned()]
         self.updates = own or optimizer is not None
         """Whether anything updates parameters, on this rank or another."""
-        self.flat = FlatOptimizer(optim, self.gradients, bucket_size=bucket_size,
-                                  offload=resolve_offload(optim, self.gradients, device)) if own else None
+        self.flat: FlatOptimizer | None = None
+        if own:
+            placed, offload = resolve_offload(optim, self.gradients, device)
+            self.flat = FlatOptimizer(placed, self.gradients, bucket_size=bucket_size, offload=offload)
         self.gradients.allocate()  # not before parameters have moved: they are there twice on the way
         self.users = optimizer(owned) if optimizer is not None and owned else None
         self.masters = MasterCopies(self.users, owned) if self.users is not None and half else None

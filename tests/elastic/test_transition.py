@@ -142,7 +142,7 @@ def ways(draw):
 
 
 @settings(max_examples=4, deadline=None)
-@given(ways(), st.sampled_from([False, True]), st.sampled_from(["none", "stream"]))
+@given(ways(), st.sampled_from([False, True]), st.sampled_from(["none", "stream", "hybrid"]))
 @example(([Mesh(pipe=2), Mesh(data=2)], [0, 2], [(1,), None], None), True, "none")  # before any step
 def test_any_way_through_layouts_is_the_run_without(way, shard, offload):
     meshes, steps, cuts, freezing = way

@@ -136,7 +136,7 @@ def test_steps_equal_those_of_torch(mesh, shard, apart, clip_norm):
 
 @pytest.mark.parametrize("options", quick(3, [
     {"accumulate": "half"}, {"shard": True}, {"reduce_dtype": "fp32", "shard": True},
-    {"offload": "stream", "shard": True}, {"offload": "host"}]))
+    {"offload": "stream", "shard": True}, {"offload": "host"}, {"offload": "hybrid"}]))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mesh", [Mesh(data=2, row=2), Mesh(row=2, col=2)], ids=str)
 def test_in_half_precision(mesh, dtype, options):
