@@ -26,6 +26,7 @@ from ranvier.optim.state_places import StateOwner, StatePlaces
 from ranvier.pipeline.device_timeline import DeviceTimeline
 from ranvier.pipeline.look_ahead import LookAhead
 from ranvier.planner import measure
+from ranvier.system.pinned_memory import HostCopy
 from ranvier.train import peak
 from tests.stream_order import DEVICE, ROOT, OrderedCuda, ordered_transport
 
@@ -35,6 +36,8 @@ EXCEPTIONS = {
         "connect returns when its communicators are built; no memory depends on it",
     ("comm/torch_backend.py", "torch.cuda.current_stream(self._device).synchronize()"):
         "a communicator is built before the first step; no memory depends on it",
+    ("system/pinned_memory.py", "return self._arrived.query()"):
+        "asks only: who reads the numbers waits for them",
     ("elastic/cache/auto_cache.py", "torch.cuda.current_stream(self._device).synchronize()"):
         "the seconds of a computation end with it; the copy that follows waits anyway",
 }
@@ -106,6 +109,14 @@ def checkpoint(cuda):
     for _ in range(2):
         for copy in host_copies(tensors, room):
             copy.numpy()
+
+
+def numbers(cuda):
+    """The host reads what a device has found."""
+    source = torch.ones(2, device=DEVICE)
+    copy = HostCopy(source)
+    source.add_(1.0)
+    assert copy.is_here() and copy.read().tolist() == [1.0, 1.0]
 
 
 def device_times(cuda):
@@ -222,8 +233,8 @@ SCENARIOS = {
        for offload, dtype, in_flight in (
            ("none", torch.bfloat16, 1), ("stream", torch.bfloat16, 3), ("stream", torch.float32, 1),
            ("hybrid", torch.bfloat16, 2), ("host", torch.bfloat16, 2), ("host", torch.float32, 1))},
-    "training": training, "checkpoint": checkpoint, "device times": device_times, "look-ahead": look_ahead,
-    "collectives": collectives,
+    "training": training, "checkpoint": checkpoint, "device times": device_times, "numbers": numbers,
+    "look-ahead": look_ahead, "collectives": collectives,
     "staged messages": staged, "peak": clocks(peak, rates), "timed": clocks(measure, timed),
     "pairs": clocks(measure, pairs), "messages": messages}
 

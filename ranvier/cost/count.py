@@ -200,6 +200,8 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range]) 
               "gradients": gradients.length * gradients.dtype.itemsize}
     host: dict[str, int] = {}
     for home, here, own in ((device, on_device, states - moved), (host, on_host, moved)):
+        if offload != "hybrid" and (home is device) != (offload == "none"):
+            continue
         elements = sum(map(len, here))
         home["master"] = elements * wide.itemsize if half or offload == "host" else 0
         home["moments"] = own * wide.itemsize

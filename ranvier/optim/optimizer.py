@@ -14,7 +14,7 @@ whatever shapes it holds.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -31,7 +31,7 @@ from ranvier.optim.chunks import Chunk, GradientSpec
 from ranvier.optim.gradients import Gradients
 from ranvier.optim.placement import Hybrid, OnHost, Placement, Resident, Streamed, Update
 from ranvier.optim.reduction import IN_FLIGHT
-from ranvier.optim.rules import Rules, check_state_name, rules_of
+from ranvier.optim.rules import Rules, SkippingRule, check_state_name, rules_of
 from ranvier.optim.state_places import StateOwner, StatePlaces
 
 Offload = Literal["none", "stream", "host", "hybrid"]
@@ -89,8 +89,8 @@ class FlatOptimizer:
             check_state_name(name, optim.algorithm)
         self.placement = self._place()
         self._note_versions()
-        self.steps = 0
-        """Updates so far; skipped steps do not count."""
+        self._steps = 0
+        self._undecided: Callable[[], bool] | None = None
         self._update = Update(step=0, learning_rate=0.0, factor=1.0, segments=())
         self._trained: list[Segment] = []
         self._gathers: deque[Work] = deque()
@@ -122,6 +122,25 @@ class FlatOptimizer:
         """All buckets of this rank, in the order in which they are updated."""
         return [bucket for chunk in self._chunks for bucket in self._buckets[id(chunk)]]
 
+    @property
+    def steps(self) -> int:
+        """Updates so far; skipped steps do not count. Waits for the device where it decides of the last one."""
+        undecided, self._undecided = self._undecided, None
+        if undecided is not None and not undecided():
+            self._steps -= 1
+        return self._steps
+
+    @property
+    def on_device(self) -> bool:
+        """Whether a CUDA device updates, so that numbers of a step may stay there."""
+        return self.weights.is_cuda and self.offload != "host"
+
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether a step can be skipped by what only the device knows."""
+        return (self.on_device and self._rules.tensors is None and not self._optim.ema
+                and isinstance(self._rules.elementwise, SkippingRule))
+
     # ------------------------------------------------------------------ one step
 
     def prefetch(self) -> None:
@@ -146,13 +165,17 @@ class FlatOptimizer:
         """Parameters are what their master copies say."""
         self._versions = {parameter: parameter._version for parameter, _ in self._groups}
 
-    def begin(self, learning_rate: float) -> None:
-        """A step that is not skipped; after `prefetch`."""
-        self.steps += 1
+    def begin(self, learning_rate: float, *, skip: Tensor | None = None,
+              undecided: Callable[[], bool] | None = None) -> None:
+        """A step that is not skipped; after `prefetch`. skip, undecided: where only the device knows whether it is
+        (`skips_on_device`), as `Update.skip` has it; asked later, whether the step was one."""
+        self._steps = self.steps + 1
+        self._undecided = undecided
         self._trained = self._segments(set())
-        self._update = Update(step=self.steps, learning_rate=learning_rate, factor=1.0, segments=self._trained)
+        self._update = Update(step=self._steps, learning_rate=learning_rate, factor=1.0, segments=self._trained,
+                              skip=skip)
 
-    def update(self, chunk: Chunk, factor: float) -> Iterator[Bucket]:
+    def update(self, chunk: Chunk, factor: float | Tensor) -> Iterator[Bucket]:
         """Update the parameters of a reduced chunk from its gradients times `factor`, a bucket for each turn."""
         left_alone = self._gradients.left_alone(chunk)
         self._update.factor = factor
@@ -237,7 +260,7 @@ class FlatOptimizer:
 
     def restore_counters(self, steps: int) -> None:
         """Parameters and `slices` have been written, as they were after `steps` updates."""
-        self.steps = steps
+        self._steps, self._undecided = steps, None
         self._note_versions()
 
     def _segment(self, spec: GradientSpec) -> Segment:

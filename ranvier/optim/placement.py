@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Literal, Protocol, cast
 
@@ -28,7 +29,7 @@ from torch import Tensor
 from ranvier.optim.average import EMA, update_average
 from ranvier.optim.buckets import Bucket, Segment, joined, within
 from ranvier.optim.chunks import GradientSpec
-from ranvier.optim.rules import Rules
+from ranvier.optim.rules import Rules, SkippingRule
 from ranvier.optim.state_places import StatePlaces
 from ranvier.optim.tensor_update import TensorUpdate
 from ranvier.precision import is_half, wide
@@ -41,8 +42,10 @@ class Update:
 
     step: int
     learning_rate: float
-    factor: float
-    """What every gradient is multiplied by first."""
+    factor: float | Tensor
+    """What every gradient is multiplied by first; a zero-dimensional tensor on the device where only that knows."""
+    skip: Tensor | None = None
+    """Where only the device knows whether there is an update: fp32, zero-dimensional, 1 for none."""
     segments: Sequence[Segment]
 
 
@@ -87,9 +90,13 @@ def _apply(rules: Rules, bucket: Bucket, update: Update, parameters: Tensor, gra
         here = slice(segment.start - bucket.start, segment.stop - bucket.start)
         found, rate = states(segment.start, segment.stop), update.learning_rate * segment.learning_rate_factor
         if segment.tensor is None:
-            rules.elementwise.update(parameters[here], gradients[here],
-                                     {name: found[name] for name in rules.elementwise.states}, step=update.step,
-                                     learning_rate=rate, weight_decay=segment.weight_decay)
+            rule, own = rules.elementwise, {name: found[name] for name in rules.elementwise.states}
+            run = rule.update
+            if update.skip is not None:
+                assert isinstance(rule, SkippingRule)
+                run = partial(rule.update_unless, update.skip)
+            run(parameters[here], gradients[here], own, step=update.step, learning_rate=rate,
+                weight_decay=segment.weight_decay)
             continue
         spec = cast(GradientSpec, segment.tensor)
         shape = spec.parameter.shape
@@ -174,14 +181,14 @@ class _Flat:
         self.workspace = other.workspace
         self._largest = other._largest = max(self._largest, other._largest)
 
-    def _scaled_gradients(self, bucket: Bucket, factor: float) -> Tensor:
+    def _scaled_gradients(self, bucket: Bucket, factor: float | Tensor) -> Tensor:
         """The bucket's gradients times `factor` in the states' format: in place where they have it already."""
         gradients = self._gradients(bucket)
         if gradients.dtype is not self._dtype:
             if "gradients" not in self.workspace:
                 self.workspace["gradients"] = gradients.new_empty(self._largest, dtype=self._dtype)
             gradients = self.workspace["gradients"][:len(bucket)].copy_(gradients)
-        return gradients.mul_(factor) if factor != 1.0 else gradients
+        return gradients.mul_(factor) if isinstance(factor, Tensor) or factor != 1.0 else gradients
 
     def _finish_bucket(self, bucket: Bucket, update: Update, states: dict[str, Tensor]) -> None:
         """The update itself, on the device, from states that are there."""
@@ -406,8 +413,8 @@ class OnHost(_Flat):
         gradients = staging.gradients[:len(bucket)]
         if self._scaled is not None:
             gradients = self._scaled[:len(bucket)].copy_(gradients)
-        if update.factor != 1.0:
-            gradients.mul_(update.factor)
+        if (factor := float(update.factor)) != 1.0:
+            gradients.mul_(factor)
         master = self._of(bucket, "master")
         self._apply(bucket, update, master, gradients, {name: self._of(bucket, name) for name in self._names})
         if self._ema:

@@ -514,19 +514,19 @@ class Engine:
     def _stepped(self, status: GradientStatus, microbatches: Batch | None = None) -> BatchResult:
         """New values go to the other ends of ties; a step without a valid target warns, and a bad one is refused.
         microbatches: all of them, where that is known."""
-        if status.bad is not None and self._refuses_bad_losses:
+        if status.refused is not None and self._refuses_bad_losses:
             cause = ""
             if microbatches is not None and not self._updater.in_backward:
                 cause = f". It began here: {self.examine(microbatches)}"
-            raise RanvierError(f"{status.bad}, and nothing was updated{cause}", where=f"step {self._step}",
+            raise RanvierError(f"{status.refused}, and nothing was updated{cause}", where=f"step {self._step}",
                                remedy="Lower the learning rate, or look at the data and the loss. Engine(guard=Guard("
                                       "bad_step='skip')) leaves out such steps and reports them in BatchResult.bad; "
                                       "bad_step='none' applies them.")
-        if status.updates:
+        if status.may_update:  # where only the device knows better, values that it has not changed are sent
             if self._ties.owns:
                 self._updater.wait()
             self._ties.send_values(self._call, trained=True)
-        elif not status.overflow and status.bad is None:
+        elif not status.overflow and status.refused is None:
             warnings.warn(f"step {self._step} is skipped: no valid target in the global batch", stacklevel=4)
         self._buffers.finish()
         self._connections.board.action = _OUTSIDE

@@ -12,6 +12,35 @@ from torch import Tensor
 
 from ranvier.comm.collectives import ChainedWork
 from ranvier.comm.protocol import Group, Work
+from ranvier.system.pinned_memory import HostCopy
+
+
+class _CopiedFirst:
+    """A `protocol.Work` that begins when numbers of a CUDA device have arrived on the host, which does not wait for
+    them before it must. Every rank begins it before its next collective of the same group, since each asks for the
+    weight first."""
+
+    def __init__(self, source: Tensor, target: Tensor, begin: Callable[[], Work]) -> None:
+        self._copy, self._target, self._begin = HostCopy(source), target, begin
+        self._work: Work | None = None
+
+    def done(self) -> bool:
+        """Whether the work has finished; begins it if the numbers have just arrived."""
+        if self._work is None and self._copy.is_here():
+            self.begin()
+        return self._work is not None and self._work.done()
+
+    def wait(self) -> None:
+        """Wait for the numbers, and for the work."""
+        if self._work is None:
+            self.begin()
+        assert self._work is not None
+        self._work.wait()
+
+    def begin(self) -> None:
+        """Wait for the numbers, and begin the work."""
+        self._target.copy_(self._copy.read())
+        self._work = self._begin()
 
 
 class BatchStatistics:
@@ -53,15 +82,19 @@ class BatchStatistics:
 
     def reduce(self, mine: Tensor | None) -> None:
         """Start the sum over all ranks. mine: [2] fp64 of this rank, None where another rank counts the same."""
-        part = torch.zeros(2, dtype=torch.float64) if mine is None else mine.to("cpu")
-        earlier, sums = self._earlier, torch.cat([part, torch.tensor([self._zeroed], dtype=torch.float64)])
+        earlier, sums = self._earlier, torch.tensor([0.0, 0.0, self._zeroed], dtype=torch.float64)
         self.sums = sums
 
         def add_earlier() -> None:
             if earlier is not None and not sums[2]:  # unless somebody has set gradients to zero, on any rank
                 sums[:2].add_(earlier)
 
-        self.work = ChainedWork(self._ranks.all_reduce(sums), add_earlier)
+        if mine is None or not mine.is_cuda:
+            if mine is not None:
+                sums[:2] = mine
+            self.work = ChainedWork(self._ranks.all_reduce(sums), add_earlier)
+        else:
+            self.work = _CopiedFirst(mine, sums[:2], lambda: ChainedWork(self._ranks.all_reduce(sums), add_earlier))
 
     def weight(self) -> float:
         """The weight of the global batch; waits for it."""
