@@ -19,6 +19,8 @@ from ranvier.comm.mpi_group import MPIGroup
 from ranvier.comm.mpi_transport import MPITransport
 from ranvier.comm.nccl_transport import NcclTransport
 from ranvier.config.run import Optim
+from ranvier.data import loader
+from ranvier.data.sampler import Sampler
 from ranvier.optim import placement
 from ranvier.optim.buckets import Segment, buckets_of, split_by_share
 from ranvier.optim.rules import rules_of
@@ -117,6 +119,19 @@ def numbers(cuda):
     copy = HostCopy(source)
     source.add_(1.0)
     assert copy.is_here() and copy.read().tolist() == [1.0, 1.0]
+
+
+def samples(cuda):
+    """Batches are copied ahead of the step that reads them; one that nobody takes is dropped."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "padded_inputs", lambda data, samples, *rest: torch.from_numpy(samples.copy()))
+        made = loader.Loader(None, Sampler(8, 0), global_size=4, microbatch_size=2, needs_targets=False, device=DEVICE)
+        for step, asked in ((0, 0), (1, 1), (2, 3)):
+            made.prefetch(step)
+            batch = made.microbatches(asked)
+            for microbatch in batch:
+                microbatch.inputs.add_(1)
+            del batch, microbatch
 
 
 def device_times(cuda):
@@ -234,7 +249,7 @@ SCENARIOS = {
            ("none", torch.bfloat16, 1), ("stream", torch.bfloat16, 3), ("stream", torch.float32, 1),
            ("hybrid", torch.bfloat16, 2), ("host", torch.bfloat16, 2), ("host", torch.float32, 1))},
     "training": training, "checkpoint": checkpoint, "device times": device_times, "numbers": numbers,
-    "look-ahead": look_ahead, "collectives": collectives,
+    "samples": samples, "look-ahead": look_ahead, "collectives": collectives,
     "staged messages": staged, "peak": clocks(peak, rates), "timed": clocks(measure, timed),
     "pairs": clocks(measure, pairs), "messages": messages}
 
