@@ -38,7 +38,7 @@ EXCEPTIONS = {
         "connect returns when its communicators are built; no memory depends on it",
     ("comm/torch_backend.py", "torch.cuda.current_stream(self._device).synchronize()"):
         "a communicator is built before the first step; no memory depends on it",
-    ("system/pinned_memory.py", "return self._arrived.query()"):
+    ("system/pinned_memory.py", "return bool(self._arrived.query())"):
         "asks only: who reads the numbers waits for them",
     ("elastic/cache/auto_cache.py", "torch.cuda.current_stream(self._device).synchronize()"):
         "the seconds of a computation end with it; the copy that follows waits anyway",

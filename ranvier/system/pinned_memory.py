@@ -47,7 +47,7 @@ class HostCopy:
 
     def is_here(self) -> bool:
         """Whether `read` would not wait."""
-        return self._arrived.query()
+        return bool(self._arrived.query())
 
     def read(self) -> Tensor:
         """The numbers, as they were when this object was made."""
