@@ -20,7 +20,8 @@ from tests.fake_cuda import FakeCuda
 
 DEVICE = torch.device("cuda", 1)
 CPU = torch.device("cpu")
-SETTINGS = [{}, {"clip_norm": 0.1}, {"algorithm": "sgd", "clip_norm": 0.1}, {"offload": "stream", "clip_norm": 0.1},
+SETTINGS = [{}, {"clip_norm": 0.1}, {"clip_norm": 0.1, "clip_from": "previous-step"},
+            {"algorithm": "sgd", "clip_norm": 0.1}, {"offload": "stream", "clip_norm": 0.1},
             {"offload": "hybrid", "offload_share": 0.5, "clip_norm": 0.1, "bucket_size": 512},
             {"algorithm": "lion", "clip_norm": 0.1}, {"algorithm": "muon", "clip_norm": 0.1},
             {"ema": 0.9}, {"offload": "host", "clip_norm": 0.1}]

@@ -277,6 +277,7 @@ CONDITIONS: Mapping[str, Reason] = {
     "optim.accumulate": _wide_precision,
     "optim.reduce_dtype": lambda run: _wide_precision(run) or _nothing_is_averaged(run),
     "optim.chunk_buckets": _nothing_is_averaged,
+    "optim.clip_from": lambda run: None if run.optim.clip_norm else "optim.clip-norm is 0",
     "optim.offload_share": lambda run: None if run.optim.offload == "hybrid" else "optim.offload is not hybrid",
     "optim.buckets_in_flight": _not_offloaded,
     "optim.shard": _nothing_is_averaged,

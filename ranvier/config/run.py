@@ -231,6 +231,10 @@ class Optim:
     weight decay, for example *.bias:1:0. A parameter belongs to the first group whose pattern matches."""
     clip_norm: Annotated[float, Ge(0)] = 0.0
     """Gradient clipping: maximum global gradient norm (L2); larger gradients are scaled down to it. 0 does not clip."""
+    clip_from: Literal["step", "previous-step"] = "step"
+    """Norm by which `clip_norm` clips: that of the step itself, or that of the step before, so that no update waits for
+    the whole gradient, not even in the backward (`update_in_backward`). These are other numbers than with the step's
+    own norm: a step whose gradient grows suddenly is clipped too little, and the first step of a run not at all."""
     accumulate: Literal["fp32", "half"] = "fp32"
     """Number format of gradient accumulation over microbatches, with bf16 and fp16 parameters."""
     reduce_dtype: Literal["auto", "fp32", "half"] = "auto"

@@ -98,7 +98,8 @@ class Step:
     def waits_for_gradient_status(self) -> bool:
         """Whether updates begin only when the whole gradient is reduced: loss scaling, clipping or a guard judges
         it."""
-        return bool(self.run.precision == "fp16" or self.run.optim.clip_norm
+        clips = self.run.optim.clip_norm and self.run.optim.clip_from == "step"
+        return bool(self.run.precision == "fp16" or clips
                     or self.run.guard.bad_step in ("stop", "skip", "rollback"))
 
 

@@ -164,6 +164,9 @@ class Updater:
         self._kept: Tensor | None = None
         self._kept_overflow = self._overflow = False
         self.learning_rate = 0.0
+        self._clips_late = bool(optim.clip_norm) and optim.clip_from == "previous-step"
+        self._norm_before: Tensor | None = None
+        self._last: GradientStatus | None = None
         self._step = 0
         self._squared, self._began = torch.zeros(()), False
         self._by_block: Tensor | None = None
@@ -226,12 +229,13 @@ class Updater:
             self.flat.prefetch()
         started, bad = time.monotonic_ns(), self._bad_before_update()
         self._timeline.add("reduce", "weight", self._step, started)
-        if self.flat is not None and not (self._optim.clip_norm or self.loss_scale or self._guard or bad):
+        if self.flat is not None and not (
+                (self._optim.clip_norm and not self._clips_late) or self.loss_scale or self._guard or bad):
             status = self._update_as_reduced()
         else:
             status = self._judge()
             self._apply(status, status.factor)
-        self._kept = None
+        self._kept, self._last = None, status
         return status
 
     def average(self) -> GradientStatus:
@@ -254,6 +258,7 @@ class Updater:
         if self.flat is not None:
             self.flat.prefetch()
         self._apply(status, 1.0)
+        self._last = status
 
     def wait(self) -> None:
         """Return when the parameters that other replicas update are here."""
@@ -315,25 +320,42 @@ class Updater:
             skip, undecided = None, None
             if status.verdict is not None:
                 skip, undecided = (~status.norm_on_device.isfinite()).float(), lambda: status.updates
-            scale = self._clipped(status, factor)
+            scale = self._clipped(factor, status)
             self.flat.begin(self.learning_rate, skip=skip, undecided=undecided)
             for chunk in self.gradients.reduced():
                 self._update_chunk(chunk, scale)
         elif self.users is not None:
-            self._step_users(self.users, factor * self._clip_factor(status.norm) if self._optim.clip_norm else factor)
+            self._step_users(self.users, float(self._clipped(factor, status)))
         self._timeline.add("optimizer", "update", self._step, started)
 
-    def _clipped(self, status: GradientStatus, factor: float) -> float | Tensor:
-        """`factor` times what clips the gradients; on the device where that updates, so that nobody waits."""
+    def _clipped(self, factor: float, status: GradientStatus | None = None) -> float | Tensor:
+        """`factor` times what clips the gradients, as torch.nn.utils.clip_grad_norm_ has it, by the norm of this status
+        or of the step before; on the device where that updates, so that nobody waits."""
         if not self._optim.clip_norm:
             return factor
-        if self._own.on_device:
+        if self._clips_late:
+            norm = self._last_norm()
+            return factor if norm is None else (self._optim.clip_norm / (norm + 1e-6)).clamp(max=1.0) * factor
+        assert status is not None, "the norm of a step is known before its update"
+        if self.flat is not None and self.flat.on_device:
             return (self._optim.clip_norm / (status.norm_on_device + 1e-6)).clamp(max=1.0) * factor
-        return factor * self._clip_factor(status.norm)
+        return factor * min(1.0, self._optim.clip_norm / (status.norm + 1e-6))
 
-    def _clip_factor(self, norm: float) -> float:
-        """As torch.nn.utils.clip_grad_norm_ has it."""
-        return min(1.0, self._optim.clip_norm / (norm + 1e-6))
+    def _last_norm(self) -> Tensor | None:
+        """The norm of the last step that had one which is finite; None before there is one. Where the first is not, 0,
+        which clips nothing."""
+        status, self._last = self._last, None
+        if status is not None and status.may_update:
+            norm = status.norm_on_device
+            before = torch.zeros_like(norm) if self._norm_before is None else self._norm_before
+            self._norm_before = torch.where(norm.isfinite(), norm, before)
+        return self._norm_before
+
+    @property
+    def last_norm(self) -> float | None:
+        """By what the next step is clipped, where that is the norm of the step before, and there is one."""
+        norm = self._last_norm() if self._clips_late else None
+        return None if norm is None else float(norm)
 
     def _step_users(self, users: torch.optim.Optimizer, factor: float) -> None:
         """One step of the user's optimizer; of its master copies, where parameters are in half precision."""
@@ -356,7 +378,7 @@ class Updater:
     def _update_as_reduced(self) -> GradientStatus:
         """Update each chunk as soon as it is reduced; the norm is summed on the side."""
         started, weight = time.monotonic_ns(), self._weight()
-        factor = self._factor(weight)
+        factor = self._clipped(self._factor(weight))
         self._begin_once(weight)
         for number, chunk in enumerate(self.gradients.reduced()):
             started = self._timeline.add("reduce", f"average {number}", self._step, started)
@@ -373,7 +395,7 @@ class Updater:
         self._begin_once(weight)
         self._count(chunk)
         if weight:
-            self._update_chunk(chunk, self._factor(weight))
+            self._update_chunk(chunk, self._clipped(self._factor(weight)))
         self._timeline.add("optimizer", f"update from block {min(chunk.specs[-1].blocks)}", self._step, started)
 
     def _begin_once(self, weight: float) -> None:
@@ -422,8 +444,12 @@ class Updater:
 
     # ------------------------------------------------------------------ what lives from step to step
 
-    def restore_counters(self, steps: int | None, loss_scale: Mapping[str, Any] | None) -> None:
+    def restore_counters(self, steps: int | None, loss_scale: Mapping[str, Any] | None,
+                         last_norm: float | None = None) -> None:
         """Parameters and states have been written, as they were after `steps` updates (None: not counted here)."""
+        self._last, self._norm_before = None, None
+        if last_norm is not None:
+            self._norm_before = torch.tensor(last_norm, dtype=torch.float64, device=self._device)
         if self.flat is not None:
             self.flat.restore_counters(steps or 0)
         if self.masters is not None:

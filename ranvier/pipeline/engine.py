@@ -366,12 +366,17 @@ class Engine:
         """Batches that this engine has trained on; dropout masks are keyed by it."""
         return self._step
 
-    def restore_counters(self, steps: int, *, optimizer_steps: int | None,
-                         loss_scale: Mapping[str, Any] | None) -> None:
+    @property
+    def last_norm(self) -> float | None:
+        """The gradient norm by which the next step is clipped, with `optim.clip_from` previous-step."""
+        return self._updater.last_norm
+
+    def restore_counters(self, steps: int, *, optimizer_steps: int | None, loss_scale: Mapping[str, Any] | None,
+                         last_norm: float | None = None) -> None:
         """Parameters and optimizer states have been written from outside, as they were after `steps` batches."""
         self._step = steps
         self._stages.forget_weights()
-        self._updater.restore_counters(optimizer_steps, loss_scale)
+        self._updater.restore_counters(optimizer_steps, loss_scale, last_norm)
 
     @property
     def nominal_weight(self) -> tuple[float, bool]:

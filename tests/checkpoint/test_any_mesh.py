@@ -109,11 +109,12 @@ def halves(tmp_path, first, second, *, before=None, after=None, **options):
                        + on(second, rest, **options, **(after or before or {}))[0])
 
 
-@pytest.mark.parametrize(("mesh", "options"), quick(4, [
+@pytest.mark.parametrize(("mesh", "options"), [*quick(4, [
     (Mesh(), {"dtype": torch.float16}), (Mesh(data=2, pipe=2), {"dtype": torch.bfloat16, "shard": True}),
     (Mesh(data=2), {"offload": "stream", "clip_norm": 0.1}), (Mesh(pipe=2), {"offload": "host"}),
     (Mesh(row=2, col=2), {"shard": True}), (Mesh(data=2, row=2), {"dtype": torch.bfloat16, "shard": True}),
-    (Mesh(col=2), {"scheme": "megatron"}), (Mesh(data=2), {"algorithm": "sgd"})]), ids=str)
+    (Mesh(col=2), {"scheme": "megatron"}), (Mesh(data=2), {"algorithm": "sgd"})]),
+    (Mesh(pipe=2), {"clip_norm": 0.01, "clip_from": "previous-step"})], ids=str)
 def test_on_the_same_mesh_to_the_bit(tmp_path, mesh, options):
     whole, resumed = halves(tmp_path, mesh, mesh, **options)
     assert whole == resumed
