@@ -28,7 +28,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "hybrid": {"optim": {"offload": "hybrid", "offload_share": 0.5, "bucket_size": 4096}},
     "recompute": {"memory": {"recompute": 1}}, "dropout": {"dropout": 0.1}, "clip": {"optim": {"clip_norm": 1.0}},
     "one microbatch": {"microbatches": 1}, "no deferral": {"pipeline": {"defer_bytes": 0}},
-    "update in backward": {"microbatches": 1, "optim": {"update_in_backward": True}}}
+    "update in backward": {"microbatches": 1, "optim": {"update_in_backward": True}},
+    "update in backward, hybrid, clipped by the norm before": {"microbatches": 1, "optim": {
+        "update_in_backward": True, "offload": "hybrid", "offload_share": 0.5, "bucket_size": 4096, "clip_norm": 0.1,
+        "clip_from": "previous-step"}}}
 MESHES: dict[str, dict[str, Any]] = {
     "pipe 2": {"mesh": {"pipe": 2}}, "data 2": {"mesh": {"data": 2}}, "col 2": {"mesh": {"col": 2}},
     "pipe 2, tied ends": {"mesh": {"pipe": 2}, "layers": 1},

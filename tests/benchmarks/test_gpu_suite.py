@@ -3,7 +3,8 @@
 import json
 import subprocess
 import sys
-from functools import partial
+from contextlib import nullcontext
+from functools import partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -120,6 +121,8 @@ def test_every_line_for_devices_runs_on_a_fake_one(small, monkeypatch, capsys, t
     monkeypatch.setattr(memory.subprocess, "run", one_try_here(capsys))
     monkeypatch.setattr(cases_memory, "pinned_zeros", lambda size, dtype: torch.zeros(size, dtype=dtype))
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    attention = torch.nn.attention
+    monkeypatch.setattr(attention, "sdpa_kernel", wraps(attention.sdpa_kernel)(lambda backend: nullcontext()))
     for module in (cases_speed, cases_memory, layers):  # torch's profiler of devices needs a driver
         monkeypatch.setattr(module, "profile", partial(on_the_cpu, module.profile))
     with recorded.recording():
