@@ -156,6 +156,8 @@ class FakeCuda:
             if device.type == "cuda":
                 target = self.current if device.index is None else device.index
                 kwargs["device"] = torch.device("cpu")
+            elif name == "aten::_to_copy" and self._is_autograds_cast():
+                target = places[0]
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
             target = None
@@ -171,6 +173,10 @@ class FakeCuda:
                 if isinstance(leaf, Tensor) and not leaf.is_meta and id(leaf.untyped_storage()) not in inputs:
                     self._put(leaf, target)
         return result
+
+    def _is_autograds_cast(self) -> bool:
+        """Whether autograd casts a gradient back to the format and the device that C++ sees of a tensor: the host."""
+        return torch._C._current_graph_task_id() != -1 and not getattr(self._local, "moves", False)
 
     def _check(self, name: str, tensors: list[Tensor], places: list[int | None]) -> None:
         mixed = {place for tensor, place in zip(tensors, places, strict=True) if tensor.dim() and not tensor.is_meta}
@@ -207,6 +213,7 @@ class FakeCuda:
         wanted = None
         if device.type == "cuda":
             wanted = self.current if device.index is None else device.index
+            device = torch.device("cuda", wanted)  # C++ would ask the driver for the current one
         if device.type != "meta" and wanted == place:
             return _CPU_TO(tensor, *given, **kwargs)
         if given:
@@ -216,7 +223,11 @@ class FakeCuda:
         if given:
             kwargs["copy"] = bool(given.pop(0))
         kwargs["copy"] = True
-        return _CPU_TO(tensor, device, **kwargs)
+        self._local.moves = True
+        try:
+            return _CPU_TO(tensor, device, **kwargs)
+        finally:
+            self._local.moves = False
 
     # ------------------------------------------------------------------ torch.cuda
 

@@ -36,10 +36,10 @@ def pinned(options: Options) -> dict[str, Any]:
         found["registered_seconds"] = time.perf_counter() - began
         found["registered_is_pinned"] = float(registered.is_pinned())
         stream = torch.cuda.Stream(options.device)
-        there = torch.empty(1 << 26, device=options.device)
+        there = torch.empty(min(1 << 26, elements), device=options.device)
         began = time.perf_counter()
         with torch.cuda.stream(stream):
-            there.copy_(registered[:1 << 26], non_blocking=True)
+            there.copy_(registered[:len(there)], non_blocking=True)
         found["copy_returned_after_seconds"] = time.perf_counter() - began
         stream.synchronize()
         found["copy_seconds"] = time.perf_counter() - began
