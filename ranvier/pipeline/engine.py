@@ -193,7 +193,7 @@ class Engine:
             raise ConfigError("is kept by Ranvier's own optimizer only", where="optim.ema", value=optim.ema,
                               remedy="Give optim= without optimizer=, or use torch.optim.swa_utils.AveragedModel.")
         self.learning_rate = learning_rate
-        self._statistics = BatchStatistics(self._connections.all)
+        self._statistics = BatchStatistics(self._connections.all, on_device=world.device.type == "cuda")
         self._updater = Updater(
             gradient_specs(self.layout, world.rank, self._parameters, self._connections.sums, self._connections.splits),
             self._connections.data, self._connections.all, optim=optim, own=own, optimizer=optimizer, dtype=dtype,

@@ -45,10 +45,6 @@ class HostCopy:
         self._arrived = torch.cuda.Event()
         self._arrived.record(torch.cuda.current_stream(source.device))
 
-    def is_here(self) -> bool:
-        """Whether `read` would not wait."""
-        return bool(self._arrived.query())
-
     def read(self) -> Tensor:
         """The numbers, as they were when this object was made."""
         self._arrived.synchronize()
