@@ -10,7 +10,8 @@ once: streams and events have no order to violate (`benchmarks.gpu.models.stream
 
     bare calls        torch.cuda's functions that would take the current device, called without one
     devices           operands on different devices; a device that this machine does not have
-    host reads        `host_reads` counts operations that make the host wait for the device
+    host reads        `host_reads` counts operations that make the host wait for the device; they raise while
+                      `torch.cuda.set_sync_debug_mode("error")` is set, as CUDA's do
 
 Only threads that have entered the mode (`with cuda.thread():`) may make device tensors: another one that allocates
 device memory raises, as torch is built without CUDA here.
@@ -107,6 +108,7 @@ class FakeCuda:
         self.count, self.name, self.memory_bytes = devices, name, memory_bytes
         self.host_reads: Counter[str] = Counter()
         self.pinned_bytes = 0
+        self._sync_mode = "default"
         self.calls: Counter[tuple[str, int]] = Counter()
         """(function of torch.cuda, device) -> how often it was called."""
         self._places: dict[weakref.ref[torch.UntypedStorage], int] = {}
@@ -154,12 +156,14 @@ class FakeCuda:
             if device.type == "cuda":
                 target = self.current if device.index is None else device.index
                 kwargs["device"] = torch.device("cpu")
+            elif name == "aten::_to_copy" and self._is_autograds_cast():
+                target = places[0]
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
             target = None
         self._check(name, tensors, places)
         if name == "aten::_local_scalar_dense" and known:
-            self.host_reads[name] += 1
+            self._host_read(name)
         if name in ("aten::copy_", "aten::_to_copy"):
             self._copied(name, args, kwargs, places, target)
         inputs = {id(tensor.untyped_storage()) for tensor in tensors if not tensor.is_sparse and not tensor.is_meta}
@@ -169,6 +173,10 @@ class FakeCuda:
                 if isinstance(leaf, Tensor) and not leaf.is_meta and id(leaf.untyped_storage()) not in inputs:
                     self._put(leaf, target)
         return result
+
+    def _is_autograds_cast(self) -> bool:
+        """Whether autograd casts a gradient back to the format and the device that C++ sees of a tensor: the host."""
+        return torch._C._current_graph_task_id() != -1 and not getattr(self._local, "moves", False)
 
     def _check(self, name: str, tensors: list[Tensor], places: list[int | None]) -> None:
         mixed = {place for tensor, place in zip(tensors, places, strict=True) if tensor.dim() and not tensor.is_meta}
@@ -180,7 +188,15 @@ class FakeCuda:
         non_blocking = kwargs.get("non_blocking", args[2] if name == "aten::copy_" and len(args) > 2 else False)
         ends = places[:2] if name == "aten::copy_" else [target, places[0]]
         if len(set(ends)) == 2 and None in ends and not non_blocking:
-            self.host_reads[f"{name} {'to' if ends[0] is None else 'from'} host"] += 1
+            self._host_read(f"{name} {'to' if ends[0] is None else 'from'} host")
+
+    def _host_read(self, name: str) -> None:
+        self.host_reads[name] += 1
+        if self._sync_mode == "error":
+            raise RuntimeError(f"called a synchronizing CUDA operation: {name}")
+
+    def _set_sync_mode(self, mode: str) -> None:
+        self._sync_mode = mode
 
     def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """`Tensor.to`: as torch sees host memory everywhere, it would copy too often, or not at all."""
@@ -197,6 +213,7 @@ class FakeCuda:
         wanted = None
         if device.type == "cuda":
             wanted = self.current if device.index is None else device.index
+            device = torch.device("cuda", wanted)  # C++ would ask the driver for the current one
         if device.type != "meta" and wanted == place:
             return _CPU_TO(tensor, *given, **kwargs)
         if given:
@@ -206,7 +223,11 @@ class FakeCuda:
         if given:
             kwargs["copy"] = bool(given.pop(0))
         kwargs["copy"] = True
-        return _CPU_TO(tensor, device, **kwargs)
+        self._local.moves = True
+        try:
+            return _CPU_TO(tensor, device, **kwargs)
+        finally:
+            self._local.moves = False
 
     # ------------------------------------------------------------------ torch.cuda
 
@@ -286,7 +307,7 @@ class FakeCuda:
             "get_device_capability": of("get_device_capability", (9, 0)),
             "get_rng_state": of("get_rng_state", lambda index: torch.zeros(16, dtype=torch.uint8)),
             "set_rng_state": lambda state, device=None: self._index("set_rng_state", device),
-            "set_sync_debug_mode": lambda mode: None,
+            "set_sync_debug_mode": self._set_sync_mode,
         }
 
     @contextlib.contextmanager
@@ -305,8 +326,17 @@ class FakeCuda:
                 raise TypeError("can't convert cuda:0 device type tensor to numpy")
             return _CPU_NUMPY(tensor, force=force)
 
+        group = torch.optim.Optimizer._group_tensors_by_device_and_dtype
+
+        def grouped(lists: Any, *args: Any, **kwargs: Any) -> Any:
+            """torch's fused optimizers group tensors by the device that C++ sees."""
+            return {(groups[0][0].device, dtype): (groups, indices)
+                    for (_, dtype), (groups, indices) in group(lists, *args, **kwargs).items()}
+
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(Tensor, "numpy", numpy, create=True))
+            stack.enter_context(mock.patch.object(torch.optim.Optimizer, "_group_tensors_by_device_and_dtype",
+                                                  staticmethod(grouped)))
             for name, function in self._functions().items():
                 stack.enter_context(mock.patch.object(torch.cuda, name, function, create=True))
             stack.enter_context(mock.patch.object(torch.cuda.nccl, "version", lambda: (2, 28, 9)))

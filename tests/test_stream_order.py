@@ -19,13 +19,16 @@ from ranvier.comm.mpi_group import MPIGroup
 from ranvier.comm.mpi_transport import MPITransport
 from ranvier.comm.nccl_transport import NcclTransport
 from ranvier.config.run import Optim
+from ranvier.data import loader
+from ranvier.data.sampler import Sampler
 from ranvier.optim import placement
-from ranvier.optim.buckets import Segment, buckets_of
+from ranvier.optim.buckets import Segment, buckets_of, split_by_share
 from ranvier.optim.rules import rules_of
 from ranvier.optim.state_places import StateOwner, StatePlaces
 from ranvier.pipeline.device_timeline import DeviceTimeline
 from ranvier.pipeline.look_ahead import LookAhead
 from ranvier.planner import measure
+from ranvier.system.pinned_memory import HostCopy
 from ranvier.train import peak
 from tests.stream_order import DEVICE, ROOT, OrderedCuda, ordered_transport
 
@@ -40,7 +43,8 @@ EXCEPTIONS = {
 }
 """Waits that order no accesses, and why they are there."""
 OTHER = {
-    ("optim/optimizer.py", "self.placement.synchronize()"), ("comm/torch_group.py", "return self._work.is_completed()")}
+    ("optim/optimizer.py", "self.placement.synchronize()"), ("optim/placement.py", "self._streamed.synchronize()"),
+    ("comm/torch_group.py", "return self._work.is_completed()")}
 """What has the name of a wait: a call of one that is in a scenario, and a poll that every transport's tests share."""
 
 
@@ -53,10 +57,22 @@ def updates(offload, dtype, in_flight):
         weights = torch.ones(size, dtype=dtype, device=DEVICE)
         gradients = torch.zeros(size, dtype=torch.float32, device=DEVICE)
         buckets, rules = [bucket for chunk in chunks for bucket in chunk], rules_of(Optim())
-        places = StatePlaces(buckets, [StateOwner(0, size, dict.fromkeys(rules.elementwise.states))])
+        owners = [StateOwner(0, size, dict.fromkeys(rules.elementwise.states))]
+        places = StatePlaces(buckets, owners)
         made = (rules, weights, lambda bucket: gradients[bucket.start:bucket.stop], buckets, places)
-        held = {"none": lambda: placement.Resident(*made), "stream": lambda: placement.Streamed(*made, in_flight),
+        on_device, on_host = split_by_share(buckets, 0.5)
+
+        def hybrid():
+            return placement.Hybrid(*made[:3], on_device=on_device, on_host=on_host, in_flight=in_flight,
+                                    places=lambda buckets: StatePlaces(buckets, owners))
+
+        held = {"none": lambda: placement.Resident(*made), "hybrid": hybrid,
+                "stream": lambda: placement.Streamed(*made, in_flight),
                 "host": lambda: placement.OnHost(*made, in_flight, gradient_dtype=gradients.dtype)}[offload]()
+        if offload == "hybrid":  # whose states have places of their own
+            placed = {bucket.number: bucket for bucket in (*on_device, *on_host)}
+            chunks = [[placed[bucket.number] for bucket in chunk] for chunk in chunks]
+            buckets = [placed[bucket.number] for bucket in buckets]
         for step in range(5):
             gradients.fill_(float(step))
             if step >= 3:
@@ -71,9 +87,10 @@ def updates(offload, dtype, in_flight):
                     pass
             if step == 0:
                 held.synchronize()
-                for name in held.states:
-                    held.states[name].tolist()
-                    held.states[name].mul_(1.0)  # as a checkpoint that is loaded writes them
+                for _, states in held.homes():
+                    for state in states.values():
+                        state.tolist()
+                        state.mul_(1.0)  # as a checkpoint that is loaded writes them
     return run
 
 
@@ -92,6 +109,27 @@ def checkpoint(cuda):
     for _ in range(2):
         for copy in host_copies(tensors, room):
             copy.numpy()
+
+
+def numbers(cuda):
+    """The host reads what a device has found."""
+    source = torch.ones(2, device=DEVICE)
+    copy = HostCopy(source)
+    source.add_(1.0)
+    assert copy.read().tolist() == [1.0, 1.0]
+
+
+def samples(cuda):
+    """Batches are copied ahead of the step that reads them; one that nobody takes is dropped."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "padded_inputs", lambda data, samples, *rest: torch.from_numpy(samples.copy()))
+        made = loader.Loader(None, Sampler(8, 0), global_size=4, microbatch_size=2, needs_targets=False, device=DEVICE)
+        for step, asked in ((0, 0), (1, 1), (2, 3)):
+            made.prefetch(step)
+            batch = made.microbatches(asked)
+            for microbatch in batch:
+                microbatch.inputs.add_(1)
+            del batch, microbatch
 
 
 def device_times(cuda):
@@ -207,9 +245,9 @@ SCENARIOS = {
     **{f"{offload} {str(dtype)[6:]}, {in_flight} in flight": updates(offload, dtype, in_flight)
        for offload, dtype, in_flight in (
            ("none", torch.bfloat16, 1), ("stream", torch.bfloat16, 3), ("stream", torch.float32, 1),
-           ("host", torch.bfloat16, 2), ("host", torch.float32, 1))},
-    "training": training, "checkpoint": checkpoint, "device times": device_times, "look-ahead": look_ahead,
-    "collectives": collectives,
+           ("hybrid", torch.bfloat16, 2), ("host", torch.bfloat16, 2), ("host", torch.float32, 1))},
+    "training": training, "checkpoint": checkpoint, "device times": device_times, "numbers": numbers,
+    "samples": samples, "look-ahead": look_ahead, "collectives": collectives,
     "staged messages": staged, "peak": clocks(peak, rates), "timed": clocks(measure, timed),
     "pairs": clocks(measure, pairs), "messages": messages}
 

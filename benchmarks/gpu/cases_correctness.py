@@ -25,9 +25,13 @@ SMALL = Program(layers=4, hidden=256, heads=4, vocab=1024, sequence=128, steps=2
 TINY = Program(layers=1, steps=2)
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {}, "stream": {"optim": {"offload": "stream"}}, "host": {"optim": {"offload": "host"}},
+    "hybrid": {"optim": {"offload": "hybrid", "offload_share": 0.5, "bucket_size": 4096}},
     "recompute": {"memory": {"recompute": 1}}, "dropout": {"dropout": 0.1}, "clip": {"optim": {"clip_norm": 1.0}},
     "one microbatch": {"microbatches": 1}, "no deferral": {"pipeline": {"defer_bytes": 0}},
-    "update in backward": {"microbatches": 1, "optim": {"update_in_backward": True}}}
+    "update in backward": {"microbatches": 1, "optim": {"update_in_backward": True}},
+    "update in backward, hybrid, clipped by the norm before": {"microbatches": 1, "optim": {
+        "update_in_backward": True, "offload": "hybrid", "offload_share": 0.5, "bucket_size": 4096, "clip_norm": 0.1,
+        "clip_from": "previous-step"}}}
 MESHES: dict[str, dict[str, Any]] = {
     "pipe 2": {"mesh": {"pipe": 2}}, "data 2": {"mesh": {"data": 2}}, "col 2": {"mesh": {"col": 2}},
     "pipe 2, tied ends": {"mesh": {"pipe": 2}, "layers": 1},
@@ -67,10 +71,11 @@ def parity(options: Options) -> dict[str, Any]:
             if apart[f"{precision} {name}"] > limit:
                 raise RuntimeError(f"{precision} {name} differs by {apart[f'{precision} {name}']:.2g}: {found}, not "
                                    f"{expected}")
-    streamed, resident = (on_one_rank(replace(base, precision="bf16", optim={"offload": offload}), options.device)
-                          for offload in ("stream", "none"))
-    if streamed != resident:
-        raise RuntimeError(f"offload stream gives {streamed}, none {resident}")
+    resident, *others = (on_one_rank(replace(base, precision="bf16", optim=optim), options.device)
+                         for optim in ({"offload": "none"}, VARIANTS["stream"]["optim"], VARIANTS["hybrid"]["optim"]))
+    for other in others:
+        if other != resident:
+            raise RuntimeError(f"offload gives {other}, none {resident}")
     return {"differences": apart, "says": f"at most {max(apart.values()):.1e} from the CPU"}
 
 
@@ -92,12 +97,15 @@ def repeat(options: Options) -> dict[str, Any]:
 
 
 def syncs(options: Options) -> dict[str, Any]:
-    """Host waits in a step of four microbatches, by the line that waits."""
-    program = replace(options.sized(SMALL, TINY), precision="bf16", steps=3, microbatches=4)
+    """Host waits in a step of four microbatches, by the line that waits; with clipping and the default guard, from
+    inputs on the device."""
+    program = replace(options.sized(SMALL, TINY), precision="bf16", steps=3, microbatches=4, optim={"clip_norm": 1.0})
     world = world_of_one(options.device)
     counts: Counter[str] = Counter()
     with engine_of(program, world) as engine:
-        for step, batch in enumerate(batches(program, engine.mesh, 0)):
+        for step, given in enumerate(batches(program, engine.mesh, 0)):
+            batch = [replace(one, inputs=one.inputs.to(options.device), targets=one.targets.to(options.device))
+                     for one in given]
             synchronize(options.device)
             if step < 2 or options.dry_run:
                 engine.train_batch(batch)

@@ -36,10 +36,10 @@ def pinned(options: Options) -> dict[str, Any]:
         found["registered_seconds"] = time.perf_counter() - began
         found["registered_is_pinned"] = float(registered.is_pinned())
         stream = torch.cuda.Stream(options.device)
-        there = torch.empty(1 << 26, device=options.device)
+        there = torch.empty(min(1 << 26, elements), device=options.device)
         began = time.perf_counter()
         with torch.cuda.stream(stream):
-            there.copy_(registered[:1 << 26], non_blocking=True)
+            there.copy_(registered[:len(there)], non_blocking=True)
         found["copy_returned_after_seconds"] = time.perf_counter() - began
         stream.synchronize()
         found["copy_seconds"] = time.perf_counter() - began
@@ -73,9 +73,11 @@ def predict(options: Options) -> dict[str, Any]:
     base, device = options.sized(_350M, DRY), options.device
     rows, apart = {}, []
     for offload, recompute, samples in options.sized(
-            (("none", "none", 2), ("none", "none", 8), ("none", 1, 2), ("stream", "none", 2), ("host", 1, 8)),
-            (("none", "none", 2),)):
-        program = replace(base, samples=samples, optim={"offload": offload}, memory={"recompute": recompute})
+            (("none", "none", 2), ("none", "none", 8), ("none", 1, 2), ("stream", "none", 2), ("hybrid", "none", 2),
+             ("host", 1, 8)),
+            (("none", "none", 2), ("hybrid", "none", 2))):
+        optim = {"offload": offload, "offload_share": 0.5} if offload == "hybrid" else {"offload": offload}
+        program = replace(base, samples=samples, optim=optim, memory={"recompute": recompute})
         run = Run(mesh=Mesh(), model=program.transformer, precision="bf16", optim=Optim(**program.optim),
                   batch=Batch(global_size=samples * program.microbatches, microbatch_size=samples),
                   memory=Memory(**program.memory), launch=Launch(device=device.type))

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -20,6 +21,8 @@ from benchmarks.gpu.programs import Program, batches, world_of_one
 from benchmarks.tensor.stem import Stem
 from ranvier.config.run import Guard, Memory, Optim
 from ranvier.cost.published_peaks import published_peak
+from ranvier.data.loader import Loader
+from ranvier.data.sampler import Sampler
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.train.peak import matrix_product_rate
@@ -151,6 +154,42 @@ def variants(options: Options) -> dict[str, Any]:
     rows = {name: utilisation(program, value, peak_of(options))["mfu"]
             for name, value in zip(ways, medians, strict=True)}
     return {"mfu": rows, "says": ", ".join(f"{name} {value:.1%}" for name, value in rows.items())}
+
+
+class _Windows:
+    """Samples of random tokens, as a task's data set has them."""
+
+    def __init__(self, program: Program) -> None:
+        self._tokens = torch.randint(program.vocab, (64, program.sequence + 1)).numpy()
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def inputs(self, samples: np.ndarray, epochs: np.ndarray) -> torch.Tensor:
+        """[b, s] token numbers."""
+        return torch.from_numpy(self._tokens[samples, :-1])
+
+    def targets(self, samples: np.ndarray) -> torch.Tensor:
+        """[b, s] token numbers."""
+        return torch.from_numpy(self._tokens[samples, 1:])
+
+
+def batches_ahead(options: Options) -> dict[str, Any]:
+    """A step with its batch read and copied ahead, on a stream of its own, and without, in turns."""
+    program, device = options.sized(_1B, DRY), options.device
+    data = _Windows(program)
+    loader = Loader(data, Sampler(len(data), 0), global_size=program.microbatches * program.samples,
+                    microbatch_size=program.samples, device=device)
+    with _engine(program, device) as engine:
+        def seconds(ahead: bool) -> float:
+            def step() -> None:
+                engine.train_batch(loader.microbatches(engine.steps))
+                if ahead:
+                    loader.prefetch(engine.steps)
+            return timed(step, device, warm=options.sized(2, 1), times=options.sized(4, 1))
+
+        ahead, plain = interleaved([lambda: seconds(True), lambda: seconds(False)], options.sized(3, 1))
+    return {"ahead_seconds": ahead, "plain_seconds": plain, "says": f"{ahead / plain:.3f} of a step without"}
 
 
 class _PlainGPT(nn.Module):

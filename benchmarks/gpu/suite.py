@@ -64,6 +64,8 @@ CASES: dict[str, Case] = {
                     expected="a microbatch of 1.3B: products 201 ms, attention 33, elementwise 30, loss 8"),
     "variants": Case(run=cases_speed.variants, block=2, seconds=150, matters=6,
                      expected="cuDNN attention +2-3 points, bucket size 2^28 +2-5, no guard +1-2"),
+    "batches-ahead": Case(run=cases_speed.batches_ahead, block=2, seconds=90, matters=4,
+                          expected="0.97 to 1.00 of a step whose batch is not read ahead"),
     "peer": Case(run=cases_speed.peer, block=2, seconds=150, matters=8,
                  expected="plain torch 47-50 % eager, 55-59 % compiled"),
     "pinned": Case(run=cases_memory.pinned, block=3, seconds=90, matters=6,

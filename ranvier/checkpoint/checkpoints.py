@@ -90,6 +90,8 @@ class _Job:
     best: int | None = None
     stall_seconds: float = 0.0
     began: float = field(default_factory=time.monotonic)
+    part: dict[str, object] | None = None
+    """What rank 0 must know of this rank's part, if it is written already."""
 
 
 class Checkpoints:
@@ -105,13 +107,15 @@ class Checkpoints:
         keep: newest checkpoints that stay when another is whole. keep_every: those of steps that are a multiple of it
             stay for good; 0 for none.
         timeout_seconds: a rank that has not written its part, and says nothing for so long, is given up.
+        background: copy the state and write it while training continues; False writes it before `save` returns, which
+            needs no memory for copies.
         lease: on rank 0, where the program holds the folder already; it stays the program's.
     """
 
     def __init__(self, engine: Engine, folder: Path | str, *, keep: int = 3, keep_every: int = 0,
-                 timeout_seconds: float = 300.0, lease: Lease | None = None) -> None:
+                 timeout_seconds: float = 300.0, background: bool = True, lease: Lease | None = None) -> None:
         self.engine, self.folder, self._timeout = engine, Path(folder).absolute(), timeout_seconds
-        self._keep, self._keep_every = keep, keep_every
+        self._keep, self._keep_every, self._background = keep, keep_every, background
         world = engine.world
         self._ranks = world.backend.group("checkpoint", [tuple(range(world.size))])
         self._rank, self._size = world.rank, world.size
@@ -167,7 +171,7 @@ class Checkpoints:
     def save(self, about: Mapping[str, object] | None = None, *, when: Callable[[], bool] = lambda: True,
              best: int | None = None) -> float:
         """Copy the engine's state, and write it while training continues. Returns the seconds that this took here: for
-        the write before, where that is still under way, and for the copy.
+        the write before, where that is still under way, and for the copy; without `background` for this write, too.
 
         about: JSON-serialisable, for whoever reads the checkpoint; the same on every rank. when: asked by rank 0's
         thread until it is true; no sooner does the checkpoint get its name, and the next `save`, `wait` or `load` waits
@@ -180,14 +184,18 @@ class Checkpoints:
         self.claim()
         self._join()
         pieces = state.pieces_to_write(self.engine)
-        copies = files.host_copies([piece.tensor for piece in pieces], self._room)
-        pieces = [Piece(kind=piece.kind, name=piece.name, shape=piece.shape, box=piece.box, tensor=copy)
-                  for piece, copy in zip(pieces, copies, strict=True)]
+        if self._background:
+            copies = files.host_copies([piece.tensor for piece in pieces], self._room)
+            pieces = [Piece(kind=piece.kind, name=piece.name, shape=piece.shape, box=piece.box, tensor=copy)
+                      for piece, copy in zip(pieces, copies, strict=True)]
         self._count += 1
         head = {**state.numbers(self.engine), "about": {
             **(about or {}), "mesh": str(self.engine.mesh), "written": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"}}
         job = _Job(number=self._count, step=self.engine.steps, pieces=pieces, frozen=state.frozen(self.engine),
-                   head=head, when=when, best=best, stall_seconds=time.monotonic() - began)
+                   head=head, when=when, best=best)
+        if not self._background:
+            job.part = self._part(job)
+        job.stall_seconds = time.monotonic() - began
         self._thread = threading.Thread(target=self._write, args=(job,), name=f"checkpoint {job.step}", daemon=True)
         self._thread.start()
         return job.stall_seconds
@@ -233,11 +241,12 @@ class Checkpoints:
 
     def _write(self, job: _Job) -> None:
         """This rank's part and, on rank 0, all that makes a checkpoint of the parts. However it ends, rank 0 knows."""
-        temporary = files.temporary_folder(self.folder, job.step, f"{self._token}-{job.number}")
+        temporary = self._temporary(job)
         outcome = self._failed(job, "it was given up before it was written")
         try:
+            part = self._part(job) if job.part is None else job.part
             with _shared_store():
-                self._store.set(self._name(job.number, self._rank), json.dumps(self._part(job, temporary)))
+                self._store.set(self._name(job.number, self._rank), json.dumps(part))
             if self._rank == 0:
                 outcome = self._published(job, temporary) or outcome
         except Exception as error:
@@ -249,8 +258,12 @@ class Checkpoints:
                 self._ended.append(outcome)
                 self._untold.append(outcome)
 
-    def _part(self, job: _Job, temporary: Path) -> dict[str, object]:
+    def _temporary(self, job: _Job) -> Path:
+        return files.temporary_folder(self.folder, job.step, f"{self._token}-{job.number}")
+
+    def _part(self, job: _Job) -> dict[str, object]:
         """Write this rank's part; what rank 0 must know of it."""
+        temporary = self._temporary(job)
         try:
             temporary.mkdir(parents=True, exist_ok=True)
             file = None

@@ -87,6 +87,8 @@ class Manifest:
     optimizer_steps: Count | None
     """Updates so far; None where the optimizer is the user's own, which counts by itself."""
     loss_scale: ScaleState | None
+    last_norm: Annotated[FiniteFloat, Ge(0)] | None = None
+    """The gradient norm of the last step, where the next one is clipped by it; left out of the file otherwise."""
     frozen: tuple[str, ...]
     """Parameters that were not being trained."""
     files: tuple[File, ...]
@@ -111,11 +113,16 @@ _adapter = TypeAdapter(Manifest)
 
 def encode(manifest: Manifest) -> bytes:
     """manifest.json, with its checksum."""
-    return _adapter.dump_json(replace(manifest, crc32=_own_checksum(manifest)))
+    return _json(replace(manifest, crc32=_own_checksum(manifest)))
 
 
 def _own_checksum(manifest: Manifest) -> int:
-    return zlib.crc32(_adapter.dump_json(replace(manifest, crc32=0)))
+    return zlib.crc32(_json(replace(manifest, crc32=0)))
+
+
+def _json(manifest: Manifest) -> bytes:
+    """As files had it before there was a `last_norm`, where there is none."""
+    return _adapter.dump_json(manifest, exclude={"last_norm"} if manifest.last_norm is None else None)
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -327,13 +327,14 @@ def set_parameters(engine: Engine, value: Callable[[str], Tensor | None]) -> Non
                     piece.tensor.copy_(found[index_of(piece.box, whole(found.shape))])
     scale = engine.loss_scale
     steps = None if engine.flat_optimizer is None else engine.flat_optimizer.steps
-    engine.restore_counters(engine.steps, optimizer_steps=steps, loss_scale=None if scale is None else asdict(scale))
+    engine.restore_counters(engine.steps, optimizer_steps=steps, loss_scale=None if scale is None else asdict(scale),
+                            last_norm=engine.last_norm)
 
 
 def restore_counters(engine: Engine, manifest: Manifest) -> None:
     """All tensors have been read: the engine's counts become those of the manifest."""
     scale = manifest.loss_scale
-    engine.restore_counters(manifest.step, optimizer_steps=manifest.optimizer_steps,
+    engine.restore_counters(manifest.step, optimizer_steps=manifest.optimizer_steps, last_norm=manifest.last_norm,
                             loss_scale=None if scale is None else asdict(scale))
 
 
@@ -414,7 +415,7 @@ def numbers(engine: Engine) -> dict[str, Any]:
     """The manifest's fields that are numbers of this engine, the same on every rank."""
     scale = engine.loss_scale
     return {"step": engine.steps, "optimizer": optimizer_name(engine),
-            "optimizer_steps": engine.flat_optimizer and engine.flat_optimizer.steps,
+            "optimizer_steps": engine.flat_optimizer and engine.flat_optimizer.steps, "last_norm": engine.last_norm,
             "loss_scale": None if scale is None else ScaleState(**asdict(scale))}
 
 

@@ -76,6 +76,6 @@ def _bytes(first: list[bytes], slots: Sequence[Slot], tensors: Iterable[Tensor])
     for slot, tensor in zip(slots, tensors, strict=True):
         if tensor.dtype is not slot.dtype or tuple(tensor.shape) != slot.shape:
             raise ValueError(f"{slot} got a tensor of {tensor.dtype} and {tuple(tensor.shape)}")
-        block = memoryview(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+        block = memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         for start in range(0, len(block), _WRITE_BYTES):
             yield block[start:start + _WRITE_BYTES]

@@ -11,6 +11,7 @@ from closed settings by arithmetic (a replica's share of the batch, the number o
 Still `auto` in a `ResolvedRun`, because the answer differs between ranks, or is only known once it is measured:
 
     memory.recompute        chosen on each stage, by its blocks
+    optim.offload_share     of the free memory of a rank's device
     pipeline.in_flight, pipeline.defer_bytes    by counted blocks (`cost/limits`)
     launch.*                of the machine that a rank runs on
     tensor.reduce_dtype, optim.reduce_dtype    the format of what is summed
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import replace
+from math import ceil
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
@@ -94,6 +96,7 @@ class Facts:
     mesh, microbatch_size: from a plan, or the shape of the tensor mesh with the fewest bytes. tile: rows and columns of
     the tensor mesh on one node. num_samples: training samples in an epoch, from which `train.epochs` gives the steps.
     num_classes: of the data. device: kind of device of the ranks. offload: where optimizer states have room.
+    offload_share: of them in host memory, with offload hybrid.
     """
 
     mesh: Mesh | None = None
@@ -103,6 +106,7 @@ class Facts:
     num_classes: Positive | None = None
     device: Literal["cpu", "cuda"] | None = None
     offload: Literal["none", "stream", "host"] | None = None
+    offload_share: float | None = None
 
 
 def resolve(run: Run, facts: Facts | None = None) -> ResolvedRun:
@@ -125,6 +129,8 @@ def resolve(run: Run, facts: Facts | None = None) -> ResolvedRun:
     optim, launch = run.optim, run.launch
     if facts.offload is not None and optim.offload == "auto":
         optim = replace(optim, offload=facts.offload)
+    if facts.offload_share is not None and optim.offload == "hybrid" and optim.offload_share == "auto":
+        optim = replace(optim, offload_share=facts.offload_share)
     if facts.device is not None:
         launch = replace(launch, device=facts.device)
     sections = _fields(run) | {"mesh": _mesh(run, facts), "batch": batch, "train": train, "model": model,
@@ -160,6 +166,18 @@ def auto_offload(device: str, needed_bytes: int, free_bytes: int) -> Literal["no
     bytes of the states for an engine that is built from Python, of which nothing is predicted.
     """
     return "stream" if device == "cuda" and needed_bytes > free_bytes else "none"
+
+
+def auto_offload_share(device: str, needed_bytes: int, state_bytes: int, free_bytes: int) -> float:
+    """The share of the optimizer states in host memory that `auto` stands for, between 0 and 1: as little as leaves the
+    device enough, rounded up to a thousandth. On a CPU, where nothing is to be gained, one half.
+
+    needed_bytes: what the rank needs of its device if all states are there. state_bytes: of that, what leaves it.
+    """
+    if device != "cuda":
+        return 0.5
+    missing = max(0, needed_bytes - free_bytes)
+    return min(1000, ceil(1000 * missing / max(1, state_bytes))) / 1000
 
 
 def bucket_size(optim: Optim, device: str) -> int:

@@ -152,8 +152,8 @@ def in_backward_problems(optim: Optim, *, scales_loss: bool, own: bool = True) -
     """Updates in the backward cannot wait for what is known only after it. own: whether the optimizer is Ranvier's."""
     for wrong, what, remedy in (
             (not own, "needs Ranvier's own optimizer", "Give the engine optim=, and no optimizer=."),
-            (bool(optim.clip_norm), "cannot clip by a norm that is known only at the end",
-             "Set --optim.clip-norm 0, or leave it out."),
+            (bool(optim.clip_norm) and optim.clip_from == "step", "cannot clip by a norm that is known only at the end",
+             "Set --optim.clip-norm 0, or --optim.clip-from previous-step, which gives other numbers."),
             (scales_loss, "cannot skip a step whose gradients overflow", "Set --precision bf16, or leave it out.")):
         if wrong and optim.update_in_backward:
             yield ConfigError(what, where="optim.update-in-backward", value=True, remedy=remedy)

@@ -231,20 +231,28 @@ class Optim:
     weight decay, for example *.bias:1:0. A parameter belongs to the first group whose pattern matches."""
     clip_norm: Annotated[float, Ge(0)] = 0.0
     """Gradient clipping: maximum global gradient norm (L2); larger gradients are scaled down to it. 0 does not clip."""
+    clip_from: Literal["step", "previous-step"] = "step"
+    """Norm by which `clip_norm` clips: that of the step itself, or that of the step before, so that no update waits for
+    the whole gradient, not even in the backward (`update_in_backward`). These are other numbers than with the step's
+    own norm: a step whose gradient grows suddenly is clipped too little, and the first step of a run not at all."""
     accumulate: Literal["fp32", "half"] = "fp32"
     """Number format of gradient accumulation over microbatches, with bf16 and fp16 parameters."""
     reduce_dtype: Literal["auto", "fp32", "half"] = "auto"
     """Number format of the gradient all-reduce between data parallel replicas; auto is the format of the parameters."""
-    offload: Literal["none", "stream", "host", "auto"] = "auto"
+    offload: Literal["none", "stream", "host", "hybrid", "auto"] = "auto"
     """CPU offload of optimizer states. none: states on the device; stream: states in host memory, streamed through the
-    device bucket by bucket for the update; host: states in host memory, updated by the CPU. auto: none where the device
-    has enough memory, otherwise stream."""
+    device bucket by bucket for the update; host: states in host memory, updated by the CPU; hybrid: a part of the
+    states on the device, the others streamed. auto: none where the device has enough memory, otherwise stream."""
+    offload_share: Annotated[float, Ge(0), Le(1)] | Literal["auto"] = "auto"
+    """Share of the optimizer states in host memory with offload hybrid. auto: the smallest with which the other states
+    have room on the device; 0.5 on a CPU."""
     bucket_size: Positive | Literal["auto"] = "auto"
     """Bucket size: parameters that the optimizer updates together; auto is 4,194,304 on CUDA and 262,144 on CPU."""
     chunk_buckets: Positive = 4
     """Buckets in a chunk, whose gradients are reduced over `data` in one collective. DDP calls a chunk a bucket."""
     buckets_in_flight: Positive = 3
-    """Buckets on the device at once with offload stream: one is copied in, one is updated, one is copied out."""
+    """Buckets on the device at once with offload stream or hybrid: one is copied in, one is updated, one is copied
+    out."""
     shard: bool = False
     """Sharding of optimizer states as in ZeRO-1 (a distributed optimizer): each rank that holds the same parameters
     (data parallel replicas; for biases and norms also the rows) keeps and updates its shard of the optimizer states,
@@ -287,6 +295,9 @@ class Checkpoint:
     """Metric of the best checkpoint, which is kept beside the latest ones and marked by the link `best` in their
     folder: eval_loss, eval_accuracy, or that of an evaluation set, such as eval_wiki_loss. Losses are minimised, other
     metrics maximised. none keeps no best one."""
+    background: bool = True
+    """Copy parameters and optimizer states to host memory, and write them while training continues. false: training
+    waits until they are written, and no memory is needed for copies."""
     on_error: Literal["continue", "stop"] = "continue"
     """What a run does when a checkpoint cannot be written: continue and try again at the next one, or stop."""
 

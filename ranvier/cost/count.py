@@ -32,7 +32,7 @@ from ranvier.layout import Chunking, Layout
 from ranvier.mesh import Coordinates
 from ranvier.models import families
 from ranvier.optim.average import averages_of
-from ranvier.optim.buckets import Bucket, buckets_of
+from ranvier.optim.buckets import Bucket, buckets_of, split_by_share
 from ranvier.optim.gradients import Gradients
 from ranvier.optim.optimizer import gather_bytes, state_places, uncut_places
 from ranvier.optim.rules import rules_of
@@ -199,30 +199,36 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range]) 
     has_owners = any(chunk.shares is not None for chunk in gradients.chunks)
     buckets, places = _most_states(optim, dtype, gradients, bucket_size)
     largest, updated = max(map(len, buckets), default=0), sum(map(len, buckets))
-    in_flight = min(optim.buckets_in_flight, len(buckets))
     states, averages = sum(places.sizes.values()), len(averages_of(optim))
-    in_bucket = sum(places.largest(buckets).values()) + averages * largest
     offload = "none" if optim.offload == "auto" else optim.offload
+    on_device, on_host = _by_home(optim, offload, buckets)
+    in_flight = min(optim.buckets_in_flight, len(on_host))
+    streamed = state_places(gradients, rules_of(optim, dtype), on_host) if offload == "hybrid" else places
+    in_bucket = sum(streamed.largest(on_host).values()) + (averages + half) * max(map(len, on_host), default=0)
+    moved = sum(streamed.sizes.values()) if offload != "none" else 0
     frozen = sum(_stored_bytes(prod(shapes[key]), p.quantized, dtype) for key, p in held.items() if not p.trainable)
     device = {"parameters": gradients.size * dtype.itemsize + frozen,
               "gradients": gradients.length * gradients.dtype.itemsize}
     host: dict[str, int] = {}
-    home = device if offload == "none" else host
-    home["master"] = updated * wide.itemsize if half or offload == "host" else 0
-    home["moments"] = states * wide.itemsize
-    if averages:
-        home["average"] = updated * wide.itemsize * averages
+    for home, here, own in ((device, on_device, states - moved), (host, on_host, moved)):
+        if offload != "hybrid" and (home is device) != (offload == "none"):
+            continue
+        elements = sum(map(len, here))
+        home["master"] = elements * wide.itemsize if half or offload == "host" else 0
+        home["moments"] = own * wide.itemsize
+        if averages:
+            home["average"] = elements * wide.itemsize * averages
     widened = largest * wide.itemsize if gradients.dtype is not wide else 0
-    device["buckets"] = wide.itemsize * (in_flight * (in_bucket + half * largest) if offload == "stream" else 0)
+    device["buckets"] = wide.itemsize * in_flight * in_bucket if offload in ("stream", "hybrid") else 0
     if offload == "host":
         host["staging"] = largest * in_flight * (gradients.dtype.itemsize + dtype.itemsize) + widened
     else:
         device["buckets"] += widened
     if offload != "none" and device_kind(run) == "cuda":
-        tensors = [host["master"], *[size * wide.itemsize for size in places.sizes.values()]]
+        tensors = [host["master"], *[size * wide.itemsize for size in streamed.sizes.values()]]
         host["rounding"] = sum(pinned_bytes(size) - size for size in tensors)
     owners = [prod(shapes[key]) for key in held if layout.pipe_of(layout[key].block) == pipe]
-    host["checkpoint"] = checkpoint_bytes(
+    host["checkpoint"] = max(owners, default=0) * wide.itemsize if not run.checkpoint.background else checkpoint_bytes(
         owners, state_bytes=wide.itemsize * (states + (half + averages) * updated), element_bytes=dtype.itemsize,
         data=run.mesh.data, sharded=optim.shard, updated=updated if has_owners else 0,
         random_state_bytes=torch.get_rng_state().nbytes)
@@ -234,6 +240,13 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range]) 
 
 def _stored_bytes(elements: int, quantized: str | None, dtype: torch.dtype) -> int:
     return elements * dtype.itemsize if quantized is None else quantized_bytes(elements, quantized, dtype)
+
+
+def _by_home(optim: Optim, offload: str, buckets: list[Bucket]) -> tuple[list[Bucket], list[Bucket]]:
+    """The buckets whose states are on the device, and in host memory. A share that is auto counts as one half."""
+    if offload == "hybrid":
+        return split_by_share(buckets, 0.5 if optim.offload_share == "auto" else optim.offload_share)
+    return (buckets, []) if offload == "none" else ([], buckets)
 
 
 def _most_states(optim: Optim, dtype: torch.dtype, gradients: Gradients, bucket_size: int

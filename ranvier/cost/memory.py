@@ -155,7 +155,8 @@ def too_large(memory: Sequence[RankMemory], *, place: Literal["device", "host", 
     return ConfigError(f"does not suffice: {who} {total / 2**20:,.0f} MiB, and there are "
                        f"{available_bytes / 2**20:,.0f}; of stage {worst.pipe}: {_table_line(worst)}",
                        where=f"memory of the {'device' if place == 'device' else 'machine'}",
-                       remedy="In this order: " + "; ".join(remedies(run, shared=place == "both")) + ".")
+                       remedy="In this order: " + "; ".join(remedies(
+                           run, shared=place == "both", on_host=place == "host")) + ".")
 
 
 def _table_line(entry: RankMemory) -> str:
@@ -163,8 +164,9 @@ def _table_line(entry: RankMemory) -> str:
     return ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in parts.items() if size)
 
 
-def remedies(run: ResolvedRun, *, shared: bool) -> list[str]:
-    """What would need less memory, the least costly first. shared: device and host are the same memory."""
+def remedies(run: ResolvedRun, *, shared: bool, on_host: bool = False) -> list[str]:
+    """What would need less memory, the least costly first. shared: device and host are the same memory. on_host: it is
+    the host's memory that does not suffice."""
     found = []
     if run.batch.microbatch_size > 1:
         found.append(f"lower --batch.microbatch-size (it is {run.batch.microbatch_size})")
@@ -174,7 +176,12 @@ def remedies(run: ResolvedRun, *, shared: bool) -> list[str]:
         found.append("set --optim.shard true")
     if run.precision in ("fp32", "fp64"):
         found.append("set --precision bf16")
-    if not shared and run.optim.offload in ("none", "auto"):
-        found.append("set --optim.offload stream")
+    if not shared and run.optim.offload in ("stream" if on_host else "none", "auto"):
+        found.append("set --optim.offload hybrid")
+    if run.num_microbatches == 1 and not (run.optim.update_in_backward or run.optim.clip_norm
+                                          or run.precision == "fp16"):
+        found.append("set --optim.update-in-backward true")
+    if run.checkpoint.background and on_host:
+        found.append("set --checkpoint.background false")
     found.append("raise --mesh.pipe, with more ranks")
     return found

@@ -98,7 +98,8 @@ class Step:
     def waits_for_gradient_status(self) -> bool:
         """Whether updates begin only when the whole gradient is reduced: loss scaling, clipping or a guard judges
         it."""
-        return bool(self.run.precision == "fp16" or self.run.optim.clip_norm
+        clips = self.run.optim.clip_norm and self.run.optim.clip_from == "step"
+        return bool(self.run.precision == "fp16" or clips
                     or self.run.guard.bad_step in ("stop", "skip", "rollback"))
 
 
@@ -226,8 +227,9 @@ def update_seconds(step: Step, cluster: Cluster, count: float, *, local: int, th
     has_masters = itemsize > step.bytes.parameter
     moved = count * (2 * itemsize * states + gradient + step.bytes.parameter * (1 if has_masters else 2))
     match optim.offload:
-        case "stream":
-            moving = cluster.host_link.seconds(count * itemsize * states)
+        case "stream" | "hybrid":
+            share = 1.0 if optim.offload == "stream" else 0.5 if optim.offload_share == "auto" else optim.offload_share
+            moving = cluster.host_link.seconds(share * count * itemsize * states)
             parts = [moving, moving, cluster.device.update_seconds(moved)]
             return sum(parts) if optim.buckets_in_flight == 1 else max(parts)  # in, out and update at once
         case "host":

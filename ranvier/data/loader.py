@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ranvier.data.sampler import Sampler, at_home, microbatches, share
 from ranvier.data.task import Dataset, Targets, padded_inputs, padded_targets
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.tensor.split.loss import IGNORED
+
+
+@dataclass(frozen=True, eq=False)
+class _Ahead:
+    """A batch that has been made before it is asked for, and when it is on the device."""
+
+    of: tuple[int, ...]
+    batch: list[Microbatch]
+    copied: torch.cuda.Event
 
 
 class Loader:
@@ -26,7 +36,8 @@ class Loader:
     the same number have similar lengths on all replicas, and a microbatch is padded to its longest sample, rounded up
     to `length_multiple`. All ranks compute the same lengths from the same index. None: samples have one length.
 
-    Stateless: any step may be asked for, in any order. Batches are made when they are asked for, without prefetching.
+    Any step may be asked for, in any order. Batches are made when they are asked for; on a CUDA device that of the next
+    step may be made and copied while the device computes (`prefetch`).
     """
 
     def __init__(self, data: Dataset, sampler: Sampler, *, global_size: int, microbatch_size: int,
@@ -43,6 +54,8 @@ class Loader:
         self.lengths, self.length_multiple = lengths, length_multiple
         self.offset = 0
         """Samples that were taken beside those of earlier steps: by steps of another size, or left out."""
+        self._ahead: _Ahead | None = None
+        self._copies: torch.cuda.Stream | None = None
 
     def size(self, step: int) -> int:
         """Samples in step `step`, over all replicas: fewer where `total` ends."""
@@ -54,6 +67,33 @@ class Loader:
 
         inputs and targets: those of the task, b / rows of them, on `device`; samples: int64 on the CPU.
         """
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or ahead.of != self._sizes(step):
+            return self._read(step)
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(ahead.copied)
+        for tensor in tree_leaves([(one.inputs, one.targets) for one in ahead.batch]):
+            if tensor is not None:
+                tensor.record_stream(stream)  # freed while a kernel reads it, its memory would be a later batch's
+        return ahead.batch
+
+    def prefetch(self, step: int) -> None:
+        """On a CUDA device: read step `step` now, and copy it on a stream of its own while the device computes. The
+        next `microbatches` returns it, if it asks for the same. Elsewhere this does nothing."""
+        if self.device.type != "cuda":
+            return
+        if self._copies is None:
+            self._copies = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(self._copies):
+            batch, copied = self._read(step), torch.cuda.Event()
+        copied.record(self._copies)
+        self._ahead = _Ahead(self._sizes(step), batch, copied)
+
+    def _sizes(self, step: int) -> tuple[int, ...]:
+        """All that a batch depends on and that may change."""
+        return step, self.global_size, self.microbatch_size, self.offset
+
+    def _read(self, step: int) -> list[Microbatch]:
         batch, mine = self._taken(step)
         epochs = self.sampler.epochs(step, self.global_size, self.offset)[:self.size(step)][mine]
         found = []

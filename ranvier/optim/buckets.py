@@ -82,6 +82,21 @@ def buckets_of(shares: Sequence[tuple[int, int]], size: int, uncut: Sequence[tup
     return found
 
 
+def split_by_share(buckets: Sequence[Bucket], host_share: float) -> tuple[list[Bucket], list[Bucket]]:
+    """The buckets whose states are on the device, and those whose states are in host memory: at least `host_share` of
+    all elements, and less than a bucket more, spread evenly over the order of updates so that copies run beside all of
+    them. Each list's states are numbered from 0.
+    """
+    found: tuple[list[Bucket], list[Bucket]] = [], []
+    sizes, passed = [0, 0], 0
+    for bucket in buckets:
+        passed += len(bucket)
+        on_host = sizes[1] < host_share * passed
+        found[on_host].append(replace(bucket, state=sizes[on_host]))
+        sizes[on_host] += len(bucket)
+    return found
+
+
 def within(segments: Sequence[Segment], start: int, stop: int) -> list[Segment]:
     """The parts of `segments` (rising, disjoint) inside [start, stop), neighbours that are alike in one."""
     found: list[Segment] = []

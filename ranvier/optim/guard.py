@@ -27,10 +27,11 @@ class BadSteps:
     def __init__(self, guard: Guard, loss: Callable[[], float]) -> None:
         self._factor, self._loss = guard.loss_spike_factor, loss
         self._usual: deque[float] = deque(maxlen=USUAL_STEPS)
+        self._last = 0.0
 
     def by_loss(self) -> str | None:
         """What is bad about the loss ("loss is nan"), or None."""
-        loss = self._loss()
+        loss = self._last = self._loss()
         if not math.isfinite(loss):
             return f"loss is {loss}"
         usual = median(self._usual) if self._usual else 0.0
@@ -43,9 +44,16 @@ class BadSteps:
         """What is bad about the gradients' norm, or None."""
         return None if math.isfinite(norm) else f"gradient norm is {norm}"
 
+    def judge(self, norm: float) -> str | None:
+        """After `by_loss`, which found nothing: what is bad about the gradients' norm; the step is good without."""
+        bad = self.by_norm(norm)
+        if bad is None:
+            self.good()
+        return bad
+
     def good(self) -> None:
-        """The step was good: its loss is one of the usual."""
-        self._usual.append(self._loss())
+        """The step at which `by_loss` has looked last was good: its loss is one of the usual."""
+        self._usual.append(self._last)
 
     def state(self) -> dict[str, object]:
         """What a checkpoint keeps: a short list of numbers. JSON-serialisable, the same on every rank."""

@@ -14,8 +14,8 @@ whatever shapes it holds.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -23,19 +23,19 @@ from torch import Tensor, nn
 
 from ranvier.comm.protocol import Work
 from ranvier.config.parameter_groups import group_of
-from ranvier.config.resolve import auto_offload
+from ranvier.config.resolve import auto_offload, auto_offload_share
 from ranvier.config.run import Optim
 from ranvier.optim.average import EMA
-from ranvier.optim.buckets import Bucket, Segment, buckets_of
+from ranvier.optim.buckets import Bucket, Segment, buckets_of, split_by_share
 from ranvier.optim.chunks import Chunk, GradientSpec
 from ranvier.optim.gradients import Gradients
-from ranvier.optim.placement import OnHost, Placement, Resident, Streamed, Update
+from ranvier.optim.placement import Hybrid, OnHost, Placement, Resident, Streamed, Update
 from ranvier.optim.reduction import IN_FLIGHT
-from ranvier.optim.rules import Rules, check_state_name, rules_of
+from ranvier.optim.rules import Rules, SkippingRule, check_state_name, rules_of
 from ranvier.optim.state_places import StateOwner, StatePlaces
 from ranvier.tensor.quantized_weight import stored_tensors
 
-Offload = Literal["none", "stream", "host"]
+Offload = Literal["none", "stream", "host", "hybrid"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,7 +56,8 @@ class FlatOptimizer:
     """The update rules of `optim.algorithm` over the parameters that a rank owns.
 
     Args:
-        optim: the settings; `offload` is resolved (not auto).
+        optim: the settings; with offload hybrid, `offload_share` is a number.
+        offload: where states live; `optim.offload` resolved (not auto).
         gradients: their buffer, which need not be allocated yet. Parameters are moved into a flat one of its order.
             With `optim.shard` each member of a chunk's group updates its share.
         bucket_size: parameters that are updated in one piece.
@@ -67,7 +68,7 @@ class FlatOptimizer:
         self.weights = _flatten(gradients)
         """[gradients.size]: all trainable parameters of this rank, in the same places."""
         self._chunks = [chunk for chunk in gradients.chunks if not chunk.sent_to_owner]
-        self.offload = offload
+        self.offload, self.offload_share = offload, optim.offload_share
         self.sharded = optim.shard and any(len(chunk.group.ranks) > 1 for chunk in self._chunks)
         self.scatters = self.sharded and all(chunk.shares is None for chunk in self._chunks)
         """Whether each member of a group needs the sums of its share alone. Where whole tensors have owners, shares are
@@ -75,17 +76,22 @@ class FlatOptimizer:
         shares = [chunk.share if self.sharded else (chunk.start, chunk.stop) for chunk in self._chunks]
         self._rules = rules_of(optim, self.weights.dtype)
         buckets = buckets_of(shares, bucket_size, uncut_places(gradients))
+        self._homes: tuple[list[Bucket], list[Bucket]] = [], []
+        if offload == "hybrid":
+            assert optim.offload_share != "auto", "the share of the states in host memory is resolved by now"
+            self._homes = split_by_share([bucket for group in buckets for bucket in group], optim.offload_share)
+            placed = {bucket.number: bucket for home in self._homes for bucket in home}
+            buckets = [[placed[bucket.number] for bucket in group] for group in buckets]
         self._buckets = dict(zip(map(id, self._chunks), buckets, strict=True))
         self._chunk_of = {bucket.number: chunk for chunk in self._chunks for bucket in self._buckets[id(chunk)]}
         self._groups = sorted(((spec.parameter, self._segment(spec)) for spec in gradients.owned()),
                               key=lambda item: (item[1].start, item[1].stop))
-        self._places = state_places(gradients, self._rules, self.buckets)
-        for name in self._places.sizes:
+        for name in state_places(gradients, self._rules, self.buckets).sizes:
             check_state_name(name, optim.algorithm)
         self.placement = self._place()
         self._note_versions()
-        self.steps = 0
-        """Updates so far; skipped steps do not count."""
+        self._steps = 0
+        self._undecided: Callable[[], bool] | None = None
         self._update = Update(step=0, learning_rate=0.0, factor=1.0, segments=())
         self._trained: list[Segment] = []
         self._gathers: deque[Work] = deque()
@@ -93,8 +99,13 @@ class FlatOptimizer:
         self._sent: dict[int, Tensor] = {}
 
     def _place(self) -> Placement:
-        given = self._rules, self.weights, self._of_bucket, self.buckets, self._places
         in_flight, ema = self._optim.buckets_in_flight, self._optim.ema
+        if self.offload == "hybrid":
+            return Hybrid(self._rules, self.weights, self._of_bucket, on_device=self._homes[0], on_host=self._homes[1],
+                          places=lambda buckets: state_places(self._gradients, self._rules, buckets),
+                          in_flight=in_flight, ema=ema)
+        given = (self._rules, self.weights, self._of_bucket, self.buckets,
+                 state_places(self._gradients, self._rules, self.buckets))
         match self.offload:
             case "none":
                 return Resident(*given, ema=ema)
@@ -111,6 +122,25 @@ class FlatOptimizer:
     def buckets(self) -> list[Bucket]:
         """All buckets of this rank, in the order in which they are updated."""
         return [bucket for chunk in self._chunks for bucket in self._buckets[id(chunk)]]
+
+    @property
+    def steps(self) -> int:
+        """Updates so far; skipped steps do not count. Waits for the device where it decides of the last one."""
+        undecided, self._undecided = self._undecided, None
+        if undecided is not None and not undecided():
+            self._steps -= 1
+        return self._steps
+
+    @property
+    def on_device(self) -> bool:
+        """Whether a CUDA device updates, so that numbers of a step may stay there."""
+        return self.weights.is_cuda and self.offload != "host"
+
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether a step can be skipped by what only the device knows."""
+        return (self.on_device and self._rules.tensors is None and not self._optim.ema
+                and isinstance(self._rules.elementwise, SkippingRule))
 
     # ------------------------------------------------------------------ one step
 
@@ -136,13 +166,17 @@ class FlatOptimizer:
         """Parameters are what their master copies say."""
         self._versions = {parameter: parameter._version for parameter, _ in self._groups}
 
-    def begin(self, learning_rate: float) -> None:
-        """A step that is not skipped; after `prefetch`."""
-        self.steps += 1
+    def begin(self, learning_rate: float, *, skip: Tensor | None = None,
+              undecided: Callable[[], bool] | None = None) -> None:
+        """A step that is not skipped; after `prefetch`. skip, undecided: where only the device knows whether it is
+        (`skips_on_device`), as `Update.skip` has it; asked later, whether the step was one."""
+        self._steps = self.steps + 1
+        self._undecided = undecided
         self._trained = self._segments(set())
-        self._update = Update(step=self.steps, learning_rate=learning_rate, factor=1.0, segments=self._trained)
+        self._update = Update(step=self._steps, learning_rate=learning_rate, factor=1.0, segments=self._trained,
+                              skip=skip)
 
-    def update(self, chunk: Chunk, factor: float) -> Iterator[Bucket]:
+    def update(self, chunk: Chunk, factor: float | Tensor) -> Iterator[Bucket]:
         """Update the parameters of a reduced chunk from its gradients times `factor`, a bucket for each turn."""
         left_alone = self._gradients.left_alone(chunk)
         self._update.factor = factor
@@ -186,9 +220,9 @@ class FlatOptimizer:
         self.placement.synchronize()
         before = self.weights.clone()
         if self.steps:
-            average = self.placement.states[EMA]
             for bucket in self.buckets:
-                self.weights[bucket.start:bucket.stop].copy_(average[bucket.state:bucket.state + len(bucket)])
+                average = self.placement.states_of(bucket, bucket.start, bucket.stop)[EMA]
+                self.weights[bucket.start:bucket.stop].copy_(average)
             for chunk in self._chunks:
                 self._gather(chunk)
             self.finish()
@@ -218,17 +252,16 @@ class FlatOptimizer:
 
     def _slice(self, spec: GradientSpec, bucket: Bucket, start: int, stop: int, first: int) -> StateSlice:
         """The states of elements [start, stop) of the buffer, which lie in `bucket`; `spec` begins at `first`."""
-        at, states = bucket.state + start - bucket.start, self.placement.states
-        found = {name: states[name][at:at + stop - start] for name in ("master", EMA) if name in states}
+        states = self.placement.states_of(bucket, start, stop)
         shapes = self._rules.state_shapes(spec.rule_name, spec.whole_shape, in_layer=spec.in_layer)
-        own = {name: states[name][self._places.of(name, start, stop)] for name in shapes}
-        found |= {name: own[name] for name, shape in shapes.items() if shape is None}
-        return StateSlice(parameter=spec.name, start=start - first, stop=stop - first, states=found,
-                          whole={name: own[name].view(shape) for name, shape in shapes.items() if shape is not None})
+        found = {name: states[name] for name in ("master", EMA) if name in states}
+        found |= {name: states[name] for name, shape in shapes.items() if shape is None}
+        return StateSlice(parameter=spec.name, start=start - first, stop=stop - first, states=found, whole={
+            name: states[name].view(shape) for name, shape in shapes.items() if shape is not None})
 
     def restore_counters(self, steps: int) -> None:
         """Parameters and `slices` have been written, as they were after `steps` updates."""
-        self.steps = steps
+        self._steps, self._undecided = steps, None
         self._note_versions()
 
     def _segment(self, spec: GradientSpec) -> Segment:
@@ -261,12 +294,17 @@ def state_places(gradients: Gradients, rules: Rules, buckets: Sequence[Bucket]) 
     return StatePlaces(buckets, sorted(owners, key=lambda owner: (owner.start, owner.stop)))
 
 
-def resolve_offload(optim: Optim, gradients: Gradients, device: torch.device) -> Offload:
-    """`optim.offload` with auto replaced, by the size of the states (`ranvier.config.resolve.auto_offload`)."""
-    if optim.offload != "auto":
-        return optim.offload
+def resolve_offload(optim: Optim, gradients: Gradients, device: torch.device) -> tuple[Optim, Offload]:
+    """`optim` with the share of hybrid resolved, and its offload with auto replaced: by the size of the states
+    (`ranvier.config.resolve`), for an engine of which no memory is predicted. Half of what is free is left to
+    activations."""
     free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-    return auto_offload(device.type, 2 * 12 * gradients.size, free_bytes)
+    if optim.offload == "hybrid" and optim.offload_share == "auto":
+        states = 12 * gradients.size
+        optim = replace(optim, offload_share=auto_offload_share(device.type, states, states, free_bytes // 2))
+    if optim.offload != "auto":
+        return optim, optim.offload
+    return optim, auto_offload(device.type, 2 * 12 * gradients.size, free_bytes)
 
 
 def gather_bytes(gradients: Gradients, itemsize: int) -> int:
@@ -311,11 +349,13 @@ def tensors_by_category(parameters: Sequence[Tensor], gradients: Gradients,
               "reduction": gradients.reductions.buffers}
     host: dict[str, list[Tensor]] = {}
     if optimizer is not None:
-        placement, home = optimizer.placement, device if optimizer.offload == "none" else host
-        home["master"] = [state for name, state in placement.states.items() if name == "master"]
-        home["moments"] = [state for name, state in placement.states.items() if name not in ("master", EMA)]
-        if EMA in placement.states:
-            home["average"] = [placement.states[EMA]]
+        placement = optimizer.placement
+        for place, states in placement.homes():
+            home = device if place == "device" else host
+            home["master"] = [state for name, state in states.items() if name == "master"]
+            home["moments"] = [state for name, state in states.items() if name not in ("master", EMA)]
+            if EMA in states:
+                home["average"] = [states[EMA]]
         device["buckets"] = list(placement.workspace.values())
         device["reduction"] += optimizer.gather_buffers
         host["staging"] = list(placement.staging)

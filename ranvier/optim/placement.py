@@ -8,6 +8,7 @@
                    copy out            | 0 | 1 | 2 | 3 |
 
     OnHost     states and a master copy in host memory, updated there; gradients go out, new parameters come in
+    Hybrid     states of some buckets are Resident, those of the others Streamed
 
 (AxoNN, section V-B, has the second with one bucket in flight.) All hold the same numbers: bucket for bucket the same
 rule sees the same values. With a CPU as the device the copies are real copies, so that memory and order are the same.
@@ -18,7 +19,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol, cast
+from functools import partial
+from itertools import groupby
+from typing import Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -26,7 +29,7 @@ from torch import Tensor
 from ranvier.optim.average import EMA, update_average
 from ranvier.optim.buckets import Bucket, Segment, joined, within
 from ranvier.optim.chunks import GradientSpec
-from ranvier.optim.rules import Rules
+from ranvier.optim.rules import Rules, SkippingRule
 from ranvier.optim.state_places import StatePlaces
 from ranvier.optim.tensor_update import TensorUpdate
 from ranvier.precision import is_half, wide
@@ -39,8 +42,10 @@ class Update:
 
     step: int
     learning_rate: float
-    factor: float
-    """What every gradient is multiplied by first."""
+    factor: float | Tensor
+    """What every gradient is multiplied by first; a zero-dimensional tensor on the device where only that knows."""
+    skip: Tensor | None = None
+    """Where only the device knows whether there is an update: fp32, zero-dimensional, 1 for none."""
     segments: Sequence[Segment]
 
 
@@ -50,13 +55,17 @@ GradientsOf = Callable[[Bucket], Tensor]
 class Placement(Protocol):
     """Holds the states of one rank's buckets."""
 
-    states: dict[str, Tensor]
-    """Name -> [elements that have it], by `StatePlaces`; "master" where parameters have a copy of their own, and "ema"
-    where they are averaged: [elements of all buckets]."""
     workspace: dict[str, Tensor]
     """Device memory beside parameters, gradients and resident states."""
     staging: Sequence[Tensor]
     """Host memory beside the states."""
+
+    def states_of(self, bucket: Bucket, start: int, stop: int) -> dict[str, Tensor]:
+        """Name -> the states of elements [start, stop), which lie in `bucket`; "master" where parameters have a copy of
+        their own, and "ema" where they are averaged. Views of what lives."""
+
+    def homes(self) -> Sequence[tuple[Literal["device", "host"], Mapping[str, Tensor]]]:
+        """Where states live: (place, name -> all of them there)."""
 
     def take_parameters(self, start: int, stop: int) -> None:
         """Master copies of elements [start, stop) become what the parameters are now."""
@@ -69,7 +78,7 @@ class Placement(Protocol):
         stream their parameters are new from then on."""
 
     def synchronize(self) -> None:
-        """Return when `states` may be read by the host."""
+        """Return when states may be read by the host."""
 
 
 def _apply(rules: Rules, bucket: Bucket, update: Update, parameters: Tensor, gradients: Tensor,
@@ -81,9 +90,13 @@ def _apply(rules: Rules, bucket: Bucket, update: Update, parameters: Tensor, gra
         here = slice(segment.start - bucket.start, segment.stop - bucket.start)
         found, rate = states(segment.start, segment.stop), update.learning_rate * segment.learning_rate_factor
         if segment.tensor is None:
-            rules.elementwise.update(parameters[here], gradients[here],
-                                     {name: found[name] for name in rules.elementwise.states}, step=update.step,
-                                     learning_rate=rate, weight_decay=segment.weight_decay)
+            rule, own = rules.elementwise, {name: found[name] for name in rules.elementwise.states}
+            run = rule.update
+            if update.skip is not None:
+                assert isinstance(rule, SkippingRule)
+                run = partial(rule.update_unless, update.skip)
+            run(parameters[here], gradients[here], own, step=update.step, learning_rate=rate,
+                weight_decay=segment.weight_decay)
             continue
         spec = cast(GradientSpec, segment.tensor)
         shape = spec.parameter.shape
@@ -106,6 +119,7 @@ class _Flat:
     def __init__(self, rules: Rules, weights: Tensor, gradients: GradientsOf, buckets: Sequence[Bucket],
                  places: StatePlaces, *, master: bool, on_host: bool, ema: float) -> None:
         self._rules, self._weights, self._gradients, self._places = rules, weights, gradients, places
+        self._home: Literal["device", "host"] = "host" if on_host else "device"
         self._ema, self._copies = ema, ("master",) * master + (EMA,) * bool(ema)
         self._names, self._dtype = self._copies + tuple(places.sizes), wide(weights.dtype)
         self._largest = max((len(bucket) for bucket in buckets), default=0)
@@ -114,11 +128,22 @@ class _Flat:
         sizes = dict.fromkeys(self._copies, size) | places.sizes
         self.states = {name: pinned_zeros(sizes[name], self._dtype) if on_host and weights.is_cuda
                        else torch.zeros(sizes[name], dtype=self._dtype, device=device) for name in self._names}
+        """Name -> [elements that have it], by `StatePlaces`; copies of parameters: [elements of all buckets]."""
         self.workspace: dict[str, Tensor] = {}
         self.staging: Sequence[Tensor] = ()
         self.take_parameters(0, len(weights))
         for bucket in self._buckets if ema else ():  # what the average is before the first update
             self._of(bucket, EMA).copy_(weights[bucket.start:bucket.stop])
+
+    def states_of(self, bucket: Bucket, start: int, stop: int) -> dict[str, Tensor]:
+        """See `Placement`."""
+        at = bucket.state + start - bucket.start
+        return {name: self.states[name][at:at + stop - start] for name in self._copies} | {
+            name: self.states[name][self._places.of(name, start, stop)] for name in self._places.sizes}
+
+    def homes(self) -> Sequence[tuple[Literal["device", "host"], Mapping[str, Tensor]]]:
+        """See `Placement`."""
+        return [(self._home, self.states)]
 
     def take_parameters(self, start: int, stop: int) -> None:
         """Master copies of elements [start, stop) become what the parameters are now."""
@@ -151,14 +176,19 @@ class _Flat:
 
         _apply(self._rules, bucket, update, parameters, gradients, of)
 
-    def _scaled_gradients(self, bucket: Bucket, factor: float) -> Tensor:
+    def share_room(self, other: _Flat) -> None:
+        """Both widen gradients in the same memory, one after the other on the device's own stream."""
+        self.workspace = other.workspace
+        self._largest = other._largest = max(self._largest, other._largest)
+
+    def _scaled_gradients(self, bucket: Bucket, factor: float | Tensor) -> Tensor:
         """The bucket's gradients times `factor` in the states' format: in place where they have it already."""
         gradients = self._gradients(bucket)
         if gradients.dtype is not self._dtype:
             if "gradients" not in self.workspace:
                 self.workspace["gradients"] = gradients.new_empty(self._largest, dtype=self._dtype)
             gradients = self.workspace["gradients"][:len(bucket)].copy_(gradients)
-        return gradients.mul_(factor) if factor != 1.0 else gradients
+        return gradients.mul_(factor) if isinstance(factor, Tensor) or factor != 1.0 else gradients
 
     def _finish_bucket(self, bucket: Bucket, update: Update, states: dict[str, Tensor]) -> None:
         """The update itself, on the device, from states that are there."""
@@ -286,6 +316,50 @@ class Streamed(_Flat):
             self._out.synchronize()
 
 
+class Hybrid:
+    """States of the buckets `on_device` there, those of the buckets `on_host` streamed. Each list has its own places,
+    and states numbered from 0 (`split_by_share`)."""
+
+    def __init__(self, rules: Rules, weights: Tensor, gradients: GradientsOf, *, on_device: Sequence[Bucket],
+                 on_host: Sequence[Bucket], places: Callable[[Sequence[Bucket]], StatePlaces], in_flight: int,
+                 ema: float = 0.0) -> None:
+        self._resident = Resident(rules, weights, gradients, on_device, places(on_device), ema=ema)
+        self._streamed = Streamed(rules, weights, gradients, on_host, places(on_host), in_flight, ema=ema)
+        self._resident.share_room(self._streamed)
+        self._on_host = {bucket.number for bucket in on_host}
+        self.workspace = self._streamed.workspace
+        self.staging: Sequence[Tensor] = ()
+
+    def _part(self, bucket: Bucket) -> Resident | Streamed:
+        return self._streamed if bucket.number in self._on_host else self._resident
+
+    def states_of(self, bucket: Bucket, start: int, stop: int) -> dict[str, Tensor]:
+        """See `Placement`."""
+        return self._part(bucket).states_of(bucket, start, stop)
+
+    def homes(self) -> Sequence[tuple[Literal["device", "host"], Mapping[str, Tensor]]]:
+        """See `Placement`."""
+        return [*self._resident.homes(), *self._streamed.homes()]
+
+    def take_parameters(self, start: int, stop: int) -> None:
+        """Master copies of elements [start, stop) become what the parameters are now."""
+        self._resident.take_parameters(start, stop)
+        self._streamed.take_parameters(start, stop)
+
+    def prefetch(self, buckets: Sequence[Bucket]) -> None:
+        """See `Placement`."""
+        self._streamed.prefetch([bucket for bucket in buckets if bucket.number in self._on_host])
+
+    def update(self, buckets: Sequence[Bucket], update: Update) -> Iterator[Bucket]:
+        """See `Placement`."""
+        for part, together in groupby(buckets, self._part):
+            yield from part.update(list(together), update)
+
+    def synchronize(self) -> None:
+        """See `Placement`."""
+        self._streamed.synchronize()
+
+
 @dataclass(eq=False)
 class _Staging:
     """Pinned host memory through which one bucket's gradients and new parameters pass."""
@@ -339,8 +413,8 @@ class OnHost(_Flat):
         gradients = staging.gradients[:len(bucket)]
         if self._scaled is not None:
             gradients = self._scaled[:len(bucket)].copy_(gradients)
-        if update.factor != 1.0:
-            gradients.mul_(update.factor)
+        if (factor := float(update.factor)) != 1.0:
+            gradients.mul_(factor)
         master = self._of(bucket, "master")
         self._apply(bucket, update, master, gradients, {name: self._of(bucket, name) for name in self._names})
         if self._ema:

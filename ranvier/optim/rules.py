@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -45,6 +45,16 @@ class ElementwiseRule(Protocol):
         """Update number `step` (from 1). All tensors: [n], one device."""
 
 
+@runtime_checkable
+class SkippingRule(Protocol):
+    """An `ElementwiseRule` that can leave all tensors as they are, as a number on their device says. Nobody waits then
+    for what decides of a step."""
+
+    def update_unless(self, skip: Tensor, parameters: Tensor, gradients: Tensor, states: dict[str, Tensor], *,
+                      step: int, learning_rate: float, weight_decay: float) -> None:
+        """As `update`, but nothing changes where `skip` (fp32, zero-dimensional) is 1."""
+
+
 class TensorRule(Protocol):
     """Updates whole tensors in place, by name."""
 
@@ -75,9 +85,15 @@ class AdamW:
     def update(self, parameters: Tensor, gradients: Tensor, states: dict[str, Tensor], *, step: int,
                learning_rate: float, weight_decay: float) -> None:
         """See `ElementwiseRule`."""
+        self.update_unless(None, parameters, gradients, states, step=step, learning_rate=learning_rate,
+                           weight_decay=weight_decay)
+
+    def update_unless(self, skip: Tensor | None, parameters: Tensor, gradients: Tensor, states: dict[str, Tensor], *,
+                      step: int, learning_rate: float, weight_decay: float) -> None:
+        """See `SkippingRule`."""
         counted = torch.full((), step - 1, dtype=torch.float32, device=parameters.device)
         adamw([parameters], [gradients], [states["exp_avg"]], [states["exp_avg_sq"]], [], [counted], fused=True,
-              amsgrad=False, beta1=self.optim.betas[0], beta2=self.optim.betas[1], lr=learning_rate,
+              amsgrad=False, beta1=self.optim.betas[0], beta2=self.optim.betas[1], lr=learning_rate, found_inf=skip,
               weight_decay=weight_decay, eps=self.optim.epsilon, maximize=False)
 
 
@@ -95,7 +111,13 @@ class SGD:
     def update(self, parameters: Tensor, gradients: Tensor, states: dict[str, Tensor], *, step: int,
                learning_rate: float, weight_decay: float) -> None:
         """See `ElementwiseRule`."""
-        sgd([parameters], [gradients], [states.get("momentum_buffer")], fused=True, lr=learning_rate,
+        self.update_unless(None, parameters, gradients, states, step=step, learning_rate=learning_rate,
+                           weight_decay=weight_decay)
+
+    def update_unless(self, skip: Tensor | None, parameters: Tensor, gradients: Tensor, states: dict[str, Tensor], *,
+                      step: int, learning_rate: float, weight_decay: float) -> None:
+        """See `SkippingRule`."""
+        sgd([parameters], [gradients], [states.get("momentum_buffer")], fused=True, lr=learning_rate, found_inf=skip,
             weight_decay=weight_decay, momentum=self.optim.momentum, dampening=0.0,
             nesterov=False, maximize=False)
 

@@ -44,9 +44,26 @@ from ranvier.optim.masters import MasterCopies
 from ranvier.optim.optimizer import FlatOptimizer, resolve_offload, tensors_by_category
 from ranvier.precision import is_half, reduce_dtype
 from ranvier.schedule.spans import Timeline
+from ranvier.system.pinned_memory import HostCopy
 
 _FAR = 8
 """A batch is so many times as heavy as it was said to be: an initial loss scale does not fit it."""
+
+
+class Verdict:
+    """What a guard says of a norm that a device knows. `judge` is called once, when somebody asks."""
+
+    def __init__(self, norm: Tensor, judge: Callable[[float], str | None]) -> None:
+        self._norm = HostCopy(norm)
+        self._found: str | None = None
+        self._judge: Callable[[float], str | None] | None = judge
+
+    def bad(self) -> str | None:
+        """Why the step is bad, or None. Waits for the norm."""
+        if self._judge is not None:
+            judge, self._judge = self._judge, None
+            self._found = judge(float(self._norm.read()))
+        return self._found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,22 +72,40 @@ class GradientStatus:
 
     squared_norm: [1] fp64, of the gradients of the mean loss, being summed over all ranks by `work`.
     factor: what turns the buffer's gradients into those of the mean loss.
-    updates: whether parameters may be updated; overflow: whether a gradient was not finite in fp16.
-    bad: why the step is a bad one, where a guard looks; None: it is not.
+    may_update: whether parameters may be updated, for all that is known without the norm. overflow: whether a gradient
+        was not finite in fp16.
+    refused: why the step is a bad one; None: it is not, for all that is known without the norm.
+    verdict: the guard's, where it judges by the norm, and that is still on the device.
     """
 
     squared_norm: Tensor
     work: Work
     factor: float
-    updates: bool
+    may_update: bool
     overflow: bool = False
-    bad: str | None = None
+    refused: str | None = None
+    verdict: Verdict | None = None
+
+    @property
+    def bad(self) -> str | None:
+        """Why the step is a bad one, where a guard looks; None: it is not. May wait for the reduction."""
+        return self.refused if self.verdict is None else self.verdict.bad()
+
+    @property
+    def updates(self) -> bool:
+        """Whether parameters are updated. May wait for the reduction."""
+        return self.may_update and self.bad is None
 
     @property
     def norm(self) -> float:
         """L2 norm of the gradients of the mean loss; waits for the reduction."""
+        return float(self.norm_on_device)
+
+    @property
+    def norm_on_device(self) -> Tensor:
+        """The same, zero-dimensional, in order with what else runs on its device."""
         self.work.wait()
-        return float(self.squared_norm.sqrt())
+        return self.squared_norm.sqrt().reshape(())
 
 
 class Updater:
@@ -115,18 +150,23 @@ class Updater:
         owned = [spec.parameter for spec in self.gradients.owned()]
         self.updates = own or optimizer is not None
         """Whether anything updates parameters, on this rank or another."""
-        self.flat = FlatOptimizer(optim, self.gradients, bucket_size=bucket_size,
-                                  offload=resolve_offload(optim, self.gradients, device)) if own else None
+        self.flat: FlatOptimizer | None = None
+        if own:
+            placed, offload = resolve_offload(optim, self.gradients, device)
+            self.flat = FlatOptimizer(placed, self.gradients, bucket_size=bucket_size, offload=offload)
         self.gradients.allocate()  # not before parameters have moved: they are there twice on the way
         self.users = optimizer(owned) if optimizer is not None and owned else None
         self.masters = MasterCopies(self.users, owned) if self.users is not None and half else None
         self.loss_scale = LossScale(scale=optim.initial_loss_scale, window=optim.loss_scale_window) \
             if dtype is torch.float16 else None
-        self.bad_steps, self._bad_loss = bad_steps, bad_loss
+        self._guard, self._bad_loss = bad_steps, bad_loss
         self._earlier_weight = earlier_weight
         self._kept: Tensor | None = None
         self._kept_overflow = self._overflow = False
         self.learning_rate = 0.0
+        self._clips_late = bool(optim.clip_norm) and optim.clip_from == "previous-step"
+        self._norm_before: Tensor | None = None
+        self._last: GradientStatus | None = None
         self._step = 0
         self._squared, self._began = torch.zeros(()), False
         self._by_block: Tensor | None = None
@@ -137,6 +177,13 @@ class Updater:
         """Ranvier's optimizer, where there is one."""
         assert self.flat is not None, "this engine has no optimizer of Ranvier's"
         return self.flat
+
+    @property
+    def bad_steps(self) -> BadSteps | None:
+        """The guard, which has judged all steps so far."""
+        if self.flat is not None:
+            _ = self.flat.steps  # waits for what the device decides
+        return self._guard
 
     @property
     def has_averages(self) -> bool:
@@ -182,12 +229,13 @@ class Updater:
             self.flat.prefetch()
         started, bad = time.monotonic_ns(), self._bad_before_update()
         self._timeline.add("reduce", "weight", self._step, started)
-        if self.flat is not None and not (self._optim.clip_norm or self.loss_scale or self.bad_steps or bad):
+        if self.flat is not None and not (
+                (self._optim.clip_norm and not self._clips_late) or self.loss_scale or self._guard or bad):
             status = self._update_as_reduced()
         else:
             status = self._judge()
             self._apply(status, status.factor)
-        self._kept = None
+        self._kept, self._last = None, status
         return status
 
     def average(self) -> GradientStatus:
@@ -210,6 +258,7 @@ class Updater:
         if self.flat is not None:
             self.flat.prefetch()
         self._apply(status, 1.0)
+        self._last = status
 
     def wait(self) -> None:
         """Return when the parameters that other replicas update are here."""
@@ -245,33 +294,68 @@ class Updater:
         return status
 
     def _look(self, status: GradientStatus) -> GradientStatus:
-        """Whether the step overflows in fp16, or is a bad one; where neither can be, nobody waits for the norm."""
-        guard, overflow = self.bad_steps, False
+        """Whether the step overflows in fp16, or is a bad one; where neither can be, nobody waits for the norm, nor
+        where the device can skip a step by itself."""
+        guard, overflow = self.bad_steps, False  # which has judged the step before
         bad = guard.by_loss() if guard is not None else self._bad_before_update()
         if self.loss_scale is not None and bad is None:
             overflow = not math.isfinite(status.norm)
             if not (overflow and self._kept_overflow):  # of which the scale knows
                 self.loss_scale.update(overflow)
         elif guard is not None and bad is None:
-            bad = guard.by_norm(status.norm)
+            if self.flat is not None and self.flat.skips_on_device:
+                return replace(status, verdict=Verdict(status.norm_on_device, guard.judge))
+            bad = guard.judge(status.norm)
+            return replace(status, may_update=bad is None, refused=bad)
         if guard is not None and bad is None and not overflow:
             guard.good()
-        return replace(status, updates=bad is None and not overflow, overflow=overflow, bad=bad)
+        return replace(status, may_update=bad is None and not overflow, overflow=overflow, refused=bad)
 
     def _apply(self, status: GradientStatus, factor: float) -> None:
         """Update all parameters from their reduced gradients times `factor`, clipped, if the status allows it."""
-        if not status.updates:
+        if not status.may_update:
             return
-        if self._optim.clip_norm:  # as torch.nn.utils.clip_grad_norm_
-            factor *= min(1.0, self._optim.clip_norm / (status.norm + 1e-6))
         started = time.monotonic_ns()
         if self.flat is not None:
-            self.flat.begin(self.learning_rate)
+            skip, undecided = None, None
+            if status.verdict is not None:
+                skip, undecided = (~status.norm_on_device.isfinite()).float(), lambda: status.updates
+            scale = self._clipped(factor, status)
+            self.flat.begin(self.learning_rate, skip=skip, undecided=undecided)
             for chunk in self.gradients.reduced():
-                self._update_chunk(chunk, factor)
+                self._update_chunk(chunk, scale)
         elif self.users is not None:
-            self._step_users(self.users, factor)
+            self._step_users(self.users, float(self._clipped(factor, status)))
         self._timeline.add("optimizer", "update", self._step, started)
+
+    def _clipped(self, factor: float, status: GradientStatus | None = None) -> float | Tensor:
+        """`factor` times what clips the gradients, as torch.nn.utils.clip_grad_norm_ has it, by the norm of this status
+        or of the step before; on the device where that updates, so that nobody waits."""
+        if not self._optim.clip_norm:
+            return factor
+        if self._clips_late:
+            norm = self._last_norm()
+            return factor if norm is None else (self._optim.clip_norm / (norm + 1e-6)).clamp(max=1.0) * factor
+        assert status is not None, "the norm of a step is known before its update"
+        if self.flat is not None and self.flat.on_device:
+            return (self._optim.clip_norm / (status.norm_on_device + 1e-6)).clamp(max=1.0) * factor
+        return factor * min(1.0, self._optim.clip_norm / (status.norm + 1e-6))
+
+    def _last_norm(self) -> Tensor | None:
+        """The norm of the last step that had one which is finite; None before there is one. Where the first is not, 0,
+        which clips nothing."""
+        status, self._last = self._last, None
+        if status is not None and status.may_update:
+            norm = status.norm_on_device
+            before = torch.zeros_like(norm) if self._norm_before is None else self._norm_before
+            self._norm_before = torch.where(norm.isfinite(), norm, before)
+        return self._norm_before
+
+    @property
+    def last_norm(self) -> float | None:
+        """By what the next step is clipped, where that is the norm of the step before, and there is one."""
+        norm = self._last_norm() if self._clips_late else None
+        return None if norm is None else float(norm)
 
     def _step_users(self, users: torch.optim.Optimizer, factor: float) -> None:
         """One step of the user's optimizer; of its master copies, where parameters are in half precision."""
@@ -294,7 +378,7 @@ class Updater:
     def _update_as_reduced(self) -> GradientStatus:
         """Update each chunk as soon as it is reduced; the norm is summed on the side."""
         started, weight = time.monotonic_ns(), self._weight()
-        factor = self._factor(weight)
+        factor = self._clipped(self._factor(weight))
         self._begin_once(weight)
         for number, chunk in enumerate(self.gradients.reduced()):
             started = self._timeline.add("reduce", f"average {number}", self._step, started)
@@ -311,7 +395,7 @@ class Updater:
         self._begin_once(weight)
         self._count(chunk)
         if weight:
-            self._update_chunk(chunk, self._factor(weight))
+            self._update_chunk(chunk, self._clipped(self._factor(weight)))
         self._timeline.add("optimizer", f"update from block {min(chunk.specs[-1].blocks)}", self._step, started)
 
     def _begin_once(self, weight: float) -> None:
@@ -347,7 +431,7 @@ class Updater:
             norm = self.gradients.squared_norm(chunk, self.gradients.places[spec.parameter])
             by_block[min(spec.blocks)] += norm.cpu()
 
-    def _update_chunk(self, chunk: Chunk, factor: float) -> None:
+    def _update_chunk(self, chunk: Chunk, factor: float | Tensor) -> None:
         for _ in self._own.update(chunk, factor):
             self._progress()
 
@@ -356,12 +440,16 @@ class Updater:
         norm = torch.zeros(1, dtype=torch.float64, device=self._device)  # on the device: nobody waits for it here
         norm += self._squared * factor**2
         return GradientStatus(squared_norm=norm, work=self._ranks.all_reduce(norm), factor=factor,
-                              updates=weight != 0.0)
+                              may_update=weight != 0.0)
 
     # ------------------------------------------------------------------ what lives from step to step
 
-    def restore_counters(self, steps: int | None, loss_scale: Mapping[str, Any] | None) -> None:
+    def restore_counters(self, steps: int | None, loss_scale: Mapping[str, Any] | None,
+                         last_norm: float | None = None) -> None:
         """Parameters and states have been written, as they were after `steps` updates (None: not counted here)."""
+        self._last, self._norm_before = None, None
+        if last_norm is not None:
+            self._norm_before = torch.tensor(last_norm, dtype=torch.float64, device=self._device)
         if self.flat is not None:
             self.flat.restore_counters(steps or 0)
         if self.masters is not None:

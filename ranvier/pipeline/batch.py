@@ -93,7 +93,7 @@ class BatchRunner:
             if training and self.nominal_weight is not None and not (self._has_loss and batch):
                 self.nominal_weight.start(0.0)
             if not batch:
-                self._reduce_statistics()
+                self._reduce_statistics(training)
             while (action := self._next_action(schedule)) is not None:
                 running = action
                 result = self.execute(action, batch, training, keep_outputs)
@@ -107,7 +107,7 @@ class BatchRunner:
                     if training and self.nominal_weight is not None and self._has_loss and action.microbatch == 0:
                         self._estimate_weight(self.nominal_weight, len(batch))
                     if action.microbatch == len(batch) - 1:
-                        self._reduce_statistics()
+                        self._reduce_statistics(training)
                 ran.append(action)
         except Exception as error:
             self._stages.clear()
@@ -137,10 +137,10 @@ class BatchRunner:
             self._stages.set_loss_factor(self._updater.loss_factor)
             self.nominal_weight = None
 
-    def _reduce_statistics(self) -> None:
+    def _reduce_statistics(self, training: bool) -> None:
         """Start summing loss and weight over all ranks; of a row of the last stage, all columns know the same."""
         counts = self._has_loss and self._at.col == 0
-        self._statistics.reduce(self._stages.loss_and_weight if counts else None)
+        self._statistics.reduce(self._stages.loss_and_weight if counts else None, at_once=not training)
 
     # ------------------------------------------------------------------ one action
 

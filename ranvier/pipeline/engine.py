@@ -193,7 +193,7 @@ class Engine:
             raise ConfigError("is kept by Ranvier's own optimizer only", where="optim.ema", value=optim.ema,
                               remedy="Give optim= without optimizer=, or use torch.optim.swa_utils.AveragedModel.")
         self.learning_rate = learning_rate
-        self._statistics = BatchStatistics(self._connections.all)
+        self._statistics = BatchStatistics(self._connections.all, on_device=world.device.type == "cuda")
         self._updater = Updater(
             gradient_specs(self.layout, world.rank, self._parameters, self._connections.sums, self._connections.splits),
             self._connections.data, self._connections.all, optim=optim, own=own, optimizer=optimizer, dtype=dtype,
@@ -366,12 +366,17 @@ class Engine:
         """Batches that this engine has trained on; dropout masks are keyed by it."""
         return self._step
 
-    def restore_counters(self, steps: int, *, optimizer_steps: int | None,
-                         loss_scale: Mapping[str, Any] | None) -> None:
+    @property
+    def last_norm(self) -> float | None:
+        """The gradient norm by which the next step is clipped, with `optim.clip_from` previous-step."""
+        return self._updater.last_norm
+
+    def restore_counters(self, steps: int, *, optimizer_steps: int | None, loss_scale: Mapping[str, Any] | None,
+                         last_norm: float | None = None) -> None:
         """Parameters and optimizer states have been written from outside, as they were after `steps` batches."""
         self._step = steps
         self._stages.forget_weights()
-        self._updater.restore_counters(optimizer_steps, loss_scale)
+        self._updater.restore_counters(optimizer_steps, loss_scale, last_norm)
 
     @property
     def nominal_weight(self) -> tuple[float, bool]:
@@ -514,19 +519,19 @@ class Engine:
     def _stepped(self, status: GradientStatus, microbatches: Batch | None = None) -> BatchResult:
         """New values go to the other ends of ties; a step without a valid target warns, and a bad one is refused.
         microbatches: all of them, where that is known."""
-        if status.bad is not None and self._refuses_bad_losses:
+        if status.refused is not None and self._refuses_bad_losses:
             cause = ""
             if microbatches is not None and not self._updater.in_backward:
                 cause = f". It began here: {self.examine(microbatches)}"
-            raise RanvierError(f"{status.bad}, and nothing was updated{cause}", where=f"step {self._step}",
+            raise RanvierError(f"{status.refused}, and nothing was updated{cause}", where=f"step {self._step}",
                                remedy="Lower the learning rate, or look at the data and the loss. Engine(guard=Guard("
                                       "bad_step='skip')) leaves out such steps and reports them in BatchResult.bad; "
                                       "bad_step='none' applies them.")
-        if status.updates:
+        if status.may_update:  # where only the device knows better, values that it has not changed are sent
             if self._ties.owns:
                 self._updater.wait()
             self._ties.send_values(self._call, trained=True)
-        elif not status.overflow and status.bad is None:
+        elif not status.overflow and status.refused is None:
             warnings.warn(f"step {self._step} is skipped: no valid target in the global batch", stacklevel=4)
         self._buffers.finish()
         self._connections.board.action = _OUTSIDE

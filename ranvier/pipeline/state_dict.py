@@ -42,7 +42,7 @@ def take_state(engine: Engine) -> StateDict:
         "buffers": {name: buffer.detach() if isinstance(buffer, Tensor) else buffer
                     for name, buffer in engine.named_buffers().items()},
         "optimizer": _optimizer_state(engine), "steps": engine.steps, "learning_rate": engine.learning_rate,
-        "loss_scale": None if scale is None else asdict(scale),
+        "loss_scale": None if scale is None else asdict(scale), "last_norm": engine.last_norm,
         "nominal_weight": nominal_weight, "nominal_weight_is_agreed": is_agreed,
         "bad_steps": None if engine.bad_steps is None else engine.bad_steps.state()}
 
@@ -61,7 +61,8 @@ def load_state(engine: Engine, state: Mapping[str, Any]) -> None:
         _load_optimizer(engine, state["optimizer"])
     engine.learning_rate = state["learning_rate"]
     optimizer = state["optimizer"] or {}
-    engine.restore_counters(state["steps"], optimizer_steps=optimizer.get("steps"), loss_scale=state["loss_scale"])
+    engine.restore_counters(state["steps"], optimizer_steps=optimizer.get("steps"), loss_scale=state["loss_scale"],
+                            last_norm=state.get("last_norm"))
     engine.nominal_weight = state["nominal_weight"], state["nominal_weight_is_agreed"]
     if engine.bad_steps is not None and state["bad_steps"] is not None:
         engine.bad_steps.load(state["bad_steps"])

@@ -12,18 +12,44 @@ from torch import Tensor
 
 from ranvier.comm.collectives import ChainedWork
 from ranvier.comm.protocol import Group, Work
+from ranvier.system.pinned_memory import HostCopy
+
+
+class _BegunWhenAsked:
+    """A `protocol.Work` that begins when somebody waits for it, so at the same place of the program on every rank.
+
+    source: numbers of a CUDA device, which are on their way to `target` meanwhile; None where this rank has none.
+    """
+
+    def __init__(self, source: Tensor | None, target: Tensor, begin: Callable[[], Work]) -> None:
+        self._copy = None if source is None else HostCopy(source)
+        self._target, self._begin = target, begin
+        self._work: Work | None = None
+
+    def done(self) -> bool:
+        """Whether the work has begun and finished."""
+        return self._work is not None and self._work.done()
+
+    def wait(self) -> None:
+        """Wait for the numbers, and for the work."""
+        if self._work is None:
+            if self._copy is not None:
+                self._target.copy_(self._copy.read())
+            self._work = self._begin()
+        self._work.wait()
 
 
 class BatchStatistics:
-    """The sums of one engine. ranks: a group of all ranks; each calls `reduce` once a batch."""
+    """The sums of one engine. ranks: a group of all ranks; each calls `reduce` once a batch. on_device: whether all
+    ranks compute on CUDA devices."""
 
     sums: Tensor
     """[3] fp64: sum of losses, weight, and how many ranks have found their gradients set to zero."""
     work: Work
     """The reduction of `sums`."""
 
-    def __init__(self, ranks: Group) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Group, *, on_device: bool = False) -> None:
+        self._ranks, self._on_device = ranks, on_device
         self._accumulated: Tensor | None = None  # losses and weights of batches since the last step
         self._earlier: Tensor | None = None  # the same, while another batch of that step runs
         self._zeroed = False
@@ -51,16 +77,23 @@ class BatchStatistics:
 
     # ------------------------------------------------------------------ the batch at hand
 
-    def reduce(self, mine: Tensor | None) -> None:
-        """Start the sum over all ranks. mine: [2] fp64 of this rank, None where another rank counts the same."""
-        part = torch.zeros(2, dtype=torch.float64) if mine is None else mine.to("cpu")
-        earlier, sums = self._earlier, torch.cat([part, torch.tensor([self._zeroed], dtype=torch.float64)])
+    def reduce(self, mine: Tensor | None, *, at_once: bool = False) -> None:
+        """Start the sum over all ranks. mine: [2] fp64 of this rank, None where another rank counts the same.
+        at_once: begin it now, also where the host waits for a device; otherwise the step asks for the weight before any
+        other collective."""
+        earlier, sums = self._earlier, torch.tensor([0.0, 0.0, self._zeroed], dtype=torch.float64)
         self.sums = sums
 
         def add_earlier() -> None:
             if earlier is not None and not sums[2]:  # unless somebody has set gradients to zero, on any rank
                 sums[:2].add_(earlier)
 
+        if self._on_device and not at_once:
+            self.work = _BegunWhenAsked(mine, sums[:2],
+                                        lambda: ChainedWork(self._ranks.all_reduce(sums), add_earlier))
+            return
+        if mine is not None:
+            sums[:2] = mine.to("cpu")
         self.work = ChainedWork(self._ranks.all_reduce(sums), add_earlier)
 
     def weight(self) -> float:

@@ -11,7 +11,9 @@ from typing import Literal, TypeVar
 from ranvier.config.resolve import Facts, ResolvedRun, resolve, stage_placement
 from ranvier.config.resolve import bucket_size as resolve_bucket_size
 from ranvier.config.run import MeshSettings, Run, TensorParallel
+from ranvier.cost.device_overhead import with_overhead
 from ranvier.cost.hardware import Cluster
+from ranvier.cost.hybrid import with_offload_share
 from ranvier.cost.memory import RankMemory
 from ranvier.cost.mesh_shape import divisors
 from ranvier.cost.run_cost import run_cost
@@ -65,7 +67,8 @@ class Candidate:
 
 def predict(run: ResolvedRun, cluster: Cluster, work: Work | None = None, *, exact: bool = True) -> Candidate:
     """One configuration as it is, with its memory."""
-    run, work = on_cluster(run, cluster), work or Work()
+    work = work or Work()
+    run = with_share(on_cluster(run, cluster), cluster, work)
     found = Candidate(run=run, cost=run_cost(run, cluster, work.stages(run), exact=exact))
     return with_memory(found, cluster, work)
 
@@ -82,6 +85,13 @@ def with_memory(found: Candidate, cluster: Cluster, work: Work) -> Candidate:
         if reason:
             break
     return replace(found, memory=memory, reason=reason)
+
+
+def with_share(run: ResolvedRun, cluster: Cluster, work: Work) -> ResolvedRun:
+    """The run with the share of its states in host memory that its memory on the cluster's devices needs, with what
+    allocators waste: a plan that fills the device must be one that starts."""
+    return with_offload_share(run, lambda run: [with_overhead(entry) for entry in work.memory(run)],
+                              cluster.device.memory_bytes - cluster.device.reserved_bytes)
 
 
 def variants(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] = SEARCHED
@@ -113,7 +123,7 @@ def memory_saving_variants(run: ResolvedRun, cluster: Cluster, searched: Sequenc
     recomputes = ["none", "auto"] if "recompute" in searched else [run.memory.recompute]  # what is first is tried
     offloads = [run.optim.offload]
     if cluster.device.cores is None and "offload" in searched:
-        offloads = ["none", "stream", "host"]
+        offloads = ["none", "stream", "host", "hybrid"]
     elif cluster.device.cores is None and run.optim.offload == "auto":  # which streams where it must
         offloads = ["auto", "stream"]
     deferred = [run.pipeline.defer_bytes]
@@ -121,7 +131,8 @@ def memory_saving_variants(run: ResolvedRun, cluster: Cluster, searched: Sequenc
         deferred.append(0)
     for recompute, offload, defer_bytes in list(product(recomputes, offloads, dict.fromkeys(deferred)))[1:]:
         yield replace(run, memory=replace(run.memory, recompute=recompute),
-                      optim=replace(run.optim, offload=offload),
+                      optim=replace(run.optim, offload=offload,
+                                    offload_share=run.optim.offload_share if "offload" not in searched else "auto"),
                       pipeline=replace(run.pipeline, defer_bytes=defer_bytes))
 
 

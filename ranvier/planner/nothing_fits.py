@@ -16,7 +16,7 @@ from ranvier.cost.step import Cost
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.mesh import AXES, Mesh
 from ranvier.models import families
-from ranvier.planner.candidates import LARGEST_STAGE, Candidate, Setting, on_cluster, variants, with_memory
+from ranvier.planner.candidates import LARGEST_STAGE, Candidate, Setting, on_cluster, variants, with_memory, with_share
 from ranvier.planner.problems import problems
 from ranvier.planner.work import Work
 from ranvier.precision import DTYPES
@@ -148,13 +148,17 @@ def _cols(run: Run) -> list[int]:
 
 def _sparing(run: Run, cluster: Cluster, mesh: Mesh, work: Work) -> Candidate:
     """The run on a mesh with all that saves memory."""
-    offload: Literal["none", "stream"] = "none" if cluster.device.cores is not None else "stream"
+    offload: Literal["none", "hybrid"] = "none" if cluster.device.cores is not None else "hybrid"
     tried = resolve(replace(run, memory=replace(run.memory, recompute="auto"),
                             optim=replace(run.optim, offload=offload, shard=mesh.data > 1),
                             pipeline=replace(run.pipeline, boundaries=None, in_flight="auto", defer_bytes=0)),
                     Facts(mesh=mesh, microbatch_size=1))
     if found := problems(tried):
         return Candidate(run=tried, cost=_NOTHING, reason=str(found[0]))
+    try:
+        tried = with_share(tried, cluster, work)
+    except RanvierError as problem:
+        return Candidate(run=tried, cost=_NOTHING, reason=str(problem))
     return with_memory(Candidate(run=tried, cost=_NOTHING), cluster, work)
 
 

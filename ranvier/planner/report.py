@@ -34,7 +34,7 @@ def table(plan: Plan, rows: int = 8) -> Table:
         run, cost = found.run, found.cost
         longer = found.expected_seconds(plan.measured_over_predicted) / cost.seconds
         made.add_row(str(place + 1), " x ".join(map(str, run.mesh.shape)), str(run.batch.microbatch_size),
-                     str(run.pipeline.in_flight), str(run.memory.recompute), run.optim.offload,
+                     str(run.pipeline.in_flight), str(run.memory.recompute), offload_text(run),
                      "yes" if run.optim.shard else "no", f"{cost.seconds:.4g}",
                      f"{cost.tokens_per_second / longer:,.0f}", f"{cost.model_utilisation / longer:.1%}",
                      f"{cost.hardware_utilisation / longer:.1%}", f"{device_bytes(found) / _GIB:.2f}",
@@ -137,6 +137,12 @@ def waits_for_link(cost: Cost) -> bool:
     return cost.edge_seconds > max(stage.microbatch_seconds for stage in cost.stages)
 
 
+def offload_text(run: ResolvedRun) -> str:
+    """Where optimizer states live, with their share in host memory where that is a part of them."""
+    share = run.optim.offload_share
+    return f"hybrid {share:.1%}" if run.optim.offload == "hybrid" and share != "auto" else run.optim.offload
+
+
 def describe(run: ResolvedRun) -> str:
     """A configuration in a few words."""
     parts = [f"{axis} {size}" for axis, size in run.mesh.sizes.items()
@@ -145,7 +151,7 @@ def describe(run: ResolvedRun) -> str:
     if run.memory.recompute != "none":
         extra.append(f"recompute {run.memory.recompute}")
     if run.optim.offload not in ("none", "auto"):
-        extra.append(f"offload {run.optim.offload}")
+        extra.append(f"offload {offload_text(run)}")
     if run.optim.shard:
         extra.append("sharded")
     if run.pipeline.defer_bytes == 0 and run.mesh.pipe > 1:
@@ -168,6 +174,7 @@ def as_dict(found: Candidate) -> dict[str, object]:
     run, cost = found.run, found.cost
     return {"mesh": asdict(run.mesh), "microbatch_size": run.batch.microbatch_size,
             "in_flight": run.pipeline.in_flight, "checkpoint": run.memory.recompute, "offload": run.optim.offload,
+            "offload_share": run.optim.offload_share if run.optim.offload == "hybrid" else None,
             "defer_bytes": run.pipeline.defer_bytes, "sequence_sharding": run.tensor.sequence_sharding,
             "shard": run.optim.shard, "chunk_buckets": run.optim.chunk_buckets, "precision": run.precision,
             "scheme": run.tensor.scheme, "reason": found.reason, **cost_dict(cost),

@@ -30,6 +30,7 @@ from ranvier.planner.candidates import (
     on_cluster,
     variants,
     with_memory,
+    with_share,
 )
 from ranvier.planner.elastic_plan import course, elastic_variants
 from ranvier.planner.nothing_fits import any_fits, does_not_fit, no_mesh
@@ -137,6 +138,9 @@ def _push(queue: list[_Queued], number: int, run: ResolvedRun, cluster: Cluster,
           ) -> None:
     """Into the queue by the closed form's time, of equal ones by number; what cannot be cut is left out."""
     try:
+        run = with_share(run, cluster, work)
+        if not is_first and run.optim.offload == "hybrid" and run.optim.offload_share in (0.0, 1.0):
+            return  # none, or stream, which are in the queue
         found = Candidate(run=run, cost=run_cost(run, cluster, work.stages(run), exact=False))
     except RanvierError:
         return

@@ -36,6 +36,21 @@ def pinned_zeros(size: int, dtype: torch.dtype) -> Tensor:
     return tensor
 
 
+class HostCopy:
+    """A few numbers of a CUDA device on their way to the host, which waits for them only when it reads them."""
+
+    def __init__(self, source: Tensor) -> None:
+        self._copy = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
+        self._copy.copy_(source, non_blocking=True)
+        self._arrived = torch.cuda.Event()
+        self._arrived.record(torch.cuda.current_stream(source.device))
+
+    def read(self) -> Tensor:
+        """The numbers, as they were when this object was made."""
+        self._arrived.synchronize()
+        return self._copy
+
+
 def pinned_bytes(requested: int) -> int:
     """Bytes of host memory that a pinned tensor of `requested` bytes takes, rounding included."""
     if requested > GRANULE or requested == 0:

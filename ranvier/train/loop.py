@@ -261,6 +261,9 @@ class Training:
                 batch = self.runtime.train_data.microbatches(step - 1)
                 self.elastic.caching.prefetch(self.runtime.train_data, step - 1, more=self.elastic.left(step) > 0)
             result = self.result = self.engine.train_batch(batch)
+            if self.elastic.left(step) > 0:
+                with self._span("data", "samples of the next step"):
+                    self.runtime.train_data.prefetch(step)
         reached = self.guards.after_step(step, result, batch, partial(self._publish_all, step, result, rate))
         if reached != step:
             self._leave_out(step, reached)

@@ -20,6 +20,7 @@ from ranvier.config.other_mesh import on_mesh
 from ranvier.config.resolve import Facts, ResolvedRun, auto_offload, resolve
 from ranvier.cost.count import device_bytes_of_stages, laid_out
 from ranvier.cost.device_overhead import with_overhead
+from ranvier.cost.hybrid import with_offload_share
 from ranvier.cost.memory import RankMemory, remedies, too_large
 from ranvier.cost.memory_table import memory_table
 from ranvier.elastic.auto_pipe import CandidateStage
@@ -51,6 +52,7 @@ def check_fits(run: ResolvedRun, world: World) -> ResolvedRun:
     needed_bytes = max(with_overhead(entry).device_bytes if on_cuda else entry.device_bytes
                        for entry in local_memory(resolve(run, Facts(offload="none"))))
     run = resolve(run, Facts(offload=auto_offload(world.device.type, needed_bytes, free_bytes)))
+    run = with_offload_share(run, lambda run: [with_overhead(entry) for entry in local_memory(run)], free_bytes)
     memory = local_memory(run)
     problem = too_large([with_overhead(entry) for entry in memory], run=run, place="device", processes=1,
                         available_bytes=free_bytes) if on_cuda else None

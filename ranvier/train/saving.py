@@ -93,7 +93,7 @@ def read_metadata(loaded: Loaded) -> CheckpointMetadata:
 
 def _checkpoints(run: ResolvedRun, engine: Engine, lease: Lease | None) -> Checkpoints:
     made = Checkpoints(engine, checkpoint_folder(run), keep=run.checkpoint.keep, keep_every=run.checkpoint.keep_every,
-                       timeout_seconds=run.comm.timeout_seconds, lease=lease)
+                       background=run.checkpoint.background, timeout_seconds=run.comm.timeout_seconds, lease=lease)
     made.claim()
     return made
 

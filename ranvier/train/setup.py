@@ -121,6 +121,7 @@ def resolve_remaining(run: ResolvedRun, engine: Engine, world: World, origin: st
         comm = replace(comm, collectives="torch")
     assert engine.flat_optimizer is not None  # a run's engine has Ranvier's own
     optim = replace(run.optim, offload=engine.flat_optimizer.offload,
+                    offload_share=engine.flat_optimizer.offload_share,
                     bucket_size=resolve_bucket_size(run.optim, world.device.type))
     if is_half(DTYPES[run.precision]) and run.mesh.data > 1:
         optim = replace(optim, reduce_dtype="half" if optim.reduce_dtype == "auto" else optim.reduce_dtype)
@@ -152,7 +153,9 @@ def tensor_text(run: ResolvedRun) -> str:
 def optimizer_text(run: ResolvedRun) -> str:
     """The optimizer in words, its settings resolved."""
     optim = run.optim
-    where = {"none": "states on the device", "host": "states and updates on the host",
-             "stream": f"states streamed from the host, {optim.buckets_in_flight} buckets at once"}[optim.offload]
+    part = optim.offload_share if isinstance(optim.offload_share, float) else 0.0
+    streamed = f"streamed from the host, {optim.buckets_in_flight} buckets at once"
+    where = {"none": "states on the device", "host": "states and updates on the host", "stream": f"states {streamed}",
+             "hybrid": f"{part:.1%} of the states {streamed}, the others on the device"}[optim.offload]
     shared = f", sharded over {run.mesh.data} replicas" if optim.shard and run.mesh.data > 1 else ""
     return f"{optim.algorithm} in buckets of {optim.bucket_size:,}, {where}{shared}"

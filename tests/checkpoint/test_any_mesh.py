@@ -24,7 +24,8 @@ MESHES = [Mesh(), Mesh(data=2), Mesh(pipe=2), Mesh(data=3), Mesh(row=2), Mesh(pi
           Mesh(row=2, col=2), Mesh(data=4), Mesh(data=2, row=2), Mesh(pipe=2, col=2), Mesh(data=2, pipe=2, col=2),
           Mesh(pipe=3), Mesh(data=2, pipe=2, row=2), Mesh(col=4), Mesh(row=2, col=4)]
 WAYS = [{}, {"shard": True}, {"offload": "stream"}, {"offload": "stream", "shard": True}, {"offload": "host"},
-        {"offload": "host", "shard": True}, {"algorithm": "sgd", "shard": True}]
+        {"offload": "host", "shard": True}, {"offload": "hybrid"}, {"offload": "hybrid", "shard": True},
+        {"algorithm": "sgd", "shard": True}]
 DTYPES = [torch.bfloat16, torch.float32]
 
 
@@ -48,6 +49,13 @@ def round_trip(tmp_path, first, second, *, before=None, after=None, dtype=torch.
     saved = everything(tmp_path / "first" / "step-2")
     assert_same(saved, everything(tmp_path / "second" / "step-2"))
     return saved
+
+
+@pytest.mark.parametrize("way", ["none", "stream", "host"])
+def test_between_a_hybrid_placement_and_another(tmp_path, way):
+    for number, (before, after) in enumerate((("hybrid", way), (way, "hybrid"))):
+        round_trip(tmp_path / str(number), Mesh(data=2), Mesh(pipe=2), before={"offload": before, "shard": True},
+                   after={"offload": after, "offload_share": 0.8}, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("number", quick(6, range(len(MESHES))))
@@ -101,11 +109,12 @@ def halves(tmp_path, first, second, *, before=None, after=None, **options):
                        + on(second, rest, **options, **(after or before or {}))[0])
 
 
-@pytest.mark.parametrize(("mesh", "options"), quick(4, [
+@pytest.mark.parametrize(("mesh", "options"), [*quick(4, [
     (Mesh(), {"dtype": torch.float16}), (Mesh(data=2, pipe=2), {"dtype": torch.bfloat16, "shard": True}),
     (Mesh(data=2), {"offload": "stream", "clip_norm": 0.1}), (Mesh(pipe=2), {"offload": "host"}),
     (Mesh(row=2, col=2), {"shard": True}), (Mesh(data=2, row=2), {"dtype": torch.bfloat16, "shard": True}),
-    (Mesh(col=2), {"scheme": "megatron"}), (Mesh(data=2), {"algorithm": "sgd"})]), ids=str)
+    (Mesh(col=2), {"scheme": "megatron"}), (Mesh(data=2), {"algorithm": "sgd"})]),
+    (Mesh(pipe=2), {"clip_norm": 0.01, "clip_from": "previous-step"})], ids=str)
 def test_on_the_same_mesh_to_the_bit(tmp_path, mesh, options):
     whole, resumed = halves(tmp_path, mesh, mesh, **options)
     assert whole == resumed

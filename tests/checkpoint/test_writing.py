@@ -116,6 +116,40 @@ def test_training_goes_on_while_it_is_written(tmp_path, monkeypatch):
     assert_same(everything(tmp_path / "held up" / "step-1"), everything(tmp_path / "plain" / "step-1"))
 
 
+def test_without_a_background_training_waits_and_nothing_is_copied(tmp_path, monkeypatch):
+    """The same files are there when `save` returns, but for the name that they get when all ranks have written; what a
+    rank cannot write is told as ever."""
+    threads, write = [], files.write_part
+
+    def noted(path, tensors):
+        threads.append(threading.current_thread())
+        if ".step-2." in str(path) and "00001" in str(path):
+            raise OSError(28, "No space left on device")
+        return write(path, tensors)
+
+    monkeypatch.setattr(files, "write_part", noted)
+
+    def work(engine):
+        rank = threading.current_thread()
+        kept = Checkpoints(engine, tmp_path / "background")
+        direct = Checkpoints(engine, tmp_path / "direct", background=False)
+        train(engine, 1)
+        kept.save()
+        assert [one.error for one in kept.wait()] == [None]
+        assert kept.host_bytes > 0
+        threads.clear()
+        direct.of_first("")
+        direct.save()
+        assert rank in threads and direct.host_bytes == 0
+        train(engine, 1)  # what is written is the state at the call
+        assert [one.error for one in direct.wait()] == [None]
+        direct.save()
+        return [one.error for one in direct.wait()]
+
+    assert on(Mesh(data=2), work)[0] == ["No space left on device (rank 1)"]
+    assert_same(everything(tmp_path / "background" / "step-1"), everything(tmp_path / "direct" / "step-1"))
+
+
 def test_a_second_one_waits_for_the_first(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "retain", lambda *args, **options: None)
 

@@ -111,7 +111,8 @@ def assert_same_runs(one, other, tolerance=1e-12):
 @pytest.mark.parametrize(("mesh", "optim", "dtype"), covering(
     [Mesh(data=2, pipe=2), Mesh(pipe=4), Mesh(data=4), Mesh(row=2, col=2), Mesh(pipe=2, col=2)],
     [Optim(bucket_size=64), Optim(bucket_size=64, shard=True, clip_norm=0.1), Optim(bucket_size=64, offload="stream"),
-     Optim(algorithm="sgd"), Optim(bucket_size=64, offload="host", shard=True)],
+     Optim(algorithm="sgd", clip_norm=0.01, clip_from="previous-step"),
+     Optim(bucket_size=64, offload="host", shard=True)],
     [torch.float64, torch.float32, torch.bfloat16, torch.float16]))
 def test_a_transition_that_changes_nothing_changes_no_bit(mesh, optim, dtype):
     plain, _, _ = trained([mesh] * 3, steps=1, optim=optim, dtype=dtype)
@@ -142,7 +143,7 @@ def ways(draw):
 
 
 @settings(max_examples=4, deadline=None)
-@given(ways(), st.sampled_from([False, True]), st.sampled_from(["none", "stream"]))
+@given(ways(), st.sampled_from([False, True]), st.sampled_from(["none", "stream", "hybrid"]))
 @example(([Mesh(pipe=2), Mesh(data=2)], [0, 2], [(1,), None], None), True, "none")  # before any step
 def test_any_way_through_layouts_is_the_run_without(way, shard, offload):
     meshes, steps, cuts, freezing = way

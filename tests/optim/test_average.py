@@ -68,7 +68,8 @@ def saved_after(folder, mesh, steps, *, resumes=False, dtype=torch.float64, **op
 
 
 CASES = [(Mesh(), "none", False), (Mesh(data=2), "none", True), (Mesh(pipe=2), "stream", False),
-         (Mesh(col=2), "host", False), (Mesh(data=2, pipe=2), "stream", True), (Mesh(data=2, col=2), "none", True),
+         (Mesh(col=2), "host", False), (Mesh(pipe=2), "hybrid", True),
+         (Mesh(data=2, pipe=2), "stream", True), (Mesh(data=2, col=2), "none", True),
          (Mesh(row=2, col=2), "host", True)]
 
 

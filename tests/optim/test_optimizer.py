@@ -1,6 +1,7 @@
 """Our optimizer against torch's: every placement, cut, sharding and number format; what it keeps where."""
 
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from ranvier.config.parameter_groups import parse, problems
 from ranvier.config.run import Optim
 from ranvier.errors import ConfigError
-from ranvier.optim.buckets import Bucket, Segment, buckets_of, within
+from ranvier.optim.buckets import Bucket, Segment, buckets_of, split_by_share, within
 from ranvier.optim.chunks import GradientSpec
 from ranvier.optim.gradients import Gradients
 from ranvier.optim.optimizer import FlatOptimizer, storage_bytes, tensors_by_category
@@ -20,7 +21,7 @@ from ranvier.optim.rules import rules_of
 from ranvier.testing.memory import MemoryTracker
 from ranvier.testing.ranks import run_ranks
 
-OFFLOADS = ("none", "stream", "host")
+OFFLOADS = ("none", "stream", "host", "hybrid")
 SHAPES = ((3, 5), (7,), (), (2, 2, 2), (1,), (40, 3))
 
 
@@ -37,6 +38,7 @@ def parameters_of(shapes, dtype=torch.float32, seed=0):
 
 def make(parameters, group=None, *, chunk=None, accumulate=None, offload="none", bucket_size=7, **options):
     group = group or Alone()
+    options.setdefault("offload_share", 0.4)
     rules = rules_of(Optim(**options))
     specs = [GradientSpec(name=str(number), numel=parameter.numel(), parameter=parameter, blocks=frozenset([number]),
                           whole=rules.needs_whole(str(number), tuple(parameter.shape), in_layer=True))
@@ -94,7 +96,8 @@ def test_placements_and_cuts_agree_to_the_bit_where_the_kernel_does(algorithm, d
     """Where states live changes nothing; buckets of multiples of 16 elements cut no vector."""
     outcomes = []
     for offload, bucket_size, in_flight in [("none", 16, 1), ("stream", 16, 1), ("stream", 16, 3), ("stream", 16, 100),
-                                            ("host", 16, 1), ("host", 16, 4), ("none", 32, 1), ("stream", 1600, 2)]:
+                                            ("host", 16, 1), ("host", 16, 4), ("none", 32, 1), ("stream", 1600, 2),
+                                            ("hybrid", 16, 1), ("hybrid", 16, 3), ("hybrid", 1600, 2)]:
         parameters = parameters_of(SHAPES, dtype)
         gradients, optimizer = make(parameters, offload=offload, bucket_size=bucket_size, chunk=1 << 20,
                                     buckets_in_flight=in_flight, algorithm=algorithm,
@@ -114,8 +117,9 @@ def test_half_precision_parameters_follow_fp32_master_copies(offload):
                                 accumulate=torch.float32)
     for _ in range(100):
         step(gradients, optimizer, [torch.ones(5)], learning_rate=0.1)
-    assert optimizer.placement.states["master"].dtype is torch.float32
-    torch.testing.assert_close(optimizer.placement.states["master"], torch.full((5,), 246.0), rtol=1e-5, atol=0.0)
+    master = torch.cat([part.states["master"] for part in optimizer.slices()])
+    assert master.dtype is torch.float32
+    torch.testing.assert_close(master, torch.full((5,), 246.0), rtol=1e-5, atol=0.0)
     assert parameter.tolist() == [246.0] * 5
 
 
@@ -216,6 +220,34 @@ def test_buckets_cover_shares_once(lengths, size):
         assert all(0 < len(bucket) <= size for bucket in group)
 
 
+@given(st.lists(st.integers(1, 30), max_size=20), st.floats(0, 1))
+def test_a_share_of_the_states_is_in_host_memory(sizes, share):
+    """At least the share, and less than a bucket more, of what has been updated at any time."""
+    starts = [0, *itertools.accumulate(sizes)]
+    buckets = [Bucket(number, start, start + size, 0)
+               for number, (start, size) in enumerate(zip(starts, sizes, strict=False))]
+    on_device, on_host = split_by_share(buckets, share)
+    both = sorted([*on_device, *on_host], key=lambda bucket: bucket.number)
+    assert [replace(bucket, state=0) for bucket in both] == buckets
+    for home in (on_device, on_host):
+        assert [bucket.state for bucket in home] == [0, *itertools.accumulate(map(len, home))][:len(home)]
+    for stop in starts[1:]:
+        there = sum(len(bucket) for bucket in on_host if bucket.stop <= stop)
+        assert share * stop <= there <= share * stop + 30
+
+
+def test_states_of_a_hybrid_placement_are_on_both_sides():
+    """40 % of them in host memory, in pieces that are spread over all buckets; between them three buckets pass."""
+    parameter = nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
+    gradients, optimizer = make([parameter], offload="hybrid", bucket_size=100, accumulate=torch.float32)
+    found = tensors_by_category([parameter], gradients, optimizer)
+    sizes = {place: {name: storage_bytes(tensors) for name, tensors in found[place].items()} for place in found}
+    assert sizes["device"] == {"parameters": 2000, "gradients": 4000, "master": 2400, "moments": 4800, "buckets": 3600,
+                               "reduction": 0}
+    assert sizes["host"] == {"master": 1600, "moments": 3200, "staging": 0}
+    assert [bucket.number for bucket in optimizer._homes[1]] == [0, 2, 5, 7]
+
+
 def test_neighbours_that_are_alike_are_one_segment():
     segments = [Segment(0, 3, 1, 0.1), Segment(3, 8, 1, 0.1), Segment(8, 9, 1, 0), Segment(12, 14, 1, 0),
                 Segment(14, 15, 2, 0)]
@@ -233,7 +265,7 @@ def replica(world, *, shapes, offload, shard, dtype, steps=3, chunk=None, option
                                 accumulate=torch.promote_types(dtype, torch.float32), **(options or {}))
     for number in range(steps):
         step(gradients, optimizer, gradients_like(parameters, number, world.rank), factor=1 / world.size)
-    states = sum(state.numel() for state in optimizer.placement.states.values())
+    states = sum(state.numel() for _, home in optimizer.placement.homes() for state in home.values())
     return [parameter.detach().clone() for parameter in parameters], states
 
 

@@ -77,7 +77,8 @@ def test_state_dict_resumes(algorithm):
 
 
 @pytest.mark.parametrize(("algorithm", "optim"), [
-    ("muon", {"shard": True}), ("adafactor", {"shard": True, "offload": "stream"})])
+    ("muon", {"shard": True}), ("adafactor", {"shard": True, "offload": "stream"}),
+    ("muon", {"offload": "hybrid"})])
 def test_transitions_keep_states(algorithm, optim):
     """To another mesh and back, where everything goes on bit-identically."""
     settings = Optim(bucket_size=64, algorithm=algorithm, **optim)

@@ -84,8 +84,9 @@ def train(world, mesh, optim, dtype, apart):
     return norms, gradients, {spec.name: spec.parameter.detach() for spec in specs}
 
 
-def reference(mesh, clip_norm, dtype):
-    """The same with torch: each parameter once, by name and index along its cut axes."""
+def reference(mesh, clip_norm, dtype, late=False):
+    """The same with torch: each parameter once, by name and index along its cut axes. late: clipped by the norm of the
+    step before."""
     ranks = [mesh.coordinates(rank) for rank in range(mesh.size)]
     parameters = {(block, kind, along(at, KINDS[kind][1])): None
                   for block, kind, at in product(range(BLOCKS), KINDS, ranks)}
@@ -99,7 +100,9 @@ def reference(mesh, clip_norm, dtype):
                      for at in ranks if along(at, cut) == index}
             parameter.grad = (sum(parts.values()) / WEIGHT).to(dtype)
         gradients.append({key: parameter.grad.clone() for key, parameter in parameters.items()})
-        norms.append(float(nn.utils.clip_grad_norm_(parameters.values(), clip_norm or 1e9)))
+        norms.append(float(nn.utils.clip_grad_norm_(parameters.values(), 1e9 if late else clip_norm or 1e9)))
+        for parameter in parameters.values() if late and step else ():
+            parameter.grad *= min(1.0, clip_norm / (norms[-2] + 1e-6))
         optimizer.step()
     return norms, gradients, {key: parameter.detach() for key, parameter in parameters.items()}
 
@@ -113,7 +116,7 @@ def assert_equals_torch(mesh, *, dtype, apart, clip_norm, **options):
     optim = Optim(weight_decay=0.1, bucket_size=5, chunk_buckets=2, clip_norm=clip_norm, initial_loss_scale=8.0,
                   **options)
     wide = torch.promote_types(dtype, torch.float32)
-    norms, gradients, parameters = reference(mesh, clip_norm, wide)
+    norms, gradients, parameters = reference(mesh, clip_norm, wide, optim.clip_from == "previous-step")
     exact = dict(rtol=1e-12, atol=1e-14) if dtype is torch.float64 else dict(rtol=1e-5, atol=1e-6)
     rounded = exact if dtype is wide else dict(rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
     outcomes = run_ranks(partial(train, mesh=mesh, optim=optim, dtype=dtype, apart=apart), mesh.size)
@@ -136,16 +139,28 @@ def test_steps_equal_those_of_torch(mesh, shard, apart, clip_norm):
 
 @pytest.mark.parametrize("options", quick(3, [
     {"accumulate": "half"}, {"shard": True}, {"reduce_dtype": "fp32", "shard": True},
-    {"offload": "stream", "shard": True}, {"offload": "host"}]))
+    {"offload": "stream", "shard": True}, {"offload": "host"}, {"offload": "hybrid"}]))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mesh", [Mesh(data=2, row=2), Mesh(row=2, col=2)], ids=str)
 def test_in_half_precision(mesh, dtype, options):
     assert_equals_torch(mesh, dtype=dtype, apart=False, clip_norm=0.5, **options)
 
 
-@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("options", [{}, {"shard": True}, {"clip_norm": 0.5, "clip_from": "previous-step"},
+                                     {"clip_norm": 0.5, "clip_from": "previous-step", "shard": True,
+                                      "offload": "hybrid", "offload_share": 0.5}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("mesh", quick(2, MESHES), ids=str)
-def test_updates_in_the_backward(mesh, dtype, shard):
-    """Copies that count and others share a run's memory; what has a group of its own keeps its own."""
-    assert_equals_torch(mesh, dtype=dtype, apart=False, clip_norm=0.0, shard=shard, update_in_backward=True)
+def test_updates_in_the_backward(mesh, dtype, options):
+    """Copies that count and others share a run's memory; what has a group of its own keeps its own. Clipped by the norm
+    of the step before."""
+    assert_equals_torch(mesh, dtype=dtype, apart=False, update_in_backward=True, **{"clip_norm": 0.0, **options})
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("mesh", quick(1, MESHES), ids=str)
+def test_steps_clipped_by_the_norm_before(mesh, apart):
+    """The numbers are those of the definition in plain torch, and others than by a step's own norm."""
+    assert_equals_torch(mesh, dtype=torch.float64, apart=apart, clip_norm=0.5, clip_from="previous-step")
+    late, own = (reference(mesh, 0.5, torch.float64, late)[2] for late in (True, False))
+    assert any(not torch.allclose(late[name], own[name]) for name in own)

@@ -189,6 +189,8 @@ def test_the_usual_is_the_median_of_good_losses_and_survives():
     now = [0.0]
     steps = BadSteps(Guard(loss_spike_factor=2.0), lambda: now[0])
     for now[0] in at:
+        steps.by_loss()
+        now[0] = 1e9  # of a later step, which may have run before the verdict is read
         steps.good()
     now[0] = 5.9
     assert steps.by_loss() is None

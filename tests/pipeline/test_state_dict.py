@@ -53,8 +53,10 @@ def same(one, other):
     return one == other
 
 
-@pytest.mark.parametrize(("mesh", "options"), quick(5, [
-    (Mesh(), {"optim": OWN}), (Mesh(data=2, pipe=2), {"optim": SHARDED, "make": partial(tiny_gpt, tied=True)}),
+@pytest.mark.parametrize(("mesh", "options"), quick(6, [
+    (Mesh(), {"optim": OWN}),
+    (Mesh(data=2), {"optim": Optim(update_in_backward=True, clip_norm=0.01, clip_from="previous-step")}),
+    (Mesh(data=2, pipe=2), {"optim": SHARDED, "make": partial(tiny_gpt, tied=True)}),
     (Mesh(data=2, pipe=2), {"optim": Optim(shard=True, offload="stream", bucket_size=500), "dtype": torch.bfloat16}),
     (Mesh(data=2, row=2, col=2), {"optim": SHARDED}), (Mesh(row=2, col=2), {"optimizer": ADAMW}),
     (Mesh(data=2), {"optim": Optim(offload="host", accumulate="half"), "dtype": torch.bfloat16}),
@@ -62,7 +64,8 @@ def same(one, other):
     (Mesh(pipe=2), {"optim": Optim(initial_loss_scale=2.0**40, loss_scale_window=2), "dtype": torch.float16}),
     (Mesh(pipe=2), {"optim": OWN, "frozen": 1, "guard": Guard(bad_step="skip", explode=3.0)}),
     (Mesh(data=2), {"optim": Optim(update_in_backward=True, algorithm="sgd")})]), ids=[
-        "one rank", "sharded, tied", "sharded, streamed bf16", "sharded 2x2x2", "torch 2x2", "bf16 on the host",
+        "one rank", "clipped in the backward", "sharded, tied",
+        "sharded, streamed bf16", "sharded 2x2x2", "torch 2x2", "bf16 on the host",
         "torch, masters", "fp16", "guarded, frozen", "in the backward"])
 def test_a_run_resumes_bit_identical(mesh, options):
     """Two steps, the state through a file into an engine with other weights, and two more steps of both."""

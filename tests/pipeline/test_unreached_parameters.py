@@ -65,7 +65,8 @@ OWN = partial(Optim, algorithm="sgd", momentum=0.9, weight_decay=0.1, bucket_siz
 
 
 @pytest.mark.parametrize(("options", "mesh", "defer_bytes"), covering(
-    [{}, {"shard": True}, {"offload": "stream"}, {"offload": "host", "shard": True}, {"clip_norm": 1e6}],
+    [{}, {"shard": True}, {"offload": "stream"}, {"offload": "host", "shard": True}, {"clip_norm": 1e6},
+     {"offload": "hybrid", "bucket_size": 16}],
     [Mesh(data=2), Mesh(data=2, pipe=2)], [0, 1 << 20]), ids=str)
 def test_own_optimizer(options, mesh, defer_bytes):
     """Neither weight decay nor momentum moves what no replica reaches in a step."""

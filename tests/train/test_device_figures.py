@@ -149,6 +149,38 @@ def test_communicators_are_warmed_and_aborted_on_their_device(monkeypatch):
     assert aborted == [DEVICE]
 
 
+def test_the_next_batch_is_made_ahead_and_taken_only_by_who_asks_for_it():
+    """The same samples as without; after a change of sizes, or a rollback, the batch is made anew."""
+    from ranvier.data.loader import Loader
+    from ranvier.data.sampler import Sampler
+    from tests.checkpoint.anywhere import SAMPLES
+
+    def loader(device):
+        return Loader(SAMPLES, Sampler(len(SAMPLES), 3), global_size=8, microbatch_size=2, device=device)
+
+    def values(batch):
+        return [(one.inputs.tolist(), one.targets.tolist(), one.samples.tolist()) for one in batch]
+
+    plain = loader("cpu")
+    plain.prefetch(0)  # which does nothing on a CPU
+    assert plain._ahead is None
+    with FakeCuda(devices=2):
+        ahead = loader(DEVICE)
+        reads = []
+        read = ahead._read
+        ahead._read = lambda step: (reads.append(step), read(step))[1]
+        for step in range(3):
+            found = ahead.microbatches(step)
+            ahead.prefetch(step + 1)
+            assert all(one.inputs.device == DEVICE for one in found)
+            assert values(found) == values(plain.microbatches(step))
+        assert reads == [0, 1, 2, 3]
+        ahead.microbatch_size = plain.microbatch_size = 4
+        assert values(ahead.microbatches(3)) == values(plain.microbatches(3)) and reads[4:] == [3]
+        ahead.prefetch(4)
+        assert values(ahead.microbatches(1)) == values(plain.microbatches(1)) and reads[5:] == [4, 1]
+
+
 def test_samples_go_to_a_device_without_a_wait():
     from ranvier.data.loader import Loader
 

@@ -45,6 +45,9 @@ LLAMA = Transformer(family="llama", num_layers=4, hidden=64, heads=4, kv_heads=2
     ("offloaded", {"precision": "bf16", "optim": Optim(offload="stream", bucket_size=10_000, accumulate="half")}),
     pytest.param("on the host", {"precision": "bf16", "optim": Optim(offload="host", bucket_size=10_000)},
                  marks=pytest.mark.slow),
+    ("partly offloaded, shared out", {
+        "precision": "bf16", "mesh": Mesh(data=2),
+        "optim": Optim(offload="hybrid", offload_share=0.3, bucket_size=10_000, shard=True)}),
     ("checkpointed", {"memory": Memory(recompute=1), "mesh": Mesh(pipe=2)}),
     pytest.param("shared out", {
         "precision": "bf16", "mesh": Mesh(data=3), "batch": Batch(global_size=9, microbatch_size=1),
@@ -139,7 +142,7 @@ def test_remedies_are_those_that_are_left():
     run = ResolvedRun(mesh=Mesh(data=2))
     assert remedies(run, shared=False) == [
         "lower --batch.microbatch-size (it is 4)", "set --memory.recompute auto", "set --optim.shard true",
-        "set --precision bf16", "set --optim.offload stream", "raise --mesh.pipe, with more ranks"]
+        "set --precision bf16", "set --optim.offload hybrid", "raise --mesh.pipe, with more ranks"]
     frugal = replace(run, batch=Batch(microbatch_size=1), memory=Memory(recompute="auto"), precision="bf16",
                      optim=Optim(shard=True, offload="stream"))
     assert remedies(frugal, shared=True) == remedies(frugal, shared=False) == ["raise --mesh.pipe, with more ranks"]

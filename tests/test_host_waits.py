@@ -1,0 +1,135 @@
+"""In a step the host never waits for the device: what decides of an update stays there, and is read a step later.
+
+On a fake device, under `torch.cuda.set_sync_debug_mode("error")`: whatever would wait raises.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.gpu.programs import Program, batches, engine_of, world_of_one
+from ranvier.config.run import Guard, Optim
+from ranvier.optim.rules import AdamW
+from ranvier.pipeline.engine import Engine
+from ranvier.pipeline.microbatch import Microbatch
+from tests.fake_cuda import FakeCuda
+
+DEVICE = torch.device("cuda", 1)
+CPU = torch.device("cpu")
+SETTINGS = [{}, {"clip_norm": 0.1}, {"clip_norm": 0.1, "clip_from": "previous-step"},
+            {"algorithm": "sgd", "clip_norm": 0.1}, {"offload": "stream", "clip_norm": 0.1},
+            {"offload": "hybrid", "offload_share": 0.5, "clip_norm": 0.1, "bucket_size": 512},
+            {"algorithm": "lion", "clip_norm": 0.1}, {"algorithm": "muon", "clip_norm": 0.1},
+            {"ema": 0.9}, {"offload": "host", "clip_norm": 0.1}]
+WAITING = ({"algorithm": "lion"}, {"algorithm": "muon"}, {"ema": 0.9}, {"offload": "host"})
+"""What judges on the host: rules that cannot skip by themselves, averages, and updates on the host."""
+
+
+def waits(settings: dict[str, object]) -> bool:
+    return any(waiting.items() <= settings.items() for waiting in WAITING)
+
+
+def moved(batch: list[Microbatch], device: torch.device) -> list[Microbatch]:
+    return [Microbatch(one.inputs.to(device), one.targets.to(device), one.samples) for one in batch]
+
+
+def trained(device: torch.device, settings: dict[str, object], *, errors: bool = False
+            ) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+    """Losses and norms, and the parameters at the end. errors: what waits in a step raises."""
+    program = Program(layers=1, steps=4, optim=settings, precision="bf16")
+    results = []
+    with engine_of(program, world_of_one(device)) as engine:
+        for batch in batches(program, engine.mesh, 0):
+            given = moved(batch, device)
+            torch.cuda.set_sync_debug_mode("error" if errors else "default")
+            results.append(engine.train_batch(given))
+            torch.cuda.set_sync_debug_mode("default")
+        found = [(one.loss, float(one.grad_norm or 0.0)) for one in results]
+        return found, {name: parameter.detach().clone().to("cpu") for name, parameter
+                       in engine.named_parameters().items()}
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_a_step_has_the_cpus_numbers_and_no_wait(settings):
+    """With the default guard, which judges every step by its loss and its norm."""
+    with FakeCuda(devices=2):
+        expected = trained(CPU, settings)
+        found = trained(DEVICE, settings, errors=not waits(settings))
+    assert found[0] == expected[0]
+    assert all(torch.equal(found[1][name], value) for name, value in expected[1].items())
+
+
+def test_what_waits_is_noticed():
+    """Where the guard has to wait for the norm, the mode says so."""
+    with FakeCuda(devices=2), pytest.raises(RuntimeError, match="synchronizing"):
+        trained(DEVICE, {"algorithm": "lion"}, errors=True)
+
+
+def product(y: Tensor, t: Tensor) -> tuple[Tensor, int]:
+    return (y * t).sum(), t.numel()
+
+
+def with_a_bad_step(device: torch.device, bad: bool, **optim: object) -> tuple[list[str | None], int, list[Tensor]]:
+    """Three steps, of which the second one's gradient, but not its loss, is infinite; or without that step."""
+    torch.manual_seed(0)
+    engine = Engine(nn.Sequential(nn.Linear(3, 2), LargeGradients()), world_of_one(device), loss=product,
+                    optim=Optim(**optim), learning_rate=0.1, guard=Guard(bad_step="skip", loss_spike_factor=100.0))
+    results = []
+    for number in range(3):
+        x = torch.arange(6.0).view(2, 3) + number
+        if number == 1 and not bad:
+            continue
+        target = torch.full((2, 1), 3e38 if number == 1 else 1.0)
+        if number == 1:
+            x = torch.zeros(2, 3)
+        results.append(engine.train_batch([Microbatch(x.to(device), target.to(device), torch.arange(2))]))
+    steps = engine.flat_optimizer.steps
+    parameters = [parameter.detach().clone().to("cpu") for parameter in engine.named_parameters().values()]
+    usual = engine.bad_steps.state()
+    found = [one.bad for one in results], steps, [*parameters, torch.tensor(usual["losses"])]
+    engine.close()
+    return found
+
+
+class LargeGradients(nn.Module):
+    """A layer that returns zeros, and whose weights have gradients as large as the targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.detach()) @ self.weight * 4.0 + 0.0 * x.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("optim", [{}, {"clip_norm": 0.5}, {"offload": "stream"}, {"algorithm": "sgd"},
+                                   {"offload": "host"}, {"algorithm": "lion"}], ids=str)
+@pytest.mark.parametrize("device", [CPU, DEVICE], ids=str)
+def test_a_step_whose_norm_is_bad_changes_nothing(device, optim):
+    """Parameters, states, the count of steps and the usual losses are those of a run without it, bit-identical; the
+    result says what was bad whenever it is asked."""
+    with FakeCuda(devices=2) if device is DEVICE else nullcontext():
+        bad, steps, values = with_a_bad_step(device, True, **optim)
+        none, fewer, expected = with_a_bad_step(device, False, **optim)
+    assert bad[0] is bad[2] is None and bad[1].startswith("gradient norm is ") and none == [None, None]
+    assert steps == fewer == 2
+    assert all(torch.equal(one, two) for one, two in zip(values, expected, strict=True))
+
+
+def test_a_rule_updates_unless_it_is_told_not_to():
+    """The device's number 1 leaves parameters and states alone; 0 is an update as any other, bit-identical."""
+    rule = AdamW(Optim())
+    for skip in (0.0, 1.0):
+        parameters, gradients = torch.arange(7.0), torch.full((7,), float("inf") if skip else 0.5)
+        states = {name: torch.full((7,), 0.25) for name in rule.states}
+        plain, plain_states = parameters.clone(), {name: state.clone() for name, state in states.items()}
+        if not skip:
+            rule.update(plain, gradients.clone(), plain_states, step=3, learning_rate=0.1, weight_decay=0.1)
+        rule.update_unless(torch.tensor(skip), parameters, gradients, states, step=3, learning_rate=0.1,
+                           weight_decay=0.1)
+        assert torch.equal(parameters, plain)
+        assert all(torch.equal(states[name], plain_states[name]) for name in states)
