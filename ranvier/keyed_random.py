@@ -87,7 +87,7 @@ class Scope:
     """The key of dropout inside the forward pass of one block.
 
     samples: [b] int64, each sample's number in the data set, which is the same on every mesh.
-    keys: [call sites, b] int64, `site_keys` of the calls to come, where they were computed before, as for compiled blocks.
+    keys: [call sites, b] int64, `site_keys` of the calls to come where they are known, as in compiled blocks.
     calls: number of dropout calls so far, which tells call sites apart.
     """
 

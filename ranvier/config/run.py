@@ -369,6 +369,9 @@ class Transformer:
     """Compile blocks with torch.compile, each as one graph: fewer and larger kernels, after a start that takes longer.
     true: a block that cannot be compiled is an error; auto: on CUDA, where such a block runs uncompiled, with a
     warning. Blocks on several rows or columns run uncompiled: their collectives would break the graphs."""
+    attention_kernel: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
+    """On CUDA: kernel of attention that is preferred to the others: FlashAttention, cuDNN's, the memory-efficient one,
+    or plain products (math). auto measures them at the start, on the run's shapes, and takes the fastest."""
     num_layers: Positive = 4
     """Transformer layers."""
     hidden: Positive = 128

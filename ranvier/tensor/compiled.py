@@ -248,7 +248,7 @@ def _kind_of(module: nn.Module) -> object:
                                                 for name, one in module.named_parameters())
 
 
-def _copy_of(function: types.FunctionType) -> types.FunctionType:
+def _copy_of(function: Any) -> types.FunctionType:
     """The same function with code of its own: torch counts compilations for each code object."""
     copied = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__,
                                 function.__defaults__, function.__closure__)
