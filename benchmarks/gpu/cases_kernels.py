@@ -116,7 +116,8 @@ def cuda_graphs(options: Options) -> dict[str, Any]:
         ways = {"eager": layers}
         if options.sized(True, False):
             ways["graph"] = torch.cuda.make_graphed_callables(layers, (x,))
-        rows[name] = {way: timed(lambda call=call, x=x: call(x).backward(x.detach()), device) for way, call in ways.items()}
+        rows[name] = {way: timed(lambda call=call, x=x: call(x).backward(x.detach()), device)
+                      for way, call in ways.items()}
     return {"times": rows, "says": "; ".join(
         f"{name}: " + ", ".join(f"{way} {1e3 * seconds:.2f} ms" for way, seconds in row.items())
         for name, row in rows.items())}

@@ -111,7 +111,8 @@ class Stage:
         at_once = {place for segment in segments for place in segment}
         self._forwards = DeferringForwards([module for place, module in enumerate(modules) if place not in at_once],
                                             [modules[place] for place in sorted(at_once)], weight_gradients)
-        self._compiled = _compiled_blocks(compile, weight_gradients, self._forwards)
+        self._compiled = _compiled_blocks(compile, weight_gradients, self._forwards,
+                                          [modules[place] for place in at_once])
 
     def begin(self, training: bool) -> None:
         """A new batch."""
@@ -313,13 +314,13 @@ class Stage:
         self._weights.clear()
 
 
-def _compiled_blocks(how: bool | Literal["auto"], gradients: WeightGradients, forwards: DeferringForwards
-                     ) -> CompiledBlocks | None:
+def _compiled_blocks(how: bool | Literal["auto"], gradients: WeightGradients, forwards: DeferringForwards,
+                     recomputed: Sequence[nn.Module]) -> CompiledBlocks | None:
     if how is False:
         return None
     from ranvier.tensor.compiled import CompiledBlocks  # imports torch's compiler, which takes seconds
 
-    return CompiledBlocks(how, gradients, forwards)
+    return CompiledBlocks(how, gradients, forwards, recomputed)
 
 
 def _ended(where: str, error: SystemExit) -> ModelError:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -66,7 +66,7 @@ class _Shapes:
 class _Operand:
     """The input of one linear layer, which is known after the forward."""
 
-    x: Tensor
+    x: Tensor | None = None
 
 
 class _Tap(Function):
@@ -80,7 +80,9 @@ class _Tap(Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        x = ctx.operand.x
+        x, ctx.operand.x = ctx.operand.x, None  # freed now, and not with the graph
+        if x is None:
+            raise RuntimeError("a compiled block cannot run its backward twice: set --model.compile false")
         if ctx.gradients.in_pass:
             grown = [ctx.weight] if ctx.bias is None or not ctx.bias.requires_grad else [ctx.weight, ctx.bias]
             ctx.gradients.add(grown, (x, dy), partial(add_gradients, ctx.weight, ctx.bias))
@@ -137,11 +139,13 @@ class CompiledBlocks:
     Args:
         how: True: a block that cannot be compiled is a ModelError; "auto": it runs uncompiled, with a warning.
         forwards: which layers' weight gradients may be deferred.
+        recomputed: blocks whose forward runs again before their backward. Their graphs hold for all sizes from the
+            start: the second forward must not find a graph that another microbatch's size has led to meanwhile.
     """
 
     def __init__(self, how: Literal[True, "auto"], gradients: WeightGradients, forwards: DeferringForwards,
-                 backend: Backend | None = None) -> None:
-        self._how, self._gradients, self._forwards, self._backend = how, gradients, forwards, backend or BACKEND
+                 recomputed: Collection[nn.Module] = ()) -> None:
+        self._how, self._gradients, self._forwards, self._recomputed = how, gradients, forwards, set(recomputed)
         self._compiled: dict[object, Callable[..., tuple[State, list[Tensor]]]] = {}
         self._shapes: dict[tuple[nn.Module, object], _Shapes] = {}
         self._call = _Call()
@@ -157,8 +161,6 @@ class CompiledBlocks:
             scope.calls, scope.keys = 0, _site_keys(scope, shapes.sites, state)
             return self._run(module, state, shapes)
         except _CANNOT as error:
-            if error.__cause__ is not None and isinstance(error.__cause__, ModelError):
-                raise error.__cause__ from None
             self._cannot(module, name, error)
             scope.calls, scope.keys = 0, None
             return module(state)  # type: ignore[no-any-return]
@@ -177,9 +179,10 @@ class CompiledBlocks:
         operands = [_Operand() for _ in shapes.products]
         taps = [_Tap.apply(linear.weight, linear.bias, shape, operand, self._gradients)
                 for (linear, shape), operand in zip(shapes.products, operands, strict=True)]
-        kind = _kind_of(module)
+        kind = module in self._recomputed, _kind_of(module)
         if kind not in self._compiled:
-            self._compiled[kind] = torch.compile(_copy_of(_run), fullgraph=True, backend=self._backend)
+            self._compiled[kind] = torch.compile(_copy_of(_run), fullgraph=True, backend=BACKEND,
+                                                 dynamic=True if module in self._recomputed else None)
         with self._installed(module, _tapped if taps else None):
             result, inputs = self._compiled[kind](module, self._call, state, taps)
         for (_, shape), operand, x in zip(shapes.products, operands, inputs, strict=True):

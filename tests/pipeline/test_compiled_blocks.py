@@ -84,31 +84,40 @@ LLAMA = {"kv_heads": 2, "qk_norm": "head", "bias": "qkv", "norms": "both", "embe
     ("gpt", {"num_layers": 3}), pytest.param("bert", {}, marks=pytest.mark.slow),
     pytest.param("llama", LLAMA, marks=pytest.mark.slow), pytest.param("vit", {}, marks=pytest.mark.slow)])
 def test_gradients_are_plain_pytorchs(kind, changed, graphs):
-    assert_parity(lambda: model_of(kind, **changed), batches_of(kind), Mesh(), compile=True)
+    assert_parity(lambda: model_of(kind, **changed), batches_of(kind), Mesh(), compile=True, run_seconds=300.0)
     assert 4 <= len(graphs) <= 10, "blocks that are alike share their graphs, which hold for any length"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_packed_sequences(kind):
-    assert_parity(lambda: model_of(kind), batches_of(kind, packed=True, count=1), Mesh(), compile=True)
+    assert_parity(lambda: model_of(kind), batches_of(kind, packed=True, count=1), Mesh(), compile=True,
+                  run_seconds=300.0)
 
 
 def test_recomputation():
     assert_parity(lambda: model_of("gpt", num_layers=2), batches_of("gpt", count=1), Mesh(), compile=True,
-                  memory=Memory(recompute=2))
+                  memory=Memory(recompute=2), run_seconds=300.0)
+
+
+@pytest.mark.slow
+def test_recomputation_with_lengths_that_change():
+    """The first microbatch is recomputed when the second one, of another length, has been compiled for."""
+    assert_parity(lambda: model_of("gpt", num_layers=2), batches_of("gpt", count=3), Mesh(pipe=2), compile=True,
+                  memory=Memory(recompute=1), run_seconds=300.0)
 
 
 @pytest.mark.slow
 def test_frozen_blocks_and_parameters():
     assert_parity(lambda: frozen(model_of("gpt", untied=True, num_layers=2), lambda name: name.startswith(
-        ("embedding", "layer0.attention", "layer1.mlp.fc2"))), batches_of("gpt", count=1), Mesh(), compile=True)
+        ("embedding", "layer0.attention", "layer1.mlp.fc2"))), batches_of("gpt", count=1), Mesh(), compile=True,
+                  run_seconds=300.0)
 
 
 @pytest.mark.slow
 def test_stages_that_defer_their_products():
     assert_parity(lambda: model_of("gpt"), batches_of("gpt", replicas=2, count=2), Mesh(data=2, pipe=2), compile=True,
-                  pipeline=Pipeline(defer_bytes=1 << 30))
+                  pipeline=Pipeline(defer_bytes=1 << 30), run_seconds=300.0)
 
 
 def test_products_come_in_the_same_order(monkeypatch):
@@ -165,6 +174,19 @@ def test_with_auto_it_runs_uncompiled(monkeypatch):
     assert len([one for one in caught if "block b0 runs uncompiled" in str(one.message)]) == 1
 
 
+def test_a_second_backward_is_refused():
+    layer = nn.Linear(3, 2)
+    operand = compiled._Operand()
+    tap = compiled._Tap.apply(layer.weight, layer.bias, (4, 2), operand, WeightGradients(
+        lambda parameter: 0, lambda parameter: None, lambda parameter: None))
+    operand.x = torch.ones(4, 3)
+    tap.sum().backward(retain_graph=True)
+    assert torch.equal(layer.weight.grad, torch.full((2, 3), 4.0))
+    assert torch.equal(layer.bias.grad, torch.full((2,), 4.0))
+    with pytest.raises(RuntimeError, match="cannot run its backward twice"):
+        tap.sum().backward()
+
+
 def test_users_errors_are_their_own():
     """A block's mistake is no failure of the compiler."""
     with pytest.raises(RuntimeError, match="same reduction dim") as caught:
@@ -177,4 +199,5 @@ def test_users_errors_are_their_own():
 def test_inductor(monkeypatch):
     """Really compiled, as on CUDA."""
     monkeypatch.setattr(compiled, "BACKEND", "inductor")
-    assert_parity(lambda: model_of("gpt", num_layers=1), batches_of("gpt", count=2), Mesh(), compile=True)
+    assert_parity(lambda: model_of("gpt", num_layers=1), batches_of("gpt", count=1), Mesh(), compile=True,
+                  run_seconds=400.0)
