@@ -20,8 +20,9 @@ from ranvier import keyed_random
 from ranvier.errors import ModelError
 from ranvier.layout import frozen_blocks
 
-INITIAL_PIECE = 1 << 16
-"""Elements that are initialised at once: the fp64 and int64 temporaries of this many fit a core's cache."""
+INITIAL_PIECE = {"cpu": 1 << 16, "cuda": 1 << 22}
+"""Elements that are initialised at once. On a CPU the fp64 and int64 temporaries of this many fit a core's cache; a GPU
+is busy with this many, and its temporaries take some 200 MB."""
 
 State = Tensor | dict[str, Tensor]
 """The carried state, which blocks hand on: one tensor, or a dict of named tensors. Anything else is refused."""
@@ -219,7 +220,10 @@ def _shared(modules: Mapping[str, nn.Module]) -> tuple[tuple[str, ...], ...]:
 @torch.no_grad()
 def initialise(parameter: Tensor, name: str, initial: Initial, seed: int,
                shape: Sequence[int] | None = None, box: Sequence[tuple[int, int]] | None = None) -> None:
-    """Fill `parameter` with its start: `box` (all by default) of a parameter of `shape`, in pieces of bounded size."""
+    """Fill `parameter` with its start: `box` (all by default) of a parameter of `shape`, in pieces of bounded size.
+
+    The numbers are drawn on the parameter's device.
+    """
     if initial.kind == "constant":
         parameter.fill_(initial.scale)
         return
@@ -228,14 +232,14 @@ def initialise(parameter: Tensor, name: str, initial: Initial, seed: int,
     key = keyed_random.key("initial", seed, name)
     draw = keyed_random.normal if initial.kind == "normal" else keyed_random.signed_uniform
     if not shape:
-        parameter.copy_(draw(key, torch.zeros((), dtype=torch.int64)) * initial.scale)
+        parameter.copy_(draw(key, torch.zeros((), dtype=torch.int64, device=parameter.device)) * initial.scale)
         return
     first, last = box[0]
     width = max(1, parameter.numel() // max(1, last - first))
-    rows = max(1, INITIAL_PIECE // width)
+    rows = max(1, INITIAL_PIECE.get(parameter.device.type, INITIAL_PIECE["cpu"]) // width)
     for start in range(first, last, rows):
         stop = min(start + rows, last)
-        index = keyed_random.global_index(shape, [(start, stop), *box[1:]])
+        index = keyed_random.global_index(shape, [(start, stop), *box[1:]], parameter.device)
         parameter[start - first:stop - first].copy_(draw(key, index) * initial.scale)
 
 

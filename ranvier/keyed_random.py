@@ -2,7 +2,11 @@
 
 Every number is a hash of (key, index). The key identifies the purpose (seed and parameter name; or seed, step, sample,
 block and call site); the index is the element's position in the unsharded tensor. So every mesh, slice and order of
-execution has the same initial weights and the same dropout masks, on CPU and CUDA alike.
+execution has the same initial weights and the same dropout masks, and they may be drawn on any device.
+
+Hashes and uniform numbers are bit-identical on every device: integers, and exact fp64 arithmetic. Normal numbers differ
+between CPU and CUDA in the last digits of fp64 (of the inverse distribution), which rounding to fp32 removes but for
+about one element in ten million.
 
 The hash is the SplitMix64 finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014) on
 key + index * golden ratio, in wrapping 64-bit integers.
@@ -11,9 +15,9 @@ key + index * golden ratio, in wrapping 64-bit integers.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
@@ -65,15 +69,16 @@ def normal(key: int, index: Tensor) -> Tensor:
     return numbers
 
 
-def global_index(shape: Sequence[int], box: Sequence[tuple[int, int]] | None = None) -> Tensor:
+def global_index(shape: Sequence[int], box: Sequence[tuple[int, int]] | None = None,
+                 device: torch.device | None = None) -> Tensor:
     """Row-major indices, in a tensor of `shape`, of the elements in `box`: int64, of the shape of the box.
 
-    box: (start, stop) for each dim; None for the whole tensor.
+    box: (start, stop) for each dim; None for the whole tensor. device: of the result; None for the default one.
     """
     box = [(0, size) for size in shape] if box is None else box
-    index = torch.zeros((), dtype=torch.int64)
+    index = torch.zeros((), dtype=torch.int64, device=device)
     for size, (start, stop) in zip(shape, box, strict=True):
-        index = index.unsqueeze(-1) * size + torch.arange(start, stop, dtype=torch.int64)
+        index = index.unsqueeze(-1) * size + torch.arange(start, stop, dtype=torch.int64, device=device)
     return index
 
 
@@ -82,6 +87,7 @@ class Scope:
     """The key of dropout inside the forward pass of one block.
 
     samples: [b] int64, each sample's number in the data set, which is the same on every mesh.
+    keys: [call sites, b] int64, `site_keys` of the calls to come where they are known, as in compiled blocks.
     calls: number of dropout calls so far, which tells call sites apart.
     """
 
@@ -89,29 +95,57 @@ class Scope:
     step: int
     samples: Tensor
     block: str = ""
+    keys: Tensor | None = None
     calls: int = field(default=0, compare=False)
 
+    def site_keys(self, site: int) -> Tensor:
+        """[b] int64: the keys of one call site."""
+        return bits(key("dropout", self.seed, self.step, self.block, site), self.samples)
 
-_scope: ContextVar[Scope | None] = ContextVar("ranvier_random_scope", default=None)
+
+class _Current(threading.local):
+    """The scope of each thread. torch.compile traces attributes of thread-local objects, and no ContextVar."""
+
+    scope: Scope | None = None
+
+
+_current = _Current()
 
 
 @contextmanager
-def scope(seed: int, step: int, samples: Tensor, block: str = "") -> Iterator[None]:
+def scope(seed: int, step: int, samples: Tensor, block: str = "") -> Iterator[Scope]:
     """Key the dropout inside by these (see `Scope`). Repeated scopes with the same arguments draw the same masks, as
     activation recomputation needs."""
-    token = _scope.set(Scope(seed, step, samples, block))
+    before, entered = _current.scope, Scope(seed, step, samples, block)
+    _current.scope = entered
     try:
-        yield
+        yield entered
     finally:
-        _scope.reset(token)
+        _current.scope = before
 
 
 def current_samples() -> tuple[int, ...]:
     """The sample numbers of the microbatch whose block runs now. RuntimeError outside a `scope`."""
-    current = _scope.get()
+    current = _current.scope
     if current is None:
         raise RuntimeError("needs keyed_random.scope(seed, step, samples) around the forward pass")
     return tuple(current.samples.tolist())
+
+
+def next_sample_keys(batch: int, device: torch.device) -> Tensor:
+    """[batch] int64: the keys of the samples at the next dropout call of the current scope.
+
+    RuntimeError outside a `scope` (the engine opens one around every block) and for another number of samples.
+    """
+    current = _current.scope
+    if current is None:
+        raise RuntimeError("keyed dropout needs keyed_random.scope(seed, step, samples) around the forward pass")
+    site, current.calls = current.calls, current.calls + 1
+    if current.keys is not None:
+        return current.keys[site]
+    if len(current.samples) != batch:
+        raise RuntimeError(f"keyed dropout has {len(current.samples)} sample numbers for a batch of {batch}")
+    return current.site_keys(site).to(device, non_blocking=True)
 
 
 def dropout(x: Tensor, probability: float, training: bool, *, start: Sequence[int] | None = None,
@@ -119,21 +153,14 @@ def dropout(x: Tensor, probability: float, training: bool, *, start: Sequence[in
     """Dropout whose mask is keyed by (seed, step, sample, block, call site, index in the sample).
 
     x: [b, ...]. For a sharded x, `start` and `full_shape` are the offset and the unsharded shape of its trailing dims.
-    RuntimeError outside a `scope` (the engine opens one around every block) and for another number of samples, except
-    on the meta device, which has shapes only.
+    Errors as of `next_sample_keys`, except on the meta device, which has shapes only.
     """
     if not training or probability == 0.0 or x.is_meta:
         return x
-    current = _scope.get()
-    if current is None:
-        raise RuntimeError("keyed dropout needs keyed_random.scope(seed, step, samples) around the forward pass")
-    if len(current.samples) != x.shape[0]:
-        raise RuntimeError(f"keyed dropout has {len(current.samples)} sample numbers for a batch of {x.shape[0]}")
-    site, current.calls = current.calls, current.calls + 1
+    keys = next_sample_keys(x.shape[0], x.device)
     start = start or [0] * (x.dim() - 1)
     full_shape = full_shape or x.shape[1:]
     box = [(begin, begin + size) for begin, size in zip(start, x.shape[1:], strict=True)]
-    index = global_index(full_shape, box).to(x.device)
-    sample_keys = bits(key("dropout", current.seed, current.step, current.block, site), current.samples.to(x.device))
-    chance = uniform(sample_keys.view(-1, *[1] * (x.dim() - 1)), index.unsqueeze(0))
+    index = global_index(full_shape, box, x.device)
+    chance = uniform(keys.view(-1, *[1] * (x.dim() - 1)), index.unsqueeze(0))
     return x * ((chance >= probability).to(x.dtype) / (1.0 - probability))

@@ -39,6 +39,16 @@ _HOST_INDEX = ("aten::index", "aten::_index_put_impl_", "aten::index_put_", "ate
 _CPU_DEVICE, _CPU_TO, _CPU_NUMPY = Tensor.device, Tensor.to, Tensor.numpy
 
 
+_WIDE = (torch.ops.aten.mm.dtype, torch.ops.aten.addmm.dtype_out)
+"""Products of half-precision operands that are fp32: CUDA has them, the CPU has not."""
+
+
+def _wide_product(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    *added, a, b, dtype = args
+    product = (a @ b).to(dtype)  # rounded as on the CPU, whose numbers tests compare with
+    return kwargs["out"].copy_(added[0] + product) if added else product
+
+
 class BareCall(AssertionError):
     """A function of torch.cuda was called without a device: it would take the thread's current one."""
 
@@ -167,7 +177,7 @@ class FakeCuda:
         if name in ("aten::copy_", "aten::_to_copy"):
             self._copied(name, args, kwargs, places, target)
         inputs = {id(tensor.untyped_storage()) for tensor in tensors if not tensor.is_sparse and not tensor.is_meta}
-        result = function(*args, **kwargs)
+        result = _wide_product(function, args, kwargs) if function in _WIDE else function(*args, **kwargs)
         if target is not None:
             for leaf in tree_leaves(result):
                 if isinstance(leaf, Tensor) and not leaf.is_meta and id(leaf.untyped_storage()) not in inputs:
@@ -339,6 +349,8 @@ class FakeCuda:
                                                   staticmethod(grouped)))
             for name, function in self._functions().items():
                 stack.enter_context(mock.patch.object(torch.cuda, name, function, create=True))
+            for user in ("ranvier.pipeline.engine", "ranvier.tensor.keyed_dropout"):  # no compiler for these devices
+                stack.enter_context(mock.patch(f"{user}.has_triton", lambda: False))
             stack.enter_context(mock.patch.object(torch.cuda.nccl, "version", lambda: (2, 28, 9)))
             # The classes that Python code asks; operations themselves go on with host memory.
             stack.enter_context(mock.patch.object(Tensor, "device", property(device_of), create=True))

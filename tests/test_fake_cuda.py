@@ -6,13 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
+from benchmarks.gpu.cases_correctness import furthest
 from benchmarks.gpu.models import nccl
 from benchmarks.gpu.programs import Program, losses, on_one_rank
 from ranvier.comm import nccl_transport
 from ranvier.comm.nccl_transport import NcclTransport
 from ranvier.pipeline.device_timeline import DeviceTimeline
 from ranvier.pipeline.look_ahead import LookAhead
+from ranvier.tensor import deferred_linear
+from ranvier.tensor.deferred_linear import add_gradients
 from ranvier.testing.ranks import run_ranks
 from tests.fake_cuda import FakeCuda
 
@@ -31,6 +35,43 @@ def test_a_device_gives_the_cpus_numbers(name):
         found = on_one_rank(PROGRAMS[name], SECOND)
     assert found == expected
     assert not any(index == 0 for _, index in cuda.calls)
+
+
+def test_products_are_added_to_wide_gradients_in_one_kernel():
+    """dW of two microbatches in bf16, into an fp32 gradient: no product in bf16 is made, nor added."""
+    layer, seen = nn.Linear(6, 5, bias=False, dtype=torch.bfloat16), []
+    layer.weight.grad_dtype = torch.float32
+    pairs = [(torch.randn(2, 4, 6).bfloat16(), torch.randn(2, 4, 5).bfloat16()) for _ in range(2)]
+    expected = sum(dy.flatten(0, 1).t().mm(x.flatten(0, 1)).float() for x, dy in pairs)
+    with FakeCuda(devices=2) as cuda:
+        run = cuda.run
+        cuda.run = lambda function, args, kwargs: (seen.append(str(function)), run(function, args, kwargs))[1]
+        layer.to(SECOND)
+        for x, dy in pairs:
+            add_gradients(layer.weight, None, x.to(SECOND), dy.to(SECOND))
+        found = layer.weight.grad.cpu()
+    assert found.dtype is torch.float32 and torch.equal(found, expected)
+    assert [name for name in seen if "mm" in name or "add" in name] == ["aten.mm.dtype", "aten.addmm.dtype_out"]
+
+
+@pytest.mark.parametrize("options", [{"memory": {"recompute": 1}}, {"mesh": {"pipe": 2}}])
+def test_logits_lie_in_rows_of_a_multiple_of_128(options, monkeypatch):
+    """Losses and gradients are those without padding, where autograd computes the tied weight's and where the queue
+    has an untied one's."""
+    shapes, product = [], deferred_linear.padded_rows_product
+    monkeypatch.setattr(deferred_linear, "padded_rows_product", lambda x, weight: (
+        y := product(x, weight), shapes.append((tuple(y.shape), y.stride())))[0])
+    program = asdict(Program(layers=1, vocab=131, precision="fp64", **options))
+    size = 2 if "mesh" in options else 1
+    expected = run_ranks(lambda world: losses(world, program), size)
+    with FakeCuda(devices=2) as cuda:
+        def train(world):
+            world.device = SECOND
+            with cuda.thread():
+                return losses(world, program)
+        for one, other in zip(run_ranks(train, size), expected, strict=True):
+            assert furthest(one, other) < 1e-12
+    assert shapes and all(shape[-1] == 131 and stride[-2:] == (256, 1) for shape, stride in shapes)
 
 
 def test_stages_on_devices_give_the_cpus_numbers():

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from ranvier import keyed_random
 from ranvier.block import Initial, initialise
+from tests.fake_cuda import FakeCuda
 
 KEY = keyed_random.key("initial", 0, "a.weight")
 
@@ -124,3 +125,27 @@ def test_other_numbers_of_samples():
 
 def test_on_the_meta_device_there_are_shapes_only():
     assert keyed_random.dropout(torch.ones(2, 3, device="meta"), 0.5, True).shape == (2, 3)
+
+
+@pytest.mark.parametrize("kind", ["normal", "uniform"])
+def test_weights_are_drawn_on_their_device(kind):
+    """No element comes from the host, and they are the CPU's."""
+    expected = torch.empty(300, 70)
+    initialise(expected, "a.weight", Initial(kind, 0.02), 7)
+    with FakeCuda(devices=2) as cuda:
+        found = torch.empty(300, 70, device="cuda:1")
+        initialise(found, "a.weight", Initial(kind, 0.02), 7)
+        assert not cuda.host_reads and found.is_cuda
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.gpu
+def test_a_device_draws_the_same_numbers():
+    """Hashes and uniform numbers to the bit; normal ones but for roundings of the inverse distribution."""
+    index = torch.arange(1 << 20)
+    assert torch.equal(keyed_random.uniform(KEY, index.cuda()).cpu(), keyed_random.uniform(KEY, index))
+    found, expected = (torch.empty(1 << 11, 1 << 11, device=device) for device in ("cuda", "cpu"))
+    for one in (found, expected):
+        initialise(one, "a.weight", Initial("normal", 0.02), 7)
+    assert float((found.cpu() != expected).double().mean()) < 1e-6
+    assert torch.allclose(found.cpu(), expected, rtol=2**-22, atol=0)

@@ -32,6 +32,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "update in backward, hybrid, clipped by the norm before": {"microbatches": 1, "optim": {
         "update_in_backward": True, "offload": "hybrid", "offload_share": 0.5, "bucket_size": 4096, "clip_norm": 0.1,
         "clip_from": "previous-step"}}}
+COMPILED: dict[str, dict[str, Any]] = {
+    "compiled": {"compile": True}, "compiled, dropout": {"compile": True, "dropout": 0.1},
+    "compiled, recompute": {"compile": True, "memory": {"recompute": 1}}}
+"""Variants that take minutes to compile: for pytest -m gpu."""
 MESHES: dict[str, dict[str, Any]] = {
     "pipe 2": {"mesh": {"pipe": 2}}, "data 2": {"mesh": {"data": 2}}, "col 2": {"mesh": {"col": 2}},
     "pipe 2, tied ends": {"mesh": {"pipe": 2}, "layers": 1},
@@ -41,7 +45,8 @@ MESHES: dict[str, dict[str, Any]] = {
 def gpu_tests(options: Options) -> dict[str, Any]:
     """`pytest -m gpu`; a dry run looks whether there are such tests."""
     folders = ["tests/gpu", "tests/optim/test_optimizer_on_cuda.py", "tests/models/test_next_token_loss.py",
-               "tests/elastic/test_cache_forward.py"]
+               "tests/elastic/test_cache_forward.py", "tests/tensor/test_dropout_kernel.py",
+               "tests/test_keyed_random.py", "tests/train/test_attention.py"]
     assert all((ROOT / folder).exists() for folder in folders)
     if options.dry_run:
         return {"says": "not run"}

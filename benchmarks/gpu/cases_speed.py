@@ -78,7 +78,8 @@ def _engine(program: Program, device: torch.device, **changed: Any) -> Iterator[
     model = model_on(program.transformer, torch.bfloat16, device)
     engine = Engine(model, world_of_one(device), mesh=Mesh(), optim=Optim(**{**program.optim, **changed}),
                     learning_rate=1e-4, dtype=torch.bfloat16, guard=Guard(), memory=Memory(**program.memory),
-                    nominal_weight=float(program.microbatches * program.samples * program.sequence))
+                    nominal_weight=float(program.microbatches * program.samples * program.sequence),
+                    compile=program.compile)
     yield engine
     engine.close()
 

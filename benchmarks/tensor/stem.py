@@ -111,7 +111,7 @@ def figures(y: Tensor, dx: Tensor, gradients: Iterable[tuple[str, Tensor]]) -> l
 
 def _weighted(name: str, tensor: Tensor) -> float:
     key, total, start = keyed_random.key("figures", name), 0.0, 0
-    for piece in tensor.detach().flatten().split(INITIAL_PIECE):
+    for piece in tensor.detach().flatten().split(INITIAL_PIECE["cpu"]):
         weights = keyed_random.uniform(key, torch.arange(start, start + len(piece)))
         total += (weights * piece.double() ** 2).sum().item()
         start += len(piece)

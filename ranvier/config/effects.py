@@ -298,6 +298,9 @@ CONDITIONS: Mapping[str, Reason] = {
     "launch.stopped_seconds": _one_rank,
     "deterministic": _on_cpu("on a CPU the same run gives the same bits"),
     "max_restarts": _one_rank,  # what launchers of other kinds do with it is told where they are known
+    "model.compile": lambda run: (
+        "blocks on several rows or columns run uncompiled" if run.mesh.stage_size > 1 else None),
+    "model.attention_kernel": _on_cpu("a CPU has no choice of kernels"),
     "model.options": lambda run: (
         None if is_object_name(run.model.family) else f"the family {run.model.family} takes no options"),
     **{f"model.{name}": _llama() for name in (

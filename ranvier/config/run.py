@@ -376,6 +376,13 @@ class Transformer:
     safetensors), a GGUF file, OWNER/NAME or OWNER/NAME@REVISION of the Hugging Face hub, or a name: minilm,
     dinov2-small, smollm2-135m-instruct. Parameters that it lacks, such as a classifier, are initialised from the
     seed."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile blocks with torch.compile, each as one graph: fewer and larger kernels, after a start that takes longer.
+    true: a block that cannot be compiled is an error; auto: on CUDA, where such a block runs uncompiled, with a
+    warning. Blocks on several rows or columns run uncompiled: their collectives would break the graphs."""
+    attention_kernel: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
+    """On CUDA: kernel of attention that is preferred to the others: FlashAttention, cuDNN's, the memory-efficient one,
+    or plain products (math). auto measures them at the start, on the run's shapes, and takes the fastest."""
     num_layers: Positive = 4
     """Transformer layers."""
     hidden: Positive = 128

@@ -26,7 +26,7 @@ from ranvier.config.run import Transformer
 from ranvier.errors import ConfigError, ModelError, RanvierError
 from ranvier.models.decoding_cache import DecodingCache
 from ranvier.models.family import ModelFacts, text_transformer_in_words, wrong_head
-from ranvier.models.segments import attention_mask, hidden_and_segments, positions_of, with_hidden
+from ranvier.models.segments import attention_mask, hidden_and_segments, is_whole_causal, positions_of, with_hidden
 from ranvier.tensor import layers as tensor
 from ranvier.tensor.split.loss import NextTokenLoss
 
@@ -78,8 +78,8 @@ class Attention(nn.Module):
         q_BNSD, k_BNSD, v_BNSD = (part.transpose(1, 2) for part in qkv_BSN3D.unbind(3))
         k_BNSD, v_BNSD = self.cache.extend(k_BNSD, v_BNSD)
         mask = attention_mask(q_BNSD, k_BNSD, segments_BS)
-        y_BNSD = functional.scaled_dot_product_attention(q_BNSD, k_BNSD, v_BNSD, attn_mask=mask,
-                                                         is_causal=mask is None and q_BNSD.shape == k_BNSD.shape)
+        y_BNSD = functional.scaled_dot_product_attention(
+            q_BNSD, k_BNSD, v_BNSD, attn_mask=mask, is_causal=is_whole_causal(q_BNSD, k_BNSD, mask))
         y_BSH: Tensor = self.dropout(self.projection(y_BNSD.transpose(1, 2).flatten(2)))
         return with_hidden(state, x_BSH + y_BSH)
 

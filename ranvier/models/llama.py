@@ -25,7 +25,7 @@ from ranvier.config.run import Transformer
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.models.decoding_cache import DecodingCache
 from ranvier.models.family import ModelFacts, text_transformer_in_words, wrong_head
-from ranvier.models.segments import attention_mask, hidden_and_segments, positions_of, with_hidden
+from ranvier.models.segments import attention_mask, hidden_and_segments, is_whole_causal, positions_of, with_hidden
 from ranvier.tensor import layers as tensor
 from ranvier.tensor.split.loss import NextTokenLoss
 
@@ -159,7 +159,7 @@ class Attention(Sublayer):
         if mask is not None and self.softcap:
             return self._attended_with_cap(q_BNSD, k_BKSD, v_BKSD, mask)
         return functional.scaled_dot_product_attention(
-            q_BNSD, k_BKSD, v_BKSD, attn_mask=mask, is_causal=mask is None and q_BNSD.shape[2] == k_BKSD.shape[2],
+            q_BNSD, k_BKSD, v_BKSD, attn_mask=mask, is_causal=is_whole_causal(q_BNSD, k_BKSD, mask),
             scale=self.scale, enable_gqa=self.is_grouped)
 
     def _attended_with_cap(self, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor) -> Tensor:

@@ -47,6 +47,14 @@ def attention_mask(q_BNSD: Tensor, k_BKSD: Tensor, segments_BS: Tensor | None = 
     return (mask & (segments_BS[:, :, None] == segments_BS[:, None, :])).unsqueeze(1)
 
 
+def is_whole_causal(q_BNSD: Tensor, k_BKSD: Tensor, mask: Tensor | None) -> bool:
+    """Whether attention without a mask is causal: over as many keys as queries. A bool in compiled graphs, too, where
+    a comparison of sizes is symbolic until it decides a branch."""
+    if mask is None and q_BNSD.shape[2] == k_BKSD.shape[2]:  # noqa: SIM103
+        return True
+    return False
+
+
 def hidden_and_segments(state: State) -> tuple[Tensor, Tensor | None]:
     """x_BSH, and the segments of packed sequences."""
     return (state["hidden"], state["segments"]) if isinstance(state, dict) else (state, None)

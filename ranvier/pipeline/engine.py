@@ -64,6 +64,7 @@ from ranvier.pipeline.ties import TiedParameters, gradient_specs, ties_of
 from ranvier.schedule.limits import Limits, rule_limits
 from ranvier.schedule.policies import policy_named
 from ranvier.schedule.schedule import Policy
+from ranvier.system.machine import has_triton
 from ranvier.tensor.weight_gradients import WeightGradients
 from ranvier.world import World
 
@@ -137,7 +138,7 @@ class Engine:
                  dtype: torch.dtype = torch.float32, nominal_weight: float | Literal["auto"] = "auto",
                  frozen: int = 0, frozen_dropout: bool = True, buffers: BufferSync = "broadcast",
                  timeout_seconds: float = 300.0, check_order: bool = False, flags: bool = False,
-                 **earlier: Any) -> None:
+                 compile: bool | Literal["auto"] = "auto", **earlier: Any) -> None:
         settings = engine_settings(pipeline or Pipeline(), memory or Memory(), policy, earlier)
         tensor = tensor or TensorParallel()
         self.flags = flags
@@ -212,7 +213,7 @@ class Engine:
             still=range(0 if frozen_dropout else self.frozen_blocks),
             loss=model.loss if stage == placement.num_stages - 1 else None, seed=seed, device=world.device,
             progress=self._progress, block_passed=gradients.block_passed, segments=plan.segments(stage),
-            mesh=self._connections.tensor_mesh,
+            mesh=self._connections.tensor_mesh, compile=self._compiles(compile),
             weight_gradients=WeightGradients(gradients.chunk_of, gradients.queued, gradients.added))
             for stage in placement.stages_of(self.coordinates.pipe)])
         defer_bytes = None if settings.defer_bytes == "auto" else settings.defer_bytes
@@ -226,6 +227,11 @@ class Engine:
             takes_nominal_weight=nominal_weight == "auto")
 
     # ------------------------------------------------------------------ start
+
+    def _compiles(self, how: bool | Literal["auto"]) -> bool | Literal["auto"]:
+        """Whether blocks are compiled here: collectives of several rows or columns would break the graphs."""
+        wanted = how is True or (how == "auto" and self.world.device.type == "cuda" and has_triton())
+        return how if self.mesh.stage_size == 1 and wanted else False
 
     def _choose_limits(self, settings: EngineSettings, dtype: torch.dtype) -> Limits:
         """By the counted costs of blocks; without a sample by a rule."""

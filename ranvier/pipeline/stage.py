@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,9 @@ from ranvier.tensor.deferred_linear import DeferringForwards
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.linear import SplitLinear
 from ranvier.tensor.weight_gradients import WeightGradients
+
+if TYPE_CHECKING:
+    from ranvier.tensor.compiled import CompiledBlocks
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,6 +73,8 @@ class Stage:
             with the number after the last block's when that backward begins.
         still: numbers of blocks that compute as in evaluation even while others train.
         mesh: the tensor mesh, whose columns share activations.
+        compile: whether blocks are compiled for training: False, True, or "auto" with a warning for blocks that cannot
+            be.
         segments: runs of blocks (places in `blocks`) that keep only what enters them, and are computed again in their
             backward. Their weight gradients are never deferred: their operands have only just been recomputed.
     """
@@ -76,7 +82,8 @@ class Stage:
     def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], *, loss: Loss | None, seed: int,
                  device: torch.device, progress: Callable[[], None],
                  block_passed: Callable[[int], None], weight_gradients: WeightGradients,
-                 segments: Sequence[range] = (), still: range = range(0), mesh: TensorMesh | None = None) -> None:
+                 segments: Sequence[range] = (), still: range = range(0), mesh: TensorMesh | None = None,
+                 compile: bool | Literal["auto"] = False) -> None:
         self.blocks, self._loss, self._seed, self._device = blocks, loss, seed, device
         self.training = False
         self._progress, self._block_passed, self._still, self._mesh = progress, block_passed, still, mesh
@@ -104,6 +111,8 @@ class Stage:
         at_once = {place for segment in segments for place in segment}
         self._forwards = DeferringForwards([module for place, module in enumerate(modules) if place not in at_once],
                                             [modules[place] for place in sorted(at_once)], weight_gradients)
+        self._compiled = _compiled_blocks(compile, weight_gradients, self._forwards,
+                                          [modules[place] for place in at_once])
 
     def begin(self, training: bool) -> None:
         """A new batch."""
@@ -207,9 +216,12 @@ class Stage:
     def _run_some(self, run: range, step: int, samples: Tensor, number: int, state: State) -> State:
         """Blocks `run`, one after the other; under recomputation again in the backward, with the same randomness."""
         for _, name, module in self.blocks[run.start:run.stop]:
-            with keyed_random.scope(self._seed, step, samples, name):
+            with keyed_random.scope(self._seed, step, samples, name) as scope:
                 try:
-                    state = module(state)
+                    if self._compiled is None or not self.training:
+                        state = module(state)
+                    else:
+                        state = self._compiled(module, name, state, scope)
                 except RanvierError:
                     raise
                 except SystemExit as error:
@@ -300,6 +312,15 @@ class Stage:
         """Forget all microbatches: the batch has failed."""
         self._graphs.clear()
         self._weights.clear()
+
+
+def _compiled_blocks(how: bool | Literal["auto"], gradients: WeightGradients, forwards: DeferringForwards,
+                     recomputed: Sequence[nn.Module]) -> CompiledBlocks | None:
+    if how is False:
+        return None
+    from ranvier.tensor.compiled import CompiledBlocks  # imports torch's compiler, which takes seconds
+
+    return CompiledBlocks(how, gradients, forwards, recomputed)
 
 
 def _ended(where: str, error: SystemExit) -> ModelError:

@@ -5,6 +5,7 @@ A container on a machine of 96 cores may own 2 of them; asking the operating sys
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 from collections.abc import Sequence
@@ -14,6 +15,11 @@ from pathlib import Path
 import psutil
 
 _CGROUP = Path("/sys/fs/cgroup")
+
+
+def has_triton() -> bool:
+    """Whether Triton is installed, which torch's builds for CUDA bring along: the compiler of kernels for a GPU."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def available_cores(cgroup: Path = _CGROUP) -> int:

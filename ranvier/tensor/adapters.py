@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ranvier import keyed_random
 from ranvier.config.run import TensorParallel
 from ranvier.layout import Split, index_of, whole
+from ranvier.tensor import keyed_dropout
 from ranvier.tensor.autograd import Function
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.own_part import own_part
@@ -110,7 +110,7 @@ class Adapter(Layer):
 
     def dropped(self, x: Tensor) -> Tensor:
         """The layer's input after the adapter's dropout."""
-        return keyed_random.dropout(x, self.form.dropout, self.training)
+        return keyed_dropout.dropout(x, self.form.dropout, self.training)
 
     def exchanged(self, u: Tensor) -> Tensor:
         """u as B takes it: on one rank it is that."""
@@ -166,7 +166,7 @@ class SplitAdapter(Adapter):
         if (sharded := self._sharded(self.takes)) != "none":
             place = len(sizes) - 1 if sharded == "features" else 0
             start[place], full[place] = self._mesh.col * sizes[place], self._mesh.num_cols * sizes[place]
-        return keyed_random.dropout(x, self.form.dropout, self.training, start=start, full_shape=full)
+        return keyed_dropout.dropout(x, self.form.dropout, self.training, start=start, full_shape=full)
 
     def exchanged(self, u: Tensor) -> Tensor:
         """See the top of the file."""

@@ -105,9 +105,12 @@ class WeightGradients:
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """`tensor` without its graph; a copy where it is a view of a larger storage, which would stay alive for it."""
+    """`tensor` without its graph; a copy where it is a view of a larger storage, which would stay alive for it.
+
+    Rows that are padded by little are no reason for a copy.
+    """
     own_bytes = tensor.numel() * tensor.element_size()
-    return tensor.detach().clone() if tensor.untyped_storage().nbytes() > own_bytes else tensor.detach()
+    return tensor.detach().clone() if tensor.untyped_storage().nbytes() > 1.05 * own_bytes else tensor.detach()
 
 
 def _freed_bytes(products: list[_Operands]) -> list[int]:

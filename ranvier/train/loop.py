@@ -13,7 +13,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -46,6 +46,7 @@ from ranvier.precision import DTYPES
 from ranvier.schedule.spans import Category
 from ranvier.system.atomic_file import write_atomically
 from ranvier.tensor.activations import layout_of
+from ranvier.train.attention import choose_kernel, preferred_kernel
 from ranvier.train.best import LOSS, best_of
 from ranvier.train.commands import Change, CommandChannel
 from ranvier.train.determinism import deterministic_algorithms
@@ -127,6 +128,9 @@ class Training:
         world.mesh = self.run.mesh
         self.run = check_fits(self.run, world)
         self.everyone.barrier()  # not before every rank has looked at what is free
+        kernel, self._attention = choose_kernel(self.run, self.everyone, world.device)
+        self.run = replace(self.run, model=replace(self.run.model, attention_kernel=kernel))
+        self._kernel = ExitStack()
         self.lease = acquire_folders([self.run_dir, checkpoint_folder(self.run)], self.everyone,
                                      tell=lambda line: print(line, file=stream, flush=True))
         self.commands = CommandChannel(world)
@@ -190,6 +194,7 @@ class Training:
 
     def start(self) -> None:
         """Write what the run has come to, and start the clock."""
+        self._kernel.enter_context(preferred_kernel(self.run.model.attention_kernel))
         notes = []
         if self.pretrained is not None and self.resumed.loaded is None:
             notes = [NoteEvent(step=0, event="pretrained", text=text)
@@ -215,7 +220,8 @@ class Training:
                             write_atomically(path.with_name(name), text)
         self.outputs.event(StartEvent(
             recipe=self.recipe, run_dir=self.run_dir, mesh=self.run.mesh, steps=self.run.train.steps,
-            settings=settings_text(self.run, self.engine, self.world, self.data, self.elastic.text()),
+            settings=settings_text(self.run, self.engine, self.world, self.data, self.elastic.text())
+            | ({"attention": self._attention} if self._attention else {}),
             stages=str(self.engine.stages), unit=form_of(self.run.data).targets))
         for note in (*self.resumed.notes, *notes):
             self.outputs.event(note)
@@ -372,6 +378,7 @@ class Training:
 
     def close(self) -> None:
         """Let go of files and threads, however the run went."""
+        self._kernel.close()
         written = self.now is None or self.saving.checkpoints.close()
         self.elastic.caching.leave()
         self.outputs.close()

@@ -104,7 +104,8 @@ def build_engine(run: ResolvedRun, world: World, weight: float, *, frozen: int, 
                   pipeline=replace(run.pipeline, memory=run.schedule_memory),
                   optim=run.optim, memory=run.memory, guard=run.guard, seed=run.seed, dtype=DTYPES[run.precision],
                   nominal_weight=run.batch.global_size * weight, timeout_seconds=run.comm.timeout_seconds,
-                  sample=sample, frozen=frozen, frozen_dropout=run.elastic.frozen_dropout, flags=True)
+                  sample=sample, frozen=frozen, frozen_dropout=run.elastic.frozen_dropout, flags=True,
+                  compile=run.model.compile)
 
 
 def _loaders(run: ResolvedRun, engine: Engine, data: Prepared) -> tuple[Loader, dict[str, Loader]]:

@@ -315,9 +315,9 @@ class Saving:
 
 
 PLACE = ("mesh.", "batch.microbatch_size", "pipeline.", "tensor.", "comm.", "launch.", "log.", "memory", "checkpoint.",
-         "optim.offload", "optim.bucket_size", "optim.chunk_buckets", "optim.buckets_in_flight", "optim.shard",
-         "optim.update_in_backward", "data.corpus", "data.tokenizer", "data.cache_dir", "data.max_bytes",
-         "elastic.cache", "deterministic", "resume", "run_dir", "max_restarts")
+         "model.compile", "model.attention_kernel", "optim.offload", "optim.bucket_size", "optim.chunk_buckets",
+         "optim.buckets_in_flight", "optim.shard", "optim.update_in_backward", "data.corpus", "data.tokenizer",
+         "data.cache_dir", "data.max_bytes", "elastic.cache", "deterministic", "resume", "run_dir", "max_restarts")
 """Beginnings of names. Text and tokenizer are compared by what is in them, wherever they lie."""
 
 REFUSED = ("data.task", "model.norm_epsilon", "lora.alpha", "lora.method")

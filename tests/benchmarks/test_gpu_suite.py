@@ -13,7 +13,17 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity
 
-from benchmarks.gpu import case, cases_correctness, cases_memory, cases_speed, layers, memory, programs, suite
+from benchmarks.gpu import (
+    case,
+    cases_correctness,
+    cases_kernels,
+    cases_memory,
+    cases_speed,
+    layers,
+    memory,
+    programs,
+    suite,
+)
 from ranvier.testing.ranks import RanksFailed
 from tests.executed_lines import ExecutedLines
 from tests.fake_cuda import FakeCuda
@@ -112,7 +122,7 @@ def small(monkeypatch):
 def test_every_line_for_devices_runs_on_a_fake_one(small, monkeypatch, capsys, tmp_path):
     """All cases on a device, `memory` from its search to its table, and `layers` with its profile."""
     recorded = ExecutedLines([Path(module.__file__) for module in (
-        case, cases_correctness, cases_memory, cases_speed, layers, memory, programs)])
+        case, cases_correctness, cases_kernels, cases_memory, cases_speed, layers, memory, programs)])
     options = case.Options()
     monkeypatch.setattr(cases_correctness, "run_processes", ranks_in_threads)
     monkeypatch.setattr(cases_correctness, "mpi_available", lambda: None)

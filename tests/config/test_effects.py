@@ -39,6 +39,7 @@ OTHER = {
     "guard.max_bad_steps": 1, "guard.compare_every": 1, "launch.cluster": "laptop", "log.project": "p",
     "log.store": "s", "log.offline": True, "model.vocab": 999, "comm.collectives": "torch",
     "model.sequence": 11, "model.num_classes": 7, "model.image_size": 64, "model.patch_size": 8,
+    "model.compile": True, "model.attention_kernel": "math",
     "model.max_positions": 99, "model.kv_heads": 1, "model.head_dim": 6, "model.activation": "gelu",
     "model.bias": "all", "model.untied": True, "model.tied": True, "model.norms": "both", "model.norm_offset": 1,
     "model.qk_norm": "head",

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from benchmarks.gpu.cases_correctness import MESHES, VARIANTS, furthest
+from benchmarks.gpu.cases_correctness import COMPILED, MESHES, VARIANTS, furthest
 from benchmarks.gpu.programs import Program, batches, engine_of, on_one_rank, world_of_one
 from ranvier.data.loader import Loader
 from ranvier.data.sampler import Sampler
@@ -28,6 +28,18 @@ PROGRAM = Program(layers=2, hidden=64, heads=2, vocab=256, sequence=32, steps=6,
 def test_cuda_agrees_with_the_cpu(name, precision, limit):
     program = replace(PROGRAM, precision=precision, **VARIANTS[name])
     assert furthest(on_one_rank(program, CUDA), on_one_rank(program, CPU)) < limit
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_blocks_agree_with_the_cpu(name):
+    program = replace(PROGRAM, steps=3, vocab=131, **COMPILED[name])
+    assert furthest(on_one_rank(program, CUDA), on_one_rank(replace(program, compile=False), CPU)) < 2e-4
+
+
+def test_wide_products_and_padded_logits_agree_with_the_cpu():
+    """bf16: sums of products in fp32 without rounding in between; the vocabulary is no multiple of 128."""
+    program = replace(PROGRAM, precision="bf16", vocab=131)
+    assert furthest(on_one_rank(program, CUDA), on_one_rank(program, CPU)) < 3e-2
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

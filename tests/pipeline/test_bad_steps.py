@@ -35,7 +35,7 @@ def faulty(model, block, fault, *, samples, steps=None):
         return module
 
     def hook(module, args, output):
-        here = keyed_random._scope.get()
+        here = keyed_random._current.scope
         if here is None or not set(here.samples.tolist()) & set(samples) or (steps and here.step not in steps):
             return output
         return fault(output, module)

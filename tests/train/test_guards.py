@@ -213,7 +213,7 @@ def break_data(monkeypatch, *bad_batches, size=8):
         return train_data, eval_data
 
     def hook(module, args, output):
-        here = keyed_random._scope.get()
+        here = keyed_random._current.scope
         return output * torch.nan if here is not None and bad & set(here.samples.tolist()) else output
 
     def broken(run, dtype=torch.float32):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ranvier import keyed_random
+from ranvier.tensor import keyed_dropout
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.dropout import SplitDropout
 from ranvier.tensor.split.own_part import with_own_parts
@@ -28,4 +28,4 @@ class Dropout(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """x of any shape [B, ...], with elements zeroed and the others scaled while training."""
-        return keyed_random.dropout(x, self.probability, self.training)
+        return keyed_dropout.dropout(x, self.probability, self.training)

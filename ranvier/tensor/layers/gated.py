@@ -19,6 +19,8 @@ Activation = Literal["silu", "gelu", "gelu-tanh"]
 def gated(gate: Tensor, up: Tensor, *, activation: Activation = "silu") -> Tensor:
     """activation(gate) * up, of two tensors with one shape and layout. The backward computes the activation again
     instead of keeping it."""
+    if torch.compiler.is_compiling():  # the compiler plans memory itself
+        return _activated(gate, activation) * up
     layout = layout_of_tensor(gate)
     if layout != layout_of_tensor(up):
         return _activated(gate, activation) * up

@@ -16,6 +16,7 @@ from torch.nn import functional
 from ranvier.config.run import TensorParallel
 from ranvier.layout import Split
 from ranvier.tensor.activations import layout_of
+from ranvier.tensor.deferred_linear import PaddedLinear
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.heads import SplitClassifierHead
 from ranvier.tensor.split.linear import SplitLinear, SplitVocabularyLinear
@@ -74,7 +75,7 @@ class Linear(Layer, nn.Linear):
         return SplitLinear(self, mesh, product, reuse_input=self.reuse_input)
 
 
-class VocabularyLinear(Layer, nn.Linear):
+class VocabularyLinear(Layer, PaddedLinear):
     """The projection onto the vocabulary, x_BSH to logits_BSV, without bias.
 
     On a mesh each column has the logits of its part of the vocabulary, `layout.part(vocab, columns, column)`; the loss

@@ -49,9 +49,9 @@ class Rotary:
     magnitude: float | None = None
     whole_limits: bool = True
 
-    def frequencies(self, length: int) -> Tensor:
+    def frequencies(self, length: int, device: torch.device | str = "cpu") -> Tensor:
         """[D / 2], fp64, for sequences of `length`."""
-        base, exponents = self.base, torch.arange(0, self.width, 2, dtype=torch.float64, device="cpu") / self.width
+        base, exponents = self.base, torch.arange(0, self.width, 2, dtype=torch.float64, device=device) / self.width
         if self.scaling == "dynamic" and length > self.positions:
             base *= (self.factor * length / self.positions - (self.factor - 1)) ** (self.width / (self.width - 2))
         frequencies = base ** -exponents
@@ -61,7 +61,7 @@ class Rotary:
             case "llama3":
                 kept = self._kept_by_wavelength(frequencies)
             case "yarn":
-                kept = self._kept_by_turns()
+                kept = self._kept_by_turns(device)
             case _:
                 return frequencies
         return frequencies / self.factor * (1 - kept) + frequencies * kept
@@ -72,7 +72,7 @@ class Rotary:
         turns = self.positions * frequencies / (2 * math.pi)
         return ((turns - low) / (high - low)).clamp(0, 1)
 
-    def _kept_by_turns(self) -> Tensor:
+    def _kept_by_turns(self, device: torch.device | str) -> Tensor:
         """yarn: share of each frequency that is not divided."""
         slow, fast = self.limits or (1.0, 32.0)
 
@@ -84,7 +84,7 @@ class Rotary:
         if self.whole_limits:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, self.width - 1)
-        places = torch.arange(self.width // 2, dtype=torch.float64, device="cpu")
+        places = torch.arange(self.width // 2, dtype=torch.float64, device=device)
         return 1 - ((places - first) / (last - first or 0.001)).clamp(0, 1)
 
     @property
@@ -99,6 +99,8 @@ class Rotary:
 
         positions: [B, S] int64; by default 0, 1, ... S - 1. longest: more than the largest position, S by default.
         """
+        if torch.compiler.is_compiling() and longest is None:
+            return self._compiled(x, positions)
         values, layout = plain(x), layout_of_tensor(x)
         length = longest or values.shape[-2]
         if longest is not None and self.scaling != "dynamic":
@@ -108,6 +110,13 @@ class Rotary:
             tables = tables[0][positions].unsqueeze(1), tables[1][positions].unsqueeze(1)
         y = _Rotated.apply(values, *tables)
         return y if layout is None else mark(y, layout)
+
+    def _compiled(self, x: Tensor, positions: Tensor | None) -> Tensor:
+        """The same in a compiled graph, which computes the angles of the positions itself."""
+        length = x.shape[-2]
+        places = torch.arange(length, device=x.device) if positions is None else positions.unsqueeze(1)
+        angles = places.to(torch.float64).unsqueeze(-1) * self.frequencies(length, x.device)
+        return _turned(x, *((part * self.scale).to(x.dtype) for part in (angles.cos(), angles.sin())))
 
 
 @lru_cache(maxsize=32)

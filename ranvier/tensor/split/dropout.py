@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ranvier import keyed_random
+from ranvier.tensor import keyed_dropout
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.own_part import SplitLayer
 from ranvier.tensor.splittable import Layer
@@ -24,4 +24,4 @@ class SplitDropout(SplitLayer):
         for dim in self.mesh.activations.cut_dims:
             place = dim - 2  # of (S, H)
             start[place], full[place] = self.mesh.col * sizes[place], self.mesh.num_cols * sizes[place]
-        return keyed_random.dropout(x, self._probability, self.training, start=start, full_shape=full)
+        return keyed_dropout.dropout(x, self._probability, self.training, start=start, full_shape=full)

@@ -1,0 +1,143 @@
+"""Cases of `benchmarks.gpu.suite`, block 2: kernels of a model's layers, each beside what it replaces."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.gpu.case import Options, interleaved, synchronize, timed
+from benchmarks.gpu.cases_speed import DRY, SHAPES, peak_of, step_seconds, utilisation
+from benchmarks.gpu.layers import PlainLayer
+from benchmarks.gpu.programs import on_one_rank
+from benchmarks.tensor.stem import Stem
+from ranvier import keyed_random
+from ranvier.block import Initial, initialise
+from ranvier.config.resolve import resolve
+from ranvier.config.run import Batch, Run
+from ranvier.tensor import keyed_dropout
+from ranvier.tensor.deferred_linear import add_gradients, padded_rows_product
+from ranvier.train.attention import kernel_seconds
+
+
+def compiled(options: Options) -> dict[str, Any]:
+    """A step with blocks compiled and not, in turns, and how far apart their losses are."""
+    rows: dict[str, Any] = {}
+    ways = options.sized((False, True), (False,))
+    shapes = options.sized({name: SHAPES[name] for name in ("1.3B, microbatch 8", "6.7B, microbatch 2")}, {"tiny": DRY})
+    for name, program in shapes.items():
+        seconds = interleaved([lambda program=program, how=how: step_seconds(
+            replace(program, compile=how), options.device) for how in ways], options.sized(2, 1))
+        rows[name] = {("compiled" if how else "eager"): utilisation(program, value, peak_of(options))["mfu"]
+                      for how, value in zip(ways, seconds, strict=True)}
+    small = replace(DRY, precision="fp32", steps=options.sized(20, 2))
+    curves = [on_one_rank(replace(small, compile=how), options.device) for how in ways]
+    apart = max(abs(one[0] - two[0]) for one, two in zip(curves[0], curves[-1], strict=True))
+    return {"mfu": rows, "losses_apart": apart, "says": f"{rows}; losses apart by {apart:.1e}"}
+
+
+def attention_kernels(options: Options) -> dict[str, Any]:
+    """Forward and backward of attention by each kernel, at the lengths where they differ."""
+    rows = {}
+    for name, program in options.sized({
+            "2048": SHAPES["1.3B, microbatch 8"], "8192": replace(SHAPES["1.3B, microbatch 8"], sequence=8192,
+                                                                  samples=2)}, {"tiny": DRY}).items():
+        run = resolve(Run(model=program.transformer, precision="bf16", batch=Batch(microbatch_size=program.samples)))
+        rows[name] = kernel_seconds(run, options.device) if options.device.type == "cuda" else {"math": 0.0}
+    return {"times": rows, "says": "; ".join(f"{name}: {min(row, key=lambda kernel: row[kernel])}"
+                                               for name, row in rows.items() if row)}
+
+
+def linear_kernels(options: Options) -> dict[str, Any]:
+    """Products into fp32 gradients, and logits in padded rows, each beside the plain operations. bf16."""
+    device, (tokens, hidden, vocab) = options.device, options.sized((16384, 2048, 50257), (16, 32, 131))
+    layer = nn.Linear(hidden, 4 * hidden, bias=False, device=device, dtype=torch.bfloat16)
+    x, dy, logits_dy = (torch.randn(tokens, width, device=device, dtype=torch.bfloat16)
+                        for width in (hidden, 4 * hidden, vocab))
+    layer.weight.grad_dtype = torch.float32
+    layer.weight.grad = torch.zeros(4 * hidden, hidden, device=device)
+    weight = torch.randn(vocab, hidden, device=device, dtype=torch.bfloat16)
+
+    def apart() -> None:
+        layer.weight.grad.add_(dy.t().mm(x))
+
+    def padded() -> None:
+        y = padded_rows_product(x, weight)
+        y.mm(weight)
+        y.t().mm(x)
+
+    def plain() -> None:
+        x.mm(weight.t())
+        logits_dy.mm(weight)
+        logits_dy.t().mm(x)
+
+    rows = {name: timed(call, device) for name, call in {
+        "gradient, one kernel": lambda: add_gradients(layer.weight, None, x, dy), "gradient, product and sum": apart,
+        "logits, padded rows": padded, "logits, plain": plain}.items()}
+    return {"times": rows, "says": ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in rows.items())}
+
+
+def random_numbers(options: Options) -> dict[str, Any]:
+    """Initial weights drawn on the device, in seconds per billion, and dropout's kernel beside torch's operations."""
+    device, side = options.device, options.sized(1 << 14, 64)
+    weights = torch.empty(side, side, device=device)
+    drawing = timed(lambda: initialise(weights, "a.weight", Initial("normal", 0.02), 0), device, warm=1, times=3)
+    part = torch.empty(64, side)
+    initialise(part, "a.weight", Initial("normal", 0.02), 0, (side, side), ((0, 64), (0, side)))
+    wrong = float((weights[:64].cpu() != part).double().mean())
+    x = torch.randn(8, side // 8, side // 8, device=device, dtype=torch.bfloat16)
+    masks = []
+
+    def drop(call: Any) -> None:
+        with keyed_random.scope(0, 0, torch.arange(8)):
+            masks.append(call(x, 0.1, True))
+
+    rows = {"kernel": timed(lambda: drop(keyed_dropout.dropout), device),
+            "operations": timed(lambda: drop(keyed_random.dropout), device)}
+    synchronize(device)
+    if not torch.equal(masks[0], masks[-1]):
+        raise RuntimeError("the kernel's dropout is not that of torch's operations")
+    billion = drawing / side**2 * 1e9
+    return {"seconds_per_billion_weights": billion, "share_that_differs": wrong, "dropout_seconds": rows,
+            "says": f"{billion:.2f} s per billion weights, {wrong:.1e} of them another fp32 number than the CPU's; "
+                    f"dropout {1e3 * rows['kernel']:.2f} ms, by operations {1e3 * rows['operations']:.2f} ms"}
+
+
+def cuda_graphs(options: Options) -> dict[str, Any]:
+    """An experiment: a stage of fixed shape as a CUDA graph, forward and backward, beside the same without one."""
+    device, rows = options.device, {}
+    for name, (hidden, samples) in options.sized({"350M": (1024, 1), "1.3B": (2048, 1)}, {"tiny": (32, 1)}).items():
+        stem = Stem(num_layers=4, hidden=hidden, heads=hidden // 16, sequence=options.sized(1024, 8), dtype="bfloat16")
+        x = torch.randn(samples, stem.sequence, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
+        with torch.device(device):
+            layers: Any = nn.Sequential(*(PlainLayer(stem) for _ in range(4)))
+        ways = {"eager": layers}
+        if options.sized(True, False):
+            ways["graph"] = torch.cuda.make_graphed_callables(layers, (x,))
+        rows[name] = {way: timed(lambda call=call, x=x: call(x).backward(x.detach()), device)
+                      for way, call in ways.items()}
+    return {"times": rows, "says": "; ".join(
+        f"{name}: " + ", ".join(f"{way} {1e3 * seconds:.2f} ms" for way, seconds in row.items())
+        for name, row in rows.items())}
+
+
+def float8(options: Options) -> dict[str, Any]:
+    """An experiment: a product in float8 (e4m3, one scale a tensor) beside bf16, and how far off it is."""
+    device, (tokens, hidden) = options.device, options.sized((16384, 4096), (16, 32))
+    x, weight = (torch.randn(size, hidden, device=device, dtype=torch.bfloat16) for size in (tokens, 4 * hidden))
+
+    def scaled(one: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = one.abs().amax().float() / torch.finfo(torch.float8_e4m3fn).max
+        return (one.float() / scale).to(torch.float8_e4m3fn), scale
+
+    def product() -> torch.Tensor:
+        (a, scale_a), (b, scale_b) = scaled(x), scaled(weight)
+        return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16)
+
+    rows = {"float8, casts included": timed(product, device), "bf16": timed(lambda: x.mm(weight.t()), device)}
+    exact = x.float().mm(weight.t().float())
+    error = float((product().float() - exact).norm() / exact.norm())
+    return {"times": rows, "relative_error": error, "says": f"relative error {error:.1e}, " + ", ".join(
+        f"{name} {1e3 * seconds:.2f} ms" for name, seconds in rows.items())}

@@ -1,0 +1,259 @@
+"""Blocks compiled by torch.compile, each as one graph, with the queue of weight gradients outside of it.
+
+A queue inside a compiled backward would keep tensors whose memory the compiler uses again. So the operands of the
+deferred products are outputs of the two graphs:
+
+    forward   state, taps -> state, x of each linear layer
+    backward  dstate      -> dstate, dy of each linear layer, as the gradient of its tap
+
+A tap is an input without values or memory, of the shape of the layer's output. Its own backward, outside of the graph,
+has x and dy, and gives them to the queue as an uncompiled layer does. Shapes of taps come from one run of the block on
+fake tensors (shapes without memory) for each shape of its inputs.
+
+Keys of dropout masks are inputs of the graph, too, so that a new step does not compile again. Blocks that compute the
+same share their code, and a second shape makes the code independent of sizes.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import fake_tensor
+from torch.nn import functional
+from torch.utils._pytree import tree_map
+
+from ranvier import keyed_random
+from ranvier.block import State
+from ranvier.errors import ModelError
+from ranvier.tensor.autograd import Function
+from ranvier.tensor.deferred_linear import DeferringForwards, add_gradients, is_deferrable
+from ranvier.tensor.weight_gradients import WeightGradients
+
+Backend = str | Callable[..., Any]
+"""Of torch.compile."""
+BACKEND: Backend = "inductor"
+
+_NOT_FAKE = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException,
+             fake_tensor.UnsupportedFakeTensorException, fake_tensor.UnsupportedOperatorException)
+_CANNOT = (*_NOT_FAKE, torch._dynamo.exc.TorchDynamoException)
+
+
+@dataclass(eq=False)
+class _Call:
+    """What the linear layers of a block take and give in one forward."""
+
+    taps: Sequence[Tensor] = ()
+    inputs: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    """What a block does with inputs of certain shapes: its deferrable products with their outputs' shapes, and the
+    number of its dropout calls."""
+
+    products: tuple[tuple[nn.Linear, tuple[int, ...]], ...]
+    sites: int
+
+
+class _Operand:
+    """The input of one linear layer, which is known after the forward."""
+
+    x: Tensor | None = None
+
+
+class _Tap(Function):
+    """An input of the graph whose gradient is dy; its backward computes or defers the weight's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: nn.Parameter, bias: nn.Parameter | None, shape: Sequence[int], operand: _Operand,
+                gradients: WeightGradients) -> Tensor:
+        ctx.weight, ctx.bias, ctx.operand, ctx.gradients = weight, bias, operand, gradients
+        return weight.new_zeros(()).expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        x, ctx.operand.x = ctx.operand.x, None  # freed now, and not with the graph
+        if x is None:
+            raise RuntimeError("a compiled block cannot run its backward twice: set --model.compile false")
+        if ctx.gradients.in_pass:
+            grown = [ctx.weight] if ctx.bias is None or not ctx.bias.requires_grad else [ctx.weight, ctx.bias]
+            ctx.gradients.add(grown, (x, dy), partial(add_gradients, ctx.weight, ctx.bias))
+            return None, None, None, None, None
+        rows = dy.reshape(-1, dy.shape[-1])
+        db = rows.sum(0) if ctx.needs_input_grad[1] else None
+        return rows.t().mm(x.reshape(-1, x.shape[-1])), db, None, None, None
+
+
+class _TappedLinear(Function):
+    """functional.linear inside the graph, whose weight and bias have no gradient there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tap: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, Tensor]:
+        weight, = ctx.saved_tensors
+        return dy.matmul(weight), None, None, dy
+
+
+def _tapped(module: nn.Linear, input: Tensor) -> Tensor:
+    """The forward of a deferrable layer in the graph."""
+    if torch.is_autocast_enabled(input.device.type):
+        return functional.linear(input, module.weight, module.bias)
+    call: _Call = module.__dict__["_compiled_call"]
+    tap = call.taps[len(call.inputs)]
+    call.inputs.append(input)
+    return _TappedLinear.apply(input, module.weight.detach(), None if module.bias is None else module.bias.detach(),
+                               tap)
+
+
+def _recorded(record: Callable[[nn.Linear, Tensor, Tensor], None], module: nn.Linear, input: Tensor) -> Tensor:
+    """The forward of a deferrable layer on fake tensors."""
+    y = functional.linear(input, module.weight, module.bias)
+    if not torch.is_autocast_enabled(input.device.type):
+        record(module, input, y)
+    return y
+
+
+def _run(module: nn.Module, call: _Call, state: State, taps: Sequence[Tensor]) -> tuple[State, list[Tensor]]:
+    """The graph."""
+    call.taps, call.inputs = taps, []
+    state = module(state)
+    inputs, call.taps, call.inputs = call.inputs, (), []
+    return state, inputs
+
+
+class CompiledBlocks:
+    """The compiled forwards of a stage's blocks.
+
+    Args:
+        how: True: a block that cannot be compiled is a ModelError; "auto": it runs uncompiled, with a warning.
+        forwards: which layers' weight gradients may be deferred.
+        recomputed: blocks whose forward runs again before their backward. Their graphs hold for all sizes from the
+            start: the second forward must not find a graph that another microbatch's size has led to meanwhile.
+    """
+
+    def __init__(self, how: Literal[True, "auto"], gradients: WeightGradients, forwards: DeferringForwards,
+                 recomputed: Collection[nn.Module] = ()) -> None:
+        self._how, self._gradients, self._forwards, self._recomputed = how, gradients, forwards, set(recomputed)
+        self._compiled: dict[object, Callable[..., tuple[State, list[Tensor]]]] = {}
+        self._shapes: dict[tuple[nn.Module, object], _Shapes] = {}
+        self._call = _Call()
+        self.uncompiled: dict[nn.Module, str] = {}
+        """Blocks that cannot be compiled, and why."""
+
+    def __call__(self, module: nn.Module, name: str, state: State, scope: keyed_random.Scope) -> State:
+        """`module(state)`, compiled. ModelError where that cannot be, and is required."""
+        if module in self.uncompiled:
+            return module(state)  # type: ignore[no-any-return]
+        try:
+            shapes = self._shapes_of(module, state, scope)
+            scope.calls, scope.keys = 0, _site_keys(scope, shapes.sites, state)
+            return self._run(module, state, shapes)
+        except _CANNOT as error:
+            self._cannot(module, name, error)
+            scope.calls, scope.keys = 0, None
+            return module(state)  # type: ignore[no-any-return]
+
+    def _cannot(self, module: nn.Module, name: str, error: Exception) -> None:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        if self._how is True:
+            raise ModelError(f"cannot be compiled: {lines[0]}", where=f"block {name}", value=type(module).__name__,
+                             remedy="Set --model.compile false, or change the block so that torch.compile(block, "
+                                    "fullgraph=True) takes it.") from error
+        self.uncompiled[module] = lines[0]
+        warnings.warn(f"block {name} runs uncompiled, because torch.compile cannot take it: {lines[0]} "
+                      "(--model.compile true shows the whole error)", stacklevel=2)
+
+    def _run(self, module: nn.Module, state: State, shapes: _Shapes) -> State:
+        operands = [_Operand() for _ in shapes.products]
+        taps = [_Tap.apply(linear.weight, linear.bias, shape, operand, self._gradients)
+                for (linear, shape), operand in zip(shapes.products, operands, strict=True)]
+        kind = module in self._recomputed, _kind_of(module)
+        if kind not in self._compiled:
+            self._compiled[kind] = torch.compile(_copy_of(_run), fullgraph=True, backend=BACKEND,
+                                                 dynamic=True if module in self._recomputed else None)
+        with self._installed(module, _tapped if taps else None):
+            result, inputs = self._compiled[kind](module, self._call, state, taps)
+        for (_, shape), operand, x in zip(shapes.products, operands, inputs, strict=True):
+            operand.x = x.detach()
+            size = x.element_size()
+            self._gradients.forward_bytes += x.numel() * size + torch.Size(shape).numel() * size
+        return result
+
+    @contextmanager
+    def _installed(self, module: nn.Module, forward: Callable[..., Tensor] | None) -> Iterator[None]:
+        """The block's deferrable layers have this forward, or (None) their own."""
+        layers = self._forwards.layers_of(module)
+        before = [layer.__dict__.pop("forward", None) for layer in layers]
+        for layer in layers:
+            if forward is not None and is_deferrable(layer):
+                layer.__dict__["_compiled_call"] = self._call
+                layer.__dict__["forward"] = types.MethodType(forward, layer)
+        try:
+            yield
+        finally:
+            for layer, one in zip(layers, before, strict=True):
+                layer.__dict__.pop("_compiled_call", None)
+                layer.__dict__.pop("forward", None)
+                if one is not None:
+                    layer.__dict__["forward"] = one
+
+    def _shapes_of(self, module: nn.Module, state: State, scope: keyed_random.Scope) -> _Shapes:
+        """Of the block with inputs as these, and with the parameters that train now."""
+        tensors = state if isinstance(state, dict) else {"": state}
+        key = (module, (torch.is_grad_enabled(), module.training, tuple(map(is_deferrable, self._forwards.layers_of(
+            module))), tuple((name, one.shape, one.dtype) for name, one in tensors.items())))
+        if key not in self._shapes:
+            self._shapes[key] = self._examined(module, state, scope)
+        return self._shapes[key]
+
+    def _examined(self, module: nn.Module, state: State, scope: keyed_random.Scope) -> _Shapes:
+        products: list[tuple[nn.Linear, tuple[int, ...]]] = []
+        seen: list[tuple[Tensor, int]] = []
+
+        def record(layer: nn.Linear, x: Tensor, y: Tensor) -> None:
+            products.append((layer, tuple(y.shape)))
+            seen.append((x, x._version))
+
+        mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+        has_products = torch.is_grad_enabled() and any(map(is_deferrable, self._forwards.layers_of(module)))
+        # In a recomputed segment there are none, and a graph of fake tensors would count as saved by the segment.
+        with self._installed(module, partial(_recorded, record) if has_products else None), mode, \
+                torch.set_grad_enabled(has_products):
+            module(tree_map(mode.from_tensor, state))
+        if any(x._version != version for x, version in seen):
+            raise torch._dynamo.exc.Unsupported("the input of a linear layer is changed in place after the layer")
+        return _Shapes(tuple(products), scope.calls)
+
+
+def _site_keys(scope: keyed_random.Scope, sites: int, state: State) -> Tensor | None:
+    """[sites, b] int64 on the device of the block, or None without dropout."""
+    if not sites:
+        return None
+    device = next(iter(state.values())).device if isinstance(state, dict) else state.device
+    return torch.stack([scope.site_keys(site) for site in range(sites)]).to(device, non_blocking=True)
+
+
+def _kind_of(module: nn.Module) -> object:
+    """Equal for blocks that may share their code. torch checks everything else on which it depends."""
+    return type(module), module.training, tuple((name, one.shape, one.dtype, one.requires_grad)
+                                                for name, one in module.named_parameters())
+
+
+def _copy_of(function: Any) -> types.FunctionType:
+    """The same function with code of its own: torch counts compilations for each code object."""
+    copied = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__,
+                                function.__defaults__, function.__closure__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied

@@ -1,0 +1,203 @@
+"""Compiled blocks: each one graph, with raw gradients equal to those of plain PyTorch and the same deferred products.
+
+The backend aot_eager traces forward and backward as inductor does, and compiles nothing; one slow test compiles.
+"""
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from ranvier.config.run import Memory, Pipeline, Transformer
+from ranvier.errors import ModelError
+from ranvier.mesh import Mesh
+from ranvier.models import bert, gpt, llama, vit
+from ranvier.pipeline.microbatch import Microbatch
+from ranvier.tensor import compiled
+from ranvier.tensor.weight_gradients import WeightGradients
+from tests.pipeline.parity import assert_parity, chain, frozen, on_mesh, points, share
+
+SIZES = dict(hidden=16, heads=4, vocab=23, dropout=0.1, num_classes=5)
+
+
+@pytest.fixture(autouse=True)
+def traced(monkeypatch):
+    """Graphs are traced, and run as they are."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*runs uncompiled.*")
+        yield
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """The graphs that are made, counted by a backend that runs them as they are."""
+    made = []
+    from torch._dynamo.backends.debugging import aot_eager
+
+    def backend(graph, inputs, **options):
+        made.append(graph)
+        return aot_eager(graph, inputs, **options)
+
+    monkeypatch.setattr(compiled, "BACKEND", backend)
+    return made
+
+
+def model_of(kind, **changed):
+    if kind == "vit":
+        return vit.vit(Transformer(**SIZES | dict(num_layers=1, image_size=12, patch_size=4) | changed),
+                       dtype=torch.float64)
+    config = Transformer(**SIZES | dict(num_layers=1, sequence=12) | changed)
+    if kind == "bert":
+        return bert.bert(config, "classes", dtype=torch.float64)
+    return (llama.llama if kind.startswith("llama") else gpt.gpt)(config, dtype=torch.float64)
+
+
+def batches_of(kind, *, packed=False, replicas=1, count=2):
+    generator, batches = torch.Generator().manual_seed(5), []
+    for replica in range(replicas):
+        batches.append([])
+        for number in range(count):
+            samples, length = 2 + number % 2, 12 - number if kind != "vit" else 12  # other sizes, each microbatch
+            ids = torch.randint(23, (samples, length), generator=generator)
+            inputs, targets = ids, torch.randint(23, (samples, length), generator=generator)
+            if kind == "vit":
+                inputs = torch.randn(samples, 3, 12, 12, generator=generator, dtype=torch.float64)
+            if kind == "bert":
+                inputs = {"ids": ids, "mask": torch.ones_like(ids), "types": torch.zeros_like(ids)}
+            if kind in ("vit", "bert"):
+                targets = torch.randint(5, (samples,), generator=generator)
+            if packed:
+                inputs = {"ids": ids, "segments": 1 + (torch.arange(length) >= length // 2).long().expand_as(ids)}
+            first = 10 * (replica * count + number)
+            batches[-1].append(Microbatch(inputs, targets, torch.arange(first, first + samples)))
+    return batches
+
+
+LLAMA = {"kv_heads": 2, "qk_norm": "head", "bias": "qkv", "norms": "both", "embedding_scale": "sqrt-hidden"}
+
+
+@pytest.mark.parametrize(("kind", "changed"), [
+    ("gpt", {"num_layers": 3}), pytest.param("bert", {}, marks=pytest.mark.slow),
+    pytest.param("llama", LLAMA, marks=pytest.mark.slow), pytest.param("vit", {}, marks=pytest.mark.slow)])
+def test_gradients_are_plain_pytorchs(kind, changed, graphs):
+    assert_parity(lambda: model_of(kind, **changed), batches_of(kind), Mesh(), compile=True, run_seconds=300.0)
+    assert 4 <= len(graphs) <= 10, "blocks that are alike share their graphs, which hold for any length"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_packed_sequences(kind):
+    assert_parity(lambda: model_of(kind), batches_of(kind, packed=True, count=1), Mesh(), compile=True,
+                  run_seconds=300.0)
+
+
+def test_recomputation():
+    assert_parity(lambda: model_of("gpt", num_layers=2), batches_of("gpt", count=1), Mesh(), compile=True,
+                  memory=Memory(recompute=2), run_seconds=300.0)
+
+
+@pytest.mark.slow
+def test_recomputation_with_lengths_that_change():
+    """The first microbatch is recomputed when the second one, of another length, has been compiled for."""
+    assert_parity(lambda: model_of("gpt", num_layers=2), batches_of("gpt", count=3), Mesh(pipe=2), compile=True,
+                  memory=Memory(recompute=1), run_seconds=300.0)
+
+
+@pytest.mark.slow
+def test_frozen_blocks_and_parameters():
+    assert_parity(lambda: frozen(model_of("gpt", untied=True, num_layers=2), lambda name: name.startswith(
+        ("embedding", "layer0.attention", "layer1.mlp.fc2"))), batches_of("gpt", count=1), Mesh(), compile=True,
+                  run_seconds=300.0)
+
+
+@pytest.mark.slow
+def test_stages_that_defer_their_products():
+    assert_parity(lambda: model_of("gpt"), batches_of("gpt", replicas=2, count=2), Mesh(data=2, pipe=2), compile=True,
+                  pipeline=Pipeline(defer_bytes=1 << 30), run_seconds=300.0)
+
+
+def test_products_come_in_the_same_order(monkeypatch):
+    """And keep the same bytes alive, so that schedules and memory are those of uncompiled blocks."""
+    orders, add = [], WeightGradients.add
+
+    def recorded(self, parameters, tensors, *rest, **options):
+        orders[-1].append([tuple(one.shape) for one in (*parameters, *tensors)])
+        add(self, parameters, tensors, *rest, **options)
+
+    monkeypatch.setattr(WeightGradients, "add", recorded)
+    for how in (False, True):
+        orders.append([])
+        kept = on_mesh(lambda: model_of("gpt"), Mesh(), lambda engine: (engine.forward_backward(
+            share(engine, batches_of("gpt", count=1))), engine._stages.first._weights.forward_bytes)[1], compile=how)
+        orders[-1].append(kept)
+    assert orders[0] == orders[1] and len(orders[0]) == 5
+
+
+class Reads(nn.Module):
+    """A block that waits for a number of its input: no single graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x) * (2.0 if float(x.detach().sum()) > -1e9 else 1.0)
+
+
+class Changes(Reads):
+    """A block that changes a layer's input after the layer."""
+
+    def forward(self, x):
+        x = x * 1
+        y = self.linear(x)
+        x += 1
+        return y
+
+
+@pytest.mark.parametrize(("block", "why"), [(Reads, "_local_scalar_dense"), (Changes, "changed in place")])
+def test_a_block_that_cannot_be_compiled_is_named(block, why):
+    with pytest.raises(ModelError, match=rf"block b0: cannot be compiled: .*{why}(.|\n)*--model.compile false"):
+        on_mesh(lambda: chain(block), Mesh(), lambda engine: engine.forward_backward(share(engine, points([[2]]))),
+                compile=True)
+
+
+def test_with_auto_it_runs_uncompiled(monkeypatch):
+    """As on CUDA, where auto compiles."""
+    monkeypatch.setattr("ranvier.pipeline.engine.Engine._compiles", lambda engine, how: "auto")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert_parity(lambda: chain(Reads), points([[2, 3]]), Mesh())
+    assert len([one for one in caught if "block b0 runs uncompiled" in str(one.message)]) == 1
+
+
+def test_a_second_backward_is_refused():
+    layer = nn.Linear(3, 2)
+    operand = compiled._Operand()
+    tap = compiled._Tap.apply(layer.weight, layer.bias, (4, 2), operand, WeightGradients(
+        lambda parameter: 0, lambda parameter: None, lambda parameter: None))
+    operand.x = torch.ones(4, 3)
+    tap.sum().backward(retain_graph=True)
+    assert torch.equal(layer.weight.grad, torch.full((2, 3), 4.0))
+    assert torch.equal(layer.bias.grad, torch.full((2,), 4.0))
+    with pytest.raises(RuntimeError, match="cannot run its backward twice"):
+        tap.sum().backward()
+
+
+def test_users_errors_are_their_own():
+    """A block's mistake is no failure of the compiler."""
+    with pytest.raises(RuntimeError, match="same reduction dim") as caught:
+        on_mesh(lambda: chain(partial(nn.Linear, 5, 4)), Mesh(),
+                lambda engine: engine.forward_backward(share(engine, points([[2]]))), compile=True)
+    assert "in block b0" in str(caught.value.__notes__)
+
+
+@pytest.mark.slow
+def test_inductor(monkeypatch):
+    """Really compiled, as on CUDA."""
+    monkeypatch.setattr(compiled, "BACKEND", "inductor")
+    assert_parity(lambda: model_of("gpt", num_layers=1), batches_of("gpt", count=1), Mesh(), compile=True,
+                  run_seconds=400.0)
