@@ -15,13 +15,14 @@ VERSIONS ?= python3.11:2.11.0 python3.12:2.11.0 python3.12:2.13.0
 # Largest file that `make lint` accepts.
 MAX_FILE_KIB := 2048
 
-.PHONY: help train test test-all test-versions lint check-files docs wheel bench-pipeline bench-transports bench-meshes bench-memory bench-tensor bench-checkpoint bench-elastic bench-finetune clean
+.PHONY: help train test test-all test-versions lint check-files docs wheel lock bench-pipeline bench-transports bench-meshes bench-memory bench-tensor bench-checkpoint bench-elastic bench-finetune clean
 
 help:
 	@echo "make train              train the smallest GPT on four local ranks, with a picture of what each did when"
 	@echo "make test               lint and the tests; test-all adds the slow ones, and other versions of Python and torch"
 	@echo "make docs               build the site into site/; make wheel builds dist/"
 	@echo "make bench-pipeline     compare with other pipelines; bench-transports, bench-meshes, bench-memory, bench-tensor, bench-checkpoint, bench-elastic, bench-finetune likewise"
+	@echo "make lock               the newest versions of all packages into constraints.txt, but for torch's"
 	@echo "make clean              remove $(VENV)"
 
 train: $(VENV)/train
@@ -65,6 +66,14 @@ docs: $(VENV)/docs
 wheel: $(VENV)/test
 	rm -rf dist build
 	$(BIN)/python -m build --no-isolation
+
+# All versions anew, but for those of torch and mypy, which are raised by hand. Test what it wrote before you commit it.
+lock:
+	rm -rf $(VENV)/lock && $(PYTHON) -m venv $(VENV)/lock
+	grep -E '^(torch|mypy)==' constraints.txt > $(VENV)/lock/kept.txt
+	$(VENV)/lock/bin/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/lock/kept.txt -e '.[mpi,test]'
+	{ grep '^#' constraints.txt; $(VENV)/lock/bin/python -m pip freeze --all --exclude-editable | grep -v '^pip==' | sed 's/+cpu//' | sort -f; } > $(VENV)/lock/found.txt
+	mv $(VENV)/lock/found.txt constraints.txt && rm -rf $(VENV)/lock
 
 bench-pipeline: $(VENV)/train
 	$(BIN)/python -m benchmarks.pipeline.pipeline

@@ -83,3 +83,17 @@ def test_the_wheel_of_the_sdist_installs_and_runs(tmp_path: Path) -> None:
                                           "print(ranvier.__file__, *read.recipe_names())").split()
     assert home.startswith(site)
     assert "gpt-tiny" in recipes
+
+
+def test_the_lock_has_every_dependency_of_the_two_commands() -> None:
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    pinned = {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
+    assert not any("://" in line or "+" in line for line in lines) and pinned["torch"] == "2.13.0"
+    extras = PROJECT["project"]["optional-dependencies"]
+    for text in (*PROJECT["project"]["dependencies"], *extras["mpi"], *extras["test"]):
+        wanted = Requirement(text)
+        assert pinned.get(canonicalize_name(wanted.name)) in wanted.specifier, f"{text}: run make lock"
+    assert len(pinned) > 80  # what they need in turn, too
