@@ -63,8 +63,8 @@ def write_part(path: Path, tensors: Mapping[str, torch.Tensor]) -> File:
 
 
 def publish(temporary: Path, final: Path, manifest: Manifest, verify: Callable[[], None] = lambda: None) -> None:
-    """Complete the folder `temporary`, whose parts are written, and give it the name `final`. A damaged checkpoint of
-    that name goes.
+    """Complete the folder `temporary`, whose parts are written, and give it the name `final`: the manifest is written
+    last, and then the folder renamed, so that it is whole or not there. An earlier folder of that name is replaced.
 
     verify: raises where the folder is not the caller's any more; asked before anything gets a name. OSError when it
     cannot be; CheckpointError when parts are not there.

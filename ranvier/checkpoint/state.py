@@ -356,7 +356,8 @@ def _check_shape(saved: StateSource, piece: Piece) -> None:
 
 
 def _load_parameters(engine: Engine, saved: StateSource) -> None:
-    """Parameters from their own kind, or where formats differ from the master copies, which are exact."""
+    """Parameters from their own kind; where they were saved in another number format than this run's, from the master
+    copies, which are exact."""
     at, layout = engine.coordinates, engine.layout
     masters, frozen = saved.manifest.tensors.get("master", {}), set(saved.manifest.frozen)
     ends = engine.layout.ends_on(engine.coordinates.pipe)

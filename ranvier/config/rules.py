@@ -87,7 +87,7 @@ def tensor_problems(mesh: Mesh, tensor: TensorParallel) -> Iterator[ConfigError]
 
 
 def divisibility_problems(run: ResolvedRun) -> Iterator[ConfigError]:
-    """Sizes that rows or columns do not divide."""
+    """Sizes that rows or columns must divide, and do not. Heads of keys and values they need not: see `Split.on`."""
     mesh, model, tensor = run.mesh, run.model, run.tensor
     shares: list[tuple[str, str, int]] = [("row", "batch.microbatch-size", run.batch.microbatch_size),
                                           ("col", "model.heads", model.heads)]

@@ -1,6 +1,6 @@
 """Which sequences are in which step, and who takes which of them: a matter of the seed alone, never of the mesh.
 
-The whole state is the number of the step, so a run resumes anywhere and on any mesh.
+The only state is the number of samples taken so far, so a run resumes anywhere and on any mesh.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ class Split:
 
     def on(self, num_cols: int) -> Split:
         """The split on so many columns. Where they do not divide `units` (grouped-query attention: fewer heads of keys
-        and values than columns), every column holds all units. It computes with those that it needs, so its gradient is
-        a part of theirs."""
+        and values than columns), every column holds all units, and computes with those that its queries need; the sum
+        over the columns is the units' gradient."""
         if self.units is None or self.units % num_cols == 0:
             return replace(self, units=None)
         first, *rest = self.dims

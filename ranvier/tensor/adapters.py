@@ -64,8 +64,8 @@ class Adapter(Layer):
     takes, gives: of the layer. units: pieces of the output that are never divided, and of which every column holds all
     where columns do not divide them (as in `SharedInputLinear`).
 
-    A and B start with what `new_empty` gives; whoever adds the adapter sets them. `magnitude_change` is what training
-    adds to |W|, so that m starts as |W| whatever weights are loaded.
+    A and B have no values until `models/lora` sets them, A to uniform numbers and B to zero. `magnitude_change` is what
+    training adds to |W|, so that m starts as |W| whatever weights are loaded.
     """
 
     magnitude_change: nn.Parameter | None
