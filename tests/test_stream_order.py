@@ -40,6 +40,8 @@ EXCEPTIONS = {
         "a communicator is built before the first step; no memory depends on it",
     ("elastic/cache/auto_cache.py", "torch.cuda.current_stream(self._device).synchronize()"):
         "the seconds of a computation end with it; the copy that follows waits anyway",
+    ("train/attention.py", "torch.cuda.synchronize(device)"):
+        "the seconds of a kernel begin and end with it, before the first step",
 }
 """Waits that order no accesses, and why they are there."""
 OTHER = {

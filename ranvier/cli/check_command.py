@@ -8,6 +8,7 @@ import json
 import click
 
 from ranvier.cli.options import SettingsCommand, complete_recipe, json_option, read_recipe
+from ranvier.cli.problems import print_problems
 from ranvier.config import read
 
 
@@ -29,9 +30,13 @@ def check(recipe: str | None, split: str | None, ranks: int | None, ranks_per_no
     """
     if split is not None:
         # Imported here because tests of models are a tool above the command, not part of it.
-        from ranvier.testing.split import check_named
+        from ranvier.testing.split import SplitError, check_named
 
-        check_named(split, as_json=as_json)
+        try:
+            check_named(split, as_json=as_json)
+        except SplitError as error:  # its outcomes are printed
+            print_problems([error])
+            return 2
     if recipe is None:
         if split is None:
             raise click.UsageError("Missing argument 'RECIPE'.")
