@@ -23,5 +23,5 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def reduce_dtype(settings: Optim | TensorParallel, dtype: torch.dtype) -> torch.dtype:
-    """In which sums of tensors of `dtype` travel, as `settings.reduce_dtype` says."""
+    """The number format in which tensors of `dtype` are summed over ranks, as `settings.reduce_dtype` says."""
     return torch.float32 if is_half(dtype) and settings.reduce_dtype == "fp32" else dtype

@@ -247,7 +247,7 @@ class Layout:
                 for parameter in self.parameters_of(at.pipe)]
 
     def gradients(self, rank: int) -> list[FlatGradient]:
-        """The gradients of `rank`, in the order of the parameters' owners: one for each key that is trained."""
+        """One gradient for each trained key of `rank`, in the order of the owning parameters."""
         at = self.mesh.coordinates(rank)
         blocks: dict[str, set[int]] = {}
         for parameter in self.parameters_of(at.pipe):

@@ -1,6 +1,6 @@
 """Loss and weight of the batch at hand, over all ranks, and of earlier batches of the same step.
 
-Nobody waits for them but who divides by the weight: they are summed asynchronously, from a rank's last forward on.
+Only code that divides by the weight waits for these sums, which run asynchronously from a rank's last forward on.
 """
 
 from __future__ import annotations

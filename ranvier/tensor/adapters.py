@@ -81,7 +81,7 @@ class Adapter(Layer):
                                 else None)
 
     def splits(self, settings: TensorParallel) -> dict[str, Split]:
-        """A as the layer's input, B and the magnitude as its output."""
+        """A is split like the layer's input, B and the magnitude like its output."""
         features = feature_split(settings)
         replicated = Split(((),), summed=("row",))
         enter = {"stream": features, "inner": Split((("col",),), summed=("row",))}.get(self.takes, replicated)
