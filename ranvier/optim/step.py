@@ -411,7 +411,7 @@ class Updater:
             self.gradients.flat[start:stop].add_(self._kept[start:stop], alpha=weight * self.loss_factor)
 
     def _count(self, chunk: Chunk) -> None:
-        """Add this rank's part of a chunk to the squared norm; where members hold the same values, the first adds them."""
+        """Add this rank's part of a chunk to the squared norm; where members hold the same, the first adds it."""
         if chunk.counts and (self.gradients.scattered or chunk.group.index == 0):
             self._squared = self._squared + self.gradients.squared_norm(chunk)
             if self._by_block is not None:
