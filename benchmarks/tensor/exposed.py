@@ -1,15 +1,15 @@
 """Bytes of the tensor mesh that no product hides: between the start of a collective and its wait, what is computed?
 
-    python -m benchmarks.tensor.exposed [--only 'stationary 1x8*']
+    python -m benchmarks.tensor.exposed [--only 'stationary 1x8*'] [--cluster h100]
 
-A GPT layer runs forward and backward on the meta device, as rank (0, 0) of a row x col mesh in name only, with NCCL's
-collectives and CUDA's panel sizes. A collective runs on a stream of its own from its start; the rank waits for it where
-it calls `wait`. So its bytes are hidden, at most, behind matrix products that are issued between the two, and exposed
-if there are none.
-Attention and elementwise operations do not count.
+The layers of a GPT stage run forward and backward on the meta device, as one rank of a row x col mesh in name only, with
+NCCL's collectives and CUDA's panel sizes. A collective runs on a stream of its group from its start, after those that
+were started before; the rank goes on to compute, and stands still where it calls `wait` too early. Only matrix products
+take time here: attention and elementwise operations do not count, and collectives of every size do.
 
-Only collectives of more than 1 MiB are listed. The figure is an upper bound of what is hidden: it asks for any product
-at all, not for one that takes as long as the transfer, and one product may hide several transfers.
+    no product    of the bytes, those of collectives without any product between start and wait
+    waited for    time that the rank stands still, of the time of all collectives, at the cluster's rates. A product hides
+                  as much as it takes, once.
 """
 
 from __future__ import annotations
@@ -19,84 +19,111 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
-from benchmarks.memory.program import MIB, table
+from benchmarks.memory.program import table
 from ranvier.comm.meta import MetaGroup
 from ranvier.config.run import TensorParallel as Settings
 from ranvier.config.run import Transformer
+from ranvier.cost.cluster_files import load_cluster
+from ranvier.cost.hardware import Cluster
 from ranvier.models.gpt import MLP, Attention
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.layers import split_layers
+from ranvier.tensor.split.linear import SplitLinear
+from ranvier.tensor.under_way import WeightUse
+from ranvier.tensor.weight_gradients import WeightGradients
 
+LAYERS = 4
 _PRODUCTS = {torch.ops.aten.mm: (0, 1), torch.ops.aten.addmm: (1, 2), torch.ops.aten.addmm_: (1, 2),
-             torch.ops.aten.bmm: (0, 1)}
+             torch.ops.aten.bmm: (0, 1), torch.ops.aten.baddbmm: (1, 2), torch.ops.aten.baddbmm_: (1, 2)}
 """Operation -> its arguments that are multiplied."""
 
 
-class Products(TorchDispatchMode):
-    """Adds up, while it is active, the operations (FLOP) of matrix products."""
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """One collective. flop: of the products that were issued between its start and its wait. waited_seconds: that the
+    rank stood still for it."""
 
-    def __init__(self) -> None:
+    name: str
+    num_bytes: int
+    flop: int
+    seconds: float
+    waited_seconds: float
+
+
+@dataclass(kw_only=True, eq=False)
+class Clock:
+    """The compute stream of a rank: what products have been issued, and when the last one ends."""
+
+    flops_per_second: float = 1e15
+    bytes_per_second: float = 1e12
+    flop: int = 0
+    now: float = 0.0
+    transfers: list[Transfer] = field(default_factory=list)
+
+
+class Products(TorchDispatchMode):
+    """Adds matrix products to a clock, while it is active."""
+
+    def __init__(self, clock: Clock) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
-        self.flop = 0
+        self.clock = clock
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operands = _PRODUCTS.get(function._overloadpacket)
         if operands is not None:
             left, right = (args[place] for place in operands)
-            self.flop += 2 * left.numel() * right.shape[-1]
+            flop = 2 * left.numel() * right.shape[-1]
+            self.clock.flop += flop
+            self.clock.now += flop / self.clock.flops_per_second
         return function(*args, **(kwargs or {}))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Transfer:
-    """One collective. flop: of the products that were issued between its start and its wait."""
-
-    name: str
-    num_bytes: int
-    flop: int
-
-
-@dataclass(eq=False)
 class _Pending:
     """The `Work` of a collective that notes what was computed when it is first waited for."""
 
-    work: Any
-    group: WatchedGroup
-    name: str
-    num_bytes: int
-    flop: int
-    waited: bool = field(default=False)
+    def __init__(self, work: Any, clock: Clock, name: str, num_bytes: int, free: float) -> None:
+        self._work, self._clock, self._name, self._bytes = work, clock, name, num_bytes
+        self._flop, self._seconds = clock.flop, num_bytes / clock.bytes_per_second
+        self.end = max(free, clock.now) + self._seconds
+        self._waited = False
 
     def done(self) -> bool:
         return True
 
     def wait(self) -> None:
-        if not self.waited:
-            self.waited = True
-            flop = self.group.products.flop - self.flop
-            self.group.transfers.append(Transfer(name=self.name, num_bytes=self.num_bytes, flop=flop))
-        self.work.wait()
+        clock = self._clock
+        if not self._waited:
+            self._waited = True
+            waited = max(0.0, self.end - clock.now)
+            clock.transfers.append(Transfer(name=self._name, num_bytes=self._bytes, flop=clock.flop - self._flop,
+                                            seconds=self._seconds, waited_seconds=waited))
+            clock.now += waited
+        self._work.wait()
 
 
 class WatchedGroup(MetaGroup):
-    """A group on the meta device that lists its collectives in `transfers`, in the order of their waits."""
+    """A group on the meta device whose collectives run one after another; the clock lists them in the order of their
+    waits."""
 
-    def __init__(self, purpose: str, size: int, products: Products, transfers: list[Transfer]) -> None:
-        super().__init__(purpose, size, device="cuda")
-        self.products, self.transfers = products, transfers
+    def __init__(self, purpose: str, size: int, clock: Clock, index: int = 0) -> None:
+        super().__init__(purpose, size, index, device="cuda")
+        self.clock, self.free = clock, 0.0
 
 
 def _watched(name: str) -> Any:
     def call(self: WatchedGroup, *args: Any, **options: Any) -> _Pending:
-        before, flop = self.bytes_received, self.products.flop
+        before = self.bytes_received
         work = getattr(MetaGroup, name)(self, *args, **options)
-        return _Pending(work, self, f"{self.purpose} {name}", self.bytes_received - before, flop)
+        pending = _Pending(work, self.clock, f"{self.purpose} {name}", self.bytes_received - before, self.free)
+        self.free = pending.end
+        return pending
     return call
 
 
@@ -104,57 +131,87 @@ for _name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce
     setattr(WatchedGroup, _name, _watched(_name))
 
 
+class _AtOnce:
+    """Weight gradients are added to the parameters' as the backward finds them."""
+
+    in_pass, defers, forward_bytes = True, False, 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A layer on a row x col mesh; batch is in sequences of all rows together."""
+    """Layers on a row x col mesh. sequences: of a row. at: (row, col) of the rank."""
 
     scheme: str
     row: int
     col: int
-    batch: int
+    sequences: int
     sequence: int
     hidden: int
-    settings: Settings
+    recomputed: bool = False
+    at: tuple[int, int] = (0, 0)
+
+    @property
+    def settings(self) -> Settings:
+        """By the name of the scheme."""
+        return SETTINGS[self.scheme]
 
     def __str__(self) -> str:
-        sizes = f"batch {self.batch}, sequence {self.sequence}, hidden {self.hidden}"
-        return f"{self.scheme} {self.row}x{self.col}, {sizes}"
+        words = (f"{self.scheme} {self.row}x{self.col}, {self.sequences} of {self.sequence} tokens, hidden "
+                 f"{self.hidden}")
+        return f"{words}, recomputed" if self.recomputed else words
 
 
-def _cases() -> list[Case]:
-    stationary, megatron = Settings(), Settings(scheme="megatron")
-    sequence, summa = Settings(scheme="megatron", sequence_sharding=True), Settings(scheme="summa")
-    rows = [("stationary", stationary, 1, 8, 1, 4096, 4096), ("stationary", stationary, 1, 8, 1, 4096, 8192),
-            ("stationary", stationary, 2, 4, 2, 4096, 8192), ("stationary", stationary, 8, 1, 8, 4096, 4096),
-            ("stationary", stationary, 4, 4, 4, 8192, 8192), ("summa", summa, 4, 4, 4, 4096, 8192),
-            ("megatron", megatron, 1, 8, 1, 4096, 8192), ("megatron-sequence", sequence, 1, 8, 1, 8192, 8192),
-            ("megatron-sequence", sequence, 1, 8, 4, 8192, 8192),
-            ("keep-weights", Settings(keep_weights=True), 4, 4, 4, 8192, 8192)]
-    return [Case(scheme=scheme, settings=settings, row=row, col=col, batch=batch, sequence=length, hidden=hidden)
-            for scheme, settings, row, col, batch, length, hidden in rows]
+SETTINGS = {"stationary": Settings(), "summa": Settings(scheme="summa"), "megatron": Settings(scheme="megatron"),
+            "megatron-sequence": Settings(scheme="megatron", sequence_sharding=True),
+            "keep-weights": Settings(keep_weights=True)}
+HELD = [Case(scheme=scheme, row=row, col=col, sequences=sequences, sequence=4096, hidden=hidden, recomputed=recomputed)
+        for scheme, row, col in (("stationary", 1, 8), ("stationary", 2, 4), ("stationary", 8, 1), ("stationary", 4, 4),
+                                 ("megatron-sequence", 1, 8))
+        for hidden in (4096, 8192) for sequences in (1, 4) for recomputed in (False, True)]
+"""Cases in which at most `LIMIT` of the bytes may have no product beside them."""
+LIMIT = 0.05
+CASES = HELD + [Case(scheme=scheme, row=row, col=col, sequences=1, sequence=4096, hidden=8192)
+                for scheme, row, col in (("megatron", 1, 8), ("summa", 4, 4), ("keep-weights", 4, 4))]
 
 
-CASES = _cases()
-
-
-def transfers(case: Case) -> list[Transfer]:
-    """All collectives of one layer, forward and backward."""
-    products, found = Products(), list[Transfer]()
-    mesh = TensorMesh(WatchedGroup("row", case.row, products, found), WatchedGroup("col", case.col, products, found),
+def transfers(case: Case, cluster: Cluster | None = None) -> list[Transfer]:
+    """All collectives of the layers, forward and backward, in the second step. cluster: None for any."""
+    clock = Clock() if cluster is None else _clock(cluster)
+    mesh = TensorMesh(WatchedGroup("row", case.row, clock, case.at[0]), WatchedGroup("col", case.col, clock, case.at[1]),
                       case.settings, device="cuda")
-    config = Transformer(num_layers=1, hidden=case.hidden, heads=case.hidden // 128, vocab=50000,
+    config = Transformer(num_layers=LAYERS, hidden=case.hidden, heads=case.hidden // 128, vocab=50000,
                          sequence=case.sequence)
-    shape = [case.batch // case.row, case.sequence, case.hidden]
+    shape = [case.sequences, case.sequence, case.hidden]
     for dim in mesh.activations.cut_dims:
         shape[dim + 1] //= case.col
     with torch.device("meta"):
-        blocks = (Attention(config, torch.bfloat16), MLP(config, torch.bfloat16))
-        layer = nn.Sequential(*(split_layers(block, mesh, "block") for block in blocks))
+        layers = [nn.Sequential(*(split_layers(block, mesh, "block") for block in (
+            Attention(config, torch.bfloat16), MLP(config, torch.bfloat16)))) for _ in range(LAYERS)]
         x = torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
-    with products:
-        y = layer(x)
-        y.backward(torch.empty_like(y))
-    return found
+    for parameter in (parameter for layer in layers for parameter in layer.parameters()):
+        parameter.grad = torch.empty_like(parameter)
+    for linear in (module for layer in layers for module in layer.modules() if isinstance(module, SplitLinear)):
+        linear.weight_gradients, linear.has_own_weights = cast(WeightGradients, _AtOnce()), True
+        linear.recomputed = case.recomputed
+    forward, backward = list[WeightUse](), list[WeightUse]()
+    with Products(clock):
+        for _ in range(2):  # the first step learns which weight follows which
+            clock.transfers.clear()
+            with mesh.one_pass(forward):
+                y: Tensor = x
+                for layer in layers:
+                    y = cast(Tensor, checkpoint(layer, y, use_reentrant=False)) if case.recomputed else layer(y)
+            with mesh.one_pass(backward):
+                y.backward(torch.empty_like(y))
+            for linear in (module for layer in layers for module in layer.modules()):
+                if isinstance(linear, SplitLinear):
+                    linear.forget()
+    return clock.transfers
+
+
+def _clock(cluster: Cluster) -> Clock:
+    rate = cluster.device.rates["bf16"]
+    return Clock(flops_per_second=rate.peak_flops * rate.share, bytes_per_second=cluster.inside.rate())
 
 
 def hidden_bytes(several: Sequence[Transfer]) -> tuple[int, int]:
@@ -162,17 +219,24 @@ def hidden_bytes(several: Sequence[Transfer]) -> tuple[int, int]:
     return sum(one.num_bytes for one in several if one.flop), sum(one.num_bytes for one in several)
 
 
+def waited_share(several: Sequence[Transfer]) -> float:
+    """Time that the rank stands still, of the time of all collectives."""
+    return sum(one.waited_seconds for one in several) / (sum(one.seconds for one in several) or 1.0)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="cases whose name fits")
-    only, rows = parser.parse_args(arguments).only, []
+    parser.add_argument("--cluster", default="h100", help="name or file of a cluster, for the rates")
+    options, rows = parser.parse_args(arguments), []
+    cluster = load_cluster(options.cluster)
     for case in CASES:
-        if any(fnmatch(str(case), pattern) for pattern in only):
-            large = [one for one in transfers(case) if one.num_bytes > MIB]
-            hidden, total = hidden_bytes(large)
-            rows.append([case, len(large), f"{total / MIB:.0f}", sum(one.flop > 0 for one in large),
-                         f"{100 * hidden / max(1, total):.0f} %"])
-    print(table(["case", "collectives", "MiB", "with a product", "of the bytes"], rows))
+        if any(fnmatch(str(case), pattern) for pattern in options.only):
+            found = transfers(case, cluster)
+            hidden, total = hidden_bytes(found)
+            rows.append([case, len(found) // LAYERS, f"{total / LAYERS / 2**20:.0f}",
+                         f"{100 * (1 - hidden / max(1, total)):.1f} %", f"{100 * waited_share(found):.0f} %"])
+    print(table(["case", "collectives a layer", "MiB", "no product", "waited for"], rows))
     return 0
 
 

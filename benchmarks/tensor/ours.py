@@ -22,6 +22,7 @@ from ranvier.tensor.layers import block_splits
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.layers import split_layers
 from ranvier.tensor.split.linear import SplitLinear
+from ranvier.tensor.under_way import WeightUse
 
 
 @contextmanager
@@ -62,12 +63,13 @@ class OurStack:
         self._parameters = dict(self.network.named_parameters())
         for layer in self.network.modules():
             if isinstance(layer, SplitLinear):
-                layer.weight_gradients = _AtOnce()
+                layer.weight_gradients, layer.has_own_weights = _AtOnce(), True
         for parameter in self._parameters.values():
             parameter.grad = torch.zeros_like(parameter)
         self._summed = {axis: [parameter for name, parameter in self._parameters.items()
                                if self._splits[name].summed == (axis,)] for axis in ("row", "col")}
         self._x = self._y = None
+        self._uses: dict[str, list[WeightUse]] = {"forward": [], "backward": []}
 
     def share(self, whole: Tensor) -> Tensor:
         at = self._mesh.coordinates(self._backend.rank)
@@ -78,12 +80,14 @@ class OurStack:
 
     def forward(self, x_local: Tensor) -> Tensor:
         self._x = x_local.detach().requires_grad_()
-        self._y = self.network(self._x)
+        with self.tensor_mesh.one_pass(self._uses["forward"]):
+            self._y = self.network(self._x)
         return self._y.detach()
 
     def backward(self, dy_local: Tensor) -> Tensor:
         x, y, self._x, self._y = self._x, self._y, None, None
-        y.backward(dy_local)
+        with self.tensor_mesh.one_pass(self._uses["backward"]):
+            y.backward(dy_local)
         return x.grad
 
     def finish(self) -> None:

@@ -358,6 +358,7 @@ def _block_needs(run: ResolvedRun, part: Model, mesh: TensorMesh, name: str, sta
     wanted = [tensor.sum() for tensor in ends if tensor.requires_grad]
     if wanted:
         cast(Tensor, sum(wanted)).backward()  # of one tensor at least
+        mesh.sums.finish()
     return _BlockNeeds(workspace=dict(mesh.workspace.sizes()), gathered_bytes=gathered,
                        arriving_bytes=sum(group.peak_buffer_bytes for group in (rows, cols)), kept_bytes=kept_bytes,
                        state=tree_map(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), state))

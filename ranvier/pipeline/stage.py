@@ -12,6 +12,7 @@ frozen prefix keeps no graph, and a stage without trainable parameters passes gr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -33,6 +34,7 @@ from ranvier.tensor.columns import plain
 from ranvier.tensor.deferred_linear import DeferringForwards
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.linear import SplitLinear
+from ranvier.tensor.under_way import WeightUse
 from ranvier.tensor.weight_gradients import WeightGradients
 
 if TYPE_CHECKING:
@@ -93,6 +95,7 @@ class Stage:
         """What the loss is multiplied by before the backward."""
         self._weights = weight_gradients
         self._graphs: dict[int, _Graph] = {}
+        self._uses: dict[str, list[WeightUse]] = {"forward": [], "backward": []}
         self._last_backward = False
         self.loss_and_weight = torch.zeros(2, dtype=torch.float64, device=device)
         """Sums of loss and weight over the forwards since `begin`."""
@@ -163,7 +166,7 @@ class Stage:
         leaves = {name: tensor.detach().requires_grad_(training and name in requires_grad)
                   for name, tensor in inputs.items()}
         self._weights.forward_bytes = 0
-        with torch.set_grad_enabled(wanted):
+        with torch.set_grad_enabled(wanted), self._one_pass("forward"):
             state = self._run_blocks(carried(with_layouts(leaves, self._mesh)), step, microbatch, number)
             if self._loss is not None and self.observe is not None:
                 self.observe(number, plain(state))
@@ -246,10 +249,17 @@ class Stage:
             missing -= 1
             self._progress()
             if missing == 0 and self._last_backward:
-                self._block_passed(block)
+                passed = partial(self._block_passed, block)
+                if self._mesh is None:
+                    passed()
+                else:
+                    self._mesh.sums.after(passed)
 
         for tensor in watched:
             tensor.register_hook(hook)
+
+    def _one_pass(self, direction: Literal["forward", "backward"]) -> AbstractContextManager[None]:
+        return nullcontext() if self._mesh is None else self._mesh.one_pass(self._uses[direction])
 
     def _compute_loss(self, state: State, microbatch: Microbatch, number: int) -> Tensor:
         if microbatch.targets is None:
@@ -294,7 +304,8 @@ class Stage:
                 torch.autograd.backward(roots, arrived)
 
         try:
-            products = self._weights.backward_pass(number, run, defer)
+            with self._one_pass("backward"):
+                products = self._weights.backward_pass(number, run, defer)
         except SystemExit as error:
             raise _ended(f"the backward of microbatch {number}", error) from error
         except Exception as error:

@@ -9,26 +9,31 @@ B batch, S sequence, H hidden width, T = B S tokens; r rows, c columns of the me
 parallelism (Optimus: Xu et al., 2021), `whole` that of Megatron-LM's 1D tensor parallelism (Shoeybi et al.,
 2019), `sequence` that of Megatron-LM's sequence parallelism (Korthikanti et al., 2022).
 
-A product computes on flat tokens: all T tokens of a row. It works on panels, which are runs of `units`: tokens, or
-sequences where the tokens of one lie on several ranks. It takes x as slabs [k, T, width / k] that follow each other in
-width: as an all-gather leaves them, without a copy.
+A product computes on flat tokens: all T tokens of a row. Activations travel in panels, which are runs of `units`:
+tokens, or positions of every sequence where the tokens of one lie on several ranks. A product takes x as slabs
+[k, tokens, width / k] that follow each other in width: as an all-gather leaves them, without a copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Literal, Protocol
 
 from torch import Tensor
 
+from ranvier.comm.collectives import ChainedWork, CompletedWork
 from ranvier.comm.protocol import Group, Work
 from ranvier.config.run import TensorParallel
 from ranvier.errors import DivisibilityError
 
-Buffer = Callable[[Sequence[int]], Tensor]
-"""Uninitialised memory of a shape, such as from a `Workspace`."""
+Buffer = Callable[[str, Sequence[int]], Tensor]
+"""Uninitialised memory for a purpose, of a shape, such as from a `Workspace`."""
 ActivationLayout = Literal["hidden", "sequence", "whole"]
+FIRST_SHARE = 0.05
+"""Share of a tensor in the smallest panel, beside which nothing is computed."""
+GROWTH = 1.5
+"""Of a panel over the one before: a product takes longer than the transfer of its panel, so a larger one can travel."""
 
 
 class Activations(Protocol):
@@ -51,20 +56,23 @@ class Activations(Protocol):
     def own_width(self, width: int) -> int:
         """Of `width` features, those on this rank."""
 
-    def units(self, x: Tensor) -> Tensor:
-        """x as [units, ...], a view: what panels are runs of."""
+    def units(self, x: Tensor) -> int:
+        """Units of x: what panels are runs of."""
 
-    def tokens(self, x: Tensor) -> int:
-        """Tokens behind one unit of `x`, on all columns together."""
+    def rows(self, flat: Tensor, x: Tensor, run: slice) -> Tensor:
+        """Of `flat` [T, F], the tokens of a panel of x: a view [n, m, F] of n m tokens, in the order of `slabs`."""
 
-    def gather(self, panel: Tensor, buffer: Buffer) -> tuple[Callable[[], Tensor], Work]:
-        """Start gathering a panel; once the work is done, the call returns its slabs."""
+    def gather(self, x: Tensor, run: slice, buffer: Buffer) -> tuple[Tensor, Work]:
+        """Start gathering a panel: [num_parts, ...], complete when the work is done."""
 
-    def partial(self, out: Tensor, tokens: int, buffer: Buffer) -> Tensor:
-        """Slabs for this rank's partial sums of `out`, which are units of the residual stream."""
+    def slabs(self, parts: Tensor) -> Tensor:
+        """[k, tokens, width / k] of a gathered panel."""
 
-    def scatter(self, slabs: Tensor, out: Tensor, buffer: Buffer) -> Work:
-        """Start summing all columns' slabs; `out` becomes this rank's part of the sum."""
+    def partial(self, out: Tensor, run: slice, buffer: Buffer) -> Tensor:
+        """Slabs for this rank's partial sums of a panel of `out`, a tensor in this layout."""
+
+    def scatter(self, slabs: Tensor, out: Tensor, run: slice, buffer: Buffer) -> Work:
+        """Start summing all columns' slabs; the panel of `out` becomes this rank's part of the sum."""
 
 
 class HiddenSplit:
@@ -89,26 +97,31 @@ class HiddenSplit:
         """H/c."""
         return width // self.num_slabs
 
-    def units(self, x: Tensor) -> Tensor:
-        """Tokens: [T, H/c]."""
-        return x.reshape(-1, x.shape[-1])
+    def units(self, x: Tensor) -> int:
+        """T tokens."""
+        return x.shape[:-1].numel()
 
-    def tokens(self, x: Tensor) -> int:
-        """1."""
-        return 1
+    def rows(self, flat: Tensor, x: Tensor, run: slice) -> Tensor:
+        """[1, m, F]."""
+        return flat[run].unsqueeze(0)
 
-    def gather(self, panel: Tensor, buffer: Buffer) -> tuple[Callable[[], Tensor], Work]:
-        """All-gather; the parts are the slabs."""
-        slabs = buffer((self.num_slabs, *panel.shape))
-        return lambda: slabs, self._group.all_gather(slabs, panel.contiguous())
+    def gather(self, x: Tensor, run: slice, buffer: Buffer) -> tuple[Tensor, Work]:
+        """All-gather: [k, m, H/c]."""
+        panel = _flat(x)[run].contiguous()
+        parts = buffer("gathered", (self.num_slabs, *panel.shape))
+        return parts, self._group.all_gather(parts, panel)
 
-    def partial(self, out: Tensor, tokens: int, buffer: Buffer) -> Tensor:
-        """[c, tokens, H/c]."""
-        return buffer((self.num_slabs, *out.shape))
+    def slabs(self, parts: Tensor) -> Tensor:
+        """The parts."""
+        return parts
 
-    def scatter(self, slabs: Tensor, out: Tensor, buffer: Buffer) -> Work:
+    def partial(self, out: Tensor, run: slice, buffer: Buffer) -> Tensor:
+        """[c, m, H/c]."""
+        return buffer("partial", (self.num_slabs, *_flat(out)[run].shape))
+
+    def scatter(self, slabs: Tensor, out: Tensor, run: slice, buffer: Buffer) -> Work:
         """Reduce-scatter of the slabs."""
-        return self._group.reduce_scatter(out, slabs)
+        return self._group.reduce_scatter(_flat(out)[run], slabs)
 
 
 class SequenceSplit:
@@ -138,31 +151,51 @@ class SequenceSplit:
         """H."""
         return width
 
-    def units(self, x: Tensor) -> Tensor:
-        """Sequences: [B, S/c, H]. A run of tokens of the gathered tensor would not be contiguous in the parts."""
-        return x
+    def units(self, x: Tensor) -> int:
+        """S/c positions: a panel has the same ones of every sequence's part on every column. Of many sequences, B."""
+        return x.shape[0] if self._by_sequence(x) else x.shape[1]
 
-    def tokens(self, x: Tensor) -> int:
-        """S."""
-        return x.shape[1] * self.num_parts
+    def _by_sequence(self, x: Tensor) -> bool:
+        return x.shape[0] * FIRST_SHARE >= 1
 
-    def gather(self, panel: Tensor, buffer: Buffer) -> tuple[Callable[[], Tensor], Work]:
-        """All-gather; one slab [1, B S, H] in the order of tokens, which is a copy."""
-        parts = buffer((self.num_parts, *panel.shape))
-        return (lambda: parts.movedim(0, 1).reshape(1, -1, panel.shape[-1]),
-                self._group.all_gather(parts, panel.contiguous()))
+    def _panel(self, x: Tensor, run: slice) -> Tensor:
+        return x[run] if self._by_sequence(x) else x[:, run]
 
-    def partial(self, out: Tensor, tokens: int, buffer: Buffer) -> Tensor:
-        """[1, tokens, H]."""
-        return buffer((1, tokens, out.shape[-1]))
+    def rows(self, flat: Tensor, x: Tensor, run: slice) -> Tensor:
+        """[B c, m, F], or [1, m, F] of whole sequences."""
+        if self._by_sequence(x):
+            per_sequence = x.shape[1] * self.num_parts
+            return flat[run.start * per_sequence:run.stop * per_sequence].unsqueeze(0)
+        if run == slice(0, x.shape[1]):
+            return flat.unsqueeze(0)
+        return flat.unflatten(0, (x.shape[0], self.num_parts, x.shape[1]))[:, :, run].flatten(0, 1)
 
-    def scatter(self, slabs: Tensor, out: Tensor, buffer: Buffer) -> Work:
-        """Reduce-scatter of the columns' tokens, which are copied next to each other where the panel has several
-        sequences."""
-        parts = slabs.view(out.shape[0], self.num_parts, *out.shape[1:]).movedim(1, 0)
+    def gather(self, x: Tensor, run: slice, buffer: Buffer) -> tuple[Tensor, Work]:
+        """All-gather: [c, B, m, H]."""
+        panel = self._panel(x, run).contiguous()
+        parts = buffer("gathered", (self.num_parts, *panel.shape))
+        return parts, self._group.all_gather(parts, panel)
+
+    def slabs(self, parts: Tensor) -> Tensor:
+        """One slab [1, B c m, H]; a copy where there are several sequences."""
+        return parts.movedim(0, 1).reshape(1, -1, parts.shape[-1])
+
+    def partial(self, out: Tensor, run: slice, buffer: Buffer) -> Tensor:
+        """[1, B c m, H]."""
+        own = self._panel(out, run)
+        return buffer("partial", (1, self.num_parts * own.shape[:-1].numel(), out.shape[-1]))
+
+    def scatter(self, slabs: Tensor, out: Tensor, run: slice, buffer: Buffer) -> Work:
+        """Reduce-scatter of the columns' tokens. Those of several sequences are copied next to each other first, and
+        sums of a panel of theirs are copied to their places after."""
+        own = self._panel(out, run)
+        parts = slabs.view(own.shape[0], self.num_parts, *own.shape[1:]).movedim(1, 0)
         if not parts.is_contiguous():
-            parts = buffer(parts.shape).copy_(parts)
-        return self._group.reduce_scatter(out, parts)
+            parts = buffer("parts", parts.shape).copy_(parts)
+        if own.is_contiguous():
+            return self._group.reduce_scatter(own, parts)
+        summed = buffer("summed", own.shape)
+        return ChainedWork(self._group.reduce_scatter(summed, parts), lambda: own.copy_(summed))
 
 
 class Replicated(HiddenSplit):
@@ -175,27 +208,22 @@ class Replicated(HiddenSplit):
         self._group = over_cols
         self.num_slabs = self.num_parts = 1
 
-    def gather(self, panel: Tensor, buffer: Buffer) -> tuple[Callable[[], Tensor], Work]:
+    def gather(self, x: Tensor, run: slice, buffer: Buffer) -> tuple[Tensor, Work]:
         """Nothing travels."""
-        return lambda: panel.unsqueeze(0), _Done()
+        return _flat(x)[run].unsqueeze(0), CompletedWork()
 
-    def partial(self, out: Tensor, tokens: int, buffer: Buffer) -> Tensor:
-        """`out` itself, as one slab: the all-reduce works in place."""
-        return out.unsqueeze(0)
+    def partial(self, out: Tensor, run: slice, buffer: Buffer) -> Tensor:
+        """The panel of `out` itself, as one slab: the all-reduce works in place."""
+        return _flat(out)[run].unsqueeze(0)
 
-    def scatter(self, slabs: Tensor, out: Tensor, buffer: Buffer) -> Work:
-        """All-reduce of `out`, which the slab is a view of."""
-        return self._group.all_reduce(out)
+    def scatter(self, slabs: Tensor, out: Tensor, run: slice, buffer: Buffer) -> Work:
+        """All-reduce of the panel of `out`, which the slab is a view of."""
+        return self._group.all_reduce(_flat(out)[run])
 
 
-class _Done:
-    """Work that was never started."""
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass
+def _flat(x: Tensor) -> Tensor:
+    """[T, width], a view."""
+    return x.flatten(0, -2)
 
 
 def activations_of(settings: TensorParallel, over_cols: Group) -> Activations:
@@ -212,8 +240,22 @@ def layout_of(scheme: str, sequence_sharding: bool) -> ActivationLayout:
     return "sequence" if sequence_sharding else "whole"
 
 
-def panels(num_units: int, unit_bytes: int, panel_bytes: int) -> Iterator[slice]:
+def equal_panels(num_units: int, unit_bytes: int, panel_bytes: int) -> list[slice]:
     """Runs of units, as equal as possible, of at most `panel_bytes` each (but of one unit at least)."""
     count = min(num_units, max(1, -(-num_units * unit_bytes // panel_bytes)))
-    edges = [num_units * number // count for number in range(count + 1)] if count else [0]
-    yield from (slice(start, stop) for start, stop in pairwise(edges))
+    return _runs([num_units * number // count for number in range(count + 1)] if count else [0])
+
+
+def growing_panels(num_units: int, unit_bytes: int, panel_bytes: int, first_bytes: int) -> list[slice]:
+    """Runs of units of which the first, which nothing hides, is small: `FIRST_SHARE` of all or `first_bytes`, whichever
+    is more. Each of the others is larger than the one before by `GROWTH`, up to `panel_bytes`."""
+    size, edges = max(FIRST_SHARE * num_units, first_bytes / max(1, unit_bytes)), [0]
+    largest = max(1, panel_bytes // max(1, unit_bytes))
+    while edges[-1] < num_units:
+        edges.append(min(num_units, edges[-1] + max(1, min(round(size), largest))))
+        size *= GROWTH
+    return _runs(edges)
+
+
+def _runs(edges: Sequence[int]) -> list[slice]:
+    return [slice(start, stop) for start, stop in pairwise(edges)]

@@ -6,6 +6,7 @@ The layer's backward returns the input's gradient and queues the product for the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -198,8 +199,11 @@ class DeferringForwards:
                           if isinstance(module, nn.Linear) and _takes(module)}
         self._split = [module for block in (*blocks, *others) for module in block.modules()
                        if isinstance(module, SplitLinear)]
+        holders = Counter(parameter for module in modules + [m for block in others for m in block.modules()]
+                          for parameter in module.parameters(recurse=False))
         for module in self._split:
             module.may_wait = module in free
+            module.has_own_weights = all(holders[weight] == 1 for weight in module.weights)
 
     def layers_of(self, block: nn.Module) -> list[nn.Linear]:
         """The plain linear layers of a block whose products may be deferred."""

@@ -12,9 +12,10 @@ a group therefore match without tags.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -23,11 +24,15 @@ from ranvier.comm.fp32_sums import Fp32Sums
 from ranvier.comm.protocol import Group
 from ranvier.config.run import TensorParallel
 from ranvier.errors import ModelError
-from ranvier.tensor.activations import Activations, activations_of
+from ranvier.tensor.activations import Activations, activations_of, equal_panels, growing_panels
+from ranvier.tensor.under_way import BUFFERS, GradientSums, WeightGathers, WeightUse
 
 PANEL_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 """Kind of device -> bytes of the largest gathered panel of activations: what stays in a CPU's cache, or occupies a GPU
 with one product."""
+SMALLEST_PANEL_BYTES = 1 << 20
+"""Of a GPU: what travels in about the time that the start of a collective takes, so that a smaller panel gains
+nothing."""
 
 
 class Workspace:
@@ -51,6 +56,10 @@ class Workspace:
         """All buffers, each flat."""
         return list(self._buffers.values())
 
+    def take_one(self, number: int, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
+        """One of the `BUFFERS` of a name. All of them are as large as the largest that was asked for of any."""
+        return [self.take(f"{name} {each}", shape, like) for each in range(BUFFERS)][number]
+
     def sizes(self) -> dict[tuple[str, torch.dtype], int]:
         """Bytes of each buffer."""
         return {key: buffer.numel() * buffer.element_size() for key, buffer in self._buffers.items()}
@@ -68,7 +77,8 @@ class TensorMesh:
         over_rows, over_cols: see the top of the file; members in the order of their rows and columns.
         settings: scheme, sequence parallelism, and the number format of sums that travel.
         device: the kind of device, "cpu" or "cuda".
-        panel_bytes: largest panel of activations that is gathered or reduced in one piece; None for the device's.
+        panel_bytes: largest panel of activations that is gathered or reduced in one piece, with panels as equal as
+            possible; None for the device's rule.
         check_order: before each layer and after each block, the rows of a column compare which layer they run (slow;
             for debugging). A layer that one row skips would pair its collectives with those of another layer.
     """
@@ -79,12 +89,42 @@ class TensorMesh:
         if settings.reduce_dtype == "fp32":
             over_rows, over_cols = Fp32Sums(over_rows), Fp32Sums(over_cols)
         self.over_rows, self.over_cols, self.settings = over_rows, over_cols, settings
-        self.panel_bytes = panel_bytes or PANEL_BYTES.get(device, PANEL_BYTES["cpu"])
+        self._panel_bytes = panel_bytes or PANEL_BYTES.get(device, PANEL_BYTES["cpu"])
+        self._panels_grow = device == "cuda" and panel_bytes is None
         self.workspace = Workspace()
+        self.weights, self.sums = WeightGathers(), GradientSums()
         self.activations: Activations = activations_of(settings, self.over_cols)
         """The layout of the residual stream."""
         self.whole_outputs = False
         """Whether a `VocabularyLinear` returns the logits of the whole vocabulary on every rank: for predictions."""
+
+    @contextmanager
+    def one_pass(self, uses: list[WeightUse]) -> Iterator[None]:
+        """Inside, weights arrive ahead of their products and sums of weight gradients are added later; at the end all
+        have been. uses: as of `WeightGathers`."""
+        try:
+            with self.weights.one_pass(uses):
+                yield
+                self.sums.finish()
+        finally:
+            self.sums.clear()
+
+    def panels(self, x: Tensor, exposed: Literal["first", "last"] | None = None) -> list[slice]:
+        """The panels in which x, in the layout of the residual stream, is gathered or reduced.
+
+        exposed: the one that travels while nothing is computed. On a GPU it is small, and its neighbours grow; a CPU's
+        panels are equal, because transfers take the time of the cores that would compute.
+        """
+        num_units = self.activations.units(x)
+        if not x.numel():  # a row without tokens
+            return []
+        unit_bytes = self.activations.num_parts * x.numel() // num_units * x.element_size()
+        if exposed is None or not self._panels_grow:
+            return equal_panels(num_units, unit_bytes, self._panel_bytes)
+        found = growing_panels(num_units, unit_bytes, self._panel_bytes, SMALLEST_PANEL_BYTES)
+        if exposed == "last":
+            found = [slice(num_units - one.stop, num_units - one.start) for one in reversed(found)]
+        return found
 
     def __deepcopy__(self, memo: dict[int, object]) -> TensorMesh:
         """Itself: a copy of a layer has the same place among the same ranks."""

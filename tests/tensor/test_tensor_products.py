@@ -8,6 +8,7 @@ import torch
 from ranvier.layout import part
 from ranvier.tensor.split import summa
 from ranvier.tensor.split.products import InputStationary, OutputStationary, SummaProduct, SummaVocabulary
+from ranvier.tensor.under_way import Arriving
 from ranvier.testing.reference import relative_error
 from tests.tensor.split_parity import SCHEMES, SHAPES, inner_part, legal, on_tensor_mesh, own, random, stream_part
 
@@ -54,37 +55,54 @@ def split(mesh, scheme, kind, x, weight, bias, dy):
             leave, of_weight)
 
 
-@pytest.mark.parametrize("panel_bytes", [None, SMALL], ids=["one panel", "panels"])
+def column_weight(mesh, product, weight):
+    """What the layer gives to a product."""
+    if not product.gathers_weight or mesh.num_rows == 1:
+        return Arriving(weight.unsqueeze(0))
+    slabs = mesh.workspace.take("weight", (mesh.num_rows, *weight.shape), weight)
+    return Arriving(slabs, mesh.over_rows.all_gather(slabs, weight))
+
+
+@pytest.mark.parametrize("panels", ["one panel", "panels", "growing"])
 @pytest.mark.parametrize(("rows", "cols", "scheme", "kind", "dtype"), [
     (*kind, dtype) for kind in KINDS for dtype in TOLERANCE
     if dtype is torch.float64 or kind[:2] in [(1, 2), (2, 2), (2, 3)]])
-def test_products_are_plain_ones(rows, cols, scheme, kind, dtype, panel_bytes):
+def test_products_are_plain_ones(monkeypatch, rows, cols, scheme, kind, dtype, panels):
     """Gradients together, one at a time, from what has been gathered, and added to a gradient that is there."""
+    monkeypatch.setattr("ranvier.tensor.mesh.SMALLEST_PANEL_BYTES", 64)
     whole = [tensor.to(dtype) for tensor in operands(rows, kind)]
     expected_y, expected_dx, expected_dw = expected_of(*(tensor.double() for tensor in whole), kind != "vocabulary")
 
     def work(mesh):
+        mesh._panels_grow = panels == "growing"
         product, x, weight, bias, dy, enter, leave, of_weight = split(mesh, scheme, kind, *whole)
         right = leave(mesh, expected_y), enter(mesh, expected_dx), of_weight(expected_dw)
-        found = {"y": (product.forward(x, weight, bias, None, None), right[0])}
-        dx, dw = product.gradients(dy, x, weight, weight_slabs=None, into=None, reuse=False)
-        found |= {"dx": (dx, right[1]), "dW": (dw.clone(), right[2])}
-        found["dx alone"] = product.input_gradient(dy, x, weight), right[1]
-        found["dW alone"] = product.weight_gradient(dy, x, weight).clone(), right[2]
-        x_slabs, dy_slabs = product.gather_x(x), product.gather_dy(dy)
-        if x_slabs is not None:
-            found["y of gathered"] = product.forward(x, weight, bias, x_slabs, None), right[0]
-            found["dW of gathered x"] = product.weight_gradient(dy, None, weight, x_slabs=x_slabs).clone(), right[2]
-        if dy_slabs is not None:
-            found["dx of gathered dy"] = product.input_gradient(dy, x, weight, dy_slabs=dy_slabs), right[1]
-            found["dW of gathered dy"] = product.weight_gradient(dy, x, weight, dy_slabs=dy_slabs).clone(), right[2]
+        gather, shape = partial(column_weight, mesh, product, weight), weight.shape
+        like_x, like_dy = (tensor.new_empty(()).expand(tensor.shape) for tensor in (x, dy))
+        found = {"y": (product.forward(x, gather(), bias, None), right[0])}
+        dx, dw = product.gradients(dy, x, gather(), shape, gathered_x=None, into=None, reuse=False)
+        found |= {"dx": (dx, right[1]), "dW": (dw.wait().clone(), right[2])}
+        found["dx alone"] = product.input_gradient(dy, like_x, gather()), right[1]
+        found["dW alone"] = product.weight_gradient(dy, x, shape).wait().clone(), right[2]
+        gathered_x, gathered_dy = product.gather_x(x), product.gather_dy(dy)
+        if gathered_x is not None:
+            found["y of gathered"] = product.forward(x, gather(), bias, gathered_x), right[0]
+            dw = product.weight_gradient(dy, like_x, shape, gathered_x=gathered_x)
+            found["dW of gathered x"] = dw.wait().clone(), right[2]
+            dx, dw = product.gradients(dy, like_x, gather(), shape, gathered_x=gathered_x, into=None, reuse=False)
+            found |= {"dx beside gathered x": (dx, right[1]), "dW beside it": (dw.wait().clone(), right[2])}
+        if gathered_dy is not None:
+            found["dx of gathered dy"] = product.input_gradient(dy, like_x, gather(), gathered_dy), right[1]
+            dw = product.weight_gradient(like_dy, x, shape, gathered_dy=gathered_dy)
+            found["dW of gathered dy"] = dw.wait().clone(), right[2]
         if rows == 1:
             into = torch.ones_like(weight)
-            added = product.weight_gradient(dy, x, weight, into=into)
-            found["dW added"] = into if added is None else into + added, right[2] + 1
+            added = product.weight_gradient(dy, x, shape, into=into)
+            found["dW added"] = into if added is None else into + added.wait(), right[2] + 1
         return {name: relative_error(value.double(), right) if value.shape == right.shape else value.shape
                 for name, (value, right) in found.items()}
 
+    panel_bytes = None if panels == "one panel" else SMALL
     for errors in on_tensor_mesh(rows, cols, SCHEMES[scheme], work, panel_bytes=panel_bytes):
         assert all(error <= TOLERANCE[dtype] for error in errors.values()), errors
 
@@ -131,8 +149,9 @@ def test_one_element_of_something_wider_can_be_sent(one):
 def test_panels_send_what_one_piece_sends(rows, cols, scheme, kind):
     def work(mesh):
         product, x, weight, bias, dy, *_ = split(mesh, scheme, kind, *operands(rows, kind))
-        product.forward(x, weight, bias, None, None)
-        product.gradients(dy, x, weight, weight_slabs=None, into=None, reuse=False)
+        product.forward(x, column_weight(mesh, product, weight), bias, None)
+        weight = column_weight(mesh, product, weight)
+        product.gradients(dy, x, weight, weight.tensor.shape[1:], gathered_x=None, into=None, reuse=False)[1].wait()
         return mesh.over_rows.bytes_received, mesh.over_cols.bytes_received
 
     one, many = (on_tensor_mesh(rows, cols, SCHEMES[scheme], work, panel_bytes=size) for size in (1 << 30, SMALL))
@@ -147,8 +166,10 @@ def test_a_workspace_is_allocated_once(rows, cols, scheme, kind):
         product, x, weight, bias, dy, *_ = split(mesh, scheme, kind, *operands(rows, kind))
         seen, results = [], []
         for _ in range(3):
-            y = product.forward(x, weight, bias, None, None)
-            dx, _ = product.gradients(dy, x, weight, weight_slabs=None, into=None, reuse=False)
+            y = product.forward(x, column_weight(mesh, product, weight), bias, None)
+            dx, dw = product.gradients(dy, x, column_weight(mesh, product, weight), weight.shape, gathered_x=None,
+                                       into=None, reuse=False)
+            dw.wait()
             seen.append((mesh.workspace.num_bytes, {key: buffer.data_ptr() for key, buffer
                                                     in mesh.workspace._buffers.items()}))
             results += [y, dx]
@@ -168,8 +189,9 @@ def test_panels_bound_the_memory_of_activations(rows, cols, scheme):
         x, weight, _, dy = operands(rows, "output")
         x, dy = x.repeat(factor, 1, 1), dy.repeat(factor, 1, 1)
         product, x, weight, _, dy, *_ = split(mesh, scheme, "output", x, weight, random(INNER), dy)
-        product.forward(x, weight, None, None, None)
-        product.gradients(dy, x, weight, weight_slabs=None, into=None, reuse=False)
+        product.forward(x, column_weight(mesh, product, weight), None, None)
+        product.gradients(dy, x, column_weight(mesh, product, weight), weight.shape, gathered_x=None, into=None,
+                          reuse=False)[1].wait()
         return mesh.workspace.num_bytes
 
     few, many = (on_tensor_mesh(rows, cols, SCHEMES[scheme], partial(work, factor=factor), panel_bytes=2400)
@@ -204,25 +226,13 @@ def test_on_a_square_mesh_summas_roots_send_from_where_operands_are(side, kind):
         product, x, weight, bias, dy, *_ = split(mesh, "summa", kind, *operands(side, kind))
         mesh.over_rows, mesh.over_cols = Spy(mesh.over_rows), Spy(mesh.over_cols)
         of_weight, of_x, of_dy = ((tensor.data_ptr(), tensor.numel()) for tensor in (weight, x, dy))
-        product.forward(x, weight, bias, None, None)
+        block = column_weight(mesh, product, weight)
+        product.forward(x, block, bias, None)
         assert mesh.over_rows.sent == [of_weight]
-        product.input_gradient(dy, x, weight)
+        product.input_gradient(dy, x, block)
         assert mesh.over_rows.sent == [of_weight] * 2
-        product.weight_gradient(dy, x, weight)
+        product.weight_gradient(dy, x, weight.shape)
         assert mesh.over_rows.sent == [of_weight] * 2
         assert mesh.over_cols.sent == ([of_x] * 2 if kind == "output" else [of_dy] * 2)
 
     on_tensor_mesh(side, side, SCHEMES["summa"], work)
-
-
-@pytest.mark.parametrize("kind", ["output", "input"])
-@pytest.mark.parametrize(("rows", "cols"), [(2, 2), (2, 3)])
-def test_stationary_weights_are_sent_from_where_they_are(rows, cols, kind):
-    def work(mesh):
-        product, x, weight, bias, dy, *_ = split(mesh, "stationary", kind, *operands(rows, kind))
-        mesh.over_rows = Spy(mesh.over_rows)
-        product.forward(x, weight, bias, None, None)
-        product.input_gradient(dy, x, weight)
-        assert mesh.over_rows.sent == [(weight.data_ptr(), weight.numel())] * 2
-
-    on_tensor_mesh(rows, cols, SCHEMES["stationary"], work)

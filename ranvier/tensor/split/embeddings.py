@@ -16,7 +16,7 @@ from ranvier.layout import part
 from ranvier.tensor.autograd import Function
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.own_part import SplitLayer
-from ranvier.tensor.split.stationary import gather_whole, scatter
+from ranvier.tensor.split.stationary import scatter
 from ranvier.tensor.splittable import Layer
 
 
@@ -161,16 +161,19 @@ class _SumEmbedding(Function):
         out = table.new_empty(*mesh.activations.own_dims(ids.shape), table.shape[1])
         rows = _rows_of(table, ids.flatten(), places[0])
 
-        def fill(where: slice, slabs: Tensor) -> None:
-            slabs.copy_(rows[where])
+        def fill(run: slice, slabs: Tensor) -> None:
+            slabs.copy_(mesh.activations.rows(rows, out, run).flatten(0, 1))
 
-        return scatter(mesh, out, fill)
+        return scatter(mesh, out, fill).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None, None]:
         ids, = ctx.saved_tensors
-        whole = gather_whole(ctx.mesh, dx.contiguous()).flatten(0, 1)
+        activations, dx = ctx.mesh.activations, dx.contiguous()
+        parts, work = activations.gather(dx, slice(0, activations.units(dx)), lambda _, shape: dx.new_empty(shape))
+        work.wait()
+        whole = activations.slabs(parts).flatten(0, 1)
         return _table_gradient(whole, ids.flatten(), *ctx.places), None, None, None
 
 

@@ -10,7 +10,8 @@ been saved, never repeats the product that follows it:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,9 +26,18 @@ from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.quantized_weight import dense
 from ranvier.tensor.split.own_part import SplitLayer
 from ranvier.tensor.split.products import InputStationary, OutputStationary, Product, SummaVocabulary
-from ranvier.tensor.split.stationary import gather_weight
+from ranvier.tensor.split.stationary import Gathered
 from ranvier.tensor.splittable import Layer
+from ranvier.tensor.under_way import Arriving
 from ranvier.tensor.weight_gradients import WeightGradients
+
+
+@dataclass(slots=True, eq=False)
+class _Operands:
+    """Operands of one product that are on their way already. gathered: x."""
+
+    weight: Arriving | None = None
+    gathered: Gathered | None = None
 
 
 class SplitLinear(SplitLayer):
@@ -47,12 +57,16 @@ class SplitLinear(SplitLayer):
         """Whether weight gradients may be computed after the backward."""
         self.recomputed = False
         """Whether this layer's forward runs again before its backward: it then keeps what it gathers."""
-        self._gathered: Tensor | None = None
+        self.has_own_weights = False
+        """Whether no other module holds a weight of this one. Sums of their gradients may then be added late, which
+        else would change the order of additions."""
+        self._kept: Arriving | None = None
+        self._coming: dict[int, Arriving] = {}
 
     @property
     def gathered(self) -> Tensor | None:
         """The column's weight [rows, *weight.shape], where it is kept and has been gathered."""
-        return self._gathered
+        return None if self._kept is None else self._kept.tensor
 
     @property
     def kept_bytes(self) -> int:
@@ -70,96 +84,138 @@ class SplitLinear(SplitLayer):
         """The parameters that are added to the product: as many as `weights`, or none."""
         return () if self.bias is None else (self.bias,)
 
-    def multiplied(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias as the product takes them, without a graph."""
-        return dense(self.weight.detach()), None if self.bias is None else self.bias.detach()
+    @property
+    def weight_shape(self) -> torch.Size:
+        """Of what `own_weight` returns."""
+        return self.weight.shape
+
+    def own_weight(self, buffer: int = 0) -> Tensor:
+        """This rank's weight as the product takes it, without a graph. buffer: which of the `BUFFERS` of the workspace
+        it may lie in."""
+        return dense(self.weight.detach())
+
+    def own_bias(self) -> Tensor | None:
+        """Of the same features, without a graph."""
+        return None if self.bias is None else self.bias.detach()
 
     def shares(self, gradient: Tensor) -> list[Tensor]:
-        """Of the gradient of what `multiplied` returns, rows first, that of each parameter."""
+        """Of the gradient of what `own_weight` returns, that of each parameter."""
         return [gradient]
 
     @property
+    def _gathers_weight(self) -> bool:
+        return self._product.gathers_weight and self.mesh.num_rows > 1
+
+    @property
     def _keeps_weight(self) -> bool:
-        return self.mesh.settings.keep_weights and self._product.keeps and self.mesh.num_rows > 1
+        return self.mesh.settings.keep_weights and self._gathers_weight
 
     def forget(self) -> None:
         """Drop the gathered weight: the optimizer is about to change it."""
-        self._gathered = None
+        self._kept = None
+
+    def start_gather(self, buffer: int, kept: bool) -> Arriving:
+        """See `under_way.GatheringLayer`."""
+        weight = self.own_weight(buffer)
+        shape = (self.mesh.num_rows, *weight.shape)
+        slabs = weight.new_empty(shape) if kept else self.mesh.workspace.take_one(buffer, "weight", shape, weight)
+        return Arriving(slabs, self.mesh.over_rows.all_gather(slabs, weight), source=weight)
+
+    def _column_weight(self, *, kept: bool = False) -> Arriving:
+        """[rows, *weight.shape], here or on its way; kept: in memory of its own."""
+        if not self._gathers_weight:
+            return Arriving(self.own_weight().unsqueeze(0))
+        if not self._keeps_weight:
+            return self.mesh.weights.take(self, kept=kept)
+        if self._kept is None:
+            self._kept = self.mesh.weights.take(self, kept=True)
+        return self._kept
 
     def forward(self, x: Tensor) -> Tensor:
         """y, as `product` defines."""
-        weight, bias = self.multiplied()
-        kept: list[Tensor | None] = [None, self._kept_weight()]
-        compute = partial(self._compute, x.detach(), weight, bias, kept)
+        operands = _Operands()
+        compute = partial(self._compute, x.detach(), operands)
         if not (torch.is_grad_enabled() and any(one.requires_grad for one in (x, *self.weights, *self.biases))):
             return compute()
-        y = _Multiply.apply(_Save.apply(x, self, weight, kept, *self.weights, *self.biases), compute)
+        y = _Multiply.apply(_Save.apply(x, self, operands, *self.weights, *self.biases), compute)
         gradients = self.weight_gradients
         if gradients is not None and self.may_wait and any(one.requires_grad for one in self.weights):
             travelling = self.mesh.num_cols if isinstance(self._product, InputStationary) else 1
             gradients.forward_bytes += x.numel() * x.element_size() + travelling * y.numel() * y.element_size()
         return y
 
-    def _kept_weight(self) -> Tensor | None:
-        """The column's weight, where it stays gathered for a step."""
-        if not self._keeps_weight:
-            return None
-        if self._gathered is None:
-            self._gathered = self._gather_weight(self.multiplied()[0])
-        return self._gathered
-
-    def _gather_weight(self, weight: Tensor) -> Tensor | None:
-        if self.mesh.num_rows == 1 and not self._has_one_weight:
-            return None  # `weight` lies in the workspace, where the next layer puts its own
-        slabs, work = gather_weight(self.mesh, weight, keep=True)
-        if work is not None:
-            work.wait()
-        return slabs
-
-    def _compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, kept: list[Tensor | None]) -> Tensor:
-        y = self._product.forward(x, weight, bias, *kept)
-        kept.clear()
+    def _compute(self, x: Tensor, operands: _Operands) -> Tensor:
+        weight = self._column_weight() if operands.weight is None else operands.weight
+        y = self._product.forward(x, weight, self.own_bias(), operands.gathered)
+        operands.weight = operands.gathered = None
+        self._coming.clear()  # all of it has arrived
         return y
 
-    def save(self, x: Tensor, weight: Tensor, kept: list[Tensor | None]) -> tuple[int, ...]:
-        """Gather into `kept` what a recomputation shares with its backward; returns y's shape."""
-        if self.recomputed and self._product.keeps:
-            kept[:] = [self._product.gather_x(x), self._gather_weight(weight) if kept[1] is None else kept[1]]
-        return self._product.out_shape(x, weight)
+    def save(self, x: Tensor, operands: _Operands) -> tuple[int, ...]:
+        """Start to gather what a recomputation shares with its backward; returns y's shape."""
+        if self.recomputed:
+            if self._gathers_weight:
+                operands.weight = self._column_weight(kept=True)
+            operands.gathered = self._product.gather_x(x.detach())
+            for one in (*(operands.gathered or ()), *([] if operands.weight is None else [operands.weight])):
+                self._coming[_storage(one.tensor)] = one
+        return self._product.out_shape(x, self.weight_shape[0])
 
-    def backward(self, dy: Tensor, like: Tensor, x: Tensor | None, x_slabs: Tensor | None,
-                 weight_slabs: Tensor | None, *, wants_input: bool, wants_weight: bool
-                 ) -> tuple[Tensor | None, Tensor | None]:
-        """(dx, dW); dW is None where it is added to the parameters' gradients, here or when a deferred product runs.
+    def backward(self, dy: Tensor, like: Tensor, x: Tensor | None, slabs: Tensor | None, panels: Sequence[Tensor], *,
+                 wants_input: bool, wants_weight: bool) -> tuple[Tensor | None, Tensor | None]:
+        """(dx, dW); dW is None where it is added to the parameters' gradients: here, later in this pass, or when a
+        deferred product runs.
 
-        like: of x's shape, without values. x: None where only `x_slabs`, its gathered form, was saved, or where the
-        weight's gradient is not wanted.
+        like: of x's shape, without values. x: None where only `panels`, its gathered form, were saved, or where the
+        weight's gradient is not wanted. slabs: the column's weight, where it was saved.
         """
-        product, weight = self._product, self.multiplied()[0]
-        gradients = self.weight_gradients
+        product, gradients = self._product, self.weight_gradients
         if gradients is not None and (not gradients.in_pass or any(one._backward_hooks for one in self.weights)):
             gradients = None  # a hook sees gradients that go through autograd only
-        weight_slabs = self._kept_weight() if weight_slabs is None else weight_slabs
+        weight = None
+        if wants_input:
+            weight = self._column_weight() if slabs is None else self._resumed(slabs)
         if wants_weight and gradients is not None and gradients.defers and self.may_wait:
-            assert x is not None  # saved: only layers that are recomputed save slabs, and those never wait
-            dy_slabs = product.gather_dy(dy)
-            gradients.add([one for one in self.weights if one.requires_grad], (dy if dy_slabs is None else dy_slabs, x),
-                          partial(self._deferred, dy_slabs is not None))
-            return product.input_gradient(dy, like, weight, weight_slabs=weight_slabs, dy_slabs=dy_slabs
-                                          ) if wants_input else None, None
+            assert x is not None  # saved: only layers that are recomputed save panels, and those never wait
+            return self._defer(gradients, dy, like, x, weight), None
+        gathered = None if x is not None else [self._resumed(panel) for panel in panels]
         into = self._into(dy.dtype) if gradients is not None else None
-        dx: Tensor | None
-        if wants_input and wants_weight and x_slabs is None:
-            assert x is not None
-            dx, dw = product.gradients(dy, x, weight, weight_slabs=weight_slabs, into=into,
-                                       reuse=self._reuse_input and x.is_contiguous())
+        dx, dw = None, None
+        if weight is not None and wants_weight:
+            dx, dw = product.gradients(dy, like if x is None else x, weight, self.weight_shape, gathered_x=gathered,
+                                       into=into, reuse=self._reuse_input and x is not None and x.is_contiguous())
+        elif weight is not None:
+            dx = product.input_gradient(dy, like, weight)
+        elif wants_weight:
+            dw = product.weight_gradient(dy, like if x is None else x, self.weight_shape, gathered_x=gathered,
+                                         into=into)
+        for one in self._coming.values():  # saved, and not wanted
+            one.wait()
+        self._coming.clear()
+        if dw is None or gradients is None:
+            return dx, None if dw is None else dw.wait().clone()
+        if self.has_own_weights and self.mesh.num_rows > 1:
+            self.mesh.sums.add(dw, self._add_gradients)
         else:
-            dx = product.input_gradient(dy, like, weight, weight_slabs=weight_slabs) if wants_input else None
-            dw = product.weight_gradient(dy, x, weight, x_slabs=x_slabs, into=into) if wants_weight else None
-        if dw is not None and gradients is not None:
-            self._add_gradients(dw)
-            dw = None
-        return dx, None if dw is None else dw.clone()
+            self._add_gradients(dw.wait())
+        return dx, None
+
+    def _resumed(self, saved: Tensor) -> Arriving:
+        """A tensor that `save` started to gather in a recomputation, which may have ended before it arrived."""
+        return self._coming.pop(_storage(saved), None) or Arriving(saved)
+
+    def _defer(self, gradients: WeightGradients, dy: Tensor, like: Tensor, x: Tensor,
+               weight: Arriving | None) -> Tensor | None:
+        """Queue dW; returns dx where `weight` is given."""
+        gathered = self._product.gather_dy(dy)
+        dx = None if weight is None else self._product.input_gradient(dy, like, weight, gathered)
+        if gathered is None:
+            operands = [x, dy]
+        else:
+            operands = [x, dy.new_empty(()).expand(dy.shape), *(one.wait() for one in gathered)]
+        gradients.add([one for one in self.weights if one.requires_grad], operands,
+                      partial(self._deferred, gathered is not None))
+        return dx
 
     def _into(self, dtype: torch.dtype) -> Tensor | None:
         """The gradient to which dW is added in one product: on one row dW needs no sum over ranks."""
@@ -173,12 +229,17 @@ class SplitLinear(SplitLayer):
             if weight.requires_grad:
                 _add_gradient(weight, share)
 
-    def _deferred(self, gathered: bool, dy: Tensor, x: Tensor) -> None:
+    def _deferred(self, is_gathered: bool, x: Tensor, dy: Tensor, *panels: Tensor) -> None:
         """Compute a weight gradient that was deferred, and add it to the parameters'."""
-        dw = self._product.weight_gradient(dy, x, self.multiplied()[0], dy_slabs=dy if gathered else None,
-                                           into=self._into(x.dtype))
+        gathered = [Arriving(one) for one in panels] if is_gathered else None
+        dw = self._product.weight_gradient(dy, x, self.weight_shape, gathered_dy=gathered, into=self._into(x.dtype))
         if dw is not None:
-            self._add_gradients(dw)
+            self._add_gradients(dw.wait())
+
+
+def _storage(tensor: Tensor) -> int:
+    """Names the memory of a tensor; without values too, where addresses are 0."""
+    return tensor.untyped_storage()._cdata
 
 
 def _add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -192,28 +253,28 @@ class _Save(Function):
     """The first half: saves operands, and computes the backward. Its result has y's shape and no values."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: SplitLinear, weight: Tensor, kept: list[Tensor | None],
-                *parameters: Tensor) -> Tensor:
-        shape = layer.save(x, weight, kept)
+    def forward(ctx: Any, x: Tensor, layer: SplitLinear, operands: _Operands, *parameters: Tensor) -> Tensor:
+        shape = layer.save(x, operands)
         ctx.num_weights = len(layer.weights)
-        wants_input, wants_weight = ctx.needs_input_grad[0], any(ctx.needs_input_grad[4:4 + ctx.num_weights])
-        x_slabs, weight_slabs = kept if layer.recomputed else (None, None)
-        ctx.save_for_backward(x if wants_weight and x_slabs is None else None, x_slabs if wants_weight else None,
-                              weight_slabs if wants_input else None)
+        wants_input, wants_weight = ctx.needs_input_grad[0], any(ctx.needs_input_grad[3:3 + ctx.num_weights])
+        gathered, weight = operands.gathered, operands.weight
+        ctx.save_for_backward(x if wants_weight and gathered is None else None,
+                              weight.tensor if weight is not None and wants_input else None,
+                              *(one.tensor for one in gathered or () if wants_weight))
         ctx.layer, ctx.like = layer, x.new_empty(()).expand(x.shape)
         return x.new_empty(()).expand(shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        wants_input, wanted = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
+        wants_input, wanted = ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
         wants_weight, wants_bias = any(wanted[:ctx.num_weights]), any(wanted[ctx.num_weights:])
         db = dy.reshape(-1, dy.shape[-1]).sum(0) if wants_bias else None
-        dx, dw = ctx.layer.backward(dy, ctx.like, *ctx.saved_tensors, wants_input=wants_input,
-                                    wants_weight=wants_weight)
+        x, slabs, *panels = ctx.saved_tensors
+        dx, dw = ctx.layer.backward(dy, ctx.like, x, slabs, panels, wants_input=wants_input, wants_weight=wants_weight)
         found = [share for gradient, count in ((dw, ctx.num_weights), (db, len(wanted) - ctx.num_weights)) if count
                  for share in ([None] * count if gradient is None else ctx.layer.shares(gradient))]
-        return dx, None, None, None, *(share if want else None for share, want in zip(found, wanted, strict=True))
+        return dx, None, None, *(share if want else None for share, want in zip(found, wanted, strict=True))
 
 
 class _Multiply(Function):

@@ -81,15 +81,26 @@ class SplitLinearGroup(SplitLinear):
         found = (self.get_submodule(name)._parameters.get(kind) for name in self._owned)
         return tuple(one for one in found if one is not None)
 
-    def multiplied(self) -> tuple[Tensor, Tensor | None]:
-        """The rows of all weights that this column multiplies with, in the workspace, and their biases."""
+    @property
+    def weight_shape(self) -> torch.Size:
+        """Of what `own_weight` returns."""
+        features = sum(own.rows.stop - own.rows.start for own in self._owned.values())
+        return torch.Size((features, self.weights[0].shape[1]))
+
+    def own_weight(self, buffer: int = 0) -> Tensor:
+        """The rows of all weights that this column multiplies with, in the workspace."""
         owned = self._owned.values()
         rows = [dense(weight.detach()[own.rows]) for weight, own in zip(self.weights, owned, strict=True)]
-        weight = self.mesh.workspace.take("weights of one input", (sum(map(len, rows)), rows[0].shape[1]), rows[0])
-        torch.cat(rows, out=weight)
-        biases = self.biases
-        return weight, torch.cat([bias.detach()[own.rows] for bias, own in zip(
-            biases, self._owned.values(), strict=True)]) if biases else None
+        name, workspace = "weights of one input", self.mesh.workspace
+        weight = (workspace.take(name, self.weight_shape, rows[0]) if self.mesh.num_rows == 1
+                  else workspace.take_one(buffer, name, self.weight_shape, rows[0]))
+        return torch.cat(rows, out=weight)
+
+    def own_bias(self) -> Tensor | None:
+        """Of the same features, without a graph."""
+        biases = [bias.detach()[own.rows] for bias, own in zip(self.biases, self._owned.values(), strict=True)
+                  ] if self.biases else []
+        return torch.cat(biases) if biases else None
 
     def shares(self, gradient: Tensor) -> list[Tensor]:
         """Of rows that other columns multiply with, zeros."""

@@ -11,15 +11,17 @@ in a transformer's sublayer, so that of each pair of products one activation tra
 (Xu et al., 2021, send both operands or the output). With one row these are Megatron-LM's ColumnParallelLinear and
 RowParallelLinear (Shoeybi et al., 2019; with sequence parallelism Korthikanti et al., 2022).
 
-Activations travel in panels, the next one while one is multiplied, so that buffers stay bounded. Weights are sent from
-the parameter's own memory. Rows may have different numbers of tokens, or none: each row counts its own panels, because
-they travel along the row only, and each weight travels once for every product, whatever the tokens are.
+Activations travel in panels, the next one while one is multiplied, so that buffers stay bounded. A weight arrives while
+the product before it is computed (`weight_gathers`), dX of an output-stationary product is summed while dW is computed,
+and dW while the next products are (`TensorMesh.sums`). Rows may have different numbers of tokens, or none: each row
+counts its own panels, because they travel along the row only, and each weight travels once for every product, whatever
+the tokens are.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -28,99 +30,83 @@ from torch import Tensor
 
 from ranvier.comm.protocol import Work
 from ranvier.layout import part
-from ranvier.tensor.activations import panels
 from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.under_way import Arriving
+
+Gathered = Sequence[Arriving]
+"""The panels of a gathered tensor, each [num_parts, ...] in memory of its own."""
 
 # ---------------------------------------------------------------------- collectives
 
 
-def gather_weight(mesh: TensorMesh, weight: Tensor, *, keep: bool = False) -> tuple[Tensor, Work | None]:
-    """Start the all-gather of a column's weight: [rows, *weight.shape], complete when the work (None: now) is done.
+def gather_whole(mesh: TensorMesh, x: Tensor) -> Gathered:
+    """Start gathering all panels of `x`."""
+    found = []
+    for run in mesh.panels(x, "first"):
+        parts, work = mesh.activations.gather(x, run, lambda _, shape: x.new_empty(shape))
+        found.append(Arriving(parts, work))
+    return found
 
-    keep: into memory of its own, not the workspace.
+
+def arrived(mesh: TensorMesh, x: Tensor, gathered: Gathered) -> Iterator[tuple[slice, Tensor]]:
+    """(run of units, slabs) of each panel of `gathered`, that of an x of this shape, when it has arrived."""
+    for run, panel in zip(mesh.panels(x, "first"), gathered, strict=True):
+        yield run, mesh.activations.slabs(panel.wait())
+
+
+class Stream:
+    """Iterates over (run of units, slabs) of each panel of x, while the next one travels; the first starts at once.
+
+    exposed: False where products are computed before the first panel is wanted.
     """
-    if mesh.num_rows == 1:
-        return weight.unsqueeze(0), None
-    shape = (mesh.num_rows, *weight.shape)
-    slabs = weight.new_empty(shape) if keep else mesh.workspace.take("weight", shape, weight)
-    return slabs, mesh.over_rows.all_gather(slabs, weight)
 
+    def __init__(self, mesh: TensorMesh, x: Tensor, *, exposed: bool = True) -> None:
+        self._mesh, self._x = mesh, x
+        self._runs = mesh.panels(x, "first" if exposed else None)
+        self._coming = self._start(0) if self._runs else None
 
-def gather_whole(mesh: TensorMesh, x: Tensor) -> Tensor:
-    """All panels of `x` in memory of their own: slabs [k, tokens, width / k]."""
-    slabs, work = mesh.activations.gather(mesh.activations.units(x), x.new_empty)
-    work.wait()
-    return slabs()
-
-
-def stream(mesh: TensorMesh, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """(its tokens, its slabs) of each panel of x, while the next one travels."""
-    activations, units = mesh.activations, mesh.activations.units(x)
-    per_unit, unit_bytes = activations.tokens(x), _bytes_of_unit(mesh, units)
-    runs = list(panels(len(units), unit_bytes, mesh.panel_bytes))
-    if not runs:  # a row without tokens
-        return
-
-    def start(number: int) -> tuple[Callable[[], Tensor], Work]:
+    def _start(self, number: int) -> tuple[Tensor, Work]:
         # Two buffers: one is multiplied while the next panel arrives in the other.
-        return activations.gather(units[runs[number]],
-                                  partial(mesh.workspace.take, f"gathered {number % 2}", like=x))
+        return self._mesh.activations.gather(self._x, self._runs[number],
+                                             partial(_panel_buffer, self._mesh, number % 2, self._x))
 
-    coming = start(0)
-    for number, run in enumerate(runs):
-        slabs, work = coming
-        if number + 1 < len(runs):
-            coming = start(number + 1)
-        work.wait()
-        yield slice(run.start * per_unit, run.stop * per_unit), slabs()
+    def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
+        for number, run in enumerate(self._runs):
+            assert self._coming is not None
+            parts, work = self._coming
+            if number + 1 < len(self._runs):
+                self._coming = self._start(number + 1)
+            work.wait()
+            yield run, self._mesh.activations.slabs(parts)
 
 
-def scatter(mesh: TensorMesh, out: Tensor, fill: Callable[[slice, Tensor], None]) -> Tensor:
+def scatter(mesh: TensorMesh, out: Tensor, fill: Callable[[slice, Tensor], None], *, exposed: bool = True) -> Arriving:
     """Reduce-scatter partial sums over columns into `out`; the sum of one panel travels while the next is computed.
 
-    fill: (tokens, slabs) -> None writes this rank's partial sums of these tokens into the slabs.
+    fill: (run of units, slabs) -> None writes this rank's partial sums into the slabs. exposed: False where products
+    are computed before `out` is wanted.
     """
-    activations, units = mesh.activations, mesh.activations.units(out)
-    per_unit = activations.tokens(out)
-    under_way: deque[Work] = deque()
-    for number, run in enumerate(panels(len(units), _bytes_of_unit(mesh, units), mesh.panel_bytes)):
+    activations, under_way = mesh.activations, deque[Work]()
+    for number, run in enumerate(mesh.panels(out, "last" if exposed else None)):
         if len(under_way) == 2:
             under_way.popleft().wait()
-        part_of_out = units[run]
-        slabs = activations.partial(part_of_out, per_unit * len(part_of_out),
-                                    partial(mesh.workspace.take, f"partial {number % 2}", like=out))
-        fill(slice(run.start * per_unit, run.stop * per_unit), slabs)
-        under_way.append(activations.scatter(
-            slabs, part_of_out, partial(mesh.workspace.take, f"parts {number % 2}", like=out)))
-    while under_way:
-        under_way.popleft().wait()
-    return out
+        buffer = partial(_panel_buffer, mesh, number % 2, out)
+        slabs = activations.partial(out, run, buffer)
+        fill(run, slabs)
+        under_way.append(activations.scatter(slabs, out, run, buffer))
+    return Arriving(out, *under_way)
 
 
-def _after(work: Work | None, gathered: Iterable[tuple[slice, Tensor]]) -> Iterator[tuple[slice, Tensor]]:
-    """`gathered`, of which the first panel (or the end, where there is none) comes after `work` is done."""
-    for panel in gathered:
-        if work is not None:
-            work.wait()
-            work = None
-        yield panel
-    if work is not None:
-        work.wait()
+def _panel_buffer(mesh: TensorMesh, number: int, like: Tensor, name: str, shape: Sequence[int]) -> Tensor:
+    return mesh.workspace.take(f"{name} {number}", shape, like)
 
 
-def _bytes_of_unit(mesh: TensorMesh, units: Tensor) -> int:
-    """Bytes of one gathered unit."""
-    return mesh.activations.num_parts * units[0].numel() * units.element_size() if len(units) else 1
-
-
-def scatter_weight(mesh: TensorMesh, slabs: Tensor) -> Tensor:
-    """Reduce-scatter `slabs` [rows, ...] over a column: this row's shard of the sum, in the workspace where there are
-    several rows."""
+def _scatter_weight(mesh: TensorMesh, slabs: Tensor, out: Tensor) -> Arriving:
+    """Reduce-scatter `slabs` [rows, ...] over a column: this row's shard of the sum, in `out` where there are several
+    rows."""
     if mesh.num_rows == 1:
-        return slabs[0]
-    out = mesh.workspace.take("weight gradient", slabs.shape[1:], slabs)
-    mesh.over_rows.reduce_scatter(out, slabs).wait()
-    return out
+        return Arriving(slabs[0])
+    return Arriving(out, mesh.over_rows.reduce_scatter(out, slabs))
 
 
 # ---------------------------------------------------------------------- local products
@@ -149,67 +135,100 @@ def _multiply(out: Tensor, a: Tensor, b: Tensor, begin: bool) -> None:
         out.addmm_(a, b)
 
 
+def _multiply_rows(out: Tensor, a: Tensor, b: Tensor, begin: bool, bias: Tensor | None = None) -> None:
+    """out = a b (+ bias), or out += a b where not `begin`; out [n, m, F] or a [n, m, ..] may be rows of a panel, which
+    have gaps between them, the other one has the same tokens, and b is a matrix."""
+    if len(out) == len(a) == 1:
+        if begin and bias is not None:
+            torch.addmm(bias, a[0], b, out=out[0])
+        else:
+            _multiply(out[0], a[0], b, begin)
+        return
+    batches = max(len(out), len(a))
+    a, out = (one if len(one) == batches else one.view(batches, -1, one.shape[-1]) for one in (a, out))
+    many = b.expand(batches, *b.shape)
+    if begin and bias is not None:
+        torch.baddbmm(bias, a, many, out=out)
+    elif begin:
+        torch.bmm(a, many, out=out)
+    else:
+        out.baddbmm_(a, many)
+
+
+def _after(arriving: Arriving | None, panels: Iterable[tuple[slice, Tensor]]) -> Iterator[tuple[slice, Tensor]]:
+    """`panels`, of which the first (or the end, where there is none) comes after something else has arrived."""
+    for panel in panels:
+        if arriving is not None:
+            arriving.wait()
+            arriving = None
+        yield panel
+    if arriving is not None:
+        arriving.wait()
+
+
 # ---------------------------------------------------------------------- output-stationary
 
 
-def output_forward(mesh: TensorMesh, x: Tensor, weight: Tensor, bias: Tensor | None, tokens: int,
-                   x_slabs: Tensor | None = None, weight_slabs: Tensor | None = None) -> Tensor:
-    """y [tokens, out_j] of x, in the layout of the residual stream, and weight [out_j, in_i].
+def output_forward(mesh: TensorMesh, x: Tensor, weight: Arriving, bias: Tensor | None, tokens: int,
+                   gathered: Gathered | None = None) -> Tensor:
+    """y [tokens, out_j] of x, in the layout of the residual stream, and a column's weight [rows, out_j, in_i].
 
-    x_slabs, weight_slabs: operands that have been gathered already.
+    gathered: x, on its way already.
     """
-    slabs, work = (weight_slabs, None) if weight_slabs is not None else gather_weight(mesh, weight)
-    y = x.new_empty(tokens, weight.shape[0])
-    gathered = [(slice(0, tokens), x_slabs)] if x_slabs is not None else stream(mesh, x)
-    for where, panel in _after(work, gathered):
-        begin, y_part = True, y[where]
+    slabs = weight.tensor
+    y = x.new_empty(tokens, slabs.shape[1])
+    for run, panel in _after(weight, Stream(mesh, x) if gathered is None else arrived(mesh, x, gathered)):
+        begin, rows = True, mesh.activations.rows(y, x, run)
         for i, a, j, b in pieces(_width(panel), len(panel), len(slabs)):
-            if begin and bias is not None:
-                torch.addmm(bias, panel[i][:, a], slabs[j][:, b].t(), out=y_part)
-            else:
-                _multiply(y_part, panel[i][:, a], slabs[j][:, b].t(), begin)
+            _multiply_rows(rows, panel[i][:, a].unsqueeze(0), slabs[j][:, b].t(), begin, bias)
             begin = False
     return y
 
 
-def output_input_gradient(mesh: TensorMesh, dy: Tensor, weight: Tensor, like: Tensor,
-                          kept: Tensor | None = None) -> Tensor:
-    """dx, in the layout and shape of `like`, of dy [tokens, out_j] and weight [out_j, in_i]."""
-    slabs, work = (kept, None) if kept is not None else gather_weight(mesh, weight)
+def output_input_gradient(mesh: TensorMesh, dy: Tensor, weight: Arriving, like: Tensor, *,
+                          exposed: bool = True) -> Arriving:
+    """dx, in the layout and shape of `like`, of dy [tokens, out_j] and a column's weight [rows, out_j, in_i].
 
-    def fill(where: slice, dx_slabs: Tensor) -> None:
+    exposed: as of `scatter`.
+    """
+    slabs = weight.wait()
+
+    def fill(run: slice, dx_slabs: Tensor) -> None:
+        rows = mesh.activations.rows(dy, like, run)
         for i, a, j, b in pieces(_width(dx_slabs), len(dx_slabs), len(slabs)):
-            torch.mm(dy[where], slabs[j][:, b], out=dx_slabs[i][:, a])
+            _multiply_rows(dx_slabs[i][:, a].unsqueeze(0), rows, slabs[j][:, b], True)
 
-    if work is not None:
-        work.wait()
-    return scatter(mesh, dy.new_empty(like.shape), fill)
+    return scatter(mesh, dy.new_empty(like.shape), fill, exposed=exposed)
 
 
-def output_weight_gradient(mesh: TensorMesh, dy: Tensor, x: Tensor | None, weight: Tensor,
-                           x_slabs: Tensor | None = None, into: Tensor | None = None) -> Tensor | None:
-    """dW [out_j, in_i] in the workspace; or None, and it has been added to `into`: on one row only. x or x_slabs."""
-    slabs, begin = _gradient_buffer(mesh, weight, into)
-    gathered = [(slice(0, len(dy)), x_slabs)] if x_slabs is not None else stream(mesh, _given(x))
-    for where, panel in gathered:
+def output_weight_gradient(mesh: TensorMesh, dy: Tensor, like: Tensor, panels: Iterable[tuple[slice, Tensor]],
+                           shape: torch.Size, into: Tensor | None = None) -> Arriving | None:
+    """dW [out_j, in_i] = `shape`, on its way into the workspace; or None, and it has been added to `into`: on one row
+    only. panels: of x, whose shape `like` has."""
+    slabs, out, begin = _gradient_buffers(mesh, shape, dy, into)
+    for run, panel in panels:
+        rows = mesh.activations.rows(dy, like, run).flatten(0, 1)
         for i, a, j, b in pieces(_width(panel), len(panel), len(slabs)):
-            _multiply(slabs[j][:, b], dy[where].t(), panel[i][:, a], begin)
+            _multiply(slabs[j][:, b], rows.t(), panel[i][:, a], begin)
         begin = False
     if begin:  # no tokens
         slabs.zero_()
-    return scatter_weight(mesh, slabs) if into is None else None
+    return _scatter_weight(mesh, slabs, out) if into is None else None
 
 
-def _given(x: Tensor | None) -> Tensor:
-    assert x is not None  # saved wherever its slabs were not
-    return x
-
-
-def _gradient_buffer(mesh: TensorMesh, weight: Tensor, into: Tensor | None) -> tuple[Tensor, bool]:
-    """Memory for the partial sums [rows, *weight.shape] of a weight's gradient, and whether it holds nothing yet."""
+def _gradient_buffers(mesh: TensorMesh, shape: torch.Size, like: Tensor,
+                      into: Tensor | None) -> tuple[Tensor, Tensor, bool]:
+    """Memory for the partial sums [rows, *shape] of a weight's gradient and for their sum, and whether the first holds
+    nothing yet."""
     if into is not None:
-        return into.unsqueeze(0), False
-    return mesh.workspace.take("weight gradients", (mesh.num_rows, *weight.shape), weight), True
+        return into.unsqueeze(0), into, False
+    if mesh.num_rows == 1:
+        partial_sums = total = mesh.workspace.take("weight gradient", (1, *shape), like)
+    else:
+        number = mesh.sums.next_buffer()
+        partial_sums = mesh.workspace.take_one(number, "weight gradients", (mesh.num_rows, *shape), like)
+        total = mesh.workspace.take_one(number, "weight gradient", shape, like)
+    return partial_sums, total, True
 
 
 def _width(slabs: Tensor) -> int:
@@ -219,43 +238,45 @@ def _width(slabs: Tensor) -> int:
 # ---------------------------------------------------------------------- input-stationary
 
 
-def input_forward(mesh: TensorMesh, x: Tensor, weight: Tensor, out: Tensor, kept: Tensor | None = None) -> Tensor:
-    """y of x [tokens, in_j] and weight [out_i, in_j], into `out` in the layout of the residual stream."""
-    slabs, work = (kept, None) if kept is not None else gather_weight(mesh, weight)
-    whole = slabs.flatten(0, 1)  # [out, in_j]
+def input_forward(mesh: TensorMesh, x: Tensor, weight: Arriving, out: Tensor) -> Tensor:
+    """y of x [tokens, in_j] and a column's weight [rows, out_i, in_j], into `out` in the layout of the residual
+    stream."""
+    whole = weight.wait().flatten(0, 1)  # [out, in_j]
 
-    def fill(where: slice, y_slabs: Tensor) -> None:
-        for y_slab, rows in zip(y_slabs, torch.split(whole, y_slabs.shape[-1]), strict=True):
-            torch.mm(x[where], rows.t(), out=y_slab)
+    def fill(run: slice, y_slabs: Tensor) -> None:
+        rows = mesh.activations.rows(x, out, run)
+        for y_slab, features in zip(y_slabs, torch.split(whole, y_slabs.shape[-1]), strict=True):
+            _multiply_rows(y_slab.unsqueeze(0), rows, features.t(), True)
 
-    if work is not None:
-        work.wait()
-    return scatter(mesh, out, fill)
+    return scatter(mesh, out, fill).wait()
 
 
-def input_gradients(mesh: TensorMesh, dy: Tensor, x: Tensor, weight: Tensor, *, wants_input: bool, wants_weight: bool,
-                    kept: Tensor | None = None, gathered: Tensor | None = None,
-                    into: Tensor | None = None, reuse: bool = False) -> tuple[Tensor | None, Tensor | None]:
-    """dx [tokens, in_j] and dW [out_i, in_j] (in the workspace) of dy in the layout of the residual stream.
+def input_gradients(mesh: TensorMesh, dy: Tensor, x: Tensor, weight: Arriving | None, shape: torch.Size | None, *,
+                    gathered: Gathered | None = None, into: Tensor | None = None,
+                    reuse: bool = False) -> tuple[Tensor | None, Arriving | None]:
+    """dx [tokens, in_j], and dW [out_i, in_j] on its way into the workspace, of dy in the residual stream's layout.
 
-    kept: the weight, gathered already. gathered: slabs of dy, gathered already. into: as in `output_weight_gradient`.
-    reuse: dx takes the place of x in memory.
+    weight: the column's; None: dx is not wanted. shape: of dW; None: it is not wanted. gathered: dy, on its way
+    already. into: as in `output_weight_gradient`. reuse: dx takes the place of x in memory.
     """
-    slabs, work = (kept, None) if kept is not None or not wants_input else gather_weight(mesh, weight)
-    whole = weight if slabs is None else slabs.flatten(0, 1)  # [out, in_j], for dx alone
-    dx = (x if reuse else dy.new_empty(x.shape)) if wants_input else None
-    dw, first = _gradient_buffer(mesh, weight, into) if wants_weight else (None, True)
-    for where, dy_slabs in _after(work, [(slice(0, len(x)), gathered)] if gathered is not None else stream(mesh, dy)):
+    whole = None if weight is None else weight.tensor.flatten(0, 1)  # [out, in_j]
+    dx = None if weight is None else x if reuse else dy.new_empty(x.shape)
+    dw, out, begin = (None, None, True) if shape is None else _gradient_buffers(mesh, shape, dy, into)
+    for run, dy_slabs in _after(weight, Stream(mesh, dy) if gathered is None else arrived(mesh, dy, gathered)):
         width = dy_slabs.shape[-1]
         # dW first: with `reuse` dx overwrites x.
         if dw is not None:
+            x_rows = mesh.activations.rows(x, dy, run).flatten(0, 1)
             for number, dy_slab in enumerate(dy_slabs):
-                rows = slice(number * width, (number + 1) * width)
-                _multiply(dw.flatten(0, 1)[rows], dy_slab.t(), x[where], first)
-        if dx is not None:
+                features = slice(number * width, (number + 1) * width)
+                _multiply(dw.flatten(0, 1)[features], dy_slab.t(), x_rows, begin)
+        if dx is not None and whole is not None:
+            dx_rows = mesh.activations.rows(dx, dy, run)
             for number, dy_slab in enumerate(dy_slabs):
-                _multiply(dx[where], dy_slab, whole[number * width:(number + 1) * width], number == 0)
-        first = False
-    if dw is not None and first:  # no tokens
+                _multiply_rows(dx_rows, dy_slab.unsqueeze(0), whole[number * width:(number + 1) * width], number == 0)
+        begin = False
+    if dw is not None and begin:  # no tokens
         dw.zero_()
-    return dx, None if dw is None or into is not None else scatter_weight(mesh, dw)
+    if dw is None or out is None or into is not None:
+        return dx, None
+    return dx, _scatter_weight(mesh, dw, out)
