@@ -39,7 +39,8 @@ from ranvier.tensor.split.linear import SplitLinear
 from ranvier.tensor.under_way import WeightUse
 from ranvier.tensor.weight_gradients import WeightGradients
 
-LAYERS = 4
+LAYERS = 8
+"""Of a stage. What its first weight and its last gradients expose counts once, whatever their number."""
 _PRODUCTS = {torch.ops.aten.mm: (0, 1), torch.ops.aten.addmm: (1, 2), torch.ops.aten.addmm_: (1, 2),
              torch.ops.aten.bmm: (0, 1), torch.ops.aten.baddbmm: (1, 2), torch.ops.aten.baddbmm_: (1, 2)}
 """Operation -> its arguments that are multiplied."""
@@ -190,12 +191,13 @@ def transfers(case: Case, cluster: Cluster | None = None) -> list[Transfer]:
         x = torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
     for parameter in (parameter for layer in layers for parameter in layer.parameters()):
         parameter.grad = torch.empty_like(parameter)
-    for linear in (module for layer in layers for module in layer.modules() if isinstance(module, SplitLinear)):
+    linears = [module for layer in layers for module in layer.modules() if isinstance(module, SplitLinear)]
+    for linear in linears:
         linear.weight_gradients, linear.has_own_weights = cast(WeightGradients, _AtOnce()), True
         linear.recomputed = case.recomputed
     forward, backward = list[WeightUse](), list[WeightUse]()
     with Products(clock):
-        for _ in range(2):  # the first step learns which weight follows which
+        for _ in range(1 if case.row == 1 else 2):  # the first step learns which weight follows which
             clock.transfers.clear()
             with mesh.one_pass(forward):
                 y: Tensor = x
@@ -203,9 +205,8 @@ def transfers(case: Case, cluster: Cluster | None = None) -> list[Transfer]:
                     y = cast(Tensor, checkpoint(layer, y, use_reentrant=False)) if case.recomputed else layer(y)
             with mesh.one_pass(backward):
                 y.backward(torch.empty_like(y))
-            for linear in (module for layer in layers for module in layer.modules()):
-                if isinstance(linear, SplitLinear):
-                    linear.forget()
+            for linear in linears:
+                linear.forget()
     return clock.transfers
 
 

@@ -32,7 +32,7 @@ Buffer = Callable[[str, Sequence[int]], Tensor]
 ActivationLayout = Literal["hidden", "sequence", "whole"]
 FIRST_SHARE = 0.05
 """Share of a tensor in the smallest panel, beside which nothing is computed."""
-GROWTH = 1.5
+GROWTH = 1.25
 """Of a panel over the one before: a product takes longer than the transfer of its panel, so a larger one can travel."""
 
 
@@ -168,7 +168,8 @@ class SequenceSplit:
             return flat[run.start * per_sequence:run.stop * per_sequence].unsqueeze(0)
         if run == slice(0, x.shape[1]):
             return flat.unsqueeze(0)
-        return flat.unflatten(0, (x.shape[0], self.num_parts, x.shape[1]))[:, :, run].flatten(0, 1)
+        by_part: Tensor = flat.unflatten(0, (x.shape[0], self.num_parts, x.shape[1]))
+        return by_part[:, :, run].flatten(0, 1)
 
     def gather(self, x: Tensor, run: slice, buffer: Buffer) -> tuple[Tensor, Work]:
         """All-gather: [c, B, m, H]."""

@@ -44,22 +44,34 @@ def test_shares_prints_tables(capsys):
     assert "forward first, 3 in flight" in "".join(lines)
 
 
-@pytest.mark.parametrize("hidden", [False, True])
-def test_a_product_before_the_wait_hides_a_transfer(hidden):
-    products, found = exposed.Products(), []
-    group = exposed.WatchedGroup("row", 4, products, found)
-    with torch.device("meta"), products:
+@pytest.mark.parametrize("before", [0, 1, 4])
+def test_products_before_the_wait_hide_a_transfer(before):
+    """Each for as long as it takes, and once."""
+    clock = exposed.Clock(flops_per_second=2 * 8**3, bytes_per_second=768 / 2)  # a product 1 s, a transfer 2 s
+    group = exposed.WatchedGroup("row", 4, clock)
+    with torch.device("meta"), exposed.Products(clock):
         matrix, whole = torch.empty(8, 8), torch.empty(32, 8)
-        if not hidden:
-            matrix @ matrix
-        work = group.all_gather(whole, matrix)
-        if hidden:
-            matrix @ matrix
-        work.wait()
         matrix @ matrix
-    assert [(one.name, one.num_bytes, one.flop) for one in found] == [
-        ("row all_gather", 3 * 8 * 8 * 4, 2 * 8**3 if hidden else 0)]
-    assert exposed.hidden_bytes(found) == (768 if hidden else 0, 768)
+        first, second = (group.all_gather(whole, matrix) for _ in range(2))
+        for _ in range(before):
+            matrix @ matrix
+        first.wait()
+        second.wait()
+        matrix @ matrix
+    flop = before * 2 * 8**3
+    assert [(one.name, one.num_bytes, one.flop) for one in clock.transfers] == [("row all_gather", 768, flop)] * 2
+    assert exposed.hidden_bytes(clock.transfers) == (2 * 768 if before else 0, 2 * 768)
+    assert exposed.waited_share(clock.transfers) == pytest.approx((4 - before) / 4)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in exposed.HELD[1::8] else pytest.mark.slow)
+                                  for case in exposed.HELD], ids=str)
+@pytest.mark.parametrize("last", [False, True])
+def test_products_hide_all_but_a_twentieth_of_the_bytes(case, last):
+    """On the first rank of the mesh and on the last one."""
+    at = (case.row - 1, case.col - 1) if last else (0, 0)
+    hidden, total = exposed.hidden_bytes(exposed.transfers(replace(case, at=at)))
+    assert hidden >= (1 - exposed.LIMIT) * total > 0
 
 
 def test_exposed_prints_a_table(monkeypatch, capsys):

@@ -87,12 +87,14 @@ class SplitLinear(SplitLayer):
     @property
     def weight_shape(self) -> torch.Size:
         """Of what `own_weight` returns."""
-        return self.weight.shape
+        shape: torch.Size = self.weight.shape
+        return shape
 
     def own_weight(self, buffer: int = 0) -> Tensor:
         """This rank's weight as the product takes it, without a graph. buffer: which of the `BUFFERS` of the workspace
         it may lie in."""
-        return dense(self.weight.detach())
+        weight: Tensor = self.weight
+        return dense(weight.detach())
 
     def own_bias(self) -> Tensor | None:
         """Of the same features, without a graph."""
@@ -239,7 +241,8 @@ class SplitLinear(SplitLayer):
 
 def _storage(tensor: Tensor) -> int:
     """Names the memory of a tensor; without values too, where addresses are 0."""
-    return tensor.untyped_storage()._cdata
+    number: int = tensor.untyped_storage()._cdata
+    return number
 
 
 def _add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:

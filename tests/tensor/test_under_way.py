@@ -1,0 +1,122 @@
+"""What travels while a stage computes: which weight is gathered ahead, when sums are added, and what becomes of both."""
+
+import pytest
+import torch
+
+from ranvier.config.run import TensorParallel as Settings
+from ranvier.tensor.layers import Linear
+from ranvier.tensor.split.layers import split_layers
+from ranvier.tensor.under_way import Arriving, GradientSums, WeightGathers
+from tests.tensor.split_parity import on_tensor_mesh
+
+
+class Events(list):
+    """Layers and sums whose collectives write down when they start and when they are waited for."""
+
+    def layer(self, name):
+        return Layer(name, self)
+
+    def sum(self, name):
+        return Arriving(torch.zeros(1), Awaited(f"wait {name}", self))
+
+
+class Awaited:
+    def __init__(self, name, events):
+        self._name, self._events = name, events
+
+    def wait(self):
+        self._events.append(self._name)
+
+
+class Layer:
+    def __init__(self, name, events):
+        self._name, self._events = name, events
+
+    def start_gather(self, buffer, kept):
+        self._events.append(f"start {self._name} in {'memory of its own' if kept else buffer}")
+        return Arriving(torch.zeros(1), Awaited(f"wait {self._name}", self._events))
+
+
+def run(gathers, uses, layers, events, kept=()):
+    events.clear()
+    with gathers.one_pass(uses):
+        for layer in layers:
+            arriving = gathers.take(layer, kept=layer in kept)
+            events.append("compute")
+            arriving.wait()
+    return list(events)
+
+
+def test_the_next_weight_starts_before_this_product():
+    events, gathers, uses = Events(), WeightGathers(), []
+    a, b, c = map(events.layer, "abc")
+    first = run(gathers, uses, [a, b, c], events)
+    assert first == ["start a in 1", "compute", "wait a", "start b in 0", "compute", "wait b", "start c in 1", "compute",
+                     "wait c"]
+    second = run(gathers, uses, [a, b, c], events)
+    assert second == ["start a in 0", "start b in 1", "compute", "wait a", "start c in 0", "compute", "wait b",
+                      "compute", "wait c"]
+    kept = run(gathers, [], [a, b], events, kept=[b])
+    assert kept == ["start a in 1", "compute", "wait a", "start b in memory of its own", "compute", "wait b"]
+
+
+@pytest.mark.parametrize("other", ["acb", "ab", "ba", "bbb", "abca", ""])
+def test_a_pass_that_departs_from_the_last_one(other):
+    """Each weight starts before it is wanted, and what started in vain is waited for before its memory is used again."""
+    events, gathers, uses = Events(), WeightGathers(), []
+    layers = {name: events.layer(name) for name in "abc"}
+    run(gathers, uses, layers.values(), events)
+    run(gathers, uses, [layers[name] for name in other], events)
+    assert [event for event in events if event == "compute"] == ["compute"] * len(other)
+    assert sorted(event.split()[1] for event in events if event.startswith("start")) == sorted(
+        event.split()[1] for event in events if event.startswith("wait"))
+    in_flight = {}
+    for event in events:
+        if event.startswith("start"):
+            _, name, _, buffer = event.split()
+            assert buffer not in in_flight.values()
+            in_flight[name] = buffer
+        elif event.startswith("wait"):
+            del in_flight[event.split()[1]]
+    expected = other or "abc"  # a pass without any leaves the order as it was
+    assert [use.layer for use in uses] == [layers[name] for name in expected]
+
+
+def test_a_failed_pass_leaves_nothing():
+    events, gathers, uses = Events(), WeightGathers(), []
+    a, b = map(events.layer, "ab")
+    run(gathers, uses, [a, b], events)
+    with pytest.raises(ZeroDivisionError), gathers.one_pass(uses):
+        gathers.take(a)
+        _ = 1 / 0
+    assert [event[:7] for event in run(gathers, uses, [a, b], events)[:3]] == ["start a", "start b", "compute"]
+
+
+def test_sums_are_added_before_their_memory_is_used_again():
+    events, sums = Events(), GradientSums()
+    for name in "abc":
+        events.append(f"buffer {sums.next_buffer()}")
+        sums.add(events.sum(name), lambda _, name=name: events.append(f"add {name}"))
+        sums.after(lambda name=name: events.append(f"passed {name}"))
+    assert events == ["buffer 1", "buffer 0", "wait a", "add a", "buffer 1"]  # "passed a" comes with the next one
+    sums.finish()
+    assert events[5:] == ["passed a", "wait b", "add b", "passed b", "wait c", "add c", "passed c"]
+    sums.after(lambda: events.append("at once"))
+    assert events[-1] == "at once"
+    sums.add(events.sum("d"), lambda _: events.append("add d"))
+    sums.clear()
+    sums.finish()
+    assert events[-1] == "at once"
+
+
+def test_weights_are_sent_from_where_they_are():
+    """A gather makes no copy of a layer's weight."""
+    def work(mesh):
+        layer = split_layers(Linear(12, 24, stationary="output"), mesh, "layer")
+        sent = []
+        gather = mesh.over_rows.all_gather
+        mesh.over_rows.all_gather = lambda output, tensor: sent.append(tensor.data_ptr()) or gather(output, tensor)
+        layer(torch.randn(2, 4, 6, requires_grad=True)).sum().backward()
+        assert sent == [layer.weight.data_ptr()] * 2
+
+    on_tensor_mesh(2, 2, Settings(), work)
