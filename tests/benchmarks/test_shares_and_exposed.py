@@ -64,9 +64,9 @@ def test_products_before_the_wait_hide_a_transfer(before):
     assert exposed.waited_share(clock.transfers) == pytest.approx((4 - before) / 4)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in exposed.HELD[1::8] else pytest.mark.slow)
-                                  for case in exposed.HELD], ids=str)
-@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(("case", "last"), [
+    pytest.param(case, last, marks=() if last and case in exposed.HELD[1::8] else pytest.mark.slow)
+    for case in exposed.HELD for last in (False, True)], ids=str)
 def test_products_hide_all_but_a_twentieth_of_the_bytes(case, last):
     """On the first rank of the mesh and on the last one."""
     at = (case.row - 1, case.col - 1) if last else (0, 0)

@@ -1,4 +1,4 @@
-"""What travels while a stage computes: which weight is gathered ahead, when sums are added, and what becomes of both."""
+"""What travels while a stage computes: which weight is gathered ahead, and when sums are added."""
 
 import pytest
 import torch
@@ -51,8 +51,8 @@ def test_the_next_weight_starts_before_this_product():
     events, gathers, uses = Events(), WeightGathers(), []
     a, b, c = map(events.layer, "abc")
     first = run(gathers, uses, [a, b, c], events)
-    assert first == ["start a in 1", "compute", "wait a", "start b in 0", "compute", "wait b", "start c in 1", "compute",
-                     "wait c"]
+    assert first == ["start a in 1", "compute", "wait a", "start b in 0", "compute", "wait b",
+                     "start c in 1", "compute", "wait c"]
     second = run(gathers, uses, [a, b, c], events)
     assert second == ["start a in 0", "start b in 1", "compute", "wait a", "start c in 0", "compute", "wait b",
                       "compute", "wait c"]
@@ -62,7 +62,7 @@ def test_the_next_weight_starts_before_this_product():
 
 @pytest.mark.parametrize("other", ["acb", "ab", "ba", "bbb", "abca", ""])
 def test_a_pass_that_departs_from_the_last_one(other):
-    """Each weight starts before it is wanted, and what started in vain is waited for before its memory is used again."""
+    """Each weight starts before it is wanted; what started in vain is waited for before its memory is used again."""
     events, gathers, uses = Events(), WeightGathers(), []
     layers = {name: events.layer(name) for name in "abc"}
     run(gathers, uses, layers.values(), events)

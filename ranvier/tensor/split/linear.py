@@ -93,8 +93,8 @@ class SplitLinear(SplitLayer):
     def own_weight(self, buffer: int = 0) -> Tensor:
         """This rank's weight as the product takes it, without a graph. buffer: which of the `BUFFERS` of the workspace
         it may lie in."""
-        weight: Tensor = self.weight
-        return dense(weight.detach())
+        own: Tensor = dense(self.weight.detach())
+        return own
 
     def own_bias(self) -> Tensor | None:
         """Of the same features, without a graph."""
