@@ -1,13 +1,20 @@
 """What travels while a stage computes: which weight is gathered ahead, and when sums are added."""
 
+from functools import partial
+
 import pytest
 import torch
 
+from ranvier.comm.collectives import ChainedWork
+from ranvier.config.run import Memory, Pipeline
 from ranvier.config.run import TensorParallel as Settings
+from ranvier.mesh import Mesh
+from ranvier.pipeline import connections
 from ranvier.tensor.layers import Linear
+from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.layers import split_layers
 from ranvier.tensor.under_way import Arriving, GradientSums, WeightGathers
-from tests.tensor.split_parity import on_tensor_mesh
+from tests.tensor.split_parity import assert_parity, gradients_on, on_tensor_mesh, share, tiny_gpt, token_batches
 
 
 class Events(list):
@@ -120,3 +127,67 @@ def test_weights_are_sent_from_where_they_are():
         assert sent == [layer.weight.data_ptr()] * 2
 
     on_tensor_mesh(2, 2, Settings(), work)
+
+
+# ---------------------------------------------------------------------- on a mesh where nothing arrives by itself
+
+class Late:
+    """A group whose collectives write their results, and read their operands, when they are waited for; until then the
+    results are NaN. `fp64` collectives of activations and weights only: counts and texts go through the group at once.
+    """
+
+    def __init__(self, group):
+        self._group = group
+
+    def __getattr__(self, name):
+        return getattr(self._group, name)
+
+    def all_gather(self, output, tensor):
+        return self._late(output, lambda into: self._group.all_gather(into, tensor), torch.empty_like)
+
+    def reduce_scatter(self, output, tensor, buffer=None):
+        return self._late(output, lambda into: self._group.reduce_scatter(into, tensor), torch.empty_like)
+
+    def all_reduce(self, tensor, op="sum"):
+        return self._late(tensor, lambda into: self._group.all_reduce(into, op), torch.clone)
+
+    def _late(self, output, start, memory):
+        if not output.is_floating_point():
+            return start(output)
+        into = memory(output)
+        work = start(into)
+        output.fill_(torch.nan)
+        return ChainedWork(work, lambda: output.copy_(into))
+
+
+@pytest.fixture
+def late(monkeypatch):
+    monkeypatch.setattr(connections, "TensorMesh", lambda over_rows, over_cols, *args, **options: TensorMesh(
+        Late(over_rows), Late(over_cols), *args, **options))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("options", [{}, {"memory": Memory(recompute=1)}, {"pipeline": Pipeline(defer_bytes=1 << 40)}],
+                         ids=["at once", "recomputed", "deferred"])
+@pytest.mark.parametrize(("mesh", "scheme"), [(Mesh(row=2, col=2), "stationary"), (Mesh(col=2), "sequence"),
+                                              (Mesh(pipe=2, row=2), "stationary")], ids=str)
+def test_nothing_is_used_before_it_has_arrived(late, monkeypatch, mesh, scheme, options, tied):
+    """The second batch too, in which weights arrive ahead, and in panels of a few tokens."""
+    monkeypatch.setattr("ranvier.tensor.mesh.PANEL_BYTES", {"cpu": 1500})
+    make, batches = partial(tiny_gpt, num_layers=2, tied=tied, dropout=0.0), token_batches(mesh)
+
+    def before(engine):
+        engine.forward_backward(share(engine, token_batches(mesh, seed=1)))
+        engine.zero_grad()
+
+    assert_parity(make, batches, mesh, scheme=scheme, also=before, **options)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(row=2), Mesh(row=2, col=2)], ids=str)
+def test_tied_gradients_have_one_order_of_additions(mesh):
+    """Whether other products are deferred or not: sums of weights that two modules hold are not added late."""
+    batches = token_batches(mesh)
+    make = partial(tiny_gpt, num_layers=2, tied=True)
+    now, later = (gradients_on(make, batches, mesh, pipeline=Pipeline(defer_bytes=size)).gradients
+                  for size in (0, 1 << 40))
+    assert all(torch.equal(now[name], later[name]) for name in now)
