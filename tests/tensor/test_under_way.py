@@ -173,7 +173,7 @@ def late(monkeypatch):
                                               (Mesh(pipe=2, row=2), "stationary")], ids=str)
 def test_nothing_is_used_before_it_has_arrived(late, monkeypatch, mesh, scheme, options, tied):
     """The second batch too, in which weights arrive ahead, and in panels of a few tokens."""
-    monkeypatch.setattr("ranvier.tensor.mesh.PANEL_BYTES", {"cpu": 1500})
+    monkeypatch.setattr("ranvier.tensor.mesh.PANEL_BYTES", {"cpu": 600})
     make, batches = partial(tiny_gpt, num_layers=2, tied=tied, dropout=0.0), token_batches(mesh)
 
     def before(engine):
