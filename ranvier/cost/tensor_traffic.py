@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.placement import best_tile, bytes_between_nodes
 from ranvier.cost.volume import layer_volume, volume_scheme
+from ranvier.layout.panels import first_panel_bytes
 from ranvier.precision import DTYPES, reduce_dtype
 
 
@@ -15,14 +16,16 @@ from ranvier.precision import DTYPES, reduce_dtype
 class TensorMeshFacts:
     """Bytes that a rank of the tensor mesh receives for one layer and one microbatch, forward and backward.
 
-    tile: rows and columns of the tensor mesh on one node. node_bytes: what enters a node, and the same with ranks
-    numbered row by row. All three are None where the mesh is on one node, or nodes are not known.
+    exposed_bytes: of those, on a CUDA device, the ones that travel while no product is computed (`first_panels`); None
+    elsewhere. tile: rows and columns of the tensor mesh on one node. node_bytes: what enters a node, and the same with
+    ranks numbered row by row. The last three are None where the mesh is on one node, or nodes are not known.
     """
 
     row: int
     col: int
     scheme: str
     layer_bytes: int
+    exposed_bytes: int | None = None
     tile: tuple[int, int] | None = None
     node_bytes: int | None = None
     node_bytes_row_by_row: int | None = None
@@ -30,11 +33,33 @@ class TensorMeshFacts:
     def __str__(self) -> str:
         text = (f"tensor mesh {self.row} x {self.col}, {self.scheme}: a rank receives {self.layer_bytes / 2**20:,.2f} "
                 f"MiB a layer and microbatch, forward and backward")
+        if self.exposed_bytes is not None:
+            text += f", of which {self.exposed_bytes / 2**20:,.2f} MiB while no product is computed"
         if self.tile is None or self.node_bytes is None or self.node_bytes_row_by_row is None:
             return text
         return (f"{text}\nplacement: {self.tile[0]} x {self.tile[1]} of it on each node; "
                 f"{self.node_bytes / 2**20:,.2f} MiB of that enter a node (row by row: "
                 f"{self.node_bytes_row_by_row / 2**20:,.2f})")
+
+
+def first_panels(run: ResolvedRun) -> int | None:
+    """Bytes of a layer that travel while no product is computed: the first panel of what a product gathers, or the last
+    one of what it sums. None for SUMMA, whose broadcasts depend on the rank.
+
+    In the forward these are panels of the inputs of qkv and fc1 and of the outputs of projection and fc2, in the
+    backward of the gradients of those outputs; a recomputation repeats the first three. dX of qkv and fc1 is summed
+    while dW is computed; weights and their gradients travel beside the products of neighbouring layers.
+    `benchmarks/tensor/exposed.py` counts the same by running layers.
+    """
+    mesh, model, scheme = run.mesh, run.model, volume_scheme(run.tensor)
+    if scheme == "summa":
+        return None
+    itemsize = DTYPES[run.precision].itemsize
+    whole = run.batch.microbatch_size * model.sequence * model.hidden * itemsize // mesh.row
+    recomputed = run.memory.recompute != "none"
+    # An all-reduce of activations that are whole on every column receives twice what a reduce-scatter does.
+    count = 2 * (2 + recomputed) if scheme == "megatron" else 6 + 3 * recomputed
+    return round(count * first_panel_bytes(whole) * (mesh.col - 1) / mesh.col)
 
 
 def tensor_mesh_facts(run: ResolvedRun, ranks_per_node: int | None) -> TensorMeshFacts | None:
@@ -49,7 +74,8 @@ def tensor_mesh_facts(run: ResolvedRun, ranks_per_node: int | None) -> TensorMes
     except ValueError:
         return None
     facts = TensorMeshFacts(row=mesh.row, col=mesh.col, scheme=volume_scheme(run.tensor),
-                            layer_bytes=round(volume.total))
+                            layer_bytes=round(volume.total),
+                            exposed_bytes=first_panels(run) if run.launch.device == "cuda" else None)
     if ranks_per_node is None or ranks_per_node >= mesh.stage_size:
         return facts
     received = {"along_row_bytes": volume.forward.weights + volume.backward.weights,

@@ -9,6 +9,7 @@ boxes, so everything here is arithmetic on boxes.
     chunks    the order of a rank's gradients in one flat buffer, and its cut into chunks and shares
     layout    parameters -> slices -> ranks: who holds, who updates, who owns
     moves     what must travel so that everyone has what it needs
+    panels    the cut of activations that travel while others are multiplied
 
 Pure: no process group, no clock, no I/O.
 """

@@ -17,7 +17,6 @@ tokens, or positions of every sequence where the tokens of one lie on several ra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -26,14 +25,11 @@ from ranvier.comm.collectives import ChainedWork, CompletedWork
 from ranvier.comm.protocol import Group, Work
 from ranvier.config.run import TensorParallel
 from ranvier.errors import DivisibilityError
+from ranvier.layout.panels import FIRST_SHARE
 
 Buffer = Callable[[str, Sequence[int]], Tensor]
 """Uninitialised memory for a purpose, of a shape, such as from a `Workspace`."""
 ActivationLayout = Literal["hidden", "sequence", "whole"]
-FIRST_SHARE = 0.05
-"""Share of a tensor in the smallest panel, beside which nothing is computed."""
-GROWTH = 1.25
-"""Of a panel over the one before: a product takes longer than the transfer of its panel, so a larger one can travel."""
 
 
 class Activations(Protocol):
@@ -239,24 +235,3 @@ def layout_of(scheme: str, sequence_sharding: bool) -> ActivationLayout:
     if scheme != "megatron":
         return "hidden"
     return "sequence" if sequence_sharding else "whole"
-
-
-def equal_panels(num_units: int, unit_bytes: int, panel_bytes: int) -> list[slice]:
-    """Runs of units, as equal as possible, of at most `panel_bytes` each (but of one unit at least)."""
-    count = min(num_units, max(1, -(-num_units * unit_bytes // panel_bytes)))
-    return _runs([num_units * number // count for number in range(count + 1)] if count else [0])
-
-
-def growing_panels(num_units: int, unit_bytes: int, panel_bytes: int, first_bytes: int) -> list[slice]:
-    """Runs of units of which the first, which nothing hides, is small: `FIRST_SHARE` of all or `first_bytes`, whichever
-    is more. Each of the others is larger than the one before by `GROWTH`, up to `panel_bytes`."""
-    size, edges = max(FIRST_SHARE * num_units, first_bytes / max(1, unit_bytes)), [0]
-    largest = max(1, panel_bytes // max(1, unit_bytes))
-    while edges[-1] < num_units:
-        edges.append(min(num_units, edges[-1] + max(1, min(round(size), largest))))
-        size *= GROWTH
-    return _runs(edges)
-
-
-def _runs(edges: Sequence[int]) -> list[slice]:
-    return [slice(start, stop) for start, stop in pairwise(edges)]

@@ -24,15 +24,13 @@ from ranvier.comm.fp32_sums import Fp32Sums
 from ranvier.comm.protocol import Group
 from ranvier.config.run import TensorParallel
 from ranvier.errors import ModelError
-from ranvier.tensor.activations import Activations, activations_of, equal_panels, growing_panels
+from ranvier.layout.panels import equal_panels, growing_panels
+from ranvier.tensor.activations import Activations, activations_of
 from ranvier.tensor.under_way import BUFFERS, GradientSums, WeightGathers, WeightUse
 
 PANEL_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 """Kind of device -> bytes of the largest gathered panel of activations: what stays in a CPU's cache, or occupies a GPU
 with one product."""
-SMALLEST_PANEL_BYTES = 1 << 20
-"""Of a GPU: what travels in about the time that the start of a collective takes, so that a smaller panel gains
-nothing."""
 
 
 class Workspace:
@@ -121,7 +119,7 @@ class TensorMesh:
         unit_bytes = self.activations.num_parts * x.numel() // num_units * x.element_size()
         if exposed is None or not self._panels_grow:
             return equal_panels(num_units, unit_bytes, self._panel_bytes)
-        found = growing_panels(num_units, unit_bytes, self._panel_bytes, SMALLEST_PANEL_BYTES)
+        found = growing_panels(num_units, unit_bytes, self._panel_bytes)
         if exposed == "last":
             found = [slice(num_units - one.stop, num_units - one.start) for one in reversed(found)]
         return found

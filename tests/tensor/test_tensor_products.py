@@ -69,7 +69,7 @@ def column_weight(mesh, product, weight):
     if dtype is torch.float64 or kind[:2] in [(1, 2), (2, 2), (2, 3)]])
 def test_products_are_plain_ones(monkeypatch, rows, cols, scheme, kind, dtype, panels):
     """Gradients together, one at a time, from what has been gathered, and added to a gradient that is there."""
-    monkeypatch.setattr("ranvier.tensor.mesh.SMALLEST_PANEL_BYTES", 64)
+    monkeypatch.setattr("ranvier.layout.panels.SMALLEST_BYTES", 64)
     whole = [tensor.to(dtype) for tensor in operands(rows, kind)]
     expected_y, expected_dx, expected_dw = expected_of(*(tensor.double() for tensor in whole), kind != "vocabulary")
 
