@@ -16,7 +16,7 @@ from types import FrameType
 
 from ranvier.errors import Hang
 
-_FACTOR = 20
+_TIMES_LONGEST = 20
 _MIN_LIMIT_SECONDS = 30.0
 _MIN_SAMPLES = 3
 _CHECKED_KINDS = ("forward", "backward", "weight")
@@ -53,7 +53,7 @@ class HangDetector:
             return self._seconds
         if self._counts[kind] < _MIN_SAMPLES:
             return None
-        return max(_MIN_LIMIT_SECONDS, _FACTOR * self._longest[kind])
+        return max(_MIN_LIMIT_SECONDS, _TIMES_LONGEST * self._longest[kind])
 
     def check(self, action: str, seconds: float, rank: int, thread: int) -> None:
         """Report a `Hang` if `action`, which has run for `seconds` on the thread with id `thread`, is over its limit.

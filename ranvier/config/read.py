@@ -143,7 +143,8 @@ def _docstrings(cls: type) -> dict[str, str]:
 
 
 def merge(layers: Sequence[Layer]) -> Merged:
-    """Lay `layers` over the defaults. Never raises: what is wrong is in `problems`."""
+    """Lay `layers` over the defaults; a later one wins (recipe, environment, flags). Never raises: what is wrong is in
+    `problems`."""
     values = {name: setting.default for name, setting in settings().items()}
     origins = dict.fromkeys(values, "default")
     problems: list[ConfigError] = []

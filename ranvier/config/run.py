@@ -479,6 +479,11 @@ class Lora:
     """Folder of adapters in PEFT's format (adapter_config.json, adapter_model.safetensors) to continue from; it decides
     rank, alpha, targets and method."""
 
+    @property
+    def scale(self) -> float:
+        """What the output of an adapter is multiplied by."""
+        return self.alpha / self.rank
+
 
 @section
 class Data:

@@ -71,7 +71,7 @@ def with_adapters(model: Model | nn.Sequential | Sequence[nn.Module] | Mapping[s
     last = list(model.blocks)[-1] if lora.train_head is True else None
     if last is not None:
         _check_head(model, last)
-    form = AdapterForm(rank=lora.rank, scale=lora.alpha / lora.rank, dropout=lora.dropout,
+    form = AdapterForm(rank=lora.rank, scale=lora.scale, dropout=lora.dropout,
                        magnitude=lora.method == "dora")
     fan_in = {f"{_joined(block, name)}.lora.A": target.in_features for block, found in targets.items()
               for name, target in found.items()}

@@ -36,7 +36,7 @@ from ranvier.comm.collectives import CompletedWork
 from ranvier.comm.protocol import Group
 from ranvier.layout import FlatOrder, flat_order
 from ranvier.optim.chunks import Chunk, GradientSpec
-from ranvier.optim.reduction import IN_FLIGHT, Reductions
+from ranvier.optim.reduction import MAX_COLLECTIVES, Reductions
 
 
 class Gradients:
@@ -59,7 +59,7 @@ class Gradients:
 
     def __init__(self, specs: Sequence[GradientSpec], group: Group, chunk_size: int,
                  send_to_owner: Callable[[GradientSpec], None], *, dtype: torch.dtype | None = None,
-                 reduce_dtype: torch.dtype | None = None, in_flight: int = IN_FLIGHT, reuse: Sequence[range] = (),
+                 reduce_dtype: torch.dtype | None = None, in_flight: int = MAX_COLLECTIVES, reuse: Sequence[range] = (),
                  allocate: bool = True, order: FlatOrder | None = None, shard: bool = False) -> None:
         self._send_to_owner, self._in_model_order, self._reuse = send_to_owner, tuple(specs), reuse
         groups: dict[Group | None, Group] = {spec.group: spec.group or group for spec in specs} | {None: group}

@@ -30,7 +30,7 @@ from ranvier.optim.buckets import Bucket, Segment, buckets_of, split_by_share
 from ranvier.optim.chunks import Chunk, GradientSpec
 from ranvier.optim.gradients import Gradients
 from ranvier.optim.placement import Hybrid, OnHost, Placement, Resident, Streamed, Update
-from ranvier.optim.reduction import IN_FLIGHT
+from ranvier.optim.reduction import MAX_COLLECTIVES
 from ranvier.optim.rules import Rules, SkippingRule, check_state_name, rules_of
 from ranvier.optim.state_places import StateOwner, StatePlaces
 from ranvier.tensor.quantized_weight import stored_tensors
@@ -194,9 +194,9 @@ class FlatOptimizer:
                 if start < stop:
                     self._gathers.append(chunk.group.broadcast(self.weights[start:stop], member))
             return
-        while len(self._gathers) >= IN_FLIGHT:
+        while len(self._gathers) >= MAX_COLLECTIVES:
             self._gathers.popleft().wait()
-        turn, self._gathered = self._gathered % IN_FLIGHT, self._gathered + 1
+        turn, self._gathered = self._gathered % MAX_COLLECTIVES, self._gathered + 1
         if turn not in self._sent:
             self._sent[turn] = self.weights.new_empty(_largest_share(self._chunks))
         start, stop = chunk.share
@@ -311,7 +311,7 @@ def gather_bytes(gradients: Gradients, itemsize: int) -> int:
     """What shares of parameters are sent from, where each member of a chunk's group updates its own."""
     chunks = [chunk for chunk in gradients.chunks if not chunk.sent_to_owner]
     gathered = sum(len(chunk.group.ranks) > 1 and chunk.shares is None for chunk in chunks)
-    return min(IN_FLIGHT, gathered) * _largest_share(chunks) * itemsize
+    return min(MAX_COLLECTIVES, gathered) * _largest_share(chunks) * itemsize
 
 
 def _largest_share(chunks: Sequence[Chunk]) -> int:

@@ -20,7 +20,7 @@ from ranvier.comm.protocol import Group, Work
 from ranvier.optim.chunks import Chunk
 from ranvier.precision import is_half
 
-IN_FLIGHT = 4
+MAX_COLLECTIVES = 4
 """Reductions, and gathers of parameters, that may work in memory of their own at once. A replica that is that many
 chunks ahead of the slowest waits for it, as it would at the end of the step."""
 

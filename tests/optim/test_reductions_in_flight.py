@@ -17,7 +17,7 @@ from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
 from ranvier.optim.gradients import Gradients
 from ranvier.optim.optimizer import FlatOptimizer
-from ranvier.optim.reduction import IN_FLIGHT, Reductions
+from ranvier.optim.reduction import MAX_COLLECTIVES, Reductions
 from ranvier.pipeline.engine import Engine
 from ranvier.testing.memory import MemoryTracker
 from ranvier.testing.ranks import run_processes, run_ranks
@@ -153,21 +153,21 @@ def test_others_go_on_while_one_is_late():
 
         def counting(*args):
             begun[world.rank] += 1
-            if begun[world.rank] == IN_FLIGHT and world.rank == 0:
+            if begun[world.rank] == MAX_COLLECTIVES and world.rank == 0:
                 late.set()
             return started(*args)
 
         group.reduce_scatter = counting
-        specs = [spec(str(number), number) for number in range(IN_FLIGHT + 3)]
+        specs = [spec(str(number), number) for number in range(MAX_COLLECTIVES + 3)]
         gradients = Gradients(specs, group, 4, lambda complete: None)
         gradients.begin(scatter=True)
         if world.rank == 1:
-            assert late.wait(30.0) and begun == [IN_FLIGHT, 0]
+            assert late.wait(30.0) and begun == [MAX_COLLECTIVES, 0]
         gradients.all_passed()
         gradients.wait()
         return begun[world.rank]
 
-    assert run_ranks(rank, 2) == [IN_FLIGHT + 3] * 2
+    assert run_ranks(rank, 2) == [MAX_COLLECTIVES + 3] * 2
 
 
 def on_processes(world):

@@ -128,10 +128,6 @@ class Adapters:
     names: frozenset[str]
     read: Read
 
-    @property
-    def scale(self) -> float:
-        return self.lora.alpha / self.lora.rank
-
     def value(self, module: Module, kind: str) -> Tensor:
         return self.read(f"{module.target}.lora.{kind}")
 
@@ -145,10 +141,10 @@ class Adapters:
 
     def _merged(self, module: Module, rows: Tensor) -> Tensor:
         a, b = (self.value(module, kind).to(rows.dtype) for kind in ("A", "B"))
-        found: Tensor = rows + self.scale * b.mm(a)
+        found: Tensor = rows + self.lora.scale * b.mm(a)
         if self.lora.method == "lora":
             return found
-        before, after = squared_norms(rows, a, b, self.scale).sqrt()
+        before, after = squared_norms(rows, a, b, self.lora.scale).sqrt()
         change = self.value(module, "magnitude_change").to(rows.dtype)
         turned: Tensor = found * ((before + change) / after)[:, None]
         return turned
