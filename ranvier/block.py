@@ -193,8 +193,10 @@ def as_model(model: Model | nn.Sequential | Sequence[nn.Module] | Mapping[str, n
     elif isinstance(model, (Sequence, nn.ModuleList)):
         modules = {str(index): module for index, module in enumerate(model)}
     else:
-        raise ModelError("is not a list of blocks", where="model", value=type(model).__name__,
-                         remedy="Pass a ranvier.Model, an nn.Sequential, a list of modules, or a dict of them.")
+        remedy = "Pass a ranvier.Model, an nn.Sequential, a list of modules, or a dict of them."
+        if isinstance(model, nn.Module):
+            remedy = "Pass ranvier.blocks_of(model), or a list of modules that are called one after the other."
+        raise ModelError("is not a list of blocks", where="model", value=type(model).__name__, remedy=remedy)
     for name, module in modules.items():
         if not isinstance(module, nn.Module):
             raise ModelError("is not an nn.Module", where=f"block {name}", value=type(module).__name__,

@@ -180,7 +180,7 @@ class Checkpoints:
         as `claim`.
         """
         began = time.monotonic()
-        _check_about(about or {})
+        _check_about({} if about is None else about)
         self.claim()
         self._join()
         pieces = state.pieces_to_write(self.engine)
@@ -424,6 +424,9 @@ def _said(error: Exception) -> str:
 
 
 def _check_about(about: Mapping[str, object]) -> None:
+    if not isinstance(about, Mapping):
+        raise CheckpointError("is not a dict", where="Checkpoints.save(about=...)", value=about,
+                              remedy="Call save(): the step is the engine's own. `about` is for notes of yours.")
     try:
         json.dumps(about, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError) as error:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -89,9 +89,9 @@ def _cuts(module: nn.Module, cut: Sequence[str] | Literal["auto"]) -> list[str]:
     """Names of submodules."""
     if cut == "auto":
         return list(_parts(module, ""))
-    if isinstance(cut, str):
+    if isinstance(cut, str) or not isinstance(cut, Iterable) or not all(isinstance(name, str) for name in cut):
         raise ModelError('must be a list of names of submodules, or "auto"', where="cut", value=cut,
-                         remedy=f'Pass cut=["{cut}"].')
+                         remedy=f'Pass cut=["{cut}"].' if isinstance(cut, str) else 'Pass cut=["layer2"], or no cut.')
     paths = [name for name, _ in module.named_modules() if name]
     aliases = {name: one for name, one in module.named_modules(remove_duplicate=False)}
     found: list[str] = []

@@ -178,6 +178,10 @@ class Engine:
         self._connect(blocks, timeout_seconds)
         self._buffers = self._share_buffers(blocks, buffers)
 
+        if optimizer is not None and not callable(optimizer):
+            raise ConfigError("is not a function that makes one of this rank's parameters", where="optimizer",
+                              value=type(optimizer).__name__,
+                              remedy="Pass optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3).")
         own = optim is not None and optimizer is None
         optim = optim or Optim()
         plan = RecomputationPlan(layout=self.layout, table=self.stages, layers=model.layers, policy=self._policy,
@@ -694,4 +698,9 @@ class Engine:
 
 
 def _as_microbatches(batch: Batch) -> list[Microbatch]:
+    for entry in [batch] if isinstance(batch, Tensor) else batch:
+        if not isinstance(entry, (Microbatch, tuple, list)):
+            raise ModelError("is not a microbatch", where="batch", value=type(entry).__name__,
+                             remedy="Pass a list of ranvier.Microbatch or of (inputs, targets), for example "
+                                    "ranvier.microbatches(inputs, targets, size=8).")
     return [entry if isinstance(entry, Microbatch) else Microbatch(*entry) for entry in batch]

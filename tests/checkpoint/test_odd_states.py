@@ -111,6 +111,11 @@ def test_what_json_lacks_is_refused(tmp_path, about):
         on(Mesh(), lambda engine: Checkpoints(engine, tmp_path).save(about))
 
 
+def test_a_step_instead_of_notes_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"is not a dict \(got 3\). Call save\(\): the step is the engine's own"):
+        on(Mesh(), lambda engine: Checkpoints(engine, tmp_path).save(3))
+
+
 def test_whatever_fails_in_a_writer_is_told(tmp_path, monkeypatch):
     """On one rank, and no error of a disk: no checkpoint, and training goes on."""
     write = files.write_part

@@ -301,6 +301,8 @@ def test_code_that_cannot_be_traced_is_named(run, message):
 @pytest.mark.parametrize(("options", "message"), [
     ({"cut": ["layer"]}, r"cut: is not the name of a submodule \(got 'layer'\). Name one of a, b."),
     ({"cut": "a"}, r'cut: must be a list of names of submodules, or "auto" \(got \'a\'\). Pass cut=\["a"\]'),
+    ({"cut": None}, r'cut: must be a list of names .* Pass cut=\["layer2"\], or no cut'),
+    ({"cut": [3]}, r'cut: must be a list of names .* \(got \[3\]\)'),
     ({"cut": ["list"]}, r'cut: is a list, which is never called \(got \'list\'\). Name its elements: "list.\*"'),
     ({"cut": ["list.0"]}, r"cut: is not called \(got 'list.0'\)"),
     ({"cut": ["c"]}, r"cut: is called 2 times, and a block begins where a submodule is called once \(got 'c'\)"),

@@ -343,10 +343,27 @@ def test_a_mesh_of_another_size():
         run_ranks(lambda world: Engine(residuals(), world, mesh=Mesh(pipe=4)), 2)
 
 
+def test_an_optimizer_instead_of_a_function_that_makes_one():
+    model = residuals()
+    optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1e-2)
+    with pytest.raises(ConfigError, match=r"optimizer: is not a function .* \(got 'SGD'\). Pass optimizer=lambda"):
+        run_ranks(lambda world: Engine(model, world, mesh=Mesh(), optimizer=optimizer), 1)
+
+
+@pytest.mark.parametrize("batch", [(torch.zeros(8, 4), torch.zeros(8, 4)), torch.zeros(8, 4), ["text"]])
+def test_a_batch_that_is_no_list_of_microbatches(batch):
+    def work(world):
+        Engine(residuals(), world, mesh=Mesh()).forward_backward(batch)
+
+    with pytest.raises(ModelError, match=r"batch: is not a microbatch \(got '\w+'\). Pass a list of ranvier.Microb"):
+        run_ranks(work, 1)
+
+
 @pytest.mark.parametrize(("model", "loss", "says"), [
     (lambda: nn.Sequential(nn.Linear(4, 4)), None, "loss: is missing. Pass loss=f"),
     (residuals, squared, "loss: was given beside a Model, which has its own. Leave the loss out"),
     (lambda: 3, squared, r"model: is not a list of blocks \(got 'int'\)"),
+    (lambda: nn.Linear(4, 4), squared, r"model: is not a list .* Pass ranvier.blocks_of\(model"),
     (lambda: [nn.Linear(4, 4), torch.tanh], squared, r"block 1: is not an nn.Module \(got 'builtin_fun"),
     (lambda: [], squared, "model: has no blocks"),
     (lambda: Model(blocks={"": nn.Tanh}, loss=squared), None, "model.blocks: a block's name must be a non-empty text"),
