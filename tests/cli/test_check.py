@@ -222,6 +222,12 @@ def test_auto_that_cannot_be(flags, ranks, text):
     assert report.stages is None and report.memory == () and report.machine is None  # of a mesh that nobody asked for
 
 
+def test_a_microbatch_that_rows_do_not_divide_comes_with_one_that_they_do():
+    (problem,) = problems(with_plan(run_with(mesh__row="8", batch__microbatch_size="4"), 8)[0], 8)
+    assert problem.remedy == ("Set --mesh.row 4, or --batch.microbatch-size 8: rows share the sequences of a "
+                              "microbatch.")
+
+
 def test_placement_on_nodes_is_shown():
     flags = {"mesh__row": "4", "mesh__col": "4", "model__hidden": "256"}
     placed = check.check(run_with(**flags), 16, 4).tensor_mesh

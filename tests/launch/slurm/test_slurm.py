@@ -111,7 +111,6 @@ def test_a_lost_task_ends_the_job_with_its_report(slurm, tmp_path):
     os.kill(ranks[2], signal.SIGKILL)
     job = slurm.wait(number, "FAILED", "COMPLETED", "CANCELLED", "TIMEOUT")
     text = (tmp_path / "job.out").read_text()
-    print(text)
     assert job["JobState"] == "FAILED" and "not put back into the queue" in text, text
     assert re.search(r"task 2: Killed$", text, re.MULTILINE) and not re.search(r"task [013]: Killed", text), text
     assert "Traceback" not in text, text
