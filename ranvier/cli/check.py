@@ -150,8 +150,8 @@ def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = N
             found.append(problem)
         except TOO_LARGE as error:
             found.append(cannot_be_laid_out(error))
-    if place is not None and memory and (problem := _too_small(run, place, memory)) is not None:
-        found.append(problem)
+    if place is not None and memory and (too_small := _too_small(run, place, memory)) is not None:
+        found.append(too_small)
     machine = this_machine(run, memory) if memory and place is None and run.mesh.size <= _MAX_LOCAL_RANKS else None
     return Report(problems=tuple(found), warnings=(*warnings(run, chosen, asked), *_machine_warnings(run, machine)),
                   stages=stages, memory=memory, tensor_mesh=tensor_mesh_facts(run, ranks_per_node), machine=machine,
