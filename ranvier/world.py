@@ -21,7 +21,9 @@ class World:
     store: key-value store shared by all ranks (current actions, the first failure); never used on a hot path.
     launcher: "local", "torchrun", "mpiexec" or "srun"; another word if `start` has not made it.
     device: where it computes.
-    local_rank, local_size: its number among the ranks of its machine, and their count.
+    local_rank, local_size: its number among the ranks of its machine, and their count, as the launcher says.
+    local_ranks: the ranks on its machine in order, itself included. Slurm's cyclic distribution and Open MPI's local
+        ranks follow another order than one machine after the other, which an empty tuple stands for.
     mesh: the one that `start` was called with; None if ranks were started without one.
     hang: makes the detector for hanging actions; None if they are not checked.
     overdue: names a blocking wait that is over its time limit; returns None if there is none.
@@ -34,10 +36,15 @@ class World:
     device: torch.device
     local_rank: int
     local_size: int
+    local_ranks: tuple[int, ...] = ()
     mesh: Mesh | None = None
     hang: Callable[[], HangDetector] | None = None
     overdue: Callable[[], str | None] = lambda: None
     lost: Callable[[], str | None] = lambda: None
+
+    def __post_init__(self) -> None:
+        first = self.rank - self.local_rank
+        self.local_ranks = self.local_ranks or tuple(range(first, min(first + self.local_size, self.size)))
 
     @property
     def rank(self) -> int:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Run
+from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.count import laid_out
+from ranvier.cost.hardware import Cluster
 from ranvier.cost.limits import MemoryChoice, memory_choices
 from ranvier.cost.memory import PROCESS_BYTES, RankMemory, remedies
 from ranvier.cost.memory_table import memory_table
@@ -21,7 +23,9 @@ from ranvier.errors import ConfigError, RanvierError
 from ranvier.optim.learning_rate import describe
 from ranvier.pipeline.build import StageTable
 from ranvier.planner.auto import open_axes_of, with_plan, with_pretrained
+from ranvier.planner.candidates import on_cluster
 from ranvier.planner.problems import PREVENT_A_CUT, TOO_LARGE, cannot_be_laid_out, problems, warnings
+from ranvier.planner.work import shortage
 from ranvier.schedule.computed_limits import simulated_microbatches
 from ranvier.system.machine import available_memory_bytes
 
@@ -48,6 +52,9 @@ class Report:
     padding: str = ""
     """The share of padding in words, where data is padded and has been prepared."""
 
+    cluster: str = ""
+    """The memory of a device of the cluster that was named, and what ranks need of it, in words."""
+
     def document(self) -> dict[str, object]:
         """As JSON can hold it."""
         rows = self.stages.rows if self.stages else ()
@@ -60,7 +67,7 @@ class Report:
                 "tensor_mesh": None if self.tensor_mesh is None else asdict(self.tensor_mesh),
                 "machine": None if self.machine is None else asdict(self.machine), "planned": self.planned,
                 "schedule": [asdict(choice) for choice in self.schedule], "learning_rate": self.learning_rate,
-                "padding": self.padding}
+                "padding": self.padding, "cluster": self.cluster}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +100,24 @@ def _machine_warnings(run: ResolvedRun, machine: MachineMemory | None) -> Iterat
                               remedies(run, shared=run.launch.device != "cuda")) + ".")
 
 
+def _too_small(run: ResolvedRun, cluster: Cluster, memory: Sequence[RankMemory]) -> ConfigError | None:
+    """What the cluster has too little of for this run: devices, or memory."""
+    if run.mesh.size > cluster.num_devices:
+        return ConfigError(f"has more ranks than {cluster.name} has devices ({cluster.num_devices:,})", where="mesh",
+                           value=run.mesh.size, remedy="Choose a smaller mesh, or raise `nodes` in the cluster's file.")
+    return shortage(run, cluster, memory)
+
+
+def _cluster_line(cluster: Cluster, memory: Sequence[RankMemory]) -> str:
+    usable = (cluster.device.memory_bytes - cluster.device.reserved_bytes) / 2**20
+    needed = max(entry.device_bytes for entry in memory) / 2**20
+    host = f"; a node has {cluster.host.memory_bytes / 2**20:,.0f} MiB of host memory"
+    if cluster.device.cores is not None:
+        return f"{cluster.name} ({cluster.device.name}): a rank needs at most {needed:,.0f} MiB{host}"
+    return (f"{cluster.name} ({cluster.device.name}): a rank needs at most {needed:,.0f} of the {usable:,.0f} MiB of "
+            f"its device{host}")
+
+
 def as_dict(problem: RanvierError) -> dict[str, object]:
     """An error as JSON has it: where, value (text unless JSON can hold it), message, remedy."""
     value = problem.value if isinstance(problem.value, (str, int, float, bool, type(None))) else str(problem.value)
@@ -100,12 +125,20 @@ def as_dict(problem: RanvierError) -> dict[str, object]:
 
 
 def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = None, *,
-          chosen: Collection[str] | None = None) -> Report:
+          chosen: Collection[str] | None = None, cluster: str | None = None) -> Report:
     """Look at `run` as a whole. Never raises for what a user can set. chosen: settings that have a value of the
-    user's (`Merged.chosen`); None: those that differ from their defaults."""
+    user's (`Merged.chosen`); None: those that differ from their defaults. cluster: shipped name or file of the cluster
+    whose memory is compared; None: this machine's. ConfigError if there is no such cluster."""
+    place = None if cluster is None else load_cluster(cluster)
+    if place is not None:
+        ranks_per_node = ranks_per_node or place.devices_per_node
+        run = on_cluster(run, place)
+    is_open = bool(open_axes_of(run) or run.batch.microbatch_size == "auto")
+    if place is not None and is_open:
+        run = replace(run, launch=replace(run.launch, cluster=cluster))
     asked, found = with_pretrained(run)
     run, more = with_plan(asked, num_ranks, ranks_per_node)
-    is_planned = bool(open_axes_of(asked) or asked.batch.microbatch_size == "auto") and not more
+    is_planned = is_open and not more
     found += more
     found += problems(run, None if found else num_ranks)  # a stand-in has another size
     stages: StageTable | None = None
@@ -117,11 +150,14 @@ def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = N
             found.append(problem)
         except TOO_LARGE as error:
             found.append(cannot_be_laid_out(error))
-    machine = this_machine(run, memory) if memory and run.mesh.size <= _MAX_LOCAL_RANKS else None
+    if place is not None and memory and (too_small := _too_small(run, place, memory)) is not None:
+        found.append(too_small)
+    machine = this_machine(run, memory) if memory and place is None and run.mesh.size <= _MAX_LOCAL_RANKS else None
     return Report(problems=tuple(found), warnings=(*warnings(run, chosen, asked), *_machine_warnings(run, machine)),
                   stages=stages, memory=memory, tensor_mesh=tensor_mesh_facts(run, ranks_per_node), machine=machine,
                   schedule=() if stages is None or stages.costs is None else memory_choices(run, stages.stage_costs()),
                   planned=f"{run.mesh}, microbatches of {run.batch.microbatch_size}" if is_planned else None,
+                  cluster=_cluster_line(place, memory) if place is not None and memory else "",
                   learning_rate=describe(run.train), padding="" if found else known_padding(run))
 
 
@@ -166,6 +202,8 @@ def print_report(report: Report, values: Sequence[tuple[str, str, str]], *, ever
         console.print(memory)
         if report.tensor_mesh:
             console.print(str(report.tensor_mesh))
+        if report.cluster:
+            console.print(report.cluster)
         if report.machine:
             console.print(str(report.machine))
         if report.schedule:

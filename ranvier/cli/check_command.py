@@ -19,11 +19,16 @@ from ranvier.config import read
                    "rank. The function takes no arguments and returns (model, sample) or (model, sample, loss), as for "
                    "ranvier.testing.check_split. No RECIPE is needed.")
 @click.option("--ranks", type=click.IntRange(min=1), help="Number of ranks that the run is meant for.")
-@click.option("--ranks-per-node", type=click.IntRange(min=1), help="Ranks on each machine, for their placement.")
+@click.option("--cluster",
+              help="Check the memory of this cluster's devices and nodes instead of this machine's: a shipped cluster "
+                   "(summit, frontera, a100, h100, h200, laptop), or a TOML file.")
+@click.option("--ranks-per-node", type=click.IntRange(min=1),
+              help="Ranks on each machine, for their placement; with --cluster by default as many as a node has "
+                   "devices.")
 @click.option("--all", "every_value", is_flag=True, help="Show all settings, also those at their defaults.")
 @json_option
-def check(recipe: str | None, split: str | None, ranks: int | None, ranks_per_node: int | None, every_value: bool,
-          as_json: bool, **flags: str | None) -> int:
+def check(recipe: str | None, split: str | None, ranks: int | None, cluster: str | None, ranks_per_node: int | None,
+          every_value: bool, as_json: bool, **flags: str | None) -> int:
     """List every problem of RECIPE at once, for any number of ranks, with its stages, memory and settings.
 
     No rank is started, and no weights are allocated.
@@ -45,7 +50,8 @@ def check(recipe: str | None, split: str | None, ranks: int | None, ranks_per_no
     from ranvier.cli.check import print_report
 
     name, resolved = read_recipe(recipe, flags)
-    report = check_run(resolved.run, ranks, ranks_per_node, chosen=resolved.chosen)
+    report = check_run(resolved.run, ranks, ranks_per_node, chosen=resolved.chosen,
+                       cluster=cluster)
     report = dataclasses.replace(report, problems=(*resolved.problems, *report.problems),
                                  warnings=(*resolved.warnings, *report.warnings))
     values = read.flatten(resolved.run)

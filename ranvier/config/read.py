@@ -18,7 +18,7 @@ import re
 import textwrap
 import tomllib
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from datetime import datetime
 from functools import cache
@@ -436,10 +436,13 @@ def _call(recipe: str, module: str, function: str) -> Layer:
 # --- run.toml --------------------------------------------------------------------------------------------------------
 
 
-def document(run: Run) -> dict[str, Any]:
-    """Every value of `run` as TOML and JSON can hold it, by section. Settings that are None are left out."""
+def document(run: Run, names: Collection[str] | None = None) -> dict[str, Any]:
+    """Values of `run`, all or those of the named settings, as TOML and JSON can hold them, by section. Settings that
+    are None are left out."""
     document: dict[str, Any] = {}
     for name, value in flatten(run).items():
+        if names is not None and name not in names:
+            continue
         section, _, key = name.rpartition(".")
         place = document.setdefault(section, {}) if section else document
         if value is not None:
@@ -470,6 +473,16 @@ def check_out(path: Path) -> None:
     if path.suffix != ".toml":
         raise ConfigError("is no .toml file, which is how it would be known", where="--out", value=str(path),
                           remedy=f"Name it {path.with_suffix('.toml')}.")
+
+
+def write_changes(run: Run, path: Path) -> None:
+    """Write the mesh, the batch and the values of `run` that differ from the defaults, as a recipe. OSError."""
+    values = flatten(run)
+    names = {name for name, setting in settings().items()
+             if name.startswith(("mesh.", "batch.")) or values[name] != setting.default}
+    read_back = flatten(merge([Layer(origin="", values={name: values[name] for name in names})]).run)
+    names |= {name for name, value in values.items() if read_back[name] != value}  # a preset says another value
+    write_atomically(path, tomli_w.dumps(document(run, names)))
 
 
 def write(run: Run, path: Path) -> None:

@@ -99,8 +99,11 @@ def divisibility_problems(run: ResolvedRun) -> Iterator[ConfigError]:
         count = getattr(mesh, axis)
         if size % count:
             largest = next(part for part in range(count, 0, -1) if size % part == 0)
+            other = what.partition(" ")[0]
+            change = (f"--{other} {-(-size // count) * count}: rows share the sequences of a microbatch"
+                      if other == "batch.microbatch-size" else f"change {other}")
             yield ConfigError(f"does not divide {what} {size}", where=f"mesh.{axis}", value=count,
-                              remedy=f"Set --mesh.{axis} {largest}, or change {what.partition(' ')[0]}.")
+                              remedy=f"Set --mesh.{axis} {largest}, or {change}.")
     if model.vocab < max(mesh.row, mesh.col):
         yield ConfigError(f"is smaller than the tensor mesh: every rank needs a part of it, on {mesh.row} rows and "
                           f"{mesh.col} columns", where="model.vocab", value=model.vocab,

@@ -127,7 +127,7 @@ def _connect_rank(mesh: Mesh, started: Started, transport: str, collectives: str
         started, local_rank, local_size = _with_local_rank(started)
         stores = None if started.size == 1 else _open_store(started, timeout_seconds)
     torch.set_num_threads(threads_per_rank(local_size) if threads == "auto" else threads)
-    place, chosen_device = _agree_on_device(
+    place, chosen_device, local_ranks = _agree_on_device(
         started, device, transport if collectives == "auto" else f"{transport}, collectives {collectives}", stores)
     chosen = choose_transport(transport, started, chosen_device.value)
     if place.type == "cuda":
@@ -136,7 +136,7 @@ def _connect_rank(mesh: Mesh, started: Started, transport: str, collectives: str
     with mpi_start_watch(started, timeout_seconds, stopped_seconds) if chosen.value == "mpi" else nullcontext():
         backend, store = _connect(started, chosen.value, library.value, place, timeout_seconds, stores)
     world = World(backend=backend, store=store, launcher=started.launcher, device=place, mesh=mesh,
-                  local_rank=local_rank, local_size=local_size)
+                  local_rank=local_rank, local_size=local_size, local_ranks=local_ranks)
     if isinstance(backend, TorchBackend | MixedBackend):
         world.overdue, world.lost = backend.waits.overdue, backend.waits.lost
     if started.rank == 0 and started.size > 1:
@@ -146,16 +146,19 @@ def _connect_rank(mesh: Mesh, started: Started, transport: str, collectives: str
 
 
 def _agree_on_device(started: Started, setting: str, transport: str, stores: tuple[Store, SharedStore] | None
-                     ) -> tuple[torch.device, Choice]:
-    """This rank's device, on which all ranks agree over the store; see `ranvier.launch.devices`."""
+                     ) -> tuple[torch.device, Choice, tuple[int, ...]]:
+    """This rank's device, on which all ranks agree over the store, and the ranks of its machine; see
+    `ranvier.launch.devices`."""
     assert started.local_rank is not None and started.local_size is not None, "they are known by now"
     seen = visible_devices(rank=started.rank, local_rank=started.local_rank, local_size=started.local_size,
                            setting=setting, transport=transport)
-    choice = choose_devices([seen] if stores is None else exchange(seen, started.size, stores[1]))
+    everyone = [seen] if stores is None else exchange(seen, started.size, stores[1])
+    local_ranks = tuple(other.rank for other in everyone if other.machine == seen.machine)
+    choice = choose_devices(everyone)
     number = choice.devices[started.rank]
     if number is None:
-        return torch.device("cpu"), Choice(value="cpu", reason=choice.reason)
-    return torch.device("cuda", number), Choice(value="cuda", reason=choice.reason)
+        return torch.device("cpu"), Choice(value="cpu", reason=choice.reason), local_ranks
+    return torch.device("cuda", number), Choice(value="cuda", reason=choice.reason), local_ranks
 
 
 def local_devices(setting: str) -> int:

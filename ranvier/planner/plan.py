@@ -100,13 +100,14 @@ def plan(name: str, run: Run, cluster_name: str, *, ranks: int | None = None, se
             "Set --elastic.every and --train.steps." if "data.train_samples" in form_of(run.data).unused else
             "Set --data.train-samples."))
     if out is not None:
-        print(f"\nwritten to {out}; now: ranvier train {out}")
+        print(f"\nwritten to {out}; now: ranvier train {out}, or first: "
+              f"ranvier check {out} --cluster {cluster_name}")
     return found
 
 
 def _write(run: Run, path: Path) -> None:
     try:
-        read.write(run, path)
+        read.write_changes(run, path)
     except OSError as error:
         raise ConfigError(f"cannot be written: {error.strerror or error}", where="--out", value=str(path),
                           remedy="Name a .toml file in a folder you own.") from error
@@ -119,7 +120,7 @@ def print_plan(found: Plan, name: str, explain: bool) -> None:
     console = Console(file=sys.stdout, soft_wrap=True, highlight=False, markup=False,
                       width=None if sys.stdout.isatty() else 240)
     console.print(f"{name} on {found.ranks} of the {found.cluster.num_devices:,} devices of {found.cluster.name} "
-                  f"({found.cluster.device.name}), batch {found.best[0].run.batch.global_size}\n")
+                  f"({found.cluster.device.name}), {report.numbers(found)}\n")
     console.print(report.table(found))
     if found.measured_over_predicted != 1.0:
         console.print(f"\nMeasured steps take {found.measured_over_predicted:.2f} times what is predicted (median).")

@@ -42,6 +42,16 @@ def table(plan: Plan, rows: int = 8) -> Table:
     return made
 
 
+def numbers(plan: Plan) -> str:
+    """What all configurations have in common: the batch, and the number format where only one was searched."""
+    run = plan.best[0].run
+    formats = {found.run.precision for found in plan.best}
+    parts = [f"batch {run.batch.global_size}", *(formats if len(formats) == 1 else ())]
+    if formats == {"fp32"} and "bf16" in plan.cluster.device.rates:
+        parts[-1] += " (this device computes faster with --precision bf16)"
+    return ", ".join(parts)
+
+
 def _further(plan: Plan, shown: Sequence[Candidate]) -> dict[str, list[str]]:
     """Columns that the table has only where its rows differ in them."""
     return {"deferred": ["no" if found.run.pipeline.defer_bytes == 0 else "yes" for found in shown],

@@ -16,7 +16,7 @@ from ranvier.cost.count import Needs, device_bytes_of_stages, device_kind
 from ranvier.cost.count import predict as predict_memory
 from ranvier.cost.hardware import Cluster
 from ranvier.cost.memory import PROCESS_BYTES, RankMemory, too_large
-from ranvier.errors import RanvierError
+from ranvier.errors import ConfigError, RanvierError
 from ranvier.mesh import Mesh
 from ranvier.models import families
 from ranvier.pipeline.block_costs import block_costs
@@ -124,6 +124,12 @@ def _scaled(one: BlockCost, two: BlockCost, share: int) -> BlockCost:
 
 def excess(run: ResolvedRun, cluster: Cluster, memory: Sequence[RankMemory]) -> str:
     """What these ranks need beyond what the cluster has, in words; empty where they fit."""
+    problem = shortage(run, cluster, memory)
+    return f"{problem.where} {problem.what}" if problem is not None else ""
+
+
+def shortage(run: ResolvedRun, cluster: Cluster, memory: Sequence[RankMemory]) -> ConfigError | None:
+    """What these ranks need beyond what the cluster has; None where they fit."""
     on_cpu, device, problem = cluster.device.cores is not None, cluster.device, None
     if not on_cpu:
         problem = too_large(memory, place="device", processes=1, run=run,
@@ -132,7 +138,7 @@ def excess(run: ResolvedRun, cluster: Cluster, memory: Sequence[RankMemory]) -> 
         problem = problem or too_large([memory[stage] for stage in here], place="both" if on_cpu else "host", run=run,
                                        processes=len(here), available_bytes=cluster.host.memory_bytes,
                                        process_bytes=PROCESS_BYTES)
-    return f"{problem.where} {problem.what}" if problem is not None else ""
+    return problem
 
 
 def _on_nodes(mesh: Mesh, per_node: int) -> set[tuple[int, ...]]:

@@ -41,12 +41,10 @@ def check_fits(run: ResolvedRun, world: World) -> ResolvedRun:
     more memory than is free now (the ranks themselves are there already)."""
     on_cuda = world.device.type == "cuda"
     free_bytes = torch.cuda.mem_get_info(world.device)[0] if on_cuda else 0
-    first = world.rank - world.local_rank
-    ranks = range(first, min(first + world.local_size, world.size))
 
     def local_memory(run: ResolvedRun) -> list[RankMemory]:
         memory = laid_out(run)[1]
-        return [memory[run.mesh.coordinates(rank).pipe] for rank in ranks]
+        return [memory[run.mesh.coordinates(rank).pipe] for rank in world.local_ranks]
 
     run = resolve(run, Facts(device="cuda" if on_cuda else "cpu"))
     needed_bytes = max(with_overhead(entry).device_bytes if on_cuda else entry.device_bytes

@@ -1,6 +1,7 @@
 """Every cross-field problem and warning, and what is predicted for a run without any."""
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 
@@ -9,9 +10,12 @@ from ranvier.cli import check
 from ranvier.config import read
 from ranvier.config.resolve import ResolvedRun, resolve
 from ranvier.config.run import Run
+from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.memory import PROCESS_BYTES
+from ranvier.errors import ConfigError
 from ranvier.planner.auto import with_plan
 from ranvier.planner.problems import problems, warnings
+from ranvier.planner.search import search
 
 
 def run_with(**flags):
@@ -237,6 +241,12 @@ def test_auto_that_cannot_be(flags, ranks, text):
     assert report.stages is None and report.memory == () and report.machine is None  # of a mesh that nobody asked for
 
 
+def test_a_microbatch_that_rows_do_not_divide_comes_with_one_that_they_do():
+    (problem,) = problems(with_plan(run_with(mesh__row="8", batch__microbatch_size="4"), 8)[0], 8)
+    assert problem.remedy == ("Set --mesh.row 4, or --batch.microbatch-size 8: rows share the sequences of a "
+                              "microbatch.")
+
+
 def test_placement_on_nodes_is_shown():
     flags = {"mesh__row": "4", "mesh__col": "4", "model__hidden": "256"}
     placed = check.check(run_with(**flags), 16, 4).tensor_mesh
@@ -267,3 +277,30 @@ def test_auto_with_a_tile_that_does_not_fit_is_reported():
     flags = {"mesh__row": "auto", "mesh__col": "auto", "mesh__tile": "3,3"}
     report = check.check(run_with(**flags), 4)
     assert [problem.where for problem in report.problems] == ["mesh.tile"] and report.document()
+
+
+LLAMA = {"model__preset": "llama-2-7b", "model__family": "llama", "precision": "bf16", "model__sequence": "4096",
+         "batch__global_size": "256", "mesh__data": "8", "mesh__pipe": "2", "optim__shard": "true"}
+
+
+def test_the_memory_of_a_cluster_is_compared_instead_of_this_machine():
+    """As `plan` predicts it: on GPUs, on 80 GB, whatever this machine is."""
+    run = run_with(**LLAMA, batch__microbatch_size="2")
+    found = search(with_plan(run, 16)[0], load_cluster("h100"), 16, ["in-flight"]).best[0]
+    report = check.check(replace(found.run, launch=run.launch), 16, cluster="h100")
+    assert not report.problems and not report.warnings and report.machine is None
+    assert [entry.device_bytes for entry in report.memory] == [entry.device_bytes for entry in found.memory]
+    most = max(entry.device_bytes for entry in report.memory) / 2**20
+    assert f"a rank needs at most {most:,.0f} of the 80,489 MiB of its device" in report.cluster
+    assert report.document()["cluster"] == report.cluster
+
+
+def test_what_a_cluster_has_too_little_of():
+    report = check.check(run_with(**LLAMA, batch__microbatch_size="8"), 16, cluster="h100")
+    assert [problem.where for problem in report.problems] == ["memory of the device"]
+    assert "a rank of stage 0 needs" in str(report.problems[0]) and "--memory.recompute auto" in str(report.problems[0])
+    report = check.check(run_with(mesh__data="32", batch__microbatch_size="1"), 32, cluster="laptop")
+    assert "has more ranks than Laptop has devices (8)" in str(report.problems[0])
+    assert "a rank needs at most" in report.cluster
+    with pytest.raises(ConfigError, match="no-such"):
+        check.check(run_with(), 1, cluster="no-such")

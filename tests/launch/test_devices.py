@@ -111,6 +111,26 @@ def test_a_rank_takes_its_device_before_it_connects(monkeypatch):
     assert launch.os.environ["CUDA_MODULE_LOADING"] == "EAGER"
 
 
+@pytest.mark.parametrize(("local_rank", "machines", "neighbours"), [
+    (2, "aaaa", (0, 1, 2, 3)),  # Open MPI 5 numbers ranks 0 to 3 of a machine 0, 2, 1, 3
+    (0, "abab", (1, 3)),        # srun --distribution=cyclic
+    (1, "aabb", (0, 1))])
+def test_a_rank_finds_the_ranks_of_its_machine_in_any_order(monkeypatch, local_rank, machines, neighbours):
+    def exchange(seen, size, store):
+        mine = machines[seen.rank]
+        return [replace(seen, rank=rank, machine=seen.machine if machine == mine else machine)
+                for rank, machine in enumerate(machines)]
+
+    monkeypatch.setattr(launch, "_open_store", lambda started, seconds: (None, HashStore()))
+    monkeypatch.setattr(launch, "exchange", exchange)
+    monkeypatch.setattr(launch, "_connect", lambda *args: (type("Backend", (), {"rank": 1, "size": 4})(), None))
+    monkeypatch.setattr(launch.os, "environ", dict(os.environ))
+    started = Started(launcher="torchrun", rank=1, size=4, local_rank=local_rank,
+                      local_size=machines.count(machines[1]))
+    world = launch._connect_rank(Mesh(data=2, pipe=2), started, "torch", "auto", 1, "cpu", 10.0, 5.0, None)
+    assert world.local_ranks == neighbours
+
+
 def test_defaults_of_the_environment_give_way_to_the_users():
     assert cuda_defaults({}) == {"CUDA_MODULE_LOADING": "EAGER",
                                  "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -262,6 +262,30 @@ def test_the_command_plans_and_writes_a_run_that_can_be(capsys, tmp_path):
     assert "gpt-tiny on 4 of the 8 devices of Laptop" in out and "takes" in out and "days to 3e11 tokens" in out
     run = read.merge([read.load(str(tmp_path / "best.toml"))[1]]).run
     assert run.mesh.size == 4 and not check.check(run, 4).problems
+    assert f"ranvier check {tmp_path / 'best.toml'} --cluster laptop" in out
+
+
+def test_the_run_file_of_a_plan_says_what_differs_from_the_defaults_and_is_the_same_run(capsys, tmp_path):
+    """Also where a value of the user's is the default and the preset says another; nothing in it has no effect."""
+    path = tmp_path / "best.toml"
+    code, out, err = command(capsys, "plan", "smollm2-135m", "--cluster", "h100", "--ranks", "8", "--model.vocab",
+                             str(read.settings()["model.vocab"].default), "--out", str(path), "--json")
+    assert code == 0, err
+    merged = read.merge([read.load(str(path))[1]])
+    best = json.loads(out)["plans"][0]
+    assert merged.run.model.vocab == read.settings()["model.vocab"].default
+    assert asdict(merged.run.mesh) == best["mesh"] and merged.run.model.preset == "smollm2-135m"
+    assert merged.run.batch.microbatch_size == best["microbatch_size"]
+    report = check.check(merged.run, 8, chosen=merged.chosen, cluster="h100")
+    assert not report.problems and not [one for one in report.warnings if "has no effect" in str(one)]
+    assert len(path.read_text().splitlines()) < 50
+
+
+def test_a_plan_says_its_number_format(capsys):
+    flags = ("plan", "gpt-tiny", "--cluster", "h100", "--ranks", "2")
+    assert "batch 32, fp32 (this device computes faster with --precision bf16)" in command(capsys, *flags)[1]
+    assert "batch 32, bf16\n" in command(capsys, *flags, "--precision", "bf16")[1]
+    assert "batch 32\n" in command(capsys, *flags, "--search", "mesh,precision")[1]
 
 
 def test_what_is_measured_orders_the_plan(monkeypatch):

@@ -22,6 +22,7 @@ from ranvier.system import machine
 from ranvier.system.machine import available_memory_bytes
 from ranvier.train import memory, runtime
 from ranvier.train.loop import Training
+from ranvier.world import World
 from tests.covering import quick
 from tests.train.test_loop import corpus, lines, run_all, tiny
 
@@ -231,3 +232,20 @@ def test_a_rank_that_the_kernel_kills(corpus, tmp_path):
     assert parent.returncode == 1
     _, _, table = err.partition("was killed by SIGKILL (by the kernel, if memory ran out)")
     assert table and "predicted memory, MiB:" in table and "activations" in table, err
+
+
+def test_the_memory_of_a_machine_is_that_of_the_ranks_on_it(monkeypatch):
+    """Ranks 1 and 3 are both of the second stage: dealt out cyclically, they share a machine."""
+    run = ResolvedRun(mesh=Mesh(data=2, pipe=2))
+    stage_bytes = [entry.device_bytes + entry.host_bytes for entry in laid_out(run)[1]]
+    assert stage_bytes[0] != stage_bytes[1]
+    backend = type("Backend", (), {"rank": 1, "size": 4})()
+    world = World(backend=backend, store=None, launcher="srun", device=torch.device("cpu"), local_rank=0, local_size=2,
+                  local_ranks=(1, 3))
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 2 * stage_bytes[1])
+    memory.check_fits(run, world)
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 2 * stage_bytes[1] - 1)
+    with pytest.raises(ConfigError, match=r"2 ranks here need .* of stage 1"):
+        memory.check_fits(run, world)
+    assert World(backend=backend, store=None, launcher="torchrun", device=torch.device("cpu"), local_rank=1,
+                 local_size=2).local_ranks == (0, 1)

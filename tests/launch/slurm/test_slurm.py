@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -104,13 +105,21 @@ def test_a_lost_task_ends_the_job_with_its_report(slurm, tmp_path):
     """No checkpoint, so no progress: the job is not put back into the queue."""
     number = submit(slurm, tmp_path, "--partition=low")
     under_way(slurm, tmp_path, 5)
-    ranks = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit() and _is_rank(path, tmp_path)]
-    os.kill(max(ranks), signal.SIGKILL)
+    ranks = {_task_of(path): int(path.name) for path in Path("/proc").iterdir()
+             if path.name.isdigit() and _is_rank(path, tmp_path)}
+    assert sorted(ranks) == [0, 1, 2, 3]
+    os.kill(ranks[2], signal.SIGKILL)
     job = slurm.wait(number, "FAILED", "COMPLETED", "CANCELLED", "TIMEOUT")
     text = (tmp_path / "job.out").read_text()
     assert job["JobState"] == "FAILED" and "not put back into the queue" in text, text
-    assert "Killed" in text and "Traceback" not in text, text
+    assert re.search(r"task 2: Killed$", text, re.MULTILINE) and not re.search(r"task [013]: Killed", text), text
+    assert "Traceback" not in text, text
     assert slurm.run("squeue", "--noheader") == ""
+
+
+def _task_of(process):
+    """The rank of a task: srun's number of it."""
+    return int(re.search(rb"(?:^|\0)SLURM_PROCID=(\d+)", (process / "environ").read_bytes())[1])
 
 
 def _is_rank(process, folder):
