@@ -185,7 +185,7 @@ def test_settings_mirror_the_tree():
 
 
 def test_pretrained_weights_overrule_the_sizes_of_a_recipe():
-    name, recipe = read.load("bert-sentiment")
+    _, recipe = read.load("bert-sentiment")
     merged = read.merge([recipe, read.Layer(origin="flag", values={"model.pretrained": "mine"}, is_text=True)])
     assert merged.run.model.num_layers == Transformer.num_layers and merged.run.model.hidden == Transformer.hidden
     assert merged.run.model.sequence == 64 and merged.run.model.dropout == 0.1  # of the run, not of the weights
