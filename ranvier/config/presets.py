@@ -17,6 +17,13 @@ _Settings = Mapping[str, object]
 _NAMES = ("num_layers", "hidden", "heads", "kv_heads", "intermediate", "vocab", "max_positions")
 
 
+OF_WEIGHTS = (*_NAMES, "norm_epsilon", "head_dim", "activation", "bias", "tied", "untied", "patch_size", "norms",
+              "norm_offset", "qk_norm", "query_pre_attn_scalar", "window", "full_every", "rope_base", "rope_scaling",
+              "rope_factor", "rope_positions", "rope_limits", "rope_magnitude", "embedding_scale", "attention_softcap",
+              "logit_softcap")
+"""Settings of [model] that pretrained weights decide, whatever a recipe says."""
+
+
 def _sizes(*sizes: int, **more: object) -> _Settings:
     """sizes: in the order of `_NAMES`."""
     named = dict(zip(_NAMES, sizes, strict=True))

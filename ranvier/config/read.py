@@ -208,11 +208,17 @@ def _with_preset(layer: Layer) -> tuple[Layer, ...]:
 
 def _overruled(layer: Layer, before: Mapping[str, object], values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """(setting, other): what `layer` says of a setting overrules what the layers below it say of the other. Steps
-    overrule epochs; a limit on the bytes of one corpus is not meant for another."""
+    overrule epochs; a limit on the bytes of one corpus is not meant for another; pretrained weights have sizes of their
+    own, in place of a recipe's."""
     for name, other in (("train.steps", "train.epochs"), ("data.corpus", "data.max_bytes")):
         new = name == "train.steps" or values[name] != before[name]
         if name in layer.values and other not in layer.values and new:
             yield name, other
+    pretrained = values["model.pretrained"]
+    if pretrained is not None and pretrained != before["model.pretrained"] and "model.preset" not in layer.values:
+        for other in ("model.preset", *(f"model.{size}" for size in presets.OF_WEIGHTS)):
+            if other not in layer.values and before[other] != settings()[other].default:
+                yield "model.pretrained", other
 
 
 def _build(tree: type, values: Mapping[str, object], prefix: str = "") -> Any:

@@ -8,8 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ranvier.checkpoint.hf import from_pretrained
 from ranvier.checkpoint.hf.from_pretrained import load_pretrained, resized, settled, with_model, with_sizes
 from ranvier.checkpoint.hf.pretrained import Pretrained
+from ranvier.config import presets
 from ranvier.config.run import Data, Optim, Run, TensorParallel, Transformer
 from ranvier.errors import CheckpointError, ConfigError, DataError, ModelError
 from ranvier.mesh import Mesh
@@ -206,3 +208,9 @@ def test_settings_that_are_not_the_folders_are_refused(folder_of):
         settled(run_of("BertModel", num_layers=5, pretrained="minilm"))
     with pytest.raises(DataError, match="is neither a folder nor the name of a known model"):
         settled(run_of("BertModel", pretrained="a-folder-elsewhere"))
+
+
+def test_what_weights_decide_is_what_overrules_a_recipe():
+    for family in ("gpt", "llama", "bert", "vit"):
+        decided = set(from_pretrained._sizes(Transformer(family=family))) - {"family"}
+        assert decided <= set(presets.OF_WEIGHTS)

@@ -8,7 +8,7 @@ import tomllib
 import pytest
 
 from ranvier.config import read
-from ranvier.config.run import Batch, Run, Train
+from ranvier.config.run import Batch, Run, Train, Transformer
 from ranvier.errors import ConfigError
 
 
@@ -182,3 +182,21 @@ def test_settings_mirror_the_tree():
              if dataclasses.is_dataclass(getattr(Run(), section.name))
              for field in dataclasses.fields(getattr(Run(), section.name))}
     assert names <= set(read.settings())
+
+
+def test_pretrained_weights_overrule_the_sizes_of_a_recipe():
+    _, recipe = read.load("bert-sentiment")
+    merged = read.merge([recipe, read.Layer(origin="flag", values={"model.pretrained": "mine"}, is_text=True)])
+    assert merged.run.model.num_layers == Transformer.num_layers and merged.run.model.hidden == Transformer.hidden
+    assert merged.run.model.sequence == 64 and merged.run.model.dropout == 0.1  # of the run, not of the weights
+    assert merged.origins["model.hidden"] == "flag: model.pretrained"
+    same = read.merge([recipe, read.Layer(origin="flag", values={"model.pretrained": "minilm"}, is_text=True)])
+    assert same.run.model.hidden == 384
+    both = read.merge([recipe, read.Layer(origin="flag", is_text=True,
+                                          values={"model.pretrained": "mine", "model.hidden": "40"})])
+    assert both.run.model.hidden == 40  # of the same layer, and so compared with the weights later
+    without = read.merge([recipe, read.Layer(origin="flag", values={"model.pretrained": "none"}, is_text=True)])
+    assert without.run.model.pretrained is None and without.run.model.hidden == 384
+    preset = read.merge([read.Layer(origin="flag", is_text=True, values={
+        "model.pretrained": "mine", "model.preset": "llama-3.2-1b"})])
+    assert preset.run.model.hidden == 2048
