@@ -24,6 +24,7 @@ def test_lengths_are_those_of_sst2(tmp_path):
     assert sorted(taken) == list(range(512))
 
 
+@pytest.mark.slow
 def test_contenders_train_the_same(tmp_path, capsys):
     path = tmp_path / "found.json"
     rows = sentences.measure(sentences.parse([

@@ -12,6 +12,7 @@ from ranvier.checkpoint.hf.from_pretrained import settled
 from ranvier.config.run import Checkpoint, Lora, Train, Transformer
 from ranvier.mesh import Mesh
 from ranvier.tensor.quantized_weight import BLOCK, QuantizedWeight
+from tests.covering import quick
 from tests.elastic.test_elastic_decoders import BY_HAND, MODELS, in_one_process, run_of, text  # noqa: F401
 from tests.elastic.test_elastic_run import always, losses, run_all, transitions
 from tests.lora.test_lora_runs import last_eval_loss
@@ -35,7 +36,7 @@ def test_a_moving_and_resumed_run_is_the_run_of_one_process(text, tmp_path, monk
     assert losses(again) == pytest.approx(expected[10:], rel=1e-9)
 
 
-@pytest.mark.parametrize("weight_format", ["int8", "nf4"])
+@pytest.mark.parametrize("weight_format", quick(1, ["nf4", "int8"]))
 def test_from_a_folder_and_out_again(text, tmp_path, weight_format):  # noqa: F811
     """What a run on the weights of transformers computes is what these weights, quantized, compute; and an export has
     the adapters merged into them."""

@@ -95,6 +95,7 @@ def test_packed_sequences(kind):
                   run_seconds=300.0)
 
 
+@pytest.mark.slow
 def test_recomputation():
     assert_parity(lambda: model_of("gpt", num_layers=2), batches_of("gpt", count=1), Mesh(), compile=True,
                   memory=Memory(recompute=2), run_seconds=300.0)
@@ -120,6 +121,7 @@ def test_stages_that_defer_their_products():
                   pipeline=Pipeline(defer_bytes=1 << 30), run_seconds=300.0)
 
 
+@pytest.mark.slow
 def test_products_come_in_the_same_order(monkeypatch):
     """And keep the same bytes alive, so that schedules and memory are those of uncompiled blocks."""
     orders, add = [], WeightGradients.add

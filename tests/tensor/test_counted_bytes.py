@@ -54,7 +54,7 @@ def test_counts_are_those_of_the_formulas(scheme, row, col, checkpointed):
     assert count_head(Meter(scheme, row, col), SIZES).parts == {"head": expected["head"]}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", quick(1, [torch.bfloat16, torch.float64]))
 def test_counts_are_in_the_size_of_elements(dtype):
     sizes = replace(SIZES, dtype=dtype)
     for scheme, row, col in (("summa", 2, 3), ("stationary", 2, 3), ("megatron", 1, 4), ("megatron-sequence", 1, 4)):

@@ -28,11 +28,12 @@ class Events(list):
 
 
 class Awaited:
-    def __init__(self, name, events):
-        self._name, self._events = name, events
+    def __init__(self, name, events, finish=lambda: None):
+        self._name, self._events, self._finish = name, events, finish
 
     def wait(self):
         self._events.append(self._name)
+        self._finish()
 
 
 class Layer:
@@ -125,6 +126,34 @@ def test_weights_are_sent_from_where_they_are():
         mesh.over_rows.all_gather = lambda output, tensor: sent.append(tensor.data_ptr()) or gather(output, tensor)
         layer(torch.randn(2, 4, 6, requires_grad=True)).sum().backward()
         assert sent == [layer.weight.data_ptr()] * 2
+
+    on_tensor_mesh(2, 2, Settings(), work)
+
+
+@pytest.mark.parametrize("stationary", ["output", "input"])
+def test_a_gather_may_end_while_it_is_saved(stationary):
+    """Collectives between threads write at any time; autograd allows no change while a hook packs what is saved."""
+    def work(mesh):
+        layer, pending = split_layers(Linear(12, 24, stationary=stationary), mesh, "layer"), []
+        layer.recomputed = True
+        for group in (mesh.over_rows, mesh.over_cols):
+            group.all_gather = partial(late_gather, group.all_gather, pending)
+
+        def pack(tensor):
+            while pending:
+                pending.pop()()
+            return tensor
+
+        x = torch.randn(2, 4, 6, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            layer(x).sum().backward()
+        assert not pending and x.grad.isfinite().all()
+
+    def late_gather(gather, pending, output, tensor):
+        whole = torch.empty_like(output)
+        gather(whole, tensor).wait()
+        pending.append(lambda: output.copy_(whole))
+        return Awaited("", Events(), finish=lambda: [write() for write in pending] and pending.clear())
 
     on_tensor_mesh(2, 2, Settings(), work)
 

@@ -103,7 +103,7 @@ def test_what_is_no_file_is_not_read(tmp_path, kind):
     assert log.lines == [] and log.text()
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_random_damage_costs_the_lines_that_it_meets(tmp_path, data):
     """Bytes are overwritten, taken out or put in, at random places: whole lines stay, and what goes on is not hurt."""

@@ -261,9 +261,10 @@ class _Save(Function):
         ctx.num_weights = len(layer.weights)
         wants_input, wants_weight = ctx.needs_input_grad[0], any(ctx.needs_input_grad[3:3 + ctx.num_weights])
         gathered, weight = operands.gathered, operands.weight
+        # `.data`: what a collective writes meanwhile must not count as a change of what is saved.
         ctx.save_for_backward(x if wants_weight and gathered is None else None,
-                              weight.tensor if weight is not None and wants_input else None,
-                              *(one.tensor for one in gathered or () if wants_weight))
+                              weight.tensor.data if weight is not None and wants_input else None,
+                              *(one.tensor.data for one in gathered or () if wants_weight))
         ctx.layer, ctx.like = layer, x.new_empty(()).expand(x.shape)
         return x.new_empty(()).expand(shape)
 
