@@ -20,11 +20,9 @@ from ranvier.config import read
                    "ranvier.testing.check_split. No RECIPE is needed.")
 @click.option("--ranks", type=click.IntRange(min=1), help="Number of ranks that the run is meant for.")
 @click.option("--cluster",
-              help="Check the memory of this cluster's devices and nodes instead of this machine's: a shipped cluster "
-                   "(summit, frontera, a100, h100, h200, laptop), or a TOML file.")
+              help="Compare the memory of this cluster: a name, as for plan, or a TOML file.")
 @click.option("--ranks-per-node", type=click.IntRange(min=1),
-              help="Ranks on each machine, for their placement; with --cluster by default as many as a node has "
-                   "devices.")
+              help="Ranks on each machine, for their placement.")
 @click.option("--all", "every_value", is_flag=True, help="Show all settings, also those at their defaults.")
 @json_option
 def check(recipe: str | None, split: str | None, ranks: int | None, cluster: str | None, ranks_per_node: int | None,
