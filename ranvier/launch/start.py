@@ -7,6 +7,7 @@ returns on ranks only, with their `World`.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -106,7 +107,9 @@ def start(mesh: Mesh | None = None, *, data: int = 1, pipe: int = 1, row: int = 
         world = _connect_rank(mesh, started, transport, collectives, threads, device, timeout_seconds, stopped_seconds,
                               stream)
     except RanvierError:
-        failure.kill_local_stopped_ranks(started.launcher)  # here: the command catches the error itself
+        # When this process ends, which has printed the error by then: torchrun's agent ends it as soon as another one
+        # is gone.
+        atexit.register(failure.kill_local_stopped_ranks, started.launcher)
         raise
     if not interactive:
         failure.install_error_handlers(world, mesh, stopped_seconds=stopped_seconds, timeout_seconds=timeout_seconds,
