@@ -103,6 +103,13 @@ def untrained_layers(model: Model) -> int:
     return max(depth for depth in range(len(model.layers) + 1) if frozen_blocks(model.layers, names, depth) <= trains)
 
 
+def still_frozen(model: Model, num_layers: int) -> int:
+    """How many of the first `num_layers` layers, which are frozen, cannot train again: ties that have ended would be
+    back with fewer."""
+    ended = _ties_with_frozen(model, num_layers)[:2]
+    return min(depth for depth in range(num_layers + 1) if _ties_with_frozen(model, depth)[:2] == ended)
+
+
 def freeze(model: Model, num_layers: int) -> Model:
     """The same model with its first layers (see `frozen_prefix`) not to be trained.
 

@@ -298,11 +298,15 @@ def load(engine: Engine, saved: Saved) -> None:
     restore_counters(engine, saved.manifest)
 
 
-def fill(engine: Engine, source: StateSource) -> None:
-    """Read parameters, states and buffers of this rank from `source`."""
+def fill(engine: Engine, source: StateSource, *, freezes: bool = True) -> None:
+    """Read parameters, states and buffers of this rank from `source`. freezes: parameters that were not being trained
+    there are frozen here, too."""
     source = with_origins(engine, source)
     with torch.no_grad():
         _load_parameters(engine, source)
+        for key, parameter in engine.named_parameters().items():
+            if freezes and engine.layout[key].owner in source.manifest.frozen:
+                parameter.requires_grad_(False)
         _load_states(engine, source)
         for piece in _buffers(engine, first_only=False):
             if piece.name in source.manifest.tensors.get("buffer", {}):
@@ -328,14 +332,21 @@ def set_parameters(engine: Engine, value: Callable[[str], Tensor | None]) -> Non
     scale = engine.loss_scale
     steps = None if engine.flat_optimizer is None else engine.flat_optimizer.steps
     engine.restore_counters(engine.steps, optimizer_steps=steps, loss_scale=None if scale is None else asdict(scale),
-                            last_norm=engine.last_norm)
+                            last_norm=engine.last_norm,
+                            began_at=None if engine.flat_optimizer is None else engine.flat_optimizer.began_at)
 
 
 def restore_counters(engine: Engine, manifest: Manifest) -> None:
-    """All tensors have been read: the engine's counts become those of the manifest."""
-    scale = manifest.loss_scale
+    """All tensors have been read: the engine's counts become those of the manifest. What was frozen and had no states
+    has begun with them now."""
+    scale, trained = manifest.loss_scale, {one.name for one in engine.layout.parameters if one.trainable}
+    has_states = {name for kind, tensors in manifest.tensors.items() if kind not in NO_STATES and kind not in (
+        "master", EMA) for name in tensors}
+    began_at = manifest.began_at | {name: manifest.optimizer_steps or 0 for name in manifest.frozen
+                                    if name not in has_states}
     engine.restore_counters(manifest.step, optimizer_steps=manifest.optimizer_steps, last_norm=manifest.last_norm,
-                            loss_scale=None if scale is None else asdict(scale))
+                            loss_scale=None if scale is None else asdict(scale),
+                            began_at={name: steps for name, steps in began_at.items() if steps and name in trained})
 
 
 def _set_random(engine: Engine, saved: Saved, name: str) -> None:
@@ -359,7 +370,7 @@ def _load_parameters(engine: Engine, saved: StateSource) -> None:
     """Parameters from their own kind; where they were saved in another number format than this run's, from the master
     copies, which are exact."""
     at, layout = engine.coordinates, engine.layout
-    masters, frozen = saved.manifest.tensors.get("master", {}), set(saved.manifest.frozen)
+    masters = saved.manifest.tensors.get("master", {})
     ends = engine.layout.ends_on(engine.coordinates.pipe)
     for key, parameter in engine.named_parameters().items():
         name, box = layout[key].owner, layout.box(ends[key], at.row, at.col)
@@ -367,8 +378,6 @@ def _load_parameters(engine: Engine, saved: StateSource) -> None:
             continue
         same = saved.tensor("parameter", name).dtype == dtype_name(parameter)
         saved.read_into("master" if name in masters and not same else "parameter", name, box, parameter.detach())
-        if name in frozen:
-            parameter.requires_grad_(False)
 
 
 def _load_states(engine: Engine, saved: StateSource) -> None:
@@ -417,6 +426,7 @@ def numbers(engine: Engine) -> dict[str, Any]:
     scale = engine.loss_scale
     return {"step": engine.steps, "optimizer": optimizer_name(engine),
             "optimizer_steps": engine.flat_optimizer and engine.flat_optimizer.steps, "last_norm": engine.last_norm,
+            "began_at": {} if engine.flat_optimizer is None else dict(engine.flat_optimizer.began_at),
             "loss_scale": None if scale is None else ScaleState(**asdict(scale))}
 
 

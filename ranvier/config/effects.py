@@ -166,7 +166,12 @@ def _keeps(run: ResolvedRun) -> str | None:
 
 
 def _freeze_is(*policies: str) -> Reason:
-    return lambda run: f"elastic.freeze is {run.elastic.freeze}" if run.elastic.freeze in policies else None
+    """For a setting that these policies do not read; "module:name" stands for a user's own."""
+    def reason(run: ResolvedRun) -> str | None:
+        named = "module:name" if is_object_name(run.elastic.freeze) else run.elastic.freeze
+        return f"elastic.freeze is {run.elastic.freeze}" if named in policies else None
+
+    return reason
 
 
 def _nothing_freezes(run: ResolvedRun) -> str | None:
@@ -321,7 +326,9 @@ CONDITIONS: Mapping[str, Reason] = {
         "data.label_column", "data.messages_column", "data.chat_template", "data.mixture", "data.packing")},
     "data.padding": _padding,
     "data.tokenizer": _tokenizer,
-    "elastic.alpha": _freeze_is("none", "manual", "untrained"),
+    "elastic.options": lambda run: (
+        None if is_object_name(run.elastic.freeze) else f"the freeze policy {run.elastic.freeze} takes no options"),
+    "elastic.alpha": _freeze_is("none", "manual", "untrained", "module:name"),
     "elastic.every": _freeze_is("none", "manual"),
     "elastic.dry_run": _freeze_is("none"),
     "elastic.auto_pipe": _auto_pipe,

@@ -49,7 +49,12 @@ def module_exists(text: str) -> bool:
 
 @cache
 def load_object(text: str, setting: str, attributes: Sequence[str], options: tuple[str, ...] = ()) -> object:
-    """The object that `text` names, the same one each time.
+    """The object that `text` names, the same one each time; arguments and errors are those of `make_object`."""
+    return make_object(text, setting, attributes, options)
+
+
+def make_object(text: str, setting: str, attributes: Sequence[str], options: tuple[str, ...] = ()) -> object:
+    """The object that `text` names; a new one each time where that is a class or a function.
 
     Args:
         text: `module:name`.

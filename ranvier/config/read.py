@@ -25,6 +25,7 @@ from functools import cache
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
+from threading import Lock
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import tomli_w
@@ -130,9 +131,13 @@ def default_folder(recipe: str) -> Path:
     return folder
 
 
+_parsing = Lock()
+
+
 def _docstrings(cls: type) -> dict[str, str]:
     """The text under each field of `cls`."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    with _parsing:  # Python 3.11 counts the depth of all threads' trees together, and raises SystemError
+        tree = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(tree, ast.ClassDef)
     found: dict[str, str] = {}
     for field, text in pairwise(tree.body):

@@ -276,10 +276,7 @@ def freeze_problems(elastic: Elastic, num_layers: int) -> Iterator[ConfigError]:
         if layers > num_layers:
             yield ConfigError(f"freezes more than the model's {num_layers} layers", where="elastic.manual", value=text,
                               remedy=f"Freeze {num_layers} layers or fewer.")
-    for (before, earlier, fewer), (text, step, layers) in pairwise(depths):
+    for (before, earlier, _), (text, step, _) in pairwise(depths):
         if step <= earlier:
             yield ConfigError(f"is not later than the entry before it, {before}", where="elastic.manual", value=text,
                               remedy="Give the entries in the order of their steps, one for each step.")
-        elif layers < fewer:
-            yield ConfigError(f"has fewer layers than the entry before it, {before}, and frozen layers stay frozen",
-                              where="elastic.manual", value=text, remedy="Let the number of layers rise.")

@@ -5,18 +5,20 @@ evaluation T, with L layers of which L_f are frozen, and layers numbered from 0:
 
     L_f(T) = min(L_f + alpha (L - L_f), argmin over l in L_f .. L - 1 of norm_l)       layers 0 .. L_f(T) - 1 are frozen
 
-A depth never falls and never exceeds L; `decide` holds every policy to that, a user's own too. Layers are transformer
-layers; freezing layer 0 freezes what comes before it (the embedding), and the head is never frozen.
+A policy may also answer with fewer layers than are frozen: the others train again. `decide` holds every policy, a
+user's own too, to 0 .. L, and raises an answer to `Facts.lowest`. Layers are transformer layers; freezing layer 0
+freezes what comes before it (the embedding), and the head is never frozen.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import ceil, expm1, inf, isfinite, log1p
-from typing import Protocol, runtime_checkable
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import ceil, expm1, inf, isfinite, log1p, nan
+from statistics import fmean
+from typing import Any, Protocol, runtime_checkable
 
-from ranvier.config.rules import manual_depth
-from ranvier.config.run import Elastic
+from ranvier.elastic.rules import depth_by_hand
 from ranvier.errors import ConfigError
 
 _SPURIOUS = 1e-9
@@ -37,9 +39,24 @@ class Facts:
     """Transformer layers, without embedding and head."""
     gradient_norms: tuple[float, ...]
     """L2 norm of each layer's gradient, averaged over the replicas; 0.0 for frozen layers."""
+    lowest: int = 0
+    """Layers that stay frozen, whatever the policy answers: nothing trains in them, or a weight of theirs was tied to
+    one of the head until it froze."""
+    loss: float = nan
+    """Training loss, averaged over the valid targets of the steps since the last evaluation of the policy. NaN where
+    there was none."""
+    learning_rate: float = nan
+    """Of the last step."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the newest evaluation on held-out data, by the names in metrics.jsonl: eval_loss, eval_accuracy, ...; empty
+    before the first."""
+    activation_change: tuple[float, ...] | None = None
+    """How much the outputs of each layer on the same held-out samples have changed since the last evaluation of the
+    policy (`ranvier.elastic.similarity`); NaN where there was none before. None unless the policy has
+    `needs_activations`."""
 
     def __post_init__(self) -> None:
-        assert 0 <= self.frozen <= self.num_layers == len(self.gradient_norms) and self.evaluation >= 1
+        assert 0 <= self.lowest <= self.frozen <= self.num_layers == len(self.gradient_norms) and self.evaluation >= 1
 
 
 @runtime_checkable
@@ -55,10 +72,13 @@ class Remembers(Protocol):
 
 
 class FreezePolicy(Protocol):
-    """Decides how many layers to freeze. It is called on one rank, which broadcasts the answer."""
+    """Decides how many layers are frozen. It is called on one rank, which broadcasts the answer. A policy whose
+    attribute `needs_activations` is True is also given `Facts.activation_change`, which costs a forward of a few
+    samples at each evaluation."""
 
     def frozen_layers(self, facts: Facts) -> int:
-        """The number of layers to freeze from now on, between `facts.frozen` and `facts.num_layers`."""
+        """The number of layers that are frozen from now on, 0 to `facts.num_layers`: `facts.frozen` changes nothing,
+        more freezes layers, and with fewer layers train again."""
 
 
 @dataclass(frozen=True)
@@ -113,36 +133,80 @@ class Cap:
 
 @dataclass(frozen=True)
 class Manual:
-    """Depths at given steps: `depths` has (step, layers) in rising order, each from that step on."""
+    """Depths at given steps: `depths` has (step, layers) in the order of steps, each from that step on."""
 
     depths: tuple[tuple[int, int], ...]
 
     def frozen_layers(self, facts: Facts) -> int:
         """See `FreezePolicy`."""
-        return max([facts.frozen, *(layers for step, layers in self.depths if step <= facts.step)])
+        wanted = depth_by_hand(self.depths, facts.step)
+        return facts.frozen if wanted is None else wanted
+
+
+class Plasticity:
+    """Freezes the first layers whose outputs have stopped changing, as Egeria does (Wang et al., EuroSys 2023).
+
+    The outputs of each layer on the same samples are compared with those of the last evaluation by the
+    similarity-preserving loss (Tung and Mori, 2019). A layer has converged when the slope of this change, averaged over
+    `window` evaluations, has stayed below `tolerance` of the layer's first change for `patience` evaluations; layers
+    freeze from the first on, one at a time at most `alpha` of those that train. All train again when the learning rate
+    has dropped to a tenth of what it was when the first of them froze.
+
+    Egeria compares with a snapshot of the model that it runs beside the training. Here the samples are always the same,
+    so the snapshot's outputs are kept instead, as one matrix of samples by samples for each layer.
+    """
+
+    needs_activations = True
+
+    def __init__(self, alpha: float, *, window: int = 3, tolerance: float = 0.1, patience: int = 2) -> None:
+        self.alpha, self.window, self.tolerance, self.patience = alpha, window, tolerance, patience
+        self._changes: list[list[float]] = []  # of each layer, the newest last
+        self._settled: list[int] = []  # evaluations in a row at which each layer had converged
+        self._rate: float | None = None  # learning rate at which the first of the frozen layers froze
+
+    def frozen_layers(self, facts: Facts) -> int:
+        """See `FreezePolicy`."""
+        self._changes = self._changes or [[] for _ in range(facts.num_layers)]
+        self._settled = self._settled or [0] * facts.num_layers
+        if self._rate is not None and facts.learning_rate <= 0.1 * self._rate:
+            self._changes, self._settled, self._rate = [], [], None
+            return facts.lowest
+        for layer, change in enumerate(facts.activation_change or ()):
+            if layer >= facts.frozen and isfinite(change):
+                self._changes[layer].append(change)
+                self._settled[layer] = self._settled[layer] + 1 if self._is_flat(self._changes[layer]) else 0
+        active = facts.num_layers - facts.frozen
+        depth, most = facts.frozen, facts.frozen + ceil(self.alpha * active - _SPURIOUS)
+        while depth < min(most, facts.num_layers) and self._settled[depth] >= self.patience:
+            depth += 1
+        if depth > facts.frozen and self._rate is None and isfinite(facts.learning_rate):
+            self._rate = facts.learning_rate
+        return depth
+
+    def _is_flat(self, changes: list[float]) -> bool:
+        """Whether the moving average of the last changes hardly falls or rises any more."""
+        if len(changes) <= self.window:
+            return False
+        before, now = fmean(changes[-self.window - 1:-1]), fmean(changes[-self.window:])
+        return abs(now - before) <= self.tolerance * changes[0]
+
+    def state_dict(self) -> dict[str, object]:
+        """See `Remembers`."""
+        return {"changes": self._changes, "settled": self._settled, "rate": self._rate}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Remembers`."""
+        self._changes = [[float(change) for change in layer] for layer in state["changes"]]
+        self._settled = [int(count) for count in state["settled"]]
+        self._rate = None if state["rate"] is None else float(state["rate"])
 
 
 def decide(policy: FreezePolicy, facts: Facts) -> int:
-    """The policy's answer, if it is one: ConfigError unless it is an int in `facts.frozen` .. `facts.num_layers`."""
+    """The policy's answer, but at least `facts.lowest`: ConfigError unless it is an int in 0 .. `facts.num_layers`."""
     answer = policy.frozen_layers(facts)
-    if isinstance(answer, int) and not isinstance(answer, bool) and facts.frozen <= answer <= facts.num_layers:
-        return answer
-    raise ConfigError(f"must be a whole number of layers from {facts.frozen}, which are frozen already, to the model's "
-                      f"{facts.num_layers}", where=f"answer of the freeze policy {type(policy).__name__} at step "
-                      f"{facts.step}", value="None" if answer is None else answer,
-                      remedy="Let frozen_layers return an int between facts.frozen and facts.num_layers.")
-
-
-# ---------------------------------------------------------------------- from the configuration
-
-def policy_of(elastic: Elastic) -> FreezePolicy:
-    """The policy that `elastic.freeze` names. ConfigError for manual entries that cannot be read."""
-    match elastic.freeze:
-        case "none" | "untrained":
-            return NoFreezing()
-        case "gradient-norm":
-            return GradientNorm(elastic.alpha)
-        case "cap":
-            return Cap(elastic.alpha)
-        case "manual":
-            return Manual(tuple(manual_depth(text) for text in elastic.manual))
+    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer <= facts.num_layers:
+        return max(answer, facts.lowest)
+    raise ConfigError(f"must be a whole number of layers from 0 to the model's {facts.num_layers}",
+                      where=f"answer of the freeze policy {type(policy).__name__} at step {facts.step}",
+                      value="None" if answer is None else answer,
+                      remedy="Let frozen_layers return an int from 0 to facts.num_layers.")

@@ -100,23 +100,33 @@ class EvaluationSchedule:
     """Steps between evaluations; 0 asks after each epoch."""
     epoch_samples: int
     depths: Sequence[tuple[int, int]] | None = None
-    """(step, layers) given by hand, rising; None: another policy decides."""
+    """(step, layers) given by hand, in the order of steps; None: another policy decides."""
     dry_run: bool = False
 
-    def is_due(self, step: int, before: int, after: int, frozen: int) -> bool:
-        """Whether the policy is asked after `step`, which takes the data from sample `before` to `after`."""
+    def is_due(self, step: int, before: int, after: int, frozen: int, lowest: int = 0) -> bool:
+        """Whether the policy is asked after `step`, which takes the data from sample `before` to `after`. lowest:
+        layers that stay frozen whatever it says."""
         if self.depths is not None:
-            return any(at == step or (at < step and layers > frozen and not self.dry_run) for at, layers in self.depths)
+            return any(at == step for at, _ in self.depths) or self._is_late(step, frozen, lowest)
         if self.every:
             return step % self.every == 0
         return after // self.epoch_samples > before // self.epoch_samples
 
-    def steps_until_due(self, step: int, samples: int, size: int, frozen: int) -> int | None:
+    def _is_late(self, step: int, frozen: int, lowest: int) -> bool:
+        """Whether a depth given by hand for an earlier step has not been reached yet."""
+        wanted = depth_by_hand(self.depths or (), step)
+        return wanted is not None and max(wanted, lowest) != frozen and not self.dry_run
+
+    def steps_until_due(self, step: int, samples: int, size: int, frozen: int, lowest: int = 0) -> int | None:
         """Steps of `size` samples after `step` and `samples` until the policy is asked; None: never again."""
         if self.depths is not None:
-            due = [max(1, at - step) for at, layers in self.depths
-                   if at > step or (at <= step and layers > frozen and not self.dry_run)]
-            return min(due, default=None)
+            late = [1] if self._is_late(step, frozen, lowest) else []
+            return min([*late, *(at - step for at, _ in self.depths if at > step)], default=None)
         if self.every:
             return self.every - step % self.every
         return -(-(self.epoch_samples - samples % self.epoch_samples) // size)
+
+
+def depth_by_hand(depths: Sequence[tuple[int, int]], step: int) -> int | None:
+    """Frozen layers after `step`, of (step, layers) given by hand in the order of steps; None before the first."""
+    return next((layers for at, layers in reversed(depths) if at <= step), None)

@@ -79,7 +79,7 @@ def hand_over(held: Held | None, engine: Engine | None, backend: Backend, *, tim
         number: piece.tensor for number, piece in enumerate(held.pieces)})
     if engine is not None:
         state.check_fits(engine, source)
-        state.fill(engine, source)
+        state.fill(engine, source, freezes=False)  # what trains is for the new engine to say
     needs = ranks.gather_objects([(key, box) for key, reads in source.wanted.items() for box, _ in reads])
     travelling = list(source.moves(needs))
     transport = whole.transport("transition")

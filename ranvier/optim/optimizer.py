@@ -84,8 +84,9 @@ class FlatOptimizer:
             buckets = [[placed[bucket.number] for bucket in group] for group in buckets]
         self._buckets = dict(zip(map(id, self._chunks), buckets, strict=True))
         self._chunk_of = {bucket.number: chunk for chunk in self._chunks for bucket in self._buckets[id(chunk)]}
-        self._groups = sorted(((spec.parameter, self._segment(spec)) for spec in gradients.owned()),
-                              key=lambda item: (item[1].start, item[1].stop))
+        self.began_at: Mapping[str, int] = {}
+        """Parameter -> updates before its first one, where its states started from zero since: it was frozen."""
+        self._groups = self._grouped()
         for name in state_places(gradients, self._rules, self.buckets).sizes:
             check_state_name(name, optim.algorithm)
         self.placement = self._place()
@@ -259,17 +260,24 @@ class FlatOptimizer:
         return StateSlice(parameter=spec.name, start=start - first, stop=stop - first, states=found, whole={
             name: states[name].view(shape) for name, shape in shapes.items() if shape is not None})
 
-    def restore_counters(self, steps: int) -> None:
+    def restore_counters(self, steps: int, began_at: Mapping[str, int]) -> None:
         """Parameters and `slices` have been written, as they were after `steps` updates."""
-        self._steps, self._undecided = steps, None
+        self._steps, self._undecided, self.began_at = steps, None, began_at
+        self._groups = self._grouped()
         self._note_versions()
+
+    def _grouped(self) -> list[tuple[nn.Parameter, Segment]]:
+        """All parameters that are updated here, in their order in the buffer."""
+        return sorted(((spec.parameter, self._segment(spec)) for spec in self._gradients.owned()),
+                      key=lambda item: (item[1].start, item[1].stop))
 
     def _segment(self, spec: GradientSpec) -> Segment:
         """Where a parameter is and how it is updated."""
         start, stop = self._gradients.places[spec.parameter]
         group = group_of(self._optim, spec.rule_name, spec.parameter.dim())
         whole = self._rules.needs_whole(spec.rule_name, spec.whole_shape, in_layer=spec.in_layer)
-        return Segment(start, stop, group.learning_rate_factor, group.weight_decay, spec if whole else None)
+        return Segment(start, stop, group.learning_rate_factor, group.weight_decay, spec if whole else None,
+                       self.began_at.get(spec.name, 0))
 
     def _segments(self, left_alone: set[nn.Parameter]) -> list[Segment]:
         """What is updated now: parameters that have not been frozen since, and which a loss has reached."""

@@ -95,7 +95,7 @@ def _apply(rules: Rules, bucket: Bucket, update: Update, parameters: Tensor, gra
             if update.skip is not None:
                 assert isinstance(rule, SkippingRule)
                 run = partial(rule.update_unless, update.skip)
-            run(parameters[here], gradients[here], own, step=update.step, learning_rate=rate,
+            run(parameters[here], gradients[here], own, step=update.step - segment.began_at, learning_rate=rate,
                 weight_decay=segment.weight_decay)
             continue
         spec = cast(GradientSpec, segment.tensor)
@@ -104,7 +104,8 @@ def _apply(rules: Rules, bucket: Bucket, update: Update, parameters: Tensor, gra
         tensors[spec.name] = TensorUpdate(
             shape=spec.whole_shape, parameter=parameters[here].view(shape), gradient=gradients[here].view(shape),
             states={name: found[name].view(own or shape) for name, own in shapes.items()},
-            step=update.step, learning_rate=rate, weight_decay=segment.weight_decay, split=spec.split)
+            step=update.step - segment.began_at, learning_rate=rate, weight_decay=segment.weight_decay,
+            split=spec.split)
     if tensors and rules.tensors is not None:
         rules.tensors.update_tensors(tensors)
 

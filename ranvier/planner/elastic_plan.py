@@ -22,10 +22,11 @@ from ranvier.cost.run_cost import run_cost
 from ranvier.elastic.auto_pipe import CandidateStage
 from ranvier.elastic.cache_profile import Times
 from ranvier.elastic.cache_profile import decide as decide_cache
-from ranvier.elastic.freezing import Facts, FreezePolicy, Manual, NoFreezing, decide, policy_of
+from ranvier.elastic.freezing import Cap, Facts, FreezePolicy, GradientNorm, Manual, NoFreezing, decide
 from ranvier.elastic.ledger import Entry, Ledger
 from ranvier.elastic.mesh_candidates import MeshCandidate, StageMemory, candidate_moved_bytes, mesh_candidates
 from ranvier.elastic.microbatch_profile import TRIAL_STEPS, MicrobatchProfile, microbatch_counts, size_of
+from ranvier.elastic.named_policy import policy_of
 from ranvier.elastic.rules import ElasticRules, EvaluationSchedule, PresentMesh
 from ranvier.elastic.transition_selector import TransitionSelector, mesh_text
 from ranvier.errors import RanvierError
@@ -74,12 +75,15 @@ class Course:
 
 
 def course(run: ResolvedRun, cluster: Cluster, work: Work) -> Course | None:
-    """Of a configuration that a search has chosen; None where the run freezes nothing, and where it takes or freezes
-    with epochs of which nobody knows how many steps they have before the data is read."""
+    """Of a configuration that a search has chosen; None where the run freezes nothing, where what freezes depends on
+    what the layers compute, and where it takes or freezes with epochs of which nobody knows how many steps they have
+    before the data is read."""
     steps, samples = _steps(run), _epoch_samples(run)
     if run.elastic.freeze == "none" or run.elastic.dry_run or steps is None:
         return None
     policy = policy_of(run.elastic)
+    if not isinstance(policy, (Cap, GradientNorm, Manual, NoFreezing)):
+        return None
     if not isinstance(policy, (Manual, NoFreezing)) and not run.elastic.every and samples is None:
         return None
     whole = run_cost(run, cluster, work.stages(run)).seconds
@@ -152,11 +156,11 @@ class _PredictedRun:
 
     def periods(self) -> tuple[Period, ...]:
         """All of them, in order."""
-        by_hand = self.schedule.depths is not None and self.schedule.is_due(0, 0, 0, 0)
+        by_hand = self.schedule.depths is not None and self.schedule.is_due(0, 0, 0, 0, self.floor)
         if by_hand or self.floor:
             self._evaluate(asks=by_hand)
         while self.left:
-            due = self.schedule.steps_until_due(self.step, self.samples, self.size, self.frozen)
+            due = self.schedule.steps_until_due(self.step, self.samples, self.size, self.frozen, self.floor)
             self._advance(self.left if due is None else min(due, self.left))
             if self.left:
                 self._evaluate()
@@ -205,8 +209,8 @@ class _PredictedRun:
             depth = decide(self.policy, Facts(step=self.step, evaluation=self.evaluations, frozen=self.frozen,
                                               num_layers=layers, gradient_norms=norms))
         depth = max(depth, self.floor)
-        deeper, again = depth > self.frozen, self.selector.refused_at(depth)
-        if not deeper and not (self.first.elastic.auto_pipe and again):
+        moves, again = depth != self.frozen, self.selector.refused_at(depth)
+        if not moves and not (self.first.elastic.auto_pipe and again):
             return
         present, profile = self._present(), self.profile if self.first.elastic.profile_microbatches else None
         now = self._with_microbatches(self._microbatch_size())
@@ -215,12 +219,12 @@ class _PredictedRun:
         if self.first.elastic.auto_pipe:
             candidates = mesh_candidates(
                 self.rules, present, depth, facts, cached=self.rules.caches(depth, self.refused_at), profile=profile,
-                memory=self._stage_memory(depth), among=None if deeper else again)
+                memory=self._stage_memory(depth), among=None if moves else again)
             chosen, entry = self.selector.select(
                 present, candidates, facts, depth=depth, step=self.step, ledger=self.ledger,
                 seconds=self._seconds(now, self.frozen, min(self.cached, self.frozen)), remaining_steps=self.left,
                 problem_of=lambda candidate: self._problem(candidate, depth))
-        if chosen is None and not deeper:
+        if chosen is None and not moves:
             return
         here = MeshCandidate(data=present.mesh.data, pipe=present.mesh.pipe, boundaries=present.boundaries,
                              samples=self.size, seconds=None, fits=True, reason="")
@@ -236,6 +240,7 @@ class _PredictedRun:
             step=self.step, old=mesh_text(present.mesh), new=mesh_text(self.run.mesh), moved_bytes=moved,
             remaining_steps=self.left)).with_measured(cost=self.transition, moved_bytes=moved)
         deeper, self.frozen = depth > self.frozen, depth
+        self.cached = min(self.cached, depth)  # layers that train again have other outputs
         if deeper:
             self.written_at = self.step + -(-self.epoch_samples // self.size)
 

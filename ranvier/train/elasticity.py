@@ -10,19 +10,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf, isfinite, prod
+from math import inf, isfinite, isnan, nan, prod
 from statistics import median
 from typing import Any
 
-from ranvier.block import untrained_layers
+from ranvier.block import still_frozen, untrained_layers
 from ranvier.config.other_mesh import on_mesh
 from ranvier.config.resolve import ResolvedRun
 from ranvier.data.task import Prepared
-from ranvier.elastic.freezing import Facts, FreezePolicy, Manual, Remembers, decide, policy_of
+from ranvier.elastic.freezing import Facts, FreezePolicy, Manual, Remembers, decide
 from ranvier.elastic.ledger import Entry, Ledger
 from ranvier.elastic.mesh_candidates import MeshCandidate, mesh_candidates
 from ranvier.elastic.microbatch_profile import TRIAL_STEPS, MicrobatchProfile, microbatch_counts, size_of
+from ranvier.elastic.named_policy import policy_of
 from ranvier.elastic.rules import ElasticRules, EvaluationSchedule
+from ranvier.elastic.similarity import Similarity, similarity_loss
 from ranvier.elastic.transition_selector import TransitionSelector, mesh_text
 from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
@@ -30,15 +32,64 @@ from ranvier.models import families
 from ranvier.optim.learning_rate import learning_rate
 from ranvier.pipeline.engine import Engine
 from ranvier.system.machine import affinity
+from ranvier.train.best import LOSS
 from ranvier.train.caching import Caching
 from ranvier.train.commands import Change
 from ranvier.train.events import Event, NoteEvent, StepEvent
+from ranvier.train.layer_outputs import check_samples, layer_similarities
 from ranvier.train.measured_blocks import RankMeasurement, measured_blocks, present_mesh
 from ranvier.train.memory import MemoryBudget, device_bytes
 from ranvier.train.runtime import RankRuntime
 
 _RECENT_STEPS = 8
 """Steps whose median says how long one takes now."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFigures:
+    """What a freeze policy is told of a step."""
+
+    loss: float
+    targets: float
+    """Their number in the global batch, by weight."""
+    learning_rate: float
+    metrics: Mapping[str, float]
+    """Of the evaluation after it; empty without one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What the run has come to since the freeze policy was last evaluated, for its next evaluation."""
+
+    loss: float = 0.0
+    """Sum over the valid targets of these steps."""
+    targets: float = 0.0
+    """Their weight."""
+    learning_rate: float = nan
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the newest evaluation on held-out data."""
+    similarities: list[list[Similarity]] | None = None
+    """Of each layer's outputs, as they were at the last evaluation of the policy (`layer_similarities`)."""
+
+    def with_step(self, step: StepFigures) -> Progress:
+        """After one more step."""
+        counts = bool(step.targets) and isfinite(step.loss)
+        return replace(self, loss=self.loss + (step.loss * step.targets if counts else 0.0),
+                       targets=self.targets + (step.targets if counts else 0.0),
+                       learning_rate=step.learning_rate, metrics=step.metrics or self.metrics)
+
+    def state(self) -> dict[str, object]:
+        """What a checkpoint keeps; JSON-serialisable."""
+        return {"loss": self.loss, "targets": self.targets,
+                "learning_rate": None if isnan(self.learning_rate) else self.learning_rate,
+                "metrics": {name: value for name, value in self.metrics.items() if isfinite(value)},
+                "similarities": self.similarities}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Progress:
+        """The inverse of `state`."""
+        rate = state["learning_rate"]
+        return cls(**{**state, "learning_rate": nan if rate is None else rate})
 
 
 @dataclass(kw_only=True)
@@ -72,8 +123,12 @@ class Elasticity:
 
     def __init__(self, run: ResolvedRun, data: Prepared, *, tell: Callable[[Event], None],
                  policy: FreezePolicy | None = None) -> None:
-        self._first, self._num_samples, self._tell = run, data.epoch_samples, tell
+        self._first, self._data, self._num_samples, self._tell = run, data, data.epoch_samples, tell
         self.policy, self._own = policy or policy_of(run.elastic), policy is not None
+        self._needs_activations = bool(getattr(self.policy, "needs_activations", False))
+        if self._needs_activations:
+            check_samples(data.eval, run.mesh.row, self._policy_text)
+        self._progress = Progress()
         self._by_hand = run.elastic.freeze == "manual" and not self._own
         self._evaluations = EvaluationSchedule(
             every=run.elastic.every, epoch_samples=self._num_samples, dry_run=run.elastic.dry_run,
@@ -91,6 +146,8 @@ class Elasticity:
         self._norms: tuple[float, ...] | None = None
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._floor = 0 if run.elastic.dry_run or not self.freezes else untrained_layers(families.model_of(run))
+        self._lowest: dict[int, int] = {}  # frozen layers -> those of them that cannot train again
+        self._kept = 0  # layers that stay frozen on this mesh, for want of memory
         self._begins = False  # meshes are to be compared, without asking the policy
         self._unmeasured = False  # the last mesh was chosen before a step was measured
         self._trial: MicrobatchTrial | None = None
@@ -118,8 +175,14 @@ class Elasticity:
         it is to be asked, it is after each step until one has gradients to be judged by (`saw_gradients`)."""
         if not self.freezes:
             return False
-        self._due |= self._evaluations.is_due(step, before, after, frozen)
+        self._due |= self._evaluations.is_due(step, before, after, frozen, self._still_frozen(frozen))
         return self._due
+
+    def _still_frozen(self, frozen: int) -> int:
+        """How many of the frozen layers cannot train again."""
+        if frozen not in self._lowest:
+            self._lowest[frozen] = max(min(self._floor, frozen), still_frozen(families.model_of(self._first), frozen))
+        return max(self._lowest[frozen], min(self._kept, frozen))
 
     def saw_gradients(self, engine: Engine) -> None:
         """The last step was one after which the policy is asked. Collective."""
@@ -139,6 +202,9 @@ class Elasticity:
 
     def saw(self, event: StepEvent) -> None:
         """One more step has been told."""
+        evaluated = {} if event.eval_loss is None else {LOSS: event.eval_loss, **event.eval_scores}
+        self._progress = self._progress.with_step(StepFigures(
+            loss=event.loss, targets=event.tokens, learning_rate=event.learning_rate, metrics=evaluated))
         self._recent.append(event.step_seconds)
         self._begins |= self._unmeasured and len(self._recent) == _RECENT_STEPS
         if self._trial is not None and self._trial.took(event.step, event.step_seconds):
@@ -173,8 +239,10 @@ class Elasticity:
 
     # ------------------------------------------------------------------ what goes along
 
-    def state(self, run: ResolvedRun, frozen: int) -> dict[str, object]:
-        """What a checkpoint keeps, and a rank that comes back needs; JSON-serialisable."""
+    def state(self, run: ResolvedRun, frozen: int, unseen: StepFigures | None = None) -> dict[str, object]:
+        """What a checkpoint keeps, and a rank that comes back needs; JSON-serialisable. unseen: the last step, where it
+        has not been told yet (`saw`)."""
+        progress = self._progress if unseen is None else self._progress.with_step(unseen)
         changed = frozen or self.ledger.entries or run.mesh != self._first.mesh or self._since != (0, 0)
         if not self.freezes and not changed:
             return {}
@@ -186,6 +254,7 @@ class Elasticity:
                 "due": self._due, "unmeasured": self._unmeasured,
                 "norms": self._norms and [norm if isfinite(norm) else None for norm in self._norms],
                 "ledger": self.ledger.to_dict(), "profile": self.profile.to_dict(),
+                "progress": progress.state(), "kept": self._kept,
                 "policy": self.policy.state_dict() if isinstance(self.policy, Remembers) else None,
                 "refused": [list(mesh) for mesh in sorted(self.selector.refused)]}
 
@@ -204,6 +273,8 @@ class Elasticity:
             self._norms = None if norms is None else tuple(inf if norm is None else float(norm) for norm in norms)
             self.ledger = Ledger.from_dict(state["ledger"])
             self.profile = MicrobatchProfile.from_dict(state["profile"])
+            if state.get("progress") is not None:  # older checkpoints have none
+                self._progress, self._kept = Progress.from_state(state["progress"]), int(state["kept"])
             if isinstance(self.policy, Remembers) and state.get("policy") is not None:
                 self.policy.load_state_dict(state["policy"])
             self.selector.refused = {tuple(mesh) for mesh in state.get("refused", ())}  # older checkpoints have none
@@ -251,7 +322,7 @@ class Elasticity:
         if size != self._size:
             self._since, self._size = (step, self._taken(step)), size
         self._recent.clear()
-        self._trial = None
+        self._trial, self._kept = None, 0
         return self.caching.enter(now, reads=self.left(step) * now.run.batch.global_size)
 
     def facts(self) -> dict[str, object]:
@@ -279,7 +350,7 @@ class Elasticity:
         elastic = self._first.elastic
         if self._own:
             return type(self.policy).__name__
-        has_alpha = elastic.freeze in ("gradient-norm", "cap")
+        has_alpha = elastic.freeze in ("gradient-norm", "cap", "plasticity")
         return f"{elastic.freeze}, alpha {elastic.alpha:.3g}" if has_alpha else elastic.freeze
 
     # ------------------------------------------------------------------ deciding
@@ -294,11 +365,13 @@ class Elasticity:
         self._due &= norms is None
         measured = now.ranks.gather_objects({"busy": dict(busy), "steps": busy_steps, "cores": affinity(),
                                              "device_bytes": device_bytes(now.world.device)})
+        similarities = layer_similarities(now, self._data.eval) if norms and self._needs_activations else None
         found = None
         self._measure_last()
         if now.world.rank == 0:
             again, self._unmeasured = self._unmeasured, not self._recent and self._first.elastic.auto_pipe
-            depth = max(self._floor, now.frozen if norms is None else self._depth(now, step, norms))
+            depth = max(self._floor, now.frozen if norms is None else self._depth(
+                now, step, norms, similarities))
             sizes = [row["device_bytes"] for row in measured if row["device_bytes"] is not None]
             budget = MemoryBudget(first=self._first, frozen=depth, device_bytes=min(sizes, default=None))
             change = (self._resized(now, resize, budget, step) if resize is not None else
@@ -313,23 +386,36 @@ class Elasticity:
         if self._recent and self.ledger.entries and self.ledger.entries[-1].measured_after is None:
             self.ledger = self.ledger.with_measured(after=median(self._recent))
 
-    def _depth(self, now: RankRuntime, step: int, norms: tuple[float, ...]) -> int:
+    def _depth(self, now: RankRuntime, step: int, norms: tuple[float, ...],
+               similarities: list[list[Similarity]] | None) -> int:
         """Frozen layers from now on."""
         self.evaluations += 1
-        depth = decide(self.policy, Facts(step=step, evaluation=self.evaluations, frozen=now.frozen,
-                                          num_layers=len(now.engine.layers), gradient_norms=norms))
+        depth = decide(self.policy, self._facts(now, step, norms, similarities))
+        self._progress = replace(self._progress, loss=0.0, targets=0.0, similarities=similarities)
         if self._first.elastic.dry_run and depth > now.frozen:
             self._note(step, "would-freeze", f"would freeze layers {now.frozen}-{depth - 1} (a dry run: nothing "
                                              "changes)", {"layers": depth, "gradient_norms": list(norms)})
             return now.frozen
         return depth
 
+    def _facts(self, now: RankRuntime, step: int, norms: tuple[float, ...],
+               similarities: list[list[Similarity]] | None) -> Facts:
+        progress, changes = self._progress, None
+        if similarities is not None:
+            before = progress.similarities
+            changes = tuple(nan if before is None else similarity_loss(layer, before[number])
+                            for number, layer in enumerate(similarities))
+        return Facts(step=step, evaluation=self.evaluations, frozen=now.frozen, num_layers=len(now.engine.layers),
+                     gradient_norms=norms, lowest=self._still_frozen(now.frozen),
+                     loss=progress.loss / progress.targets if progress.targets else nan,
+                     learning_rate=progress.learning_rate, metrics=progress.metrics, activation_change=changes)
+
     def _packed(self, now: RankRuntime, budget: MemoryBudget, step: int, measured: Sequence[RankMeasurement], *,
                 all_meshes: bool) -> Change | None:
-        """The change that follows from as many frozen layers as `budget` is for. all_meshes: where no more layers
-        freeze, compare all meshes, and not only those that were refused."""
+        """The change that follows from as many frozen layers as `budget` is for. all_meshes: where as many layers as
+        before are frozen, compare all meshes, and not only those that were refused."""
         run, elastic, depth = now.run, self._first.elastic, budget.frozen
-        deeper, again = depth > now.frozen, self.selector.refused_at(depth)
+        moves, again = depth != now.frozen, self.selector.refused_at(depth)
         reason = f"{self._policy_text}, evaluation {self.evaluations}" if self.evaluations else "nothing trains in them"
 
         def change(candidate: MeshCandidate) -> Change:
@@ -340,12 +426,12 @@ class Elasticity:
             return None if problem is None else f"{problem.where} {problem.what}"
 
         chosen = None
-        if elastic.auto_pipe and (deeper or again or all_meshes):
+        if elastic.auto_pipe and (moves or again or all_meshes):
             profile = self.profile if elastic.profile_microbatches else None
             facts, present = measured_blocks(now, measured, profile), present_mesh(now)
             candidates = mesh_candidates(self._rules, present, depth, facts, cached=self.caching.wanted(depth),
                                          profile=profile, memory=budget.stage_memory(),
-                                         among=None if deeper or all_meshes else again)
+                                         among=None if moves or all_meshes else again)
             chosen, entry = self.selector.select(
                 present, candidates, facts, depth=depth, step=step, ledger=self.ledger,
                 remaining_steps=self.left(step), seconds=median(self._recent) if self._recent else None,
@@ -354,7 +440,16 @@ class Elasticity:
                 self.ledger = self.ledger.with_entry(entry)
         if chosen is not None:
             return change(chosen)
-        return self._change(now, run.mesh, depth, now.engine.boundaries or None, reason) if deeper else None
+        if not moves:
+            return None
+        here = self._change(now, run.mesh, depth, now.engine.boundaries or None, reason)
+        problem = budget.problem(here.applied(run)) if depth < now.frozen else None
+        if problem is not None:
+            self._note(step, "unfreeze-refused", f"layers {depth}-{now.frozen - 1} stay frozen: {problem}",
+                       {"layers": depth})
+            self._kept = now.frozen
+            return None
+        return here
 
     def _resized(self, now: RankRuntime, request: Mapping[str, Any], budget: MemoryBudget, step: int) -> Change | None:
         """The change that a user requests, unless it is refused: other replicas or stages of the ranks that the run
@@ -372,7 +467,7 @@ class Elasticity:
             problem = str(found)
         self._note(step, "resize-refused", f"resize request for data {data} x pipe {pipe} refused: {problem}",
                    {"data": data, "pipe": pipe, "wish": request.get("wish")})
-        return self._change(now, run.mesh, depth, now.engine.boundaries or None, "freezing") if depth > now.frozen \
+        return self._change(now, run.mesh, depth, now.engine.boundaries or None, "freezing") if depth != now.frozen \
             else None
 
     def _unfit(self, mesh: Mesh, data: object, pipe: object) -> str | None:

@@ -127,9 +127,10 @@ class TransitionEvent:
 
     def __str__(self) -> str:
         parts = []
-        if self.frozen_layers > self.old_frozen:
-            first, last = self.old_frozen, self.frozen_layers - 1
-            parts.append(f"froze layer {last}" if first == last else f"froze layers {first}-{last}")
+        if self.frozen_layers != self.old_frozen:
+            first, stop = sorted((self.old_frozen, self.frozen_layers))
+            did = "froze" if self.frozen_layers > self.old_frozen else "unfroze"
+            parts.append(f"{did} layer {first}" if first == stop - 1 else f"{did} layers {first}-{stop - 1}")
         changed = [f"{axis} {getattr(self.old_mesh, axis)} -> {getattr(self.mesh, axis)}" for axis in ("pipe", "data")
                    if getattr(self.old_mesh, axis) != getattr(self.mesh, axis)]
         parts += [", ".join(changed)] if changed else []

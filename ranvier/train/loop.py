@@ -50,7 +50,7 @@ from ranvier.train.attention import choose_kernel, preferred_kernel
 from ranvier.train.best import LOSS, best_of
 from ranvier.train.commands import Change, CommandChannel
 from ranvier.train.determinism import deterministic_algorithms
-from ranvier.train.elasticity import Elasticity
+from ranvier.train.elasticity import Elasticity, StepFigures
 from ranvier.train.evaluation import continue_tokens, evaluate
 from ranvier.train.events import EndEvent, NoteEvent, StartEvent, Tracker, Trackers, TransitionEvent
 from ranvier.train.experiment_trackers import experiment_trackers
@@ -281,7 +281,8 @@ class Training:
         every = self.run.train.eval_every
         evaluates = last or bool(every and step % every == 0)
         due, considers = last or self.saving.due(step), not last and (self.elastic.asked or self.resizes)
-        is_late = evaluates and self.best is not None  # the checkpoint has what the evaluation says
+        # the checkpoint has what the evaluation says
+        is_late = evaluates and (self.best is not None or self.elastic.freezes)
         stall = self._save(step) if due and not considers and not is_late else None
         pending = self._await(step, result, rate)
         pending.checkpoint_stall_seconds = stall
@@ -506,7 +507,18 @@ class Training:
 
     def _save(self, step: int) -> float | None:
         with self._span("checkpoint", "copy"):
-            return self.saving.save(step, self.result, self.elastic.state(self.run, self.runtime.frozen), self.best)
+            return self.saving.save(step, self.result, self.elastic.state(
+                self.run, self.runtime.frozen, unseen=self._unseen(step)), self.best)
+
+    def _unseen(self, step: int) -> StepFigures | None:
+        """What an elastic run will have to know of `step`, whose numbers have not been told yet."""
+        if not self.elastic.freezes or self.result is None or self.saving.published_step >= step:
+            return None
+        scores: dict[str, float] = {}
+        if self.pending is not None and self.pending.eval_loss is not None:
+            scores = {LOSS: self.pending.eval_loss, **self.pending.eval_scores}
+        return StepFigures(loss=self.result.loss, targets=self.result.weight, learning_rate=self.engine.learning_rate,
+                           metrics=scores)
 
     def _rollback(self) -> int | None:
         """Load the last checkpoint; its step, or None where there is none."""
@@ -515,6 +527,8 @@ class Training:
         loaded = self.saving.checkpoints.load()
         if loaded is None:
             return None
+        for name, parameter in self.engine.named_parameters().items():  # some may have been frozen then
+            parameter.requires_grad_(self.engine.layout[name].trainable)
         metadata = read_metadata(loaded)
         self.elastic.rolled_back(loaded.step, metadata.elastic)
         if self.best is not None and metadata.best is not None:

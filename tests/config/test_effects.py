@@ -54,7 +54,7 @@ OTHER = {
     "data.text_column": "x", "data.pair_column": "x", "data.label_column": "x", "data.messages_column": "x",
     "data.chat_template": Path("nowhere"), "data.mixture": ("nowhere=1",), "data.packing": True,
     "data.padding": "maximum", "data.tokenizer": "gpt2", "data.options": ("length=3",), "model.options": ("depth=3",),
-    "elastic.alpha": 0.9, "elastic.every": 1, "elastic.dry_run": True,
+    "elastic.options": ("patience=2",), "elastic.alpha": 0.9, "elastic.every": 1, "elastic.dry_run": True,
     "elastic.auto_pipe": True, "elastic.auto_dp": True, "elastic.cut": "reference", "elastic.global_batch": "scale",
     "elastic.cache": True, "elastic.cache_from": 1, "elastic.cache_dir": Path("nowhere"), "elastic.cache_bytes": 1,
     "elastic.cache_precision": "full", "elastic.frozen_dropout": False}

@@ -49,8 +49,8 @@ class Plain:
         self.step = 0
 
     def freeze(self, layers):
-        """Freeze the blocks of the first layers and the embedding. The head has a copy of the embedding from then on,
-        with its optimizer states."""
+        """Freeze the blocks of the first layers and the embedding; other layers train, those that were frozen with new
+        optimizer states. The head has a copy of the embedding from then on, with its optimizer states."""
         modules, parameters = self.reference.modules, self.reference.parameters
         if HEAD not in parameters:
             modules["head"].projection.weight = nn.Parameter(parameters[LOOKUP].detach().clone())
@@ -58,8 +58,10 @@ class Plain:
             if LOOKUP in self.states:
                 self.states[HEAD] = {name: state.clone() for name, state in self.states[LOOKUP].items()}
         names = ("embedding", *(f"layer{layer}.{part}" for layer in range(layers) for part in ("attention", "mlp")))
-        for block in names:
-            modules[block].requires_grad_(False)
+        for block, module in modules.items():
+            module.requires_grad_(block not in names)
+            for name in module.state_dict() if block in names else ():
+                self.states.pop(f"{block}.{name}", None)
 
     def train(self):
         """Loss and gradients of one step, and AdamW (Loshchilov and Hutter, 2019, algorithm 2)."""
@@ -68,13 +70,16 @@ class Plain:
         gradients, self.step = self.reference.gradients(), self.step + 1
         with torch.no_grad():
             for name, gradient in gradients.items():
-                state = self.states.setdefault(name, {"m": torch.zeros_like(gradient), "v": torch.zeros_like(gradient)})
+                state = self.states.setdefault(name, {"m": torch.zeros_like(gradient), "v": torch.zeros_like(gradient),
+                                                      "steps": torch.zeros(())})
+                state["steps"] += 1
                 state["m"].mul_(0.9).add_(gradient, alpha=0.1)
                 state["v"].mul_(0.999).addcmul_(gradient, gradient, value=0.001)
                 factor, decay = self.groups.get(name, (1.0, 0.1))
                 parameter, rate = self.reference.parameters[name], RATE * factor
                 parameter.mul_(1 - rate * decay)
-                m, v = state["m"] / (1 - 0.9 ** self.step), state["v"] / (1 - 0.999 ** self.step)
+                steps = int(state["steps"])
+                m, v = state["m"] / (1 - 0.9 ** steps), state["v"] / (1 - 0.999 ** steps)
                 parameter.sub_(rate * m / (v.sqrt() + 1e-8))
         return loss, gradients
 
@@ -145,6 +150,10 @@ def assert_as_in_plain_pytorch(family, ways, steps=2, groups=None, **options):
     pytest.param("gpt", [(Mesh(pipe=2, row=2), 1), (Mesh(col=2), 1), (Mesh(data=2), 2)], {},
                  id="frozen from the start"),
     pytest.param("llama", [(Mesh(pipe=4), 0), (Mesh(data=2, pipe=2), 2)], {}, id="both layers at once"),
+    pytest.param("gpt", [(Mesh(pipe=4), 0), (Mesh(data=2, pipe=2), 2), (Mesh(pipe=4), 1), (Mesh(data=2), 1)], {},
+                 id="the second layer trains again"),
+    pytest.param("llama", [(Mesh(pipe=2), 2), (Mesh(row=2, col=2), 1), (Mesh(row=2), 2), (Mesh(data=2), 1)],
+                 {"optim": replace(OPTIM, shard=True)}, id="and again"),
     pytest.param("gpt", [(Mesh(col=2), 0), (Mesh(col=2), 1)], {"tensor": TensorParallel(scheme="summa")}, id="summa",
                  marks=pytest.mark.slow),
     pytest.param("llama", [(Mesh(data=2, pipe=2), 0), (Mesh(pipe=2), 1)], {"optim": replace(OPTIM, offload="host")},

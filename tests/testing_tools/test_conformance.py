@@ -15,7 +15,8 @@ from ranvier.data.accuracy import Accuracy
 from ranvier.data.corpus import Document, OpenCorpus, open_corpus
 from ranvier.data.prepare import task_of
 from ranvier.data.task import Prepared, Task
-from ranvier.elastic.freezing import Cap, GradientNorm, Manual, NoFreezing, policy_of
+from ranvier.elastic.freezing import Cap, GradientNorm, Manual, NoFreezing
+from ranvier.elastic.named_policy import policy_of
 from ranvier.models.bert import BERT
 from ranvier.models.family import ModelFacts, ModelFamily
 from ranvier.models.gpt import GPT
@@ -280,6 +281,6 @@ def test_faults_of_a_freeze_policy_are_named(keeps, message):
 
 
 def test_an_elastic_setting_is_one_of_these_policies():
-    for freeze in ("none", "gradient-norm", "cap"):
+    for freeze in ("none", "gradient-norm", "cap", "plasticity"):
         check_freeze_policy(lambda freeze=freeze: policy_of(Elastic(freeze=freeze)))
 

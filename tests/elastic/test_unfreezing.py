@@ -1,0 +1,267 @@
+"""Runs whose layers freeze and train again, by hand and by policies that look at more than gradients."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from test_elastic_run import (  # noqa: F401 (fixtures)
+    NUM_LAYERS,
+    always,
+    events,
+    lines,
+    losses,
+    read_rows,
+    run_all,
+    sentences,
+    tiny,
+    transitions,
+)
+
+from ranvier.config.run import Checkpoint, Elastic, Guard, Train
+from ranvier.elastic.freezing import Facts, Plasticity, decide
+from ranvier.elastic.similarity import normalised, products, similarity_loss
+from ranvier.errors import ConfigError
+from ranvier.mesh import Mesh
+from ranvier.train import elasticity, loop
+from ranvier.train.memory import MemoryBudget
+from tests.checkpoint.anywhere import everything
+
+FALLING = Elastic(freeze="manual", manual=("4:4", "10:1", "16:3"))
+CACHED = replace(FALLING, auto_pipe=True, auto_dp=True, cache=True, cache_from=1, cache_precision="full")
+
+
+@pytest.fixture(scope="module")
+def in_one_process(sentences, tmp_path_factory):  # noqa: F811
+    """The run that freezes and trains the same layers, on one rank. tests/elastic/test_freezing_ties.py compares one
+    with plain PyTorch."""
+    run = tiny(sentences, tmp_path_factory.mktemp("one") / "run", mesh=Mesh(), elastic=FALLING)
+    run_all(run)
+    return losses(run)
+
+
+def test_layers_that_train_again_on_a_mesh_that_changes(sentences, tmp_path, in_one_process, monkeypatch):  # noqa: F811
+    """With caches: what was cached of four layers is of no use for the three that freeze later, with other weights."""
+    always(monkeypatch)
+    run = tiny(sentences, tmp_path / "run", elastic=replace(CACHED, cache_dir=tmp_path / "cache"))
+    results, text = run_all(run)
+    assert losses(run) == pytest.approx(in_one_process, rel=1e-9)
+    assert [line["frozen_layers"] for line in transitions(run)] == [4, 1, 3]
+    assert [line["frozen_layers"] for line in lines(run, "metrics.jsonl")] == [0] * 4 + [4] * 6 + [1] * 6 + [3] * 8
+    assert "step 10: unfroze layers 1-3; " in text and read_rows(results) > 0
+
+
+def test_a_run_goes_on_after_layers_train_again(sentences, tmp_path, in_one_process):  # noqa: F811
+    """The moments of the layers that train again are younger than the run, and its checkpoint says so."""
+    first = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=FALLING,
+                 checkpoint=Checkpoint(every=12, keep=2))
+    run_all(first)
+    folder = first.run_dir / "checkpoint" / "step-12"
+    again = replace(first, resume=str(folder), run_dir=tmp_path / "again", mesh=Mesh(data=2))
+    run_all(again)
+    assert '"began_at":{"layer1.' in (folder / "manifest.json").read_text()
+    assert losses(again) == pytest.approx(in_one_process[12:], rel=1e-9)
+
+
+class Thaws:
+    """A policy that freezes four layers at its first evaluation, and has three of them train again at the second."""
+
+    def frozen_layers(self, facts):
+        return {1: 4, 2: 1}.get(facts.evaluation, facts.frozen)
+
+
+def test_layers_train_on_after_a_rollback_to_when_they_were_frozen(sentences, tmp_path, monkeypatch):  # noqa: F811
+    """The checkpoint is that of step 8, with four frozen layers; the bad step is the twelfth, with one."""
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), train=Train(steps=16, learning_rate=3e-3),
+               elastic=Elastic(every=5), checkpoint=Checkpoint(every=8, keep=9), guard=Guard(bad_step="rollback"))
+    step = loop.Training.step
+
+    def breaking(training, number):
+        if number == 12 and training.now.train_data.offset == 0:
+            with torch.no_grad():
+                for parameter in training.engine.parameters():
+                    parameter.fill_(math.nan)
+        step(training, number)
+
+    monkeypatch.setattr(loop.Training, "step", breaking)
+    run_all(run, freezing=Thaws())
+    assert [line["to_step"] for line in events(run, "went-back")] == [8]
+    steps = lines(run, "metrics.jsonl")[-8:]
+    assert [(line["step"], line["frozen_layers"]) for line in steps] == [(step, 1) for step in range(9, 17)]
+    before, after = (everything(run.run_dir / "checkpoint" / f"step-{step}") for step in (8, 16))
+    changed = {name.partition(".")[0] for (kind, name), tensor in before.items()
+               if kind == "parameter" and not torch.equal(tensor, after[kind, name])}
+    assert changed == {"layer1", "layer2", "layer3", "layer4", "layer5", "head"}
+
+
+def test_layers_for_whose_training_there_is_no_memory_stay_frozen(sentences, tmp_path, monkeypatch):  # noqa: F811
+    problem = MemoryBudget.problem
+    monkeypatch.setattr(MemoryBudget, "problem", lambda budget, run: ConfigError(
+        "is too large", where="memory", value=1, remedy="Wait.") if budget.frozen == 1 else problem(budget, run))
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(), train=Train(steps=12), elastic=replace(
+        FALLING, manual=("4:4", "10:1")))
+    run_all(run)
+    assert [line["frozen_layers"] for line in transitions(run)] == [4]
+    assert [line["text"] for line in events(run, "unfreeze-refused")] == [
+        "layers 1-3 stay frozen: memory: is too large (got 1). Wait."]
+
+
+# ---------------------------------------------------------------------- what policies are told
+
+
+class Told:
+    """Freezes nothing, and keeps what it is told. needs_activations: whether it asks for the change of outputs."""
+
+    def __init__(self, needs_activations=True):
+        self.needs_activations, self.facts = needs_activations, []
+
+    def frozen_layers(self, facts):
+        self.facts.append(facts)
+        return facts.frozen
+
+
+def told(sentences, run_dir, mesh, **changes):  # noqa: F811
+    policy = Told()
+    run = tiny(sentences, run_dir, mesh=mesh, elastic=Elastic(every=6), **changes)
+    run_all(run, freezing=policy)
+    return run, policy.facts
+
+
+SHORT = Train(steps=13, learning_rate=3e-3)
+
+
+def test_facts(sentences, tmp_path):  # noqa: F811
+    run, facts = told(sentences, tmp_path / "run", Mesh())
+    steps, evaluated = lines(run, "metrics.jsonl"), events(run, "eval")
+    assert [each.step for each in facts] == [6, 12, 18]
+    for number, each in enumerate(facts):
+        past = steps[6 * number:6 * number + 6]
+        assert each.loss == pytest.approx(sum(line["loss"] for line in past) / 6, rel=1e-12)
+        assert each.learning_rate == past[-1]["learning_rate"] and each.lowest == 0
+    assert not facts[0].metrics  # step 12 is the first that is evaluated, and the policy is asked after that
+    assert facts[1].metrics["eval_loss"] == facts[2].metrics["eval_loss"] == evaluated[0]["loss"]
+    assert facts[1].metrics["eval_accuracy"] == evaluated[0]["eval_accuracy"]
+    assert all(math.isnan(change) for change in facts[0].activation_change)
+    assert all(0 < change < 1 for each in facts[1:] for change in each.activation_change)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(data=2, pipe=2), pytest.param(Mesh(pipe=2, col=2), marks=pytest.mark.slow)],
+                         ids=str)
+def test_outputs_change_alike_on_every_mesh(sentences, tmp_path, mesh):  # noqa: F811
+    """With microbatches of another size, too: they are padded alike."""
+    _, expected = told(sentences, tmp_path / "one", Mesh(), train=SHORT)
+    _, found = told(sentences, tmp_path / "many", mesh, train=SHORT)
+    for one, many in zip(expected[1:], found[1:], strict=True):
+        assert many.activation_change == pytest.approx(one.activation_change, rel=1e-3)  # outputs are kept in fp32
+
+
+@pytest.mark.slow
+def test_rows_compare_their_own_samples(sentences, tmp_path):  # noqa: F811
+    _, found = told(sentences, tmp_path / "rows", Mesh(row=2), train=SHORT)
+    assert all(0 < change < 1 for each in found[1:] for change in each.activation_change)
+
+
+def test_too_few_samples_to_compare(sentences, tmp_path):  # noqa: F811
+    lone = tmp_path / "lone.tsv"
+    lone.write_text("\n".join((sentences / "eval.tsv").read_text().splitlines()[:2]) + "\n")
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(), elastic=Elastic(freeze="plasticity"))
+    with pytest.raises(ConfigError, match=r"^elastic.freeze: compares the layers' outputs for at least 2 held-out "
+                                          r"samples, and there are 1 \(got 'plasticity, alpha 0.333'\). Hold out"):
+        run_all(replace(run, data=replace(run.data, eval=str(lone))))
+
+
+def test_a_resumed_run_is_told_the_same(sentences, tmp_path):  # noqa: F811
+    """Also of the step and of the evaluation whose numbers were on their way when the checkpoint was written."""
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(), elastic=Elastic(every=7),
+               checkpoint=Checkpoint(every=4, keep=9))
+    whole = Told()
+    run_all(run, freezing=whole)
+    for step, known in ((8, 1), (12, 1)):
+        rest = Told()
+        folder = run.run_dir / "checkpoint" / f"step-{step}"
+        run_all(replace(run, resume=str(folder), run_dir=tmp_path / f"from-{step}"), freezing=rest)
+        assert rest.facts == whole.facts[known:] and rest.facts[0].metrics
+
+
+def test_similarity_loss():
+    outputs = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0))
+    whole = normalised(products(outputs))
+    parts = normalised(products(outputs[..., :2]) + products(outputs[..., 2:]))
+    assert similarity_loss([whole], [parts]) == pytest.approx(0.0, abs=1e-12)
+    assert similarity_loss([whole], [normalised(products(7 * outputs))]) == pytest.approx(0.0, abs=1e-12)
+    other, one = outputs.flatten(1), torch.eye(4)
+    gram = torch.nn.functional.normalize((other @ other.T).double(), dim=1)
+    assert similarity_loss([normalised(one.double())], [whole]) == pytest.approx(
+        float((gram - one).square().sum()) / 16, rel=1e-6)
+
+
+# ---------------------------------------------------------------------- Egeria's rule
+
+
+def asked(policy, changes, rates=None, layers=4):
+    """Frozen layers after each evaluation."""
+    frozen, found = 0, []
+    for number, change in enumerate(changes):
+        frozen = decide(policy, Facts(
+            step=number, evaluation=number + 1, frozen=frozen, num_layers=layers, gradient_norms=(1.0,) * layers,
+            learning_rate=1.0 if rates is None else rates[number], activation_change=tuple(change), lowest=0))
+        found.append(frozen)
+    return found
+
+
+def test_layers_freeze_in_order_when_they_have_settled():
+    """With a window of 1 the change itself is looked at. The second layer settles first, and waits for the first."""
+    steep, settled = [1.0, 0.5, 0.2, 0.1, 0.09, 0.085, 0.084, 0.084], [1.0, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01]
+    busy = [1.0, 0.5, 0.9, 0.4, 0.8, 0.3, 0.7, 0.2]
+    found = asked(Plasticity(0.9, window=1, patience=2), zip(steep, settled, busy, busy, strict=True))
+    assert found == [0, 0, 0, 0, 2, 2, 2, 2]
+    assert asked(Plasticity(0.2, window=1, patience=2), zip(steep, settled, busy, busy, strict=True)) == [
+        0, 0, 0, 0, 1, 2, 2, 2]
+    assert asked(Plasticity(0.9, window=3, patience=2), zip(steep, settled, busy, busy, strict=True))[-1] == 2
+
+
+def test_all_layers_train_again_when_the_learning_rate_has_dropped():
+    changes = [(1.0, 1.0, 1.0, 1.0)] + [(0.5, 0.5, 0.5, 0.5)] * 9
+    rates = [1.0] * 6 + [0.1] * 4
+    assert asked(Plasticity(0.25, window=1, patience=1), changes, rates)[4:8] == [3, 4, 0, 0]
+
+
+def test_a_run_freezes_what_has_settled(sentences, tmp_path):  # noqa: F811
+    """The learning rate is so small that nothing changes: everything but the head freezes, layer by layer, the same in
+    a run that goes on from a checkpoint on another mesh."""
+    elastic = Elastic(freeze="plasticity", every=2, alpha=0.1)
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(), train=Train(steps=24, learning_rate=1e-12), elastic=elastic,
+               checkpoint=Checkpoint(every=13, keep=9))
+    _, text = run_all(run)
+    depths = {line["step"]: line["frozen_layers"] for line in transitions(run)}
+    assert len(depths) >= 3 and [*depths.values()] == list(range(1, len(depths) + 1)) and len(depths) <= NUM_LAYERS
+    assert "(plasticity, alpha 0.1, evaluation " in text
+    again = replace(run, resume=str(run.run_dir / "checkpoint" / "step-13"), run_dir=tmp_path / "again",
+                    mesh=Mesh(pipe=2))
+    run_all(again)
+    later = {line["step"]: line["frozen_layers"] for line in transitions(again)}
+    assert {step: depth for step, depth in later.items() if step > 13} == {
+        step: depth for step, depth in depths.items() if step > 13}
+
+
+# ---------------------------------------------------------------------- a policy of one's own, by flag
+
+
+def test_a_policy_by_its_name(sentences, tmp_path, monkeypatch):  # noqa: F811
+    (tmp_path / "my_policies.py").write_text(
+        "class Every:\n    def __init__(self, layers=1):\n        self.layers, self.asked = layers, 0\n"
+        "    def frozen_layers(self, facts):\n        self.asked += 1\n"
+        "        return min(facts.num_layers, self.asked * self.layers)\n"
+        "    def state_dict(self):\n        return {'asked': self.asked}\n"
+        "    def load_state_dict(self, state):\n        self.asked = state['asked']\n\nnone = 3\n")
+    monkeypatch.chdir(tmp_path)
+    elastic = Elastic(freeze="my_policies:Every", options=("layers=2",), every=8)
+    for name in ("first", "second"):  # each run has a policy of its own, though a process imports the module once
+        run = tiny(sentences, tmp_path / name, mesh=Mesh(pipe=2), elastic=elastic)
+        _, text = run_all(run)
+        assert [line["frozen_layers"] for line in transitions(run)] == [2, 4]
+        assert "step 8: froze layers 0-1; " in text and "(my_policies:Every, evaluation 1)" in text
+    with pytest.raises(ConfigError, match=r"^elastic.freeze: has no method `frozen_layers`: it gives a int"):
+        elasticity.policy_of(Elastic(freeze="my_policies:none"))
