@@ -110,15 +110,24 @@ def still_frozen(model: Model, num_layers: int) -> int:
     return min(depth for depth in range(num_layers + 1) if _ties_with_frozen(model, depth)[:2] == ended)
 
 
-def freeze(model: Model, num_layers: int) -> Model:
-    """The same model with its first layers (see `frozen_prefix`) not to be trained.
+def freeze(model: Model, num_layers: int, above: Sequence[int] = ()) -> Model:
+    """The same model with its first layers (see `frozen_prefix`) not to be trained, nor the weights of the layers
+    `above` those. ModelError where one of these shares a weight with a block that trains.
 
     A tie between parameters that freeze at different depths, or never, ends when the first of them freezes: it keeps
     its values, and the others train on with weights of their own (`Model.untied`), which start from the tied ones; in a
     model without `initial`, and without a state to load, from what their own builders make. A tie of parameters that do
     not train anyway stays, as under adapters.
     """
-    names = list(model.blocks)[:frozen_prefix(model, num_layers)]
+    names = {*list(model.blocks)[:frozen_prefix(model, num_layers)],
+             *(block for layer in above for block in model.layers[layer])}
+    shared = [name for group in model.tied for name in group]
+    for layer in above:
+        for name in shared:
+            if any(name.startswith(f"{block}.") for block in model.layers[layer]):
+                raise ModelError(f"has a weight that other blocks share, {name}, and can freeze only with all layers "
+                                 "before it", where=f"layer {layer}",
+                                 remedy="Let the freeze policy answer with a number of layers.")
     tied, untied, copied = _ties_with_frozen(model, num_layers)
     alike: dict[str, str] = {}
     first: dict[tuple[str, bool], str] = {}

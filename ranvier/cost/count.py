@@ -65,19 +65,20 @@ def device_kind(run: ResolvedRun) -> str:
     return "cuda" if run.launch.device == "cuda" else "cpu"
 
 
-def laid_out(run: ResolvedRun, frozen: int = 0) -> tuple[StageTable, tuple[RankMemory, ...]]:
-    """The cut of the run's model with its first `frozen` layers frozen, and what each stage's ranks need. ConfigError
-    when the settings allow no cut."""
-    model, stages, layout = _cut_of(run, frozen)
+def laid_out(run: ResolvedRun, frozen: int = 0, frozen_above: Sequence[int] = ()
+             ) -> tuple[StageTable, tuple[RankMemory, ...]]:
+    """The cut of the run's model with its first `frozen` layers frozen, and the weights of those `frozen_above`, and
+    what each stage's ranks need. ConfigError when the settings allow no cut."""
+    model, stages, layout = _cut_of(run, frozen, frozen_above)
     return stages, predict(run, model, stages, layout)
 
 
-def _cut_of(run: ResolvedRun, frozen: int) -> tuple[Model, StageTable, Layout]:
+def _cut_of(run: ResolvedRun, frozen: int, frozen_above: Sequence[int]) -> tuple[Model, StageTable, Layout]:
     with torch.device("meta"):
         inputs, targets = families.sample_of(run, run.row_microbatch_size)
     sample = Microbatch(inputs=inputs, targets=targets, samples=torch.arange(1))
     # Replicas do not change the cut, and there may be very many of them.
-    model = freeze(families.model_of(run, dtype=DTYPES[run.precision]), frozen)
+    model = freeze(families.model_of(run, dtype=DTYPES[run.precision]), frozen, frozen_above)
     stages, layout = cut(model, replace(run.mesh, data=1), boundaries=run.pipeline.boundaries,
                          how=run.pipeline.partition, sample=sample, dtype=DTYPES[run.precision],
                          device=device_kind(run), tensor=run.tensor, placement=run.placement)
@@ -132,7 +133,8 @@ def _together(run: ResolvedRun, stages: Sequence[Mapping[str, int]]) -> dict[str
     return found
 
 
-def device_bytes_of_stages(run: ResolvedRun, frozen: int = 0) -> Callable[[int, int, int], int]:
+def device_bytes_of_stages(run: ResolvedRun, frozen: int = 0, frozen_above: Sequence[int] = ()
+                           ) -> Callable[[int, int, int], int]:
     """(stage, start, stop) -> what a rank of that stage needs of its device when it has blocks start .. stop - 1, for
     the search of a cut. ConfigError when the settings allow none.
 
@@ -140,7 +142,7 @@ def device_bytes_of_stages(run: ResolvedRun, frozen: int = 0) -> Callable[[int, 
     to have one block (which matters where some of them train nothing), and what products on several rows and columns
     gather into is the most of any stage of the run's own cut.
     """
-    model, stages, layout = _cut_of(run, frozen)
+    model, stages, layout = _cut_of(run, frozen, frozen_above)
     buffers, arriving, kept = _tensor_mesh(run, model, stages, layout, {}) if run.mesh.stage_size > 1 else ({}, {}, {})
     gathered = max(buffers.values(), default=0) + max(arriving.values(), default=0)
     lasting: dict[object, int] = {}

@@ -5,18 +5,19 @@ evaluation T, with L layers of which L_f are frozen, and layers numbered from 0:
 
     L_f(T) = min(L_f + alpha (L - L_f), argmin over l in L_f .. L - 1 of norm_l)       layers 0 .. L_f(T) - 1 are frozen
 
-A policy may also answer with fewer layers than are frozen: the others train again. `decide` holds every policy, a
-user's own too, to 0 .. L, and raises an answer to `Facts.lowest`. Layers are transformer layers; freezing layer 0
-freezes what comes before it (the embedding), and the head is never frozen.
+A policy may also answer with fewer layers than are frozen: the others train again. Or with a set of layers: of those
+above the first that trains, the weights alone are frozen, and gradients pass through them. `decide` holds every policy,
+a user's own too, to layers that there are, and adds the first `Facts.lowest`. Layers are transformer layers; freezing
+layer 0 freezes what comes before it (the embedding), and the head is never frozen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import ceil, expm1, inf, isfinite, log1p, nan
 from statistics import fmean
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from ranvier.elastic.rules import depth_by_hand
 from ranvier.errors import ConfigError
@@ -50,6 +51,13 @@ class Facts:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Of the newest evaluation on held-out data, by the names in metrics.jsonl: eval_loss, eval_accuracy, ...; empty
     before the first."""
+    frozen_above: tuple[int, ...] = ()
+    """Layers above the first one that trains whose weights are frozen."""
+    stages: tuple[int, ...] = ()
+    """The pipeline stage of each layer."""
+    stage_seconds: tuple[float, ...] = ()
+    """What a rank of each stage computed in a step, on average since the last transition; 0.0 where nothing was
+    measured."""
     activation_change: tuple[float, ...] | None = None
     """How much the outputs of each layer on the same held-out samples have changed since the last evaluation of the
     policy (`ranvier.elastic.similarity`); NaN where there was none before. None unless the policy has
@@ -57,6 +65,44 @@ class Facts:
 
     def __post_init__(self) -> None:
         assert 0 <= self.lowest <= self.frozen <= self.num_layers == len(self.gradient_norms) and self.evaluation >= 1
+
+
+@dataclass(frozen=True)
+class FrozenLayers:
+    """Which layers are frozen: those numbered below `prefix`, and the weights of those `above`, in rising order."""
+
+    prefix: int
+    above: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return self.prefix + len(self.above)
+
+    @property
+    def layers(self) -> frozenset[int]:
+        """All of them."""
+        return frozenset(range(self.prefix)) | frozenset(self.above)
+
+
+NONE_FROZEN = FrozenLayers(0)
+
+
+def layers_text(layers: Collection[int]) -> str:
+    """Layers in words: "layer 3", "layers 0-2 and 5"."""
+    runs: list[list[int]] = []
+    for layer in sorted(layers):
+        if runs and runs[-1][-1] == layer - 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    parts = [f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return ("layer " if len(layers) == 1 else "layers ") + " and ".join([", ".join(parts[:-1])] * (len(parts) > 1)
+                                                                       + parts[-1:])
+
+
+def frozen_layers(layers: Collection[int]) -> FrozenLayers:
+    """These layers, as a prefix and those above it."""
+    prefix = next(layer for layer in range(len(layers) + 1) if layer not in layers)
+    return FrozenLayers(prefix, tuple(sorted(layer for layer in layers if layer > prefix)))
 
 
 @runtime_checkable
@@ -76,9 +122,10 @@ class FreezePolicy(Protocol):
     attribute `needs_activations` is True is also given `Facts.activation_change`, which costs a forward of a few
     samples at each evaluation."""
 
-    def frozen_layers(self, facts: Facts) -> int:
-        """The number of layers that are frozen from now on, 0 to `facts.num_layers`: `facts.frozen` changes nothing,
-        more freezes layers, and with fewer layers train again."""
+    def frozen_layers(self, facts: Facts) -> int | Collection[int]:
+        """The number of layers that are frozen from now on, from the first on, 0 to `facts.num_layers`: `facts.frozen`
+        changes nothing, more freezes layers, and with fewer layers train again. Or the numbers of these layers, from 0,
+        which need not be the first ones."""
 
 
 @dataclass(frozen=True)
@@ -201,12 +248,56 @@ class Plasticity:
         self._rate = None if state["rate"] is None else float(state["rate"])
 
 
-def decide(policy: FreezePolicy, facts: Facts) -> int:
-    """The policy's answer, but at least `facts.lowest`: ConfigError unless it is an int in 0 .. `facts.num_layers`."""
+class StageBalance:
+    """Freezes weights where the pipeline is slowest, as TimelyFreeze does: stages with much work have more of their
+    layers frozen, so that none keeps the others waiting. After evaluation T as many layers are frozen as by `Cap`.
+
+    The next layer is always one of the slowest stage, that with the smallest gradient norm, until all of that stage
+    are frozen. A layer whose weights are frozen takes two thirds of one that trains (no product for the weights'
+    gradients), and one third where no gradient passes through it either. (TimelyFreeze solves a linear program for the
+    share of each action's parameters, which it draws anew in each step; here whole layers stay frozen, and need no
+    states.)
+    """
+
+    def __init__(self, alpha: float) -> None:
+        self.alpha = alpha
+
+    def frozen_layers(self, facts: Facts) -> Collection[int]:
+        """See `FreezePolicy`."""
+        found = set(range(facts.frozen)) | set(facts.frozen_above)
+        wanted = Cap(self.alpha).frozen_layers(facts)
+        norms = [norm if isfinite(norm) else inf for norm in facts.gradient_norms]
+        of_stage: dict[int, list[int]] = {}
+        for layer, stage in enumerate(facts.stages):
+            of_stage.setdefault(stage, []).append(layer)
+        thirds = {stage: sum(1 if layer < facts.frozen else 2 if layer in found else 3 for layer in layers)
+                  for stage, layers in of_stage.items()}
+        third = {stage: (facts.stage_seconds[stage] or thirds[stage]) / thirds[stage] for stage in of_stage}
+        while len(found) < wanted:
+            slowest = max(of_stage, key=lambda stage: third[stage] * thirds[stage])
+            trained = [layer for layer in of_stage[slowest] if layer not in found]
+            if not trained:
+                break
+            found.add(min(trained, key=lambda layer: norms[layer]))
+            thirds[slowest] -= 1
+        return found
+
+
+def decide(policy: FreezePolicy, facts: Facts) -> FrozenLayers:
+    """The policy's answer, with the first `facts.lowest` layers. ConfigError unless it is an int in 0 ..
+    `facts.num_layers`, or a set, list or tuple of layers."""
     answer = policy.frozen_layers(facts)
-    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer <= facts.num_layers:
-        return max(answer, facts.lowest)
-    raise ConfigError(f"must be a whole number of layers from 0 to the model's {facts.num_layers}",
+    if _is_whole(answer) and 0 <= answer <= facts.num_layers:
+        return FrozenLayers(max(answer, facts.lowest))
+    if isinstance(answer, (set, frozenset, list, tuple)) and all(
+            _is_whole(layer) and 0 <= layer < facts.num_layers for layer in answer):
+        return frozen_layers({*answer, *range(facts.lowest)})
+    raise ConfigError(f"must be a whole number of layers from 0 to the model's {facts.num_layers}, or a set of layers "
+                      f"from 0 to {facts.num_layers - 1}",
                       where=f"answer of the freeze policy {type(policy).__name__} at step {facts.step}",
                       value="None" if answer is None else answer,
-                      remedy="Let frozen_layers return an int from 0 to facts.num_layers.")
+                      remedy="Let frozen_layers return facts.frozen where nothing is to change.")
+
+
+def _is_whole(answer: object) -> TypeGuard[int]:
+    return isinstance(answer, int) and not isinstance(answer, bool)

@@ -114,8 +114,9 @@ class Engine:
             and a value that is far below that batch's weight lowers the loss scale; elsewhere it only moves rounding,
             and auto is 1.
         frozen: layers that are not trained, from the first on, with whatever comes before them. A parameter that is
-            tied to one of theirs trains on by itself (`ranvier.block.freeze`). frozen_dropout: whether they drop out as
-            others do, or compute as in evaluation.
+            tied to one of theirs trains on by itself (`ranvier.block.freeze`). frozen_above: layers above the first
+            one that trains, whose weights are not trained; gradients pass through them. frozen_dropout: whether the
+            first `frozen` layers drop out as others do, or compute as in evaluation.
         buffers: what replicas do about buffers that a forward changes, such as BatchNorm's running statistics, after
             each training batch: all take the first replica's (as DistributedDataParallel does), their average, or each
             keeps its own (local), of which checkpoints and exports have the first replica's.
@@ -136,9 +137,9 @@ class Engine:
                  policy: Policy | None = None, tensor: TensorParallel | None = None, memory: Memory | None = None,
                  guard: Guard | None = None, sample: Microbatch | None = None, seed: int = 0,
                  dtype: torch.dtype = torch.float32, nominal_weight: float | Literal["auto"] = "auto",
-                 frozen: int = 0, frozen_dropout: bool = True, buffers: BufferSync = "broadcast",
-                 timeout_seconds: float = 300.0, check_order: bool = False, flags: bool = False,
-                 compile: bool | Literal["auto"] = "auto", **earlier: Any) -> None:
+                 frozen: int = 0, frozen_above: Sequence[int] = (), frozen_dropout: bool = True,
+                 buffers: BufferSync = "broadcast", timeout_seconds: float = 300.0, check_order: bool = False,
+                 flags: bool = False, compile: bool | Literal["auto"] = "auto", **earlier: Any) -> None:
         settings = engine_settings(pipeline or Pipeline(), memory or Memory(), policy, earlier)
         tensor = tensor or TensorParallel()
         self.flags = flags
@@ -157,8 +158,8 @@ class Engine:
         self._replicas: Replicas | None = None
         self.timeline = timeline_of(world.device)
 
-        model = freeze(as_model(model, loss), frozen)
-        self.layers, self.frozen = model.layers, frozen
+        model = freeze(as_model(model, loss), frozen, frozen_above)
+        self.layers, self.frozen, self.frozen_above = model.layers, frozen, tuple(frozen_above)
         self.block_names = list(model.blocks)
         self.frozen_blocks = frozen_prefix(model, frozen)
         for problem in tensor_problems(mesh, tensor):
@@ -594,6 +595,11 @@ class Engine:
     def watch_layers(self, watch: bool = True) -> None:
         """Have the steps from here on sum up each layer's gradient, for `layer_gradient_norms`."""
         self._updater.watch_blocks(self.layout.num_blocks if watch else 0)
+
+    def stage_of_layers(self) -> tuple[int, ...]:
+        """The index along `pipe` of the stage that has each layer's last block."""
+        stages = self.layout.stages
+        return tuple(stages.rank_of(self.layout.stage_of(self.block_names.index(layer[-1]))) for layer in self.layers)
 
     def layer_gradient_norms(self) -> tuple[float, ...]:
         """L2 norm of each layer's gradient of the mean loss in the last step, before clipping; 0.0 for a frozen one.

@@ -207,7 +207,7 @@ class _PredictedRun:
             self.evaluations += 1
             norms = tuple(float(layers - layer) for layer in range(layers))
             depth = decide(self.policy, Facts(step=self.step, evaluation=self.evaluations, frozen=self.frozen,
-                                              num_layers=layers, gradient_norms=norms))
+                                              num_layers=layers, gradient_norms=norms)).prefix
         depth = max(depth, self.floor)
         moves, again = depth != self.frozen, self.selector.refused_at(depth)
         if not moves and not (self.first.elastic.auto_pipe and again):

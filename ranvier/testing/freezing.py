@@ -10,19 +10,19 @@ import math
 import random
 from collections.abc import Callable
 
-from ranvier.elastic.freezing import Facts, FreezePolicy, Remembers, decide
+from ranvier.elastic.freezing import Facts, FreezePolicy, FrozenLayers, Remembers, decide
 
 
 def check_freeze_policy(make: Callable[[], FreezePolicy], *, cases: int = 100, seed: int = 0) -> None:
     """Ask fresh policies from `make` through made-up runs of many depths, with gradients that vanish, grow or are NaN,
     losses and learning rates that fall, and outputs that change less and less.
 
-    AssertionError, with the run, where an answer is no number of layers from none to all of them, or where a policy
+    AssertionError, with the run, where an answer is neither a number of layers nor a set of them, or where a policy
     that is restored from its state answers otherwise than the one that went on.
     """
     for case in range(cases):
         choose = random.Random(f"{seed} {case}")
-        policy, frozen, layers = make(), 0, choose.randint(1, 12)
+        policy, frozen, layers = make(), FrozenLayers(0), choose.randint(1, 12)
         for evaluation in range(1, choose.randint(2, 16)):
             facts = _facts(choose, evaluation, frozen, layers, getattr(policy, "needs_activations", False))
             text = f"{type(policy).__name__}, case {case}: {facts}"
@@ -35,13 +35,18 @@ def check_freeze_policy(make: Callable[[], FreezePolicy], *, cases: int = 100, s
             assert frozen == again, f"{text}: answers {frozen}, and {again} where it was restored from its state"
 
 
-def _facts(choose: random.Random, evaluation: int, frozen: int, layers: int, needs_activations: bool) -> Facts:
+def _facts(choose: random.Random, evaluation: int, frozen: FrozenLayers, layers: int, needs_activations: bool
+           ) -> Facts:
     kinds = (0.0, choose.random(), choose.random() * 1e-9, choose.random() * 1e9, math.nan, math.inf)
     weights = (1, 20, 2, 2, 1, 1)
-    norms = tuple(0.0 if layer < frozen else choose.choices(kinds, weights)[0] for layer in range(layers))
+    norms = tuple(0.0 if layer in frozen.layers else choose.choices(kinds, weights)[0] for layer in range(layers))
     changes = tuple(math.nan if evaluation == 1 else choose.random() / evaluation for _ in range(layers))
-    return Facts(step=10 * evaluation, evaluation=evaluation, frozen=frozen, num_layers=layers, gradient_norms=norms,
-                 lowest=choose.randint(0, frozen), loss=choose.choice([math.nan, 2.0 / evaluation]),
+    stages = choose.randint(1, layers)
+    return Facts(step=10 * evaluation, evaluation=evaluation, frozen=frozen.prefix, num_layers=layers,
+                 gradient_norms=norms, lowest=choose.randint(0, frozen.prefix), frozen_above=frozen.above,
+                 stages=tuple(layer * stages // layers for layer in range(layers)),
+                 stage_seconds=tuple(choose.choice((0.0, choose.random())) for _ in range(stages)),
+                 loss=choose.choice([math.nan, 2.0 / evaluation]),
                  learning_rate=0.1 * choose.random() ** evaluation,
                  metrics=choose.choice([{}, {"eval_loss": 2.5 / evaluation, "eval_accuracy": choose.random()}]),
                  activation_change=changes if needs_activations else None)

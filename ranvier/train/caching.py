@@ -51,7 +51,7 @@ class Caching:
         """Continue with another engine; `reads` samples of the run are still to come. Whether this rank caches now."""
         self._now, engine = now, now.engine
         blocks = engine.frozen_stage_blocks()
-        if not (self.wanted(now.frozen) and engine.is_first_stage and blocks):
+        if not (self.wanted(now.frozen.prefix) and engine.is_first_stage and blocks):
             self.leave()
             return False
         if self._cache is None:
@@ -120,7 +120,7 @@ class Caching:
         times = self._times(samples)
         if not self._agree(times is not None):  # all were hits, which others have written; or nothing could be written
             return
-        decision = decide("auto", frozen_layers=self._runtime.frozen, times=times, remaining_reads=self._reads,
+        decision = decide("auto", frozen_layers=self._runtime.frozen.prefix, times=times, remaining_reads=self._reads,
                          num_samples=min(len(self._data.train), self._reads))
         if self._agree(decision.pays):
             return
@@ -130,7 +130,7 @@ class Caching:
             self._say(f"outputs of the layers frozen before are read, and those of the new ones are not kept: "
                       f"{decision.why}")
             return
-        self._refused_at = self._runtime.frozen
+        self._refused_at = self._runtime.frozen.prefix
         self._say(f"cache off: {decision.why}")
         self._runtime.engine.use_cache(None, 0)
 

@@ -14,6 +14,7 @@ from ranvier.comm.board import Board, call_with_timeout, read_actions
 from ranvier.comm.edges import invalid_message
 from ranvier.comm.message import Message, MessageKind, checksum
 from ranvier.config.resolve import ResolvedRun
+from ranvier.elastic.freezing import FrozenLayers
 from ranvier.errors import MessageTimeout, TransportError
 from ranvier.mesh import Mesh
 from ranvier.world import World
@@ -29,8 +30,8 @@ class Change:
 
     data: int
     pipe: int
-    frozen: int
-    old_frozen: int
+    frozen: FrozenLayers
+    old_frozen: FrozenLayers
     boundaries: tuple[int, ...] | None
     global_size: int
     microbatch_size: int
@@ -51,7 +52,9 @@ class Change:
     def read(cls, document: Mapping[str, Any]) -> Change:
         """A change from what `document` returned, also after a passage through JSON."""
         boundaries = document["boundaries"]
-        return cls(**{**document, "boundaries": None if boundaries is None else tuple(boundaries)})
+        layers = {name: FrozenLayers(document[name]["prefix"], tuple(document[name]["above"]))
+                  for name in ("frozen", "old_frozen")}
+        return cls(**{**document, **layers, "boundaries": None if boundaries is None else tuple(boundaries)})
 
 
 _CAPACITY_BYTES = 1 << 12

@@ -18,7 +18,16 @@ from ranvier.block import still_frozen, untrained_layers
 from ranvier.config.other_mesh import on_mesh
 from ranvier.config.resolve import ResolvedRun
 from ranvier.data.task import Prepared
-from ranvier.elastic.freezing import Facts, FreezePolicy, Manual, Remembers, decide
+from ranvier.elastic.freezing import (
+    Facts,
+    FreezePolicy,
+    FrozenLayers,
+    Manual,
+    Remembers,
+    decide,
+    frozen_layers,
+    layers_text,
+)
 from ranvier.elastic.ledger import Entry, Ledger
 from ranvier.elastic.mesh_candidates import MeshCandidate, mesh_candidates
 from ranvier.elastic.microbatch_profile import TRIAL_STEPS, MicrobatchProfile, microbatch_counts, size_of
@@ -37,7 +46,7 @@ from ranvier.train.caching import Caching
 from ranvier.train.commands import Change
 from ranvier.train.events import Event, NoteEvent, StepEvent
 from ranvier.train.layer_outputs import check_samples, layer_similarities
-from ranvier.train.measured_blocks import RankMeasurement, measured_blocks, present_mesh
+from ranvier.train.measured_blocks import RankMeasurement, measured_blocks, present_mesh, stage_seconds
 from ranvier.train.memory import MemoryBudget, device_bytes
 from ranvier.train.runtime import RankRuntime
 
@@ -170,16 +179,16 @@ class Elasticity:
         rate = learning_rate(self._first.train, min(self._taken(step) / first, self._first.train.steps))
         return rate * self._size / first if self._first.elastic.global_batch == "scale" else rate
 
-    def asks_after(self, step: int, before: int, after: int, frozen: int) -> bool:
+    def asks_after(self, step: int, before: int, after: int, frozen: FrozenLayers) -> bool:
         """Whether the freeze policy is asked after `step`, which takes the data from sample `before` to `after`. Once
         it is to be asked, it is after each step until one has gradients to be judged by (`saw_gradients`)."""
         if not self.freezes:
             return False
-        self._due |= self._evaluations.is_due(step, before, after, frozen, self._still_frozen(frozen))
+        self._due |= self._evaluations.is_due(step, before, after, frozen.prefix, self._still_frozen(frozen.prefix))
         return self._due
 
     def _still_frozen(self, frozen: int) -> int:
-        """How many of the frozen layers cannot train again."""
+        """How many of the first `frozen` layers, which are frozen, cannot train again."""
         if frozen not in self._lowest:
             self._lowest[frozen] = max(min(self._floor, frozen), still_frozen(families.model_of(self._first), frozen))
         return max(self._lowest[frozen], min(self._kept, frozen))
@@ -188,10 +197,10 @@ class Elasticity:
         """The last step was one after which the policy is asked. Collective."""
         self._norms = engine.layer_gradient_norms()
 
-    def start(self, step: int, engine: Engine, frozen: int) -> None:
+    def start(self, step: int, engine: Engine, frozen: FrozenLayers) -> None:
         """The run starts or resumes after `step`: depths given by hand for earlier steps hold at once, and layers in
         which nothing trains are frozen."""
-        self._begins = self._floor > frozen
+        self._begins = self._floor > frozen.prefix
         if self._by_hand and self.asks_after(step, 0, 0, frozen):
             self._norms = (0.0,) * len(engine.layers)
 
@@ -220,33 +229,34 @@ class Elasticity:
         pipe, data = run.mesh.pipe, run.mesh.data
         share = run.replica_batch_size
         counts = microbatch_counts(pipe, share)
-        if self._trial is None and (count := self.profile.next_count(pipe, data, now.frozen, counts)) is not None:
-            self._trial = MicrobatchTrial(pipe=pipe, data=data, frozen=now.frozen, count=count)
+        if self._trial is None and (count := self.profile.next_count(pipe, data, len(now.frozen), counts)) is not None:
+            self._trial = MicrobatchTrial(pipe=pipe, data=data, frozen=len(now.frozen), count=count)
         elif self._trial is None and (pipe, data) not in self._told:
             self._told.add((pipe, data))
             tried = {trial.microbatches: trial.seconds for trial in self.profile.trials
                      if (trial.pipe, trial.data) == (pipe, data)}
-            best = self.profile.best(pipe, data, now.frozen, counts)
+            best = self.profile.best(pipe, data, len(now.frozen), counts)
             self._note(step - 1, "microbatches", f"{best} microbatches of {-(-share // best)} are the fastest on "
                        f"{mesh_text(run.mesh)} (" + ", ".join(f"{count}: {1e3 * seconds:.0f} ms" for count, seconds in
                                                              sorted(tried.items())) + ")",
                        {"microbatches": best, "seconds": {str(count): tried[count] for count in sorted(tried)}})
         count = (self._trial.count if self._trial is not None else
-                 self.profile.best(pipe, data, now.frozen, counts))
+                 self.profile.best(pipe, data, len(now.frozen), counts))
         if self._trial is not None:
             self._trial.steps.add(step)
         return size_of(share, count, run.mesh.row)
 
     # ------------------------------------------------------------------ what goes along
 
-    def state(self, run: ResolvedRun, frozen: int, unseen: StepFigures | None = None) -> dict[str, object]:
+    def state(self, run: ResolvedRun, frozen: FrozenLayers, unseen: StepFigures | None = None) -> dict[str, object]:
         """What a checkpoint keeps, and a rank that comes back needs; JSON-serialisable. unseen: the last step, where it
         has not been told yet (`saw`)."""
         progress = self._progress if unseen is None else self._progress.with_step(unseen)
         changed = frozen or self.ledger.entries or run.mesh != self._first.mesh or self._since != (0, 0)
         if not self.freezes and not changed:
             return {}
-        return {"frozen": frozen, "data": run.mesh.data, "pipe": run.mesh.pipe, "evaluations": self.evaluations,
+        return {"frozen": frozen.prefix, "frozen_above": list(frozen.above),
+                "data": run.mesh.data, "pipe": run.mesh.pipe, "evaluations": self.evaluations,
                 "boundaries": run.pipeline.boundaries, "global_size": run.batch.global_size,
                 "first_data": self._first.mesh.data,
                 "first_size": self._first.batch.global_size,
@@ -290,10 +300,10 @@ class Elasticity:
         """The transition with which a resumed run returns to its state: its frozen layers and, if it is started on the
         mesh on which it was started before, its last mesh. None if nothing changes."""
         self.load(state)
-        mesh, frozen = run.mesh, int(state["frozen"])
-        if frozen > len(engine.layers):
-            raise RanvierError(f"has {frozen} frozen layers, and the model {len(engine.layers)}", where="checkpoint",
-                               remedy="Resume with the model that it was written with.")
+        mesh, frozen = run.mesh, FrozenLayers(int(state["frozen"]), tuple(state.get("frozen_above", ())))
+        if max(frozen.layers, default=-1) >= len(engine.layers):
+            raise RanvierError(f"has {len(frozen)} frozen layers, and the model {len(engine.layers)}",
+                               where="checkpoint", remedy="Resume with the model that it was written with.")
         same = (mesh.data, mesh.pipe) == (state["first_data"], state["first_pipe"])
         size, boundaries = int(state["global_size"]), engine.boundaries or None
         if state["first_size"] != self._first.batch.global_size:  # another one is asked for now
@@ -306,8 +316,9 @@ class Elasticity:
         if same:
             reason, boundaries = "as before the run was interrupted", state["boundaries"] and tuple(state["boundaries"])
         there = on_mesh(replace(run, batch=replace(run.batch, global_size=size)), was)
-        return Change(data=was.data, pipe=was.pipe, frozen=frozen, old_frozen=0, boundaries=boundaries,
-                      global_size=size, microbatch_size=there.batch.microbatch_size, reason=reason)
+        return Change(data=was.data, pipe=was.pipe, frozen=frozen, old_frozen=FrozenLayers(0),
+                      boundaries=boundaries, global_size=size, microbatch_size=there.batch.microbatch_size,
+                      reason=reason)
 
     def enter(self, now: RankRuntime, change: Change, old: Mesh, moved: int, seconds: float, step: int) -> bool:
         """The change from mesh `old` has been made. Returns whether this rank caches from now on."""
@@ -370,10 +381,10 @@ class Elasticity:
         self._measure_last()
         if now.world.rank == 0:
             again, self._unmeasured = self._unmeasured, not self._recent and self._first.elastic.auto_pipe
-            depth = max(self._floor, now.frozen if norms is None else self._depth(
-                now, step, norms, similarities))
+            wanted = now.frozen if norms is None else self._wanted(now, step, norms, similarities, measured)
+            wanted = frozen_layers(wanted.layers | frozenset(range(self._floor)))
             sizes = [row["device_bytes"] for row in measured if row["device_bytes"] is not None]
-            budget = MemoryBudget(first=self._first, frozen=depth, device_bytes=min(sizes, default=None))
+            budget = MemoryBudget(first=self._first, frozen=wanted, device_bytes=min(sizes, default=None))
             change = (self._resized(now, resize, budget, step) if resize is not None else
                       self._packed(now, budget, step, measured, all_meshes=again and not self._unmeasured))
             found = {"change": change and change.document(), "state": self.state(now.run, now.frozen)}
@@ -386,27 +397,31 @@ class Elasticity:
         if self._recent and self.ledger.entries and self.ledger.entries[-1].measured_after is None:
             self.ledger = self.ledger.with_measured(after=median(self._recent))
 
-    def _depth(self, now: RankRuntime, step: int, norms: tuple[float, ...],
-               similarities: list[list[Similarity]] | None) -> int:
+    def _wanted(self, now: RankRuntime, step: int, norms: tuple[float, ...],
+                similarities: list[list[Similarity]] | None, measured: Sequence[RankMeasurement]) -> FrozenLayers:
         """Frozen layers from now on."""
         self.evaluations += 1
-        depth = decide(self.policy, self._facts(now, step, norms, similarities))
+        wanted = decide(self.policy, self._facts(now, step, norms, similarities, measured))
         self._progress = replace(self._progress, loss=0.0, targets=0.0, similarities=similarities)
-        if self._first.elastic.dry_run and depth > now.frozen:
-            self._note(step, "would-freeze", f"would freeze layers {now.frozen}-{depth - 1} (a dry run: nothing "
-                                             "changes)", {"layers": depth, "gradient_norms": list(norms)})
+        if self._first.elastic.dry_run and wanted != now.frozen:
+            more = layers_text(wanted.layers - now.frozen.layers)
+            self._note(step, "would-freeze", f"would freeze {more} (a dry run: nothing changes)",
+                       {"layers": len(wanted), "gradient_norms": list(norms)})
             return now.frozen
-        return depth
+        return wanted
 
     def _facts(self, now: RankRuntime, step: int, norms: tuple[float, ...],
-               similarities: list[list[Similarity]] | None) -> Facts:
+               similarities: list[list[Similarity]] | None, measured: Sequence[RankMeasurement]) -> Facts:
         progress, changes = self._progress, None
         if similarities is not None:
             before = progress.similarities
             changes = tuple(nan if before is None else similarity_loss(layer, before[number])
                             for number, layer in enumerate(similarities))
-        return Facts(step=step, evaluation=self.evaluations, frozen=now.frozen, num_layers=len(now.engine.layers),
-                     gradient_norms=norms, lowest=self._still_frozen(now.frozen),
+        engine = now.engine
+        return Facts(step=step, evaluation=self.evaluations, frozen=now.frozen.prefix, num_layers=len(engine.layers),
+                     gradient_norms=norms, lowest=self._still_frozen(now.frozen.prefix),
+                     frozen_above=now.frozen.above, stages=engine.stage_of_layers(),
+                     stage_seconds=stage_seconds(now, measured),
                      loss=progress.loss / progress.targets if progress.targets else nan,
                      learning_rate=progress.learning_rate, metrics=progress.metrics, activation_change=changes)
 
@@ -414,12 +429,12 @@ class Elasticity:
                 all_meshes: bool) -> Change | None:
         """The change that follows from as many frozen layers as `budget` is for. all_meshes: where as many layers as
         before are frozen, compare all meshes, and not only those that were refused."""
-        run, elastic, depth = now.run, self._first.elastic, budget.frozen
-        moves, again = depth != now.frozen, self.selector.refused_at(depth)
+        run, elastic, wanted = now.run, self._first.elastic, budget.frozen
+        depth, moves, again = wanted.prefix, wanted != now.frozen, self.selector.refused_at(wanted.prefix)
         reason = f"{self._policy_text}, evaluation {self.evaluations}" if self.evaluations else "nothing trains in them"
 
         def change(candidate: MeshCandidate) -> Change:
-            return self._change(now, candidate.mesh(run.mesh), depth, candidate.boundaries or None, reason)
+            return self._change(now, candidate.mesh(run.mesh), wanted, candidate.boundaries or None, reason)
 
         def problem_of(candidate: MeshCandidate) -> str | None:
             problem = budget.problem(change(candidate).applied(run))
@@ -442,24 +457,27 @@ class Elasticity:
             return change(chosen)
         if not moves:
             return None
-        here = self._change(now, run.mesh, depth, now.engine.boundaries or None, reason)
-        problem = budget.problem(here.applied(run)) if depth < now.frozen else None
+        here = self._change(now, run.mesh, wanted, now.engine.boundaries or None, reason)
+        thawed = now.frozen.layers - wanted.layers
+        problem = budget.problem(here.applied(run)) if thawed else None
         if problem is not None:
-            self._note(step, "unfreeze-refused", f"layers {depth}-{now.frozen - 1} stay frozen: {problem}",
-                       {"layers": depth})
-            self._kept = now.frozen
+            stays = "stays" if len(thawed) == 1 else "stay"
+            self._note(step, "unfreeze-refused", f"{layers_text(thawed)} {stays} frozen: {problem}",
+                       {"layers": len(wanted)})
+            self._kept = now.frozen.prefix
             return None
         return here
 
     def _resized(self, now: RankRuntime, request: Mapping[str, Any], budget: MemoryBudget, step: int) -> Change | None:
         """The change that a user requests, unless it is refused: other replicas or stages of the ranks that the run
         was started with."""
-        run, depth, data, pipe = now.run, budget.frozen, request.get("data"), request.get("pipe")
+        run, wanted, data, pipe = now.run, budget.frozen, request.get("data"), request.get("pipe")
         problem = request.get("problem") or self._unfit(run.mesh, data, pipe)
         if problem is None:
             assert data is not None and pipe is not None  # else they are unfit
             mesh = replace(run.mesh, data=data, pipe=pipe)
-            change = replace(self._change(now, mesh, depth, None, "as asked with ranvier resize"), wish=request["wish"])
+            change = replace(self._change(now, mesh, wanted, None, "as asked with ranvier resize"),
+                             wish=request["wish"])
             there = change.applied(run)
             found = budget.problem(there)
             if found is None:
@@ -467,7 +485,7 @@ class Elasticity:
             problem = str(found)
         self._note(step, "resize-refused", f"resize request for data {data} x pipe {pipe} refused: {problem}",
                    {"data": data, "pipe": pipe, "wish": request.get("wish")})
-        return self._change(now, run.mesh, depth, now.engine.boundaries or None, "freezing") if depth != now.frozen \
+        return self._change(now, run.mesh, wanted, now.engine.boundaries or None, "freezing") if wanted != now.frozen \
             else None
 
     def _unfit(self, mesh: Mesh, data: object, pipe: object) -> str | None:
@@ -482,7 +500,7 @@ class Elasticity:
             return f"needs {prod(sizes)} stages in all, and the run was started with {most}"
         return "is the mesh that the run has" if (data, pipe) == (mesh.data, mesh.pipe) else None
 
-    def _change(self, now: RankRuntime, mesh: Mesh, frozen: int, boundaries: tuple[int, ...] | None,
+    def _change(self, now: RankRuntime, mesh: Mesh, frozen: FrozenLayers, boundaries: tuple[int, ...] | None,
                 reason: str) -> Change:
         size = self._rules.step_samples(mesh.data)
         batch = replace(self._first.batch, global_size=size)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ranvier.data.eval_sets import metric_name
+from ranvier.elastic.freezing import FrozenLayers, layers_text
 from ranvier.mesh import Mesh
 
 
@@ -69,7 +70,7 @@ class StepEvent:
     """What the task is judged by, likewise: "eval_accuracy", "eval_count" (samples), ..., and all metrics of named
     evaluation sets: "eval_NAME_loss", ..."""
     frozen_layers: int | None = None
-    """Layers that did not train in this step; None in a run in which none ever do."""
+    """Number of layers that did not train in this step; None in a run in which none ever do."""
     mesh: Mesh | None = None
     """On which it was taken, likewise."""
     checkpoint_stall_seconds: float | None = None
@@ -108,8 +109,8 @@ class TransitionEvent:
     step: int
     old_mesh: Mesh
     mesh: Mesh
-    old_frozen: int
-    frozen_layers: int
+    old_frozen: FrozenLayers
+    frozen: FrozenLayers
     bytes_moved: int
     """From one rank to another, over all ranks."""
     seconds: float
@@ -127,10 +128,9 @@ class TransitionEvent:
 
     def __str__(self) -> str:
         parts = []
-        if self.frozen_layers != self.old_frozen:
-            first, stop = sorted((self.old_frozen, self.frozen_layers))
-            did = "froze" if self.frozen_layers > self.old_frozen else "unfroze"
-            parts.append(f"{did} layer {first}" if first == stop - 1 else f"{did} layers {first}-{stop - 1}")
+        for did, layers in (("froze", self.frozen.layers - self.old_frozen.layers),
+                            ("unfroze", self.old_frozen.layers - self.frozen.layers)):
+            parts += [f"{did} {layers_text(layers)}"] if layers else []
         changed = [f"{axis} {getattr(self.old_mesh, axis)} -> {getattr(self.mesh, axis)}" for axis in ("pipe", "data")
                    if getattr(self.old_mesh, axis) != getattr(self.mesh, axis)]
         parts += [", ".join(changed)] if changed else []

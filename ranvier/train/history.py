@@ -70,7 +70,7 @@ class History:
                     self.accuracies[event.step] = event.scores["eval_accuracy"]
             case TransitionEvent():
                 self.transitions.append(event)
-                self._at(event.step, event.frozen_layers, event.mesh)
+                self._at(event.step, len(event.frozen), event.mesh)
 
     def _at(self, step: int, frozen: int, mesh: Mesh) -> None:
         self.frozen[step], self.meshes[step] = frozen, (mesh.pipe, mesh.data)

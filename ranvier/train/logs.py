@@ -148,7 +148,7 @@ def _event_fields(event: Event) -> dict[str, object] | None:
             return {"step": event.step, "event": "eval", "loss": event.loss, "tokens": int(event.tokens),
                     "seconds": event.seconds, **event.scores, **({"name": event.name} if event.name else {})}
         case TransitionEvent():
-            return {"step": event.step, "event": "transition", "text": str(event), "frozen_layers": event.frozen_layers,
+            return {"step": event.step, "event": "transition", "text": str(event), "frozen_layers": len(event.frozen),
                     "mesh": mesh_fields(event.mesh), "old_mesh": mesh_fields(event.old_mesh),
                     "bytes_moved": event.bytes_moved, "seconds": event.seconds, "cache": event.cache,
                     "reason": event.reason, "global_size": event.global_size,

@@ -34,7 +34,7 @@ from ranvier.cost.count import laid_out
 from ranvier.cost.device_overhead import with_overhead
 from ranvier.data.task import TokenizerWithFiles
 from ranvier.data.tokenizer import Tokenizer
-from ranvier.elastic.freezing import FreezePolicy
+from ranvier.elastic.freezing import FreezePolicy, FrozenLayers
 from ranvier.elastic.transition import hand_over, take
 from ranvier.errors import RanvierError
 from ranvier.launch.failures import publish_mesh
@@ -179,7 +179,7 @@ class Training:
     def _engine_for(self, frozen: int) -> Engine:
         """The engine that reads a checkpoint of a run with so many frozen layers."""
         if 0 < frozen <= len(self.engine.layers):
-            self.now = with_frozen(self.runtime, self.data, frozen)
+            self.now = with_frozen(self.runtime, self.data, FrozenLayers(frozen))
         return self.engine
 
     @property
@@ -348,7 +348,7 @@ class Training:
             summary = summarise(recipe=self.recipe, mesh=run.mesh, history=self.history, ranks=facts,
                                 boundaries=self.engine.boundaries, launcher=world.launcher,
                                 transport=world.backend.name, device=world.device,
-                                seconds=time.monotonic() - self.began, frozen=self.runtime.frozen)
+                                seconds=time.monotonic() - self.began, frozen=len(self.runtime.frozen))
             if self.best is not None:
                 summary |= {"best_metric": self.best.metric, "best_value": self.best.value, "best_step": self.best.step,
                             **({"ended_by": self.best.reason} if self.best.stops else {})}
@@ -357,7 +357,7 @@ class Training:
             pictures = write_report(self.run_dir, summary, self.history, timelines, run.mesh, run.pipeline.policy)
             for note in self._refused_requests(self.done, "the run ends"):
                 self.outputs.event(note)
-            predicted = laid_out(run, self.runtime.frozen)[1]
+            predicted = laid_out(run, self.runtime.frozen.prefix, self.runtime.frozen.above)[1]
             if world.device.type == "cuda":
                 predicted = tuple(with_overhead(entry, context=True) for entry in predicted)
             report = report_text(predicted, summary["memory"],
@@ -475,7 +475,7 @@ class Training:
         self.elastic.load(command["elastic"])
         cache = self.elastic.enter(self.now, change, before, moved, seconds, self.done)
         self.outputs.event(TransitionEvent(step=self.done, old_mesh=before, mesh=self.run.mesh, reason=change.reason,
-                                           old_frozen=change.old_frozen, frozen_layers=change.frozen, cache=cache,
+                                           old_frozen=change.old_frozen, frozen=change.frozen, cache=cache,
                                            bytes_moved=moved, seconds=seconds, began_ns=began,
                                            global_size=self.run.batch.global_size,
                                            microbatch_size=self.run.batch.microbatch_size,
@@ -556,7 +556,7 @@ class Training:
         self.pending = pending = self.meter.step(step, result, rate)
         pending.loss_scale = self.engine.loss_scale and replace(self.engine.loss_scale)
         if self.elastic.freezes or self.runtime.frozen or self.run.mesh != self._asked.mesh:
-            pending.frozen_layers, pending.mesh = self.runtime.frozen, self.run.mesh
+            pending.frozen_layers, pending.mesh = len(self.runtime.frozen), self.run.mesh
         return pending
 
     def _publish(self) -> None:

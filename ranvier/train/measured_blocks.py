@@ -33,7 +33,7 @@ class RankMeasurement(TypedDict):
 def present_mesh(now: RankRuntime) -> PresentMesh:
     """Where the run is."""
     engine = now.engine
-    return PresentMesh(mesh=now.run.mesh, boundaries=tuple(engine.boundaries), frozen=now.frozen,
+    return PresentMesh(mesh=now.run.mesh, boundaries=tuple(engine.boundaries), frozen=now.frozen.prefix,
                        cached_blocks=engine.cached_blocks, global_size=now.run.batch.global_size,
                        layers=tuple(tuple(layer) for layer in engine.layers), block_names=tuple(engine.block_names))
 
@@ -78,6 +78,15 @@ def measured_blocks(now: RankRuntime, measured: Sequence[RankMeasurement], profi
         cores=None if cores is None else cores / threads / run.mesh.stage_size, bandwidth=bandwidth,
         latency_seconds=latency)
     return with_present_seconds(facts, ElasticRules(run), present_mesh(now), profile)
+
+
+def stage_seconds(now: RankRuntime, measured: Sequence[RankMeasurement]) -> tuple[float, ...]:
+    """What a rank of each stage computed in a step, on average since the last transition; 0.0 without a measurement."""
+    found = [0.0] * now.run.mesh.pipe
+    for rank, row in enumerate(measured):
+        busy = sum(row["busy"].get(name, 0.0) for name in ("forward", "backward", "weight"))
+        found[now.run.mesh.coordinates(rank).pipe] += busy / max(1, row["steps"])
+    return tuple(seconds * now.run.mesh.pipe / now.run.mesh.size for seconds in found)
 
 
 def _update_seconds(run: ResolvedRun, busy: float, steps: int, num_parameters: int) -> float:

@@ -24,6 +24,7 @@ from ranvier.cost.hybrid import with_offload_share
 from ranvier.cost.memory import RankMemory, remedies, too_large
 from ranvier.cost.memory_table import memory_table
 from ranvier.elastic.auto_pipe import CandidateStage
+from ranvier.elastic.freezing import FrozenLayers
 from ranvier.elastic.mesh_candidates import StageMemory
 from ranvier.errors import OutOfMemory, RanvierError
 from ranvier.mesh import Mesh
@@ -167,13 +168,13 @@ def device_bytes(device: torch.device) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBudget:
-    """For a run that was started as `first`, with its first `frozen` layers frozen.
+    """For a run that was started as `first`, with these layers frozen.
 
     device_bytes: what each rank may need of its device; None where device and host are the same memory.
     """
 
     first: ResolvedRun
-    frozen: int
+    frozen: FrozenLayers
     device_bytes: int | None = None
 
     def problem(self, run: ResolvedRun) -> RanvierError | None:
@@ -183,7 +184,7 @@ class MemoryBudget:
             return found[0]
         on_cuda = self.device_bytes is not None
         try:
-            memory = laid_out(run, self.frozen)[1]
+            memory = laid_out(run, self.frozen.prefix, self.frozen.above)[1]
         except RanvierError as error:
             return error
         if self.device_bytes is not None:
@@ -210,7 +211,7 @@ class MemoryBudget:
         if self.device_bytes is None or problems(run):
             return None
         try:
-            needed = device_bytes_of_stages(run, self.frozen)
+            needed = device_bytes_of_stages(run, self.frozen.prefix, self.frozen.above)
         except RanvierError:
             return None
         return lambda place: needed(place.stage, place.start, place.stop)

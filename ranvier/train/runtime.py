@@ -16,6 +16,7 @@ from ranvier.config.resolve import ResolvedRun
 from ranvier.data.loader import Loader
 from ranvier.data.sampler import Sampler
 from ranvier.data.task import Dataset, Prepared
+from ranvier.elastic.freezing import NONE_FROZEN, FrozenLayers
 from ranvier.inference.evaluation import SAMPLES_AT_ONCE, evaluation_loader, length_multiple, lengths_of, loader_options
 from ranvier.mesh import Coordinates
 from ranvier.models import families
@@ -28,10 +29,10 @@ from ranvier.world import World
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankRuntime:
-    """One rank's part of a run on one mesh. frozen: layers that do not train. own: whether its world is too."""
+    """One rank's part of a run on one mesh. own: whether its world is too."""
 
     run: ResolvedRun
-    frozen: int
+    frozen: FrozenLayers
     world: World
     ranks: Group
     engine: Engine
@@ -63,9 +64,10 @@ class RankRuntime:
             self.world.backend.close()
 
 
-def build_runtime(run: ResolvedRun, whole: World, data: Prepared, *, frozen: int = 0, fresh: bool = True
-                  ) -> RankRuntime | None:
-    """This rank's part of `run` with `frozen` layers; None on ranks that its mesh does not take. Collective over all.
+def build_runtime(run: ResolvedRun, whole: World, data: Prepared, *, frozen: FrozenLayers = NONE_FROZEN,
+                  fresh: bool = True) -> RankRuntime | None:
+    """This rank's part of `run` with these layers frozen; None on ranks that its mesh does not take. Collective over
+    all.
 
     fresh: parameters start as the run says; without, they are about to be written, and start from zero.
     """
@@ -82,8 +84,8 @@ def build_runtime(run: ResolvedRun, whole: World, data: Prepared, *, frozen: int
                      measured=Measured(engine, world.device, wanted=run.memory_report), own=own)
 
 
-def with_frozen(now: RankRuntime, data: Prepared, frozen: int) -> RankRuntime:
-    """The same on the same mesh, with another number of frozen layers; parameters are about to be written. Collective
+def with_frozen(now: RankRuntime, data: Prepared, frozen: FrozenLayers) -> RankRuntime:
+    """The same on the same mesh, with other frozen layers; parameters are about to be written. Collective
     over its ranks."""
     now.engine.close()
     engine = build_engine(now.run, now.world, data.weight, frozen=frozen, fresh=False)
@@ -92,7 +94,7 @@ def with_frozen(now: RankRuntime, data: Prepared, frozen: int) -> RankRuntime:
                    measured=Measured(engine, now.world.device, wanted=now.run.memory_report))
 
 
-def build_engine(run: ResolvedRun, world: World, weight: float, *, frozen: int, fresh: bool) -> Engine:
+def build_engine(run: ResolvedRun, world: World, weight: float, *, frozen: FrozenLayers, fresh: bool) -> Engine:
     """weight: of one sample in the loss."""
     size = run.row_microbatch_size
     inputs, targets = families.sample_of(run, size)
@@ -104,8 +106,8 @@ def build_engine(run: ResolvedRun, world: World, weight: float, *, frozen: int, 
                   pipeline=replace(run.pipeline, memory=run.schedule_memory),
                   optim=run.optim, memory=run.memory, guard=run.guard, seed=run.seed, dtype=DTYPES[run.precision],
                   nominal_weight=run.batch.global_size * weight, timeout_seconds=run.comm.timeout_seconds,
-                  sample=sample, frozen=frozen, frozen_dropout=run.elastic.frozen_dropout, flags=True,
-                  compile=run.model.compile)
+                  sample=sample, frozen=frozen.prefix, frozen_above=frozen.above,
+                  frozen_dropout=run.elastic.frozen_dropout, flags=True, compile=run.model.compile)
 
 
 def _loaders(run: ResolvedRun, engine: Engine, data: Prepared) -> tuple[Loader, dict[str, Loader]]:

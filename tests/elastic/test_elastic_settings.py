@@ -24,6 +24,7 @@ from ranvier.cost.count import laid_out
 from ranvier.data.prepare import prepare
 from ranvier.elastic.cache.auto_cache import AutoCache
 from ranvier.elastic.cache_profile import Times
+from ranvier.elastic.freezing import NONE_FROZEN
 from ranvier.elastic.ledger import Ledger
 from ranvier.mesh import Mesh
 from ranvier.train import caching, memory, runtime
@@ -297,6 +298,6 @@ def test_a_mesh_fits_where_all_its_ranks_do(sentences, tmp_path, monkeypatch, mo
     first, second = (sum(entry.ranks * (entry.device_bytes + entry.host_bytes) for entry in laid_out(each)[1])
                      for each in (run, there))
     monkeypatch.setattr(memory, "available_memory_bytes", lambda: second - first + more)
-    problem = memory.MemoryBudget(first=run, frozen=0).problem(there)
+    problem = memory.MemoryBudget(first=run, frozen=NONE_FROZEN).problem(there)
     assert (problem is None) == fits
     assert fits or "4 ranks here need" in str(problem)

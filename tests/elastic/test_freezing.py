@@ -4,6 +4,7 @@ import importlib
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from math import ceil, inf, nan
 from pathlib import Path
@@ -17,10 +18,13 @@ from ranvier.config.run import Elastic
 from ranvier.elastic.freezing import (
     Cap,
     Facts,
+    FrozenLayers,
     GradientNorm,
     Manual,
     NoFreezing,
+    StageBalance,
     decide,
+    layers_text,
 )
 from ranvier.elastic.named_policy import policy_of
 from ranvier.errors import ConfigError
@@ -36,7 +40,7 @@ def depths(policy, all_norms):
     frozen, found = 0, []
     for evaluation, norms in enumerate(all_norms, 1):
         frozen = decide(policy, facts([0.0] * frozen + list(norms[frozen:]), frozen=frozen, evaluation=evaluation,
-                                      step=10 * evaluation))
+                                      step=10 * evaluation)).prefix
         found.append(frozen)
     return found
 
@@ -56,7 +60,7 @@ def depths(policy, all_norms):
     (0.01, [2, 1], 0, 1),  # at least one where there is one
     (1 / 2, [4, nan, 1, 5], 0, 2), (1 / 2, [nan, nan, nan], 0, 0), (1 / 2, [4, -inf, 3, 2], 0, 2)])
 def test_gradient_norm_rule(alpha, norms, frozen, expected):
-    assert decide(GradientNorm(alpha), facts(norms, frozen=frozen)) == expected
+    assert decide(GradientNorm(alpha), facts(norms, frozen=frozen)).prefix == expected
 
 
 @pytest.mark.parametrize(("alpha", "layers", "most"), [
@@ -121,15 +125,16 @@ def test_depths_never_fall(data):
 
 # ---------------------------------------------------------------------- a user's policy
 
-@pytest.mark.parametrize("answer", [5, -1, 3.0, True, None, "3", nan])
+@pytest.mark.parametrize("answer", [5, -1, 3.0, True, None, "3", nan, {4}, {-1}, (0, True), [1.0]])
 def test_answers_that_are_none(answer):
     class Backwards:
         def frozen_layers(self, facts):
             return answer
 
     says = (r"^answer of the freeze policy Backwards at step 7: must be a whole number of layers from 0 to the "
-            r"model's 4 \(got " + re.escape(repr("None" if answer is None else answer)) + r"\). Let frozen_layers "
-            r"return an int from 0 to facts.num_layers.$")
+            r"model's 4, or a set of layers from 0 to 3 \(got "
+            + re.escape(repr("None" if answer is None else answer))
+            + r"\). Let frozen_layers return facts.frozen where nothing is to change.$")
     with pytest.raises(ConfigError, match=says):
         decide(Backwards(), facts([0.0, 0.0, 1.0, 1.0], frozen=2, step=7))
 
@@ -141,6 +146,38 @@ def test_a_truth_value_is_no_number_of_layers():
 
     with pytest.raises(ConfigError, match=r"Yes at step 0: must be a whole number .* \(got True\)"):
         decide(Yes(), facts([1.0, 1.0]))
+
+
+@pytest.mark.parametrize(("answer", "lowest", "expected"), [
+    (3, 0, FrozenLayers(3)), (0, 2, FrozenLayers(2)), (set(), 1, FrozenLayers(1)),
+    ({1, 3}, 0, FrozenLayers(0, (1, 3))),
+    ([0, 1, 3], 0, FrozenLayers(2, (3,))), ((3, 1), 1, FrozenLayers(2, (3,))),
+    (frozenset(range(4)), 0, FrozenLayers(4))], ids=str)
+def test_numbers_and_sets_of_layers(answer, lowest, expected):
+    class Answers:
+        def frozen_layers(self, facts):
+            return answer
+
+    given = Facts(step=0, evaluation=1, frozen=2, num_layers=4, gradient_norms=(1.0,) * 4, lowest=lowest)
+    assert decide(Answers(), given) == expected and len(expected) == len(expected.layers)
+
+
+@pytest.mark.parametrize(("layers", "text"), [([3], "layer 3"), ([0, 1, 2], "layers 0-2"), ([4, 1], "layers 1 and 4"),
+                                              ([0, 2, 3, 6], "layers 0, 2-3 and 6")])
+def test_layers_in_words(layers, text):
+    assert layers_text(layers) == text
+
+
+def test_stages_with_much_work_have_more_layers_frozen():
+    """Two layers a stage; the second stage takes twice as long, so each of its layers saves twice as much."""
+    given = Facts(step=0, evaluation=1, frozen=0, num_layers=6, gradient_norms=(1.0, 2.0, 5.0, 4.0, 1.0, nan),
+                  stages=(0, 0, 1, 1, 2, 2), stage_seconds=(3.0, 6.0, 3.3))
+    assert StageBalance(0.1).frozen_layers(given) == {3} and StageBalance(0.3).frozen_layers(given) == {2, 3}
+    # with two layers frozen the slowest stage, of 4 s, has nothing left to freeze
+    assert StageBalance(0.9).frozen_layers(given) == {2, 3}
+    even = replace(given, stage_seconds=(0.0, 0.0, 0.0))
+    assert StageBalance(0.5).frozen_layers(even) == {0, 3, 4}
+    assert StageBalance(0.5).frozen_layers(replace(even, frozen=1, frozen_above=(3,), evaluation=2)) >= {0, 3, 4}
 
 
 # ---------------------------------------------------------------------- the configuration

@@ -16,7 +16,8 @@ from ranvier.checkpoint.state import pieces_held
 from ranvier.config.run import Lora, Optim, TensorParallel
 from ranvier.data.loader import Loader
 from ranvier.data.sampler import Sampler
-from ranvier.errors import CheckpointError
+from ranvier.elastic.freezing import FrozenLayers
+from ranvier.errors import CheckpointError, ModelError
 from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
 from ranvier.models.llama import llama
@@ -31,6 +32,7 @@ from tests.elastic.test_transition import SAMPLES, Layouts
 LOOKUP, HEAD = "embedding.token.weight", "head.projection.weight"
 OPTIM = Optim(bucket_size=64, chunk_buckets=2, weight_decay=0.1)
 RATE = 1e-2
+ABOVE = FrozenLayers(0, (1,))
 
 
 def model_of(family):
@@ -48,16 +50,18 @@ class Plain:
         self.states = {}
         self.step = 0
 
-    def freeze(self, layers):
-        """Freeze the blocks of the first layers and the embedding; other layers train, those that were frozen with new
-        optimizer states. The head has a copy of the embedding from then on, with its optimizer states."""
+    def freeze(self, layers, above=()):
+        """Freeze the blocks of the first layers and the embedding, and of the layers above; other layers train, those
+        that were frozen with new optimizer states. When the embedding freezes, the head has a copy of it from then on,
+        with its optimizer states."""
         modules, parameters = self.reference.modules, self.reference.parameters
-        if HEAD not in parameters:
+        if layers and HEAD not in parameters:
             modules["head"].projection.weight = nn.Parameter(parameters[LOOKUP].detach().clone())
             parameters[HEAD] = modules["head"].projection.weight
             if LOOKUP in self.states:
                 self.states[HEAD] = {name: state.clone() for name, state in self.states[LOOKUP].items()}
-        names = ("embedding", *(f"layer{layer}.{part}" for layer in range(layers) for part in ("attention", "mlp")))
+        names = {*["embedding"] * bool(layers),
+                 *(f"layer{layer}.{part}" for layer in (*range(layers), *above) for part in ("attention", "mlp"))}
         for block, module in modules.items():
             module.requires_grad_(block not in names)
             for name in module.state_dict() if block in names else ():
@@ -130,14 +134,16 @@ def assert_as_in_plain_pytorch(family, ways, steps=2, groups=None, **options):
     ranks = run_ranks(work, size, timeout_seconds=120.0)
     plain = Plain(family, groups)
     for number in range(steps * len(ways)):
-        depth = ways[number // steps][1]
-        if depth:
-            plain.freeze(depth)
+        frozen = ways[number // steps][1]
+        frozen = frozen if isinstance(frozen, FrozenLayers) else FrozenLayers(frozen)
+        if number % steps == 0:
+            plain.freeze(frozen.prefix, frozen.above)
         loss, expected = plain.train()
         found = [rank[number] for rank in ranks]
         gradients = whole(found)
         assert all(each[0] == pytest.approx(loss, rel=1e-10) for each in found if each is not None)
-        assert gradients.keys() == expected.keys() and (HEAD in gradients) == (LOOKUP not in gradients) == bool(depth)
+        assert gradients.keys() == expected.keys()
+        assert (HEAD in gradients) == (LOOKUP not in gradients) == bool(frozen.prefix)
         for name, gradient in expected.items():
             assert float((gradients[name] - gradient).norm()) <= 1e-9 * max(float(gradient.norm()), 1e-6), name
 
@@ -152,6 +158,10 @@ def assert_as_in_plain_pytorch(family, ways, steps=2, groups=None, **options):
     pytest.param("llama", [(Mesh(pipe=4), 0), (Mesh(data=2, pipe=2), 2)], {}, id="both layers at once"),
     pytest.param("gpt", [(Mesh(pipe=4), 0), (Mesh(data=2, pipe=2), 2), (Mesh(pipe=4), 1), (Mesh(data=2), 1)], {},
                  id="the second layer trains again"),
+    pytest.param("gpt", [(Mesh(pipe=4), ABOVE), (Mesh(data=2, pipe=2), 0), (Mesh(pipe=2), ABOVE), (Mesh(data=2), 2)],
+                 {}, id="weights of the second layer alone"),
+    pytest.param("llama", [(Mesh(row=2, col=2), 0), (Mesh(data=2, col=2), ABOVE)],
+                 {"optim": replace(OPTIM, shard=True)}, id="weights alone, on rows and columns"),
     pytest.param("llama", [(Mesh(pipe=2), 2), (Mesh(row=2, col=2), 1), (Mesh(row=2), 2), (Mesh(data=2), 1)],
                  {"optim": replace(OPTIM, shard=True)}, id="and again"),
     pytest.param("gpt", [(Mesh(col=2), 0), (Mesh(col=2), 1)], {"tensor": TensorParallel(scheme="summa")}, id="summa",
@@ -251,6 +261,15 @@ def test_ends_that_freeze_at_different_depths_have_weights_of_their_own():
     assert names_of(freeze(model, 2)) == {
         "b0.weight": ("b0.weight", "b3.weight", False), "b1.weight": ("b0.weight", None, False),
         "b2.weight": ("b2.weight", "b3.weight", False), "b3.weight": ("b3.weight", None, True)}
+
+
+def test_a_layer_that_shares_weights_freezes_with_all_before_it():
+    model = Model(blocks={f"b{number}": Scale for number in range(3)}, loss=lambda y, target: (y.sum(), y.numel()),
+                  tied=(("b2.weight", "b0.weight"),), layers=(("b0",), ("b1",), ("b2",)))
+    freeze(model, 0, [1])
+    with pytest.raises(ModelError, match=r"^layer 2: has a weight that other blocks share, b2.weight, and can freeze "
+                                         r"only with all layers before it. Let the freeze policy answer"):
+        freeze(model, 1, [2])
 
 
 def test_modules_that_share_a_parameter():

@@ -12,6 +12,7 @@ from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Batch, Data, Elastic, Launch, Memory, Optim, Pipeline, Train, Transformer
 from ranvier.cost.count import device_bytes_of_stages, laid_out
 from ranvier.elastic.auto_pipe import CandidateStage
+from ranvier.elastic.freezing import NONE_FROZEN, FrozenLayers
 from ranvier.mesh import Mesh
 from ranvier.train import elasticity, memory
 from ranvier.train.memory import MemoryBudget, device_bytes
@@ -40,11 +41,11 @@ def test_each_rank_must_fit_its_device_alone(sentences, monkeypatch):
     run = small(sentences, mesh=Mesh(data=2, pipe=2))
     for frozen in (0, 3):
         most = max(entry.device_bytes for entry in laid_out(run, frozen)[1])
-        assert MemoryBudget(first=run, frozen=frozen, device_bytes=most).problem(run) is None
-        problem = MemoryBudget(first=run, frozen=frozen, device_bytes=most - 1).problem(run)
+        assert MemoryBudget(first=run, frozen=FrozenLayers(frozen), device_bytes=most).problem(run) is None
+        problem = MemoryBudget(first=run, frozen=FrozenLayers(frozen), device_bytes=most - 1).problem(run)
         assert "memory of the device: does not suffice: a rank of stage" in str(problem)
     # Where host and device are one, ranks are judged together.
-    assert MemoryBudget(first=run, frozen=0).problem(run) is None
+    assert MemoryBudget(first=run, frozen=NONE_FROZEN).problem(run) is None
 
 
 def test_hosts_of_devices_are_judged_too(sentences, monkeypatch):
@@ -54,7 +55,7 @@ def test_hosts_of_devices_are_judged_too(sentences, monkeypatch):
     more = sum(entry.ranks * entry.host_bytes for entry in laid_out(there, 0)[1]) - needed
     for short, fits in ((0, True), (1, False)):
         monkeypatch.setattr(memory, "available_memory_bytes", lambda short=short: more - short)
-        problem = MemoryBudget(first=run, frozen=0, device_bytes=1 << 40).problem(there)
+        problem = MemoryBudget(first=run, frozen=NONE_FROZEN, device_bytes=1 << 40).problem(there)
         assert (problem is None) == fits and (fits or "memory of the machine" in str(problem))
 
 
@@ -85,11 +86,11 @@ def test_on_rows_and_columns_a_stage_needs_no_less():
 def test_stages_are_judged_alone_on_devices_only(sentences):
     place = CandidateStage(data=1, pipe=2, stage=0, start=0, stop=4, num_microbatches=8, microbatch_size=2)
     run = small(sentences)
-    assert MemoryBudget(first=run, frozen=0).stage_bytes(run) is None
-    needed = MemoryBudget(first=run, frozen=0, device_bytes=1).stage_bytes(run)
+    assert MemoryBudget(first=run, frozen=NONE_FROZEN).stage_bytes(run) is None
+    needed = MemoryBudget(first=run, frozen=NONE_FROZEN, device_bytes=1).stage_bytes(run)
     assert needed(place) == device_bytes_of_stages(run)(0, 0, 4)
     forbidden = small(sentences, mesh=Mesh(pipe=2, row=2), batch=Batch(global_size=1, microbatch_size=1))
-    assert MemoryBudget(first=run, frozen=0, device_bytes=1).stage_bytes(forbidden) is None
+    assert MemoryBudget(first=run, frozen=NONE_FROZEN, device_bytes=1).stage_bytes(forbidden) is None
 
 
 @pytest.mark.parametrize(("cut", "text"), [("exact", "no cut fits the memory"), ("reference", "memory of the device")])

@@ -16,6 +16,7 @@ from ranvier.data.lm import Sequences
 from ranvier.data.loader import Loader
 from ranvier.data.sampler import Sampler
 from ranvier.elastic import transition
+from ranvier.elastic.freezing import FrozenLayers
 from ranvier.elastic.transition import hand_over, take
 from ranvier.errors import MessageTimeout, TransportError
 from ranvier.layout import box_size
@@ -36,7 +37,8 @@ NUM_BLOCKS = 2 + 2 * CONFIG.num_layers
 
 
 class Layouts:
-    """One run on `world`, whose engine moves from mesh to mesh; ranks that a mesh does not take are idle."""
+    """One run on `world`, whose engine moves from mesh to mesh; ranks that a mesh does not take are idle. frozen: a
+    number of layers, or FrozenLayers."""
 
     def __init__(self, world, mesh, *, frozen=0, boundaries=None, **options):
         self.world, self.options = world, {name: value for name, value in options.items() if name != "model"}
@@ -49,9 +51,10 @@ class Layouts:
         self.backend = self.world.backend.subset(mesh.size)
         if self.backend is not None:
             here = replace(self.world, backend=self.backend, mesh=mesh)
+            frozen = frozen if isinstance(frozen, FrozenLayers) else FrozenLayers(frozen)
             options = {"dtype": torch.float64, "optim": Optim(bucket_size=64, chunk_buckets=2), **self.options}
-            self.engine = Engine(self.model, here, mesh=mesh, seed=SEED, learning_rate=1e-2, frozen=frozen,
-                                 pipeline=Pipeline(boundaries=boundaries),
+            self.engine = Engine(self.model, here, mesh=mesh, seed=SEED, learning_rate=1e-2, frozen=frozen.prefix,
+                                 frozen_above=frozen.above, pipeline=Pipeline(boundaries=boundaries),
                                  nominal_weight=float(GLOBAL_SIZE * CONFIG.sequence),
                                  **options)
 

@@ -99,13 +99,58 @@ def test_layers_train_on_after_a_rollback_to_when_they_were_frozen(sentences, tm
 def test_layers_for_whose_training_there_is_no_memory_stay_frozen(sentences, tmp_path, monkeypatch):  # noqa: F811
     problem = MemoryBudget.problem
     monkeypatch.setattr(MemoryBudget, "problem", lambda budget, run: ConfigError(
-        "is too large", where="memory", value=1, remedy="Wait.") if budget.frozen == 1 else problem(budget, run))
+        "is too large", where="memory", value=1, remedy="Wait.") if len(budget.frozen) == 1 else problem(budget, run))
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(), train=Train(steps=12), elastic=replace(
         FALLING, manual=("4:4", "10:1")))
     run_all(run)
     assert [line["frozen_layers"] for line in transitions(run)] == [4]
     assert [line["text"] for line in events(run, "unfreeze-refused")] == [
         "layers 1-3 stay frozen: memory: is too large (got 1). Wait."]
+
+
+# ---------------------------------------------------------------------- layers above the first that trains
+
+
+class Sets:
+    """A policy that has other layers frozen at each evaluation."""
+
+    answers = ({1, 3}, {0, 1, 3}, {0, 4}, 2)
+
+    def frozen_layers(self, facts):
+        return self.answers[facts.evaluation - 1]
+
+
+@pytest.fixture(scope="module")
+def sets_in_one_process(sentences, tmp_path_factory):  # noqa: F811
+    run = tiny(sentences, tmp_path_factory.mktemp("sets") / "run", mesh=Mesh(), elastic=Elastic(every=5))
+    run_all(run, freezing=Sets())
+    return losses(run)
+
+
+def test_sets_of_layers_on_a_mesh_that_changes(sentences, tmp_path, sets_in_one_process, monkeypatch):  # noqa: F811
+    """tests/elastic/test_freezing_ties.py compares with plain PyTorch. The run goes on from a checkpoint, too."""
+    always(monkeypatch)
+    run = tiny(sentences, tmp_path / "run", elastic=replace(CACHED, freeze="none", manual=(), every=5,
+                                                            cache_dir=tmp_path / "cache"),
+               checkpoint=Checkpoint(every=12, keep=3))
+    _, text = run_all(run, freezing=Sets())
+    assert losses(run) == pytest.approx(sets_in_one_process, rel=1e-9)
+    assert [line["frozen_layers"] for line in transitions(run)] == [2, 3, 2, 2]
+    for told in ("step 5: froze layers 1 and 3; ", "step 10: froze layer 0; ",
+                 "step 15: froze layer 4; unfroze layers 1 and 3; ", "step 20: froze layer 1; unfroze layer 4; "):
+        assert told in text
+    again = replace(run, resume=str(run.run_dir / "checkpoint" / "step-12"), run_dir=tmp_path / "again",
+                    mesh=Mesh(data=2))
+    run_all(again, freezing=Sets())
+    assert losses(again) == pytest.approx(sets_in_one_process[12:], rel=1e-9)
+
+
+def test_a_run_that_balances_its_stages(sentences, tmp_path):  # noqa: F811
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), train=Train(steps=13, learning_rate=3e-3),
+               elastic=Elastic(freeze="stage-balance", every=4))
+    run_all(run)
+    depths = [line["frozen_layers"] for line in transitions(run)]
+    assert depths[0] == 2 and depths == sorted(set(depths)) and depths[-1] <= 5  # less where a stage has none left
 
 
 # ---------------------------------------------------------------------- what policies are told
@@ -136,6 +181,7 @@ def test_facts(sentences, tmp_path):  # noqa: F811
     run, facts = told(sentences, tmp_path / "run", Mesh())
     steps, evaluated = lines(run, "metrics.jsonl"), events(run, "eval")
     assert [each.step for each in facts] == [6, 12, 18]
+    assert all(each.stages == (0,) * NUM_LAYERS and each.stage_seconds[0] > 0 for each in facts)
     for number, each in enumerate(facts):
         past = steps[6 * number:6 * number + 6]
         assert each.loss == pytest.approx(sum(line["loss"] for line in past) / 6, rel=1e-12)
@@ -182,7 +228,8 @@ def test_a_resumed_run_is_told_the_same(sentences, tmp_path):  # noqa: F811
         rest = Told()
         folder = run.run_dir / "checkpoint" / f"step-{step}"
         run_all(replace(run, resume=str(folder), run_dir=tmp_path / f"from-{step}"), freezing=rest)
-        assert rest.facts == whole.facts[known:] and rest.facts[0].metrics
+        for now, before in zip(rest.facts, whole.facts[known:], strict=True):
+            assert replace(now, stage_seconds=()) == replace(before, stage_seconds=()) and now.metrics
 
 
 def test_similarity_loss():
@@ -206,7 +253,7 @@ def asked(policy, changes, rates=None, layers=4):
     for number, change in enumerate(changes):
         frozen = decide(policy, Facts(
             step=number, evaluation=number + 1, frozen=frozen, num_layers=layers, gradient_norms=(1.0,) * layers,
-            learning_rate=1.0 if rates is None else rates[number], activation_change=tuple(change), lowest=0))
+            learning_rate=1.0 if rates is None else rates[number], activation_change=tuple(change), lowest=0)).prefix
         found.append(frozen)
     return found
 
