@@ -361,7 +361,7 @@ class Elasticity:
         elastic = self._first.elastic
         if self._own:
             return type(self.policy).__name__
-        has_alpha = elastic.freeze in ("gradient-norm", "cap", "plasticity")
+        has_alpha = elastic.freeze in ("gradient-norm", "cap", "plasticity", "stage-balance")
         return f"{elastic.freeze}, alpha {elastic.alpha:.3g}" if has_alpha else elastic.freeze
 
     # ------------------------------------------------------------------ deciding
