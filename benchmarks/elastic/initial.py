@@ -15,6 +15,7 @@ from ranvier.checkpoint.hf.forms import form_of
 from ranvier.checkpoint.hf.from_pretrained import load_pretrained
 from ranvier.config.resolve import resolve
 from ranvier.config.run import Elastic, Run
+from ranvier.elastic.freezing import NONE_FROZEN
 from ranvier.mesh import Mesh
 from ranvier.models import families
 from ranvier.testing.ranks import run_ranks
@@ -29,7 +30,7 @@ def write_initial(run: Run, folder: Path) -> Run:
     def build(world: World) -> tuple[Run, dict[str, Tensor]]:
         world.mesh = Mesh()
         alone, data, pretrained = prepare_run(replace(run, mesh=Mesh(), elastic=Elastic()), world, io.StringIO())
-        engine = build_engine(resolve(alone), world, data.weight, frozen=0, fresh=True)
+        engine = build_engine(resolve(alone), world, data.weight, frozen=NONE_FROZEN, fresh=True)
         if pretrained is not None:
             load_pretrained(engine, pretrained)
         values = {name: parameter.detach().clone() for name, parameter in engine.named_parameters().items()}
