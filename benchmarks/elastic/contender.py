@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ranvier.config.run import Elastic, Run
+from ranvier.config.run import Elastic, Lora, Run
 from ranvier.mesh import Mesh
 
 PEER = "ddp-torch"
@@ -15,7 +15,8 @@ ENDS = ("none", "all")
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """One line of a table. microbatch_size: None is the run's. peer: torch's DDP on transformers' model."""
+    """One line of a table. microbatch_size, lora, learning_rate: None is the run's. peer: a loop over transformers'
+    model, under torch's DDP where `data` is above 1."""
 
     name: str
     data: int = 1
@@ -23,12 +24,16 @@ class Contender:
     policy: str = "message-driven"
     microbatch_size: int | None = None
     elastic: Elastic = field(default_factory=Elastic)
+    lora: Lora | None = None
+    learning_rate: float | None = None
     peer: bool = False
 
     def applied(self, base: Run) -> Run:
         """The run of this contender."""
         size = self.microbatch_size or base.batch.microbatch_size
         return replace(base, mesh=Mesh(data=self.data, pipe=self.pipe), elastic=self.elastic,
+                       lora=self.lora or base.lora, train=replace(
+                           base.train, learning_rate=self.learning_rate or base.train.learning_rate),
                        pipeline=replace(base.pipeline, policy=self.policy),
                        batch=replace(base.batch, microbatch_size=size))
 

@@ -20,17 +20,19 @@ _TUPLES = ("losses", "step_seconds", "course", "cache")
 
 
 class Kept:
-    """The outcomes of a file that are of a machine like this one; without a path of none, and nothing is kept."""
+    """The outcomes of a file that are of a machine like this one, and have curves; without a path of none, and nothing
+    is kept."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._known: dict[str, Outcome] = {}
         for line in path.read_text().splitlines() if path is not None and path.exists() else ():
             entry = json.loads(line)
-            if entry["machine"]["cpu"] != machine()["cpu"]:
+            if entry["machine"]["cpu"] != machine()["cpu"] or "curve" not in entry["outcome"]:
                 continue
             fields = entry["outcome"]
-            self._known[entry["key"]] = Outcome(**fields | {name: tuple(fields[name]) for name in _TUPLES})
+            tuples = {name: tuple(fields[name]) for name in _TUPLES}
+            self._known[entry["key"]] = Outcome(**fields | tuples | {"curve": tuple(map(tuple, fields["curve"]))})
 
     def get(self, contender: Contender, base: Run, stand: Stand) -> Outcome | None:
         """The outcome of the same run with the same seed on as many cores, by whatever name it ran."""

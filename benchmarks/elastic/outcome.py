@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ranvier.train.events import Event, StepEvent
+from ranvier.train.events import EvalEvent, Event, StepEvent
 
 CLOCK = "clock.json"
 
@@ -16,21 +16,28 @@ class Clock:
     """A tracker that clocks the whole run on rank 0: from the start of its first step to the end of its last one,
     evaluations, transitions and decisions included.
 
-    A step is told when the next one is over, so the first one began two steps before it is told.
+    A step is told when the next one is over, so the first one began two steps before it is told. Evaluations are noted
+    with the time at which each has ended.
     """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / CLOCK
         self._told: list[tuple[float, float]] = []
+        self._evaluated: list[tuple[float, EvalEvent]] = []
 
     def event(self, event: Event) -> None:
         if isinstance(event, StepEvent):
             self._told.append((time.monotonic(), event.step_seconds))
+        if isinstance(event, EvalEvent) and not event.name:
+            self._evaluated.append((time.monotonic(), event))
 
     def close(self) -> None:
         if len(self._told) > 1:
             (first, before), (_, second), (last, _) = self._told[0], self._told[1], self._told[-1]
-            self._path.write_text(json.dumps({"seconds": last - first + before + second}) + "\n")
+            began = first - before - second
+            points = [{"seconds": at - began, "eval_seconds": event.seconds, **event.metrics()}
+                      for at, event in self._evaluated]
+            self._path.write_text(json.dumps({"seconds": last - began, "evaluations": points}) + "\n")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +64,8 @@ class Outcome:
     cache: tuple[dict, ...] = ()
     transport: str = "gloo"
     process_seconds: float = 0.0
+    curve: tuple[tuple[float, float], ...] = ()
+    """Of each evaluation: (seconds from the start of the first step, without evaluations; accuracy)."""
 
     @property
     def seconds(self) -> float:
@@ -81,17 +90,27 @@ def read(folder: Path, name: str, seed: int, process_seconds: float = 0.0) -> Ou
     transition_seconds = sum(move["seconds"] for move in moves)
     seconds = [step["step_seconds"] for step in steps]
     stalls = sum(step.get("checkpoint_stall_seconds", 0.0) for step in steps)
+    clock = json.loads((folder / CLOCK).read_text())
     summary = folder / "summary.json"
     facts = json.loads(summary.read_text()) if summary.exists() else {}
     return Outcome(
         name=name, seed=seed, samples=sum(step["tokens"] for step in steps),
         losses=tuple(step["loss"] for step in steps), step_seconds=tuple(seconds),
         transition_seconds=transition_seconds, eval_seconds=sum(event["seconds"] for event in evaluations),
-        wall_seconds=json.loads((folder / CLOCK).read_text())["seconds"],
+        wall_seconds=clock["seconds"], curve=curve_of(clock["evaluations"]),
         counted_seconds=sum(seconds) + transition_seconds - stalls, accuracy=last.get("eval_accuracy"),
         count=last.get("eval_count", 0), course=tuple(course),
         cache=tuple(counts for counts in facts.get("cache", ()) if counts),
         transport=facts.get("transport", "gloo"), process_seconds=process_seconds)
+
+
+def curve_of(evaluations: list[dict]) -> tuple[tuple[float, float], ...]:
+    """See `Outcome.curve`."""
+    found, spent = [], 0.0
+    for one in evaluations:
+        spent += one["eval_seconds"]
+        found.append((one["seconds"] - spent, one["eval_accuracy"]))
+    return tuple(found)
 
 
 def _lines(path: Path) -> list[dict]:

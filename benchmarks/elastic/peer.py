@@ -4,7 +4,8 @@
 
 Samples and their order, batch, number format, learning rates, AdamW's settings and which parameters decay, clipping and
 dropout rates are the run's. Each rank takes its share of a batch in one piece; attention is torch's
-scaled_dot_product_attention, as in ours; AdamW is torch's fused one; gradients are bucket views.
+scaled_dot_product_attention, as in ours; AdamW is torch's fused one; gradients are bucket views. Batches are padded to
+their longest sample, as ours are. One process is a plain loop, without DDP.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ranvier.config.run import Optim, Run
 from ranvier.data.loader import Loader
 from ranvier.data.prepare import prepare
 from ranvier.data.sampler import Sampler
-from ranvier.data.task import Prepared
+from ranvier.data.task import Prepared, sample_lengths
 from ranvier.optim.learning_rate import learning_rate
 from ranvier.precision import DTYPES
 from ranvier.system.machine import threads_per_rank
@@ -45,6 +46,8 @@ class Evaluation:
     accuracy: float
     count: int
     seconds: float
+    ended: float
+    """Seconds from the start of training to its end."""
 
 
 def network_of(initial: Path, dtype: torch.dtype) -> nn.Module:
@@ -78,10 +81,12 @@ def train_peer(run: Run, initial: Path) -> None:
     assert run.batch.global_size % size == 0
     data = prepare(run)
     network = network_of(initial, dtype)
-    whole = DistributedDataParallel(network, gradient_as_bucket_view=True)
+    whole = DistributedDataParallel(network, gradient_as_bucket_view=True) if size > 1 else network
     optimizer = optimizer_of(network, run.optim)
-    loader = Loader(data.train, Sampler(len(data.train), run.seed), global_size=run.batch.global_size,
-                    microbatch_size=run.batch.global_size // size, replica=rank, num_replicas=size)
+    lengths = sample_lengths(data.train)
+    loader = Loader(data.train, Sampler(len(data.train), run.seed, lengths=lengths), lengths=lengths,
+                    global_size=run.batch.global_size, microbatch_size=run.batch.global_size // size, replica=rank,
+                    num_replicas=size)
     torch.manual_seed(run.seed + rank)  # dropout
     losses, seconds, evaluations = torch.zeros(run.train.steps, dtype=torch.float64), [], []
     dist.barrier()
@@ -100,7 +105,7 @@ def train_peer(run: Run, initial: Path) -> None:
         now = time.monotonic()
         seconds.append(now - before)
         if step == run.train.steps or (run.train.eval_every and step % run.train.eval_every == 0):
-            evaluations.append(evaluate(network, data, dtype, step))
+            evaluations.append(evaluate(network, data, dtype, step, began))
         before = time.monotonic()
     wall = time.monotonic() - began
     dist.all_reduce(losses)
@@ -108,10 +113,11 @@ def train_peer(run: Run, initial: Path) -> None:
         write(run, size, (losses / size).tolist(), seconds, evaluations, wall)
 
 
-def evaluate(network: nn.Module, data: Prepared, dtype: torch.dtype, step: int) -> Evaluation:
+def evaluate(network: nn.Module, data: Prepared, dtype: torch.dtype, step: int, start: float) -> Evaluation:
     """All held-out samples once, each rank a share of each batch."""
     began, rank, size = time.monotonic(), dist.get_rank(), dist.get_world_size()
-    loader = Loader(data.eval, Sampler(len(data.eval), None), global_size=_EVAL_SAMPLES * size,
+    lengths = sample_lengths(data.eval)
+    loader = Loader(data.eval, Sampler(len(data.eval), None), global_size=_EVAL_SAMPLES * size, lengths=lengths,
                     microbatch_size=_EVAL_SAMPLES, replica=rank, num_replicas=size, total=len(data.eval))
     sums = torch.zeros(3, dtype=torch.float64)
     network.eval()
@@ -125,7 +131,7 @@ def evaluate(network: nn.Module, data: Prepared, dtype: torch.dtype, step: int) 
     dist.all_reduce(sums)
     loss, right, count = sums.tolist()
     return Evaluation(step=step, loss=loss / count, accuracy=right / count, count=int(count),
-                      seconds=time.monotonic() - began)
+                      seconds=time.monotonic() - began, ended=time.monotonic() - start)
 
 
 def write(run: Run, size: int, losses: list[float], seconds: list[float], evaluations: list[Evaluation],
@@ -140,7 +146,8 @@ def write(run: Run, size: int, losses: list[float], seconds: list[float], evalua
                 "eval_accuracy": one.accuracy, "eval_count": one.count} for one in evaluations]
     for name, lines in (("metrics.jsonl", steps), ("events.jsonl", events)):
         (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / CLOCK).write_text(json.dumps({"seconds": wall}) + "\n")
+    points = [{"seconds": one.ended, "eval_seconds": one.seconds, "eval_accuracy": one.accuracy} for one in evaluations]
+    (folder / CLOCK).write_text(json.dumps({"seconds": wall, "evaluations": points}) + "\n")
 
 
 def main(path: str, initial: str) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from benchmarks.elastic import alpha, cache_depth, microbatches, parts, program, two_ranks
+from benchmarks.elastic import alpha, cache_depth, microbatches, pareto, parts, program, two_ranks
 from benchmarks.elastic.contender import PEER, contenders, named
 from benchmarks.elastic.rounds import ContenderFailed, Stand, run_one
 from benchmarks.elastic.task import task_run
@@ -141,7 +141,7 @@ def test_a_contender_that_fails_is_told_with_its_output(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("measured", [alpha, microbatches, two_ranks])
+@pytest.mark.parametrize("measured", [alpha, microbatches, pareto, two_ranks])
 def test_programs(tmp_path, measured):
     measured.measure(measured.parse(["--quick", "--output", str(tmp_path / "x.json")]))
     found, table = result(tmp_path, "x")
@@ -151,6 +151,10 @@ def test_programs(tmp_path, measured):
         case "microbatches":
             assert {(row["pipe"], row["microbatches"]) for row in found["rows"]} == {
                 (4, 4), (4, 8), (2, 2), (2, 4), (1, 1), (1, 2)} and set(found["best"]) == {"4", "2", "1"}
+        case "pareto":
+            names = [one["name"] for one in found["outcomes"]]
+            assert len(names) == 12 == len(table) - 1 and all(len(one["curve"]) == 3 for one in found["outcomes"])
+            assert found["claim"].endswith("These are 1 seeds, of at least ten that a claim needs.")
         case "two_ranks":
             assert [line["name"] for line in found["lines"]] == ["none", "all"]
             assert len(found["simulated"]) == 4 and len(table) == 3 + 1 + 4 * 6

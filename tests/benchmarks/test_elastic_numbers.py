@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.elastic import bound, compare, intervals, outcome
+from benchmarks.elastic import bound, compare, intervals, outcome, pareto
 from benchmarks.elastic.contender import ENDS, PEER, contenders, named
 from benchmarks.elastic.program import _plain
 from benchmarks.elastic.rounds import in_turn
 from benchmarks.elastic.simulated import SHAPES, course, simulate_all, situation
 from benchmarks.elastic.task import checked, task_run
-from ranvier.train.events import StepEvent
+from ranvier.train.events import EvalEvent, StepEvent
 
 
 def test_units_of_frozen_epochs():
@@ -54,6 +54,46 @@ def test_ratios_are_formed_within_a_seed():
     assert both.by_seed.middle == pytest.approx(-0.5) and both.count == 2000 and both.bound == 3.0
     assert both.decided_seconds == pytest.approx(0.5)
     assert len(compare.row(both)) == len(compare.COLUMNS)
+
+
+def _curve(name, seed, *points):
+    return replace(_outcome(name, seed, 1.0, 0.0), curve=points)
+
+
+def test_curves_are_compared_with_the_best_of_the_peers_and_of_early_stopping():
+    """plain is the best reference early, `none` later; `fast` is above both early on, and what it reaches stays."""
+    outcomes = []
+    for seed in range(4):
+        shift = 0.001 * seed
+        outcomes += [_curve("plain", seed, (1.0, 0.70 + shift), (3.0, 0.75)),
+                     _curve("ddp", seed, (2.0, 0.6), (4.0, 0.7)),
+                     _curve("none", seed, (2.0, 0.65), (4.0, 0.85 + shift)),
+                     _curve("fast", seed, (1.0, 0.80 + 2 * shift), (2.0, 0.79))]
+    assert [pareto.best_at(outcomes[3].curve, at) for at in (0.9, 1.0, 5.0)] == [0.0, 0.8, 0.8]
+    assert pareto.budgets_of(outcomes, count=3) == [2.0, 3.0, 4.0]
+    found = pareto.cells(outcomes, [2.0, 4.0])
+    by = {(cell.name, cell.seconds): cell for cell in found}
+    assert by["fast", 2.0].reference == "plain" and by["fast", 4.0].reference == "none"
+    assert by["fast", 2.0].difference.middle == pytest.approx(10.15) and by["fast", 2.0].is_above
+    assert by["fast", 4.0].difference.middle == pytest.approx(-4.85) and not by["fast", 4.0].is_above
+    # two comparisons: the interval is wider than that of one
+    one = pareto.corrected([0.8, 0.82, 0.81], [0.81, 0.81, 0.81], 1)
+    assert one == intervals.paired([0.8, 0.82, 0.81], [0.81, 0.81, 0.81])
+    assert pareto.corrected([0.8, 0.82, 0.81], [0.81, 0.81, 0.81], 2).half > one.half
+    text = pareto.claim(found, 4)
+    assert text.startswith("At 2 s, fast reaches 80.3 %, +10.15 +- ") and "1 of 2 comparisons" in text
+    assert text.endswith("These are 4 seeds, of at least ten that a claim needs.")
+    below = [cell for cell in found if cell.seconds == 4.0]
+    assert pareto.claim(below, 10) == (
+        "At no budget of seconds is a curve of Ranvier's above the best of the peers and of early stopping without "
+        "freezing by more than the interval.")
+    table = pareto.table(found, "head")
+    assert "70.2 (reference)" in table and "80.3 (+10.15 +- " in table and table.count("above") == 1
+
+
+def test_a_curve_leaves_evaluations_out(tmp_path):
+    assert outcome.curve_of([{"seconds": 5.0, "eval_seconds": 2.0, "eval_accuracy": 0.5},
+                             {"seconds": 10.0, "eval_seconds": 3.0, "eval_accuracy": 0.6}]) == ((3.0, 0.5), (5.0, 0.6))
 
 
 def test_turns_go_seed_by_seed_and_turn_round():
@@ -97,15 +137,18 @@ def test_eight_devices_simulated():
 
 
 def test_the_clock_begins_with_the_first_step(tmp_path, monkeypatch):
-    times = iter([100.0, 103.0, 110.0])
+    times = iter([100.0, 103.0, 105.0, 110.0])
     monkeypatch.setattr(outcome.time, "monotonic", lambda: next(times))
     clock = outcome.Clock(tmp_path)
     for step, seconds in ((1, 2.0), (2, 3.0), (3, 4.0)):
         clock.event(StepEvent(step=step, loss=1.0, tokens=8, step_seconds=seconds, wait_seconds=0.0,
                               bubble_fraction=0.0, grad_norm=1.0, learning_rate=1.0, flops_per_second=1.0,
                               model_flops_utilisation=1.0))
+        if step == 2:
+            clock.event(EvalEvent(step=2, loss=0.5, tokens=8, seconds=1.5, scores={"eval_accuracy": 0.75}))
     clock.close()
-    assert json.loads((tmp_path / outcome.CLOCK).read_text()) == {"seconds": 15.0}
+    assert json.loads((tmp_path / outcome.CLOCK).read_text()) == {"seconds": 15.0, "evaluations": [
+        {"seconds": 10.0, "eval_seconds": 1.5, "eval_loss": 0.5, "eval_accuracy": 0.75}]}
 
 
 def test_what_json_lacks():
