@@ -215,9 +215,10 @@ def measure(options: argparse.Namespace) -> dict:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     made = epochs_parser(__doc__, SEEDS)
-    made.set_defaults(epochs=EPOCHS, eval_epochs=1)
+    made.set_defaults(eval_epochs=1)
     made.add_argument("--only", nargs="+", metavar="NAME", help=f"these contenders, and {', '.join(REFERENCES)}")
     options = made.parse_args(arguments)
+    options.epochs = options.epochs or (None if options.quick else EPOCHS)
     if options.eval_epochs != 1:
         made.error("--eval-epochs must be 1: curves have a point for each epoch")
     return finish(options, SEEDS)

@@ -35,7 +35,8 @@ def taken(monkeypatch):
 
 
 def order(taken):
-    return [[sample for replica in sorted(parts) for sample in parts[replica]] for _, parts in sorted(taken.items())]
+    """The samples of each step, whichever replica has them: batches are sorted by length before they are shared."""
+    return [sorted(sample for part in parts.values() for sample in part) for _, parts in sorted(taken.items())]
 
 
 @pytest.mark.slow
