@@ -6,8 +6,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from ranvier.testing.freezing import check_freeze_policy
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "docs/train.md", "docs/memory.md", "docs/checkpoints.md", "docs/hugging-face.md",
@@ -56,7 +59,7 @@ def test_links_lead_to_files() -> None:
 
 def test_the_pages_have_what_is_tested_here() -> None:
     assert len(RUNNABLE) >= 9
-    assert len(blocks("python")) == 2
+    assert len(blocks("python")) == 3
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("make ")])
@@ -115,8 +118,20 @@ for module in {modules}:
     assert all(text.startswith(module) and "usage:" in text for text, module in zip(texts, modules, strict=True))
 
 
+def python_example(text: str) -> str:
+    """The one that has this text."""
+    found, = (code for code in blocks("python") if text in code)
+    return found
+
+
+def test_the_freeze_policy_of_the_page_conforms() -> None:
+    names: dict[str, Any] = {}
+    exec(python_example("frozen_layers"), names)
+    check_freeze_policy(names["WhileTheLossFalls"])
+
+
 def test_python_example_agrees(tmp_path: Path) -> None:
-    _, code = blocks("python")
+    code = python_example("check_split")
     (tmp_path / "example.py").write_text(code)
     done = run("python example.py", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -125,7 +140,7 @@ def test_python_example_agrees(tmp_path: Path) -> None:
 
 
 def test_python_example_learns(tmp_path: Path) -> None:
-    code, _ = blocks("python")
+    code = python_example("nn.Linear")
     (tmp_path / "example.py").write_text(code)
     done = run("python example.py", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -24,7 +24,7 @@ from ranvier.cost.count import laid_out
 from ranvier.data.prepare import prepare
 from ranvier.elastic.cache.auto_cache import AutoCache
 from ranvier.elastic.cache_profile import Times
-from ranvier.elastic.freezing import NONE_FROZEN
+from ranvier.elastic.freezing import NONE_FROZEN, FrozenLayers
 from ranvier.elastic.ledger import Ledger
 from ranvier.mesh import Mesh
 from ranvier.train import caching, memory, runtime
@@ -233,7 +233,7 @@ def test_depths_from_the_start(sentences, tmp_path):  # noqa: F811
     # where a run goes on with depths that it did not have before, they hold at once; a dry run tells each of them once
     for dry, asked in ((False, [True, False]), (True, [False, False])):
         elastic = Elasticity(resolve(replace(run, elastic=replace(run.elastic, dry_run=dry))), prepare(run), tell=print)
-        assert [elastic.asks_after(9, 0, 0, 3), elastic.asks_after(9, 0, 0, 2)] == asked[::-1]
+        assert [elastic.asks_after(9, 0, 0, FrozenLayers(depth)) for depth in (3, 2)] == asked[::-1]
 
 
 class Overflows:
@@ -274,19 +274,19 @@ def test_a_smaller_global_batch_takes_as_many_samples(sentences, tmp_path):  # n
     """Also where a step is a third of what it was, which no float is."""
     run = replace(tiny(sentences, tmp_path / "run"), train=Train(steps=10), mesh=Mesh(data=3))
     elastic = Elasticity(resolve(run), prepare(run), tell=print)
-    elastic.load(elastic.state(run, 1) | {"since": [1, 8], "size": 3})
+    elastic.load(elastic.state(run, FrozenLayers(1)) | {"since": [1, 8], "size": 3})
     assert [elastic.left(step) for step in (1, 2, 24, 25)] == [24, 23, 1, 0]
-    elastic.load(elastic.state(run, 1) | {"since": [0, 0], "size": 24})
+    elastic.load(elastic.state(run, FrozenLayers(1)) | {"since": [0, 0], "size": 24})
     assert [elastic.left(step) for step in (0, 3, 4)] == [4, 1, 0]
 
 
 def test_a_global_batch_that_changed_is_known_where_the_mesh_is_the_first_again(sentences, tmp_path):  # noqa: F811
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(data=2), elastic=Elastic(global_batch="grow"))
     elastic = Elasticity(resolve(run), prepare(run), tell=print)
-    assert elastic.state(run, 0) == {}
-    elastic.load(elastic.state(run, 1) | {"since": [6, 36]})
+    assert elastic.state(run, NONE_FROZEN) == {}
+    elastic.load(elastic.state(run, FrozenLayers(1)) | {"since": [6, 36]})
     again = Elasticity(resolve(run), prepare(run), tell=print)
-    again.load(elastic.state(run, 0))
+    again.load(elastic.state(run, NONE_FROZEN))
     assert again.left(6) == elastic.left(6) and again.learning_rate(7) == elastic.learning_rate(7)
 
 

@@ -12,6 +12,7 @@ from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Batch, Elastic, Optim, Pipeline
 from ranvier.elastic import mesh_candidates as module
 from ranvier.elastic.auto_pipe import best_cut, compress, greedy, stage_sizes
+from ranvier.elastic.freezing import FrozenLayers
 from ranvier.elastic.mesh_candidates import MeshCandidate, StageMemory, candidate_moved_bytes, mesh_candidates
 from ranvier.elastic.microbatch_profile import MicrobatchProfile, microbatch_counts
 from ranvier.elastic.rules import LINKS, ElasticRules
@@ -44,7 +45,7 @@ def runtime(mesh, *, frozen=0, cached=0, device="cpu"):
     world = SimpleNamespace(device=torch.device(device), local_size=mesh.size,
                             backend=SimpleNamespace(name="in-process"))
     return SimpleNamespace(run=ResolvedRun(mesh=mesh, batch=Batch(global_size=32, microbatch_size=4)), engine=engine,
-                           world=world, frozen=frozen)
+                           world=world, frozen=FrozenLayers(frozen))
 
 
 def rows(mesh, *, steps=10, cores=range(64), frozen=0, cached=0):

@@ -10,6 +10,7 @@ import pytest
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Batch, Elastic, Train
 from ranvier.data.prepare import prepare
+from ranvier.elastic.freezing import FrozenLayers
 from ranvier.elastic.ledger import Ledger
 from ranvier.elastic.mesh_candidates import MeshCandidate
 from ranvier.elastic.rules import BlockFacts, ElasticRules, PresentMesh
@@ -148,12 +149,12 @@ def test_what_was_refused_goes_along_until_the_user_chooses(sentences, tmp_path)
     elastic = Elasticity(run, prepare(run), tell=print)
     elastic.selector.refused = {(2, 2, 3), (4, 1, 3)}
     again = Elasticity(run, prepare(run), tell=print)
-    again.load(elastic.state(run, 3))
+    again.load(elastic.state(run, FrozenLayers(3)))
     assert again.selector.refused == elastic.selector.refused
-    older = {name: value for name, value in elastic.state(run, 3).items() if name != "refused"}
+    older = {name: value for name, value in elastic.state(run, FrozenLayers(3)).items() if name != "refused"}
     again.load(older)
     assert not again.selector.refused
-    again.load(elastic.state(run, 3))
+    again.load(elastic.state(run, FrozenLayers(3)))
     again.caching = SimpleNamespace(enter=lambda now, reads: False)
     for wish, kept in ((None, 2), ("1", 0)):
         again.enter(SimpleNamespace(run=run), SimpleNamespace(wish=wish), Mesh(pipe=2), 10, 0.5, 3)
