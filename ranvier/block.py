@@ -119,15 +119,9 @@ def freeze(model: Model, num_layers: int, above: Sequence[int] = ()) -> Model:
     model without `initial`, and without a state to load, from what their own builders make. A tie of parameters that do
     not train anyway stays, as under adapters.
     """
-    names = {*list(model.blocks)[:frozen_prefix(model, num_layers)],
-             *(block for layer in above for block in model.layers[layer])}
-    shared = [name for group in model.tied for name in group]
+    names = {*list(model.blocks)[:frozen_prefix(model, num_layers)]}
     for layer in above:
-        for name in shared:
-            if any(name.startswith(f"{block}.") for block in model.layers[layer]):
-                raise ModelError(f"has a weight that other blocks share, {name}, and can freeze only with all layers "
-                                 "before it", where=f"layer {layer}",
-                                 remedy="Let the freeze policy answer with a number of layers.")
+        names |= _blocks_above(model, num_layers, layer)
     tied, untied, copied = _ties_with_frozen(model, num_layers)
     alike: dict[str, str] = {}
     first: dict[tuple[str, bool], str] = {}
@@ -137,6 +131,20 @@ def freeze(model: Model, num_layers: int, above: Sequence[int] = ()) -> Model:
             alike[name] = first[kind]
     return replace(model, alike=alike, tied=tied, untied=untied, blocks={
         **model.blocks, **{name: partial(_frozen, model.blocks[name], copied.get(name, ())) for name in names}})
+
+
+def _blocks_above(model: Model, num_layers: int, layer: int) -> set[str]:
+    """The blocks of a layer above the first one that trains, `num_layers`. ModelError where it is none, or shares a
+    weight with other blocks."""
+    if not num_layers < layer < len(model.layers):
+        raise ModelError(f"is not a layer above the first one that trains, {num_layers}, of {len(model.layers)} layers",
+                         where="frozen_above", value=layer, remedy="Count the first layers in `frozen`.")
+    blocks = set(model.layers[layer])
+    for name in (name for group in model.tied for name in group):
+        if any(name.startswith(f"{block}.") for block in blocks):
+            raise ModelError(f"has a weight that other blocks share, {name}, and can freeze only with all layers before "
+                             "it", where=f"layer {layer}", remedy="Let the freeze policy answer with a number of layers.")
+    return blocks
 
 
 def _frozen(build: Callable[[], nn.Module], copied: Sequence[str]) -> nn.Module:

@@ -9,6 +9,9 @@ from ranvier.config.rules import manual_depth
 from ranvier.config.run import Elastic
 from ranvier.elastic.freezing import Cap, FreezePolicy, GradientNorm, Manual, NoFreezing, Plasticity, StageBalance
 
+POLICY_METHODS = ("frozen_layers()",)
+"""What a user's policy must have."""
+
 
 def policy_of(elastic: Elastic) -> FreezePolicy:
     """A new policy, which `elastic.freeze` names. ConfigError for manual entries that cannot be read, and for a user's
@@ -26,4 +29,4 @@ def policy_of(elastic: Elastic) -> FreezePolicy:
             return StageBalance(elastic.alpha)
         case "manual":
             return Manual(tuple(manual_depth(text) for text in elastic.manual))
-    return cast(FreezePolicy, make_object(elastic.freeze, "elastic.freeze", ("frozen_layers()",), elastic.options))
+    return cast(FreezePolicy, make_object(elastic.freeze, "elastic.freeze", POLICY_METHODS, elastic.options))

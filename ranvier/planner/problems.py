@@ -11,10 +11,12 @@ from pathlib import Path
 
 from ranvier.checkpoint.saved import find
 from ranvier.config import effects, rules
+from ranvier.config.named_object import is_object_name, load_object
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Run
 from ranvier.data.prepare import problems as data_problems
 from ranvier.data.prepare import warnings as data_warnings
+from ranvier.elastic.named_policy import POLICY_METHODS
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.models import families
 from ranvier.optim.rules import rules_of
@@ -28,8 +30,9 @@ TOO_LARGE = (RuntimeError, OverflowError, MemoryError, ValueError, TypeError)
 
 def problems(run: ResolvedRun, num_ranks: int | None = None) -> list[RanvierError]:
     """Everything that is known before anything is built. num_ranks: ranks that are started, where that is known."""
-    return [*families.problems(run), *_update_rule(run), *rules.problems(run, num_ranks, num_blocks=_num_blocks(run)),
-            *data_problems(run, elsewhere=True), *_missing_checkpoint(run)]
+    return [*families.problems(run), *_update_rule(run), *_freeze_policy(run),
+            *rules.problems(run, num_ranks, num_blocks=_num_blocks(run)), *data_problems(run, elsewhere=True),
+            *_missing_checkpoint(run)]
 
 
 def warnings(run: ResolvedRun, chosen: Collection[str] | None = None, asked: Run | None = None
@@ -62,6 +65,15 @@ def _update_rule(run: Run) -> Iterator[RanvierError]:
         rules_of(run.optim)
     except RanvierError as error:
         yield error
+
+
+def _freeze_policy(run: Run) -> Iterator[RanvierError]:
+    """A freeze policy of the user's that cannot be loaded."""
+    if is_object_name(run.elastic.freeze):
+        try:
+            load_object(run.elastic.freeze, "elastic.freeze", POLICY_METHODS, run.elastic.options)
+        except RanvierError as error:
+            yield error
 
 
 def _missing_checkpoint(run: Run) -> Iterator[ConfigError]:

@@ -267,6 +267,10 @@ def test_a_layer_that_shares_weights_freezes_with_all_before_it():
     model = Model(blocks={f"b{number}": Scale for number in range(3)}, loss=lambda y, target: (y.sum(), y.numel()),
                   tied=(("b2.weight", "b0.weight"),), layers=(("b0",), ("b1",), ("b2",)))
     freeze(model, 0, [1])
+    for layer in (0, 1, 3):
+        with pytest.raises(ModelError, match=rf"^frozen_above: is not a layer above the first one that trains, 1, of 3 "
+                                             rf"layers \(got {layer}\). Count the first layers in `frozen`."):
+            freeze(model, 1, [layer])
     with pytest.raises(ModelError, match=r"^layer 2: has a weight that other blocks share, b2.weight, and can freeze "
                                          r"only with all layers before it. Let the freeze policy answer"):
         freeze(model, 1, [2])

@@ -20,11 +20,13 @@ from test_elastic_run import (  # noqa: F401 (fixtures)
     transitions,
 )
 
+from ranvier.config.resolve import resolve
 from ranvier.config.run import Checkpoint, Elastic, Guard, Train
 from ranvier.elastic.freezing import Facts, Plasticity, decide
 from ranvier.elastic.similarity import normalised, products, similarity_loss
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
+from ranvier.planner.problems import problems
 from ranvier.train import elasticity, loop
 from ranvier.train.memory import MemoryBudget
 from tests.checkpoint.anywhere import everything
@@ -310,3 +312,5 @@ def test_a_policy_by_its_name(sentences, tmp_path, monkeypatch):  # noqa: F811
     assert elasticity.policy_of(elastic).asked == 0, "each run has a policy of its own"
     with pytest.raises(ConfigError, match=r"^elastic.freeze: has no method `frozen_layers`: it gives a int"):
         elasticity.policy_of(Elastic(freeze="my_policies:none"))
+    wrong = resolve(replace(run, elastic=replace(elastic, options=("depth=2",))))
+    assert any("elastic.freeze: raised in the call: TypeError" in str(problem) for problem in problems(wrong))
