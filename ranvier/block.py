@@ -142,8 +142,9 @@ def _blocks_above(model: Model, num_layers: int, layer: int) -> set[str]:
     blocks = set(model.layers[layer])
     for name in (name for group in model.tied for name in group):
         if any(name.startswith(f"{block}.") for block in blocks):
-            raise ModelError(f"has a weight that other blocks share, {name}, and can freeze only with all layers before "
-                             "it", where=f"layer {layer}", remedy="Let the freeze policy answer with a number of layers.")
+            raise ModelError(f"has a weight that other blocks share, {name}, and can freeze only with all layers "
+                             "before it", where=f"layer {layer}",
+                             remedy="Let the freeze policy answer with a number of layers.")
     return blocks
 
 
