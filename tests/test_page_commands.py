@@ -1,9 +1,17 @@
 """Every command of the pages exists as it stands there: programs, subcommands, settings and their values, recipes,
-extras, files and make targets. This runs nothing; tests/test_readme.py, tests/test_site.py and tests/launch run what can
-be run as it stands, and a slow test below what needs files of the reader's, with files in their place."""
+extras, files and make targets.
 
+tests/test_readme.py, tests/test_site.py and tests/launch run what can be run as it stands. The slow test below runs
+what needs a reader's files, with files in their place.
+"""
+
+import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -201,3 +209,61 @@ def test_what_does_not_exist_is_found(text, problem, capfd):
     found = [each for words in commands(f"```bash\n{text}  # as they say\n```\n")
              if (each := problem_of(words, ROOT / "README.md"))]
     assert len(found) == 1 and problem in found[0], found
+
+
+# --- commands that need a reader's files -----------------------------------------------------------------------------
+
+OWN_FILES = ("data", "evaluate", "lora", "models", "optimizers", "planner")
+FEW = ("--train.steps 2 --train.warmup-steps 0 --train.eval-sequences 4 --train.sample-tokens 0 --batch.global-size 8 "
+       "--batch.microbatch-size 2")
+TINY = "--model.num-layers 1 --model.hidden 16 --model.heads 2 --model.vocab 300 --model.sequence 64 " + FEW
+SHORTER = {
+    "ranvier train bert-sentiment": f"--model.pretrained none --data.eval pairs.csv {TINY} --model.vocab 400 "
+                                    "--model.num-layers 4",
+    "ranvier train start/run.toml": FEW, "ranvier train best.toml": TINY, "ranvier train": FEW}
+"""What is appended to commands that begin so, so that they take seconds."""
+ELSEWHERE_RUN = ("smollm2-sft", "runs/chat", "pip install", "--lm-eval", "--measure")
+"""In commands that need the network, a package that tests have not, or an idle machine."""
+
+
+def run(text: str, folder: Path) -> str:
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+                   "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(folder / "cache")}
+    done = subprocess.run(text, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, f"{text}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def own_files(tmp_path_factory):
+    """Files with the names that the pages give to those of a reader: texts, tables, questions, a run and a model."""
+    parquet, table = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow").table
+    folder = tmp_path_factory.mktemp("reader")
+    texts = [f"text {number} says that {number} and {number} are {2 * number}, and more" for number in range(300)]
+    (folder / "my-texts").mkdir()
+    for number, text in enumerate(texts):
+        (folder / "my-texts" / f"{number}.txt").write_text(text)
+    (folder / "wiki.txt").write_text("\n".join(texts))
+    (folder / "wiki.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    (folder / "questions.jsonl").write_text(json.dumps({"context": "2 and 2 are", "choices": ["4", "5"], "answer": 0}))
+    parquet.write_table(table({"body": texts}), folder / "articles.parquet")
+    parquet.write_table(table({"text": texts}), folder / "code.parquet")
+    (folder / "pairs.csv").write_text("premise,hypothesis,gold\n" + "".join(
+        f'"{text}","{number} is even",{number % 2}\n' for number, text in enumerate(texts)))
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    shutil.copy(ROOT / "ranvier" / "cost" / "clusters" / "laptop.toml", folder / "here.toml")
+    run(f"ranvier train llama-tiny --mesh.data 1 --mesh.pipe 1 --data.corpus my-texts {TINY} --model.hidden 64 "
+        "--model.sequence 128 --run-dir runs/writer && ranvier export runs/writer models/smollm && mkdir Qwen && "
+        "cp -r models/smollm Qwen/Qwen3-0.6B", folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", OWN_FILES)
+def test_commands_with_files_of_the_reader_run(page, own_files, tmp_path):
+    shutil.copytree(own_files, tmp_path, dirs_exist_ok=True)
+    for words in commands((ROOT / "docs" / f"{page}.md").read_text()):
+        text = shlex.join(words)
+        if not any(part in text for part in ELSEWHERE_RUN):
+            more = next((flags for begin, flags in SHORTER.items() if text.startswith(begin)), "")
+            run(f"{text} {more}", tmp_path)

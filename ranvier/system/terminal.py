@@ -12,11 +12,8 @@ import shutil
 import textwrap
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TextIO
-
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions
-    from rich.table import Table
+from itertools import zip_longest
+from typing import TextIO
 
 DEFAULT_WIDTH = 80
 """Characters in a line of files and pipes."""
@@ -66,7 +63,8 @@ def fields(parts: Sequence[str], width: int, indent: int = 2) -> str:
 @dataclass(frozen=True, kw_only=True)
 class TextTable:
     """A table of which no number is broken or cut off, whatever the width: columns of words get narrower first; then
-    columns that do not fit move to a further table below, beside the first ones again.
+    columns that do not fit move to a further table below, beside the first ones again. A word is never broken, so that
+    a long path makes its line longer than the width.
 
     header, rows: the cells; a name may have several lines. words: numbers of the columns that hold words, not numbers.
     keys: first columns, which say what a row is about, and are never broken. styles: one for each row, as rich has
@@ -84,52 +82,62 @@ class TextTable:
         return self.text(terminal_width())
 
     def text(self, width: int) -> str:
-        """Its lines of at most `width` characters, without colours and trailing spaces."""
-        from rich.console import Console
+        """Its lines, without colours."""
+        return "\n".join(line for line, _ in self.lines(width))
 
-        console = Console(width=width, color_system=None, highlight=False, markup=False, emoji=False)
-        with console.capture() as captured:
-            console.print(self)
-        return "\n".join(line.rstrip() for line in captured.get().splitlines())
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table | str]:
-        """The tables one below the other."""
-        for number, columns in enumerate(self._parts(options.max_width)):
+    def lines(self, width: int) -> Iterator[tuple[str, str | None]]:
+        """Each line with its style; an empty one between two tables."""
+        for number, columns in enumerate(self._parts(width)):
             if number:
-                yield ""
-            yield self._table(columns)
+                yield "", None
+            widths = self._widths(columns, width)
+            heights = max(self.header[column].count("\n") for column in columns)
+            header = ["\n" * (heights - self.header[column].count("\n")) + self.header[column] for column in columns]
+            for line in self._row(columns, header, widths):
+                yield line, "bold"
+            for place, row in enumerate(self.rows):
+                for line in self._row(columns, [row[column] for column in columns], widths):
+                    yield line, self.styles[place] if self.styles else None
 
-    def _table(self, columns: Sequence[int]) -> Table:
-        from rich.table import Table
-        from rich.text import Text
-
-        made = Table(box=None, header_style="bold", padding=(0, _GAP, 0, 0), pad_edge=False)
-        for column in columns:
-            is_words = column in self.words
-            made.add_column(Text(self.header[column]), justify="left" if is_words else "right",
-                            no_wrap=not is_words or column < self.keys, overflow="fold")
-        for place, row in enumerate(self.rows):
-            made.add_row(*(Text(row[column]) for column in columns), style=self.styles[place] if self.styles else None)
-        return made
+    def _row(self, columns: Sequence[int], cells: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
+        """The lines of one row."""
+        broken = [[part for line in cell.split("\n") for part in textwrap.wrap(
+            line, width, break_long_words=False, break_on_hyphens=False) or [""]]
+            for cell, width in zip(cells, widths, strict=True)]
+        for parts in zip_longest(*broken, fillvalue=""):
+            placed = [part.ljust(width) if column in self.words else part.rjust(width)
+                      for column, part, width in zip(columns, parts, widths, strict=True)]
+            yield (" " * _GAP).join(placed).rstrip()
 
     def _parts(self, width: int) -> list[list[int]]:
         """The numbers of the columns of each table."""
-        least = [self._least_width(column) for column in range(len(self.header))]
+        least = [min(self._natural(column), _TEXT_WIDTH) if self._may_narrow(column) else self._natural(column)
+                 for column in range(len(self.header))]
         keys = list(range(self.keys))
-        parts, taken = [[*keys]], sum(least[:self.keys]) + _GAP * self.keys
-        used = taken
+        parts = [[*keys]]
         for column in range(self.keys, len(self.header)):
-            if used + least[column] > width and len(parts[-1]) > self.keys:
+            taken = sum(least[each] + _GAP for each in parts[-1])
+            if taken + least[column] > width and len(parts[-1]) > self.keys:
                 parts.append([*keys])
-                used = taken
             parts[-1].append(column)
-            used += least[column] + _GAP
         return parts
 
-    def _least_width(self, column: int) -> int:
-        widest = max(len(line) for cell in (self.header[column], *(row[column] for row in self.rows))
-                     for line in cell.split("\n"))
-        return min(widest, _TEXT_WIDTH) if column in self.words and column >= self.keys else widest
+    def _widths(self, columns: Sequence[int], width: int) -> list[int]:
+        """The width of each column: the widest ones of words get narrower until all fit."""
+        widths = {column: self._natural(column) for column in columns}
+        while sum(widths.values()) + _GAP * (len(columns) - 1) > width:
+            narrower = [column for column in columns if self._may_narrow(column) and widths[column] > _TEXT_WIDTH]
+            if not narrower:
+                break
+            widths[max(narrower, key=lambda column: widths[column])] -= 1
+        return list(widths.values())
+
+    def _may_narrow(self, column: int) -> bool:
+        return column in self.words and column >= self.keys
+
+    def _natural(self, column: int) -> int:
+        return max(len(line) for cell in (self.header[column], *(row[column] for row in self.rows))
+                   for line in cell.split("\n"))
 
 
 class Screen:
@@ -139,13 +147,10 @@ class Screen:
         from rich.console import Console
 
         self._stream = stream
-        self._console = Console(file=stream, highlight=False, markup=False, emoji=False, width=terminal_width())
+        self._console = Console(file=stream, highlight=False, markup=False, emoji=False)
 
     def print(self, what: str | TextTable = "", style: str | None = None) -> None:
-        """Print a sentence, or lines of them, or a table. style: as rich has it."""
-        if isinstance(what, str):
-            self._console.print(prose(what, self._stream), style=style, soft_wrap=True)
-        elif self._console.is_terminal:
-            self._console.print(what)
-        else:  # without the spaces that fill a line
-            self._console.print(str(what), soft_wrap=True)
+        """Print a sentence, or lines of them, or a table. style: as rich has it, of a sentence."""
+        lines = what.lines(terminal_width()) if isinstance(what, TextTable) else [(prose(what, self._stream), style)]
+        for line, its_style in lines:
+            self._console.print(line, style=its_style, soft_wrap=True)
