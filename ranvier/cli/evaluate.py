@@ -18,6 +18,7 @@ from ranvier.cli.problems import ConfigProblems, print_warnings
 from ranvier.cli.ranks import work_as_rank
 from ranvier.config import read
 from ranvier.errors import ConfigError
+from ranvier.system.terminal import TextTable
 
 if TYPE_CHECKING:
     from ranvier.config.resolve import ResolvedRun
@@ -146,9 +147,7 @@ def _print(trained: Trained, run: ResolvedRun, results: Table, as_json: bool) ->
         return
     rows = [(name, metric, f"{value:,.0f}" if metric in _COUNTS else f"{value:.6g}")
             for name, scores in results.items() for metric, value in scores.items()]
-    widths = [max(map(len, column)) for column in zip(("data", "metric", "value"), *rows, strict=True)]
-    for name, metric, value in (("data", "metric", "value"), *rows):
-        print(f"{name:{widths[0]}}  {metric:{widths[1]}}  {value:>{widths[2]}}", flush=True)
+    print(TextTable(header=("data", "metric", "value"), rows=rows, words=(0, 1), keys=2), flush=True)
 
 
 _COUNTS = ("count", "tokens", "sentences", "questions", "images", "targets")

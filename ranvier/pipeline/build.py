@@ -22,6 +22,7 @@ from ranvier.mesh import Coordinates, Mesh, StagePlacement
 from ranvier.pipeline.block_costs import block_costs, build_on_meta
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.partition import partition_for, uniform
+from ranvier.system.terminal import TextTable
 from ranvier.tensor.layers import VocabularyLinear, block_splits
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.quantized_weight import BLOCK, QuantizedWeight
@@ -60,14 +61,18 @@ class StageTable:
         return [self.costs[start:stop] for start, stop in pairwise(edges)]
 
     def __str__(self) -> str:
-        several = self.placement.per_rank > 1
-        lines = [f"{'stage':>5}  " + (f"{'pipe':>4}  " if several else "") +
-                 f"{'blocks':>6}  {'parameters':>12}  {'trainable':>12}  {'cost':>6}  from .. to"]
-        lines += [f"{row.stage:>5}  " + (f"{row.pipe:>4}  " if several else "") +
-                  f"{len(row.blocks):>6}  {row.num_parameters:>12,}  {row.num_trainable:>12,}  "
-                  f"{row.cost:>6.1%}  {row.blocks[0]}{' .. ' + row.blocks[-1] if len(row.blocks) > 1 else ''}"
-                  for row in self.rows]
-        return "\n".join(lines)
+        columns = {"stage": [str(row.stage) for row in self.rows], "pipe": [str(row.pipe) for row in self.rows],
+                   "blocks": [str(len(row.blocks)) for row in self.rows],
+                   "parameters": [f"{row.num_parameters:,}" for row in self.rows],
+                   "trainable": [f"{row.num_trainable:,}" for row in self.rows],
+                   "cost": [f"{row.cost:.1%}" for row in self.rows],
+                   "from .. to": [" .. ".join(dict.fromkeys((row.blocks[0], row.blocks[-1]))) for row in self.rows]}
+        if self.placement.per_rank == 1:
+            del columns["pipe"]
+        if columns["trainable"] == columns["parameters"]:
+            del columns["trainable"]
+        return str(TextTable(header=list(columns), rows=list(zip(*columns.values(), strict=True)),
+                             words=(len(columns) - 1,)))
 
 
 def global_parameters(model: Model, modules: dict[str, nn.Module]) -> tuple[Parameter, ...]:

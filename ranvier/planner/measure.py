@@ -29,7 +29,7 @@ from ranvier.cost.cluster_files import first_fault
 from ranvier.cost.hardware import Cluster, Device, Host, Link, Rate
 from ranvier.errors import ConfigError
 from ranvier.launch.mpiexec import mpi_available
-from ranvier.launch.rank_processes import run_processes
+from ranvier.launch.rank_processes import RanksFailed, run_processes
 from ranvier.models import families
 from ranvier.optim.rules import AdamW
 from ranvier.pipeline.block_costs import block_costs
@@ -66,16 +66,23 @@ def measure(progress: Callable[[str], None] = lambda line: None) -> Cluster:
     else:
         devices = min(available_cores(), _MOST_PROCESSES)
         progress(f"computing, on {devices} cores at once")
-        found = _slowest(run_processes("ranvier.planner.measure:compute_on_rank", devices, "torch",
-                                       timeout_seconds=120.0))
+        found = _slowest(_on_ranks("compute_on_rank", devices, "torch"))
         progress(f"computing and exchanging, twice as many ranks on {devices} cores")
-        alone, crowded = (run_processes("ranvier.planner.measure:crowd_on_rank", count, transport, args=[devices],
-                                        timeout_seconds=120.0) for count in (devices, 2 * devices))
+        alone, crowded = (_on_ranks("crowd_on_rank", count, transport, args=[devices])
+                          for count in (devices, 2 * devices))
         found |= _crowded(alone, crowded)
     progress("messages between two ranks")
-    links = run_processes("ranvier.planner.measure:messages_on_rank", 2, transport, timeout_seconds=120.0,
-                          device="cuda" if devices > 1 and cuda else "cpu")[0]
+    links = _on_ranks("messages_on_rank", 2, transport, device="cuda" if devices > 1 and cuda else "cpu")[0]
     return formed(found, links, devices, "cuda" if cuda else "cpu")
+
+
+def _on_ranks(function: str, count: int, transport: Literal["torch", "mpi"], **more: Any) -> list[Any]:
+    """What a function of this file returns on each of `count` ranks. ConfigError where they fail, or take too long."""
+    try:
+        return run_processes(f"ranvier.planner.measure:{function}", count, transport, timeout_seconds=120.0, **more)
+    except RanksFailed as error:
+        raise ConfigError(f"could not be measured: {str(error).splitlines()[0]}", where="this machine",
+                          remedy="Measure again while the machine has nothing else to do.") from error
 
 
 def formed(found: Mapping[str, Any], links: Mapping[str, Any], devices: int, kind: str) -> Cluster:

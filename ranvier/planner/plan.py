@@ -36,6 +36,7 @@ from ranvier.planner.simulation import (
 from ranvier.planner.trial import measured
 from ranvier.planner.work import Work
 from ranvier.schedule.policies import policy_named
+from ranvier.system.terminal import Screen, fitted, terminal_width
 
 
 def ranks_for(run: Run, cluster: Cluster, ranks: int | None) -> int:
@@ -92,16 +93,17 @@ def plan(name: str, run: Run, cluster_name: str, *, ranks: int | None = None, se
         print(json.dumps(report.document(found, name), indent=1))
         return found
     print_plan(found, name, explain)
+    screen = Screen(sys.stdout)
     for line in report.course_lines(found.best[0]):
-        print(line)
+        screen.print(line)
     freezes = run.elastic.freeze != "none" and not run.elastic.dry_run
     if found.best[0].course is None and freezes:
-        print("\nWhat freezing gives is not predicted: how many steps an epoch has is not known. " + (
+        screen.print("\nWhat freezing gives is not predicted: how many steps an epoch has is not known. " + (
             "Set --elastic.every and --train.steps." if "data.train_samples" in form_of(run.data).unused else
             "Set --data.train-samples."))
     if out is not None:
-        print(f"\nwritten to {out}; now: ranvier train {out}, or first: "
-              f"ranvier check {out} --cluster {cluster_name}")
+        print(f"\nwritten to {out}; now: ranvier train {out}\n"
+              f"or first: ranvier check {out} --cluster {cluster_name}")
     return found
 
 
@@ -115,24 +117,24 @@ def _write(run: Run, path: Path) -> None:
 
 def print_plan(found: Plan, name: str, explain: bool) -> None:
     """For people, on standard output."""
-    from rich.console import Console
-
-    console = Console(file=sys.stdout, soft_wrap=True, highlight=False, markup=False,
-                      width=None if sys.stdout.isatty() else 240)
-    console.print(f"{name} on {found.ranks} of the {found.cluster.num_devices:,} devices of {found.cluster.name} "
-                  f"({found.cluster.device.name}), {report.numbers(found)}\n")
-    console.print(report.table(found))
+    screen = Screen(sys.stdout)
+    screen.print(f"{name} on {found.ranks} of the {found.cluster.num_devices:,} devices of {found.cluster.name} "
+                  f"({found.cluster.device.name}), {report.numbers(found)}")
+    if same := report.common_settings(found):
+        screen.print(same)
+    screen.print()
+    screen.print(report.table(found))
     if found.measured_over_predicted != 1.0:
-        console.print(f"\nMeasured steps take {found.measured_over_predicted:.2f} times what is predicted (median).")
+        screen.print(f"\nMeasured steps take {found.measured_over_predicted:.2f} times what is predicted (median).")
     faster = [one for one in found.dropped if one.cost.seconds < found.best[0].cost.seconds]
     if faster:
         first = min(faster, key=lambda one: one.cost.seconds)
-        console.print(f"\n{len(faster)} that would be faster do not fit. The fastest: {report.describe(first.run)}, "
+        screen.print(f"\n{len(faster)} that would be faster do not fit. The fastest: {report.describe(first.run)}, "
                       f"{first.cost.seconds:.4g} s a step: {first.reason}.")
     if explain:
-        console.print()
+        screen.print()
         for line in report.explanation(found):
-            console.print(line)
+            screen.print(line)
 
 
 # --- simulate --------------------------------------------------------------------------------------------------------
@@ -225,25 +227,27 @@ def _document(name: str, found: Simulation, lost: Goodput | None) -> dict[str, o
 
 
 def _print(found: Simulation, lost: Goodput | None, name: str) -> None:
-    step, run = found.step, found.run
-    print(f"{name} on {run.mesh.size:,} devices of {found.cluster.name}: {report.describe(run)}")
+    step, run, screen = found.step, found.run, Screen(sys.stdout)
+    screen.print(f"{name} on {run.mesh.size:,} devices of {found.cluster.name}: {report.describe(run)}")
     if found.excess:
-        print(f"it would not fit: {found.excess}")
+        screen.print(f"it would not fit: {found.excess}")
     pipeline = found.pipeline_seconds
-    print(f"a step takes {found.seconds:.4g} s: the pipeline {pipeline:.4g} s, of which stages wait "
-          f"{step.bubble_fraction:.1%}; then {found.seconds - pipeline:.3g} s")
+    screen.print(f"a step takes {found.seconds:.4g} s: the pipeline {pipeline:.4g} s, of which stages wait "
+                 f"{step.bubble_fraction:.1%}; then {found.seconds - pipeline:.3g} s")
     if pipeline > step.seconds:
-        print(f"stages share cores: with one for each the pipeline would take {step.seconds:.4g} s")
+        screen.print(f"stages share cores: with one for each the pipeline would take {step.seconds:.4g} s")
     if step.sampled > 1:
-        print(f"{step.sampled} of {step.replicas:,} replicas were simulated, {min(step.replica_seconds):.4g} to "
-              f"{max(step.replica_seconds):.4g} s; the step is as long as the slowest of all is expected to be")
-    for line in report.stage_lines(found.cost)[:17]:
-        print(line)
+        screen.print(f"{step.sampled} of {step.replicas:,} replicas were simulated, {min(step.replica_seconds):.4g} to "
+                     f"{max(step.replica_seconds):.4g} s; the step is as long as the slowest of all is expected to be")
+    if lost is not None:
+        screen.print(f"{lost.failures_per_day:.2g} failures a day leave {lost.share:.1%} of the time, with a "
+                     f"checkpoint every {run.checkpoint.every or run.train.steps} steps; {lost.best_steps} steps would "
+                     "lose least")
+    screen.print("\nmilliseconds of a step:")
+    screen.print(report.stage_table(found.cost))
     if len(found.cost.stages) > 16:
-        print(f"  ... {len(found.cost.stages) - 16} more stages")
+        screen.print(f"  ... {len(found.cost.stages) - 16} more stages")
+    screen.print()
     for stage, actions in list(enumerate(step.shown.actions))[:8]:
         text = " ".join(str(action) for action, _, _ in actions[:24])
-        print(f"stage {stage}: {text}{' ...' if len(actions) > 24 else ''}")
-    if lost is not None:
-        print(f"{lost.failures_per_day:.2g} failures a day leave {lost.share:.1%} of the time, with a checkpoint every "
-              f"{run.checkpoint.every or run.train.steps} steps; {lost.best_steps} steps would lose least")
+        screen.print(fitted(f"stage {stage}: {text}{' ...' if len(actions) > 24 else ''}", terminal_width()))

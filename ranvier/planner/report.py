@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.collectives import placed
@@ -12,34 +11,56 @@ from ranvier.cost.step import Cost
 from ranvier.planner.candidates import Candidate
 from ranvier.planner.elastic_plan import Course
 from ranvier.planner.search import Plan
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from ranvier.system.terminal import TextTable
 
 _GIB = 2**30
 
 
-def table(plan: Plan, rows: int = 8) -> Table:
-    """The fastest configurations, one a line. Rates are as measured where anything was."""
-    from rich.table import Table
-
+def table(plan: Plan, rows: int = 8) -> TextTable:
+    """The fastest configurations, one a line, with the settings in which they differ (`common_settings` has the
+    others). Rates are as measured where anything was."""
     shown = plan.best[:rows]
-    made = Table("", "data x pipe x row x col", "microbatch", "in flight", "recompute", "offload", "shard", "s a step",
-                 "tokens/s", "model FLOPs", "hardware FLOPs", "GiB a device", "days to 3e11 tokens", box=None,
-                 header_style="bold")
-    more = {name: column for name, column in _further(plan, shown).items() if len({*column}) > 1}
-    for name in more:
-        made.add_column(name)
-    for place, found in enumerate(shown):
-        run, cost = found.run, found.cost
+    axes = [axis for axis in shown[0].run.mesh.sizes
+            if axis in ("data", "pipe") or any(found.run.mesh.sizes[axis] > 1 for found in shown)]
+    head = " x ".join(axes[:2]) + "".join(f"\nx {' x '.join(axes[2:])}" if axes[2:] else "")
+    columns = {"": [str(place + 1) for place in range(len(shown))],
+               head: [" x ".join(str(found.run.mesh.sizes[axis]) for axis in axes) for found in shown]}
+    columns |= {name: cells for name, cells in _settings(shown).items() if len(shown) == 1 or len({*cells}) > 1}
+    rates: dict[str, list[str]] = {}
+    for found in shown:
+        cost = found.cost
         longer = found.expected_seconds(plan.measured_over_predicted) / cost.seconds
-        made.add_row(str(place + 1), " x ".join(map(str, run.mesh.shape)), str(run.batch.microbatch_size),
-                     str(run.pipeline.in_flight), str(run.memory.recompute), offload_text(run),
-                     "yes" if run.optim.shard else "no", f"{cost.seconds:.4g}",
-                     f"{cost.tokens_per_second / longer:,.0f}", f"{cost.model_utilisation / longer:.1%}",
-                     f"{cost.hardware_utilisation / longer:.1%}", f"{device_bytes(found) / _GIB:.2f}",
-                     f"{cost.days() * longer:,.1f}", *(column[place] for column in more.values()))
-    return made
+        for name, cell in {"s a step": f"{cost.seconds:.4g}",
+                           "tokens/s": f"{cost.tokens_per_second / longer:,.0f}",
+                           "MFU": f"{cost.model_utilisation / longer:.1%}",
+                           "HFU": f"{cost.hardware_utilisation / longer:.1%}",
+                           "GiB a\ndevice": f"{device_bytes(found) / _GIB:.2f}",
+                           "days to\n3e11\ntokens": f"{cost.days() * longer:,.1f}"}.items():
+            rates.setdefault(name, []).append(cell)
+    if rates["HFU"] == rates["MFU"]:
+        del rates["HFU"]
+    further = {name: cells for name, cells in _further(plan, shown).items() if len({*cells}) > 1}
+    columns |= {name: cells for name, cells in further.items() if name in _WORDS} | rates | further
+    words = [place for place, name in enumerate(columns) if name in _WORDS or name == head]
+    return TextTable(header=list(columns), rows=list(zip(*columns.values(), strict=True)), words=words, keys=2)
+
+
+def common_settings(plan: Plan, rows: int = 8) -> str:
+    """The settings that are the same in all rows of `table`, in words; empty for one row, which shows all."""
+    shown = plan.best[:rows]
+    same = [f"{name} {cells[0]}" for name, cells in _settings(shown).items() if len({*cells}) == 1]
+    return f"the same in all of them: {', '.join(same)}" if same and len(shown) > 1 else ""
+
+
+def _settings(shown: Sequence[Candidate]) -> dict[str, list[str]]:
+    runs = [found.run for found in shown]
+    return {"microbatch": [str(run.batch.microbatch_size) for run in runs],
+            "in flight": [str(run.pipeline.in_flight) for run in runs],
+            "recompute": [str(run.memory.recompute) for run in runs], "offload": [offload_text(run) for run in runs],
+            "shard": ["yes" if run.optim.shard else "no" for run in runs]}
+
+
+_WORDS = ("recompute", "offload", "shard", "deferred", "precision", "scheme")
 
 
 def numbers(plan: Plan) -> str:
@@ -230,10 +251,10 @@ def course_lines(found: Candidate) -> list[str]:
     return lines
 
 
-def stage_lines(cost: Cost) -> Sequence[str]:
-    """Milliseconds of each stage."""
-    return [f"{'stage':>5}  {'forward':>9}  {'backward':>9}  {'weights':>9}  {'of it messages':>14}  {'averaging':>9}  "
-            f"{'update':>9}  milliseconds",
-            *(f"{row.stage:>5}  {1e3 * row.forward_seconds:>9.3f}  {1e3 * row.backward_seconds:>9.3f}  "
-              f"{1e3 * row.weight_seconds:>9.3f}  {1e3 * row.exchange_seconds:>14.3f}  "
-              f"{1e3 * row.reduction_seconds:>9.2f}  {1e3 * row.update_seconds:>9.2f}" for row in cost.stages)]
+def stage_table(cost: Cost, rows: int = 16) -> TextTable:
+    """Milliseconds of the first stages."""
+    shown = [[str(row.stage), *(f"{1e3 * seconds:.3f}" for seconds in (
+        row.forward_seconds, row.backward_seconds, row.weight_seconds, row.exchange_seconds, row.reduction_seconds,
+        row.update_seconds))] for row in cost.stages[:rows]]
+    return TextTable(header=["stage", "forward", "backward", "weights", "of it\nmessages", "averaging", "update"],
+                     rows=shown)

@@ -32,6 +32,7 @@ from ranvier.pipeline.engine import Engine
 from ranvier.planner.problems import problems
 from ranvier.system.machine import available_memory_bytes
 from ranvier.system.memory_tracker import MemoryPlace, MemoryTracker
+from ranvier.system.terminal import TextTable
 from ranvier.world import World
 
 _WORKING = ("activations", "deferred", "workspace", "messages", "arriving")
@@ -79,18 +80,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def prediction_text(run: ResolvedRun) -> str:
     """The table of predicted memory, as text."""
-    return _as_text("predicted memory, MiB:", memory_table(laid_out(run)[1]))
-
-
-def _as_text(*parts: object) -> str:
-    """Texts and tables of rich, one below the other, without trailing spaces."""
-    from rich.console import Console
-
-    console = Console(width=200, highlight=False, markup=False, color_system=None)
-    with console.capture() as captured:
-        for part in parts:
-            console.print(part)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+    return f"predicted memory, MiB:\n{memory_table(laid_out(run)[1])}"
 
 
 class Measured:
@@ -134,10 +124,7 @@ class Measured:
 def report_text(predicted: Sequence[RankMemory], measured: Sequence[Mapping[str, Mapping[str, int]]],
                 stage_of: Callable[[int], int]) -> str:
     """Predicted and measured MiB side by side, for the rank of each stage that needed most. measured: by rank."""
-    from rich.table import Table
-
-    table = Table("memory in MiB", *(f"stage {entry.pipe}: predicted" if column == 0 else "measured"
-                                     for entry in predicted for column in range(2)), box=None, header_style="bold")
+    rows: list[list[str]] = []
     largest = [max((facts for rank, facts in enumerate(measured) if stage_of(rank) == entry.pipe),
                    key=lambda facts: sum(facts["device"].values())) for entry in predicted]
     folded = [{"device": _folded(entry.device), "host": dict(entry.host)} for entry in predicted]
@@ -145,11 +132,12 @@ def report_text(predicted: Sequence[RankMemory], measured: Sequence[Mapping[str,
         names = dict.fromkeys(name for facts in (*folded, *largest) for name, size in facts[place].items() if size)
         for name in names:
             sizes = [facts[place].get(name, 0) for pair in zip(folded, largest, strict=True) for facts in pair]
-            table.add_row(name if place == "device" else f"host {name}", *(f"{size / 2**20:,.1f}" for size in sizes))
+            rows.append([name if place == "device" else f"host {name}", *(f"{size / 2**20:,.1f}" for size in sizes)])
         if names:
             sums = [sum(facts[place].values()) for pair in zip(folded, largest, strict=True) for facts in pair]
-            table.add_row(f"{place} in all", *(f"{size / 2**20:,.1f}" for size in sums), style="bold")
-    return _as_text(table)
+            rows.append([f"{place} in all", *(f"{size / 2**20:,.1f}" for size in sums)])
+    return str(TextTable(header=["memory in MiB", *(f"stage {entry.pipe}\n{kind}" for entry in predicted
+                                                    for kind in ("predicted", "measured"))], rows=rows, words=(0,)))
 
 
 def _folded(device: Mapping[str, int]) -> dict[str, int]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -22,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 from tensorboardX import SummaryWriter
 
+from ranvier.system.terminal import fields, fitted, prose, terminal_width
 from ranvier.train.events import EndEvent, EvalEvent, Event, NoteEvent, StartEvent, StepEvent, Tracker, TransitionEvent
 from ranvier.train.logs import mesh_text, step_fields, writing
 
@@ -32,8 +34,8 @@ NOTES_OF_A_KIND = 3
 
 
 def console(stream: TextIO) -> Tracker:
-    """The live console on a terminal, the plain one for files and pipes."""
-    return LiveConsole(stream) if stream.isatty() else PlainConsole(stream)
+    """The live console on a terminal, the plain one for files, pipes and terminals that cannot move the cursor."""
+    return LiveConsole(stream) if stream.isatty() and os.environ.get("TERM") != "dumb" else PlainConsole(stream)
 
 
 def duration(seconds: float) -> str:
@@ -43,19 +45,25 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def step_text(event: StepEvent, unit: str = "tokens") -> str:
-    """The numbers of one step, at fixed widths."""
-    text = (f"loss {event.loss:7.4f}  {_rate(event.tokens_per_second):>9} {unit}/s"
-            f"  utilisation {event.model_flops_utilisation:4.0%}  bubble {event.bubble_fraction:4.0%}"
-            f"  waits {1e3 * event.wait_seconds:5.0f} ms")
-    if event.eval_loss is not None:
-        text += f"  eval {event.eval_loss:.4f}"
+def time_left(seconds: float) -> str:
+    """As `duration` within an hour; then in hours and minutes."""
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours}h{minutes:02}" if seconds >= 3600 else duration(seconds)
+
+
+def step_parts(event: StepEvent, unit: str = "tokens") -> list[str]:
+    """The numbers of one step, at fixed widths: loss, rate, model FLOPs utilisation, bubble."""
+    return [f"loss {event.loss:6.4f}", f"{_rate(event.tokens_per_second):>7} {unit}/s",
+            f"MFU {event.model_flops_utilisation:3.0%}", f"bubble {event.bubble_fraction:3.0%}"]
+
+
+def eval_parts(event: StepEvent) -> list[str]:
+    """The numbers of an evaluation after the step: loss, accuracy, the losses of named sets."""
+    found = [] if event.eval_loss is None else [f"eval {event.eval_loss:.4f}"]
     if "eval_accuracy" in event.eval_scores:
-        text += f"  accuracy {event.eval_scores['eval_accuracy']:.2%} of {event.eval_scores['eval_count']:,.0f}"
-    for name, loss in event.eval_scores.items():
-        if name.startswith("eval_") and name.endswith("_loss"):
-            text += f"  {name.removeprefix('eval_').removesuffix('_loss')} {loss:.4f}"
-    return text
+        found.append(f"accuracy {event.eval_scores['eval_accuracy']:.2%} of {event.eval_scores['eval_count']:,.0f}")
+    return found + [f"{name.removeprefix('eval_').removesuffix('_loss')} {loss:.4f}"
+                    for name, loss in event.eval_scores.items() if name.startswith("eval_") and name.endswith("_loss")]
 
 
 def _rate(per_second: float) -> str:
@@ -64,7 +72,8 @@ def _rate(per_second: float) -> str:
 
 def start_text(event: StartEvent) -> str:
     """The run's heading: mesh, settings and the table of stages, several lines."""
-    settings = "\n".join(f"  {name:<14} {value}" for name, value in event.settings.items())
+    settings = "\n".join(fitted(f"  {name:<14} {value}", terminal_width(), indent=17)
+                         for name, value in event.settings.items())
     return f"{event.recipe}: {event.steps} steps on mesh {mesh_text(event.mesh)}\n{settings}\n{event.stages}"
 
 
@@ -111,7 +120,7 @@ class _Console(ABC):
                 # the time to the end, by the durations of steps, in which recent ones weigh more
                 self._num_seen += 1
                 self._step_seconds += max(0.1, 1 / self._num_seen) * (event.step_seconds - self._step_seconds)
-                self._show_step(event, duration(max(0, self._steps - event.step) * self._step_seconds))
+                self._show_step(event, time_left(max(0, self._steps - event.step) * self._step_seconds))
             case TransitionEvent():
                 self._print(f"step {event.step}: {event}", style="yellow")
             case NoteEvent():
@@ -145,7 +154,7 @@ class PlainConsole(_Console):
 
     def _print(self, text: str, style: str | None = None) -> None:
         with _without_room():
-            print(text, file=self._stream, flush=True)
+            print(prose(text, self._stream), file=self._stream, flush=True)
 
     def _show_step(self, event: StepEvent, left: str) -> None:
         every = max(1, -(-self._steps // PLAIN_LINES))
@@ -154,7 +163,8 @@ class PlainConsole(_Console):
         if due or evaluated:
             self._last = event.step
             number = f"{event.step:{len(str(self._steps))}}/{self._steps}"
-            self._print(f"step {number}  {step_text(event, self._unit)}  {left} left")
+            self._print(fields([f"step {number}", *step_parts(event, self._unit), f"{left} left", *eval_parts(event)],
+                               terminal_width()))
 
     def close(self) -> None:
         """Flush what has been printed, unless the disk is full."""
@@ -180,7 +190,8 @@ class LiveConsole(_Console):
             self._live.start()
 
     def _print(self, text: str, style: str | None = None) -> None:
-        self._console.print(text, style=style, markup=False, highlight=style is not None)
+        self._console.print(fitted(text, self._console.width), style=style, markup=False, soft_wrap=True,
+                            highlight=style is not None)
 
     def _show_step(self, event: StepEvent, left: str) -> None:
         self._losses.append(event.loss)
@@ -191,7 +202,8 @@ class LiveConsole(_Console):
         bar.add_row(Text(f"step {event.step}/{self._steps}", style="bold"),
                     ProgressBar(total=self._steps, completed=event.step, width=30), Text(f"{left} left"),
                     Text(sparkline(self._losses, 16), style="cyan"))
-        self._live.update(Group(bar, Text(step_text(event, self._unit))), refresh=True)
+        numbers = [*step_parts(event, self._unit), f"waits {1e3 * event.wait_seconds:.0f} ms", *eval_parts(event)]
+        self._live.update(Group(bar, Text(fields(numbers, self._console.width, indent=0))), refresh=True)
 
     def close(self) -> None:
         """Leave the last state of the live line on the screen."""

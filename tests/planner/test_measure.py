@@ -6,6 +6,8 @@ import pytest
 
 from ranvier.cli.main import run_command
 from ranvier.cost.cluster_files import load_cluster
+from ranvier.launch.rank_processes import RanksFailed
+from ranvier.planner import measure
 from ranvier.planner.measure import _crowded, fit, line, seconds_of_a_flop
 from ranvier.testing.ranks import run_processes
 
@@ -34,6 +36,18 @@ def test_another_format_has_a_rate_beside_the_same_constants():
     measured = samples(5e-11, 1e-10, 4e-6)
     assert seconds_of_a_flop(measured, 1e-10, 4e-6) == pytest.approx(5e-11, rel=1e-9)
     assert seconds_of_a_flop(measured, 1.0, 4e-6) == 0.0
+
+
+def test_a_machine_that_is_too_busy_is_told(capsys, monkeypatch, tmp_path):
+    def late(*args, **more):
+        raise RanksFailed("rank 0, 1 of 2 had not ended after 120 s\n--- rank 0:")
+
+    monkeypatch.setattr(measure, "run_processes", late)
+    monkeypatch.chdir(tmp_path)
+    assert run_command(["doctor", "--measure"]) == 2
+    assert ("ranvier: error: this machine: could not be measured: rank 0, 1 of 2 had not ended after 120 s. Measure "
+            "again while the machine has nothing else to do.\n") in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_line_through_messages():

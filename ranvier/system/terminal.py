@@ -1,0 +1,156 @@
+"""What fits into a line: tables and sentences for terminals, files and pipes.
+
+    COLUMNS is set      tables and sentences have at most that many characters in a line
+    a terminal          its width is that of COLUMNS
+    a file or a pipe    tables have at most 80 characters in a line; a sentence stays one line, for grep
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import textwrap
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import TextIO
+
+DEFAULT_WIDTH = 80
+"""Characters in a line of files and pipes."""
+_LEAST_WIDTH = 40
+"""Narrower terminals break lines themselves."""
+_TEXT_WIDTH = 16
+"""A column of words is made narrower than its words need, but not than this, before columns move below."""
+_GAP = 2
+
+
+def terminal_width() -> int:
+    """Characters in a line: those that COLUMNS says, else those of the terminal, else 80; never under 40."""
+    return max(_LEAST_WIDTH, shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns)
+
+
+def fitted(text: str, width: int, indent: int | None = None) -> str:
+    """`text` with its lines broken between words where they are longer than `width`. Words are never broken.
+
+    indent: spaces before the rest of a line; by default two more than before its beginning.
+    """
+    def broken(line: str) -> str:
+        if len(line) <= width:
+            return line
+        spaces = len(line) - len(line.lstrip()) + 2 if indent is None else indent
+        return textwrap.fill(line, width, subsequent_indent=" " * spaces, break_long_words=False,
+                             break_on_hyphens=False)
+
+    return "\n".join(broken(line) for line in text.split("\n"))
+
+
+def prose(text: str, stream: TextIO) -> str:
+    """Sentences for `stream`: fitted to a terminal, or to COLUMNS; unchanged for files and pipes."""
+    return fitted(text, terminal_width()) if stream.isatty() or os.environ.get("COLUMNS") else text
+
+
+def fields(parts: Sequence[str], width: int, indent: int = 2) -> str:
+    """`parts` with two spaces between them, on as many lines as they need; the second and further are indented."""
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if len(lines[-1]) + _GAP + len(part) <= width:
+            lines[-1] += " " * _GAP + part
+        else:
+            lines.append(" " * indent + part)
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextTable:
+    """A table of which no number is broken or cut off, whatever the width: columns of words get narrower first; then
+    columns that do not fit move to a further table below, beside the first ones again. A word is never broken, so that
+    a long path makes its line longer than the width.
+
+    header, rows: the cells; a name may have several lines. words: numbers of the columns that hold words, not numbers.
+    keys: first columns, which say what a row is about, and are never broken. styles: one for each row, as rich has
+    them, or none at all.
+    """
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: Collection[int] = ()
+    keys: int = 1
+    styles: Sequence[str | None] = ()
+
+    def __str__(self) -> str:
+        """Its lines without colours, for `terminal_width`."""
+        return self.text(terminal_width())
+
+    def text(self, width: int) -> str:
+        """Its lines, without colours."""
+        return "\n".join(line for line, _ in self.lines(width))
+
+    def lines(self, width: int) -> Iterator[tuple[str, str | None]]:
+        """Each line with its style; an empty one between two tables."""
+        for number, columns in enumerate(self._parts(width)):
+            if number:
+                yield "", None
+            widths = self._widths(columns, width)
+            heights = max(self.header[column].count("\n") for column in columns)
+            header = ["\n" * (heights - self.header[column].count("\n")) + self.header[column] for column in columns]
+            for line in self._row(columns, header, widths):
+                yield line, "bold"
+            for place, row in enumerate(self.rows):
+                for line in self._row(columns, [row[column] for column in columns], widths):
+                    yield line, self.styles[place] if self.styles else None
+
+    def _row(self, columns: Sequence[int], cells: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
+        """The lines of one row."""
+        broken = [[part for line in cell.split("\n") for part in textwrap.wrap(
+            line, width, break_long_words=False, break_on_hyphens=False) or [""]]
+            for cell, width in zip(cells, widths, strict=True)]
+        for parts in zip_longest(*broken, fillvalue=""):
+            placed = [part.ljust(width) if column in self.words else part.rjust(width)
+                      for column, part, width in zip(columns, parts, widths, strict=True)]
+            yield (" " * _GAP).join(placed).rstrip()
+
+    def _parts(self, width: int) -> list[list[int]]:
+        """The numbers of the columns of each table."""
+        least = [min(self._natural(column), _TEXT_WIDTH) if self._may_narrow(column) else self._natural(column)
+                 for column in range(len(self.header))]
+        keys = list(range(self.keys))
+        parts = [[*keys]]
+        for column in range(self.keys, len(self.header)):
+            taken = sum(least[each] + _GAP for each in parts[-1])
+            if taken + least[column] > width and len(parts[-1]) > self.keys:
+                parts.append([*keys])
+            parts[-1].append(column)
+        return parts
+
+    def _widths(self, columns: Sequence[int], width: int) -> list[int]:
+        """The width of each column: the widest ones of words get narrower until all fit."""
+        widths = {column: self._natural(column) for column in columns}
+        while sum(widths.values()) + _GAP * (len(columns) - 1) > width:
+            narrower = [column for column in columns if self._may_narrow(column) and widths[column] > _TEXT_WIDTH]
+            if not narrower:
+                break
+            widths[max(narrower, key=lambda column: widths[column])] -= 1
+        return list(widths.values())
+
+    def _may_narrow(self, column: int) -> bool:
+        return column in self.words and column >= self.keys
+
+    def _natural(self, column: int) -> int:
+        return max(len(line) for cell in (self.header[column], *(row[column] for row in self.rows))
+                   for line in cell.split("\n"))
+
+
+class Screen:
+    """Prints sentences and tables on a stream as they fit there; colours on terminals only, and obeying NO_COLOR."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+
+        self._stream = stream
+        self._console = Console(file=stream, highlight=False, markup=False, emoji=False)
+
+    def print(self, what: str | TextTable = "", style: str | None = None) -> None:
+        """Print a sentence, or lines of them, or a table. style: as rich has it, of a sentence."""
+        lines = what.lines(terminal_width()) if isinstance(what, TextTable) else [(prose(what, self._stream), style)]
+        for line, its_style in lines:
+            self._console.print(line, style=its_style, soft_wrap=True)
