@@ -137,7 +137,8 @@ def test_a_base_below_the_adapters_is_frozen_from_the_start(text, tmp_path, monk
     assert [(line["step"], line["frozen_layers"], line["mesh"]["pipe"], line["mesh"]["data"])
             for line in (change, again)] == [(0, 2, 2, 2), (9, 2, 1, 4)]
     assert change["cache"] and change["reason"] == "nothing trains in them" and not events(run, "untied")
-    assert "freezes the layers in which nothing trains, packs the pipeline, adds replicas, caches" in " ".join(told.split())
+    said = " ".join(told.split())
+    assert "freezes the layers in which nothing trains, packs the pipeline, adds replicas, caches" in said
     assert read_rows(results) > 0
 
     other = run_of(text, tmp_path / "other", family, mesh=Mesh(), lora=replace(UPPER, rank=3), elastic=run.elastic)
