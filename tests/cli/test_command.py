@@ -163,9 +163,9 @@ def test_training_leaves_its_results_in_its_folder_only(tmp_path, corpus):
 
 def test_an_error_of_the_ranks_is_one_line(tmp_path):
     """With --quiet it is all that is printed."""
-    done = ranvier("train", "gpt-tiny", "--quiet", "--mesh.data", 1, "--comm.transport", "torch", *TINY,
-                   "--data.corpus", tmp_path / "missing", "--data.cache-dir", tmp_path / "cache",
-                   "--run-dir", tmp_path / "run")
+    done = ranvier("train", "gpt-tiny", "--quiet", "--mesh.data", 1, "--mesh.pipe", 2,
+                   "--comm.transport", "torch", *TINY, "--data.corpus", tmp_path / "missing",
+                   "--data.cache-dir", tmp_path / "cache", "--run-dir", tmp_path / "run")
     assert done.returncode == 2
     assert re.fullmatch(r"ranvier: error: .*missing.*\n", done.stderr) and not done.stdout
 

@@ -283,7 +283,7 @@ def test_the_run_file_of_a_plan_says_what_differs_from_the_defaults_and_is_the_s
 
 
 def test_a_plan_says_its_number_format(capsys):
-    flags = ("plan", "gpt-tiny", "--cluster", "h100", "--ranks", "2")
+    flags = ("plan", "gpt-tiny", "--cluster", "h100", "--ranks", "1")
     assert "batch 32, fp32 (this device computes faster with --precision bf16)" in command(capsys, *flags)[1]
     assert "batch 32, bf16\n" in command(capsys, *flags, "--precision", "bf16")[1]
     assert "batch 32\n" in command(capsys, *flags, "--search", "mesh,precision")[1]
@@ -336,9 +336,9 @@ def test_what_cannot_be_measured(monkeypatch, tmp_path):
 
 
 def test_the_command_prints_json(capsys):
-    code, out, _ = command(capsys, "plan", "gpt-tiny", "--cluster", "h100", "--ranks", "8", "--json")
+    code, out, _ = command(capsys, "plan", "gpt-tiny", "--cluster", "h100", "--ranks", "2", "--json")
     found = json.loads(out)
-    assert code == 0 and found["ranks"] == 8 and found["plans"][0]["reason"] == ""
+    assert code == 0 and found["ranks"] == 2 and found["plans"][0]["reason"] == ""
     assert sum(found["plans"][0]["shares"].values()) == pytest.approx(1.0)
     steps = [plan["step_seconds"] for plan in found["plans"]]
     assert steps[0] == min(steps) and found["plans"][0]["device_bytes"] > 0
