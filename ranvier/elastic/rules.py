@@ -30,7 +30,7 @@ class ElasticRules:
 
     def step_samples(self, data: int) -> int:
         """Samples of a step with so many replicas."""
-        size = self.run.batch.global_size
+        size = self.run.samples_of(1)
         return size if self.run.elastic.global_batch == "keep" else max(1, size * data // self.run.mesh.data)
 
     def caches(self, frozen: int, refused_at: int) -> bool:
@@ -41,7 +41,7 @@ class ElasticRules:
 
     def remaining_steps(self, total_steps: int, samples: int, step_samples: int) -> int:
         """Steps of `step_samples` that are left after `samples`, of a run of `total_steps` steps of its first size."""
-        return max(0, -(-(total_steps * self.run.batch.global_size - samples) // step_samples))
+        return max(0, -(-(self.run.samples_of(total_steps) - samples) // step_samples))
 
 
 @dataclass(frozen=True, kw_only=True)

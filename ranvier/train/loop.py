@@ -190,7 +190,7 @@ class Training:
     @property
     def samples(self) -> int:
         """The place in the data: samples of all steps so far, and those that were left out."""
-        return self.done * self.run.batch.global_size + self.runtime.train_data.offset
+        return self.run.samples_of(self.done) + self.runtime.train_data.offset
 
     def start(self) -> None:
         """Write what the run has come to, and start the clock."""
@@ -255,7 +255,7 @@ class Training:
     def step(self, step: int) -> None:
         """One optimizer step; publishes the numbers of the step before. The run is then at this step, or at that of the
         checkpoint to which the guard has rolled back, or on another mesh."""
-        after = self.samples + self.run.batch.global_size
+        after = self.samples + self.run.samples_of(1)
         if after // self.data.epoch_samples > self.samples // self.data.epoch_samples:
             self.elastic.caching.look_again()
         rate = self.engine.learning_rate = self.elastic.learning_rate(step)
@@ -461,7 +461,7 @@ class Training:
         if self.now is None:
             self.elastic.caching.leave()
             return
-        self.runtime.train_data.offset = command["samples"] - self.done * self.run.batch.global_size
+        self.runtime.train_data.offset = command["samples"] - self.run.samples_of(self.done)
         self.saving.move(self.run, self.engine, offset=self.runtime.train_data.offset, saved_step=command["saved_step"])
         self.guards.move(self.engine, command["guards"])
         if command["bad_steps"]:
@@ -477,7 +477,7 @@ class Training:
         self.outputs.event(TransitionEvent(step=self.done, old_mesh=before, mesh=self.run.mesh, reason=change.reason,
                                            old_frozen=change.old_frozen, frozen=change.frozen, cache=cache,
                                            bytes_moved=moved, seconds=seconds, began_ns=began,
-                                           global_size=self.run.batch.global_size,
+                                           global_size=self.run.samples_of(1),
                                            microbatch_size=self.run.batch.microbatch_size,
                                            stages=str(self.engine.stages), wish=change.wish))
         self._tell_of_ties(None if old is None else old.engine)
@@ -540,7 +540,7 @@ class Training:
 
     def _leave_out(self, step: int, reached: int) -> None:
         """After a rollback from `step` to `reached`: the data continues where it is."""
-        self.runtime.train_data.offset += (step - reached) * self.run.batch.global_size
+        self.runtime.train_data.offset += self.run.samples_of(step - reached)
         self.saving.offset = self.runtime.train_data.offset
         self.done = self.saving.published_step = reached
         self.meter.resume()

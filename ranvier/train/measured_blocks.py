@@ -34,7 +34,7 @@ def present_mesh(now: RankRuntime) -> PresentMesh:
     """Where the run is."""
     engine = now.engine
     return PresentMesh(mesh=now.run.mesh, boundaries=tuple(engine.boundaries), frozen=now.frozen.prefix,
-                       cached_blocks=engine.cached_blocks, global_size=now.run.batch.global_size,
+                       cached_blocks=engine.cached_blocks, global_size=now.run.samples_of(1),
                        layers=tuple(tuple(layer) for layer in engine.layers), block_names=tuple(engine.block_names))
 
 
@@ -47,7 +47,7 @@ def measured_blocks(now: RankRuntime, measured: Sequence[RankMeasurement], profi
     costs, size = engine.stages.costs or (), max(1, run.batch.microbatch_size // run.mesh.row)
     weights = [cost.weight(now.world.device.type) for cost in costs]
     steps = max((row["steps"] for row in measured), default=0)
-    shares = max(1, steps * run.batch.global_size) * run.mesh.stage_size  # of a sample, one for each rank of a stage
+    shares = max(1, run.samples_of(steps)) * run.mesh.stage_size  # of a sample, one for each rank of a stage
     cores = _cores(now, measured)
     threads = torch.get_num_threads()
     share = 1.0 if cores is None else min(1.0, cores / (len(measured) * threads))  # of a core, while others compute

@@ -166,7 +166,7 @@ class Saving:
             raise ConfigError(f"leaves nothing to do: {loaded.folder} has taken {loaded.step} steps",
                               where="train.steps", value=self._run.train.steps,
                               remedy=f"Set --train.steps above {loaded.step}, or leave --resume out.")
-        usual = loaded.step * self._run.batch.global_size
+        usual = self._run.samples_of(loaded.step)
         self.offset = (usual if metadata.samples is None else metadata.samples) - usual
         if self._engine.bad_steps is not None:
             self._engine.bad_steps.load(metadata.guard)
@@ -252,7 +252,7 @@ class Saving:
             "recipe": self._recipe, "run": read.document(self._run), "text": self._text, "versions": versions(),
             **({"labels": self._labels} if self._labels else {}), "elastic": elastic,
             **({} if self._tokenizer is None else {"tokenizer": self._tokenizer}),
-            "samples": step * self._run.batch.global_size + self.offset,
+            "samples": self._run.samples_of(step) + self.offset,
             **({} if self._engine.bad_steps is None else {"guard": self._engine.bad_steps.state()}),
             **({} if best is None else {"best": best.state()}),
         }, when=lambda: self.published_step >= step,
