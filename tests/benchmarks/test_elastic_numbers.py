@@ -12,8 +12,10 @@ from benchmarks.elastic import bound, compare, intervals, outcome, pareto
 from benchmarks.elastic.contender import ENDS, PEER, contenders, named
 from benchmarks.elastic.program import _plain
 from benchmarks.elastic.rounds import in_turn
+from benchmarks.elastic.article import EXPERIMENTS, article_cluster, predicted
 from benchmarks.elastic.simulated import SHAPES, course, simulate_all, situation
 from benchmarks.elastic.task import checked, task_run
+from ranvier.mesh import Mesh
 from ranvier.train.events import EvalEvent, StepEvent
 
 
@@ -154,3 +156,18 @@ def test_the_clock_begins_with_the_first_step(tmp_path, monkeypatch):
 def test_what_json_lacks():
     assert _plain({"a": inf, "b": [Fraction(1, 3)], "c": Path("x"), "d": 1.5}) == {
         "a": None, "b": ["1/3"], "c": "x", "d": 1.5}
+
+
+@pytest.mark.slow
+def test_the_articles_runs_are_predicted_as_plans_are():
+    """Every part's course is that of the planner, from the article's mesh on, and more layers are frozen in each period."""
+    small = replace(EXPERIMENTS[1], batch=32, samples=3200, model=replace(EXPERIMENTS[1].model, hidden=192, heads=3))
+    rows = {(part, batch): (found, speed) for part, batch, found, speed, reason in predicted(small, article_cluster())}
+    assert all(found is not None for found, _ in list(rows.values())[3:]) and len(rows) == 3 + 6
+    for (part, batch), (found, speed) in list(rows.items())[3:]:
+        meshes = [period.mesh for period in found.periods]
+        assert meshes[0] == Mesh(pipe=8, data=2) and speed > 0
+        assert [period.frozen for period in found.periods] == sorted(period.frozen for period in found.periods)
+        assert found.periods[-1].frozen == 12
+        assert part != "freezing alone" or set(meshes) == {Mesh(pipe=8, data=2)}
+        assert batch != "grow" or found.periods[-1].global_size == 64 * meshes[-1].data // 2
