@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.elastic import bound, compare, intervals, outcome, pareto
+from benchmarks.elastic.article import EXPERIMENTS, article_cluster, predicted
 from benchmarks.elastic.contender import ENDS, PEER, contenders, named
 from benchmarks.elastic.program import _plain
 from benchmarks.elastic.rounds import in_turn
-from benchmarks.elastic.article import EXPERIMENTS, article_cluster, predicted
 from benchmarks.elastic.simulated import SHAPES, course, simulate_all, situation
 from benchmarks.elastic.task import checked, task_run
 from ranvier.mesh import Mesh
@@ -160,7 +160,7 @@ def test_what_json_lacks():
 
 @pytest.mark.slow
 def test_the_articles_runs_are_predicted_as_plans_are():
-    """Every part's course is that of the planner, from the article's mesh on, and more layers are frozen in each period."""
+    """Every course is the planner's and begins on the article's mesh, and later periods have more frozen layers."""
     small = replace(EXPERIMENTS[1], batch=32, samples=3200, model=replace(EXPERIMENTS[1].model, hidden=192, heads=3))
     rows = {(part, batch): (found, speed) for part, batch, found, speed, reason in predicted(small, article_cluster())}
     assert all(found is not None for found, _ in list(rows.values())[3:]) and len(rows) == 3 + 6

@@ -8,8 +8,20 @@ from pathlib import Path
 
 import ranvier
 from ranvier.config import run as sections
-from ranvier.config.run import Batch, Checkpoint, Data, Elastic, Guard, Launch, Memory, Optim, Pipeline, Run, Train
-from ranvier.config.run import Transformer
+from ranvier.config.run import (
+    Batch,
+    Checkpoint,
+    Data,
+    Elastic,
+    Guard,
+    Launch,
+    Memory,
+    Optim,
+    Pipeline,
+    Run,
+    Train,
+    Transformer,
+)
 from ranvier.mesh import Mesh
 from ranvier.testing.ranks import run_ranks
 from ranvier.train.loop import train
