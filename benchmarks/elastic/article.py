@@ -6,8 +6,8 @@ The planner follows each run as it would a user's: the same decisions, memory an
 is the article's, GPipe with data parallelism (pipe 8 x data 2, 2 K microbatches) without freezing; beside it stand the
 same mesh with message-driven stages, and data parallelism alone, where it fits. Device and links are
 those of the shipped cluster `frontera`, whose shares were calibrated on the same device in fp32; bandwidths are those
-of the article (PCI 3.0, and 5 GB/s of InfiniBand). Of its settings the article states the models, data sets, about 400 and 64
-samples for each pipeline, and alpha 1/3 for the figure of its parts; ten epochs are assumed for all.
+of the article (PCI 3.0, and 5 GB/s of InfiniBand). Of its settings the article states the models, data sets, about 400
+and 64 samples for each pipeline, and alpha 1/3 for the figure of its parts; ten epochs are assumed for all.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Experiment:
 VIT = Transformer(num_layers=12, hidden=768, heads=12, image_size=224, patch_size=16)
 EXPERIMENTS = (
     Experiment(name="ViT-B/16, ImageNet", task="images", data="imagenet", samples=1_281_167, batch=400,
-               model=replace(VIT, num_classes=1000), published={"freezing alone": 0.95, "AutoPipe, AutoCache": 1.26, "AutoPipe, AutoDP": 2.27,
-                                     "all": 2.83}),
+               model=replace(VIT, num_classes=1000),
+               published={"freezing alone": 0.95, "AutoPipe, AutoCache": 1.26, "AutoPipe, AutoDP": 2.27, "all": 2.83}),
     Experiment(name="ViT-B/16, CIFAR-100", task="images", data="cifar100", samples=50_000, batch=400,
                model=replace(VIT, num_classes=100), published={"all": 2.44}),
     Experiment(name="BERT-large, SQuAD 1.1", task="qa", data="squad", samples=87_599, batch=64, published={"all": 2.10},
