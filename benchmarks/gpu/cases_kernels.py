@@ -19,6 +19,7 @@ from ranvier.config.resolve import resolve
 from ranvier.config.run import Batch, Run
 from ranvier.tensor import keyed_dropout
 from ranvier.tensor.deferred_linear import add_gradients, padded_rows_product
+from ranvier.tensor.float8 import forward_product
 from ranvier.train.attention import kernel_seconds
 
 
@@ -124,19 +125,16 @@ def cuda_graphs(options: Options) -> dict[str, Any]:
 
 
 def float8(options: Options) -> dict[str, Any]:
-    """An experiment: a product in float8 (e4m3, one scale a tensor) beside bf16, and how far off it is."""
+    """The product of a linear layer in float8 (`--model.float8`) beside bf16, and how far off it is."""
     device, (tokens, hidden) = options.device, options.sized((16384, 4096), (16, 32))
     x, weight = (torch.randn(size, hidden, device=device, dtype=torch.bfloat16) for size in (tokens, 4 * hidden))
 
-    def scaled(one: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scale = one.abs().amax().float() / torch.finfo(torch.float8_e4m3fn).max
-        return (one.float() / scale).to(torch.float8_e4m3fn), scale
-
     def product() -> torch.Tensor:
-        (a, scale_a), (b, scale_b) = scaled(x), scaled(weight)
-        return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16)
+        return forward_product(x, weight, None)
 
-    rows = {"float8, casts included": timed(product, device), "bf16": timed(lambda: x.mm(weight.t()), device)}
+    compiled = torch.compile(product) if device.type == "cuda" else product
+    rows = {"float8, casts included": timed(product, device), "compiled": timed(compiled, device),
+            "bf16": timed(lambda: x.mm(weight.t()), device)}
     exact = x.float().mm(weight.t().float())
     error = float((product().float() - exact).norm() / exact.norm())
     return {"times": rows, "relative_error": error, "says": f"relative error {error:.1e}, " + ", ".join(

@@ -22,6 +22,7 @@ _CALLS = {"mesh": "Mesh", "tensor": "TensorParallel", "optim": "Optim", "guard":
 """Section of a run's settings -> what takes its fields as arguments."""
 _PHRASES = {"--resume auto": "Checkpoints.load()", "--resume PATH": "Checkpoints.load(path)",
             "--precision bf16": "Engine(dtype=torch.bfloat16)", "--precision": "Engine(dtype=...)",
+            "--model.float8 false": "Engine(float8=False)", "model.float8": "Engine(float8=...)",
             "--train.learning-rate": "Engine(learning_rate=...)",
             "--batch.microbatch-size": "the size of microbatches"}
 _WORDS = ("none", "auto", "cpu", "cuda", "torch", "mpi", "local", "stationary", "summa", "megatron", "stop", "skip",

@@ -30,6 +30,7 @@ ALWAYS = frozenset({
     "launch.launcher",
     "log.tracker", "launch.threads", "launch.device", "launch.hang_seconds", "model.family", "model.preset",
     "model.pretrained",
+    "model.float8",
     "model.num_layers", "model.hidden", "model.heads", "model.dropout", "model.intermediate", "model.norm_epsilon",
     "lora.rank", "lora.adapters", "data.task", "data.cache_dir", "data.eval", "data.eval_sets",
     "elastic.freeze", "elastic.manual", "elastic.profile_microbatches", "seed", "precision", "memory_report",

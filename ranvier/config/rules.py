@@ -30,6 +30,9 @@ def problems(run: ResolvedRun, num_ranks: int | None = None, *, num_blocks: int 
     yield from mesh_problems(run, num_ranks, num_blocks)
     yield from batch_problems(run)
     yield from update_problems(run)
+    if run.model.float8:
+        yield from float8_problems(run.mesh, is_fp64=run.precision == "fp64")
+        yield from _no_float8_layers(run)
     yield from parameter_groups.problems(run.optim)
     yield from resume_problems(run)
     if run.comm.transport == "torch" and run.comm.collectives == "mpi":
@@ -84,6 +87,27 @@ def tensor_problems(mesh: Mesh, tensor: TensorParallel) -> Iterator[ConfigError]
         yield ConfigError(f"splits blocks over columns only, and mesh.row is {mesh.row}", where="tensor.scheme",
                           value="megatron", remedy=f"Set --mesh.row 1 --mesh.col {mesh.stage_size}, or "
                                                    "--tensor.scheme stationary.")
+
+
+def float8_problems(mesh: Mesh, *, is_fp64: bool) -> Iterator[ConfigError]:
+    """What cannot be together with products in float8."""
+    if is_fp64:
+        yield ConfigError("would round the products of an fp64 run to 8 bits", where="model.float8", value=True,
+                          remedy="Set --precision bf16, or --model.float8 false.")
+    if mesh.stage_size > 1:
+        yield ConfigError(f"is for layers that are whole on a rank, and {mesh.stage_size} ranks split them",
+                          where="model.float8", value=True,
+                          remedy="Set --mesh.row 1 --mesh.col 1, or --model.float8 false.")
+
+
+def _no_float8_layers(run: ResolvedRun) -> Iterator[ConfigError]:
+    """A run in which no layer would multiply in float8."""
+    if run.lora.rank:
+        yield ConfigError("is for layers that train, and the layers below adapters are frozen", where="model.float8",
+                          value=True, remedy="Set --lora.rank 0, or --model.float8 false.")
+    if run.model.hidden % 16:
+        yield ConfigError("needs a hidden size that 16 divides", where="model.float8", value=True,
+                          remedy=f"Set --model.hidden {-(-run.model.hidden // 16) * 16}, or --model.float8 false.")
 
 
 def divisibility_problems(run: ResolvedRun) -> Iterator[ConfigError]:

@@ -380,6 +380,11 @@ class Transformer:
     """Compile blocks with torch.compile, each as one graph: fewer and larger kernels, after a start that takes longer.
     true: a block that cannot be compiled is an error; auto: on CUDA, where such a block runs uncompiled, with a
     warning. Blocks on several rows or columns run uncompiled: their collectives would break the graphs."""
+    float8: bool = False
+    """Compute the products of linear layers in float8 while training, with one scale for each tensor: e4m3, and e5m2
+    for gradients of outputs. Layers of the first and the last block, and those with a size that 16 does not divide,
+    keep the run's precision, and so do parameters, activations and evaluation. Needs compute capability 8.9 or more on
+    CUDA; a CPU computes the same products slowly."""
     attention_kernel: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
     """On CUDA: kernel of attention that is preferred to the others: FlashAttention, cuDNN's, the memory-efficient one,
     or plain products (math). auto measures them at the start, on the run's shapes, and takes the fastest."""

@@ -33,7 +33,13 @@ from ranvier.comm.protocol import Group
 from ranvier.config.arguments import of_engine
 from ranvier.config.parameter_groups import problems as group_problems
 from ranvier.config.resolve import stage_placement
-from ranvier.config.rules import guard_problems, looks_before_update, schedule_problems, tensor_problems
+from ranvier.config.rules import (
+    float8_problems,
+    guard_problems,
+    looks_before_update,
+    schedule_problems,
+    tensor_problems,
+)
 from ranvier.config.run import Guard, Memory, Optim, Pipeline, TensorParallel
 from ranvier.cost.limits import pipeline_limits
 from ranvier.errors import ConfigError, ModelError, RanvierError
@@ -65,6 +71,7 @@ from ranvier.schedule.limits import Limits, rule_limits
 from ranvier.schedule.policies import policy_named
 from ranvier.schedule.schedule import Policy
 from ranvier.system.machine import has_triton
+from ranvier.tensor.float8 import float8_layers
 from ranvier.tensor.weight_gradients import WeightGradients
 from ranvier.world import World
 
@@ -124,6 +131,8 @@ class Engine:
         check_order: compare the order of actions among the ranks of a stage before each action, and of layers among its
             rows before each layer (slow; for debugging).
         flags: whether errors name the command's flags, rather than arguments.
+        compile, float8: as `model.compile` and `model.float8` in a run: whether blocks are compiled, and whether their
+            linear layers multiply in float8.
         earlier: arguments of the last release that are fields of a section now; they warn.
 
     Raises ModelError or ConfigError for what does not fit, on every rank alike.
@@ -139,7 +148,8 @@ class Engine:
                  dtype: torch.dtype = torch.float32, nominal_weight: float | Literal["auto"] = "auto",
                  frozen: int = 0, frozen_above: Sequence[int] = (), frozen_dropout: bool = True,
                  buffers: BufferSync = "broadcast", timeout_seconds: float = 300.0, check_order: bool = False,
-                 flags: bool = False, compile: bool | Literal["auto"] = "auto", **earlier: Any) -> None:
+                 flags: bool = False, compile: bool | Literal["auto"] = "auto", float8: bool = False,
+                 **earlier: Any) -> None:
         settings = engine_settings(pipeline or Pipeline(), memory or Memory(), policy, earlier)
         tensor = tensor or TensorParallel()
         self.flags = flags
@@ -162,7 +172,8 @@ class Engine:
         self.layers, self.frozen, self.frozen_above = model.layers, frozen, tuple(frozen_above)
         self.block_names = list(model.blocks)
         self.frozen_blocks = frozen_prefix(model, frozen)
-        for problem in tensor_problems(mesh, tensor):
+        for problem in (*tensor_problems(mesh, tensor),
+                        *(float8_problems(mesh, is_fp64=dtype is torch.float64) if float8 else ())):
             raise problem
         placement = stage_placement(mesh.pipe, pipeline or Pipeline())
         for problem in schedule_problems(placement, self._policy.name):
@@ -219,6 +230,7 @@ class Engine:
             loss=model.loss if stage == placement.num_stages - 1 else None, seed=seed, device=world.device,
             progress=self._progress, block_passed=gradients.block_passed, segments=plan.segments(stage),
             mesh=self._connections.tensor_mesh, compile=self._compiles(compile),
+            in_float8=float8_layers(blocks, len(self.block_names), world.device) if float8 else (),
             weight_gradients=WeightGradients(gradients.chunk_of, gradients.queued, gradients.added))
             for stage in placement.stages_of(self.coordinates.pipe)])
         defer_bytes = None if settings.defer_bytes == "auto" else settings.defer_bytes

@@ -11,7 +11,7 @@ frozen prefix keeps no graph, and a stage without trainable parameters passes gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -77,6 +77,7 @@ class Stage:
         mesh: the tensor mesh, whose columns share activations.
         compile: whether blocks are compiled for training: False, True, or "auto" with a warning for blocks that cannot
             be.
+        in_float8: linear layers whose products are in float8 while the stage trains.
         segments: runs of blocks (places in `blocks`) that keep only what enters them, and are computed again in their
             backward. Their weight gradients are never deferred: their operands have only just been recomputed.
     """
@@ -85,7 +86,7 @@ class Stage:
                  device: torch.device, progress: Callable[[], None],
                  block_passed: Callable[[int], None], weight_gradients: WeightGradients,
                  segments: Sequence[range] = (), still: range = range(0), mesh: TensorMesh | None = None,
-                 compile: bool | Literal["auto"] = False) -> None:
+                 compile: bool | Literal["auto"] = False, in_float8: Collection[nn.Module] = ()) -> None:
         self.blocks, self._loss, self._seed, self._device = blocks, loss, seed, device
         self.training = False
         self._progress, self._block_passed, self._still, self._mesh = progress, block_passed, still, mesh
@@ -113,7 +114,7 @@ class Stage:
         """Blocks that `use_cache` has given to a cache."""
         at_once = {place for segment in segments for place in segment}
         self._forwards = DeferringForwards([module for place, module in enumerate(modules) if place not in at_once],
-                                            [modules[place] for place in sorted(at_once)], weight_gradients)
+                                            [modules[place] for place in sorted(at_once)], weight_gradients, in_float8)
         self._compiled = _compiled_blocks(compile, weight_gradients, self._forwards,
                                           [modules[place] for place in at_once])
 

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_map
 from ranvier import keyed_random
 from ranvier.block import State
 from ranvier.errors import ModelError
+from ranvier.tensor import float8
 from ranvier.tensor.autograd import Function
 from ranvier.tensor.deferred_linear import DeferringForwards, add_gradients, is_deferrable
 from ranvier.tensor.weight_gradients import WeightGradients
@@ -74,36 +75,40 @@ class _Tap(Function):
 
     @staticmethod
     def forward(ctx: Any, weight: nn.Parameter, bias: nn.Parameter | None, shape: Sequence[int], operand: _Operand,
-                gradients: WeightGradients) -> Tensor:
+                gradients: WeightGradients, in_float8: bool = False) -> Tensor:
         ctx.weight, ctx.bias, ctx.operand, ctx.gradients = weight, bias, operand, gradients
+        ctx.in_float8 = in_float8
         return weight.new_zeros(()).expand(shape)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         x, ctx.operand.x = ctx.operand.x, None  # freed now, and not with the graph
         if x is None:
             raise RuntimeError("a compiled block cannot run its backward twice: set --model.compile false")
         if ctx.gradients.in_pass:
             grown = [ctx.weight] if ctx.bias is None or not ctx.bias.requires_grad else [ctx.weight, ctx.bias]
-            ctx.gradients.add(grown, (x, dy), partial(add_gradients, ctx.weight, ctx.bias))
-            return None, None, None, None, None
-        rows = dy.reshape(-1, dy.shape[-1])
+            ctx.gradients.add(grown, (x, dy), partial(add_gradients, ctx.weight, ctx.bias,
+                                                           in_float8=ctx.in_float8))
+            return None, None, None, None, None, None
+        rows, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
         db = rows.sum(0) if ctx.needs_input_grad[1] else None
-        return rows.t().mm(x.reshape(-1, x.shape[-1])), db, None, None, None
+        dw = float8.weight_gradient(x, rows, ctx.weight.dtype) if ctx.in_float8 else rows.t().mm(x)
+        return dw, db, None, None, None, None
 
 
 class _TappedLinear(Function):
     """functional.linear inside the graph, whose weight and bias have no gradient there."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tap: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tap: Tensor, in_float8: bool) -> Tensor:
         ctx.save_for_backward(weight)
-        return functional.linear(x, weight, bias)
+        ctx.in_float8 = in_float8
+        return float8.forward_product(x, weight, bias) if in_float8 else functional.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, Tensor]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, Tensor, None]:
         weight, = ctx.saved_tensors
-        return dy.matmul(weight), None, None, dy
+        return float8.input_gradient(dy, weight) if ctx.in_float8 else dy.matmul(weight), None, None, dy, None
 
 
 def _tapped(module: nn.Linear, input: Tensor) -> Tensor:
@@ -114,7 +119,14 @@ def _tapped(module: nn.Linear, input: Tensor) -> Tensor:
     tap = call.taps[len(call.inputs)]
     call.inputs.append(input)
     return _TappedLinear.apply(input, module.weight.detach(), None if module.bias is None else module.bias.detach(),
-                               tap)
+                               tap, bool(module.__dict__["_compiled_float8"]))
+
+
+def _in_float8(module: nn.Linear, input: Tensor) -> Tensor:
+    """The forward in the graph of a layer in float8 whose weight gradient autograd adds."""
+    if not module.weight.requires_grad or torch.is_autocast_enabled(input.device.type):
+        return functional.linear(input, module.weight, module.bias)
+    return float8.Float8Linear.apply(input, module.weight, module.bias)
 
 
 def _recorded(record: Callable[[nn.Linear, Tensor, Tensor], None], module: nn.Linear, input: Tensor) -> Tensor:
@@ -177,7 +189,8 @@ class CompiledBlocks:
 
     def _run(self, module: nn.Module, state: State, shapes: _Shapes) -> State:
         operands = [_Operand() for _ in shapes.products]
-        taps = [_Tap.apply(linear.weight, linear.bias, shape, operand, self._gradients)
+        taps = [_Tap.apply(linear.weight, linear.bias, shape, operand, self._gradients,
+                           self._forwards.is_in_float8(linear))
                 for (linear, shape), operand in zip(shapes.products, operands, strict=True)]
         kind = module in self._recomputed, _kind_of(module)
         if kind not in self._compiled:
@@ -194,17 +207,22 @@ class CompiledBlocks:
     @contextmanager
     def _installed(self, module: nn.Module, forward: Callable[..., Tensor] | None) -> Iterator[None]:
         """The block's deferrable layers have this forward, or (None) their own."""
-        layers = self._forwards.layers_of(module)
+        queued = self._forwards.layers_of(module)
+        layers = [*queued, *(layer for layer in self._forwards.float8_forwards if layer in {*module.modules()})]
         before = [layer.__dict__.pop("forward", None) for layer in layers]
-        for layer in layers:
+        for layer in layers[len(queued):]:
+            layer.__dict__["forward"] = types.MethodType(_in_float8, layer)
+        for layer in queued:
             if forward is not None and is_deferrable(layer):
                 layer.__dict__["_compiled_call"] = self._call
+                layer.__dict__["_compiled_float8"] = self._forwards.is_in_float8(layer)
                 layer.__dict__["forward"] = types.MethodType(forward, layer)
         try:
             yield
         finally:
             for layer, one in zip(layers, before, strict=True):
                 layer.__dict__.pop("_compiled_call", None)
+                layer.__dict__.pop("_compiled_float8", None)
                 layer.__dict__.pop("forward", None)
                 if one is not None:
                     layer.__dict__["forward"] = one

@@ -7,7 +7,7 @@ The layer's backward returns the input's gradient and queues the product for the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional
 
+from ranvier.tensor import float8
 from ranvier.tensor.autograd import Function
 from ranvier.tensor.split.linear import SplitLinear
 from ranvier.tensor.weight_gradients import WeightGradients
@@ -23,12 +24,16 @@ from ranvier.tensor.weight_gradients import WeightGradients
 _ROW_MULTIPLE = 128
 
 
-def add_gradients(weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor, dy: Tensor) -> None:
+def add_gradients(weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor, dy: Tensor, *, in_float8: bool = False
+                  ) -> None:
     """weight.grad += dy^T x and bias.grad += sum dy, over all leading dims. x: [..., in], dy: [..., out]."""
     dy = dy.reshape(-1, dy.shape[-1])
     x = x.reshape(-1, x.shape[-1])
-    wide = weight.grad_dtype if weight.grad is None else weight.grad.dtype
-    if x.is_cuda and wide is torch.float32 and x.dtype in (torch.bfloat16, torch.float16):
+    wide = (weight.grad_dtype or weight.dtype) if weight.grad is None else weight.grad.dtype
+    if in_float8:
+        gradient = float8.weight_gradient(x, dy, wide)
+        weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+    elif x.is_cuda and wide is torch.float32 and x.dtype in (torch.bfloat16, torch.float16):
         _add_wide_product(weight, dy.t(), x)
     elif weight.grad is None:
         weight.grad = dy.t().mm(x).to(weight.grad_dtype)
@@ -104,23 +109,26 @@ class _DeferrableLinear(Function):
                 layer: _DeferrableForward) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.weight, ctx.bias, ctx.layer = weight, bias, layer
+        if layer.in_float8:
+            return float8.forward_product(x, weight, bias)
         if layer.pads_rows and x.is_cuda:
             return padded_rows_product(x, weight)
         return functional.linear(x, weight, bias).detach()  # users may change what is no view in place
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        dx = dy.matmul(weight) if ctx.needs_input_grad[0] else None
-        gradients = ctx.layer.gradients
-        if gradients.in_pass:
+        (x, weight), layer = ctx.saved_tensors, ctx.layer
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = float8.input_gradient(dy, weight) if layer.in_float8 else dy.matmul(weight)
+        if layer.gradients.in_pass:
             grown = [ctx.weight] if ctx.bias is None or not ctx.bias.requires_grad else [ctx.weight, ctx.bias]
-            gradients.add(grown, (x, dy), partial(add_gradients, ctx.weight, ctx.bias),
-                          at_once=ctx.layer.steps_aside)
+            layer.gradients.add(grown, (x, dy), partial(add_gradients, ctx.weight, ctx.bias, in_float8=layer.in_float8),
+                                at_once=layer.steps_aside)
             return dx, None, None, None
-        rows = dy.reshape(-1, dy.shape[-1])
+        rows, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
         db = rows.sum(0) if ctx.needs_input_grad[2] else None
-        return dx, rows.t().mm(x.reshape(-1, x.shape[-1])), db, None
+        return dx, float8.weight_gradient(x, rows, weight.dtype) if layer.in_float8 else rows.t().mm(x), db, None
 
 
 def is_deferrable(module: nn.Linear) -> bool:
@@ -141,8 +149,8 @@ class _DeferrableForward:
     else the queue and autograd would add to one gradient in an order that depends on the schedule's policy.
     """
 
-    def __init__(self, module: nn.Linear, gradients: WeightGradients) -> None:
-        self._module, self.gradients = module, gradients
+    def __init__(self, module: nn.Linear, gradients: WeightGradients, *, in_float8: bool = False) -> None:
+        self._module, self.gradients, self.in_float8 = module, gradients, in_float8
         self.pads_rows = isinstance(module, PaddedLinear)
         self.steps_aside = False
 
@@ -160,6 +168,24 @@ class _DeferrableForward:
 
     def __reduce__(self) -> tuple[type[partial[Any]], tuple[object, ...]]:
         """nn.Linear's forward: a copy of the layer has no queue."""
+        return partial, (nn.Linear.forward, self._module)
+
+
+class _Float8Forward:
+    """The forward of a plain nn.Linear whose products are in float8, and whose weight gradients autograd adds."""
+
+    def __init__(self, module: nn.Linear) -> None:
+        self._module = module
+
+    def __call__(self, input: Tensor) -> Tensor:
+        module = self._module
+        if (not (torch.is_grad_enabled() and module.weight.requires_grad)
+                or torch.is_autocast_enabled(input.device.type) or _is_transformed()):
+            return functional.linear(input, module.weight, module.bias)
+        return float8.Float8Linear.apply(input, module.weight, module.bias)
+
+    def __reduce__(self) -> tuple[type[partial[Any]], tuple[object, ...]]:
+        """nn.Linear's forward, in the format of the layer."""
         return partial, (nn.Linear.forward, self._module)
 
 
@@ -185,9 +211,11 @@ class DeferringForwards:
             too: a sum to which both autograd and the queue add would depend on the order of actions. Every forward
             checks whether the weight is trainable, so freezing later needs nothing more.
         others: blocks of the same stage whose weight gradients autograd computes.
+        in_float8: layers of both whose products are in float8 (`float8`).
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], others: Sequence[nn.Module], gradients: WeightGradients) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], others: Sequence[nn.Module], gradients: WeightGradients,
+                 in_float8: Collection[nn.Module] = ()) -> None:
         modules = list(dict.fromkeys(module for block in blocks for module in block.modules()))
         elsewhere = {parameter for module in (*(m for block in others for m in block.modules()),
                                               *(module for module in modules
@@ -195,8 +223,12 @@ class DeferringForwards:
                      for parameter in module.parameters(recurse=False)}
         free = {module: None for module in modules if elsewhere.isdisjoint(module.parameters(recurse=False))}
         self._gradients = gradients
-        self._forwards = {module: _DeferrableForward(module, gradients) for module in free
-                          if isinstance(module, nn.Linear) and _takes(module)}
+        self._forwards = {module: _DeferrableForward(module, gradients, in_float8=module in in_float8)
+                          for module in free if isinstance(module, nn.Linear) and _takes(module)}
+        self.float8_forwards = {module: _Float8Forward(module) for block in (*blocks, *others)
+                                for module in block.modules() if module in in_float8 and module not in self._forwards
+                                and isinstance(module, nn.Linear) and _takes(module)}
+        """Of the layers whose products are in float8 and not queued."""
         self._split = [module for block in (*blocks, *others) for module in block.modules()
                        if isinstance(module, SplitLinear)]
         holders = Counter(parameter for module in modules + [m for block in others for m in block.modules()]
@@ -209,9 +241,13 @@ class DeferringForwards:
         """The plain linear layers of a block whose products may be deferred."""
         return [module for module in block.modules() if isinstance(module, nn.Linear) and module in self._forwards]
 
+    def is_in_float8(self, layer: nn.Linear) -> bool:
+        """Whether the products of a layer of `layers_of` are in float8."""
+        return self._forwards[layer].in_float8
+
     def install(self) -> None:
         """Before a batch: give the layers their forwards."""
-        for module, forward in self._forwards.items():
+        for module, forward in (*self._forwards.items(), *self.float8_forwards.items()):
             if _takes(module):
                 module.__dict__["forward"] = forward
         for layer in self._split:
@@ -219,7 +255,7 @@ class DeferringForwards:
 
     def remove(self) -> None:
         """After a batch: the blocks are plain modules again."""
-        for module, forward in self._forwards.items():
+        for module, forward in (*self._forwards.items(), *self.float8_forwards.items()):
             if module.__dict__.get("forward") is forward:
                 del module.__dict__["forward"]
         for layer in self._split:

@@ -107,7 +107,8 @@ def build_engine(run: ResolvedRun, world: World, weight: float, *, frozen: Froze
                   optim=run.optim, memory=run.memory, guard=run.guard, seed=run.seed, dtype=DTYPES[run.precision],
                   nominal_weight=run.batch.global_size * weight, timeout_seconds=run.comm.timeout_seconds,
                   sample=sample, frozen=frozen.prefix, frozen_above=frozen.above,
-                  frozen_dropout=run.elastic.frozen_dropout, flags=True, compile=run.model.compile)
+                  frozen_dropout=run.elastic.frozen_dropout, flags=True, compile=run.model.compile,
+                  float8=run.model.float8)
 
 
 def _loaders(run: ResolvedRun, engine: Engine, data: Prepared) -> tuple[Loader, dict[str, Loader]]:

@@ -1,0 +1,95 @@
+"""Products of linear layers in float8, with one scale for each tensor.
+
+    y = x W^T      x, W  e4m3          values of a tensor are divided by its largest one over the format's largest,
+    dx = dy W      dy    e5m2, W e4m3  rounded, multiplied with sums in fp32, and multiplied by both scales
+    dW = dy^T x    dy    e5m2, x e4m3
+
+e4m3 has 4 bits of exponent and 3 of mantissa, e5m2 more range and less precision, for gradients (Micikevicius et al.,
+2022, FP8 Formats for Deep Learning). Scales are those of the tensors themselves, so nothing is kept from step to step.
+Parameters, activations between layers, gradients and optimizer states keep the run's formats. Everything goes through
+`torch.nn.functional.scaled_mm`, on a CPU too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ranvier.errors import ConfigError
+from ranvier.tensor.autograd import Function
+
+VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
+MULTIPLE = 16
+"""The inner dim and the columns of a product must be multiples of it."""
+CAPABILITY = (8, 9)
+"""The first CUDA compute capability with these products (Ada; Hopper is 9.0)."""
+
+
+def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(x / scale in `dtype`, scale): the largest value of x becomes the largest of `dtype`. Where x has a NaN or an
+    infinite value, so have all products with it."""
+    largest = torch.finfo(dtype).max
+    scale = x.abs().amax().float().clamp(min=torch.finfo(torch.float32).tiny * largest) / largest
+    return (x.float() / scale).clamp(-largest, largest).to(dtype), scale
+
+
+def product(a: Tensor, a_format: torch.dtype, b: Tensor, b_format: torch.dtype, dtype: torch.dtype) -> Tensor:
+    """a b^T in `dtype`. a: [m, k]; b: [n, k]; n is a multiple of `MULTIPLE`, and k is padded with zeros to one."""
+    (a8, a_scale), (b8, b_scale) = quantized(a, a_format), quantized(b, b_format)
+    missing = -a.shape[1] % MULTIPLE
+    if missing:
+        a8, b8 = (torch.cat([one, one.new_zeros(len(one), missing)], 1) for one in (a8, b8))
+    return functional.scaled_mm(a8.contiguous(), b8.contiguous().t(), a_scale, functional.ScalingType.TensorWise,
+                                b_scale, functional.ScalingType.TensorWise, output_dtype=dtype)
+
+
+def forward_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + b, in the format of x. x: [..., in]; weight: [out, in]; bias: [out]."""
+    y = product(x.reshape(-1, x.shape[-1]), VALUES, weight, VALUES, x.dtype).view(*x.shape[:-1], len(weight))
+    return y if bias is None else y + bias
+
+
+def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
+    """dx [..., in] of dy [..., out], in the format of dy."""
+    dx = product(dy.reshape(-1, dy.shape[-1]), GRADIENTS, weight.t(), VALUES, dy.dtype)
+    return dx.view(*dy.shape[:-1], weight.shape[1])
+
+
+def weight_gradient(x: Tensor, dy: Tensor, dtype: torch.dtype) -> Tensor:
+    """dW [out, in] in `dtype`. x: [tokens, in]; dy: [tokens, out]."""
+    return product(dy.t(), GRADIENTS, x.t(), VALUES, dtype)
+
+
+class Float8Linear(Function):
+    """functional.linear by products in float8, whose weight gradient autograd adds."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return forward_product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        rows = dy.reshape(-1, dy.shape[-1])
+        return (input_gradient(dy, weight) if ctx.needs_input_grad[0] else None,
+                weight_gradient(x.reshape(-1, x.shape[-1]), rows, weight.dtype) if ctx.needs_input_grad[1] else None,
+                rows.sum(0) if ctx.needs_input_grad[2] else None)
+
+
+def float8_layers(blocks: Iterable[tuple[int, str, nn.Module]], num_blocks: int, device: torch.device
+                  ) -> set[nn.Module]:
+    """The linear layers of these of a model's `num_blocks` blocks that multiply in float8: not those of its first and
+    last block, which are the most sensitive, and only those of which both sizes are multiples of `MULTIPLE`.
+
+    ConfigError where the GPU cannot.
+    """
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
+        raise ConfigError("needs a GPU with compute capability 8.9 or more (Ada, Hopper)", where="model.float8",
+                          value=torch.cuda.get_device_name(device), remedy="Set --model.float8 false.")
+    return {layer for number, _, block in blocks if 0 < number < num_blocks - 1 for layer in block.modules()
+            if isinstance(layer, nn.Linear) and not (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)}

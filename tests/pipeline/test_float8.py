@@ -1,0 +1,170 @@
+"""Products in float8: rounded as written down here in a few lines, on every mesh, deferred, recomputed and compiled."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ranvier.config.resolve import resolve
+from ranvier.config.rules import problems
+from ranvier.config.run import Lora, Memory, Optim, Pipeline, Run, Transformer
+from ranvier.errors import ConfigError
+from ranvier.mesh import Mesh
+from ranvier.pipeline.engine import Engine
+from ranvier.pipeline.microbatch import Microbatch
+from ranvier.tensor import compiled, float8
+from ranvier.testing.ranks import run_ranks
+
+
+def rounded(x, dtype):
+    """What x becomes: its values on the grid of `dtype`, which reaches to its largest value."""
+    scale = x.abs().max() / torch.finfo(dtype).max
+    return (x / scale).to(dtype).float() * scale
+
+
+class Reference(torch.autograd.Function):
+    """A linear layer in fp32 whose three products have rounded operands."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        return rounded(x, torch.float8_e4m3fn) @ rounded(weight, torch.float8_e4m3fn).t() + bias
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x, weight), dy8 = ctx.saved_tensors, rounded(dy, torch.float8_e5m2)
+        dw = dy8.flatten(0, -2).t() @ rounded(x, torch.float8_e4m3fn).flatten(0, -2)
+        return dy8 @ rounded(weight, torch.float8_e4m3fn), dw, dy.flatten(0, -2).sum(0)
+
+
+class Block(nn.Module):
+    """Two linear layers, of which the first has as many outputs as asked for."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, width), nn.Linear(width, 16)
+
+    def forward(self, x):
+        return x + self.down(functional.gelu(self.up(x)))
+
+
+def chain():
+    """First, last and an odd block stay as they are: four of the ten layers are in float8."""
+    torch.manual_seed(3)
+    return nn.Sequential(Block(), Block(), Block(24), Block(), Block())
+
+
+def batches(replicas, count=3):
+    """Microbatches of 2, 3 and 4 samples of 5 tokens: 10, 15 and 20 rows, none of which 16 divides."""
+    torch.manual_seed(7)
+    return [[Microbatch(torch.randn(2 + number, 5, 16), torch.randn(2 + number, 5, 16)) for number in range(count)]
+            for _ in range(replicas)]
+
+
+def loss(y, targets):
+    return (y - targets).square().sum(), targets.shape[0]
+
+
+def expected(replicas):
+    """Gradients of the reference, by plain PyTorch on one process."""
+    blocks = chain()
+    for number in (1, 3):
+        for layer in (blocks[number].up, blocks[number].down):
+            layer.forward = lambda x, layer=layer: Reference.apply(x, layer.weight, layer.bias)
+    weight = 0
+    for batch in batches(replicas):
+        for one in batch:
+            total, count = loss(blocks(one.inputs), one.targets)
+            total.backward()
+            weight += count
+    return {name: parameter.grad / weight for name, parameter in blocks.named_parameters()}
+
+
+def gradients(mesh, **settings):
+    blocks, given = chain(), batches(mesh.data)  # ranks are threads, which share torch's generator
+
+    def on_rank(world):
+        engine = Engine(deepcopy(blocks), world, mesh=mesh, loss=loss, float8=True,
+                        optim=Optim(offload="none"), **settings)
+        engine.forward_backward(given[engine.coordinates.data])
+        found = {name: grad.clone() for name, grad in engine.gradients().items()}
+        engine.close()
+        return found
+
+    found = {}
+    for ours in run_ranks(on_rank, mesh.size):
+        found.update(ours)
+    return found
+
+
+@pytest.mark.parametrize(("mesh", "settings"), [
+    (Mesh(), {}),
+    (Mesh(pipe=2), {"pipeline": Pipeline(boundaries=(3,))}),
+    (Mesh(data=2, pipe=2), {"pipeline": Pipeline(policy="1f1b")}),
+    (Mesh(), {"memory": Memory(recompute=1)}),
+    (Mesh(), {"compile": True}),
+    (Mesh(), {"compile": True, "memory": Memory(recompute=1)}),
+], ids=["one rank", "pipe", "data and pipe", "recomputed", "compiled", "compiled, recomputed"])
+def test_gradients_are_those_of_rounded_operands(mesh, settings, monkeypatch):
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    found, wanted = gradients(mesh, **settings), expected(mesh.data)
+    assert len(found) == len(wanted) == 20
+    for name, grad in wanted.items():
+        torch.testing.assert_close(found[name], grad, rtol=0, atol=2e-6 * float(grad.abs().max()), msg=name)
+
+
+def test_policies_give_the_same_bits():
+    one, other = (gradients(Mesh(pipe=2), pipeline=Pipeline(policy=policy)) for policy in ("message-driven", "gpipe"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_only_suitable_layers_of_inner_blocks_in_training():
+    found = float8.float8_layers([(number, str(number), block) for number, block in enumerate(chain())], 5,
+                                 torch.device("cpu"))
+    blocks = chain()
+    assert len(found) == 4 and all(layer.out_features % 16 == 0 for layer in found)
+
+    def on_rank(world):
+        engine = Engine(blocks, world, loss=loss, optim=Optim(offload="none"), float8=True)
+        return engine.evaluate(batches(1)[0]).loss
+
+    plain = chain()
+    wanted = sum(loss(plain(one.inputs), one.targets)[0].item() for one in batches(1)[0]) / 9
+    assert run_ranks(on_rank, 1)[0] == pytest.approx(wanted, rel=1e-6)  # rounding costs 1e-3
+
+
+def test_values_that_are_not_finite_are_not_hidden():
+    for bad in (float("nan"), float("inf")):
+        x = torch.ones(4, 16)
+        x[2, 3] = bad
+        assert not float8.forward_product(x, torch.ones(16, 16), None).isfinite().any()
+    assert float8.forward_product(torch.zeros(4, 16), torch.ones(16, 16), None).eq(0).all()
+
+
+@pytest.mark.parametrize(("changed", "words"), [
+    ({"precision": "fp64"}, "would round the products of an fp64 run to 8 bits"),
+    ({"mesh": Mesh(col=2)}, "is for layers that are whole on a rank, and 2 ranks split them"),
+    ({"lora": Lora(rank=2)}, "is for layers that train"),
+    ({"model": Transformer(float8=True, hidden=40)}, "needs a hidden size that 16 divides"),
+])
+def test_what_cannot_be_is_refused(changed, words):
+    run = resolve(Run(**{"model": Transformer(float8=True), **changed}))
+    (problem,) = [one for one in problems(run, num_blocks=10) if one.where == "model.float8"]
+    assert words in str(problem)
+
+
+def test_an_engine_refuses_it_in_its_own_words():
+    def on_rank(world):
+        with pytest.raises(ConfigError, match=r"Engine\(float8=False\)"):
+            Engine(chain(), world, loss=loss, dtype=torch.float64, float8=True)
+
+    run_ranks(on_rank, 1)
+
+
+def test_an_old_gpu_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    with pytest.raises(ConfigError, match=r"compute capability 8\.9(.|\n)*NVIDIA A100"):
+        float8.float8_layers([], 3, torch.device("cuda", 0))
