@@ -278,8 +278,8 @@ SCENARIOS = {
            ("none", torch.bfloat16, 1), ("stream", torch.bfloat16, 3), ("stream", torch.float32, 1),
            ("hybrid", torch.bfloat16, 2), ("host", torch.bfloat16, 2), ("host", torch.float32, 1))},
     "training": training, "checkpoint": checkpoint, "device times": device_times, "numbers": numbers,
-    "samples": samples, "look-ahead": look_ahead, "device collectives": collectives(True), "staged collectives": collectives(False),
-    "device messages": device_messages,
+    "samples": samples, "look-ahead": look_ahead, "device collectives": collectives(True),
+    "staged collectives": collectives(False), "device messages": device_messages,
     "staged messages": staged, "peak": clocks(peak, rates), "timed": clocks(measure, timed),
     "pairs": clocks(measure, pairs), "messages": messages}
 
