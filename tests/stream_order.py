@@ -42,7 +42,7 @@ ROOT = Path(ranvier.__file__).parent
 Clock = dict[object, int]
 Site = tuple[str, int, int]
 """A wait: (file below ranvier/, its line, the line at which what it waits for was recorded, or 0)."""
-_NO_ACCESS = ("aten::empty", "aten::set_", "aten::detach", "aten::_unsafe_view", "aten::lift_fresh")
+_NO_ACCESS = ("aten::empty", "aten::new_empty", "aten::set_", "aten::detach", "aten::_unsafe_view", "aten::lift_fresh")
 
 
 def join(clock: Clock, other: Clock) -> None:
@@ -228,6 +228,11 @@ class OrderedCuda(FakeCuda):
         self._aliases[address] = key
         weakref.finalize(storage, freed).atexit = False
         return tensor
+
+    def follow(self, tensor: Tensor) -> None:
+        """This host tensor is used by others than the host from here on."""
+        if tensor.untyped_storage()._cdata not in self._pinned:
+            self.pinned(tensor)
 
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation of the dispatcher."""

@@ -5,6 +5,7 @@ On a fake device, under `torch.cuda.set_sync_debug_mode("error")`: whatever woul
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 
 import pytest
@@ -24,33 +25,33 @@ SETTINGS = [{}, {"clip_norm": 0.1}, {"clip_norm": 0.1, "clip_from": "previous-st
             {"algorithm": "sgd", "clip_norm": 0.1}, {"offload": "stream", "clip_norm": 0.1},
             {"offload": "hybrid", "offload_share": 0.5, "clip_norm": 0.1, "bucket_size": 512},
             {"algorithm": "lion", "clip_norm": 0.1}, {"algorithm": "muon", "clip_norm": 0.1},
-            {"ema": 0.9}, {"offload": "host", "clip_norm": 0.1}]
-WAITING = ({"algorithm": "lion"}, {"algorithm": "muon"}, {"ema": 0.9}, {"offload": "host"})
-"""What judges on the host: rules that cannot skip by themselves, averages, and updates on the host."""
-
-
-def waits(settings: dict[str, object]) -> bool:
-    return any(waiting.items() <= settings.items() for waiting in WAITING)
+            {"algorithm": "adafactor", "offload": "stream"}, {"ema": 0.9},
+            {"algorithm": "muon", "ema": 0.9, "offload": "hybrid", "offload_share": 0.5, "bucket_size": 512},
+            {"offload": "host", "clip_norm": 0.1}]
 
 
 def moved(batch: list[Microbatch], device: torch.device) -> list[Microbatch]:
     return [Microbatch(one.inputs.to(device), one.targets.to(device), one.samples) for one in batch]
 
 
-def trained(device: torch.device, settings: dict[str, object], *, errors: bool = False
+def trained(device: torch.device, settings: dict[str, object], *, errors: bool = False, precision: str = "bf16"
             ) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
-    """Losses and norms, and the parameters at the end. errors: what waits in a step raises."""
-    program = Program(layers=1, steps=4, optim=settings, precision="bf16")
+    """Losses and norms, and parameters and states at the end. errors: what waits in a step raises."""
+    program = Program(layers=1, steps=4, optim=settings, precision=precision)
     results = []
     with engine_of(program, world_of_one(device)) as engine:
         for batch in batches(program, engine.mesh, 0):
             given = moved(batch, device)
-            torch.cuda.set_sync_debug_mode("error" if errors else "default")
+            first = precision == "fp16" and not results  # ranks agree once, before a backward, on what a batch weighs
+            torch.cuda.set_sync_debug_mode("error" if errors and not first else "default")
             results.append(engine.train_batch(given))
             torch.cuda.set_sync_debug_mode("default")
         found = [(one.loss, float(one.grad_norm or 0.0)) for one in results]
-        return found, {name: parameter.detach().clone().to("cpu") for name, parameter
-                       in engine.named_parameters().items()}
+        parameters = {name: parameter.detach().clone().to("cpu") for name, parameter
+                      in engine.named_parameters().items()}
+        states = {f"{one.parameter} from {one.start}: {name}": state.clone().to("cpu") for one in
+                  engine.flat_optimizer.slices() for name, state in (*one.states.items(), *one.whole.items())}
+        return found, parameters | states
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
@@ -58,15 +59,30 @@ def test_a_step_has_the_cpus_numbers_and_no_wait(settings):
     """With the default guard, which judges every step by its loss and its norm."""
     with FakeCuda(devices=2):
         expected = trained(CPU, settings)
-        found = trained(DEVICE, settings, errors=not waits(settings))
+        found = trained(DEVICE, settings, errors=settings.get("offload") != "host")  # the host updates: it waits
     assert found[0] == expected[0]
     assert all(torch.equal(found[1][name], value) for name, value in expected[1].items())
 
 
 def test_what_waits_is_noticed():
-    """Where the guard has to wait for the norm, the mode says so."""
+    """Where the host updates, it waits for the norm, and the mode says so."""
     with FakeCuda(devices=2), pytest.raises(RuntimeError, match="synchronizing"):
-        trained(DEVICE, {"algorithm": "lion"}, errors=True)
+        trained(DEVICE, {"offload": "host"}, errors=True)
+
+
+@pytest.mark.parametrize("settings", [
+    {"initial_loss_scale": 2.0**20}, {"initial_loss_scale": 64.0, "loss_scale_window": 2, "clip_norm": 0.1},
+    {"initial_loss_scale": 2.0**20, "algorithm": "muon", "ema": 0.9, "offload": "stream"}], ids=str)
+def test_an_overflow_is_found_on_the_device(settings):
+    """In fp16, with scales that overflow for some steps and then do not, and with one that grows."""
+    with FakeCuda(devices=2):
+        expected = trained(CPU, settings, precision="fp16")
+        found = trained(DEVICE, settings, precision="fp16", errors=True)
+    norms = [norm for _, norm in expected[0]]
+    assert any(map(math.isfinite, norms)) and all(map(math.isfinite, norms)) is ("clip_norm" in settings)
+    assert [str(one) for one in found[0]] == [str(one) for one in expected[0]]  # nan is no number, and not equal
+    assert found[1].keys() == expected[1].keys()
+    assert all(torch.equal(found[1][name], value) for name, value in expected[1].items())
 
 
 def product(y: Tensor, t: Tensor) -> tuple[Tensor, int]:
@@ -89,6 +105,8 @@ def with_a_bad_step(device: torch.device, bad: bool, **optim: object) -> tuple[l
         results.append(engine.train_batch([Microbatch(x.to(device), target.to(device), torch.arange(2))]))
     steps = engine.flat_optimizer.steps
     parameters = [parameter.detach().clone().to("cpu") for parameter in engine.named_parameters().values()]
+    parameters += [state.clone().to("cpu") for one in engine.flat_optimizer.slices()
+                   for state in (*one.states.values(), *one.whole.values())]
     usual = engine.bad_steps.state()
     found = [one.bad for one in results], steps, [*parameters, torch.tensor(usual["losses"])]
     engine.close()
@@ -107,7 +125,9 @@ class LargeGradients(nn.Module):
 
 
 @pytest.mark.parametrize("optim", [{}, {"clip_norm": 0.5}, {"offload": "stream"}, {"algorithm": "sgd"},
-                                   {"offload": "host"}, {"algorithm": "lion"}], ids=str)
+                                   {"offload": "host"}, {"algorithm": "lion"}, {"algorithm": "muon"},
+                                   {"algorithm": "adafactor"}, {"algorithm": "lion", "ema": 0.9, "offload": "stream"},
+                                   ], ids=str)
 @pytest.mark.parametrize("device", [CPU, DEVICE], ids=str)
 def test_a_step_whose_norm_is_bad_changes_nothing(device, optim):
     """Parameters, states, the count of steps and the usual losses are those of a run without it, bit-identical; the
@@ -118,6 +138,22 @@ def test_a_step_whose_norm_is_bad_changes_nothing(device, optim):
     assert bad[0] is bad[2] is None and bad[1].startswith("gradient norm is ") and none == [None, None]
     assert steps == fewer == 2
     assert all(torch.equal(one, two) for one, two in zip(values, expected, strict=True))
+
+
+def test_batches_of_one_step_are_judged_in_order():
+    """`forward_backward` twice, then `step`: the guard and the loss scale have seen what they see on a CPU."""
+    def judged(device: torch.device) -> object:
+        program = Program(layers=1, steps=6, optim={"initial_loss_scale": 2.0**20, "loss_scale_window": 2},
+                          precision="fp16", microbatches=1)
+        with engine_of(program, world_of_one(device)) as engine:
+            for number, batch in enumerate(batches(program, engine.mesh, 0)):
+                result = engine.forward_backward(moved(batch, device))
+                if number % 2:
+                    engine.step(result)
+            return engine.flat_optimizer.steps, engine.loss_scale, engine.bad_steps.state()
+
+    with FakeCuda(devices=2):
+        assert judged(DEVICE) == judged(CPU)
 
 
 def test_a_rule_updates_unless_it_is_told_not_to():

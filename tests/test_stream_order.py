@@ -14,7 +14,7 @@ from benchmarks.gpu.models import nccl
 from benchmarks.gpu.programs import Program, batches, engine_of, world_of_one
 from ranvier.checkpoint.files import host_copies
 from ranvier.comm import nccl_transport
-from ranvier.comm.message import Message, MessageKind
+from ranvier.comm.message import Message, MessageKind, encode_head
 from ranvier.comm.mpi_group import MPIGroup
 from ranvier.comm.mpi_transport import MPITransport
 from ranvier.comm.nccl_transport import NcclTransport
@@ -150,16 +150,45 @@ def look_ahead(cuda):
     cuda.require_idle("an action is chosen")
 
 
-def collectives(cuda):
-    """MPI that takes device addresses: it reads and writes them as the host does."""
-    def broadcast(out, root):
-        cuda.read_by_host(out, writes=True)
+def collectives(aware):
+    """MPI reads and writes device memory, or pinned memory, as the host does."""
+    def run(cuda):
+        def broadcast(out, root):
+            cuda.read_by_host(out if aware else torch.from_numpy(out), writes=True)
 
-    request = SimpleNamespace(Testall=lambda requests: True)
-    module = SimpleNamespace(SUM=0, MAX=1, MIN=2, IN_PLACE=None, Request=request, Exception=RuntimeError)
-    group = MPIGroup(module, SimpleNamespace(Ibcast=broadcast), "test", [0, 1], 0, True, 1.0, False)
-    tensor = torch.ones(4, device=DEVICE)
-    group.broadcast(tensor, 0).wait()
+        request = SimpleNamespace(Testall=lambda requests: True)
+        module = SimpleNamespace(SUM=0, MAX=1, MIN=2, IN_PLACE=None, Request=request, Exception=RuntimeError)
+        group = MPIGroup(module, SimpleNamespace(Ibcast=broadcast), "test", [0, 1], 0, aware, 1.0, False)
+        tensor = torch.ones(4, device=DEVICE)
+        group.broadcast(tensor, 0).wait()
+        tensor.add_(1)
+    return run
+
+
+def device_messages(cuda):
+    """MPI reads and writes device memory as the host does; what arrives lies where something else has been."""
+    posted = []
+
+    def isend(buffer, destination):
+        cuda.read_by_host(buffer if isinstance(buffer, torch.Tensor) else torch.from_numpy(buffer))
+
+    def irecv(buffer, source):
+        posted.append(buffer)
+        if isinstance(buffer, torch.Tensor):
+            cuda.read_by_host(buffer, writes=True)
+
+    comm = SimpleNamespace(Get_rank=lambda: 0, Get_size=lambda: 2, Irecv=irecv, Isend=isend, Iprobe=lambda: None)
+    module = SimpleNamespace(Request=SimpleNamespace(Testsome=lambda requests: None), Exception=RuntimeError,
+                             REQUEST_NULL=None)
+    transport = MPITransport(module, comm, "pipeline", DEVICE, aware=True)
+    transport.connect([1], [1], 1 << 12)
+    message = Message(MessageKind.FORWARD, 1, 0, {"": torch.ones(100, device=DEVICE)})
+    transport.send(1, message)
+    head = encode_head(message).numpy()
+    posted[0][:len(head)] = head
+    transport._finish([0])
+    transport._finish([0])
+    transport.poll()[0].tensors[""].add_(1)
 
 
 def staged(cuda):
@@ -249,7 +278,8 @@ SCENARIOS = {
            ("none", torch.bfloat16, 1), ("stream", torch.bfloat16, 3), ("stream", torch.float32, 1),
            ("hybrid", torch.bfloat16, 2), ("host", torch.bfloat16, 2), ("host", torch.float32, 1))},
     "training": training, "checkpoint": checkpoint, "device times": device_times, "numbers": numbers,
-    "samples": samples, "look-ahead": look_ahead, "collectives": collectives,
+    "samples": samples, "look-ahead": look_ahead, "device collectives": collectives(True),
+    "staged collectives": collectives(False), "device messages": device_messages,
     "staged messages": staged, "peak": clocks(peak, rates), "timed": clocks(measure, timed),
     "pairs": clocks(measure, pairs), "messages": messages}
 

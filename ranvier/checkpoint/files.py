@@ -32,6 +32,7 @@ from ranvier.checkpoint.manifest import (
 )
 from ranvier.checkpoint.tensor_file import Slot, write_tensors
 from ranvier.errors import CheckpointError
+from ranvier.system.pinned_memory import pinned_together
 from ranvier.tensor.quantized_weight import dense
 
 
@@ -162,19 +163,21 @@ def to_disk(path: Path) -> None:
 
 
 def host_copies(tensors: Sequence[torch.Tensor], room: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies in host memory. room: those of the last time, which are used again where they fit; is changed.
+    """Copies in host memory. room: those of the last time, which are used again where they fit; is changed. Those of a
+    device lie in one piece of pinned memory, of which rounding by the allocator wastes little.
 
     Returns when all of them are there.
     """
-    devices = set()
-    for place, tensor in enumerate(tensors):
-        if place == len(room) or room[place].shape != tensor.shape or room[place].dtype is not tensor.dtype:
-            fresh = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            room[place:place + 1] = [fresh]
-        room[place].copy_(dense(tensor), non_blocking=True)
-        if tensor.is_cuda:
-            devices.add(tensor.device)
-    del room[len(tensors):]
-    for device in devices:  # the copies run on the devices' own streams
+    kinds = [(tensor.shape, tensor.dtype, tensor.is_cuda) for tensor in tensors]
+    had = [(copy.shape, copy.dtype, tensor.is_cuda) for copy, tensor in zip(room, tensors, strict=False)]
+    if had != kinds or len(room) != len(tensors):
+        room.clear()
+        room += pinned_together([tensor for tensor in tensors if tensor.is_cuda])
+        for place, tensor in enumerate(tensors):
+            if not tensor.is_cuda:
+                room.insert(place, torch.empty(tensor.shape, dtype=tensor.dtype))
+    for copy, tensor in zip(room, tensors, strict=True):
+        copy.copy_(dense(tensor), non_blocking=True)
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:  # copies run on the devices' own streams
         torch.cuda.current_stream(device).synchronize()
     return list(room)

@@ -73,6 +73,12 @@ class Edges:
                                  remedy="Name the destination in connect() before sending to it.")
         return self.destinations[destination]
 
+    def count(self, destination: int, num_bytes: int) -> None:
+        """A message of so many bytes leaves for `destination`, however it travels. TransportError unless that edge is
+        open."""
+        self.capacity_to(destination)
+        self.bytes_sent += num_bytes
+
     def outgoing(self, destination: int, message: Message) -> list[Tensor]:
         """The parts (uint8, on the host) in which `message` travels to `destination`; counts them as sent."""
         capacity = self.capacity_to(destination)

@@ -83,6 +83,8 @@ _PREAMBLE = struct.Struct("<4sBiiiqqII")
 _CHECKSUM = struct.Struct("<I")
 _MAGIC = b"RNV1"
 _ALIGNMENT = 64
+_APART = 0x80
+"""Added to the kind of a message whose tensors follow by themselves."""
 PREAMBLE_BYTES = _PREAMBLE.size + _CHECKSUM.size
 """Size of the fixed part at the start of every message."""
 
@@ -140,10 +142,11 @@ def encoded_bytes(message: Message) -> int:
     return _describe(_fields(message))[2]
 
 
-def _head(message: Message) -> tuple[bytes, tuple[tuple[int, int], ...], int]:
-    """The bytes before the tensors, with the current monotonic clock; (start, stop) of each tensor; total bytes."""
+def _head(message: Message, mark: int = 0) -> tuple[bytes, tuple[tuple[int, int], ...], int]:
+    """The bytes before the tensors, with the current monotonic clock; (start, stop) of each tensor; total bytes. mark:
+    added to the kind."""
     description, places, total = _describe(_fields(message))
-    preamble = _PREAMBLE.pack(_MAGIC, message.kind, message.step, message.microbatch, message.stage,
+    preamble = _PREAMBLE.pack(_MAGIC, message.kind | mark, message.step, message.microbatch, message.stage,
                               time.monotonic_ns(), total, len(description), zlib.crc32(description))
     return preamble + _CHECKSUM.pack(zlib.crc32(preamble)) + description, places, total
 
@@ -166,7 +169,12 @@ def encode(message: Message) -> Tensor:
 
 def encode_head(message: Message) -> Tensor:
     """Only the bytes before the tensors, for a message whose tensors travel separately, as `pack` writes them."""
-    return torch.frombuffer(bytearray(_head(message)[0]), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(_head(message, _APART)[0]), dtype=torch.uint8)
+
+
+def tensors_follow(wire: Tensor) -> bool:
+    """Whether `wire`, a message or its first part, was made by `encode_head`. ValueError if it is no message."""
+    return bool(_unpack(wire.numpy().data)[0] & _APART)
 
 
 def pack(message: Message, device: torch.device, wire: Tensor | None = None) -> Tensor:
@@ -224,7 +232,7 @@ def decode(wire: Tensor, source: int, packed: Tensor | None = None) -> Message:
     try:
         tensors = {name: body[start:stop].view(_DTYPES[dtype]).view(shape)
                    for (name, dtype, shape, _), (start, stop) in zip(fields, places, strict=True)}
-        kind = MessageKind(kind)
+        kind = MessageKind(kind & ~_APART)
     except (RuntimeError, OverflowError, TypeError) as error:
         raise ValueError("the description of this message does not fit its bytes") from error
     return Message(kind, step, microbatch, tensors, frozenset(name for name, _, _, wants in fields if wants),

@@ -8,7 +8,9 @@ see `comm.mpi_polling`. Whoever initialises MPI finalises it: this backend, unle
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
+from array import array
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _CLOSE_SECONDS = 10.0
+_SWITCHES = ("MPIR_CVAR_ENABLE_GPU", "OMPI_MCA_opal_cuda_support")
+"""Of MPICH and of Open MPI: whether a library that was built for CUDA devices accepts their addresses."""
 
 
 def _load_mpi() -> tuple[ModuleType, bool]:
@@ -50,7 +54,10 @@ def _load_mpi() -> tuple[ModuleType, bool]:
 
 
 def _cuda_aware(mpi: ModuleType) -> bool:
-    """Whether the library accepts addresses on CUDA devices, as MPI 4.1 or Open MPI's and MPICH's extension reports."""
+    """Whether the library accepts addresses on CUDA devices, as MPI 4.1 or Open MPI's and MPICH's extension reports,
+    unless the environment switches that off."""
+    if any(os.environ.get(name, "").lower() in ("0", "false") for name in _SWITCHES):
+        return False
     if "cuda" in (mpi.COMM_WORLD.Get_info().Get("mpi_memory_alloc_kinds") or ""):
         return True
     query = getattr(ctypes.CDLL(str(mpi.__file__)), "MPIX_Query_cuda_support", None)
@@ -76,8 +83,8 @@ class MPIBackend:
         self._device, self._timeout = device, timeout_seconds
         self._world = self._communicator(comm or self._mpi.COMM_WORLD.Dup())
         self.rank, self.size = self._world.Get_rank(), self._world.Get_size()
-        self._aware = device.type == "cuda" and _cuda_aware(self._mpi)
         self._transports: list[MPITransport] = []
+        self._aware = device.type == "cuda" and self._all_are(_cuda_aware(self._mpi))
         self._groups: list[MPIGroup] = []
         self._closed = False
 
@@ -89,7 +96,7 @@ class MPIBackend:
         """See `protocol.Backend`. MessageTimeout if not all ranks call in time, as for `group` and `subset`."""
         self._await_all(f"transport {purpose!r}")
         comm = self._communicator(self._world.Dup())
-        self._transports.append(MPITransport(self._mpi, comm, purpose, self._device))
+        self._transports.append(MPITransport(self._mpi, comm, purpose, self._device, self._aware))
         return self._transports[-1]
 
     def group(self, purpose: str, partition: Sequence[Sequence[int]]) -> MPIGroup:
@@ -108,6 +115,16 @@ class MPIBackend:
         member = self.rank < count
         comm = self._world.Split(0 if member else self._mpi.UNDEFINED, self.rank)
         return MPIBackend(self._device, self._timeout, comm=comm) if member else None
+
+    def _all_are(self, mine: bool) -> bool:
+        """Whether `mine` is true on every rank: who sends device addresses needs a peer that expects them."""
+        least = array("i", [mine])
+        request = self._world.Iallreduce(self._mpi.IN_PLACE, least, self._mpi.MIN)
+        if not self._until(request.Test, self._timeout):
+            raise MessageTimeout("was not started by all ranks in time", where=f"MPI backend of rank {self.rank}",
+                                 value=f"{self._timeout:g} s",
+                                 remedy="See what the other ranks do, or raise --comm.timeout-seconds.")
+        return bool(least[0])
 
     def _await_all(self, what: str) -> None:
         """Wait until all ranks are about to make `what`. MessageTimeout if one does not come in time.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -23,15 +24,21 @@ _YIELD_SECONDS = 20e-3
 
 
 class MPIWork:
-    """A `protocol.Work` that is done when all of `requests`, made by `group`, are."""
+    """A `protocol.Work` that is done when all of `requests`, made by `group`, are; None: not begun."""
 
-    def __init__(self, requests: Sequence[MPI.Request], group: MPIGroup) -> None:
-        self._requests, self._group = list(requests), group
+    def __init__(self, requests: Sequence[MPI.Request] | None, group: MPIGroup) -> None:
+        self._requests, self._group = None if requests is None else list(requests), group
+
+    def begin(self, request: MPI.Request) -> None:
+        """The collective has begun."""
+        self._requests = [request]
 
     def done(self) -> bool:
         """See `protocol.Work`. TransportError if MPI reports one."""
         try:
-            return bool(self._group.mpi.Request.Testall(self._requests))
+            if self._requests is None:
+                self._group.begin_ready()
+            return self._requests is not None and bool(self._group.mpi.Request.Testall(self._requests))
         except self._group.mpi.Exception as error:
             raise self._group.convert_error(TransportError, str(error)) from error
 
@@ -61,6 +68,7 @@ class MPIGroup(CheckedGroup):
         self.mpi, self.comm, self._aware, self.timeout_seconds = mpi, comm, aware, timeout_seconds
         self._ops = {"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN}
         self._in_flight: list[tuple[MPIWork, tuple[Tensor, ...]]] = []
+        self._to_begin: deque[tuple[torch.cuda.Event, MPIWork, Callable[[], MPI.Request]]] = deque()
 
     def convert_error(self, kind: type[TransportError], value: str) -> TransportError:
         """The error of class `kind` for a collective that failed, with `value` as its cause."""
@@ -68,15 +76,26 @@ class MPIGroup(CheckedGroup):
                     value=value, remedy="See what the other members do; the first error is in that rank's output.")
 
     def _start(self, call: Callable[..., MPI.Request], output: Tensor, *inputs: Tensor) -> Work:
-        """Start `call` on the memory of these tensors, directly or staged through pinned host memory."""
+        """Start `call` on the memory of these tensors, directly or staged through pinned host memory. On a CUDA device
+        it begins when what the device does before it has ended, in the order of calls."""
         if not output.is_cuda:
             return self._keep([call(output.numpy(), *(tensor.numpy() for tensor in inputs))], output, *inputs)
-        if self._aware:
-            torch.cuda.current_stream(output.device).synchronize()
-            return self._keep([call(output, *inputs)], output, *inputs)
-        staged = [torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor) for tensor in (output, *inputs)]
-        return ChainedWork(self._keep([call(*(tensor.numpy() for tensor in staged))], *staged),
-                    lambda: output.copy_(staged[0]))
+        used = [output, *inputs] if self._aware else [
+            torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+            for tensor in (output, *inputs)]
+        reached = torch.cuda.Event()
+        reached.record(torch.cuda.current_stream(output.device))
+        work = self._keep(None, *used)
+        self._to_begin.append((reached, work, lambda: call(*(
+            tensor if self._aware else tensor.numpy() for tensor in used))))
+        self.begin_ready()
+        return work if self._aware else ChainedWork(work, lambda: output.copy_(used[0], non_blocking=True))
+
+    def begin_ready(self) -> None:
+        """Begin the collectives whose tensors the device has made, in the order of calls, on all members alike."""
+        while self._to_begin and self._to_begin[0][0].query():
+            _, work, call = self._to_begin.popleft()
+            work.begin(call())
 
     def _exchange(self, output: Tensor, received: Sequence[int], pieces: Sequence[Tensor]) -> Work:
         """Send `pieces[i]` to member i, and receive `received[i]` elements from member i at their offset in `output`.
@@ -93,7 +112,7 @@ class MPIGroup(CheckedGroup):
         places[self.index].copy_(pieces[self.index])
         return self._keep(requests, output, *pieces)
 
-    def _keep(self, requests: Sequence[MPI.Request], *tensors: Tensor) -> MPIWork:
+    def _keep(self, requests: Sequence[MPI.Request] | None, *tensors: Tensor) -> MPIWork:
         """Work for `requests`. The tensors stay alive until MPI has finished, even if the caller drops the work.
 
         mpi4py's requests keep the memory of sends and receives alive, but not that of in-place collectives.

@@ -169,8 +169,9 @@ def update_problems(run: ResolvedRun) -> Iterator[ConfigError]:
     """What contradicts the way in which parameters are updated."""
     count = run.num_microbatches
     if run.optim.update_in_backward and count > 1:
-        yield ConfigError(f"needs batches of one microbatch, not {count}", where="optim.update-in-backward", value=True,
-                          remedy=f"Set --batch.microbatch-size {run.replica_batch_size}, or leave it out.")
+        yield ConfigError(f"needs batches of one microbatch, not {count}: blocks share the memory of gradients, in "
+                          "which those of several microbatches cannot add up", where="optim.update-in-backward",
+                          value=True, remedy=f"Set --batch.microbatch-size {run.replica_batch_size}, or leave it out.")
     yield from in_backward_problems(run.optim, scales_loss=run.precision == "fp16")
     yield from guard_problems(run.guard, run.optim)
 

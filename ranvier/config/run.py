@@ -265,8 +265,8 @@ class Optim:
     """Exponential moving average of the parameters: its decay, for example 0.999; 0 keeps none. It is kept in fp32 with
     the optimizer states, and saved with them; `ranvier evaluate`, `generate` and `export` take it with --ema."""
     update_in_backward: bool = False
-    """Update each block right after its backward and reuse the memory of its gradients; with one microbatch only. A bad
-    step is then found after its update."""
+    """Update each block right after its backward and reuse the memory of its gradients. With one microbatch only: those
+    of several add up in memory that blocks cannot share. A bad step is then found after its update."""
 
 
 @section

@@ -226,14 +226,16 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range]) 
         host["staging"] = largest * in_flight * (gradients.dtype.itemsize + dtype.itemsize) + widened
     else:
         device["buckets"] += widened
-    if offload != "none" and device_kind(run) == "cuda":
-        tensors = [host["master"], *[size * wide.itemsize for size in streamed.sizes.values()]]
-        host["rounding"] = sum(pinned_bytes(size) - size for size in tensors)
     owners = [prod(shapes[key]) for key in held if layout.pipe_of(layout[key].block) == pipe]
     host["checkpoint"] = max(owners, default=0) * wide.itemsize if not run.checkpoint.background else checkpoint_bytes(
         owners, state_bytes=wide.itemsize * (states + (half + averages) * updated), element_bytes=dtype.itemsize,
         data=run.mesh.data, sharded=optim.shard, updated=updated if has_owners else 0,
         random_state_bytes=torch.get_rng_state().nbytes)
+    if device_kind(run) == "cuda":
+        tensors = [host["master"], *[size * wide.itemsize for size in streamed.sizes.values()]
+                   ] if offload != "none" else []
+        tensors += [host["checkpoint"]] if run.checkpoint.background else []
+        host["rounding"] = sum(pinned_bytes(size) - size for size in tensors)
     device["reduction"], device["arriving"] = gradients.reductions.bytes(scatter=optim.shard and not has_owners)
     if optim.shard:
         device["reduction"] += gather_bytes(gradients, dtype.itemsize)

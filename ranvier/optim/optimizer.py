@@ -31,7 +31,7 @@ from ranvier.optim.chunks import Chunk, GradientSpec
 from ranvier.optim.gradients import Gradients
 from ranvier.optim.placement import Hybrid, OnHost, Placement, Resident, Streamed, Update
 from ranvier.optim.reduction import MAX_COLLECTIVES
-from ranvier.optim.rules import Rules, SkippingRule, check_state_name, rules_of
+from ranvier.optim.rules import Rules, check_state_name, rules_of
 from ranvier.optim.state_places import StateOwner, StatePlaces
 from ranvier.tensor.quantized_weight import stored_tensors
 
@@ -134,14 +134,9 @@ class FlatOptimizer:
 
     @property
     def on_device(self) -> bool:
-        """Whether a CUDA device updates, so that numbers of a step may stay there."""
+        """Whether a CUDA device updates: numbers of a step may stay there, and a step can be skipped by what only the
+        device knows."""
         return self.weights.is_cuda and self.offload != "host"
-
-    @property
-    def skips_on_device(self) -> bool:
-        """Whether a step can be skipped by what only the device knows."""
-        return (self.on_device and self._rules.tensors is None and not self._optim.ema
-                and isinstance(self._rules.elementwise, SkippingRule))
 
     # ------------------------------------------------------------------ one step
 
@@ -170,7 +165,7 @@ class FlatOptimizer:
     def begin(self, learning_rate: float, *, skip: Tensor | None = None,
               undecided: Callable[[], bool] | None = None) -> None:
         """A step that is not skipped; after `prefetch`. skip, undecided: where only the device knows whether it is
-        (`skips_on_device`), as `Update.skip` has it; asked later, whether the step was one."""
+        (`on_device`), as `Update.skip` has it; asked later, whether the step was one."""
         self._steps = self.steps + 1
         self._undecided = undecided
         self._trained = self._segments(set())

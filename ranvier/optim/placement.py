@@ -91,9 +91,8 @@ def _apply(rules: Rules, bucket: Bucket, update: Update, parameters: Tensor, gra
         found, rate = states(segment.start, segment.stop), update.learning_rate * segment.learning_rate_factor
         if segment.tensor is None:
             rule, own = rules.elementwise, {name: found[name] for name in rules.elementwise.states}
-            run = rule.update
-            if update.skip is not None:
-                assert isinstance(rule, SkippingRule)
+            run = partial(_unless, update.skip, (parameters[here], *own.values()), rule.update)
+            if update.skip is not None and isinstance(rule, SkippingRule):
                 run = partial(rule.update_unless, update.skip)
             run(parameters[here], gradients[here], own, step=update.step - segment.began_at, learning_rate=rate,
                 weight_decay=segment.weight_decay)
@@ -107,7 +106,21 @@ def _apply(rules: Rules, bucket: Bucket, update: Update, parameters: Tensor, gra
             step=update.step - segment.began_at, learning_rate=rate, weight_decay=segment.weight_decay,
             split=spec.split)
     if tensors and rules.tensors is not None:
-        rules.tensors.update_tensors(tensors)
+        written = [one for tensor in tensors.values() for one in (tensor.parameter, *tensor.states.values())]
+        _unless(update.skip, written, rules.tensors.update_tensors, tensors)
+
+
+def _unless(skip: Tensor | None, written: Sequence[Tensor], call: Callable[..., None], *args: object, **named: object
+            ) -> None:
+    """`call`, and `written` is as it was before where `skip` is 1: for what cannot skip by itself. The same operations
+    run either way, so nobody waits, and a step that is not skipped has the same bits."""
+    if skip is None:
+        call(*args, **named)
+        return
+    before = [tensor.clone() for tensor in written]
+    call(*args, **named)
+    for tensor, old in zip(written, before, strict=True):
+        torch.where(skip > 0, old, tensor, out=tensor)
 
 
 class _Flat:
@@ -197,7 +210,8 @@ class _Flat:
         gradients = self._scaled_gradients(bucket, update.factor)
         self._apply(bucket, update, states.get("master", weights), gradients, states)
         if EMA in states:
-            update_average(states[EMA], states.get("master", weights), step=update.step, decay=self._ema)
+            _unless(update.skip, [states[EMA]], update_average, states[EMA], states.get("master", weights),
+                    step=update.step, decay=self._ema)
         if "master" in states:
             _copy_updated(weights, states["master"], bucket, update)
 
@@ -227,8 +241,11 @@ class Resident(_Flat):
     def update(self, buckets: Sequence[Bucket], update: Update) -> Iterator[Bucket]:
         """See `Placement`."""
         # A GPU takes these in one piece, with fewer launches; a CPU's buckets fit its cache. Gradients that have to be
-        # widened first have room for one bucket only.
-        whole = self._weights.is_cuda and bool(buckets) and self._gradients(buckets[0]).dtype is self._dtype
+        # widened first, and copies of what a skipped step leaves alone, have room for one bucket only.
+        copies = update.skip is not None and (self._rules.tensors is not None or bool(self._ema) or not isinstance(
+            self._rules.elementwise, SkippingRule))
+        whole = (self._weights.is_cuda and bool(buckets) and not copies
+                 and self._gradients(buckets[0]).dtype is self._dtype)
         for bucket in joined(buckets) if whole else buckets:
             self._finish_bucket(bucket, update, {name: self._of(bucket, name) for name in self._names})
             yield bucket

@@ -47,8 +47,8 @@ class ElementwiseRule(Protocol):
 
 @runtime_checkable
 class SkippingRule(Protocol):
-    """An `ElementwiseRule` that can leave all tensors as they are, as a number on their device says. Nobody waits then
-    for what decides of a step."""
+    """An `ElementwiseRule` that can leave all tensors as they are, as a number on their device says. For other rules
+    a copy of a bucket's parameters and states is kept until that is known."""
 
     def update_unless(self, skip: Tensor, parameters: Tensor, gradients: Tensor, states: dict[str, Tensor], *,
                       step: int, learning_rate: float, weight_decay: float) -> None:

@@ -24,6 +24,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,19 +51,26 @@ _FAR = 8
 """A batch is so many times as heavy as it was said to be: an initial loss scale does not fit it."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """What the norm says of a step. bad: why it is a bad one, or None. overflow: whether a gradient was not finite in
+    fp16."""
+
+    bad: str | None = None
+    overflow: bool = False
+
+
 class Verdict:
-    """What a guard says of a norm that a device knows. `judge` is called once, when somebody asks."""
+    """What a norm that a device knows says of a step. `judge` is called once, when somebody asks."""
 
-    def __init__(self, norm: Tensor, judge: Callable[[float], str | None]) -> None:
-        self._norm = HostCopy(norm)
-        self._found: str | None = None
-        self._judge: Callable[[float], str | None] | None = judge
+    def __init__(self, norm: Tensor, judge: Callable[[float], Judged]) -> None:
+        self._norm, self._judge = HostCopy(norm), judge
+        self._found: Judged | None = None
 
-    def bad(self) -> str | None:
-        """Why the step is bad, or None. Waits for the norm."""
-        if self._judge is not None:
-            judge, self._judge = self._judge, None
-            self._found = judge(float(self._norm.read()))
+    def found(self) -> Judged:
+        """Waits for the norm."""
+        if self._found is None:
+            self._found = self._judge(float(self._norm.read()))
         return self._found
 
 
@@ -72,29 +80,34 @@ class GradientStatus:
 
     squared_norm: [1] fp64, of the gradients of the mean loss, being summed over all ranks by `work`.
     factor: what turns the buffer's gradients into those of the mean loss.
-    may_update: whether parameters may be updated, for all that is known without the norm. overflow: whether a gradient
-        was not finite in fp16.
-    refused: why the step is a bad one; None: it is not, for all that is known without the norm.
-    verdict: the guard's, where it judges by the norm, and that is still on the device.
+    may_update: whether parameters may be updated, for all that is known without `verdict`. overflowed: likewise,
+        whether a gradient was not finite in fp16.
+    refused: why the step is a bad one; None: it is not, for all that is known without `verdict`.
+    verdict: what the norm says, where that is still on the device.
     """
 
     squared_norm: Tensor
     work: Work
     factor: float
     may_update: bool
-    overflow: bool = False
+    overflowed: bool = False
     refused: str | None = None
     verdict: Verdict | None = None
 
     @property
     def bad(self) -> str | None:
         """Why the step is a bad one, where a guard looks; None: it is not. May wait for the reduction."""
-        return self.refused if self.verdict is None else self.verdict.bad()
+        return self.refused if self.verdict is None else self.verdict.found().bad
+
+    @property
+    def overflow(self) -> bool:
+        """Whether a gradient was not finite in fp16. May wait for the reduction."""
+        return self.overflowed if self.verdict is None else self.verdict.found().overflow
 
     @property
     def updates(self) -> bool:
         """Whether parameters are updated. May wait for the reduction."""
-        return self.may_update and self.bad is None
+        return self.may_update and self.bad is None and not self.overflow
 
     @property
     def norm(self) -> float:
@@ -157,12 +170,14 @@ class Updater:
         self.gradients.allocate()  # not before parameters have moved: they are there twice on the way
         self.users = optimizer(owned) if optimizer is not None and owned else None
         self.masters = MasterCopies(self.users, owned) if self.users is not None and half else None
-        self.loss_scale = LossScale(scale=optim.initial_loss_scale, window=optim.loss_scale_window) \
+        self._scale = LossScale(scale=optim.initial_loss_scale, window=optim.loss_scale_window) \
             if dtype is torch.float16 else None
+        self._undecided: Verdict | None = None
         self._guard, self._bad_loss = bad_steps, bad_loss
         self._earlier_weight = earlier_weight
         self._kept: Tensor | None = None
-        self._kept_overflow = self._overflow = False
+        self._kept_status: GradientStatus | None = None
+        self._averaged: GradientStatus | None = None
         self.learning_rate = 0.0
         self._clips_late = bool(optim.clip_norm) and optim.clip_from == "previous-step"
         self._norm_before: Tensor | None = None
@@ -181,9 +196,20 @@ class Updater:
     @property
     def bad_steps(self) -> BadSteps | None:
         """The guard, which has judged all steps so far."""
-        if self.flat is not None:
-            _ = self.flat.steps  # waits for what the device decides
+        self._settle()
         return self._guard
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """The scale of the next loss, in fp16. Waits for what the device has found at the step before."""
+        self._settle()
+        return self._scale
+
+    def _settle(self) -> None:
+        """The verdict that is still on the device is read; it was there before the device began the update."""
+        undecided, self._undecided = self._undecided, None
+        if undecided is not None:
+            undecided.found()
 
     @property
     def has_averages(self) -> bool:
@@ -198,23 +224,24 @@ class Updater:
     @property
     def loss_factor(self) -> float:
         """What a loss is multiplied by before its backward."""
-        return (self.loss_scale.scale if self.loss_scale is not None else 1.0) / self.nominal_weight
+        scale = self.loss_scale
+        return (1.0 if scale is None else scale.scale) / self.nominal_weight
 
     def expect_weight(self, weight: float, *, divide_by_it: bool) -> None:
         """In fp16: global batches have about this weight (a power of two). It becomes the nominal weight, or, without
         `divide_by_it`, lowers a loss scale with which that would overflow; one that has been adapted stays."""
         if divide_by_it:
             self.nominal_weight = weight
-        elif self.loss_scale is not None and self.loss_scale.is_initial and weight > _FAR * self.nominal_weight:
-            self.loss_scale.lower(weight / self.nominal_weight)
+        elif (scale := self.loss_scale) is not None and scale.is_initial and weight > _FAR * self.nominal_weight:
+            scale.lower(weight / self.nominal_weight)
 
     # ------------------------------------------------------------------ one batch
 
     def begin(self, step: int, *, updates: bool, keep: bool = False) -> None:
         """A new batch, as step `step` (from 1). updates: whether `finish` follows, rather than `average`. keep: whether
         what `average` has left belongs to the same step."""
-        self._kept, self._kept_overflow = (self.gradients.snapshot(), self._overflow) if keep else (None, False)
-        self._overflow = False
+        self._kept, self._kept_status = (self.gradients.snapshot(), self._averaged) if keep else (None, None)
+        self._averaged = None
         self._step, self._squared, self._began = step, torch.zeros(()), False
         if self._by_block is not None:
             self._by_block.zero_()
@@ -230,7 +257,7 @@ class Updater:
         started, bad = time.monotonic_ns(), self._bad_before_update()
         self._timeline.add("reduce", "weight", self._step, started)
         if self.flat is not None and not (
-                (self._optim.clip_norm and not self._clips_late) or self.loss_scale or self._guard or bad):
+                (self._optim.clip_norm and not self._clips_late) or self._scale or self._guard or bad):
             status = self._update_as_reduced()
         else:
             status = self._judge()
@@ -246,7 +273,7 @@ class Updater:
         status = self._judge()
         self.gradients.scale(status.factor)
         self.gradients.note_values()
-        self._kept, self._overflow = None, status.overflow
+        self._kept, self._averaged = None, status
         return status
 
     def _bad_before_update(self) -> str | None:
@@ -275,8 +302,8 @@ class Updater:
 
     def _factor(self, weight: float) -> float:
         """What turns the buffer's gradients into those of the mean loss."""
-        scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
-        return self.nominal_weight / (weight * scale) if weight else 0.0
+        scale = self.loss_scale
+        return self.nominal_weight / (weight * (1.0 if scale is None else scale.scale)) if weight else 0.0
 
     def _judge(self) -> GradientStatus:
         """Wait for the weight of the batch and the reduction of all chunks, and start (where the step depends on it:
@@ -296,20 +323,30 @@ class Updater:
     def _look(self, status: GradientStatus) -> GradientStatus:
         """Whether the step overflows in fp16, or is a bad one; where neither can be, nobody waits for the norm, nor
         where the device can skip a step by itself."""
-        guard, overflow = self.bad_steps, False  # which has judged the step before
+        guard = self.bad_steps  # which has judged the step before
         bad = guard.by_loss() if guard is not None else self._bad_before_update()
-        if self.loss_scale is not None and bad is None:
-            overflow = not math.isfinite(status.norm)
-            if not (overflow and self._kept_overflow):  # of which the scale knows
-                self.loss_scale.update(overflow)
-        elif guard is not None and bad is None:
-            if self.flat is not None and self.flat.skips_on_device:
-                return replace(status, verdict=Verdict(status.norm_on_device, guard.judge))
-            bad = guard.judge(status.norm)
+        if bad is not None or (guard is None and self._scale is None):
             return replace(status, may_update=bad is None, refused=bad)
-        if guard is not None and bad is None and not overflow:
+        judge = partial(self._judge_norm, self._kept_status)
+        if self.flat is not None and self.flat.on_device:
+            self._undecided = Verdict(status.norm_on_device, judge)
+            return replace(status, verdict=self._undecided)
+        found = judge(status.norm)
+        return replace(status, may_update=found.bad is None and not found.overflow, overflowed=found.overflow,
+                       refused=found.bad)
+
+    def _judge_norm(self, kept: GradientStatus | None, norm: float) -> Judged:
+        """What the norm says of a step whose loss is good, to the guard and the loss scale, too. kept: of the batches
+        before it in the same step, of whose overflow the scale knows."""
+        guard, scale = self._guard, self._scale
+        if scale is None:
+            return Judged(bad=None if guard is None else guard.judge(norm))
+        overflow = not math.isfinite(norm)
+        if not (overflow and kept is not None and kept.overflow):
+            scale.update(overflow)
+        if guard is not None and not overflow:
             guard.good()
-        return replace(status, may_update=bad is None and not overflow, overflow=overflow, refused=bad)
+        return Judged(overflow=overflow)
 
     def _apply(self, status: GradientStatus, factor: float) -> None:
         """Update all parameters from their reduced gradients times `factor`, clipped, if the status allows it."""
@@ -447,6 +484,7 @@ class Updater:
     def restore_counters(self, steps: int | None, loss_scale: Mapping[str, Any] | None, last_norm: float | None,
                          began_at: Mapping[str, int]) -> None:
         """Parameters and states have been written, as they were after `steps` updates (None: not counted here)."""
+        self._settle()
         self._last, self._norm_before = None, None
         if last_norm is not None:
             self._norm_before = torch.tensor(last_norm, dtype=torch.float64, device=self._device)
@@ -454,8 +492,8 @@ class Updater:
             self.flat.restore_counters(steps or 0, began_at)
         if self.masters is not None:
             self.masters.note_values()
-        if self.loss_scale is not None and loss_scale is not None:
-            self.loss_scale = LossScale(**loss_scale)
+        if self._scale is not None and loss_scale is not None:
+            self._scale = LossScale(**loss_scale)
 
     def tensors(self, parameters: Sequence[Tensor]) -> dict[str, dict[str, list[Tensor]]]:
         """What lives from step to step: {"device": {category: tensors}, "host": {...}}."""

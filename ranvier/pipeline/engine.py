@@ -465,7 +465,8 @@ class Engine:
             raise ConfigError("is missing", where="Engine(optimizer=...)",
                               remedy="Give the engine an optimizer, or call forward_backward and update by hand.")
         if self._updater.in_backward and len(microbatches) != 1:
-            raise ConfigError(f"needs batches of one microbatch, not {len(microbatches)}",
+            raise ConfigError(f"needs batches of one microbatch, not {len(microbatches)}: blocks share the memory of "
+                              "gradients, in which those of several microbatches cannot add up",
                               where="optim.update-in-backward", value=True,
                               remedy="Set --batch.microbatch-size to a replica's share of the batch, or leave it out.")
         self._updater.learning_rate = self.learning_rate

@@ -8,6 +8,8 @@ torch, which uses it again without asking the driver.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,12 +17,26 @@ from torch import Tensor
 
 from ranvier.errors import OutOfMemory
 
+_ALIGNMENT = 64
 GRANULE = 1 << 30
 """Bytes up to which torch's allocator is used; it wastes at most as much again."""
 
 
-def pinned_zeros(size: int, dtype: torch.dtype) -> Tensor:
-    """A tensor of `size` zeros in pinned host memory. OutOfMemory if the driver refuses to register it."""
+def pinned_together(like: Sequence[Tensor]) -> list[Tensor]:
+    """A tensor of the shape and dtype of each of these, all in one piece of pinned host memory; as `pinned_zeros`."""
+    if not like:
+        return []
+    stops = list(accumulate((-(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT for tensor in like),
+                            initial=0))
+    whole = pinned_zeros(stops[-1], torch.uint8, "copies of a checkpoint", "--checkpoint.background false")
+    return [whole[start:start + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
+            for start, tensor in zip(stops, like, strict=False)]
+
+
+def pinned_zeros(size: int, dtype: torch.dtype, where: str = "optimizer states in host memory",
+                 instead: str = "--optim.offload none") -> Tensor:
+    """A tensor of `size` zeros in pinned host memory. OutOfMemory if the driver refuses to register it. where, instead:
+    for that error, what it holds, and the setting that needs none of it."""
     if size * dtype.itemsize <= GRANULE:
         return torch.zeros(size, dtype=dtype, device="cpu", pin_memory=True)
     tensor = torch.zeros(size, dtype=dtype, device="cpu")
@@ -29,8 +45,8 @@ def pinned_zeros(size: int, dtype: torch.dtype) -> Tensor:
     status = int(runtime.cudaHostRegister(address, tensor.nbytes, 0))
     if status:
         raise OutOfMemory(f"cannot be pinned: cudaHostRegister returned error {status}",
-                          where="optimizer states in host memory", value=f"{tensor.nbytes / 2**30:.1f} GiB",
-                          remedy="Raise the limit of locked memory (ulimit -l unlimited), or set --optim.offload none.")
+                          where=where, value=f"{tensor.nbytes / 2**30:.1f} GiB",
+                          remedy=f"Raise the limit of locked memory (ulimit -l unlimited), or set {instead}.")
     # The registration ends before the memory is freed: a storage is only freed after its Python object.
     weakref.finalize(tensor.untyped_storage(), runtime.cudaHostUnregister, address).atexit = False
     return tensor

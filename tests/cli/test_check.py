@@ -155,7 +155,8 @@ def test_settings_of_the_optimizer_that_do_nothing(flags, where):
 
 
 @pytest.mark.parametrize(("flags", "message"), [
-    ({}, "needs batches of one microbatch, not 8"),
+    ({}, "needs batches of one microbatch, not 8: blocks share the memory of gradients, in which those of several "
+         "microbatches cannot add up"),
     ({"batch__microbatch_size": "32", "optim__clip_norm": "1"}, "cannot clip by a norm that is known only at the end"),
     ({"batch__microbatch_size": "32", "precision": "fp16"}, "cannot skip a step whose gradients overflow")])
 def test_what_update_in_backward_cannot_do(flags, message):

@@ -5,11 +5,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ranvier.checkpoint.files import host_copies
 from ranvier.comm.torch_backend import TorchBackend
+from ranvier.config.resolve import resolve
+from ranvier.config.run import Checkpoint, Launch, Optim, Run, Transformer
+from ranvier.cost.count import laid_out
 from ranvier.cost.device_overhead import CONTEXT_BYTES, LIBRARY_BYTES, with_overhead
 from ranvier.cost.memory import RankMemory
 from ranvier.cost.published_peaks import published_peak
 from ranvier.errors import OutOfMemory
+from ranvier.mesh import Mesh
 from ranvier.system import pinned_memory
 from ranvier.system.pinned_memory import pinned_bytes, pinned_zeros
 from ranvier.train.determinism import deterministic_algorithms
@@ -102,6 +107,46 @@ def test_large_pinned_tensors_are_registered_at_their_own_size(monkeypatch):
         assert runtime.registered
         del view
         assert not runtime.registered
+
+
+def test_copies_of_a_checkpoint_are_pinned_together(monkeypatch):
+    """Three tensors of 1.2 KB would take 2 KB each; other tensors take another piece, when the first is free."""
+    monkeypatch.setattr(pinned_memory, "GRANULE", 1 << 10)
+    runtime, room = Runtime(), []
+    with FakeCuda():
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime, raising=False)
+        tensors = [torch.arange(300.0, device=DEVICE), torch.arange(5), torch.zeros(0, device=DEVICE),
+                   torch.ones(20, 15, device=DEVICE), torch.full((), 7, device=DEVICE),
+                   torch.ones(3, 200, dtype=torch.bfloat16, device=DEVICE)]
+        for again in range(2):
+            copies = host_copies(tensors, room)
+            assert sum(runtime.registered.values()) == 3 * 1216 + 64 and len(runtime.registered) == 1
+            assert [one.dtype for one in copies] == [one.dtype for one in tensors]
+            assert all(torch.equal(copy, one.to("cpu")) for copy, one in zip(copies, tensors, strict=True))
+            tensors[0].add_(1.0)
+            assert again or copies[0] is room[0]
+        del copies
+        copies = host_copies(tensors[:1], room)
+        assert torch.equal(copies[0], tensors[0].to("cpu")) and list(runtime.registered.values()) == [1216]
+
+
+def test_copies_that_cannot_be_pinned(monkeypatch):
+    monkeypatch.setattr(pinned_memory, "GRANULE", 1 << 10)
+    with FakeCuda():
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(status=2), raising=False)
+        with pytest.raises(OutOfMemory, match=r"copies of a checkpoint.*set --checkpoint.background false"):
+            host_copies([torch.ones(1000, device=DEVICE)], [])
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_pinned_copies_of_a_checkpoint_are_predicted(background):
+    """With states on the device, too."""
+    run = resolve(Run(model=Transformer(num_layers=2, hidden=64, heads=4, vocab=128, sequence=16),
+                      optim=Optim(offload="none"), mesh=Mesh(), launch=Launch(device="cuda"),
+                      checkpoint=Checkpoint(background=background)))
+    (entry,) = laid_out(run)[1]
+    copied = entry.host["checkpoint"]
+    assert entry.host.get("rounding", 0) == (pinned_bytes(copied) - copied if background else 0)
 
 
 def test_memory_that_cannot_be_pinned(monkeypatch):

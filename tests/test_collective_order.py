@@ -1,0 +1,396 @@
+"""Every wait for a collective in the package: with all of them there is no race, without any one of them there is one.
+
+One rank runs the package's code with groups whose other members are not there (`tests.ordered_collectives`).
+"""
+
+import ast
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.utils._pytree import tree_map
+
+from ranvier.config.run import Guard, Lora, Memory, Optim, Transformer
+from ranvier.mesh import Mesh
+from ranvier.models.llama import llama
+from ranvier.models.lora import with_adapters
+from ranvier.pipeline.engine import Engine
+from ranvier.pipeline.microbatch import Microbatch
+from ranvier.planner import measure
+from ranvier.schedule.spans import Timeline
+from ranvier.tensor import layers
+from ranvier.tensor.layers import rotary
+from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.split.layers import split_layers
+from ranvier.tensor.weight_gradients import WeightGradients
+from ranvier.train.metrics import Meter
+from ranvier.world import World
+from tests.ordered_collectives import LoneBackend
+from tests.stream_order import DEVICE, ROOT, OrderedCuda
+from tests.tensor import test_families_gradients as families
+from tests.tensor.split_parity import SCHEMES, tiny_gpt
+
+ROOMS = ("comm", "elastic", "inference", "optim", "pipeline", "planner", "tensor", "train")
+EXCEPTIONS = {
+    ("comm/collectives.py", "self._all_gather(here.new_empty(len(self.ranks)), here).wait()"):
+        "a barrier orders ranks, and no memory"}
+"""Waits that order no accesses."""
+_OWN_THREAD = "a transport's own thread waits for a message between hosts"
+_CALL = "calls a wait that is in a scenario"
+_TOOL = "a tool of tests, with waits of its own"
+OTHER = {
+    ("comm/collectives.py", "self.wait()"): "the work is done",
+    ("comm/gloo_transport.py", "work.wait()"): _OWN_THREAD,
+    ("comm/gloo_transport.py", "started(dist.irecv(buffer, group_src=source, group=self._process_group)).wait()"):
+        _OWN_THREAD,
+    ("comm/gloo_transport.py",
+     "started(dist.irecv(wire[capacity:], group_src=source, group=self._process_group)).wait()"): _OWN_THREAD,
+    ("comm/nccl_transport.py", "started(dist.isend(first, group_dst=destination, group=channel)).wait()"):
+        "communicators are built before the first step",
+    ("comm/nccl_transport.py", "started(dist.irecv(first, group_src=source, group=channel)).wait()"):
+        "communicators are built before the first step",
+    ("comm/inprocess.py", "self._exchange.condition.wait()"): _TOOL,
+    ("comm/throttle.py", "first._stamp.wait()"): _TOOL, ("comm/throttle.py", "self._work.wait()"): _TOOL,
+    ("inference/generate.py", "ranks.broadcast(part, root=root).wait()"):
+        "the next token, in host memory: tests/inference/test_generate.py",
+    ("train/evaluation.py", "ranks.broadcast(chosen, root=ranks.ranks.index(root)).wait()"):
+        "the next token, in host memory",
+    ("train/loop.py", "self.ranks.all_reduce(total).wait()"): "a number in host memory, before the first step",
+    ("train/saving.py", "written = self.checkpoints.wait()"): "no collective: the thread that writes checkpoints",
+    ("optim/step.py", "self.gradients.wait()"): _CALL, ("pipeline/engine.py", "self._updater.wait()"): _CALL,
+    ("pipeline/statistics.py", "self.work.wait()"): "the weight of all batches has been waited for",
+    ("tensor/split/linear.py", "one.wait()"): "saved in vain: nobody reads it",
+    ("tensor/split/linear.py", "self._add_gradients(dw.wait())"): "on one row, where nothing travels",
+    ("tensor/split/stationary.py", "arriving.wait()"): "of a row without tokens, which computes nothing",
+    ("tensor/under_way.py", "self._ahead[1].wait()"): "tests/tensor/test_under_way.py counts it"}
+"""What has the name of a wait, and is in no scenario."""
+
+
+def world_of(cuda, size, rank=0):
+    return World(backend=LoneBackend(cuda, size, rank), store=dist.HashStore(), launcher="test", device=DEVICE,
+                 local_rank=rank, local_size=size)
+
+
+# ---------------------------------------------------------------------- replicas
+
+def squared(y, t):
+    return ((y - t) ** 2).sum(), t.numel()
+
+
+def replicas(*, dtype=torch.float32, train=Engine.train_batch, rank=0, model=lambda: nn.Sequential(
+        nn.Linear(3, 2), nn.Linear(2, 2)), **options):
+    """Two steps of two replicas. train: called with the engine and a batch."""
+    optim = Optim(**{name: options.pop(name) for name in list(options) if name in Optim.__dataclass_fields__})
+
+    def run(cuda):
+        engine = Engine(model(), world_of(cuda, 2, rank), mesh=Mesh(data=2), loss=squared, dtype=dtype, optim=optim,
+                        guard=Guard(bad_step="none"), **options)
+        for _ in range(2):
+            x, target = torch.ones(2, 3, device=DEVICE, dtype=dtype), torch.ones(2, 2, device=DEVICE)
+            train(engine, [Microbatch(x, target, torch.arange(2))] * (1 if optim.update_in_backward else 2))
+        engine.close()
+    return run
+
+
+def norms_by_layer(engine, batch):
+    engine.watch_layers()
+    engine.train_batch(batch)
+    engine.layer_gradient_norms()
+
+
+def in_two_batches(engine, batch):
+    engine.forward_backward(batch)
+    result = engine.forward_backward(batch)
+    engine.step(result)
+    assert result.weight > 0
+
+
+def told(engine, batch):
+    """The numbers of a step are told a step later."""
+    group = engine._connections.all
+    Meter(Timeline(), group).step(1, engine.train_batch(batch), 0.1).event(1.0, 1.0)
+
+
+def asked_to_stop(engine, batch):
+    assert not Meter(Timeline(), engine._connections.all).step(1, engine.train_batch(batch), 0.1).stop_requested
+
+
+def asked_to_resize(engine, batch):
+    assert not Meter(Timeline(), engine._connections.all).step(1, engine.train_batch(batch), 0.1).resize_requested
+
+
+def compared(engine, batch):
+    engine.train_batch(batch)
+    engine.compare_replicas()
+
+
+class WithBuffers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.out = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.out(self.norm(x))
+
+
+class FailsAtFirst(nn.Module):
+    """A layer whose first backward fails when the gradient of the one behind it is on its way."""
+
+    def __init__(self):
+        super().__init__()
+        self.failed = False
+        self.out = nn.Linear(3, 2)
+        self.out.weight.register_hook(self.fail)
+
+    def forward(self, x):
+        return self.out(x)
+
+    def fail(self, gradient):
+        if not self.failed:
+            self.failed = True
+            raise ZeroDivisionError
+
+
+def failed_batch(cuda):
+    engine = Engine(nn.Sequential(FailsAtFirst(), nn.Linear(2, 2)), world_of(cuda, 2), mesh=Mesh(data=2), loss=squared,
+                    optim=Optim(bucket_size=2, chunk_buckets=1))
+    batch = [Microbatch(torch.ones(2, 3, device=DEVICE), torch.ones(2, 2, device=DEVICE), torch.arange(2))]
+    with pytest.raises(ZeroDivisionError):
+        engine.train_batch(batch)
+    engine.train_batch(batch)
+    engine.close()
+
+
+MANY = {"bucket_size": 2, "chunk_buckets": 1, "model": lambda: nn.Sequential(nn.Linear(3, 9), nn.Linear(9, 2))}
+"""More chunks than may be under way at once."""
+
+
+# ---------------------------------------------------------------------- rows and columns
+
+def split(make, row, col, scheme, *, optim=None, batch=None, train=Engine.train_batch, **options):
+    """Two steps on a mesh, of two microbatches each; the weights' order is known in the second."""
+    settings = replace(SCHEMES[scheme], keep_weights=options.pop("keep_weights", False))
+    panel_bytes = options.pop("panel_bytes", 1 << 20)
+
+    def run(cuda):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("ranvier.tensor.mesh.PANEL_BYTES", dict.fromkeys(("cpu", "cuda"), panel_bytes))
+            steps(cuda)
+
+    def steps(cuda):
+        mesh = Mesh(row=row, col=col)
+        engine = Engine(make(), world_of(cuda, mesh.size), mesh=mesh, dtype=torch.float64, tensor=settings,
+                        optim=Optim(**optim or {}), guard=Guard(bad_step="none"), **options)
+        for _ in range(2):
+            ids = torch.arange(16).view(2, 8) % 7
+            given = [Microbatch(ids, ids, torch.arange(2))] * 2 if batch is None else batch(mesh)
+            train(engine, [Microbatch(*(tree_map(lambda one: one.to(DEVICE), value) for value in (
+                one.inputs, one.targets)), one.samples) for one in given])
+        engine.close()
+    return run
+
+
+def begun(cuda):
+    """The last column builds its engine: what others have is sent to it."""
+    engine = Engine(gpt(), world_of(cuda, 2, 1), mesh=Mesh(col=2), dtype=torch.float64, tensor=SCHEMES["megatron"])
+    for parameter in engine.parameters():
+        parameter.detach().clone()
+    engine.close()
+
+
+def of_family(kind, row, col, scheme):
+    return split(lambda: families.make(kind), row, col, scheme, batch=lambda mesh: families.batches_of(kind, mesh)[0])
+
+
+def evaluated(engine, batch):
+    """One loss first, and the whole outputs then; ranks agree on something."""
+    assert engine.evaluate(batch).weight
+    engine.predict([Microbatch(one.inputs, samples=one.samples) for one in batch])
+    engine.agree(True)
+
+
+def gpt(**changed):
+    return tiny_gpt(hidden=12, heads=4, vocab=9, **changed)
+
+
+def family(**changed):
+    model = llama(Transformer(family="llama", num_layers=1, hidden=12, heads=4, kv_heads=2, head_dim=4, intermediate=8,
+                              vocab=9, sequence=8, **changed), dtype=torch.float64)
+    return replace(model, tied=())
+
+
+def adapted(method="lora", **changed):
+    return with_adapters(family(**changed), Lora(rank=2, targets=("attention.*", "mlp.*"), method=method))
+
+
+def seen_by_a_hook(engine, batch):
+    """Who hooks a weight sees its whole gradient; the step after a freeze has no use for what was saved for it."""
+    handles = [one.register_hook(lambda gradient: gradient.clone()) for one in engine.parameters()]
+    engine.train_batch(batch)
+    for handle in handles:
+        handle.remove()
+
+
+class Gated(nn.Module):
+    """What a block's own code does with columns: a replicated score beside what is split."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = layers.Embedding(7, 12)
+        self.score = layers.ClassifierHead(12, 1, token=None)
+        self.into, self.back = layers.Linear(12, 12, stationary="output"), layers.Linear(12, 12, stationary="input")
+        self.classes = layers.ClassifierHead(12, 7, token=None)
+
+    def forward(self, ids):
+        x = self.token(ids)
+        score = torch.sigmoid(self.score(x))
+        return self.classes(x * score + self.back(self.into(x) * torch.cat([score] * 12, -1)))
+
+
+class LastToken(nn.Module):
+    """A class by the last token, which another column has."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.classes = layers.Embedding(7, 12), layers.ClassifierHead(12, 7, token=-1)
+
+    def forward(self, ids):
+        return self.classes(self.token(ids))
+
+
+def first_loss(y, t):
+    return functional.cross_entropy(y, t[:, 0], reduction="sum"), len(t)
+
+
+def token_loss(y, t):
+    return functional.cross_entropy(y.flatten(0, 1), t.flatten(), reduction="sum"), t.numel()
+
+
+def deferred(cuda):
+    """A product waits, with the gathered gradient that it needs; that of the input is not wanted."""
+    backend = world_of(cuda, 2).backend
+    mesh = TensorMesh(backend.group("row", [[0], [1]]), backend.group("col", [[0, 1]]), SCHEMES["stationary"])
+    layer = split_layers(layers.Linear(12, 12, stationary="input").to(DEVICE), mesh, "layer")
+    layer.weight_gradients = WeightGradients(lambda parameter: 0, lambda parameter: None, lambda parameter: None)
+    layer.may_wait = True
+    y = layer(torch.ones(2, 4, 6, device=DEVICE))
+    dy = torch.ones_like(y)
+    layer.weight_gradients.backward_pass(0, lambda: y.backward(dy), True)
+    layer.weight_gradients.run(0, 0)
+
+
+# ---------------------------------------------------------------------- groups by themselves
+
+def host_group(cuda):
+    """Numbers, texts and large sums of half precision in host memory."""
+    group = world_of(cuda, 2).backend.group("test", [[0, 1]])
+    assert group.gather_objects("text") == ["text"] * 2 and group.gather_number(3) == [3, 3]
+    group.barrier()
+    for size in (8, 1 << 19):
+        tensor = torch.ones(size, dtype=torch.bfloat16)
+        work = group.all_reduce(tensor)
+        work.done()
+        work.wait()
+        tensor.add_(1)
+
+
+def between_two(cuda):
+    """The seconds of an all-reduce between two ranks, by fewer rounds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "range", lambda count: range(min(count, 2)), raising=False)
+        measure._collective(world_of(cuda, 2))
+
+
+SCENARIOS = {
+    "fp32": replicas(), "bf16": replicas(dtype=torch.bfloat16),
+    "many chunks": replicas(dtype=torch.bfloat16, **MANY),
+    "fp32 sums of bf16": replicas(dtype=torch.bfloat16, reduce_dtype="fp32", clip_norm=0.1, **MANY),
+    "fp16": replicas(dtype=torch.float16),
+    "sharded": replicas(shard=True, **MANY), "sharded muon": replicas(shard=True, algorithm="muon"),
+    "sharded bf16": replicas(shard=True, dtype=torch.bfloat16, clip_norm=0.1, **MANY),
+    "in the backward": replicas(update_in_backward=True),
+    "in the backward, bf16": replicas(update_in_backward=True, dtype=torch.bfloat16),
+    "in the backward, sharded": replicas(update_in_backward=True, dtype=torch.bfloat16, shard=True),
+    "buffers": replicas(model=lambda: [WithBuffers()]),
+    "averaged buffers": replicas(model=lambda: [WithBuffers()], buffers="average"),
+    "norms by layer": replicas(train=norms_by_layer), "two batches": replicas(train=in_two_batches),
+    "numbers of a step": replicas(train=told), "stop": replicas(train=asked_to_stop),
+    "resize": replicas(train=asked_to_resize), "compared": replicas(train=compared),
+    "failed batch": failed_batch,
+    **{f"gpt {row} x {col} {scheme}": split(gpt, row, col, scheme) for row, col, scheme in (
+        (2, 1, "stationary"), (1, 2, "stationary"), (2, 2, "stationary"), (1, 2, "megatron"), (2, 2, "summa"),
+        (1, 2, "sequence"))},
+    "recomputed": split(gpt, 2, 2, "stationary", memory=Memory(recompute=1)),
+    "llama 2 x 2": split(family, 2, 2, "stationary"), "llama sequence": split(family, 1, 2, "sequence"),
+    "lora": split(adapted, 2, 2, "stationary"), "dora": split(lambda: adapted("dora"), 2, 2, "stationary"),
+    "lora sequence": split(adapted, 1, 2, "sequence"),
+    "lora megatron": split(adapted, 1, 2, "megatron"),
+    "muon": split(gpt, 2, 2, "stationary", optim={"algorithm": "muon"}),
+    "adafactor": split(gpt, 2, 2, "stationary", optim={"algorithm": "adafactor"}),
+    "begun": begun, "keeps weights": split(gpt, 2, 2, "stationary", keep_weights=True),
+    "deferred": deferred,
+    "small panels": split(gpt, 2, 2, "stationary", panel_bytes=200),
+    "small panels, sequence": split(gpt, 1, 2, "sequence", panel_bytes=200),
+    "recomputed, sequence": split(gpt, 1, 2, "sequence", panel_bytes=200, memory=Memory(recompute=1)),
+    "hooked": split(gpt, 2, 2, "stationary", train=seen_by_a_hook),
+    "evaluated": split(gpt, 1, 2, "stationary", train=evaluated),
+    "classes": of_family("classes", 1, 2, "stationary"), "classes, sequence": of_family("classes", 1, 2, "sequence"),
+    "span": of_family("span", 1, 2, "sequence"),
+    "gated": split(lambda: [Gated()], 1, 2, "stationary", loss=token_loss),
+    "last token": split(lambda: [LastToken()], 1, 2, "sequence", loss=first_loss),
+    "host": host_group, "between two": between_two,
+}
+
+
+def run(name, left_out=None):
+    """The waits for collectives that a scenario makes, and the first race; None without one."""
+    rotary._tables.cache_clear()  # a device of another run is none of this one
+    with OrderedCuda(devices=2, left_out=left_out) as cuda:
+        SCENARIOS[name](cuda)
+    return {site for site in cuda.sites if site[2] == 0}, cuda.races[0] if cuda.races else None
+
+
+@pytest.fixture(scope="module")
+def made():
+    """The waits of each scenario; none of them has a race."""
+    found, seconds = {}, {}
+    for name in SCENARIOS:
+        began = time.perf_counter()
+        found[name] = run(name)
+        seconds[name] = time.perf_counter() - began
+    assert not {name: race for name, (_, race) in found.items() if race}
+    return {name: found[name][0] for name in sorted(found, key=seconds.__getitem__)}  # the fastest first
+
+
+def waits_of(path):
+    """The lines of a file on which something is waited for without a limit of time."""
+    return {node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute) and node.func.attr == "wait" and not node.args}
+
+
+def text_of(file, line):
+    return (ROOT / file).read_text().splitlines()[line - 1].split("#")[0].strip()
+
+
+WAITS = {(str(path.relative_to(ROOT)), line) for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))
+         for line in waits_of(path)}
+
+
+def test_every_wait_for_a_collective_is_in_a_scenario(made):
+    reached = {site[:2] for site in set().union(*made.values())}
+    missed = {(file, text_of(file, line)) for file, line in WAITS - reached}
+    assert missed == OTHER.keys()  # what is reached now is no exception any more
+
+
+def test_without_any_one_wait_for_a_collective_there_is_a_race(made):
+    unnoticed = {}
+    for file, line in sorted(WAITS):
+        names = [name for name, sites in made.items() if (file, line, 0) in sites]
+        if names and not any(run(name, left_out=(file, line, 0))[1] for name in names):
+            unnoticed[file, line] = text_of(file, line)
+    assert {(file, text) for (file, _), text in unnoticed.items()} == EXCEPTIONS.keys()
