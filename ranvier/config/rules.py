@@ -217,10 +217,10 @@ def elastic_problems(run: ResolvedRun) -> Iterator[ConfigError]:
     """What cannot be asked of an elastic run."""
     elastic = run.elastic
     yield from freeze_problems(elastic, run.model.num_layers)
-    if elastic.freeze != "none" and run.placement.per_rank > 1:
-        yield ConfigError("belongs to a pipeline that stays as it is, and freezing changes it",
-                          where="pipeline.stages-per-rank", value=run.placement.per_rank,
-                          remedy="Set --pipeline.stages-per-rank 1, or --elastic.freeze none.")
+    if elastic.freeze != "none" and elastic.auto_pipe and elastic.cut == "reference" and run.placement.per_rank > 1:
+        yield ConfigError(f"is a rule for one stage on each rank, and there are {run.placement.per_rank}",
+                          where="elastic.cut", value=elastic.cut,
+                          remedy="Set --elastic.cut exact, or --pipeline.stages-per-rank 1.")
     if elastic.freeze == "gradient-norm" and run.model.num_layers < 2:
         yield ConfigError("has nothing to compare in a model of one layer", where="elastic.freeze",
                           value=elastic.freeze, remedy="Set --elastic.freeze cap, or use more layers.")

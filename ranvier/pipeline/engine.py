@@ -569,8 +569,8 @@ class Engine:
         return cause
 
     def frozen_stage_blocks(self) -> list[tuple[int, str, nn.Module]]:
-        """The blocks of the frozen prefix that this rank's stage has: (number in the model, name, module)."""
-        return [block for block in self._stages.blocks if block[0] < self.frozen_blocks]
+        """The blocks of the frozen prefix that this rank's first stage has: (number in the model, name, module)."""
+        return [block for block in self._stages.first.blocks if block[0] < self.frozen_blocks]
 
     def use_cache(self, forward: Callable[[Tensor, State, Callable[..., State]], State] | None,
                   num_blocks: int) -> None:
