@@ -1,4 +1,4 @@
-"""Whether weight-gradient products that are cut into slices, each of which may wait, make a step shorter: by simulation.
+"""Whether weight-gradient products that are cut into slices, each of which may wait, make a step shorter, simulated.
 
     python -m benchmarks.pipeline.slices
 
@@ -8,7 +8,8 @@ attention forwards. A product of the head is one action; cut into slices (of the
 which a rank runs what has arrived. Slices cost no time of their own here and keep alive no less than the whole product
 until the last one has run.
 
-    gain         share of the bound (all work, divided by the ranks, over the time of a step) with slices, less that without
+    gain         share of the bound (all work, divided by the ranks, over the time of a step) with slices, less that
+                 without
 """
 
 from __future__ import annotations
