@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Literal
 
 from ranvier.config import parameter_groups
 from ranvier.config.resolve import ResolvedRun
@@ -49,7 +50,7 @@ def mesh_problems(run: ResolvedRun, num_ranks: int | None, num_blocks: int | Non
                           remedy=f"Change --mesh.data and --mesh.pipe so that data x pipe x row x col is {num_ranks}, "
                                  f"or start {mesh.size} ranks.")
     yield from tensor_problems(mesh, run.tensor)
-    yield from schedule_problems(run.placement, run.pipeline.policy)
+    yield from schedule_problems(run.placement, run.pipeline.policy, run.pipeline.deferred)
     yield from divisibility_problems(run)
     if num_layers > MAX_LAYERS:
         yield ConfigError(f"is more than {MAX_LAYERS}, the most that can be cut into stages",
@@ -71,8 +72,13 @@ def mesh_problems(run: ResolvedRun, num_ranks: int | None, num_blocks: int | Non
             yield problem
 
 
-def schedule_problems(placement: StagePlacement, policy: str) -> Iterator[ConfigError]:
-    """A schedule that does not know several stages on a rank."""
+def schedule_problems(placement: StagePlacement, policy: str, deferred: tuple[int, ...] | Literal["auto"]
+                      ) -> Iterator[ConfigError]:
+    """A schedule that does not know several stages on a rank; limits of other ranks than there are."""
+    if deferred != "auto" and len(deferred) != placement.pipe:
+        yield ConfigError(f"has {len(deferred)} numbers for {placement.pipe} ranks of the pipeline",
+                          where="pipeline.deferred", value=deferred,
+                          remedy="Set --pipeline.deferred auto, or one number for each.")
     if placement.per_rank > 1 and policy == "1f1b":
         yield ConfigError("is an order for one stage on each rank", where="pipeline.policy", value=policy,
                           remedy="Set --pipeline.policy message-driven, or --pipeline.stages-per-rank 1.")
