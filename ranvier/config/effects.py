@@ -103,7 +103,7 @@ def _schedule_memory(run: ResolvedRun) -> str | None:
     if run.memory.recompute != "none":
         return "with recomputation the rule holds"
     pipeline = run.pipeline
-    if pipeline.in_flight != "auto" and pipeline.deferred != "auto":
+    if pipeline.in_flight != "auto" and pipeline.deferred is not None:
         return "pipeline.in-flight and pipeline.deferred are set"
     both = "auto" not in (pipeline.in_flight, pipeline.defer_bytes)
     return "pipeline.in-flight and pipeline.defer-bytes are set" if both else None

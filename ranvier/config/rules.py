@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Literal
 
 from ranvier.config import parameter_groups
 from ranvier.config.resolve import ResolvedRun
@@ -72,13 +71,13 @@ def mesh_problems(run: ResolvedRun, num_ranks: int | None, num_blocks: int | Non
             yield problem
 
 
-def schedule_problems(placement: StagePlacement, policy: str, deferred: tuple[int, ...] | Literal["auto"]
+def schedule_problems(placement: StagePlacement, policy: str, deferred: tuple[int, ...] | None
                       ) -> Iterator[ConfigError]:
     """A schedule that does not know several stages on a rank; limits of other ranks than there are."""
-    if deferred != "auto" and len(deferred) != placement.pipe:
+    if deferred is not None and len(deferred) != placement.pipe:
         yield ConfigError(f"has {len(deferred)} numbers for {placement.pipe} ranks of the pipeline",
                           where="pipeline.deferred", value=deferred,
-                          remedy="Set --pipeline.deferred auto, or one number for each.")
+                          remedy="Set --pipeline.deferred none, or one number for each.")
     if placement.per_rank > 1 and policy == "1f1b":
         yield ConfigError("is an order for one stage on each rank", where="pipeline.policy", value=policy,
                           remedy="Set --pipeline.policy message-driven, or --pipeline.stages-per-rank 1.")

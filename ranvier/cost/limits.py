@@ -25,7 +25,7 @@ _STATE_BYTES = 8  # of a parameter that trains: two moments, as of AdamW
 
 def pipeline_limits(stages: Sequence[Sequence[BlockCost]], policy: Policy, *, in_flight: int | Literal["auto"],
                     memory: float | None, device: str, element_bytes: int,
-                    deferred: tuple[int, ...] | Literal["auto"] = "auto",
+                    deferred: tuple[int, ...] | None = None,
                     placement: StagePlacement | None = None) -> Limits:
     """The limits of a pipeline.
 
@@ -107,7 +107,7 @@ def measured_choice(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], pre
             in any unit. A rank's stages and actions share them in proportion to the counted times.
     """
     policy, memory, pipeline = policy_named(run.pipeline.policy), run.schedule_memory, run.pipeline
-    if (memory is None or not defers_by_limits(run) or pipeline.deferred != "auto" or run.memory_report
+    if (memory is None or not defers_by_limits(run) or pipeline.deferred is not None or run.memory_report
             or run.mesh.pipe > MAX_SIMULATED_STAGES):
         return None
     device = "cuda" if run.launch.device == "cuda" else "cpu"

@@ -25,7 +25,7 @@ class EngineSettings:
     boundaries: Sequence[int] | None
     partition: Literal["cost", "uniform"]
     defer_bytes: int | Literal["auto"]
-    deferred: tuple[int, ...] | Literal["auto"]
+    deferred: tuple[int, ...] | None
     memory: float | None
     look_ahead: int | Literal["auto"]
     recompute: Recompute

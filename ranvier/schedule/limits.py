@@ -20,10 +20,10 @@ class Limits:
     in_flight: int
     deferred: tuple[int, ...]
 
-    def given(self, in_flight: int | Literal["auto"], deferred: tuple[int, ...] | Literal["auto"]) -> Limits:
+    def given(self, in_flight: int | Literal["auto"], deferred: tuple[int, ...] | None) -> Limits:
         """With what a user has set in their place."""
         return replace(self, in_flight=self.in_flight if in_flight == "auto" else in_flight,
-                       deferred=self.deferred if deferred == "auto" else deferred)
+                       deferred=self.deferred if deferred is None else deferred)
 
 
 def rule_limits(trains: Sequence[bool], placement: StagePlacement | None = None) -> Limits:

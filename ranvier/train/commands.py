@@ -41,7 +41,7 @@ class Change:
     def applied(self, run: ResolvedRun) -> ResolvedRun:
         """`run` as it is after the change."""
         mesh = replace(run.mesh, data=self.data, pipe=self.pipe)
-        deferred = run.pipeline.deferred if self.pipe == run.mesh.pipe else "auto"
+        deferred = run.pipeline.deferred if self.pipe == run.mesh.pipe else None
         return replace(run, mesh=mesh, pipeline=replace(run.pipeline, boundaries=self.boundaries, deferred=deferred),
                        batch=replace(run.batch, global_size=self.global_size, microbatch_size=self.microbatch_size))
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from ranvier.config.resolve import Facts, resolve
+from ranvier.config.resolve import resolve
 from ranvier.config.rules import problems
 from ranvier.config.run import Batch, Checkpoint, Data, Elastic, Optim, Pipeline, Run, Train, Transformer
 from ranvier.cost.count import laid_out
@@ -134,7 +134,7 @@ def test_a_run_takes_the_limits_and_loses_nothing(run, tmp_path, monkeypatch):
     summary, lines, text = trained(run, tmp_path / "run")
     assert [line["loss"] for line in lines["metrics"]] == [line["loss"] for line in plain[1]["metrics"]]
     assert len(asked) == 2 and asked[0] == asked[1] and all(min(each) > 0 for each in asked[0][1])
-    assert asked[0][0].pipeline.in_flight == asked[0][0].pipeline.deferred == "auto"
+    assert (asked[0][0].pipeline.in_flight, asked[0][0].pipeline.deferred) == ("auto", None)
     told, = [line for line in lines["events"] if line["event"] == "limits"]
     assert told["step"] == STEPS and told["in_flight"] == 4 and told["deferred"] == [2, 3]
     assert "a predicted bubble of 10.0% instead of 20.0%" in told["text"] and told["text"] in text
