@@ -50,10 +50,12 @@ def train(context: click.Context, /, recipe: str, quiet: bool, as_json: bool, **
     if started is None:
         check_folder(run_dir, run.resume)
     _print_warnings(run, resolved, asked, started, warnings)
-    rerun = None if started is not None else [*launch.rerun_command(), "--run-dir", str(run_dir),
-                                              *_planned_flags(asked, run)]
     # open for as long as the process lives: what ends it may still print
     stream = open(os.devnull, "w", encoding="utf-8") if quiet else sys.stderr if as_json else sys.stdout  # noqa: SIM115
+    if _planned_flags(asked, run) and (started is None or started.rank == 0):
+        print(f"auto is {run.mesh}, microbatches of {run.batch.microbatch_size}", file=stream, flush=True)
+    rerun = None if started is not None else [*launch.rerun_command(), "--run-dir", str(run_dir),
+                                              *_planned_flags(asked, run)]
     world = launch.start(run.mesh, transport=run.comm.transport, collectives=run.comm.collectives,
                          launcher=run.launch.launcher, threads=run.launch.threads, device=run.launch.device,
                          timeout_seconds=run.comm.timeout_seconds, rerun=rerun,

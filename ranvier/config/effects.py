@@ -90,6 +90,10 @@ def _defer_bytes(run: ResolvedRun) -> str | None:
     return "optim.update-in-backward defers none" if run.optim.update_in_backward else None
 
 
+def _deferred(run: ResolvedRun) -> str | None:
+    return _defer_bytes(run) or (None if run.pipeline.defer_bytes == "auto" else "pipeline.defer-bytes is set")
+
+
 def _schedule_memory(run: ResolvedRun) -> str | None:
     if run.pipeline.policy != "message-driven":
         return f"{run.pipeline.policy} has a fixed order"
@@ -99,7 +103,10 @@ def _schedule_memory(run: ResolvedRun) -> str | None:
         return "elastic runs follow the rule"
     if run.memory.recompute != "none":
         return "with recomputation the rule holds"
-    both = "auto" not in (run.pipeline.in_flight, run.pipeline.defer_bytes)
+    pipeline = run.pipeline
+    if pipeline.in_flight != "auto" and pipeline.deferred is not None:
+        return "pipeline.in-flight and pipeline.deferred are set"
+    both = "auto" not in (pipeline.in_flight, pipeline.defer_bytes)
     return "pipeline.in-flight and pipeline.defer-bytes are set" if both else None
 
 
@@ -264,6 +271,7 @@ CONDITIONS: Mapping[str, Reason] = {
         lambda run: "gpipe keeps all microbatches in flight" if run.pipeline.policy == "gpipe" else None,
     "pipeline.partition": _partition,
     "pipeline.defer_bytes": _defer_bytes,
+    "pipeline.deferred": _deferred,
     "pipeline.placement": _one_stage_each,
     "pipeline.stages_per_rank":
         lambda run: "the pipeline has one rank" if run.mesh.pipe == 1 else None,

@@ -8,8 +8,9 @@ in this order, which keeps what was chosen as far as it can and then prefers wha
         stages      as they are, then more, fewest first; then fewer, most first
           replicas  take the rest
 
-The global batch stays, and with it the numbers of the run. Boundaries between stages are dropped where pipe, row or col
-change; microbatches become smaller where a replica's share of the batch does. Pure.
+The global batch stays, and with it the numbers of the run. Boundaries between stages, and limits of
+single ranks, are dropped where pipe, row or col change; microbatches become smaller where a replica's share of the
+batch does. Pure.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def on_mesh(run: ResolvedRun, mesh: Mesh) -> ResolvedRun:
     """`run` on `mesh`, with the settings that must follow."""
     batch = replace(run.batch, microbatch_size=microbatch_size(
         run.batch.microbatch_size, global_size=run.batch.global_size, mesh=mesh))
-    pipeline = run.pipeline if has_same_replicas(mesh, run.mesh) else replace(run.pipeline, boundaries=None)
+    pipeline = run.pipeline if has_same_replicas(mesh, run.mesh) else replace(
+        run.pipeline, boundaries=None, deferred=None)
     return replace(run, mesh=mesh, batch=batch, pipeline=pipeline)
 
 

@@ -52,7 +52,7 @@ def mesh_problems(run: ResolvedRun, num_ranks: int | None, num_blocks: int | Non
                           remedy=f"Change --mesh.data and --mesh.pipe so that data x pipe x row x col is {num_ranks}, "
                                  f"or start {mesh.size} ranks.")
     yield from tensor_problems(mesh, run.tensor)
-    yield from schedule_problems(run.placement, run.pipeline.policy)
+    yield from schedule_problems(run.placement, run.pipeline.policy, run.pipeline.deferred)
     yield from divisibility_problems(run)
     if num_layers > MAX_LAYERS:
         yield ConfigError(f"is more than {MAX_LAYERS}, the most that can be cut into stages",
@@ -74,8 +74,13 @@ def mesh_problems(run: ResolvedRun, num_ranks: int | None, num_blocks: int | Non
             yield problem
 
 
-def schedule_problems(placement: StagePlacement, policy: str) -> Iterator[ConfigError]:
-    """A schedule that does not know several stages on a rank."""
+def schedule_problems(placement: StagePlacement, policy: str, deferred: tuple[int, ...] | None
+                      ) -> Iterator[ConfigError]:
+    """A schedule that does not know several stages on a rank; limits of other ranks than there are."""
+    if deferred is not None and len(deferred) != placement.pipe:
+        yield ConfigError(f"has {len(deferred)} numbers for {placement.pipe} ranks of the pipeline",
+                          where="pipeline.deferred", value=deferred,
+                          remedy="Set --pipeline.deferred none, or one number for each.")
     if placement.per_rank > 1 and policy == "1f1b":
         yield ConfigError("is an order for one stage on each rank", where="pipeline.policy", value=policy,
                           remedy="Set --pipeline.policy message-driven, or --pipeline.stages-per-rank 1.")
@@ -242,10 +247,10 @@ def elastic_problems(run: ResolvedRun) -> Iterator[ConfigError]:
     """What cannot be asked of an elastic run."""
     elastic = run.elastic
     yield from freeze_problems(elastic, run.model.num_layers)
-    if elastic.freeze != "none" and run.placement.per_rank > 1:
-        yield ConfigError("belongs to a pipeline that stays as it is, and freezing changes it",
-                          where="pipeline.stages-per-rank", value=run.placement.per_rank,
-                          remedy="Set --pipeline.stages-per-rank 1, or --elastic.freeze none.")
+    if elastic.freeze != "none" and elastic.auto_pipe and elastic.cut == "reference" and run.placement.per_rank > 1:
+        yield ConfigError(f"is a rule for one stage on each rank, and there are {run.placement.per_rank}",
+                          where="elastic.cut", value=elastic.cut,
+                          remedy="Set --elastic.cut exact, or --pipeline.stages-per-rank 1.")
     if elastic.freeze == "gradient-norm" and run.model.num_layers < 2:
         yield ConfigError("has nothing to compare in a model of one layer", where="elastic.freeze",
                           value=elastic.freeze, remedy="Set --elastic.freeze cap, or use more layers.")

@@ -151,11 +151,14 @@ class Pipeline:
     (uniform)."""
     defer_bytes: Bytes | Literal["auto"] = "auto"
     """Memory budget of deferred weight gradients on a rank: bytes of the inputs and output gradients that they keep. 0
-    computes each weight gradient in its backward. auto: on each stage what the fastest simulated schedule uses, within
-    `memory`."""
+    computes each weight gradient in its backward. auto: those of `deferred` microbatches."""
+    deferred: tuple[Annotated[int, Ge(0)], ...] | None = None
+    """Deferred weight gradients: for each rank of the pipeline, of how many microbatches they may wait, where
+    `defer_bytes` is auto. none: what the fastest simulated schedule uses, within `memory`."""
     memory: Annotated[float, Ge(1)] | None = 1.1
-    """Memory limit for automatic `in_flight` and `defer_bytes`: this multiple of what the largest stage needs under
-    1f1b. none: no simulation, and as many microbatches in flight as stages, plus the number of stages without trainable
+    """Memory limit for automatic `in_flight` and `deferred`: this multiple of what the largest stage needs under 1f1b.
+    The simulation has counted times, and after a run's first steps once measured ones (not with `memory_report`).
+    none: no simulation, and as many microbatches in flight as stages, plus the number of stages without trainable
     parameters. Elastic runs and recomputation always use that rule."""
     stages_per_rank: Positive = 1
     """Virtual stages: how many stages (model chunks) each rank of the pipeline has. More make the bubble smaller where

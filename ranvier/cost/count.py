@@ -375,8 +375,7 @@ def _limits(run: ResolvedRun, layout: Layout, costs: Sequence[BlockCost] | None)
         return run_limits(run, [costs[blocks.start:blocks.stop] for blocks in stages])
     trained = {parameter.block for parameter in layout.parameters if parameter.trainable}
     rule = rule_limits([not trained.isdisjoint(blocks) for blocks in stages], layout.stages)
-    asked = run.pipeline.in_flight
-    return rule if asked == "auto" else replace(rule, in_flight=asked)
+    return rule.given(run.pipeline.in_flight, run.pipeline.deferred)
 
 
 def _segments(run: ResolvedRun, model: Model, blocks: Sequence[str], costs: Sequence[BlockCost], stage: int,

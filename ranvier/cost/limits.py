@@ -25,27 +25,30 @@ _STATE_BYTES = 8  # of a parameter that trains: two moments, as of AdamW
 
 def pipeline_limits(stages: Sequence[Sequence[BlockCost]], policy: Policy, *, in_flight: int | Literal["auto"],
                     memory: float | None, device: str, element_bytes: int,
+                    deferred: tuple[int, ...] | None = None,
                     placement: StagePlacement | None = None) -> Limits:
     """The limits of a pipeline.
 
     Args:
         stages: of each stage the costs of its blocks for one microbatch.
-        in_flight: as `pipeline.in_flight`.
+        in_flight, deferred: as in `Pipeline`.
         memory: as `pipeline.memory`; None follows `rule_limits`.
         device: the type of device. element_bytes: of a parameter. placement: by default one stage on each rank.
     """
     placement = placement or StagePlacement(pipe=len(stages))
     given = None if in_flight == "auto" else in_flight
     if memory is not None:
-        return computed_limits(_loads(stages, device, element_bytes, placement.per_rank), policy, memory=memory,
-                               in_flight=given, placement=placement)
+        found = computed_limits(_loads(stages, device, element_bytes, placement.per_rank), policy, memory=memory,
+                                in_flight=given, placement=placement)
+        return found.given("auto", deferred)
     rule = rule_limits([any(block.num_trainable for block in blocks) for blocks in stages], placement)
-    return rule if given is None else replace(rule, in_flight=given)
+    return rule.given(in_flight, deferred)
 
 
 def run_limits(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]]) -> Limits:
     """The limits of a run with these blocks on each stage."""
     return pipeline_limits(stages, policy_named(run.pipeline.policy), in_flight=run.pipeline.in_flight,
+                           deferred=run.pipeline.deferred,
                            memory=run.schedule_memory, device="cuda" if run.launch.device == "cuda" else "cpu",
                            element_bytes=_ELEMENT_BYTES[run.precision], placement=run.placement)
 
@@ -71,6 +74,60 @@ def memory_choices(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]]) -> t
         found.append(MemoryChoice(memory=value, limits=limits, bubble_fraction=predicted_bubble(
             loads, policy, limits, run.placement)))
     return tuple(found)
+
+
+def defers_by_limits(run: ResolvedRun) -> bool:
+    """Whether weight gradients may wait, as many as numbers of microbatches for each rank say, which were simulated."""
+    return (run.schedule_memory is not None and run.mesh.pipe > 1 and run.pipeline.defer_bytes == "auto"
+            and policy_named(run.pipeline.policy).defers and not run.optim.update_in_backward)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredChoice:
+    """The limits that measured times lead to. bubble_fraction: predicted with these times; counted_fraction: likewise,
+    with the limits that counted times have led to."""
+
+    limits: Limits
+    bubble_fraction: float
+    counted_fraction: float
+
+
+_WORTH = 0.01
+"""Of a step, what other limits must save by the prediction: measurements have noise."""
+
+
+def measured_choice(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], present: Limits,
+                    seconds: Sequence[tuple[float, float]]) -> MeasuredChoice | None:
+    """The limits by the times of these ranks; those of now where no others are worth a change. None where nothing is
+    chosen by simulation, and where a rank has no times.
+
+    Args:
+        run: with `auto` as it was asked for. stages: as for `run_limits`. present: the limits of now.
+        seconds: of each rank of the pipeline, what forwards and what backwards (with all weight gradients) have taken,
+            in any unit. A rank's stages and actions share them in proportion to the counted times.
+    """
+    policy, memory, pipeline = policy_named(run.pipeline.policy), run.schedule_memory, run.pipeline
+    if (memory is None or not defers_by_limits(run) or pipeline.deferred is not None or run.memory_report
+            or run.mesh.pipe > MAX_SIMULATED_STAGES):
+        return None
+    device = "cuda" if run.launch.device == "cuda" else "cpu"
+    loads = _loads(stages, device, _ELEMENT_BYTES[run.precision], run.placement.per_rank)
+    timed: list[StageLoad] = []
+    for place, load in enumerate(loads):
+        rank = run.placement.rank_of(place)
+        held = [loads[stage] for stage in run.placement.stages_of(rank)]
+        forward, backward = (measured / counted if counted else 0.0 for measured, counted in zip(seconds[rank], (
+            sum(each.forward for each in held), sum(each.backward + each.weight for each in held)), strict=True))
+        if not forward or (not backward and load.backward + load.weight):
+            return None
+        timed.append(replace(load, forward=load.forward * forward, backward=load.backward * backward,
+                             weight=load.weight * backward))
+    limits = computed_limits(timed, policy, memory=memory, placement=run.placement,
+                             in_flight=None if pipeline.in_flight == "auto" else pipeline.in_flight)
+    before, after = (predicted_bubble(timed, policy, each, run.placement) for each in (present, limits))
+    if (1.0 - before) / (1.0 - after) > 1.0 - _WORTH:
+        limits, after = present, before
+    return MeasuredChoice(limits=limits, bubble_fraction=after, counted_fraction=before)
 
 
 def _loads(stages: Sequence[Sequence[BlockCost]], device: str, element_bytes: int, per_rank: int) -> list[StageLoad]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
+from ranvier.config.resolve import stage_placement
+from ranvier.config.run import Pipeline
 from ranvier.mesh import Mesh
 
 PRIOR_SECONDS = 1.0
@@ -31,7 +33,8 @@ def transition_seconds(moved_bytes: int, measured: Sequence[tuple[float, int]] =
 
 
 def moved_bytes(*, old: Mesh, old_boundaries: Sequence[int], new: Mesh, new_boundaries: Sequence[int],
-                parameter_bytes: Sequence[int], state_bytes: Sequence[int], frozen_blocks: int, sharded: bool) -> int:
+                parameter_bytes: Sequence[int], state_bytes: Sequence[int], frozen_blocks: int, sharded: bool,
+                pipeline: Pipeline) -> int:
     """Bytes that a transition sends from rank to rank, about: of each block that a rank does not hold yet, its
     parameters and, where the block still trains, its optimizer states.
 
@@ -39,7 +42,7 @@ def moved_bytes(*, old: Mesh, old_boundaries: Sequence[int], new: Mesh, new_boun
         old_boundaries, new_boundaries: first block of each stage after the first, before and after.
         parameter_bytes, state_bytes: of each block, whole.
         frozen_blocks: blocks of the prefix that does not train after the transition; they have no states.
-        sharded: each replica keeps its share of the states (optim.shard).
+        sharded: each replica keeps its share of the states (optim.shard). pipeline: which stages each rank has.
     """
     holders = new.data if sharded else 1
     num_blocks = len(parameter_bytes)
@@ -47,12 +50,13 @@ def moved_bytes(*, old: Mesh, old_boundaries: Sequence[int], new: Mesh, new_boun
              for block, (weights, states) in enumerate(zip(parameter_bytes, state_bytes, strict=True))]
     moved = 0
     for rank in range(new.size):
-        held = _blocks(old_boundaries, old, rank, num_blocks) if rank < old.size else range(0)
-        moved += sum(sizes[block] for block in _blocks(new_boundaries, new, rank, num_blocks) if block not in held)
+        held = _blocks(old_boundaries, old, rank, num_blocks, pipeline) if rank < old.size else set()
+        moved += sum(sizes[block] for block in _blocks(new_boundaries, new, rank, num_blocks, pipeline) - held)
     return moved // new.stage_size
 
 
-def _blocks(boundaries: Sequence[int], mesh: Mesh, rank: int, num_blocks: int) -> range:
+def _blocks(boundaries: Sequence[int], mesh: Mesh, rank: int, num_blocks: int, pipeline: Pipeline) -> set[int]:
     """The blocks of a rank on a mesh with this cut."""
-    edges, stage = (0, *boundaries, num_blocks), mesh.coordinates(rank).pipe
-    return range(edges[stage], edges[stage + 1])
+    edges, stages = (0, *boundaries, num_blocks), stage_placement(mesh.pipe, pipeline)
+    return {block for stage in stages.stages_of(mesh.coordinates(rank).pipe)
+            for block in range(edges[stage], edges[stage + 1])}

@@ -17,6 +17,8 @@ from statistics import pvariance
 
 from ranvier.cost.collectives import ring_seconds
 from ranvier.elastic.microbatch_profile import microbatch_counts
+from ranvier.mesh import StagePlacement
+from ranvier.pipeline.partition import partition_for
 from ranvier.schedule.limits import rule_limits
 from ranvier.schedule.partition import cut
 from ranvier.schedule.policies import MessageDriven
@@ -103,7 +105,7 @@ class Situation:
     data: int
     """Replicas."""
     pipe: int
-    """Stages."""
+    """Ranks of a pipeline."""
     samples: int
     """Samples of one step, over all replicas."""
     forward_seconds: tuple[float, ...]
@@ -141,16 +143,25 @@ class Situation:
     """As pipeline.policy; None is message-driven."""
     in_flight: int | None = None
     """As pipeline.in-flight; None is auto."""
+    placement: StagePlacement | None = None
+    """Which stages each rank has; None is one each. With several, memory is not looked at here: a rank's stages share
+    it."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.forward_seconds), len(self.backward_seconds), len(self.output_bytes),
                    len(self.gradient_bytes), len(self.update_seconds or self.forward_seconds)}
         assert lengths == {self.num_blocks} and 0 <= self.cached <= self.frozen <= self.num_blocks
+        assert self.stages.pipe == self.pipe and (self.memory_bytes is None or self.stages.per_rank == 1)
 
     @property
     def num_blocks(self) -> int:
         """Blocks of the model."""
         return len(self.forward_seconds)
+
+    @property
+    def stages(self) -> StagePlacement:
+        """Which stages each rank has."""
+        return self.placement or StagePlacement(pipe=self.pipe)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,9 +189,10 @@ def best_cut(situation: Situation) -> Cut:
     data, pipe, samples = situation.data, situation.pipe, situation.samples
     if data > samples:
         return Cut(reason=f"{data} replicas are more than the {samples} samples of a step")
-    if pipe > situation.num_blocks - max(situation.cached, 1) + 1:
+    num_stages = situation.stages.num_stages
+    if num_stages > situation.num_blocks - max(situation.cached, 1) + 1:
         behind = f", {situation.cached} of them cached on the first stage" if situation.cached > 1 else ""
-        return Cut(reason=f"{pipe} stages are more than {situation.num_blocks} blocks can make{behind}")
+        return Cut(reason=f"{num_stages} stages are more than {situation.num_blocks} blocks can make{behind}")
     share = -(-samples // data)
     counts = situation.microbatches or microbatch_counts(pipe, share)
     candidates = [_Candidate(situation, share, min(count, share)) for count in counts]
@@ -194,6 +206,8 @@ class _Candidate:
 
     def __init__(self, situation: Situation, share: int, count: int) -> None:
         self.situation, self.data, self.pipe = situation, situation.data, situation.pipe
+        self.held = [situation.stages.stages_of(rank) for rank in range(situation.pipe)]
+        self.num_stages = situation.stages.num_stages
         self.size = -(-share // count)
         self.count = -(-share // self.size)  # the last one may be smaller, and there may be fewer than asked for
         self.last_size = share - (self.count - 1) * self.size
@@ -206,7 +220,9 @@ class _Candidate:
         return inf if cut.seconds is None else float(f"{cut.seconds / self.situation.samples:.9g}")
 
     def cut(self) -> Cut:
-        """The cut whose slowest stage is fastest among those that fit, and its time."""
+        """The cut whose slowest rank is fastest among those that fit, and its time."""
+        if self.num_stages > self.pipe:
+            return self._predict(self._even())
         boundaries = cut(self.situation.num_blocks, self.pipe, self._cost)
         too_much = self._too_much(boundaries)
         if too_much is not None:
@@ -217,6 +233,13 @@ class _Candidate:
             boundaries = lean
         return self._predict(boundaries)
 
+    def _even(self) -> tuple[int, ...]:
+        """The cut whose ranks, with several stages each, have the most equal work that is found. Cached blocks stay
+        together, as one."""
+        together = max(self.situation.cached, 1)
+        costs = [self.sums[together], *(sum(times) for times in self.times[together:])]
+        return tuple(edge + together - 1 for edge in partition_for(costs, self.situation.stages))
+
     def improved(self, best: Cut) -> Cut:
         """`best`, with boundaries moved by one block as long as that makes the predicted step shorter.
 
@@ -226,11 +249,11 @@ class _Candidate:
         """
         left = _MOST_SIMULATED
         while left > 0:
-            near = [_moved(best.boundaries, index, by) for index in range(self.pipe - 1) for by in (-1, 1)]
+            near = [_moved(best.boundaries, index, by) for index in range(self.num_stages - 1) for by in (-1, 1)]
             found = [self._predict(boundaries) for boundaries in near
                      if all(start < stop for _, start, stop in self._stages(boundaries))
                      and boundaries[0] >= self.situation.cached and self._too_much(boundaries) is None]
-            left -= len(near) * self.pipe * self.count
+            left -= len(near) * self.num_stages * self.count
             other = min(found, key=lambda cut: (cut.seconds or inf) / self.situation.samples, default=best)
             if self.time(other) >= self.time(best):
                 return best
@@ -286,25 +309,20 @@ class _Candidate:
         last = [self._stage_times(self._block_times(self.last_size), start, stop) for _, start, stop in places]
         shares = [small.microbatch_seconds / large.microbatch_seconds if large.microbatch_seconds else 1.0
                   for small, large in zip(last, whole, strict=True)]
-        carried = [given.latency_seconds + given.output_bytes[edge - 1] * self.size / given.bandwidth
-                   for edge in boundaries]
-
-        def hop(source: int, destination: int) -> float:
-            """A return is a bare credit where nothing trains on the stage that it goes to, nor before it."""
-            if destination < source and places[destination][2] <= given.frozen:
-                return given.latency_seconds
-            return carried[min(source, destination)]
-
-        simulated = simulate(whole, self.count, given.policy or MessageDriven(),
-                             given.in_flight or rule_limits([stage.trains for stage in whole]).in_flight,
-                             hop=hop,
-                             defer_bytes="auto", jitter=lambda stage, action:
-                             shares[stage] if action.microbatch == self.count - 1 else 1.0)
+        hops = self._hops(boundaries)
+        simulated = simulate(whole, self.count, given.policy or MessageDriven(), given.in_flight or rule_limits(
+            [stage.trains for stage in whole], given.stages).in_flight,
+            hop=lambda source, destination: hops[source, destination], defer_bytes="auto", placement=given.stages,
+            jitter=lambda rank, action:
+            shares[self.held[rank][action.turn]] if action.microbatch == self.count - 1 else 1.0)
         stops = [actions[-1][2] for actions in simulated.actions]
-        after = [self._averaging(start, stop) + self._update(start, stop) for _, start, stop in places]
+        trained = [[block for stage in held for block in range(*places[stage][1:]) if block >= given.frozen]
+                   for held in self.held]
+        after = [self._averaging(blocks) + self._update(blocks) for blocks in trained]
         seconds = max(stop + rest for stop, rest in zip(stops, after, strict=True))
-        times = [stage.microbatch_seconds for stage in whole]
-        reason = (f"stage {times.index(max(times))} is the slowest with {max(times):.3g} s a microbatch, stages wait "
+        times = [sum(whole[stage].microbatch_seconds for stage in held) for held in self.held]
+        what = "stage" if self.num_stages == self.pipe else "rank"
+        reason = (f"{what} {times.index(max(times))} is the slowest with {max(times):.3g} s a microbatch, stages wait "
                   f"{simulated.bubble_fraction:.0%} of the time, {max(after):.3g} s follow the last backward")
         bound = self._work() / given.cores if given.cores else 0.0
         if bound > seconds:
@@ -316,21 +334,35 @@ class _Candidate:
         return StageTimes(forward=sum(forward for forward, _ in times[start:stop]), backward=backward * (1.0 - share),
                           weight=backward * share, trains=stop > self.situation.frozen)
 
-    def _averaging(self, start: int, stop: int) -> float:
-        """Seconds of a ring all-reduce of the gradients of blocks start .. stop - 1, as if nothing hid it."""
-        size = sum(self.situation.gradient_bytes[max(start, self.situation.frozen):stop])
+    def _hops(self, boundaries: tuple[int, ...]) -> dict[tuple[int, int], float]:
+        """Seconds of a message between two ranks; of several kinds the slowest. A return is a bare credit where nothing
+        trains on the stage that it goes to, nor before it."""
+        given, found = self.situation, dict[tuple[int, int], float]()
+        for stage, edge in enumerate(boundaries):
+            here, there = given.stages.rank_of(stage), given.stages.rank_of(stage + 1)
+            carried = given.latency_seconds + given.output_bytes[edge - 1] * self.size / given.bandwidth
+            returned = given.latency_seconds if edge <= given.frozen else carried
+            found[here, there] = max(carried, found.get((here, there), 0.0))
+            found[there, here] = max(returned, found.get((there, here), 0.0))
+        return found
+
+    def _averaging(self, blocks: Sequence[int]) -> float:
+        """Seconds of a ring all-reduce of these blocks' gradients, as if nothing hid it."""
+        size = sum(self.situation.gradient_bytes[block] for block in blocks)
         if self.data == 1 or not size:
             return 0.0
         return ring_seconds(size, self.data, lambda piece: self.situation.latency_seconds + piece
                             / self.situation.bandwidth)
 
-    def _update(self, start: int, stop: int) -> float:
-        return sum((self.situation.update_seconds or ())[max(start, self.situation.frozen):stop])
+    def _update(self, blocks: Sequence[int]) -> float:
+        seconds = self.situation.update_seconds
+        return sum(seconds[block] for block in blocks) if seconds else 0.0
 
     def _work(self) -> float:
         """Seconds that one rank alone would compute for a step."""
         last = sum(map(sum, self._block_times(self.last_size)))
-        return self.data * ((self.count - 1) * self.sums[-1] + last + self._update(0, self.situation.num_blocks))
+        return self.data * ((self.count - 1) * self.sums[-1] + last + self._update(
+            range(self.situation.frozen, self.situation.num_blocks)))
 
 
 def _moved(boundaries: tuple[int, ...], index: int, by: int) -> tuple[int, ...]:

@@ -54,9 +54,9 @@ class Facts:
     frozen_above: tuple[int, ...] = ()
     """Layers above the first one that trains whose weights are frozen."""
     stages: tuple[int, ...] = ()
-    """The pipeline stage of each layer."""
+    """The rank along the pipeline that has each layer: with one stage on each, its stage."""
     stage_seconds: tuple[float, ...] = ()
-    """What a rank of each stage computed in a step, on average since the last transition; 0.0 where nothing was
+    """What each rank along the pipeline computed in a step, on average since the last transition; 0.0 where nothing was
     measured."""
     activation_change: tuple[float, ...] | None = None
     """How much the outputs of each layer on the same held-out samples have changed since the last evaluation of the

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from ranvier.config.other_mesh import microbatch_size
+from ranvier.config.resolve import stage_placement
 from ranvier.cost.transition import moved_bytes
 from ranvier.elastic.auto_pipe import CandidateStage, Situation, best_cut, compress, greedy, stage_sizes
 from ranvier.elastic.microbatch_profile import MicrobatchProfile, microbatch_counts, size_of
@@ -99,7 +100,9 @@ def mesh_candidate(rules: ElasticRules, facts: BlockFacts, frozen: int, *, data:
     best = None if profile is None else profile.found(pipe, data, microbatch_counts(pipe, share))
     if best is not None:
         count, size = best, size_of(share, best, run.mesh.row)
-    holders = data if run.optim.shard else 1
+    holders, placement = data if run.optim.shard else 1, stage_placement(pipe, run.pipeline)
+    if placement.per_rank > 1:
+        memory = None  # a rank's stages share it, so whole meshes are judged, by the transition's selector
     cut = best_cut(Situation(
         data=data, pipe=pipe, samples=samples, forward_seconds=facts.forward_seconds,
         backward_seconds=facts.backward_seconds,
@@ -108,6 +111,7 @@ def mesh_candidate(rules: ElasticRules, facts: BlockFacts, frozen: int, *, data:
         cached=min(cached, frozen), cores=facts.cores, bandwidth=facts.bandwidth,
         latency_seconds=facts.latency_seconds, microbatches=(count,),
         policy=policy_named(run.pipeline.policy), in_flight=None if in_flight == "auto" else in_flight,
+        placement=placement,
         memory_bytes=None if memory is None else memory.needed(mesh, samples, size),
         limit_bytes=None if memory is None else memory.limit_bytes))
     return MeshCandidate(data=data, pipe=pipe, boundaries=cut.boundaries, samples=samples, seconds=cut.seconds,
@@ -120,7 +124,7 @@ def candidate_moved_bytes(rules: ElasticRules, present: PresentMesh, candidate: 
     return moved_bytes(old=present.mesh, old_boundaries=present.boundaries, new=candidate.mesh(present.mesh),
                        new_boundaries=candidate.boundaries, parameter_bytes=facts.parameter_bytes,
                        state_bytes=facts.state_bytes, frozen_blocks=present.frozen_blocks(depth),
-                       sharded=rules.run.optim.shard)
+                       sharded=rules.run.optim.shard, pipeline=rules.run.pipeline)
 
 
 def _reference(rules: ElasticRules, present: PresentMesh, frozen: int, facts: BlockFacts) -> MeshCandidate:

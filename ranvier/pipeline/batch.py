@@ -61,11 +61,18 @@ class BatchRunner:
         self._updater, self._statistics, self._timeline = updater, statistics, timeline
         self._progress, self._policy, self._in_flight = progress, policy, in_flight
         self._look_ahead = look_ahead
+        self._limits_follow = defer_bytes is None
         self.defer_bytes, self._deferred = defer_bytes or 0, deferred if defer_bytes is None else 0
         self._deferrable = [0] * len(stages)
         """Of each stage the most that one microbatch's products would keep alive."""
         self.nominal_weight, self._takes_nominal_weight = nominal_weight, takes_nominal_weight
         self._call = self._step = 0
+
+    def use_limits(self, in_flight: int, deferred: int) -> None:
+        """Other limits from the next batch on. Bytes that were set stay."""
+        self._in_flight = in_flight
+        if self._limits_follow:
+            self._deferred, self.defer_bytes = deferred, deferred * sum(self._deferrable)
 
     @property
     def _has_loss(self) -> bool:

@@ -176,7 +176,7 @@ class Engine:
                         *(float8_problems(mesh, is_fp64=dtype is torch.float64) if float8 else ())):
             raise problem
         placement = stage_placement(mesh.pipe, pipeline or Pipeline())
-        for problem in schedule_problems(placement, self._policy.name):
+        for problem in schedule_problems(placement, self._policy.name, settings.deferred):
             raise problem
         self.stages, self.layout = cut(model, mesh, boundaries=settings.boundaries, how=settings.partition,
                                        sample=sample, dtype=dtype, device=world.device.type, tensor=tensor,
@@ -254,9 +254,9 @@ class Engine:
         """By the counted costs of blocks; without a sample by a rule."""
         if self.stages.costs is None:
             rule = rule_limits([bool(row.num_trainable) for row in self.stages.rows], self.layout.stages)
-            return rule if settings.in_flight == "auto" else replace(rule, in_flight=settings.in_flight)
+            return rule.given(settings.in_flight, settings.deferred)
         return pipeline_limits(
-            self.stages.stage_costs(), self._policy, in_flight=settings.in_flight,
+            self.stages.stage_costs(), self._policy, in_flight=settings.in_flight, deferred=settings.deferred,
             memory=settings.memory if settings.recompute == "none" else None, device=self.world.device.type,
             element_bytes=dtype.itemsize, placement=self.layout.stages)
 
@@ -298,6 +298,12 @@ class Engine:
     def in_flight(self) -> int:
         """Most microbatches of a replica between the first stage's forward and their return."""
         return self.limits.in_flight
+
+    def use_limits(self, limits: Limits) -> None:
+        """From the next batch on have as much under way as `limits` says, the same on every rank. Gradients are the
+        same to the bit."""
+        self.limits = limits
+        self._runner.use_limits(limits.in_flight, limits.deferred[self.coordinates.pipe])
 
     def rank_of_outputs(self, replica: int = 0) -> int:
         """The first rank of that replica which has the last stage, and so what the model returns."""
@@ -582,8 +588,8 @@ class Engine:
         return cause
 
     def frozen_stage_blocks(self) -> list[tuple[int, str, nn.Module]]:
-        """The blocks of the frozen prefix that this rank's stage has: (number in the model, name, module)."""
-        return [block for block in self._stages.blocks if block[0] < self.frozen_blocks]
+        """The blocks of the frozen prefix that this rank's first stage has: (number in the model, name, module)."""
+        return [block for block in self._stages.first.blocks if block[0] < self.frozen_blocks]
 
     def use_cache(self, forward: Callable[[Tensor, State, Callable[..., State]], State] | None,
                   num_blocks: int) -> None:

@@ -25,6 +25,7 @@ class EngineSettings:
     boundaries: Sequence[int] | None
     partition: Literal["cost", "uniform"]
     defer_bytes: int | Literal["auto"]
+    deferred: tuple[int, ...] | None
     memory: float | None
     look_ahead: int | Literal["auto"]
     recompute: Recompute
@@ -51,6 +52,6 @@ def engine_settings(pipeline: Pipeline, memory: Memory, policy: Policy | str | N
     values: dict[str, Any] = {
         "policy": pipeline.policy if policy is None else policy, "in_flight": pipeline.in_flight,
         "boundaries": pipeline.boundaries, "partition": pipeline.partition, "defer_bytes": pipeline.defer_bytes,
-        "memory": pipeline.memory, "look_ahead": pipeline.look_ahead,
+        "deferred": pipeline.deferred, "memory": pipeline.memory, "look_ahead": pipeline.look_ahead,
         "recompute": memory.recompute}
     return EngineSettings(**{**values, **{_FIELD_OF[name].split(".")[1]: value for name, value in old.items()}})

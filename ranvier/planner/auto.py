@@ -52,8 +52,9 @@ def with_plan(run: Run, num_ranks: int | None, ranks_per_node: int | None = None
         where = f"mesh.{open_axes[0]}" if open_axes else "batch.microbatch-size"
         return closed(run), [ConfigError("cannot be planned yet", where=where, value="auto",
                                          remedy="Fix the other errors first, or give a number.")]
-    try:
-        return planned(run, closed(run).mesh.size if num_ranks is None else num_ranks, ranks_per_node), []
+    own = closed(run).mesh.size
+    try:  # a given mesh has its own number of ranks: where others were started, that is for others to say
+        return planned(run, own if num_ranks is None or not open_axes else num_ranks, ranks_per_node), []
     except RanvierError as problem:
         return closed(run), [problem]
     except TOO_LARGE as error:
@@ -62,11 +63,13 @@ def with_plan(run: Run, num_ranks: int | None, ranks_per_node: int | None = None
 
 def planned(run: Run, ranks: int, ranks_per_node: int | None = None) -> ResolvedRun:
     """The run with the fastest mesh and microbatch on `ranks` devices; what is not auto stays. ConfigError where
-    nothing is possible or fits, or where nothing is known of the devices here."""
+    nothing is possible or fits, or where nothing is known of the devices here and the mesh is open: for microbatches
+    alone, of which a few sizes are compared, unknown GPUs are taken to be like the H100."""
     searched: list[Setting] = ["mesh"] if open_axes_of(run) else []
     if run.batch.microbatch_size == "auto":
         searched.append("microbatch")
-    cluster = cluster_for(run, ranks, ranks_per_node or _devices(run, ranks))
+    cluster = cluster_for(run, ranks, ranks_per_node or _devices(run, ranks),
+                          otherwise=None if open_axes_of(run) else "h100")
     found = search(run, cluster, ranks, searched).best[0].run
     return resolve(run, Facts(mesh=found.mesh, microbatch_size=found.batch.microbatch_size))
 
@@ -77,9 +80,9 @@ def closed(run: Run) -> ResolvedRun:
     open_axes, mesh = open_axes_of(run), run.mesh
     if isinstance(mesh, MeshSettings):
         mesh = replace(mesh, tile=None).with_sizes(**dict.fromkeys(open_axes, 1))
-    boundaries = None if "pipe" in open_axes else run.pipeline.boundaries
+    pipeline = replace(run.pipeline, boundaries=None, deferred=None) if "pipe" in open_axes else run.pipeline
     size = run.batch.microbatch_size
-    return resolve(replace(run, pipeline=replace(run.pipeline, boundaries=boundaries)),
+    return resolve(replace(run, pipeline=pipeline),
                    Facts(mesh=mesh, microbatch_size=mesh.row if size == "auto" else size))
 
 
@@ -124,8 +127,9 @@ def _devices(run: Run, ranks: int) -> int:
     return min(ranks, gpus) or ranks
 
 
-def cluster_for(run: Run, ranks: int, ranks_per_node: int) -> Cluster:
-    """What `launch.cluster` names; else nominal figures of the devices here."""
+def cluster_for(run: Run, ranks: int, ranks_per_node: int, *, otherwise: str | None = None) -> Cluster:
+    """What `launch.cluster` names; else nominal figures of the devices here. otherwise: the shipped cluster whose
+    figures unknown GPUs have; ConfigError for them where there is none."""
     if run.launch.cluster is not None:
         return load_cluster(run.launch.cluster)
     def here(cluster: Cluster) -> Cluster:
@@ -137,11 +141,18 @@ def cluster_for(run: Run, ranks: int, ranks_per_node: int) -> Cluster:
         return here(replace(cluster, device=replace(cluster.device, cores=available_cores()), host=replace(
             cluster.host, memory_bytes=min(memory, memory_limit_bytes() or memory))))
     name = torch.cuda.get_device_name(0)
-    for known in map(load_cluster, cluster_names()):
-        kind = re.sub(r" \d+ GB$", "", known.device.name)
-        if known.device.cores is None and re.search(rf"\b{kind}\b", name, re.IGNORECASE):
-            device = replace(known.device, memory_bytes=torch.cuda.get_device_properties(0).total_memory)
-            return here(replace(known, device=device, host=replace(known.host, memory_bytes=memory)))
+    found = next((known for known in map(load_cluster, cluster_names()) if _is_device(known, name)), None)
+    if found is None and otherwise is not None:
+        found = load_cluster(otherwise)
+    if found is not None:
+        device = replace(found.device, memory_bytes=torch.cuda.get_device_properties(0).total_memory)
+        return here(replace(found, device=device, host=replace(found.host, memory_bytes=memory)))
     raise ConfigError(f"is not set, and no shipped cluster has a {name}", where="launch.cluster", value=None,
                       remedy="Measure this machine: ranvier doctor --measure --out here.toml; then set "
                              "--launch.cluster here.toml.")
+
+
+def _is_device(cluster: Cluster, name: str) -> bool:
+    """Whether the cluster's GPUs are those that torch calls `name`."""
+    kind = re.sub(r" \d+ GB$", "", cluster.device.name)
+    return cluster.device.cores is None and re.search(rf"\b{kind}\b", name, re.IGNORECASE) is not None

@@ -27,7 +27,7 @@ _NEAR = 64
 
 def no_mesh(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting]) -> RanvierError:
     """Why there is nothing to compare, and the nearest numbers of ranks for which there is."""
-    alone = resolve(replace(run, pipeline=replace(run.pipeline, boundaries=None)),
+    alone = resolve(replace(run, pipeline=replace(run.pipeline, boundaries=None, deferred=None)),
                     Facts(mesh=Mesh(), microbatch_size=1))
     if found := problems(alone):
         return found[0]
@@ -151,7 +151,8 @@ def _sparing(run: Run, cluster: Cluster, mesh: Mesh, work: Work) -> Candidate:
     offload: Literal["none", "hybrid"] = "none" if cluster.device.cores is not None else "hybrid"
     tried = resolve(replace(run, memory=replace(run.memory, recompute="auto"),
                             optim=replace(run.optim, offload=offload, shard=mesh.data > 1),
-                            pipeline=replace(run.pipeline, boundaries=None, in_flight="auto", defer_bytes=0)),
+                            pipeline=replace(run.pipeline, boundaries=None, in_flight="auto", deferred=None,
+                                             defer_bytes=0)),
                     Facts(mesh=mesh, microbatch_size=1))
     if found := problems(tried):
         return Candidate(run=tried, cost=_NOTHING, reason=str(found[0]))

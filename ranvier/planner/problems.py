@@ -21,8 +21,8 @@ from ranvier.errors import ConfigError, RanvierError
 from ranvier.models import families
 from ranvier.optim.rules import rules_of
 
-PREVENT_A_CUT = ("model.", "lora.", "mesh.", "tensor.", "pipeline.boundaries", "optim.groups", "optim.algorithm",
-                 "optim.options", "data.task", "data.options")
+PREVENT_A_CUT = ("model.", "lora.", "mesh.", "tensor.", "pipeline.boundaries", "pipeline.deferred", "optim.groups",
+                 "optim.algorithm", "optim.options", "data.task", "data.options")
 """Beginnings of the settings whose problems leave no model to cut into stages."""
 TOO_LARGE = (RuntimeError, OverflowError, MemoryError, ValueError, TypeError)
 """What torch raises for sizes that no tensor can have."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from ranvier.mesh import StagePlacement
 
@@ -18,6 +19,11 @@ class Limits:
 
     in_flight: int
     deferred: tuple[int, ...]
+
+    def given(self, in_flight: int | Literal["auto"], deferred: tuple[int, ...] | None) -> Limits:
+        """With what a user has set in their place."""
+        return replace(self, in_flight=self.in_flight if in_flight == "auto" else in_flight,
+                       deferred=self.deferred if deferred is None else deferred)
 
 
 def rule_limits(trains: Sequence[bool], placement: StagePlacement | None = None) -> Limits:

@@ -41,7 +41,8 @@ class Change:
     def applied(self, run: ResolvedRun) -> ResolvedRun:
         """`run` as it is after the change."""
         mesh = replace(run.mesh, data=self.data, pipe=self.pipe)
-        return replace(run, mesh=mesh, pipeline=replace(run.pipeline, boundaries=self.boundaries),
+        deferred = run.pipeline.deferred if self.pipe == run.mesh.pipe else None
+        return replace(run, mesh=mesh, pipeline=replace(run.pipeline, boundaries=self.boundaries, deferred=deferred),
                        batch=replace(run.batch, global_size=self.global_size, microbatch_size=self.microbatch_size))
 
     def document(self) -> dict[str, object]:

@@ -315,6 +315,8 @@ class Elasticity:
         reason = "frozen layers as before the run was interrupted"
         if same:
             reason, boundaries = "as before the run was interrupted", state["boundaries"] and tuple(state["boundaries"])
+            if len(boundaries or ()) != replace(run, mesh=was).placement.num_stages - 1:
+                boundaries = None  # ranks have other numbers of stages now
         there = on_mesh(replace(run, batch=replace(run.batch, global_size=size)), was)
         return Change(data=was.data, pipe=was.pipe, frozen=frozen, old_frozen=FrozenLayers(0),
                       boundaries=boundaries, global_size=size, microbatch_size=there.batch.microbatch_size,
@@ -492,8 +494,6 @@ class Elasticity:
         """Why a run on `mesh` cannot go to one of `data` replicas and `pipe` stages, by these numbers alone."""
         most = self._first.mesh.data * self._first.mesh.pipe
         sizes = [size for size in (data, pipe) if isinstance(size, int) and not isinstance(size, bool) and size >= 1]
-        if self._first.placement.per_rank > 1:
-            return "would change a pipeline with several stages on each rank: start with --pipeline.stages-per-rank 1"
         if len(sizes) < 2:
             return "is no mesh: give --data and --pipe, whole numbers of at least 1"
         if prod(sizes) > most:

@@ -57,6 +57,7 @@ from ranvier.train.experiment_trackers import experiment_trackers
 from ranvier.train.guards import Guards
 from ranvier.train.history import History
 from ranvier.train.logs import EventsFile, Log, MetricsFile, open_folder, plain, read_events, read_metrics, writing
+from ranvier.train.measured_limits import MeasuredLimits, outcome, with_limits
 from ranvier.train.memory import check_fits, explain_out_of_memory, report_text
 from ranvier.train.metrics import Meter, PendingStep
 from ranvier.train.peak import matrix_product_rate, peak_facts
@@ -151,6 +152,7 @@ class Training:
         self.history = History()
         self._asked = self.run
         """The run before `auto` was resolved, from which each change begins."""
+        self._limits = MeasuredLimits(self.run)
         self.resize_requests = ResizeRequests(self.run_dir) if world.rank == 0 else None
         if world.rank == 0:
             more = experiment_trackers(self.run.log, self.run_dir, continues=self.resumed.continues)
@@ -208,9 +210,7 @@ class Training:
                       for warning in length_warnings(self.run.train)]
         self.run = resolve_remaining(self.run, self.engine, self.world, self.saving.origin)
         if self.world.rank == 0:
-            path = self.run_dir / "run.toml"
-            with writing(path):
-                read.write(self.run, path)
+            self._write_settings()
             if self.data.tokenizer is not None:
                 path = self.run_dir / "tokenizer.json"
                 with writing(path):
@@ -278,6 +278,8 @@ class Training:
             self.elastic.saw_gradients(self.engine)
         self.done, last = step, not self.elastic.left(step)
         self._publish()
+        if (note := self._limits.after_step(self.runtime, step, self.meter.busy)) is not None:
+            self._keep_limits(note)
         every = self.run.train.eval_every
         evaluates = last or bool(every and step % every == 0)
         due, considers = last or self.saving.due(step), not last and (self.elastic.asked or self.resizes)
@@ -297,6 +299,19 @@ class Training:
             self._publish()  # the checkpoint waits for it
         if considers:
             self._consider(save=due)
+
+    def _keep_limits(self, note: NoteEvent) -> None:
+        """Tell of other limits, and keep them in the run's file while the run is on the mesh that this is about."""
+        self.outputs.event(note)
+        if self.run.mesh == self._asked.mesh:
+            self.run = with_limits(self.run, self.engine.limits)
+            if self.world.rank == 0:
+                self._write_settings()
+
+    def _write_settings(self) -> None:
+        path = self.run_dir / "run.toml"
+        with writing(path):
+            read.write(self.run, path)
 
     def _left(self, step: int) -> int:
         """Steps after `step`; none once training has stopped early."""
@@ -349,6 +364,8 @@ class Training:
                                 boundaries=self.engine.boundaries, launcher=world.launcher,
                                 transport=world.backend.name, device=world.device,
                                 seconds=time.monotonic() - self.began, frozen=len(self.runtime.frozen))
+            if self._limits.chosen:
+                summary["limits"] = outcome(self._limits.chosen, self.history.column("bubble_fraction"))
             if self.best is not None:
                 summary |= {"best_metric": self.best.metric, "best_value": self.best.value, "best_step": self.best.step,
                             **({"ended_by": self.best.reason} if self.best.stops else {})}
@@ -471,6 +488,7 @@ class Training:
         if self.best is not None:
             self.best.load(command["best"])
         self.meter.move(self.engine.timeline, self.ranks)
+        self._limits = MeasuredLimits(self.run)
         seconds = (time.monotonic_ns() - began) * 1e-9
         self.elastic.load(command["elastic"])
         cache = self.elastic.enter(self.now, change, before, moved, seconds, self.done)

@@ -18,6 +18,7 @@ from ranvier.config import read
 from ranvier.config.resolve import Facts, ResolvedRun, resolve
 from ranvier.config.resolve import bucket_size as resolve_bucket_size
 from ranvier.config.task_form import form_of
+from ranvier.cost.limits import defers_by_limits
 from ranvier.cost.tensor_traffic import tensor_mesh_facts
 from ranvier.data.cache_folder import cache_folder
 from ranvier.data.offline.pretrained_models import folder_of
@@ -127,6 +128,8 @@ def resolve_remaining(run: ResolvedRun, engine: Engine, world: World, origin: st
         optim = replace(optim, reduce_dtype="half" if optim.reduce_dtype == "auto" else optim.reduce_dtype)
     resume = origin if run.resume == "auto" else run.resume  # who repeats the run from its file begins as it did
     pipeline = replace(run.pipeline, boundaries=engine.boundaries or None, in_flight=engine.in_flight)
+    if defers_by_limits(run):
+        pipeline = replace(pipeline, deferred=engine.limits.deferred)
     return replace(run, resume=resume, pipeline=pipeline, optim=optim,
                    comm=comm, launch=replace(run.launch, threads=torch.get_num_threads(),
                                              device="cuda" if world.device.type == "cuda" else "cpu"))

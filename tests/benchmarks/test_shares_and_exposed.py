@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.pipeline import shares
+from benchmarks.pipeline import shares, slices
 from benchmarks.pipeline.block_times import BlockTimes
 from benchmarks.tensor import exposed
 
@@ -30,6 +30,14 @@ def test_budgets_are_those_of_each_rank():
     assert shares.step(EVEN, rules, 8).most_queued_bytes <= (20, 40)
     nothing = shares.step(EVEN, replace(rules, deferred=(0, 0)), 8)
     assert nothing.most_queued_bytes == (0, 0) and nothing.share < shares.step(EVEN, rules, 8).share
+
+
+def test_slices_of_products_are_simulated():
+    """Of one stage a rank the work is the same, and slices let a message through that would wait for the head's."""
+    case = slices.Case(pipe=4, per_rank=1, microbatches=8, head=8.0, memory=1.1)
+    whole, cut = (slices.share(case, slices.Slices(head=count)) for count in (1, 4))
+    assert 0 < whole < cut < 1
+    assert [row[2:] for row in slices.rows([case], [slices.Slices()])] == [["+0.000"] * 4]
 
 
 def test_a_cut_that_is_uneven_is_seen():

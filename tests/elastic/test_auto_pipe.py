@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ranvier.elastic.auto_pipe import Situation, best_cut, compress, greedy, stage_sizes
 from ranvier.elastic.microbatch_profile import microbatch_counts
+from ranvier.mesh import StagePlacement
 from ranvier.schedule.partition import cut
 from ranvier.schedule.policies import GPipe, OneForwardOneBackward
 
@@ -132,6 +133,34 @@ def test_one_stage_is_the_sum_of_its_work():
     assert (choice.seconds, choice.boundaries, choice.microbatches) == (6 * 3 * 2, (), 1)
     assert choice.reason == ("stage 0 is the slowest with 36 s a microbatch, stages wait 0% of the time, 0 s follow "
                              "the last backward")
+
+
+@given(st.sampled_from(["v-shape", "interleaved"]), st.integers(2, 4), st.integers(2, 3), st.integers(0, 8),
+       st.lists(st.floats(0.5, 2.0), min_size=14, max_size=14))
+@settings(max_examples=20, deadline=None)
+def test_several_stages_on_a_rank(how, pipe, per_rank, frozen, seconds):
+    """Every stage has a block, the cached prefix is on the first one, and the time is at least what the rank with most
+    work needs."""
+    placement, blocks = StagePlacement(pipe=pipe, per_rank=per_rank, how=how), len(seconds)
+    given_blocks = situation(pipe=pipe, placement=placement, frozen=frozen, cached=frozen // 3, microbatches=(4,),
+                             forward_seconds=tuple(seconds), backward_seconds=tuple(2 * each for each in seconds))
+    choice = best_cut(given_blocks)
+    edges = (0, *choice.boundaries, blocks)
+    assert len(choice.boundaries) == pipe * per_rank - 1 and all(start < stop for start, stop in pairwise(edges))
+    assert edges[1] >= frozen // 3
+    work = [8 * sum(seconds[block] * (0 if block < frozen // 3 else 1 if block < frozen else 3)
+                    for stage in placement.stages_of(rank) for block in range(edges[stage], edges[stage + 1]))
+            for rank in range(pipe)]
+    assert choice.seconds >= max(work) * (1 - 1e-9) and choice.reason.startswith("rank ")
+
+
+def test_several_stages_on_a_rank_leave_a_smaller_bubble():
+    """Of four ranks, four microbatches and eight equal blocks; nine stages are too many for them."""
+    eight = situation(forward_seconds=(1.0,) * 8, microbatches=(4,))
+    one, two = best_cut(eight), best_cut(replace(eight, placement=StagePlacement(pipe=4, per_rank=2)))
+    assert two.boundaries == (1, 2, 3, 4, 5, 6, 7) and (one.seconds, two.seconds) == (64.0, 58.0)
+    many = best_cut(replace(eight, pipe=3, placement=StagePlacement(pipe=3, per_rank=3)))
+    assert many.seconds is None and many.reason == "9 stages are more than 8 blocks can make"
 
 
 def test_two_stages_by_hand():

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from ranvier.config.run import Batch, Checkpoint, Data, Elastic, Optim, Run, Train, Transformer
+from ranvier.config.run import Batch, Checkpoint, Data, Elastic, Optim, Pipeline, Run, Train, Transformer
 from ranvier.elastic.ledger import Ledger
 from ranvier.errors import RanvierError
 from ranvier.launch.stop import StopRequest
@@ -141,6 +141,41 @@ def test_a_run_that_packs_itself_is_the_run_that_does_not(sentences, tmp_path, i
     assert results[0]["eval_count"] == 30
     evaluated = [line for line in lines(run, "metrics.jsonl") if "eval_accuracy" in line]
     assert [line["step"] for line in evaluated] == [12, 24] and all(line["eval_count"] == 30 for line in evaluated)
+
+
+@pytest.mark.parametrize(("placement", "packs"), [("v-shape", False), ("interleaved", True)])
+def test_several_stages_on_a_rank(sentences, tmp_path, in_one_process, monkeypatch, placement, packs):
+    """Three on each of two ranks or, packed, one on each of two replicas. The first stage caches the frozen blocks that
+    it has, and not those of the rank's other stages."""
+    always(monkeypatch)
+    pipeline = Pipeline(stages_per_rank=3, placement=placement, boundaries=(3, 4, 5, 7, 10))
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), pipeline=pipeline,
+               elastic=replace(BY_HAND, auto_pipe=packs, auto_dp=packs, cache=True, cache_from=1,
+                               cache_precision="full", cache_dir=tmp_path / "cache"))
+    results, _ = run_all(run)
+    assert losses(run) == pytest.approx(in_one_process, rel=1e-9)
+    assert [line["frozen_layers"] for line in transitions(run)] == [2, 4]
+    assert transitions(run)[-1]["mesh"]["data"] == 1 + packs
+    assert read_rows(results) > 0 and all(result == results[0] for result in results)
+
+
+def test_a_run_with_several_stages_on_a_rank_is_resized_and_resumes_with_another_number(sentences, tmp_path):
+    """Of 14 blocks 2 x 7 are all; a mesh with more stages is refused in words."""
+    plain = tiny(sentences, tmp_path / "plain", mesh=Mesh())
+    run_all(plain)
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(data=2, pipe=2), pipeline=Pipeline(stages_per_rank=4),
+               checkpoint=Checkpoint(every=10, keep=9))
+    wishes = {2: dict(data=1, pipe=4), 4: dict(data=4, pipe=1), 7: dict(data=1, pipe=2)}
+    run_all(run, trackers=[Wishes(run, wishes)])
+    assert [(line["mesh"]["data"], line["mesh"]["pipe"]) for line in transitions(run)] == [(4, 1), (1, 2)]
+    refused, = events(run, "resize-refused")
+    assert "makes 16 stages on 4 ranks, more than the 14 blocks" in refused["text"]
+    assert losses(run) == pytest.approx(losses(plain), rel=1e-9)
+    again = replace(run, run_dir=tmp_path / "again", resume=str(run.run_dir / "checkpoint/step-10"),
+                    pipeline=Pipeline(stages_per_rank=2, placement="interleaved"))
+    results, _ = run_all(again)
+    assert results[0]["mesh"] == {"data": 1, "pipe": 2, "row": 1, "col": 1} and len(results[0]["boundaries"]) == 3
+    assert losses(again) == pytest.approx(losses(plain)[10:], rel=1e-9)
 
 
 def test_idle_ranks_come_to_the_same_end(sentences, tmp_path, in_one_process, monkeypatch):

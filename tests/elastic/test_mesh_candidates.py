@@ -236,3 +236,8 @@ def test_what_a_transition_moves(optim, moved):
     facts = measured_blocks(back, rows(back.run.mesh))
     assert candidate_moved_bytes(ElasticRules(back.run), present_mesh(back), grown, facts, 0) == (
         2 + 2 + 2) * 12_000_000
+    back.run = replace(back.run, pipeline=Pipeline(stages_per_rank=2))
+    back.engine.boundaries = (2, 4, 6)  # rank 0 has blocks 0, 1, 6, 7, then 0, 7; rank 1 has 2-5, then 1, 6
+    grown = replace(grown, boundaries=(1, 2, 3, 4, 5, 6, 7))
+    assert candidate_moved_bytes(ElasticRules(back.run), present_mesh(back), grown, facts, 0) == (
+        2 + 2 + 2) * 12_000_000

@@ -40,32 +40,33 @@ class Layouts:
     """One run on `world`, whose engine moves from mesh to mesh; ranks that a mesh does not take are idle. frozen: a
     number of layers, or FrozenLayers."""
 
-    def __init__(self, world, mesh, *, frozen=0, boundaries=None, **options):
+    def __init__(self, world, mesh, *, frozen=0, boundaries=None, per_rank=1, placement="v-shape", **options):
         self.world, self.options = world, {name: value for name, value in options.items() if name != "model"}
+        self.placement = placement
         self.model = options.get("model") or gpt(CONFIG, dtype=options.get("dtype", torch.float64))
         self.engine = self.backend = None
         self.moved = []
-        self.build(mesh, frozen, boundaries)
+        self.build(mesh, frozen, boundaries, per_rank)
 
-    def build(self, mesh, frozen, boundaries):
+    def build(self, mesh, frozen, boundaries, per_rank=1):
         self.backend = self.world.backend.subset(mesh.size)
         if self.backend is not None:
             here = replace(self.world, backend=self.backend, mesh=mesh)
             frozen = frozen if isinstance(frozen, FrozenLayers) else FrozenLayers(frozen)
             options = {"dtype": torch.float64, "optim": Optim(bucket_size=64, chunk_buckets=2), **self.options}
             self.engine = Engine(self.model, here, mesh=mesh, seed=SEED, learning_rate=1e-2, frozen=frozen.prefix,
-                                 frozen_above=frozen.above, pipeline=Pipeline(boundaries=boundaries),
-                                 nominal_weight=float(GLOBAL_SIZE * CONFIG.sequence),
-                                 **options)
+                                 frozen_above=frozen.above, nominal_weight=float(GLOBAL_SIZE * CONFIG.sequence),
+                                 pipeline=Pipeline(boundaries=boundaries, stages_per_rank=per_rank,
+                                                   placement=self.placement), **options)
 
-    def move(self, mesh, frozen=0, boundaries=None):
+    def move(self, mesh, frozen=0, boundaries=None, per_rank=1):
         held = None
         if self.engine is not None:
             held = take(self.engine)
             self.engine.close()
             self.backend.close()
         self.engine = None
-        self.build(mesh, frozen, boundaries)
+        self.build(mesh, frozen, boundaries, per_rank)
         self.moved.append(hand_over(held, self.engine, self.world.backend, timeout_seconds=HAND_OVER_SECONDS))
 
     def step(self, step):
@@ -85,17 +86,19 @@ class Layouts:
             self.backend.close()
 
 
-def trained(meshes, steps=2, size=4, freezing=None, cuts=None, **options):
+def trained(meshes, steps=2, size=4, freezing=None, cuts=None, per_rank=None, **options):
     """Losses and norms of `steps` steps on each of `meshes`, and what moved. steps: of each, or one number for all.
-    freezing: frozen layers on each. cuts: boundaries on each, None by cost."""
+    freezing: frozen layers on each. cuts: boundaries on each, None by cost. per_rank: stages of a rank on each."""
+    per_rank = per_rank or [1] * len(meshes)
     counts = [steps] * len(meshes) if isinstance(steps, int) else steps
     depths, cuts = freezing or [0] * len(meshes), cuts or [None] * len(meshes)
 
     def work(world):
-        layouts, found, done = Layouts(world, meshes[0], frozen=depths[0], boundaries=cuts[0], **options), [], 0
+        layouts, found, done = Layouts(world, meshes[0], frozen=depths[0], boundaries=cuts[0], per_rank=per_rank[0],
+                                       **options), [], 0
         for number, mesh in enumerate(meshes):
             if number:
-                layouts.move(mesh, depths[number], cuts[number])
+                layouts.move(mesh, depths[number], cuts[number], per_rank[number])
             found += [layouts.step(done + each) for each in range(counts[number])]
             done += counts[number]
         layouts.close()
@@ -160,6 +163,20 @@ def test_any_way_through_layouts_is_the_run_without(way, shard, offload):
     for rank, (told, _) in enumerate(results):  # ranks without a part in a mesh are idle, and come back
         assert [each is not None for each in told] == [
             rank < mesh.size for mesh, count in zip(meshes, steps, strict=True) for _ in range(count)]
+
+
+@pytest.mark.parametrize("placement", ["v-shape", "interleaved"])
+@pytest.mark.parametrize(("freezing", "optim"), [
+    (None, Optim(bucket_size=64, shard=True, clip_norm=0.1)),
+    ([0, 0, 1, 1, 2], Optim(bucket_size=64, offload="stream"))], ids=["moves", "freezes"])
+def test_several_stages_on_a_rank(placement, freezing, optim):
+    """Ranks get more and fewer stages, and replicas; embedding and head are tied, on one rank or on two."""
+    meshes = [Mesh(pipe=2), Mesh(data=2, pipe=2), Mesh(pipe=2), Mesh(pipe=4), Mesh(pipe=2, col=2)]
+    found, moved, _ = trained(meshes, steps=1, freezing=freezing, per_rank=[3, 2, 1, 1, 2], placement=placement,
+                              cuts=[None, (1, 2, 5), None, None, None], optim=optim)
+    expected, _, _ = trained([Mesh()] * 5, steps=1, size=1, freezing=freezing, optim=optim)
+    assert_same_runs(found, expected)
+    assert all(moved)
 
 
 def test_every_rank_knows_how_much_has_moved():

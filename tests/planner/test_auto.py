@@ -8,6 +8,7 @@ import pytest
 
 from ranvier.cli import check
 from ranvier.cli.main import run_command
+from ranvier.config import read
 from ranvier.config.resolve import ResolvedRun, resolve
 from ranvier.config.run import Batch, Launch, MeshSettings, Run, Transformer
 from ranvier.cost.cluster_files import load_cluster
@@ -52,6 +53,24 @@ def test_the_microbatch_alone():
                                for size in (1, 2, 4, 8, 16))
 
 
+@pytest.mark.parametrize(("mesh", "largest"), [(Mesh(), True), (Mesh(pipe=4), False)], ids=str)
+def test_recipes_of_fine_tuning_leave_their_microbatches_to_the_mesh(mesh, largest):
+    """One rank takes a whole batch at once; a pipeline needs several microbatches."""
+    asked = read.merge([read.load("bert-sentiment")[1]]).run
+    asked = replace(asked, mesh=mesh, model=replace(asked.model, pretrained=None), launch=Launch(device="cpu"))
+    run, problems = with_plan(asked, None)
+    assert not problems and (run.batch.microbatch_size == asked.batch.global_size) == largest
+    assert run.num_microbatches >= (1 if largest else mesh.pipe)
+
+
+def test_a_given_mesh_is_planned_for_its_own_ranks():
+    """Whatever was started: that is a problem of its own, or the run resumes on another mesh."""
+    asked = replace(OPEN, mesh=Mesh(pipe=2))
+    assert with_plan(asked, 3) == with_plan(asked, 2) == with_plan(asked, None)
+    problems = check.check(asked, 3).problems
+    assert [problem.where for problem in problems] == ["mesh"] and "needs 2 ranks, not 3" in str(problems[0])
+
+
 @pytest.mark.parametrize(("mesh", "ranks", "text"), [
     (MeshSettings(data="auto"), None,
      r"mesh.data: needs to know how many ranks there are \(got 'auto'\). Start them with"),
@@ -90,6 +109,7 @@ def test_nominal_figures_of_the_devices_here(monkeypatch):
         monkeypatch.setattr(auto.torch.cuda, "get_device_name", lambda device, name=name: name)
         assert cluster_for(replace(OPEN, launch=Launch()), 8, 4).device.name == load_cluster(shipped).device.name
     monkeypatch.setattr(auto.torch.cuda, "get_device_name", lambda device: "Voodoo 2")
+    assert not with_plan(replace(OPEN, mesh=Mesh(pipe=2), launch=Launch()), 2)[1]  # microbatches alone
     _, (problem,) = with_plan(replace(OPEN, launch=Launch()), 4)
     assert str(problem) == (
         "launch.cluster: is not set, and no shipped cluster has a Voodoo 2. Measure this machine: ranvier doctor "
@@ -117,6 +137,7 @@ def test_a_run_plans_itself_and_its_ranks_take_the_plan(tmp_path):
                "cpu", "--run-dir", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env={**os.environ})
     assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("auto is data ")
     found = tomllib.loads((tmp_path / "run" / "run.toml").read_text())
     shape = [found["mesh"][axis] for axis in ("data", "pipe", "row", "col")]
     assert all(isinstance(size, int) for size in (*shape, found["batch"]["microbatch_size"]))

@@ -1,0 +1,170 @@
+"""The schedule's limits by measured times: what is chosen, told and kept, and that results do not depend on it."""
+
+import io
+import json
+import random
+import tomllib
+from dataclasses import replace
+
+import pytest
+
+from ranvier.config.resolve import resolve
+from ranvier.config.rules import problems
+from ranvier.config.run import Batch, Checkpoint, Data, Elastic, Optim, Pipeline, Run, Train, Transformer
+from ranvier.cost.count import laid_out
+from ranvier.cost.limits import MeasuredChoice, measured_choice, run_limits
+from ranvier.errors import ConfigError
+from ranvier.mesh import Mesh
+from ranvier.pipeline.engine import Engine
+from ranvier.schedule.limits import Limits
+from ranvier.testing.ranks import run_ranks
+from ranvier.train import measured_limits, resize
+from ranvier.train.loop import train
+from tests.pipeline.parity import small_gpt
+
+RUN = resolve(Run(model=Transformer(num_layers=4, hidden=32, heads=4, vocab=512, sequence=16), mesh=Mesh(pipe=2),
+                  batch=Batch(global_size=16, microbatch_size=2), pipeline=Pipeline(boundaries=(5,))))
+STEPS = measured_limits.MEASURED_STEPS
+
+
+@pytest.fixture(scope="module")
+def stages():
+    return laid_out(RUN)[0].stage_costs()
+
+
+@pytest.fixture(scope="module")
+def present(stages):
+    return run_limits(RUN, stages)
+
+
+def test_ranks_that_take_longer_than_counted_have_other_limits(stages, present):
+    """Rank 0 takes a tenth longer than rank 1: more under way hides it. The same times in another unit change nothing;
+    with rank 1 far behind no limits help, and as with times as they were counted all stays as it is."""
+    slow = measured_choice(RUN, stages, present, [(1.1, 2.2), (1.0, 2.0)])
+    assert slow.limits.in_flight > present.in_flight and slow.limits.deferred > present.deferred
+    assert slow.bubble_fraction < 0.5 * slow.counted_fraction
+    assert slow.limits == measured_choice(RUN, stages, present, [(110.0, 220.0), (100.0, 200.0)]).limits
+    behind = measured_choice(RUN, stages, present, [(1.0, 2.0), (3.0, 6.0)])
+    assert behind.limits == present and behind.bubble_fraction == behind.counted_fraction
+    counted = [[sum(block.weight("cpu") for block in blocks)] * 2 for blocks in stages]
+    assert measured_choice(RUN, stages, present, [(one, 2 * two) for one, two in counted]).limits == present
+
+
+def test_a_limit_that_was_asked_for_stays(stages, present):
+    run = replace(RUN, pipeline=replace(RUN.pipeline, in_flight=5))
+    assert measured_choice(run, stages, present, [(3.0, 6.0), (1.0, 2.0)]).limits.in_flight in (5, present.in_flight)
+
+
+@pytest.mark.parametrize("run", [
+    replace(RUN, memory_report=True), replace(RUN, mesh=Mesh()), replace(RUN, elastic=Elastic(freeze="cap")),
+    *(replace(RUN, pipeline=replace(RUN.pipeline, **changed)) for changed in (
+        {"memory": None}, {"defer_bytes": 0}, {"deferred": (1, 1)}, {"policy": "1f1b"}))])
+def test_where_nothing_is_simulated_nothing_is_measured(stages, present, run):
+    assert measured_choice(run, stages, present, [(3.0, 6.0), (1.0, 2.0)]) is None
+
+
+def test_nothing_is_chosen_without_times(stages, present):
+    assert measured_choice(RUN, stages, present, [(3.0, 6.0), (0.0, 0.0)]) is None
+    assert measured_choice(RUN, stages, present, [(3.0, 0.0), (1.0, 2.0)]) is None
+
+
+# ---------------------------------------------------------------------- limits of ranks as a setting
+
+def test_deferred_microbatches_are_a_setting(stages, present):
+    run = replace(RUN, pipeline=replace(RUN.pipeline, deferred=(3, 1)))
+    assert run_limits(run, stages) == replace(present, deferred=(3, 1))
+    assert run_limits(replace(run, pipeline=replace(run.pipeline, memory=None)), stages).deferred == (3, 1)
+    bytes_ = [[entry.device["deferred"] for entry in laid_out(each)[1]] for each in (run, replace(
+        run, pipeline=replace(run.pipeline, deferred=(0, 2))))]
+    assert bytes_[0][0] > bytes_[1][0] == 0 and bytes_[1][1] > bytes_[0][1] > 0
+
+
+def test_one_number_for_each_rank():
+    found = list(problems(replace(RUN, pipeline=replace(RUN.pipeline, deferred=(1,))), 2, num_blocks=10))
+    assert [problem.where for problem in found] == ["pipeline.deferred"]
+    assert "has 1 numbers for 2 ranks of the pipeline" in str(found[0])
+    with pytest.raises(ConfigError, match="has 3 numbers for 2 ranks of the pipeline"):
+        run_ranks(lambda world: Engine(small_gpt(), world, mesh=Mesh(pipe=2), optim=Optim(),
+                                       pipeline=Pipeline(deferred=(1, 1, 1))), 2)
+
+
+# ---------------------------------------------------------------------- a run
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("measured")
+    choose = random.Random(0)
+    (folder / "texts").mkdir()
+    for number in range(40):
+        words = " ".join(choose.choices(("arrow", "flies", "over", "green", "fields"), k=200))
+        (folder / "texts" / f"{number}.txt").write_text(words)
+    return Run(mesh=Mesh(pipe=2), batch=Batch(global_size=8, microbatch_size=1),
+               train=Train(steps=STEPS + 3, sample_tokens=0, eval_sequences=4),
+               model=Transformer(num_layers=2, hidden=16, heads=2, vocab=300, sequence=16), seed=1,
+               data=Data(corpus=str(folder / "texts"), cache_dir=folder / "cache"), checkpoint=Checkpoint(every=0))
+
+
+def trained(run, folder, size=2, trackers=()):
+    run, stream = replace(run, run_dir=folder), io.StringIO()
+    summary = run_ranks(lambda world: train(run, "tiny", world, stream=stream, trackers=trackers if world.rank == 0
+                                            else ()), size)[0]
+    lines = {name: [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+             for name in ("metrics", "events")}
+    return summary, lines, stream.getvalue()
+
+
+def given(monkeypatch, limits):
+    """Whatever was measured, these are the limits."""
+    asked = []
+
+    def chosen(run, stages, present, seconds):
+        asked.append((run, seconds))
+        return MeasuredChoice(limits=limits, bubble_fraction=0.1, counted_fraction=0.2)
+
+    monkeypatch.setattr(measured_limits, "measured_choice", chosen)
+    return asked
+
+
+def test_a_run_takes_the_limits_and_loses_nothing(run, tmp_path, monkeypatch):
+    """Losses are the same to the bit; the choice is told, in run.toml, and with its outcome in the summary. A run from
+    that file has these limits from the start, and measures no others."""
+    plain = trained(replace(run, pipeline=Pipeline(memory=None)), tmp_path / "plain")
+    assert "limits" not in plain[0]
+    asked = given(monkeypatch, Limits(in_flight=4, deferred=(2, 3)))
+    summary, lines, text = trained(run, tmp_path / "run")
+    assert [line["loss"] for line in lines["metrics"]] == [line["loss"] for line in plain[1]["metrics"]]
+    assert len(asked) == 2 and asked[0] == asked[1] and all(min(each) > 0 for each in asked[0][1])
+    assert (asked[0][0].pipeline.in_flight, asked[0][0].pipeline.deferred) == ("auto", None)
+    told, = [line for line in lines["events"] if line["event"] == "limits"]
+    assert told["step"] == STEPS and told["in_flight"] == 4 and told["deferred"] == [2, 3]
+    assert "a predicted bubble of 10.0% instead of 20.0%" in told["text"] and told["text"] in text
+    assert 0 <= summary["limits"].pop("bubble_fraction") < 1
+    assert summary["limits"] == {"step": STEPS, "in_flight": 4, "deferred": [2, 3], "predicted_bubble_fraction": 0.1}
+    kept = tomllib.loads((tmp_path / "run" / "run.toml").read_text())["pipeline"]
+    assert (kept["in_flight"], kept["deferred"]) == (4, [2, 3])
+
+
+def test_other_limits_hold_in_the_engine(run, tmp_path, monkeypatch):
+    """On a mesh that a user asks for they are measured again, and what is kept is about the first one."""
+    asked = given(monkeypatch, Limits(in_flight=3, deferred=(0, 1)))
+
+    class Asks:
+        def event(self, event):
+            if getattr(event, "loss", None) is not None and event.step == 2:
+                resize.ask(tmp_path / "run", data=1, pipe=2)
+
+        def close(self):
+            pass
+
+    first = replace(run, mesh=Mesh(data=2), train=replace(run.train, steps=STEPS + 6))
+    summary, lines, _ = trained(first, tmp_path / "run", trackers=[Asks()])
+    moved, = [line for line in lines["events"] if line["event"] == "transition"]
+    told, = [line for line in lines["events"] if line["event"] == "limits"]
+    assert told["step"] == moved["step"] + STEPS == summary["limits"]["step"] and len(asked) == 2
+    assert tomllib.loads((tmp_path / "run" / "run.toml").read_text())["pipeline"].get("in_flight", "auto") != 3
+
+
+def test_limits_that_are_given_are_not_measured(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(Engine, "use_limits", lambda *limits: pytest.fail("limits were changed"))
+    summary, _, _ = trained(replace(run, pipeline=Pipeline(in_flight=2, deferred=(0, 1))), tmp_path / "run")
+    assert "limits" not in summary
