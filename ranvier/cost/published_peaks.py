@@ -1,8 +1,8 @@
 """The published peak rates of devices: dense products, without structured sparsity, from their makers' data sheets.
 
-Checked on 2026-11-24 against public copies of the data sheets' tables. Blackwell Ultra (B300, GB300) has almost no fp64.
-Data sheets of the devices without fp64 tensor cores (A40, A10, L40, L4, T4, RTX) do not state fp64: it is 1/64 of fp32,
-1/32 on T4.
+Checked on 2026-11-24 against public copies of the data sheets' tables. Blackwell Ultra (B300, GB300) has almost no
+fp64. Data sheets of devices without fp64 tensor cores (A40, A10, L40, L4, T4, RTX) do not state fp64: it is 1/64 of
+fp32, 1/32 on T4.
 
 Utilisation is usually stated against these numbers, so it can be compared between programs. A product on the device
 itself reaches less (`ranvier.train.peak` measures that): power limits, and the format's real throughput.
