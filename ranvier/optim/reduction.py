@@ -107,6 +107,10 @@ class Reductions:
                 if ready is None:
                     continue
                 ready.work.wait()
+            elif gathering is not None:  # a packed chunk has no second half; the one before comes first all the same
+                gathering.work.wait()
+                yield gathering
+                gathering = None
             if ready is not None and not ready.sent_to_owner:
                 yield ready
         if gathering is not None:

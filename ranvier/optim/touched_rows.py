@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ranvier.comm.protocol import Group
 
-_PAYS = 4
-"""At most one row of so many is sent by itself; at most one element of so many of a chunk is sent packed."""
+_ROWS_PER_FOUND = 4
+"""A table's rows are told apart where at most one of so many was found: packing copies twice."""
 
 
 class TouchedRows:
@@ -53,7 +53,7 @@ class TouchedRows:
         self._touched[-1] = any_row
         group.all_reduce(self._touched, "max").wait()
         found = self._touched[:-1].nonzero().reshape(-1)
-        self.found = None if self._touched[-1] or _PAYS * len(found) > self.rows else found
+        self.found = None if self._touched[-1] or _ROWS_PER_FOUND * len(found) > self.rows else found
         self.decided = True
 
 
@@ -76,8 +76,8 @@ class PackedChunk:
                 edges += [begin, end]
         self._rest = [gradients[first - start:last - start] for first, last in list(pairwise([*edges, stop]))[::2]]
         self.size = sum(map(len, self._rest)) + sum(len(rows) * block.shape[1] for block, rows in self._rows)
-        self.pays = _PAYS * self.size <= len(gradients)
-        """Whether so little is left that packing costs less than sending zeros."""
+        self.pays = 2 * self.size <= len(gradients)
+        """Whether so little is left that packing costs less than sending zeros; the same on all members."""
 
     def take(self) -> Tensor:
         """[size]: a copy of what is summed."""
