@@ -12,7 +12,7 @@ import torch
 from pydantic import TypeAdapter
 
 import ranvier.config.recipes
-from ranvier.config.resolve import ResolvedRun, resolve
+from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Run
 from ranvier.data.prepare import prepare
 from ranvier.data.prepare import problems as data_problems
@@ -20,6 +20,7 @@ from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
 from ranvier.models.gpt import problems as model_problems
 from ranvier.optim.learning_rate import learning_rate
+from ranvier.planner.auto import closed
 from ranvier.testing.ranks import run_ranks
 from ranvier.train.runtime import build_runtime
 
@@ -35,7 +36,7 @@ PAPER = {
 
 
 def recipe(path: Path) -> ResolvedRun:
-    return resolve(TypeAdapter(Run).validate_python(tomllib.loads(path.read_text())))
+    return closed(TypeAdapter(Run).validate_python(tomllib.loads(path.read_text())))
 
 
 def num_parameters(run: Run) -> int:
