@@ -100,7 +100,7 @@ def _close(resolved: read.Merged, started: Started | None, tell: Callable[[str],
         warnings.append(ConfigError(f"has no effect under {started.launcher}", where="max-restarts",
                                     value=run.max_restarts, remedy="Let the launcher restart the run (docs/faults.md), "
                                                                    "with --resume auto."))
-    return asked, run, warnings
+    return asked, dataclasses.replace(run, launch=dataclasses.replace(run.launch, trial=0)), warnings
 
 
 def _plan_before(asked: Run, ranks: int) -> ResolvedRun | None:

@@ -23,6 +23,8 @@ from ranvier.planner.search import Plan
 STEPS, WARMUP = 10, 4
 """Of each run, and those at its start that do not count."""
 _SECONDS = 600.0
+_EVALUATED = 32
+"""Samples of the evaluation at the end, of tasks that have samples: it is not measured."""
 
 
 def measured(plan: Plan, count: int, progress: Callable[[str], None] = lambda line: None) -> Plan:
@@ -48,6 +50,7 @@ def step_seconds(run: Run, folder: Path, *, steps: int = STEPS, warmup: int = WA
     folder.mkdir(parents=True)
     run = replace(run, run_dir=None, resume="none", checkpoint=Checkpoint(every=0), elastic=Elastic(), log=Log(),
                   launch=replace(run.launch, trial=0), max_restarts=0,
+                  data=replace(run.data, eval_samples=min(run.data.eval_samples or _EVALUATED, _EVALUATED)),
                   train=replace(run.train, steps=steps, epochs=None, warmup_steps=0, eval_every=0, eval_sequences=1,
                                 sample_tokens=0))
     read.write(run, folder / "run.toml")
