@@ -52,7 +52,7 @@ def task_run(task: str, folder: Path, *, seed: int = 0, epochs: int = 10, sample
 
 def _recipe(task: str) -> Run:
     run = read.merge([read.load(RECIPES[task])[1]]).run
-    return replace(run, batch=replace(run.batch, global_size=_BATCH, microbatch_size=4),
+    return replace(run, mesh=replace(Run().mesh, pipe=4), batch=Batch(global_size=_BATCH, microbatch_size=4),
                    model=replace(run.model, **_MODEL[task]),
                    train=replace(run.train, learning_rate=_LEARNING_RATE.get(task, run.train.learning_rate)))
 

@@ -46,8 +46,12 @@ def check(recipe: str | None, split: str | None, ranks: int | None, cluster: str
         return 0
     from ranvier.cli.check import check as check_run
     from ranvier.cli.check import print_report
+    from ranvier.launch.start import local_devices
+    from ranvier.planner.auto import open_axes_of
 
     name, resolved = read_recipe(recipe, flags)
+    if ranks is None and cluster is None and open_axes_of(resolved.run):
+        ranks = local_devices(resolved.run.launch.device)  # which `train` would start
     report = check_run(resolved.run, ranks, ranks_per_node, chosen=resolved.chosen,
                        cluster=cluster)
     report = dataclasses.replace(report, problems=(*resolved.problems, *report.problems),

@@ -16,9 +16,10 @@ from ranvier.cli.options import SettingsCommand, json_option, read_recipe, recip
 from ranvier.cli.problems import ConfigProblems, print_warnings
 from ranvier.cli.ranks import work_as_rank
 from ranvier.config import read
+from ranvier.config.resolve import Facts, resolve
 from ranvier.config.run import Run
 from ranvier.errors import ConfigError, RanvierError
-from ranvier.mesh import AXES
+from ranvier.mesh import AXES, Mesh
 
 if TYPE_CHECKING:
     from ranvier.config.resolve import ResolvedRun
@@ -44,14 +45,14 @@ def train(context: click.Context, /, recipe: str, quiet: bool, as_json: bool, **
 
     name, resolved = read_recipe(recipe, flags)
     started = detect(os.environ, resolved.run.launch.launcher)
-    asked, run, warnings = _close(resolved, started)
+    # open for as long as the process lives: what ends it may still print
+    stream = open(os.devnull, "w", encoding="utf-8") if quiet else sys.stderr if as_json else sys.stdout  # noqa: SIM115
+    asked, run, warnings = _close(resolved, started, tell=lambda line: print(line, file=stream, flush=True))
     run_dir = run.run_dir or read.default_folder(name)
     run = dataclasses.replace(run, run_dir=run_dir)
     if started is None:
         check_folder(run_dir, run.resume)
     _print_warnings(run, resolved, asked, started, warnings)
-    # open for as long as the process lives: what ends it may still print
-    stream = open(os.devnull, "w", encoding="utf-8") if quiet else sys.stderr if as_json else sys.stdout  # noqa: SIM115
     if _planned_flags(asked, run) and (started is None or started.rank == 0):
         print(f"auto is {run.mesh}, microbatches of {run.batch.microbatch_size}", file=stream, flush=True)
     rerun = None if started is not None else [*launch.rerun_command(), "--run-dir", str(run_dir),
@@ -66,22 +67,29 @@ def train(context: click.Context, /, recipe: str, quiet: bool, as_json: bool, **
     return _train_as_rank(run, run_dir, name, world, context.obj, stream, as_json)
 
 
-def _close(resolved: read.Merged, started: Started | None) -> tuple[Run, ResolvedRun, list[RanvierError]]:
+def _close(resolved: read.Merged, started: Started | None, tell: Callable[[str], None]
+           ) -> tuple[Run, ResolvedRun, list[RanvierError]]:
     """The run with the sizes of its pretrained model, the run without any `auto`, and warnings.
 
-    started: this rank; None before ranks are started. ConfigProblems if the run cannot work. With `--resume auto` and
-    another number of ranks than the mesh needs, the run gets another mesh.
+    started: this rank; None before ranks are started. tell: takes lines about a trial.
+
+    ConfigProblems if the run cannot work. With `--resume auto` and another number of ranks than the mesh needs, the run
+    gets another mesh.
     """
     from ranvier.config.other_mesh import refit
     from ranvier.launch.start import local_devices
     from ranvier.planner.auto import open_axes_of, with_plan, with_pretrained
     from ranvier.planner.problems import problems as find_problems
+    from ranvier.planner.start_trial import StartTrial
     from ranvier.train.experiment_trackers import tracker_problems
 
     asked, problems = with_pretrained(resolved.run)
     ranks = local_devices(asked.launch.device) if started is None else started.size
-    run, open_problems = with_plan(asked, ranks if open_axes_of(asked) or started is not None else None,
-                                   None if started is None else started.local_size)
+    before = None if started is not None else _plan_before(asked, ranks)
+    trial = StartTrial(tell) if started is None and asked.launch.trial and not problems else None
+    run, open_problems = (before, []) if before is not None else with_plan(
+        asked, ranks if open_axes_of(asked) or started is not None else None,
+        None if started is None else started.local_size, trial=trial)
     warnings: list[RanvierError] = [*resolved.warnings]
     problems = [*resolved.problems, *problems, *find_problems(run), *tracker_problems(run.log)]
     if started is not None and started.size != run.mesh.size and run.resume == "auto" and not problems:
@@ -94,7 +102,28 @@ def _close(resolved: read.Merged, started: Started | None) -> tuple[Run, Resolve
         warnings.append(ConfigError(f"has no effect under {started.launcher}", where="max-restarts",
                                     value=run.max_restarts, remedy="Let the launcher restart the run (docs/faults.md), "
                                                                    "with --resume auto."))
-    return asked, run, warnings
+    return asked, dataclasses.replace(run, launch=dataclasses.replace(run.launch, trial=0)), warnings
+
+
+def _plan_before(asked: Run, ranks: int) -> ResolvedRun | None:
+    """The run with the plan of the run that it resumes, where all that was given agrees with it and it needs at most
+    `ranks` ranks; None where there is none."""
+    from ranvier.planner.auto import open_axes_of
+
+    path = None if asked.run_dir is None else asked.run_dir / "run.toml"
+    size = asked.batch.microbatch_size
+    if asked.resume != "auto" or path is None or not path.is_file() or not (open_axes_of(asked) or size == "auto"):
+        return None
+    merged = read.merge([read.load(str(path))[1]])
+    before = merged.run
+    found = before.batch.microbatch_size
+    if merged.problems or open_axes_of(before) or found == "auto":
+        return None
+    mesh = Mesh(**{axis: getattr(before.mesh, axis) for axis in AXES}, tile=before.mesh.tile)
+    same = all(getattr(asked.mesh, axis) in ("auto", getattr(mesh, axis)) for axis in AXES)
+    if not same or mesh.size > ranks or before.batch.global_size != asked.batch.global_size:
+        return None
+    return resolve(asked, Facts(mesh=mesh, microbatch_size=found if size == "auto" else size))
 
 
 def _print_warnings(run: ResolvedRun, resolved: read.Merged, asked: Run, started: Started | None,

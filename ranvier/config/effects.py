@@ -250,7 +250,8 @@ def _nothing_is_planned(asked: Run) -> str | None:
     return None if is_open else "nothing of the mesh or batch is auto"
 
 
-ASKED: Mapping[str, Callable[[Run], str | None]] = {"launch.cluster": _nothing_is_planned}
+ASKED: Mapping[str, Callable[[Run], str | None]] = {
+    "launch.cluster": _nothing_is_planned, "launch.trial": _nothing_is_planned}
 """Like `CONDITIONS`, for settings that depend on what was asked, before `auto` was planned."""
 
 CONDITIONS: Mapping[str, Reason] = {

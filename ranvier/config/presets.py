@@ -2,6 +2,11 @@
 
 Each is the config.json that was published with the weights. Training sequences have 2,048 tokens unless a run says
 more; `max_positions` is what the model was made for.
+
+Sources: copies of these files in public code, read on 2026-11-24. litgpt's configurations for Llama, Mistral, Qwen,
+Gemma, OLMo 2 (7B, 13B) and SmolLM2, Google's gemma_pytorch, AI2's training configurations for OLMo 2 7B and 13B, and
+fairseq2's for OLMo 2 1B. Two things are not in them and follow from published parameter counts and papers: which
+models tie their embeddings, and Mistral 0.3's rotary base.
 """
 
 from __future__ import annotations

@@ -352,6 +352,10 @@ class Launch:
     cluster: str | None = None
     """Cluster for which `auto` in mesh.data, mesh.pipe and batch.microbatch-size is planned: a shipped cluster or a
     TOML file (`ranvier doctor --measure`); none uses nominal figures of the devices here."""
+    trial: Annotated[int, Ge(0)] = 0
+    """Number of best predicted plans for `auto` that are run for a few steps each before the run starts; the fastest is
+    taken, on CPUs also one rank with all cores. 0: the best prediction is taken. No trial where it would take more than
+    a tenth of the run's predicted time, when a run is resumed, and under torchrun, mpiexec and srun."""
     stopped_seconds: Annotated[float, Ge(0), Le(1e8)] = 5.0
     """Seconds for which a rank may be stopped by a signal (SIGSTOP) before the run ends and names the rank; 0 for no
     limit."""

@@ -22,17 +22,19 @@ class GradientSpec(FlatGradient):
 
     group: the ranks over which this gradient is summed; None: those given to `Gradients`.
     split: how the parameter is split, where its update needs all of it; None where it is whole here.
+    is_table: whether it is a lookup table [rows, width] whose gradient is told row by row; the same on all replicas.
     """
 
     parameter: nn.Parameter
     group: Group | None = None
     split: TensorSplit | None = None
+    is_table: bool = False
 
     @classmethod
     def of(cls, gradient: FlatGradient, parameter: nn.Parameter, group: Group | None = None,
-           split: TensorSplit | None = None) -> GradientSpec:
+           split: TensorSplit | None = None, *, is_table: bool = False) -> GradientSpec:
         """A gradient as the layout has it, of this parameter."""
-        return cls(**{**vars(gradient), "group": group}, parameter=parameter, split=split)
+        return cls(**{**vars(gradient), "group": group}, parameter=parameter, split=split, is_table=is_table)
 
     @property
     def rule_name(self) -> str:

@@ -15,6 +15,8 @@ and its one chunk is handed on, and forgotten, before the backward enters the ru
 A half-precision parameter may have fp32 gradients here (`Tensor.grad_dtype`): many microbatches then add up without
 losing bits.
 
+Of a lookup table only the rows are summed that some replica has looked up (`touched_rows`).
+
 A parameter that no loss reaches has no gradient, and whoever updates leaves it alone. On several replicas that is so
 when none of them reaches it. Each knows that only of itself, and says it by the sign of zero: a gradient that nothing
 was added to is -0.0, which no sum of anything else can be (-0.0 + -0.0 = -0.0, 0.0 + -0.0 = 0.0).
@@ -37,6 +39,7 @@ from ranvier.comm.protocol import Group
 from ranvier.layout import FlatOrder, flat_order
 from ranvier.optim.chunks import Chunk, GradientSpec
 from ranvier.optim.reduction import MAX_COLLECTIVES, Reductions
+from ranvier.optim.touched_rows import TouchedRows
 
 
 class Gradients:
@@ -85,6 +88,9 @@ class Gradients:
         self.dtype, self._device = dtype or first.dtype, first.device
         self.reductions = Reductions(self.chunks, dtype=self.dtype, reduce_dtype=reduce_dtype or self.dtype,
                                       device=self._device, in_flight=in_flight)
+        self._tables = {spec.parameter: TouchedRows(self.places[spec.parameter][0], *spec.parameter.shape)
+                        for spec in self._specs if spec.is_table and not (spec.is_alone or spec.group)
+                        and len(group.ranks) > 1 and self.chunks[self._chunks_of[spec.parameter].start].run is None}
         self._next = self._moving = 0
         self._passed = sys.maxsize
         self._versions: dict[nn.Parameter, int] = {}
@@ -135,6 +141,8 @@ class Gradients:
         self._unreached = {}
         self._versions = {spec.parameter: spec.parameter.grad._version for spec in self._specs
                           if spec.parameter.grad is not None}
+        for table in self._tables.values():
+            table.begin()
         for chunk in self.chunks:
             chunk.work, chunk.gather, chunk.entered = CompletedWork(), None, False
             chunk.blocks = set().union(*(spec.blocks for spec in chunk.specs))
@@ -159,6 +167,11 @@ class Gradients:
         for number in self._chunks_of[parameter]:
             self.chunks[number].outstanding -= 1
         self._reduce_complete()
+
+    def added_rows(self, parameter: nn.Parameter, rows: Tensor) -> None:
+        """Something was added to these rows of the gradient of a table, and to no others."""
+        if parameter in self._tables:
+            self._tables[parameter].add(rows)
 
     def block_passed(self, block: int) -> None:
         """The last backward of the batch is through with `block` and all behind it, and enters the one before.
@@ -207,7 +220,7 @@ class Gradients:
             if chunk.sent_to_owner:
                 self._send_to_owner(chunk.specs[0])
             elif len(chunk.group.ranks) > 1:
-                self.reductions.start(chunk)
+                self.reductions.start(chunk, self._tables_in(chunk))
             if chunk.reused:
                 self.reductions.wait(chunk)
                 self.reductions.forget()
@@ -215,6 +228,18 @@ class Gradients:
                 self.on_complete(chunk)
                 for spec in chunk.specs:
                     spec.parameter.grad = None
+
+    def _tables_in(self, chunk: Chunk) -> list[TouchedRows]:
+        """The tables with elements in a complete chunk of which only some rows need to be summed. Collective for the
+        first chunk of each table, in the order of chunks."""
+        found = []
+        for parameter in (spec.parameter for spec in chunk.specs if spec.parameter in self._tables):
+            table, grad = self._tables[parameter], parameter.grad
+            if not table.decided:
+                told = grad is not None and grad._version == self._versions.get(parameter, -1) + table.additions
+                table.agree(chunk.group, any_row=not told or self._unreached[parameter])
+            found += [table] if table.found is not None else []
+        return found
 
     def _note_reach(self, spec: GradientSpec) -> None:
         """Everything of this rank has been added to the gradient of `spec`. If that is nothing, it becomes -0.0."""

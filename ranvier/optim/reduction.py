@@ -18,6 +18,7 @@ from torch import Tensor
 from ranvier.comm.collectives import ChainedWork
 from ranvier.comm.protocol import Group, Work
 from ranvier.optim.chunks import Chunk
+from ranvier.optim.touched_rows import PackedChunk, TouchedRows
 from ranvier.precision import is_half
 
 MAX_COLLECTIVES = 4
@@ -56,12 +57,19 @@ class Reductions:
         """Elements [start, stop) of all gradients, which lie in `chunk`."""
         return self.flat[start + chunk.offset:stop + chunk.offset]
 
-    def start(self, chunk: Chunk) -> None:
+    def start(self, chunk: Chunk, tables: Sequence[TouchedRows] = ()) -> None:
         """Start the sum of one chunk over its group, in the format in which it travels.
 
         In half precision, shares are summed by their member; who wants the whole collects the shares then.
+
+        tables: those in it of which only some rows need to be summed; where that pays, all members get all sums.
         """
         whole, needs = self.of(chunk, chunk.start, chunk.stop), self._needs(chunk, self.scatter)
+        packed = PackedChunk(whole, chunk.start, tables) if tables else None
+        if packed is not None and packed.pays:
+            few = packed.take().to(self._reduce_dtype)
+            chunk.work = ChainedWork(chunk.group.all_reduce(few), lambda: packed.put(few))
+            return
         slot = self._next_slot(chunk) if needs else 0
         sent = self._buffer(slot, "copy", len(whole)).copy_(whole) if "copy" in needs else whole
         if "share" not in needs:
@@ -99,6 +107,10 @@ class Reductions:
                 if ready is None:
                     continue
                 ready.work.wait()
+            elif gathering is not None:  # a packed chunk has no second half; the one before comes first all the same
+                gathering.work.wait()
+                yield gathering
+                gathering = None
             if ready is not None and not ready.sent_to_owner:
                 yield ready
         if gathering is not None:

@@ -72,6 +72,7 @@ from ranvier.schedule.policies import policy_named
 from ranvier.schedule.schedule import Policy
 from ranvier.system.machine import has_triton
 from ranvier.tensor.float8 import float8_layers
+from ranvier.tensor.lookups import lookup_tables
 from ranvier.tensor.weight_gradients import WeightGradients
 from ranvier.world import World
 
@@ -211,8 +212,10 @@ class Engine:
                               remedy="Give optim= without optimizer=, or use torch.optim.swa_utils.AveragedModel.")
         self.learning_rate = learning_rate
         self._statistics = BatchStatistics(self._connections.all, on_device=world.device.type == "cuda")
+        tables = lookup_tables(module for _, _, module in blocks)
         self._updater = Updater(
-            gradient_specs(self.layout, world.rank, self._parameters, self._connections.sums, self._connections.splits),
+            gradient_specs(self.layout, world.rank, self._parameters, self._connections.sums, self._connections.splits,
+                           tables=tables),
             self._connections.data, self._connections.all, optim=optim, own=own, optimizer=optimizer, dtype=dtype,
             device=world.device, nominal_weight=1.0 if nominal_weight == "auto" else nominal_weight,
             order=self.layout.flat_order(world.rank), runs=chunking.runs.get(self.coordinates.pipe, ()),
@@ -229,9 +232,10 @@ class Engine:
             still=range(0 if frozen_dropout else self.frozen_blocks),
             loss=model.loss if stage == placement.num_stages - 1 else None, seed=seed, device=world.device,
             progress=self._progress, block_passed=gradients.block_passed, segments=plan.segments(stage),
-            mesh=self._connections.tensor_mesh, compile=self._compiles(compile),
+            mesh=self._connections.tensor_mesh, compile=self._compiles(compile), tables=tables,
             in_float8=float8_layers(blocks, len(self.block_names), world.device) if float8 else (),
-            weight_gradients=WeightGradients(gradients.chunk_of, gradients.queued, gradients.added))
+            weight_gradients=WeightGradients(gradients.chunk_of, gradients.queued, gradients.added,
+                                             gradients.added_rows))
             for stage in placement.stages_of(self.coordinates.pipe)])
         defer_bytes = None if settings.defer_bytes == "auto" else settings.defer_bytes
         self._runner = BatchRunner(

@@ -32,6 +32,7 @@ from ranvier.schedule.schedule import Product
 from ranvier.tensor.boundaries import detached_names, with_layouts
 from ranvier.tensor.columns import plain
 from ranvier.tensor.deferred_linear import DeferringForwards
+from ranvier.tensor.lookups import LookupForwards
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.linear import SplitLinear
 from ranvier.tensor.under_way import WeightUse
@@ -78,6 +79,7 @@ class Stage:
         compile: whether blocks are compiled for training: False, True, or "auto" with a warning for blocks that cannot
             be.
         in_float8: linear layers whose products are in float8 while the stage trains.
+        tables: lookup tables whose gradients are added to row by row.
         segments: runs of blocks (places in `blocks`) that keep only what enters them, and are computed again in their
             backward. Their weight gradients are never deferred: their operands have only just been recomputed.
     """
@@ -85,8 +87,9 @@ class Stage:
     def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], *, loss: Loss | None, seed: int,
                  device: torch.device, progress: Callable[[], None],
                  block_passed: Callable[[int], None], weight_gradients: WeightGradients,
-                 segments: Sequence[range] = (), still: range = range(0), mesh: TensorMesh | None = None,
-                 compile: bool | Literal["auto"] = False, in_float8: Collection[nn.Module] = ()) -> None:
+                 tables: Collection[nn.Parameter] = (), segments: Sequence[range] = (), still: range = range(0),
+                 mesh: TensorMesh | None = None, compile: bool | Literal["auto"] = False,
+                 in_float8: Collection[nn.Module] = ()) -> None:
         self.blocks, self._loss, self._seed, self._device = blocks, loss, seed, device
         self.training = False
         self._progress, self._block_passed, self._still, self._mesh = progress, block_passed, still, mesh
@@ -115,6 +118,7 @@ class Stage:
         at_once = {place for segment in segments for place in segment}
         self._forwards = DeferringForwards([module for place, module in enumerate(modules) if place not in at_once],
                                             [modules[place] for place in sorted(at_once)], weight_gradients, in_float8)
+        self._lookups = LookupForwards(modules, tables if compile is False else (), weight_gradients)
         self._compiled = _compiled_blocks(compile, weight_gradients, self._forwards,
                                           [modules[place] for place in at_once])
 
@@ -126,6 +130,7 @@ class Stage:
         self.forget_weights()
         if training:
             self._forwards.install()
+            self._lookups.install()
         for block, _, module in self.blocks:
             wanted = training and block not in self._still
             if module.training != wanted:
@@ -134,6 +139,7 @@ class Stage:
     def end(self) -> None:
         """The batch has ended, or failed: the blocks are plain modules again."""
         self._forwards.remove()
+        self._lookups.remove()
 
     def forget_weights(self) -> None:
         """Weights may have changed, or be wanted no more: those that stay gathered are let go."""

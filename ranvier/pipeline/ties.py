@@ -14,7 +14,7 @@ end's ranks; here an embedding cut by columns, and a head cut by rows:
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -121,12 +121,14 @@ def _moves(layout: Layout, data: int, name: str, source: Parameter, destination:
 
 def gradient_specs(layout: Layout, rank: int, parameters: Mapping[str, nn.Parameter],
                    groups: Mapping[tuple[TensorAxis, ...], Group],
-                   splits: Mapping[tuple[TensorAxis, ...], Group] | None = None) -> list[GradientSpec]:
+                   splits: Mapping[tuple[TensorAxis, ...], Group] | None = None, *,
+                   tables: Collection[nn.Parameter] = ()) -> list[GradientSpec]:
     """The gradients of `rank` and where they go, in the order of `layout.gradients`.
 
     parameters: those of its stage, by key. groups: axes of the tensor mesh -> the ranks over which gradients are summed
     whose parts are spread along these axes. splits: axes of the tensor mesh -> the ranks that share a parameter which
-    is split along these, where updates need whole parameters.
+    is split along these, where updates need whole parameters. tables: lookup tables whose gradients are told row by
+    row.
     """
     specs = []
     for gradient in layout.gradients(rank):
@@ -137,7 +139,8 @@ def gradient_specs(layout: Layout, rank: int, parameters: Mapping[str, nn.Parame
             places = map(layout.mesh.coordinates, splits[axes].ranks)
             boxes = [layout.box(layout[gradient.name], at.row, at.col) for at in places]
             split = TensorSplit(group=splits[axes], boxes=boxes, device=parameter.device)
-        specs.append(GradientSpec.of(gradient, parameter, groups[summed] if summed else None, split))
+        specs.append(GradientSpec.of(gradient, parameter, groups[summed] if summed else None, split,
+                                     is_table=parameter in tables))
     return specs
 
 

@@ -25,6 +25,7 @@ from ranvier.mesh import Axis
 from ranvier.planner.candidates import Setting
 from ranvier.planner.problems import PREVENT_A_CUT, TOO_LARGE, cannot_be_laid_out, problems
 from ranvier.planner.search import search
+from ranvier.planner.start_trial import StartTrial
 from ranvier.system.machine import available_cores, memory_limit_bytes
 
 
@@ -36,12 +37,13 @@ def with_pretrained(run: Run) -> tuple[Run, list[RanvierError]]:
         return run, [problem]
 
 
-def with_plan(run: Run, num_ranks: int | None, ranks_per_node: int | None = None
+def with_plan(run: Run, num_ranks: int | None, ranks_per_node: int | None = None, *, trial: StartTrial | None = None
               ) -> tuple[ResolvedRun, list[RanvierError]]:
     """The run with a number in the place of each auto of mesh and microbatch, and why that may not be possible: they
     are 1 then.
 
-    num_ranks: all ranks, as their launcher or the user says.
+    num_ranks: all ranks, as their launcher or the user says. trial: runs the best plans here, and may choose one for a
+    single rank.
     """
     open_axes, size = open_axes_of(run), run.batch.microbatch_size
     if size != "auto" and not {"data", "pipe"} & {*open_axes}:
@@ -54,23 +56,24 @@ def with_plan(run: Run, num_ranks: int | None, ranks_per_node: int | None = None
                                          remedy="Fix the other errors first, or give a number.")]
     own = closed(run).mesh.size
     try:  # a given mesh has its own number of ranks: where others were started, that is for others to say
-        return planned(run, own if num_ranks is None or not open_axes else num_ranks, ranks_per_node), []
+        return planned(run, own if num_ranks is None or not open_axes else num_ranks, ranks_per_node, trial), []
     except RanvierError as problem:
         return closed(run), [problem]
     except TOO_LARGE as error:
         return closed(run), [cannot_be_laid_out(error)]
 
 
-def planned(run: Run, ranks: int, ranks_per_node: int | None = None) -> ResolvedRun:
-    """The run with the fastest mesh and microbatch on `ranks` devices; what is not auto stays. ConfigError where
-    nothing is possible or fits, or where nothing is known of the devices here and the mesh is open: for microbatches
-    alone, of which a few sizes are compared, unknown GPUs are taken to be like the H100."""
+def planned(run: Run, ranks: int, ranks_per_node: int | None = None, trial: StartTrial | None = None) -> ResolvedRun:
+    """The run with the fastest mesh and microbatch on `ranks` devices, as predicted or in a trial; what is not auto
+    stays. ConfigError where nothing is possible or fits, or where nothing is known of the devices here and the mesh is
+    open: for microbatches alone, of which a few sizes are compared, unknown GPUs are taken to be like the H100."""
     searched: list[Setting] = ["mesh"] if open_axes_of(run) else []
     if run.batch.microbatch_size == "auto":
         searched.append("microbatch")
     cluster = cluster_for(run, ranks, ranks_per_node or _devices(run, ranks),
                           otherwise=None if open_axes_of(run) else "h100")
-    found = search(run, cluster, ranks, searched).best[0].run
+    best = search(run, cluster, ranks, searched).best
+    found = best[0].run if trial is None else trial.choose(run, cluster, ranks, searched, best)
     return resolve(run, Facts(mesh=found.mesh, microbatch_size=found.batch.microbatch_size))
 
 

@@ -16,13 +16,15 @@ from pathlib import Path
 from statistics import median
 
 from ranvier.config import read
-from ranvier.config.run import Checkpoint, Elastic, Run
+from ranvier.config.run import Checkpoint, Elastic, Log, Run
 from ranvier.errors import LaunchError
 from ranvier.planner.search import Plan
 
 STEPS, WARMUP = 10, 4
 """Of each run, and those at its start that do not count."""
 _SECONDS = 600.0
+_EVALUATED = 32
+"""Samples of the evaluation at the end, of tasks that have samples: it is not measured."""
 
 
 def measured(plan: Plan, count: int, progress: Callable[[str], None] = lambda line: None) -> Plan:
@@ -42,11 +44,14 @@ def measured(plan: Plan, count: int, progress: Callable[[str], None] = lambda li
     return replace(plan, best=(first, *rest), measured_over_predicted=factor)
 
 
-def step_seconds(run: Run, folder: Path) -> float:
-    """The median step of a short run of its own processes."""
+def step_seconds(run: Run, folder: Path, *, steps: int = STEPS, warmup: int = WARMUP) -> float:
+    """The median step of a short run of its own processes; the first `warmup` do not count. LaunchError where it
+    fails."""
     folder.mkdir(parents=True)
-    run = replace(run, run_dir=None, resume="none", checkpoint=Checkpoint(every=0), elastic=Elastic(),
-                  train=replace(run.train, steps=STEPS, epochs=None, warmup_steps=0, eval_every=0, eval_sequences=1,
+    run = replace(run, run_dir=None, resume="none", checkpoint=Checkpoint(every=0), elastic=Elastic(), log=Log(),
+                  launch=replace(run.launch, trial=0), max_restarts=0,
+                  data=replace(run.data, eval_samples=min(run.data.eval_samples or _EVALUATED, _EVALUATED)),
+                  train=replace(run.train, steps=steps, epochs=None, warmup_steps=0, eval_every=0, eval_sequences=1,
                                 sample_tokens=0))
     read.write(run, folder / "run.toml")
     try:
@@ -56,8 +61,8 @@ def step_seconds(run: Run, folder: Path) -> float:
         lines = (folder / "results" / "metrics.jsonl").read_text().splitlines() if done.returncode == 0 else []
         said = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
     except subprocess.TimeoutExpired:
-        lines, said = [], [f"{STEPS} steps take longer than {_SECONDS:.0f} s"]
+        lines, said = [], [f"{steps} steps take longer than {_SECONDS:.0f} s"]
     if not lines:
-        raise LaunchError(f"could not be measured: {said[0]}", where="--measure", value=str(run.mesh),
-                          remedy="Plan for devices that are here, or leave out --measure.")
-    return median(float(json.loads(line)["step_seconds"]) for line in lines[WARMUP:])
+        raise LaunchError(f"could not be measured: {said[0]}", where="mesh", value=str(run.mesh),
+                          remedy="Plan for devices that are here, or leave out --measure and --launch.trial.")
+    return median(float(json.loads(line)["step_seconds"]) for line in lines[warmup:])

@@ -91,7 +91,7 @@ class PaddedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """What nn.Linear computes."""
-        if (not input.is_cuda or _is_transformed() or torch.compiler.is_compiling()  # the compiler pads by itself
+        if (not input.is_cuda or is_transformed() or torch.compiler.is_compiling()  # the compiler pads by itself
                 or torch.is_autocast_enabled(input.device.type)):
             return functional.linear(input, self.weight)
         return _PaddedLinear.apply(input, self.weight)
@@ -133,11 +133,12 @@ class _DeferrableLinear(Function):
 
 def is_deferrable(module: nn.Linear) -> bool:
     """Whether weight and bias are plain parameters without hooks on their gradients, and the weight trains."""
-    return (_is_plain(module.weight) and module.weight.requires_grad and (module.bias is None or _is_plain(module.bias))
+    return (is_plain(module.weight) and module.weight.requires_grad and (module.bias is None or is_plain(module.bias))
             and not nn.utils.parametrize.is_parametrized(module))
 
 
-def _is_plain(parameter: Tensor) -> bool:
+def is_plain(parameter: Tensor) -> bool:
+    """Whether it is a parameter without hooks on its gradient."""
     return (isinstance(parameter, nn.Parameter) and not parameter._backward_hooks
             and not parameter._post_accumulate_grad_hooks)
 
@@ -159,7 +160,7 @@ class _DeferrableForward:
         if not (torch.is_grad_enabled() and isinstance(x, Tensor) and is_deferrable(module)
                 and not torch.is_autocast_enabled(x.device.type)):
             return functional.linear(x, module.weight, module.bias)
-        if self.steps_aside or _is_transformed():
+        if self.steps_aside or is_transformed():
             self.steps_aside = True
             return functional.linear(x, module.weight, module.bias)
         y = _DeferrableLinear.apply(x, module.weight, module.bias, self)
@@ -180,7 +181,7 @@ class _Float8Forward:
     def __call__(self, input: Tensor) -> Tensor:
         module = self._module
         if (not (torch.is_grad_enabled() and module.weight.requires_grad)
-                or torch.is_autocast_enabled(input.device.type) or _is_transformed()):
+                or torch.is_autocast_enabled(input.device.type) or is_transformed()):
             return functional.linear(input, module.weight, module.bias)
         return float8.Float8Linear.apply(input, module.weight, module.bias)
 
@@ -189,7 +190,7 @@ class _Float8Forward:
         return partial, (nn.Linear.forward, self._module)
 
 
-def _is_transformed() -> bool:
+def is_transformed() -> bool:
     """Whether torch.func or forward-mode differentiation is active, which custom functions would have to support."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 

@@ -36,10 +36,14 @@ class WeightGradients:
     chunk_of: the chunk of gradients that a parameter belongs to.
     on_queued, on_added: called with each parameter that a product adds to, when the product is queued and when its
         result has been added.
+    added_rows: called with a lookup table and the rows (rising) of its gradient that something was added to, once for
+        each write.
     """
 
     def __init__(self, chunk_of: Callable[[nn.Parameter], int], on_queued: Callable[[nn.Parameter], None],
-                 on_added: Callable[[nn.Parameter], None]) -> None:
+                 on_added: Callable[[nn.Parameter], None],
+                 added_rows: Callable[[nn.Parameter, Tensor], None] = lambda parameter, rows: None) -> None:
+        self.added_rows = added_rows
         self._chunk_of, self._on_queued, self._on_added = chunk_of, on_queued, on_added
         self._waiting: dict[tuple[int, int], _Operands] = {}
         self._fresh: list[_Operands] | None = None

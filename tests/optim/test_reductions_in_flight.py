@@ -40,12 +40,12 @@ def trackers(monkeypatch):
     found = {}
 
     def counting(method):
-        def call(self, chunk):
+        def call(self, chunk, *tables):
             tracker = found.get(threading.get_ident())
             if tracker is None:
-                return method(self, chunk)
+                return method(self, chunk, *tables)
             with tracker.category("reduction"):
-                method(self, chunk)
+                method(self, chunk, *tables)
             tracker.most = max(tracker.most, tracker.live.get(("device", "reduction"), 0))
         return call
 

@@ -29,6 +29,9 @@ DEVICE = torch.device("cuda", 1)
     ("NVIDIA H100 PCIe", "bf16", 756e12),
     ("NVIDIA A100-SXM4-80GB", "bf16", 312e12), ("NVIDIA A100-SXM4-80GB", "fp32", 19.5e12), ("Tesla T4", "fp16", 65e12),
     ("NVIDIA L40S", "bf16", 362e12), ("NVIDIA L40", "bf16", 181e12), ("NVIDIA B200", "bf16", 2250e12),
+    ("NVIDIA GB200", "fp64", 40e12), ("NVIDIA GB300", "fp64", 1.25e12), ("NVIDIA B300 SXM6 AC", "bf16", 2250e12),
+    ("NVIDIA A10G", "bf16", 70e12), ("NVIDIA A10", "bf16", 125e12), ("Tesla V100-PCIE-32GB", "fp16", 112e12),
+    ("Tesla V100S-PCIE-32GB", "fp16", 130e12), ("Tesla V100-SXM2-16GB", "fp16", 125e12),
     ("NVIDIA H200", "fp64", 67e12), ("Some other device", "bf16", None)])
 def test_published_peaks_by_name(name, precision, peak):
     assert published_peak(name, precision) == peak
