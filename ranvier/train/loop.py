@@ -210,7 +210,7 @@ class Training:
                       for warning in length_warnings(self.run.train)]
         self.run = resolve_remaining(self.run, self.engine, self.world, self.saving.origin)
         if self.world.rank == 0:
-            self._write_settings()
+            self._write_settings(self.run)
             if self.data.tokenizer is not None:
                 path = self.run_dir / "tokenizer.json"
                 with writing(path):
@@ -303,15 +303,15 @@ class Training:
     def _keep_limits(self, note: NoteEvent) -> None:
         """Tell of other limits, and keep them in the run's file while the run is on the mesh that this is about."""
         self.outputs.event(note)
-        if self.run.mesh == self._asked.mesh:
-            self.run = with_limits(self.run, self.engine.limits)
-            if self.world.rank == 0:
-                self._write_settings()
+        self.run = with_limits(self.run, self.engine.limits)
+        if self.run.mesh == self._asked.mesh and self.world.rank == 0:
+            self._write_settings(with_limits(self._kept, self.engine.limits))
 
-    def _write_settings(self) -> None:
-        path = self.run_dir / "run.toml"
+    def _write_settings(self, run: ResolvedRun) -> None:
+        """Every setting, with every `auto` resolved: also after transitions, which begin from unresolved ones."""
+        self._kept, path = run, self.run_dir / "run.toml"
         with writing(path):
-            read.write(self.run, path)
+            read.write(run, path)
 
     def _left(self, step: int) -> int:
         """Steps after `step`; none once training has stopped early."""

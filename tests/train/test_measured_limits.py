@@ -144,24 +144,30 @@ def test_a_run_takes_the_limits_and_loses_nothing(run, tmp_path, monkeypatch):
     assert (kept["in_flight"], kept["deferred"]) == (4, [2, 3])
 
 
-def test_other_limits_hold_in_the_engine(run, tmp_path, monkeypatch):
-    """On a mesh that a user asks for they are measured again, and what is kept is about the first one."""
+@pytest.mark.parametrize(("mesh", "wishes"), [(Mesh(data=2), [(1, 2)]), (Mesh(pipe=2), [(2, 1), (1, 2)])], ids=str)
+def test_each_mesh_is_measured_and_what_is_kept_is_about_the_first(run, tmp_path, monkeypatch, mesh, wishes):
+    """All that was resolved at the start stays resolved in the run's file."""
     asked = given(monkeypatch, Limits(in_flight=3, deferred=(0, 1)))
 
     class Asks:
         def event(self, event):
-            if getattr(event, "loss", None) is not None and event.step == 2:
-                resize.ask(tmp_path / "run", data=1, pipe=2)
+            if getattr(event, "loss", None) is not None and event.step in (2, 5) and wishes:
+                data, pipe = wishes.pop(0)
+                resize.ask(tmp_path / "run", data=data, pipe=pipe)
 
         def close(self):
             pass
 
-    first = replace(run, mesh=Mesh(data=2), train=replace(run.train, steps=STEPS + 6))
+    first = replace(run, mesh=mesh, train=replace(run.train, steps=STEPS + 10))
     summary, lines, _ = trained(first, tmp_path / "run", trackers=[Asks()])
-    moved, = [line for line in lines["events"] if line["event"] == "transition"]
+    assert not wishes
+    moved = [line for line in lines["events"] if line["event"] == "transition"]
     told, = [line for line in lines["events"] if line["event"] == "limits"]
-    assert told["step"] == moved["step"] + STEPS == summary["limits"]["step"] and len(asked) == 2
-    assert tomllib.loads((tmp_path / "run" / "run.toml").read_text())["pipeline"].get("in_flight", "auto") != 3
+    assert told["step"] == moved[-1]["step"] + STEPS == summary["limits"]["step"] and len(asked) == 2
+    kept = tomllib.loads((tmp_path / "run" / "run.toml").read_text())
+    assert kept["optim"]["offload"] == "none" and kept["mesh"]["pipe"] == mesh.pipe
+    assert (kept["pipeline"]["in_flight"], kept["pipeline"].get("deferred")) == (
+        (3, [0, 1]) if mesh.pipe == 2 else (1, None))
 
 
 def test_limits_that_are_given_are_not_measured(run, tmp_path, monkeypatch):
