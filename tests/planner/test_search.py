@@ -328,10 +328,10 @@ def test_the_command_measures(capsys):
 
 def test_what_cannot_be_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(trial, "_SECONDS", 0.01)
-    with pytest.raises(LaunchError, match=r"--measure: could not be measured: 10 steps take longer than 0 s"):
+    with pytest.raises(LaunchError, match=r"mesh: could not be measured: 10 steps take longer than 0 s"):
         trial.step_seconds(TINY, tmp_path / "slow")
     monkeypatch.setattr(trial, "_SECONDS", 60.0)
-    with pytest.raises(LaunchError, match=r"--measure: could not be measured: .*launch.device"):
+    with pytest.raises(LaunchError, match=r"mesh: could not be measured: .*launch.device"):
         trial.step_seconds(replace(TINY, launch=replace(TINY.launch, device="cuda")), tmp_path / "none")
 
 
