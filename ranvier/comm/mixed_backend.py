@@ -56,7 +56,7 @@ class MixedBackend:
             busy = [transport for transport in list(self._transports) if transport.sends_in_flight]
             for transport in busy:
                 with suppress(TransportError):  # the engine's thread gets it at its own next call
-                    transport.advance()
+                    transport.advance_sends()
             time.sleep(_BUSY_SECONDS if busy else _IDLE_SECONDS)
 
     @property

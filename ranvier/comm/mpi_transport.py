@@ -116,13 +116,14 @@ class MPITransport:
                  ) -> None:
         self._mpi, self.comm, self._device, self._aware = mpi, comm, device, aware
         self._edges = Edges(purpose, comm.Get_rank(), comm.Get_size())
-        # One list, as Testsome takes one: request i receives for _incoming[i], sends follow. A request of mpi4py keeps
-        # the memory of its send alive.
-        self._requests: list[MPI.Request] = []
+        self._receives: list[MPI.Request] = []  # number i is of _incoming[i]
         self._unposted: set[int] = set()
+        self._sends: list[tuple[MPI.Request, Tensor]] = []  # with the memory that is sent
+        self._sent: list[tuple[MPI.Request, Tensor]] = []  # which only the engine's thread may free
         self._copied: deque[tuple[torch.cuda.Event | None, int, list[Tensor]]] = deque()
         self._lock = threading.RLock()
-        """Guards all of it, where a thread calls `advance` while the engine's thread waits for something else."""
+        """Guards sends, where a thread calls `advance_sends` while the engine's thread waits for something else. Nobody
+        who holds it allocates or frees device memory: that may wait for the device, and the device for a send."""
         self._incoming: list[_Incoming] = []
         self._arrived: deque[Message] = deque()
         self._last_call = time.monotonic()
@@ -137,10 +138,8 @@ class MPITransport:
         """See `protocol.Transport`."""
         new = [_Incoming(self._edges, source, self.comm, self._device)
                for source in self._edges.open(sources, destinations, capacity_bytes)]
-        with self._lock:
-            self._requests[len(self._incoming):len(self._incoming)] = [incoming.post() or self._mpi.REQUEST_NULL
-                                                                         for incoming in new]
-            self._incoming += new
+        self._receives += [incoming.post() or self._mpi.REQUEST_NULL for incoming in new]
+        self._incoming += new
 
     def send(self, destination: int, message: Message) -> None:
         """See `protocol.Transport`."""
@@ -162,12 +161,13 @@ class MPITransport:
         """Send what has arrived in host memory, in order."""
         while self._copied and (self._copied[0][0] is None or self._copied[0][0].query()):
             _, destination, parts = self._copied.popleft()
-            self._requests += [self.comm.Isend(part if part.is_cuda else part.numpy(), destination) for part in parts]
+            self._sends += [(self.comm.Isend(part if part.is_cuda else part.numpy(), destination), part)
+                            for part in parts]
 
     @property
     def sends_in_flight(self) -> int:
         """Number of parts that have not been sent yet."""
-        return len(self._requests) - len(self._incoming) + len(self._copied)
+        return len(self._sends) + len(self._copied)
 
     def progress(self) -> None:
         """One Testsome over all receives and sends; it also progresses the collectives of this process.
@@ -179,47 +179,53 @@ class MPITransport:
 
     def advance(self) -> None:
         """`progress` that also works on a closed transport, for its last sends."""
-        with self._lock:
-            self._advance()
-
-    def _advance(self) -> None:
-        called = time.monotonic()
-        self._send_copied()
         for place in list(self._unposted):
             self._post(place)
-        try:
-            finished = self._mpi.Request.Testsome(self._requests) if self._requests else None
-            if not self._requests:
-                self.comm.Iprobe()  # any call progresses other transports and collectives
-        except self._mpi.Exception as error:
-            raise self._convert_error(error) from error
-        if finished or self.sends_in_flight:
-            self.longest_gap_seconds = max(self.longest_gap_seconds, called - self._last_call)
-        self._last_call = called
-        if finished:
-            self._finish(finished)
+        finished = self._test(self._receives)
+        with self._lock:
+            sent, self._sent = self._sent, []
+        del sent  # and what was sent is freed
+        self._finish(finished)
+
+    def advance_sends(self) -> None:
+        """`advance` for another thread than the engine's, which leaves what has arrived to that."""
+        self._test([])
+
+    def _test(self, receives: Sequence[MPI.Request]) -> list[int]:
+        """One Testsome, of these receives and all sends; the places of receives that have finished."""
+        called, count = time.monotonic(), len(receives)
+        with self._lock:
+            self._send_copied()
+            requests = [*receives, *(request for request, _ in self._sends)]
+            try:
+                found = self._mpi.Request.Testsome(requests) if requests else None
+                if not requests:
+                    self.comm.Iprobe()  # any call progresses other transports and collectives
+            except self._mpi.Exception as error:
+                raise self._convert_error(error) from error
+            finished = set(found or ())
+            if finished or self.sends_in_flight:
+                self.longest_gap_seconds = max(self.longest_gap_seconds, called - self._last_call)
+            self._last_call = called
+            self._sent += [one for place, one in enumerate(self._sends, count) if place in finished]
+            self._sends = [one for place, one in enumerate(self._sends, count) if place not in finished]
+        return sorted(place for place in finished if place < count)
 
     def _finish(self, finished: Sequence[int]) -> None:
-        """Queue the messages of finished receives and post the next ones; drop finished sends."""
-        receives = len(self._incoming)
+        """Queue the messages of finished receives, and post the next ones."""
         for place in finished:
-            if place < receives:
-                try:
-                    message = self._incoming[place].receive()
-                except ValueError as error:
-                    raise invalid_message(self._edges.purpose, self._incoming[place].source, str(error)) from error
-                self._post(place)
-                if message is not None:
-                    self._arrived.append(self._on_device(message))
-        if any(place >= receives for place in finished):
-            done = set(finished)
-            self._requests[receives:] = [request for place, request in enumerate(self._requests)
-                                         if place >= receives and place not in done]
+            try:
+                message = self._incoming[place].receive()
+            except ValueError as error:
+                raise invalid_message(self._edges.purpose, self._incoming[place].source, str(error)) from error
+            self._post(place)
+            if message is not None:
+                self._arrived.append(self._on_device(message))
 
     def _post(self, place: int) -> None:
         """Post the next receive of an edge, or leave it for later."""
         request = self._incoming[place].post()
-        self._requests[place] = self._mpi.REQUEST_NULL if request is None else request
+        self._receives[place] = self._mpi.REQUEST_NULL if request is None else request
         if request is None:
             self._unposted.add(place)
         else:
@@ -268,14 +274,10 @@ class MPITransport:
         """Cancel posted receives and refuse further calls; sends in flight are left to `advance`. Idempotent."""
         if self._edges.closed:
             return
-        with self._lock:
-            self._close()
-
-    def _close(self) -> None:
         self._edges.closed = True
         # A request is null after an invalid message: no receive was posted behind it.
-        for request in filter(None, self._requests[:len(self._incoming)]):
+        for request in filter(None, self._receives):
             request.Cancel()
             request.Wait()
-        self._requests = self._requests[len(self._incoming):]
-        self._incoming = []
+        self._receives, self._incoming = [], []
+        self._unposted.clear()

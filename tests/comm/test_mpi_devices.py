@@ -149,6 +149,27 @@ def test_messages(cuda, aware):
         end.close()
 
 
+def test_a_thread_beside_the_engines_neither_allocates_nor_frees_device_memory(cuda):
+    """It would wait behind a cudaFree, which waits for the device, which may wait for what this thread has to send."""
+    lines = {(0, 1): deque(), (1, 0): deque()}
+    comms = [Comm(cuda, rank, lines) for rank in range(2)]
+    ends = [MPITransport(MPI, comm, "pipeline", DEVICE, True) for comm in comms]
+    ends[0].connect([], [1], 1 << 9)
+    ends[1].connect([0], [], 1 << 9)
+    ends[0].send(1, Message(MessageKind.FORWARD, 1, 0, {"": torch.ones(50, device=DEVICE)}))
+    live = torch.cuda.memory_allocated(DEVICE)
+    for _ in range(5):
+        for end in ends:
+            end.advance_sends()
+    assert not ends[0].sends_in_flight and len(lines[0, 1]) == 2 and comms[1].moved == [None]
+    assert torch.cuda.memory_allocated(DEVICE) == live
+    ends[0].progress()
+    assert torch.cuda.memory_allocated(DEVICE) < live
+    while not (arrived := ends[1].poll()):
+        pass
+    assert arrived[0].tensors[""].shape == (50,)
+
+
 @pytest.mark.parametrize("aware", [False, True])
 def test_collectives(cuda, aware):
     """They begin in the order of calls, none before its tensors are made."""
