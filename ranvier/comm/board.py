@@ -11,11 +11,13 @@ import atexit
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from ranvier.comm.hang import HangDetector
 from ranvier.comm.signed_store import SharedStore
 from ranvier.mesh import Mesh
+from ranvier.system.compilation import COMPILATIONS
 
 HEARTBEAT_KEY = "ranvier/beat/"
 """Prefix of the key under which each rank counts its heartbeats (ranvier.launch.heartbeat)."""
@@ -106,6 +108,10 @@ def _calls_key(rank: int) -> str:
     return f"ranvier/calls/{rank}"
 
 
+def _compiled_key(rank: int) -> str:
+    return f"ranvier/compiled/{rank}"
+
+
 class Board:
     """Publishes this rank's current action, and reads those of the others for the report of a hang.
 
@@ -122,6 +128,7 @@ class Board:
         self._store, self._rank, self._mesh, self._interval = store, rank, mesh, interval_seconds
         self._hang = hang
         self._action, self._since, self._previous, self._changes = "its start", time.monotonic(), "", 0
+        self._compiled_before = COMPILATIONS.seconds()
         self._action_thread = threading.get_ident()
         self.calls = 0
         """Number of collective engine calls that this rank has started; see `find_waiting_rank`."""
@@ -142,7 +149,9 @@ class Board:
     def action(self, action: str) -> None:
         now = time.monotonic()
         if self._hang is not None:
-            self._hang.record(self._action, now - self._since)
+            compiled = COMPILATIONS.seconds()
+            self._hang.record(self._action, now - self._since - (compiled - self._compiled_before))
+            self._compiled_before = compiled
         if not self._action.startswith("a wait"):
             self._previous = self._action
         self._action, self._since, self._action_thread = action, now, threading.get_ident()
@@ -158,9 +167,11 @@ class Board:
             return
 
     def _check(self) -> None:
-        """Count checks, not seconds: time in which this process was stopped must not count as a hang."""
+        """Count checks, not seconds: time in which this process was stopped must not count as a hang. Nor does time in
+        which it compiles."""
         change, checks = self._checks
-        self._checks = (self._changes, checks + 1 if change == self._changes else 0)
+        waits = change == self._changes and COMPILATIONS.idle_seconds() != 0
+        self._checks = (self._changes, checks + 1 if waits else 0)
         if self._hang is not None:
             self._hang.check(self._action, self._checks[1] * self._interval, self._rank, self._action_thread)
 
@@ -171,6 +182,31 @@ class Board:
                     if seconds >= _SHOW_DURATION_SECONDS else "")
         self._store.set(_action_key(self._rank), f"{self._count} {self._action}{duration}")
         self._store.set(_calls_key(self._rank), f"{self.calls} {self._mesh.size}")
+        idle = COMPILATIONS.idle_seconds()
+        if idle is not None:
+            self._store.set(_compiled_key(self._rank), f"{self._count} {idle}")
+
+    def wait(self, receive: Callable[[float], _Result | None], seconds: float) -> _Result | None:
+        """`receive(seconds)`, which waits so long for something of another rank; None where it does not come.
+
+        It is called again while some rank compiles, and until `seconds` have gone since: stages compile one after the
+        other, and what comes late of that is not lost.
+        """
+        seen: dict[int, bytes] = {}
+        left = seconds
+        while (found := receive(left)) is None:
+            new = call_with_timeout(partial(self._compiled_elsewhere, seen)) or {}
+            left = seconds - min((float(entry.split()[1]) for entry in new.values()), default=seconds)
+            if left <= 0:
+                return None
+            seen |= new
+        return found
+
+    def _compiled_elsewhere(self, seen: dict[int, bytes]) -> dict[int, bytes]:
+        """What other ranks publish of their compilations, but for what has not changed since it was `seen`."""
+        found = {rank: self._store.get(_compiled_key(rank)) for rank in range(self._mesh.size)
+                 if rank != self._rank and self._store.check([_compiled_key(rank)])}
+        return {rank: entry for rank, entry in found.items() if seen.get(rank) != entry}
 
     def name(self, rank: int) -> str:
         """The coordinates of `rank` on the axes of the mesh that have more than one rank: "data 1, pipe 0"."""

@@ -109,7 +109,7 @@ class Inbox:
         """Sleep until any message arrives. MessageTimeout, with the whole board, when none does in time."""
         started, doing = time.monotonic_ns(), self._board.action
         self._board.action = f"a wait for {what} from {self._board.name(source)}"
-        message = self._transport.wait(self._timeout)
+        message = self._board.wait(self._transport.wait, self._timeout)
         if message is None:
             seconds = (time.monotonic_ns() - started) * 1e-9
             raise MessageTimeout("a message did not come\n" + self._board.report(what, source, seconds),

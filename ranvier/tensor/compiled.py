@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_map
 from ranvier import keyed_random
 from ranvier.block import State
 from ranvier.errors import ModelError
+from ranvier.system.compilation import watch
 from ranvier.tensor import float8
 from ranvier.tensor.autograd import Function
 from ranvier.tensor.deferred_linear import DeferringForwards, add_gradients, is_deferrable
@@ -161,6 +162,7 @@ class CompiledBlocks:
         self._compiled: dict[object, Callable[..., tuple[State, list[Tensor]]]] = {}
         self._shapes: dict[tuple[nn.Module, object], _Shapes] = {}
         self._call = _Call()
+        watch()
         self.uncompiled: dict[nn.Module, str] = {}
         """Blocks that cannot be compiled, and why."""
 

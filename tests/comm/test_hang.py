@@ -13,6 +13,7 @@ from ranvier.comm.board import Board, read_actions
 from ranvier.comm.hang import HangDetector, in_debugger
 from ranvier.errors import Hang
 from ranvier.mesh import Mesh
+from ranvier.system.compilation import Compilations
 
 
 def watch(seconds=None):
@@ -98,3 +99,64 @@ def test_the_board_judges_and_says_for_how_long():
         assert read_actions(store, [0])[0][1] == "forward 2 for 100 s, after backward 1"
     finally:
         board.close()
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """Of a process that has compiled nothing."""
+    found = Compilations()
+    monkeypatch.setattr("ranvier.comm.board.COMPILATIONS", found)
+    return found
+
+
+def test_a_compilation_does_not_hang(compilations):
+    """Nor is it what other actions of its kind are compared with."""
+    judge, told = watch(0.3)
+    board = Board(HashStore(), 0, Mesh(pipe=2), interval_seconds=0.05, hang=judge)
+    try:
+        board.action = "forward 1"
+        compilations.begin()
+        time.sleep(1.0)
+        assert told == []
+        compilations.end()
+        board.action = "forward 2"
+        assert judge._longest["forward"] < 0.5
+        deadline = time.monotonic() + 20
+        while not told:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        board.close()
+
+
+def test_a_wait_lasts_until_others_have_compiled(compilations, monkeypatch):
+    """And ends in time where they have not, or where the one that compiled is gone."""
+    store, calls = HashStore(), []
+    boards = [Board(store, rank, Mesh(pipe=2), interval_seconds=0.02) for rank in range(2)]
+
+    def receive(seconds):
+        calls.append(seconds)
+        time.sleep(min(seconds, 0.3))
+        return "message" if len(calls) == 4 else None
+
+    try:
+        assert boards[0].wait(receive, 0.3) is None and calls == [0.3]
+        compilations.begin()
+        assert boards[0].wait(receive, 0.3) == "message" and len(calls) == 4
+        compilations.end()
+        time.sleep(0.5)
+        assert boards[0].wait(receive, 0.3) is None and len(calls) == 5
+        compilations.begin()
+        time.sleep(0.2)
+        boards[1].close()
+        assert boards[0].wait(receive, 0.3) is None and len(calls) == 7, "one that publishes no more is not waited for"
+    finally:
+        for board in boards:
+            board.close()
+
+
+def test_a_compilation_that_never_ends_does_hang(compilations):
+    compilations.begin()
+    assert compilations.idle_seconds() == 0
+    compilations._began -= 3700
+    assert 99 < compilations.idle_seconds() < 200

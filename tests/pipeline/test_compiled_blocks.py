@@ -3,6 +3,7 @@
 The backend aot_eager traces forward and backward as inductor does, and compiles nothing; one slow test compiles.
 """
 
+import time
 import warnings
 from functools import partial
 
@@ -203,3 +204,17 @@ def test_inductor(monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", "inductor")
     assert_parity(lambda: model_of("gpt", num_layers=1), batches_of("gpt", count=1), Mesh(), compile=True,
                   run_seconds=400.0)
+
+
+def test_stages_that_compile_for_longer_than_a_message_may_take(monkeypatch):
+    """One after the other, forward and backward."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    def slow(graph, inputs, **options):
+        time.sleep(4.0)
+        return aot_eager(graph, inputs, **options)
+
+    monkeypatch.setattr(compiled, "BACKEND", slow)
+    assert_parity(lambda: chain(partial(nn.Linear, 4, 4, dtype=torch.float64), partial(nn.Linear, 4, 4,
+                  dtype=torch.float64)), points([[2]]), Mesh(pipe=2), compile=True, timeout_seconds=2.0,
+                  run_seconds=100.0)
