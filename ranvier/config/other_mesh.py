@@ -84,6 +84,12 @@ def fallback(mesh: Mesh, num_ranks: int, problems: Callable[[Mesh], Sequence[Ran
                       remedy="Start as many ranks as the mesh has, or set a mesh and a batch for these.")
 
 
+def resized(first: Mesh, *, data: int, pipe: int, row: int, col: int) -> Mesh:
+    """The mesh of these sizes of a run that was started on `first`, whose tile is for its rows and columns only."""
+    tile = first.tile if (row, col) == (first.row, first.col) else None
+    return Mesh(data=data, pipe=pipe, row=row, col=col, tile=tile)
+
+
 def difference(old: Mesh, new: Mesh) -> str:
     """In words, what of `old` has changed in `new`."""
     names = {"row": "rows", "col": "columns", "pipe": "stages", "data": "replicas"}

@@ -68,38 +68,38 @@ def mesh_candidates(rules: ElasticRules, present: PresentMesh, depth: int, facts
     frozen, first, here = present.frozen_blocks(depth), rules.run.mesh, present.mesh
     if rules.run.elastic.cut == "reference":
         return [_reference(rules, present, frozen, facts)]
-    ranks = first.data * first.pipe
+    ranks = first.size // here.stage_size  # with as many ranks in each stage as now
     if rules.run.elastic.auto_dp:
         meshes = [(ranks // pipe, pipe) for pipe in range(1, ranks + 1) if ranks % pipe == 0]
     else:
-        meshes = [(here.data, pipe) for pipe in range(1, first.pipe + 1) if first.pipe % pipe == 0]
+        meshes = [(here.data, pipe) for pipe in range(1, first.pipe + 1)
+                  if first.pipe % pipe == 0 and here.data * pipe <= ranks]
     wanted = {mesh for mesh in meshes if among is None or mesh in among} | {(here.data, here.pipe)}
-    found = [mesh_candidate(rules, facts, frozen, data=data, pipe=pipe, samples=rules.step_samples(data),
-                            cached=frozen if cached else 0, profile=profile, memory=memory) for data, pipe in wanted]
+    found = [mesh_candidate(rules, facts, frozen, mesh=replace(here, data=data, pipe=pipe),
+                            samples=rules.step_samples(data), cached=frozen if cached else 0, profile=profile,
+                            memory=memory) for data, pipe in wanted]
     return sorted(found, key=lambda candidate: (not candidate.fits, candidate.seconds_per_sample, -candidate.pipe))
 
 
 def with_present_seconds(facts: BlockFacts, rules: ElasticRules, present: PresentMesh,
                          profile: MicrobatchProfile | None = None) -> BlockFacts:
     """The facts with the predicted seconds of a step on the present mesh."""
-    mesh = present.mesh
-    here = mesh_candidate(rules, facts, present.frozen_blocks(present.frozen), data=mesh.data, pipe=mesh.pipe,
+    here = mesh_candidate(rules, facts, present.frozen_blocks(present.frozen), mesh=present.mesh,
                           samples=present.global_size, cached=present.cached_blocks, profile=profile)
     return replace(facts, seconds=here.seconds)
 
 
-def mesh_candidate(rules: ElasticRules, facts: BlockFacts, frozen: int, *, data: int, pipe: int, samples: int,
-                   cached: int, profile: MicrobatchProfile | None = None, memory: StageMemory | None = None
-                   ) -> MeshCandidate:
-    """One mesh, cut exactly, with the run's schedule and microbatches of the size that its steps would have. frozen,
+def mesh_candidate(rules: ElasticRules, facts: BlockFacts, frozen: int, *, mesh: Mesh, samples: int, cached: int,
+                   profile: MicrobatchProfile | None = None, memory: StageMemory | None = None) -> MeshCandidate:
+    """`mesh`, cut exactly, with the run's schedule and microbatches of the size that its steps would have. frozen,
     cached: blocks."""
-    run, share = rules.run, -(-samples // data)
-    mesh, size, in_flight = replace(run.mesh, data=data, pipe=pipe), run.batch.microbatch_size, run.pipeline.in_flight
+    run, data, pipe = rules.run, mesh.data, mesh.pipe
+    share, size, in_flight = -(-samples // data), run.batch.microbatch_size, run.pipeline.in_flight
     count = -(-share // min(share, size))
     size = microbatch_size(size, global_size=samples, mesh=mesh)
     best = None if profile is None else profile.found(pipe, data, microbatch_counts(pipe, share))
     if best is not None:
-        count, size = best, size_of(share, best, run.mesh.row)
+        count, size = best, size_of(share, best, mesh.row)
     holders, placement = data if run.optim.shard else 1, stage_placement(pipe, run.pipeline)
     if placement.per_rank > 1:
         memory = None  # a rank's stages share it, so whole meshes are judged, by the transition's selector
@@ -130,10 +130,11 @@ def candidate_moved_bytes(rules: ElasticRules, present: PresentMesh, candidate: 
 def _reference(rules: ElasticRules, present: PresentMesh, frozen: int, facts: BlockFacts) -> MeshCandidate:
     """PipeTransformer's rule (He et al., 2021, Algorithm 1 and section 3.2): by parameters alone."""
     first = rules.run.mesh
+    ranks = first.size // present.mesh.stage_size
     sizes = [count / 1e6 for count in facts.num_parameters]
     largest = max(stage_sizes(sizes, greedy(sizes, first.pipe)))
     pipe = compress(sizes, present.mesh.pipe, frozen, largest)
-    data = first.data * first.pipe // pipe if rules.run.elastic.auto_dp else present.mesh.data
+    data = ranks // pipe if rules.run.elastic.auto_dp else present.mesh.data
     counts = greedy(sizes, pipe, frozen)
     boundaries = tuple(sum(counts[:stage]) for stage in range(1, pipe))
     return MeshCandidate(data=data, pipe=pipe, boundaries=boundaries, samples=rules.step_samples(data), seconds=None,

@@ -27,6 +27,7 @@ class Caching:
     def __init__(self, run: ResolvedRun, data: Prepared, tell: Callable[[Event], None]) -> None:
         self._run, self._data, self._tell = run, data, tell
         self._cache: AutoCache | None = None
+        self._part = ""  # of each output, that its entries have
         self._now: RankRuntime | None = None
         self._reads = self._seen = 0
         self._refused_at = 0  # frozen layers at which the cache did not pay; it is tried again with more
@@ -54,16 +55,19 @@ class Caching:
         if not (self.wanted(now.frozen.prefix) and engine.is_first_stage and blocks):
             self.leave()
             return False
+        at, mesh = engine.coordinates, engine.mesh
+        part = f"{self._run.tensor.scheme}, row {at.row} of {mesh.row}, col {at.col} of {mesh.col}" \
+            if mesh.stage_size > 1 else "whole"
+        if part != self._part:  # its entries are those of another part of each output
+            self.leave()
         if self._cache is None:
-            at, mesh = engine.coordinates, engine.mesh
+            self._part = part
             self._cache = AutoCache(
                 self._run.elastic.cache_dir, blocks=blocks, fingerprint=self._fingerprint(),
                 num_samples=len(self._data.train), quota_bytes=self._run.elastic.cache_bytes,
                 precision=self._run.elastic.cache_precision, device=now.world.device, warn=self._say,
                 agree=self._agree if mesh.stage_size > 1 else None,
-                lengths=now.train_data.lengths,
-                part=f"{self._run.tensor.scheme}, row {at.row} of {mesh.row}, col {at.col} of {mesh.col}"
-                if mesh.stage_size > 1 else "whole")
+                lengths=now.train_data.lengths, part=part)
         else:
             self._cache.set_blocks(blocks)
         self._reads, self._seen = reads // now.run.mesh.data, 0

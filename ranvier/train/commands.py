@@ -13,6 +13,7 @@ import torch
 from ranvier.comm.board import Board, call_with_timeout, read_actions
 from ranvier.comm.edges import invalid_message
 from ranvier.comm.message import Message, MessageKind, checksum
+from ranvier.config.other_mesh import resized
 from ranvier.config.resolve import ResolvedRun
 from ranvier.elastic.freezing import FrozenLayers
 from ranvier.errors import MessageTimeout, TransportError
@@ -30,6 +31,8 @@ class Change:
 
     data: int
     pipe: int
+    row: int
+    col: int
     frozen: FrozenLayers
     old_frozen: FrozenLayers
     boundaries: tuple[int, ...] | None
@@ -39,8 +42,8 @@ class Change:
     wish: str | None = None
 
     def applied(self, run: ResolvedRun) -> ResolvedRun:
-        """`run` as it is after the change."""
-        mesh = replace(run.mesh, data=self.data, pipe=self.pipe)
+        """`run`, as it was started, as it is after the change."""
+        mesh = resized(run.mesh, data=self.data, pipe=self.pipe, row=self.row, col=self.col)
         deferred = run.pipeline.deferred if self.pipe == run.mesh.pipe else None
         return replace(run, mesh=mesh, pipeline=replace(run.pipeline, boundaries=self.boundaries, deferred=deferred),
                        batch=replace(run.batch, global_size=self.global_size, microbatch_size=self.microbatch_size))

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from ranvier.block import still_frozen, untrained_layers
-from ranvier.config.other_mesh import on_mesh
+from ranvier.config.other_mesh import on_mesh, resized
 from ranvier.config.resolve import ResolvedRun
 from ranvier.data.task import Prepared
 from ranvier.elastic.freezing import (
@@ -48,6 +48,7 @@ from ranvier.train.events import Event, NoteEvent, StepEvent
 from ranvier.train.layer_outputs import check_samples, layer_similarities
 from ranvier.train.measured_blocks import RankMeasurement, measured_blocks, present_mesh, stage_seconds
 from ranvier.train.memory import MemoryBudget, device_bytes
+from ranvier.train.resize import request_text
 from ranvier.train.runtime import RankRuntime
 
 _RECENT_STEPS = 8
@@ -256,11 +257,11 @@ class Elasticity:
         if not self.freezes and not changed:
             return {}
         return {"frozen": frozen.prefix, "frozen_above": list(frozen.above),
-                "data": run.mesh.data, "pipe": run.mesh.pipe, "evaluations": self.evaluations,
+                **{str(axis): size for axis, size in run.mesh.sizes.items()}, "evaluations": self.evaluations,
                 "boundaries": run.pipeline.boundaries, "global_size": run.batch.global_size,
-                "first_data": self._first.mesh.data,
+                **{f"first_{axis}": size for axis, size in self._first.mesh.sizes.items()},
                 "first_size": self._first.batch.global_size,
-                "first_pipe": self._first.mesh.pipe, "since": list(self._since), "size": self._size,
+                "since": list(self._since), "size": self._size,
                 "due": self._due, "unmeasured": self._unmeasured,
                 "norms": self._norms and [norm if isfinite(norm) else None for norm in self._norms],
                 "ledger": self.ledger.to_dict(), "profile": self.profile.to_dict(),
@@ -304,12 +305,13 @@ class Elasticity:
         if max(frozen.layers, default=-1) >= len(engine.layers):
             raise RanvierError(f"has {len(frozen)} frozen layers, and the model {len(engine.layers)}",
                                where="checkpoint", remedy="Resume with the model that it was written with.")
-        same = (mesh.data, mesh.pipe) == (state["first_data"], state["first_pipe"])
+        # checkpoints from before rows and columns could change have only replicas and stages
+        same = all(state.get(f"first_{axis}", size) == size for axis, size in mesh.sizes.items())
         size, boundaries = int(state["global_size"]), engine.boundaries or None
         if state["first_size"] != self._first.batch.global_size:  # another one is asked for now
             self._since, self._size = (0, 0), self._first.batch.global_size
             size = self._rules.step_samples(int(state["data"]) if same else mesh.data)
-        was = replace(mesh, data=int(state["data"]), pipe=int(state["pipe"])) if same else mesh
+        was = resized(mesh, **{axis: int(state.get(axis, size)) for axis, size in mesh.sizes.items()}) if same else mesh
         if not frozen and was == mesh and size == run.batch.global_size:
             return None
         reason = "frozen layers as before the run was interrupted"
@@ -318,7 +320,7 @@ class Elasticity:
             if len(boundaries or ()) != replace(run, mesh=was).placement.num_stages - 1:
                 boundaries = None  # ranks have other numbers of stages now
         there = on_mesh(replace(run, batch=replace(run.batch, global_size=size)), was)
-        return Change(data=was.data, pipe=was.pipe, frozen=frozen, old_frozen=FrozenLayers(0),
+        return Change(data=was.data, pipe=was.pipe, row=was.row, col=was.col, frozen=frozen, old_frozen=FrozenLayers(0),
                       boundaries=boundaries, global_size=size, microbatch_size=there.batch.microbatch_size,
                       reason=reason)
 
@@ -336,6 +338,8 @@ class Elasticity:
             self._since, self._size = (step, self._taken(step)), size
         self._recent.clear()
         self._trial, self._kept = None, 0
+        if old.stage_size != now.run.mesh.stage_size or old.row != now.run.mesh.row:
+            self.profile, self._told = MicrobatchProfile(), set()  # its times are those of other shares of a layer
         return self.caching.enter(now, reads=self.left(step) * now.run.batch.global_size)
 
     def facts(self) -> dict[str, object]:
@@ -417,6 +421,8 @@ class Elasticity:
         progress, changes = self._progress, None
         if similarities is not None:
             before = progress.similarities
+            if before and len(before[0]) != now.run.mesh.row:
+                before = None  # they were of other samples: each row has its own
             changes = tuple(nan if before is None else similarity_loss(layer, before[number])
                             for number, layer in enumerate(similarities))
         engine = now.engine
@@ -471,13 +477,14 @@ class Elasticity:
         return here
 
     def _resized(self, now: RankRuntime, request: Mapping[str, Any], budget: MemoryBudget, step: int) -> Change | None:
-        """The change that a user requests, unless it is refused: other replicas or stages of the ranks that the run
-        was started with."""
-        run, wanted, data, pipe = now.run, budget.frozen, request.get("data"), request.get("pipe")
-        problem = request.get("problem") or self._unfit(run.mesh, data, pipe)
+        """The change that a user requests, unless it is refused: another mesh of the ranks that the run was started
+        with."""
+        run, wanted = now.run, budget.frozen
+        asked: dict[str, Any] = {axis: request.get(axis, size if axis in ("row", "col") else None)
+                                 for axis, size in run.mesh.sizes.items()}
+        problem = request.get("problem") or self._unfit(run.mesh, asked)
         if problem is None:
-            assert data is not None and pipe is not None  # else they are unfit
-            mesh = replace(run.mesh, data=data, pipe=pipe)
+            mesh = resized(self._first.mesh, **asked)
             change = replace(self._change(now, mesh, wanted, None, "as asked with ranvier resize"),
                              wish=request["wish"])
             there = change.applied(run)
@@ -485,28 +492,32 @@ class Elasticity:
             if found is None:
                 return change
             problem = str(found)
-        self._note(step, "resize-refused", f"resize request for data {data} x pipe {pipe} refused: {problem}",
-                   {"data": data, "pipe": pipe, "wish": request.get("wish")})
+        self._note(step, "resize-refused", f"resize request for {request_text(request)} refused: {problem}",
+                   {name: value for name, value in request.items() if name != "problem"})
         return self._change(now, run.mesh, wanted, now.engine.boundaries or None, "freezing") if wanted != now.frozen \
             else None
 
-    def _unfit(self, mesh: Mesh, data: object, pipe: object) -> str | None:
-        """Why a run on `mesh` cannot go to one of `data` replicas and `pipe` stages, by these numbers alone."""
-        most = self._first.mesh.data * self._first.mesh.pipe
-        sizes = [size for size in (data, pipe) if isinstance(size, int) and not isinstance(size, bool) and size >= 1]
-        if len(sizes) < 2:
-            return "is no mesh: give --data and --pipe, whole numbers of at least 1"
+    def _unfit(self, mesh: Mesh, asked: Mapping[str, Any]) -> str | None:
+        """Why a run on `mesh` cannot go to one of the sizes `asked` (axis -> size), by these numbers alone."""
+        most = self._first.mesh.size
+        sizes = [size for size in asked.values() if isinstance(size, int) and not isinstance(size, bool) and size >= 1]
+        if len(sizes) < len(asked):
+            return "is no mesh: give --data and --pipe, and --row and --col if they change, whole numbers of at least 1"
         if prod(sizes) > most:
-            return f"needs {prod(sizes)} stages in all, and the run was started with {most}"
-        return "is the mesh that the run has" if (data, pipe) == (mesh.data, mesh.pipe) else None
+            return f"needs {prod(sizes)} ranks, and the run was started with {most}"
+        if self._needs_activations and len(self._data.eval) < 2 * asked["row"]:
+            return (f"leaves rows with fewer than two of the {len(self._data.eval)} held-out samples, which "
+                    f"{self._policy_text} compares")
+        return "is the mesh that the run has" if asked == mesh.sizes else None
 
     def _change(self, now: RankRuntime, mesh: Mesh, frozen: FrozenLayers, boundaries: tuple[int, ...] | None,
                 reason: str) -> Change:
         size = self._rules.step_samples(mesh.data)
         batch = replace(self._first.batch, global_size=size)
         there = on_mesh(replace(self._first, batch=batch), mesh)
-        return Change(data=mesh.data, pipe=mesh.pipe, frozen=frozen, old_frozen=now.frozen, boundaries=boundaries,
-                      global_size=size, microbatch_size=there.batch.microbatch_size, reason=reason)
+        return Change(data=mesh.data, pipe=mesh.pipe, row=mesh.row, col=mesh.col, frozen=frozen, old_frozen=now.frozen,
+                      boundaries=boundaries, global_size=size, microbatch_size=there.batch.microbatch_size,
+                      reason=reason)
 
     def _note(self, step: int, event: str, text: str, fields: Mapping[str, object]) -> None:
         self._tell(NoteEvent(step=step, event=event, text=text, fields=fields))

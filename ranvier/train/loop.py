@@ -62,7 +62,7 @@ from ranvier.train.memory import check_fits, explain_out_of_memory, report_text
 from ranvier.train.metrics import Meter, PendingStep
 from ranvier.train.peak import matrix_product_rate, peak_facts
 from ranvier.train.report import peak_memory_bytes, summarise, write_report
-from ranvier.train.resize import ResizeRequests
+from ranvier.train.resize import ResizeRequests, request_text
 from ranvier.train.runtime import RankRuntime, build_runtime, with_frozen
 from ranvier.train.saving import Saving, Start, checkpoint_folder, read_metadata
 from ranvier.train.setup import (
@@ -420,8 +420,8 @@ class Training:
         """One answer to each request for another mesh that this run cannot look at any more."""
         requests = [] if self.resize_requests is None else self.resize_requests.take_all()
         return [NoteEvent(step=step, event="resize-refused",
-                          text=f"resize request for data {one['data']} x pipe {one['pipe']} refused: {why}",
-                          fields={name: one[name] for name in ("data", "pipe", "wish")}) for one in requests]
+                          text=f"resize request for {request_text(one)} refused: {why}",
+                          fields={name: one[name] for name in one if name != "problem"}) for one in requests]
 
     def _consider(self, save: bool = False) -> None:
         """Freeze layers and go to another mesh, where the policy, the planner or a user's request says so. save: a

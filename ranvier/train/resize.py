@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,8 +42,9 @@ class ResizeRequests:
             return False
 
     def take(self) -> dict[str, object] | None:
-        """The oldest request, which is then no more; None where there is none. {"data", "pipe"}: of whatever its author
-        has given, the whole numbers; "wish": its ID; "problem": why it was not read."""
+        """The oldest request, which is then no more; None where there is none. {"data", "pipe", "row",
+        "col"}: of whatever its author has given, the whole numbers, "row" and "col" only if they are given; "wish": its
+        ID; "problem": why it was not read."""
         for path in self._waiting():
             taken = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
             try:
@@ -88,7 +90,7 @@ def _read(path: Path, wish: str | None) -> dict[str, object]:
     told = found if isinstance(found, dict) else {}
     said = told.get("wish")
     sizes = {name: told[name] if type(told.get(name)) is int and abs(told[name]) < 1 << 40 else None
-             for name in ("data", "pipe")}
+             for name in ("data", "pipe", *(axis for axis in ("row", "col") if told.get(axis) is not None))}
     return {**sizes, "wish": wish or (said if isinstance(said, str) and re.fullmatch(r"[\w-]{1,64}", said) else None),
             "problem": None}
 
@@ -100,12 +102,20 @@ def _remove(path: Path) -> None:
         path.rmdir()
 
 
-def ask_and_wait(run_dir: Path, *, data: int, pipe: int, seconds: float) -> str:
-    """Leave a request in the folder of a run, and wait for the answer. RanvierError when the run refuses, ends, or says
-    nothing for so long; the request is withdrawn then, if the run has not taken it yet."""
-    wish = ask(run_dir, data=data, pipe=pipe)
+def request_text(request: Mapping[str, object]) -> str:
+    """The mesh that a request names, in words."""
+    return " x ".join(f"{axis} {request[axis]}" for axis in ("data", "pipe", "row", "col") if axis in request)
+
+
+def ask_and_wait(run_dir: Path, *, data: int, pipe: int, seconds: float, row: int | None = None,
+                 col: int | None = None) -> str:
+    """Leave a request in the folder of a run, and wait for the answer. row, col: None leaves them. RanvierError
+    when the run refuses, ends, or says nothing for so long; the request is withdrawn then, if the run has not taken it
+    yet."""
+    wish = ask(run_dir, data=data, pipe=pipe, row=row, col=col)
     if not seconds:
-        return f"asked {run_dir} for data {data} x pipe {pipe}; its events.jsonl will say what came of it"
+        mesh = request_text(_sizes(data, pipe, row, col))
+        return f"asked {run_dir} for {mesh}; its events.jsonl will say what came of it"
     deadline = time.monotonic() + seconds
     while True:
         ended = (run_dir / "summary.json").exists()
@@ -131,9 +141,14 @@ def ask_and_wait(run_dir: Path, *, data: int, pipe: int, seconds: float) -> str:
                        remedy="Is it under way? Wait longer with --wait, for runs with long steps.")
 
 
-def ask(run_dir: Path, *, data: int, pipe: int) -> str:
-    """Leave a request in the folder of a run; returns its ID. RanvierError where there is no such run, or it has
-    ended."""
+def _sizes(data: int, pipe: int, row: int | None, col: int | None) -> dict[str, int]:
+    asked = {"data": data, "pipe": pipe, "row": row, "col": col}
+    return {axis: size for axis, size in asked.items() if size is not None}
+
+
+def ask(run_dir: Path, *, data: int, pipe: int, row: int | None = None, col: int | None = None) -> str:
+    """Leave a request in the folder of a run; returns its ID. row, col: None leaves them. RanvierError where
+    there is no such run, or it has ended."""
     if not (run_dir / "run.toml").is_file():
         raise RanvierError("is no run's folder: it has no run.toml", where="RUN", value=str(run_dir),
                            remedy="Name the folder that the run has printed as its own (--run-dir).")
@@ -142,7 +157,7 @@ def ask(run_dir: Path, *, data: int, pipe: int) -> str:
     wish = secrets.token_hex(8)
     path = _path(run_dir, wish)
     try:
-        write_atomically(path, json.dumps({"data": data, "pipe": pipe, "wish": wish}))
+        write_atomically(path, json.dumps({**_sizes(data, pipe, row, col), "wish": wish}))
     except OSError as error:
         raise RanvierError(f"cannot be written: {error.strerror or error}", where=str(path),
                            remedy="Ask as the user whose run it is.") from error

@@ -266,7 +266,7 @@ def test_a_run_is_resized_while_it_goes_on(sentences, tmp_path):
     assert [(line["mesh"]["data"], line["mesh"]["pipe"]) for line in transitions(run)] == [
         (2, 2), (1, 2), (4, 1), (1, 1), (1, 4)]
     refused = events(run, "resize-refused")
-    assert "needs 6 stages in all, and the run was started with 4" in refused[0]["text"]
+    assert "needs 6 ranks, and the run was started with 4" in refused[0]["text"]
     assert all(result == results[0] for result in results)
 
 

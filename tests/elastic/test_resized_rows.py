@@ -1,0 +1,97 @@
+"""Requests for other rows and columns while a run goes on: the same losses, frozen layers, the cache, a resumed run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ranvier.config.run import Checkpoint
+from ranvier.mesh import Mesh
+from ranvier.train import resize
+from tests.elastic.test_elastic_corners import StopAfter, requests
+from tests.elastic.test_elastic_run import (
+    BY_HAND,
+    Wishes,
+    always,
+    events,
+    in_one_process,
+    losses,
+    read_rows,
+    run_all,
+    sentences,
+    tiny,
+    transitions,
+)
+
+__all__ = ["in_one_process", "requests", "sentences"]  # fixtures
+
+
+@pytest.fixture(scope="module")
+def still(sentences, tmp_path_factory):
+    """The losses of the run that stays on one rank."""
+    run = tiny(sentences, tmp_path_factory.mktemp("still") / "run", mesh=Mesh())
+    run_all(run)
+    return losses(run)
+
+
+def mesh_of(line):
+    return tuple(line["mesh"][axis] for axis in ("data", "pipe", "row", "col"))
+
+
+def test_rows_and_columns_change_while_a_run_goes_on(sentences, tmp_path, still):
+    """With the states of AdamW, and back on the first mesh; what is not named stays."""
+    run = tiny(sentences, tmp_path / "run")
+    wishes = {2: dict(data=1, pipe=1, row=2, col=2), 5: dict(data=1, pipe=2, row=1),
+              8: dict(data=2, pipe=1, row=1, col=1), 11: dict(data=1, pipe=2, row=2),
+              14: dict(data=1, pipe=1, row=2, col=3), 16: dict(data=2, pipe=2, row=2),
+              18: dict(data=1, pipe=4, row=1, col=1)}
+    results, text = run_all(run, trackers=[Wishes(run, wishes)])
+    assert losses(run) == pytest.approx(still, rel=1e-9)
+    assert [mesh_of(line) for line in transitions(run)] == [
+        (1, 1, 2, 2), (1, 2, 1, 2), (2, 1, 1, 1), (1, 2, 2, 1), (1, 4, 1, 1)]
+    refused = [line["text"] for line in events(run, "resize-refused")]
+    assert "needs 6 ranks, and the run was started with 4" in refused[0] and "needs 8 ranks" in refused[1]
+    assert "resize request for data 1 x pipe 1 x row 2 x col 3 refused" in refused[0]
+    assert "pipe 4 -> 1, row 1 -> 2, col 1 -> 2" in text
+    assert all(result == results[0] for result in results)
+
+
+def test_a_tensor_mesh_that_the_model_does_not_divide_into_is_refused(sentences, tmp_path):
+    """Two heads on three columns, and rows that are no number."""
+    run = tiny(sentences, tmp_path / "run")
+
+    class Asks(Wishes):
+        def event(self, event):
+            super().event(event)
+            if type(event).__name__ == "StepEvent" and event.step == 8:
+                (self.run.run_dir / resize.NAME).write_text('{"data": 1, "pipe": 1, "row": "two"}')
+
+    run_all(run, trackers=[Asks(run, {2: dict(data=1, pipe=1, col=3)})])
+    refused = [line["text"] for line in events(run, "resize-refused")]
+    assert "mesh.col: does not divide model.heads 2 (got 3)" in refused[0] and "is no mesh" in refused[1]
+    assert not transitions(run)
+
+
+def test_freezing_packing_and_the_cache_go_on_with_other_rows_and_columns(sentences, tmp_path, in_one_process,
+                                                                          monkeypatch):
+    """The cache's entries of whole outputs are not read as parts of them."""
+    always(monkeypatch)
+    run = tiny(sentences, tmp_path / "run", elastic=replace(
+        BY_HAND, cache=True, cache_from=1, cache_precision="full", cache_dir=tmp_path / "cache"))
+    results, _ = run_all(run, trackers=[Wishes(run, {6: dict(data=1, pipe=1, col=2)})])
+    assert losses(run) == pytest.approx(in_one_process, rel=1e-9)
+    meshes = [mesh_of(line) for line in transitions(run)]
+    assert (1, 1, 1, 2) in meshes
+    assert all(line["cache"] for line in transitions(run)) and read_rows(results) > 0
+    assert all(data * pipe * row * col <= 4 for data, pipe, row, col in meshes)
+
+
+def test_a_run_resumes_on_the_rows_and_columns_that_it_had(sentences, tmp_path, still, requests):
+    run = tiny(sentences, tmp_path / "run", checkpoint=Checkpoint(every=0))
+    wishes = Wishes(run, {2: dict(data=1, pipe=1, row=2, col=2)})
+    results, _ = run_all(run, trackers=[wishes, StopAfter(8, requests)])
+    assert results[0].keys() == {"stopped_after"}
+    run_all(replace(run, resume="auto"))
+    assert losses(run) == pytest.approx(still, rel=1e-9)
+    assert [mesh_of(line) for line in transitions(run)] == [(1, 1, 2, 2)] * 2
