@@ -154,8 +154,9 @@ class NoteEvent:
 class EndEvent:
     """The run is done and its files are written.
 
-    summary: the contents of summary.json. sample: text from the model, or None. sample_note: what to expect
-    of it, one sentence. pictures: files worth opening. report: predicted and measured memory as a table, where the run asks for it.
+    summary: the contents of summary.json. sample: text from the model, or None. sample_note: what to expect of it,
+    one sentence. pictures: files worth opening. report: predicted and measured memory as a table, where the run asks
+    for it.
     """
 
     step: int
