@@ -129,7 +129,8 @@ class Train:
     early_stopping_delta: Annotated[float, Ge(0)] = 0.0
     """Early stopping: smallest change of the metric that counts as an improvement."""
     sample_tokens: Annotated[int, Ge(0)] = 120
-    """Tokens of sample text that the trained model generates at the end of the run; 0 for none."""
+    """Tokens of sample text that the trained model generates at the end of the run; 0 for none. A line above
+    it says what to expect of the text, from the held-out loss."""
     prompt: str = ""
     """Prompt of the sample text; empty takes the start of a held-out line."""
 

@@ -155,13 +155,15 @@ class NoteEvent:
 class EndEvent:
     """The run is done and its files are written.
 
-    summary: the contents of summary.json. sample: text from the model, or None. pictures: files worth opening.
-    report: predicted and measured memory as a table, where the run asks for it.
+    summary: the contents of summary.json. sample: text from the model, or None. sample_note: what to expect of it,
+    one sentence. pictures: files worth opening. report: predicted and measured memory as a table, where the run asks
+    for it.
     """
 
     step: int
     summary: Mapping[str, Any]
     sample: str | None = None
+    sample_note: str | None = None
     pictures: Sequence[Path] = ()
     report: str | None = None
 

@@ -64,6 +64,7 @@ from ranvier.train.peak import matrix_product_rate, peak_facts
 from ranvier.train.report import peak_memory_bytes, summarise, write_report
 from ranvier.train.resize import ResizeRequests, request_text
 from ranvier.train.runtime import RankRuntime, build_runtime, with_frozen
+from ranvier.train.sample_quality import expectation, frequency_entropy
 from ranvier.train.saving import Saving, Start, checkpoint_folder, read_metadata
 from ranvier.train.setup import (
     agree_on_run,
@@ -372,15 +373,16 @@ class Training:
             summary |= peak_facts(world.device, run.precision, self._rank_flops_per_second,
                                   summary["model_flops_utilisation"])
             pictures = write_report(self.run_dir, summary, self.history, timelines, run.mesh, run.pipeline.policy)
-            for note in self._refused_requests(self.done, "the run ends"):
-                self.outputs.event(note)
+            for refused in self._refused_requests(self.done, "the run ends"):
+                self.outputs.event(refused)
             predicted = laid_out(run, self.runtime.frozen.prefix, self.runtime.frozen.above)[1]
             if world.device.type == "cuda":
                 predicted = tuple(with_overhead(entry, context=True) for entry in predicted)
             report = report_text(predicted, summary["memory"],
                                  lambda rank: run.mesh.coordinates(rank).pipe) if run.memory_report else None
+            note = None if text is None else expectation(summary["eval_loss"], frequency_entropy(self.data.train))
             self.outputs.event(EndEvent(step=self.done, summary=summary, sample=text, pictures=pictures,
-                                        report=report))
+                                        sample_note=note, report=report))
         gathered: list[dict[str, object]] = self.ranks.gather_objects(summary)
         return gathered[0]
 

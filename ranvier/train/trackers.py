@@ -86,7 +86,8 @@ def end_text(event: EndEvent, unit: str = "tokens") -> str:
     lines = [f"done in {duration(summary['seconds'])}: {losses}, {_rate(summary['tokens_per_second'])} {unit}/s,"
              f" bubble {summary['bubble_fraction']:.1%}"]
     if event.sample:
-        lines += ["", event.sample, ""]
+        note = [fitted(event.sample_note, terminal_width(), indent=2)] if event.sample_note else []
+        lines += ["", *note, event.sample, ""]
     if event.report:
         lines += [event.report, ""]
     return "\n".join(lines + [f"wrote {picture}" for picture in event.pictures])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +14,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from ranvier.checkpoint.manifest import checkpoints
 from ranvier.launch.launchers import detect
+from tests.launch.scratch_environment import parent_of, pid_of_rank, scratch_python, settings, started, wait_for
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/ray_ranks.py"
 
@@ -44,11 +49,40 @@ def test_an_actor_gives_its_ranks_exit_code(example, capfd):
     assert "no-such-recipe" in capfd.readouterr().err
 
 
+@pytest.fixture(scope="module")
+def ray_python(tmp_path_factory):
+    """An interpreter that has Ray."""
+    if importlib.util.find_spec("ray"):
+        return Path(sys.executable)
+    return scratch_python(tmp_path_factory.mktemp("ray") / "environment", "ray")
+
+
 @pytest.mark.slow
-def test_four_ranks_on_a_local_cluster(tmp_path):
-    pytest.importorskip("ray")
+def test_four_ranks_on_a_local_cluster(ray_python, tmp_path):
     done = subprocess.run(
-        [sys.executable, EXAMPLE, "--ranks", "4", "gpt-tiny", "--mesh.data", "2", "--mesh.pipe", "2", "--train.steps",
+        [ray_python, EXAMPLE, "--ranks", "4", "gpt-tiny", "--mesh.data", "2", "--mesh.pipe", "2", "--train.steps",
          "6", "--train.warmup-steps", "2", "--train.sample-tokens", "0", "--run-dir", tmp_path / "run"],
         env={**os.environ, "RAY_OVERRIDE_RESOURCES": '{"CPU": 4}'}, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0 and (tmp_path / "run/summary.json").is_file(), done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+def test_a_run_whose_actor_is_killed_reaches_its_end(ray_python, tmp_path):
+    run_dir, output, steps = tmp_path / "run", tmp_path / "output.txt", 1000
+    process = started([ray_python, EXAMPLE, "--ranks", "2", *settings(tmp_path, steps)], output,
+                      RAY_OVERRIDE_RESOURCES='{"CPU": 2}', OMP_NUM_THREADS="1")
+    try:
+        wait_for(lambda: checkpoints(run_dir / "checkpoint"), process, output)
+        rank = wait_for(lambda: pid_of_rank(run_dir, "RANK=1"), process, output)
+        os.kill(parent_of(rank), signal.SIGKILL)
+        code = process.wait(280)
+    finally:
+        process.terminate()  # Ray's driver ends its cluster
+        process.wait(60)
+    text = output.read_text(errors="replace")
+    assert code == 0 and "lost a rank" in text and "attempt 1 has failed" in text, text
+    assert "attempt 2" not in text, text
+    done = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert done == list(range(1, steps + 1)), "no step is missing or doubled"
+    assert "resumes from" in (run_dir / "events.jsonl").read_text()

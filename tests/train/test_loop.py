@@ -222,6 +222,16 @@ def test_a_prompt_is_continued(corpus, tmp_path):
     assert sample.startswith("the arrow flies over") and len(sample) > len("the arrow flies over")
 
 
+def test_the_console_says_what_to_expect_of_the_sample(finished, corpus, tmp_path):
+    _, summaries, text, heard = finished
+    note = heard.events[-1].sample_note
+    assert f"held-out loss is {summaries[0]['eval_loss']:.2f} per token" in note
+    assert note in " ".join(text.split())
+    run = tiny(corpus, tmp_path, mesh=Mesh())
+    _, text = run_all(replace(run, train=replace(run.train, steps=1, learning_rate=1e-12, warmup_steps=0)))
+    assert "sample text: expect random tokens." in text, "the model is as it was initialised"
+
+
 @pytest.mark.parametrize(("mode", "text"), [
     ("none", r"loss of step \d: is not a finite number .*Lower --train.learning-rate"),
     ("stop", r"step 2: loss is nan; nothing was updated. Block layer0.attention, microbatch 0 of replica 0: its output "
