@@ -41,33 +41,17 @@ class _Norm(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float, centred: bool,
                 mesh: TensorMesh) -> Tensor:
-        ctx.centred = centred
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        ctx.centred, ctx.mesh = centred, mesh
         if not x.numel():  # a row without tokens; the other rows' columns are other groups
+            wide = x.to(torch.promote_types(x.dtype, torch.float32))
             ctx.save_for_backward(x, weight, wide, wide)
-            ctx.mesh = mesh
             return x.clone()
-        if centred:
-            variance, mean = torch.var_mean(wide, -1, correction=0, keepdim=True)
-        else:
-            variance = wide.square().mean(-1, keepdim=True)
-            mean = torch.zeros_like(variance)
-        mine = torch.stack([mean, variance])
+        mine = mesh.fused(_statistics, x, centred)
         all_of_row = mine.new_empty(mesh.num_cols, *mine.shape)
         mesh.over_cols.all_gather(all_of_row, mine).wait()
-        means, variances = all_of_row.unbind(1)
-        mean = means.mean(0)
-        variance = variances.mean(0) + (means - mean).square_().mean(0)  # columns have equally many features
-        rstd = variance.add_(epsilon).rsqrt_()
+        y, mean, rstd = mesh.fused(_normalized, x, all_of_row, weight, bias, epsilon)
         ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.mesh = mesh
-        y = (wide - mean).mul_(rstd)
-        if weight is not None and weight.dtype is not x.dtype:
-            return y.mul_(weight).to(x.dtype)
-        y = y.to(x.dtype)
-        if weight is not None:
-            return y.mul_(weight) if bias is None else torch.addcmul(bias, y, weight)
-        return y if bias is None else y.add_(bias)
+        return y
 
     @staticmethod
     @once_differentiable
@@ -76,17 +60,61 @@ class _Norm(Function):
         if not x.numel():
             dw, db = (dy.new_zeros(x.shape[-1]) if wanted else None for wanted in ctx.needs_input_grad[1:3])
             return dy, dw, db, None, None, None
-        normal = (x.to(mean.dtype) - mean).mul_(rstd)
-        wide = dy.to(mean.dtype)
-        dw = (wide * normal).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        db = wide.flatten(0, -2).sum(0).to(x.dtype) if ctx.needs_input_grad[2] else None
-        if not ctx.needs_input_grad[0]:
+        sums, dw, db, normal, gradient = ctx.mesh.fused(_gradients, x, dy, weight, mean, rstd, *ctx.needs_input_grad[:3])
+        if sums is None:
             return None, dw, db, None, None, None
-        gradient = wide.clone() if weight is None else wide * weight
-        sums = torch.stack([gradient.sum(-1, keepdim=True), (gradient * normal).sum(-1, keepdim=True)])
         ctx.mesh.over_cols.all_reduce(sums).wait()
-        sums /= x.shape[-1] * ctx.mesh.num_cols
-        if ctx.centred:
-            gradient.sub_(sums[0])
-        dx = gradient.sub_(normal.mul_(sums[1])).mul_(rstd)
-        return dx.to(x.dtype), dw, db, None, None, None
+        features = x.shape[-1] * ctx.mesh.num_cols
+        return ctx.mesh.fused(_input_gradient, x, sums, normal, gradient, rstd, features, ctx.centred), dw, db, \
+            None, None, None
+
+
+def _statistics(x: Tensor, centred: bool) -> Tensor:
+    """[2, ..., 1]: mean and variance of a column's features; a mean of 0 where it is not centred."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if centred:
+        variance, mean = torch.var_mean(wide, -1, correction=0, keepdim=True)
+    else:
+        variance = wide.square().mean(-1, keepdim=True)
+        mean = torch.zeros_like(variance)
+    return torch.stack([mean, variance])
+
+
+def _normalized(x: Tensor, all_of_row: Tensor, weight: Tensor | None, bias: Tensor | None,
+                epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, mean, rstd) from the statistics of all columns [columns, 2, ..., 1], which have equally many features."""
+    means, variances = all_of_row.unbind(1)
+    mean = means.mean(0)
+    variance = variances.mean(0) + (means - mean).square_().mean(0)
+    rstd = variance.add_(epsilon).rsqrt_()
+    y = (x.to(mean.dtype) - mean).mul_(rstd)
+    if weight is not None and weight.dtype is not x.dtype:
+        return y.mul_(weight).to(x.dtype), mean, rstd
+    y = y.to(x.dtype)
+    if weight is not None:
+        return y.mul_(weight) if bias is None else torch.addcmul(bias, y, weight), mean, rstd
+    return y if bias is None else y.add_(bias), mean, rstd
+
+
+def _gradients(x: Tensor, dy: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, wants_input: bool,
+               wants_weight: bool, wants_bias: bool) -> tuple[Tensor | None, ...]:
+    """(what is summed over columns for dx, dW, db, normalized x, the gradient with respect to it); None where it is not
+    wanted."""
+    normal = (x.to(mean.dtype) - mean).mul_(rstd)
+    wide = dy.to(mean.dtype)
+    dw = (wide * normal).flatten(0, -2).sum(0).to(weight.dtype) if wants_weight and weight is not None else None
+    db = wide.flatten(0, -2).sum(0).to(x.dtype) if wants_bias else None
+    if not wants_input:
+        return None, dw, db, None, None
+    gradient = wide.clone() if weight is None else wide * weight
+    return (torch.stack([gradient.sum(-1, keepdim=True), (gradient * normal).sum(-1, keepdim=True)]), dw, db, normal,
+            gradient)
+
+
+def _input_gradient(x: Tensor, sums: Tensor, normal: Tensor, gradient: Tensor, rstd: Tensor, features: int,
+                    centred: bool) -> Tensor:
+    """dx from the sums over all columns, which have so many features together."""
+    sums = sums / features
+    if centred:
+        gradient.sub_(sums[0])
+    return gradient.sub_(normal.mul_(sums[1])).mul_(rstd).to(x.dtype)
