@@ -314,7 +314,8 @@ CONDITIONS: Mapping[str, Reason] = {
     "deterministic": _on_cpu("on a CPU the same run gives the same bits"),
     "max_restarts": _one_rank,  # what launchers of other kinds do with it is told where they are known
     "model.compile": lambda run: (
-        "blocks on several rows or columns run uncompiled" if run.mesh.stage_size > 1 else None),
+        "with several rows or columns only norms of sharded features are compiled, and here features are whole"
+        if run.mesh.stage_size > 1 and (run.mesh.col == 1 or run.tensor.scheme == "megatron") else None),
     "model.attention_kernel": _on_cpu("a CPU has no choice of kernels"),
     "model.options": lambda run: (
         None if is_object_name(run.model.family) else f"the family {run.model.family} takes no options"),

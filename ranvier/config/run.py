@@ -387,7 +387,7 @@ class Transformer:
     compile: bool | Literal["auto"] = "auto"
     """Compile blocks with torch.compile, each as one graph: fewer and larger kernels, after a start that takes longer.
     true: a block that cannot be compiled is an error; auto: on CUDA, where such a block runs uncompiled, with a
-    warning. Blocks on several rows or columns run uncompiled: their collectives would break the graphs."""
+    warning. On several rows or columns only the chains between the collectives of sharded norms are compiled."""
     float8: bool = False
     """Compute the products of linear layers in float8 while training, with one scale for each tensor: e4m3, and e5m2
     for gradients of outputs. Layers of the first and the last block, and those with a size that 16 does not divide,

@@ -56,7 +56,8 @@ class Fused:
             # tensors of their own: the tracer follows a view to its base, which has a layout
             args = tuple(plain(one).data if isinstance(one, Tensor) else one for one in args)
             try:
-                return fused(*args)
+                found: _Result = fused(*args)
+                return found
             except torch._dynamo.exc.TorchDynamoException as error:
                 line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
                 if self._how is True:

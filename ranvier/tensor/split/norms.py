@@ -60,7 +60,8 @@ class _Norm(Function):
         if not x.numel():
             dw, db = (dy.new_zeros(x.shape[-1]) if wanted else None for wanted in ctx.needs_input_grad[1:3])
             return dy, dw, db, None, None, None
-        sums, dw, db, normal, gradient = ctx.mesh.fused(_gradients, x, dy, weight, mean, rstd, *ctx.needs_input_grad[:3])
+        wanted = ctx.needs_input_grad[:3]
+        sums, dw, db, normal, gradient = ctx.mesh.fused(_gradients, x, dy, weight, mean, rstd, *wanted)
         if sums is None:
             return None, dw, db, None, None, None
         ctx.mesh.over_cols.all_reduce(sums).wait()
