@@ -315,7 +315,7 @@ CONDITIONS: Mapping[str, Reason] = {
     "max_restarts": _one_rank,  # what launchers of other kinds do with it is told where they are known
     "model.compile": lambda run: (
         "with several rows or columns only norms of sharded features are compiled, and here features are whole"
-        if run.mesh.stage_size > 1 and (run.mesh.col == 1 or run.tensor.scheme == "megatron") else None),
+        if run.mesh.stage_size > 1 and run.tensor.scheme == "megatron" else None),
     "model.attention_kernel": _on_cpu("a CPU has no choice of kernels"),
     "model.options": lambda run: (
         None if is_object_name(run.model.family) else f"the family {run.model.family} takes no options"),

@@ -47,14 +47,14 @@ class Fused:
 
     def _compile(self, function: Callable[..., _Result]) -> Callable[..., _Result]:
         from ranvier.tensor import compiled  # imports torch's compiler, which takes seconds
-        from ranvier.tensor.columns import plain  # whose layouts know meshes
 
         own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
         fused = torch.compile(own, fullgraph=True, dynamic=True, backend=compiled.BACKEND)
 
         def call(*args: Any) -> _Result:
             # tensors of their own: the tracer follows a view to its base, which has a layout
-            args = tuple(plain(one).data if isinstance(one, Tensor) else one for one in args)
+            with torch._C.DisableTorchFunctionSubclass():
+                args = tuple(one.as_subclass(Tensor).data if isinstance(one, Tensor) else one for one in args)
             try:
                 found: _Result = fused(*args)
                 return found
