@@ -18,6 +18,8 @@ from torch import Tensor
 from ranvier.errors import ModelError
 
 _Result = TypeVar("_Result")
+BACKEND: str | Callable[..., Any] = "inductor"
+"""Of torch.compile."""
 
 
 class Fused:
@@ -32,7 +34,7 @@ class Fused:
         self._how = how
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
         if how is not False:
-            from ranvier.system.compilation import watch
+            from ranvier.system.compilation import watch  # imports torch's compiler, which takes seconds
 
             watch()
 
@@ -46,10 +48,9 @@ class Fused:
         return found
 
     def _compile(self, function: Callable[..., _Result]) -> Callable[..., _Result]:
-        from ranvier.tensor import compiled  # imports torch's compiler, which takes seconds
 
         own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-        fused = torch.compile(own, fullgraph=True, dynamic=True, backend=compiled.BACKEND)
+        fused = torch.compile(own, fullgraph=True, dynamic=True, backend=BACKEND)
 
         def call(*args: Any) -> _Result:
             # tensors of their own: the tracer follows a view to its base, which has a layout

@@ -11,7 +11,7 @@ import torch
 from ranvier.config.run import Memory
 from ranvier.errors import ModelError
 from ranvier.mesh import Mesh
-from ranvier.tensor import compiled
+from ranvier.tensor import fused
 from ranvier.tensor.fused import Fused
 from tests.tensor.split_parity import assert_parity, tiny_gpt, token_batches
 from tests.tensor.test_llama_gradients import assert_as_one_process
@@ -27,7 +27,7 @@ def graphs(monkeypatch):
         made.append(graph)
         return graph.forward
 
-    monkeypatch.setattr(compiled, "BACKEND", backend)
+    monkeypatch.setattr(fused, "BACKEND", backend)
     return made
 
 
@@ -57,9 +57,9 @@ def test_a_chain_that_cannot_be_compiled(graphs):
     x = torch.ones(3)
     with pytest.raises(ModelError, match=r"chain: cannot be compiled: (.|\n)*--model.compile false"):
         Fused(True)(chain, x)
-    fused = Fused("auto")
+    calls = Fused("auto")
     with pytest.warns(UserWarning, match="chain runs uncompiled"):
-        assert torch.equal(fused(chain, x), 2 * x)
+        assert torch.equal(calls(chain, x), 2 * x)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fused(chain, x)
+        calls(chain, x)
