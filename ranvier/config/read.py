@@ -148,7 +148,7 @@ def _docstrings(cls: type) -> dict[str, str]:
 
 
 def merge(layers: Sequence[Layer]) -> Merged:
-    """Lay `layers` over the defaults; a later one wins (recipe, environment, flags). Never raises: what is wrong is in
+    """Lay `layers` over the defaults; a later one wins (recipe, flags). Never raises: what is wrong is in
     `problems`."""
     values = {name: setting.default for name, setting in settings().items()}
     origins = dict.fromkeys(values, "default")

@@ -59,8 +59,8 @@ class MeshSettings:
     pipe: Size | Literal["auto"] = 1
     """Pipeline parallel size: number of stages, each of consecutive blocks."""
     row: Size | Literal["auto"] = 1
-    """Tensor parallel size along the rows of the tensor mesh, which share the sequences of a microbatch. auto, with
-    data and pipe given: the shape of the tensor mesh whose ranks receive the fewest bytes."""
+    """Tensor parallel size along the rows of the tensor mesh, which divide a microbatch's sequences among them.
+    auto, with data and pipe given: the shape of the tensor mesh whose ranks receive the fewest bytes."""
     col: Size | Literal["auto"] = 1
     """Tensor parallel size along the columns of the tensor mesh, which share the hidden dimension."""
     tile: tuple[Size, Size] | None = None
@@ -154,12 +154,12 @@ class Pipeline:
     """Memory budget of deferred weight gradients on a rank: bytes of the inputs and output gradients that they keep. 0
     computes each weight gradient in its backward. auto: those of `deferred` microbatches."""
     deferred: tuple[Annotated[int, Ge(0)], ...] | None = None
-    """Deferred weight gradients: for each rank of the pipeline, of how many microbatches they may wait, where
-    `defer_bytes` is auto. none: what the fastest simulated schedule uses, within `memory`."""
+    """Deferred weight gradients, where `defer_bytes` is auto: for each pipeline rank, the number of microbatches whose
+    weight gradients may wait. none: what the fastest simulated schedule uses, within `memory`."""
     memory: Annotated[float, Ge(1)] | None = 1.1
     """Memory limit for automatic `in_flight` and `deferred`: this multiple of what the largest stage needs under 1f1b.
-    The simulation has counted times, and after a run's first steps once measured ones (not with `memory_report`).
-    none: no simulation, and as many microbatches in flight as stages, plus the number of stages without trainable
+    The simulation has counted times; after a run's first steps it is repeated once with measured times (not with
+    `memory_report`). none: no simulation, and as many microbatches in flight as stages, plus the number of stages without trainable
     parameters. Elastic runs and recomputation always use that rule."""
     stages_per_rank: Positive = 1
     """Virtual stages: how many stages (model chunks) each rank of the pipeline has. More make the bubble smaller where
@@ -167,7 +167,7 @@ class Pipeline:
     placement: Literal["v-shape", "interleaved"] = "v-shape"
     """With several stages per rank: which rank has which. v-shape: forwards go to the last rank and back again (as
     ZB-V), so that the first rank also has the model's end; interleaved: round after round (as in Megatron-LM)."""
-    look_ahead: Bytes | Literal["auto"] = "auto"
+    look_ahead: Annotated[int, Ge(0)] | Literal["auto"] = "auto"
     """On CUDA: actions that the host may enqueue ahead of the device when it chooses the next one. A small number
     lets it choose from more messages; 0 waits for each action. auto: 1 with several stages, no limit with one."""
 
@@ -260,7 +260,8 @@ class Optim:
     shard: bool = False
     """Sharding of optimizer states as in ZeRO-1 (a distributed optimizer): each rank that holds the same parameters
     (data parallel replicas; for biases and norms also the rows) keeps and updates its shard of the optimizer states,
-    and gathers the parameters that the others update. With muon and adafactor each tensor is updated by one of them."""
+    and gathers the parameters that the others update. With muon and adafactor one of these ranks
+    updates each tensor as a whole."""
     initial_loss_scale: Annotated[float, Gt(0)] = 65536.0
     """Loss scaling, with fp16 only: initial loss scale. It is halved when a gradient overflows."""
     loss_scale_window: Positive = 2000
@@ -355,8 +356,8 @@ class Launch:
     TOML file (`ranvier doctor --measure`); none uses nominal figures of the devices here."""
     trial: Annotated[int, Ge(0)] = 0
     """Number of best predicted plans for `auto` that are run for a few steps each before the run starts; the fastest is
-    taken, on CPUs also one rank with all cores. 0: the best prediction is taken. No trial where it would take more than
-    a tenth of the run's predicted time, when a run is resumed, and under torchrun, mpiexec and srun."""
+    taken. On CPUs one rank with all cores is tried, too. 0: the best prediction is taken. No trial where it would take
+    more than a tenth of the run's predicted time, when a run is resumed, and under torchrun, mpiexec and srun."""
     stopped_seconds: Annotated[float, Ge(0), Le(1e8)] = 5.0
     """Seconds for which a rank may be stopped by a signal (SIGSTOP) before the run ends and names the rank; 0 for no
     limit."""
