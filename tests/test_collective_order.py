@@ -40,6 +40,7 @@ EXCEPTIONS = {
         "a barrier orders ranks, and no memory"}
 """Waits that order no accesses."""
 _OWN_THREAD = "a transport's own thread waits for a message between hosts"
+_TABLE = "lookup tables on CPUs; tests/pipeline/test_touched_rows.py compares the bits"
 _CALL = "calls a wait that is in a scenario"
 _TOOL = "a tool of tests, with waits of its own"
 OTHER = {
@@ -62,6 +63,8 @@ OTHER = {
     ("train/loop.py", "self.ranks.all_reduce(total).wait()"): "a number in host memory, before the first step",
     ("train/saving.py", "written = self.checkpoints.wait()"): "no collective: the thread that writes checkpoints",
     ("optim/step.py", "self.gradients.wait()"): _CALL, ("pipeline/engine.py", "self._updater.wait()"): _CALL,
+    ("optim/touched_rows.py", 'group.all_reduce(self._touched, "max").wait()'): _TABLE,
+    ("optim/reduction.py", "gathering.work.wait()"): _TABLE,
     ("pipeline/statistics.py", "self.work.wait()"): "the weight of all batches has been waited for",
     ("tensor/split/linear.py", "one.wait()"): "saved in vain: nobody reads it",
     ("tensor/split/linear.py", "self._add_gradients(dw.wait())"): "on one row, where nothing travels",

@@ -57,10 +57,6 @@ class ResolvedRun(Run):
         """Samples of a global batch on one replica, at most."""
         return -(-self.batch.global_size // self.mesh.data)
 
-    def samples_of(self, steps: int) -> int:
-        """Samples of `steps` steps with this batch."""
-        return steps * self.batch.global_size
-
     @property
     def num_microbatches(self) -> int:
         """Microbatches of a global batch on one replica; the last one may be smaller."""

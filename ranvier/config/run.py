@@ -655,3 +655,7 @@ class Run:
     one was killed, stopped or hung. Other launchers have settings of their own for that."""
     run_dir: Path | None = None
     """Folder of the run's outputs; by default runs/RECIPE-DATE."""
+
+    def samples_of(self, steps: int) -> int:
+        """Samples of `steps` steps of the global batch."""
+        return steps * self.batch.global_size
