@@ -17,8 +17,10 @@ from benchmarks.gpu.programs import Program, on_one_rank, world_of_one
 from ranvier.cli import doctor_report
 from ranvier.comm.mpi_backend import _cuda_aware
 from ranvier.config.run import Batch, Checkpoint, Data, Launch, Optim, Run, Train, Transformer
+from ranvier.errors import ConfigError
 from ranvier.launch import rank_processes, start
 from ranvier.planner import auto, measure
+from ranvier.tensor.float8 import float8_layers
 from ranvier.train.loop import train
 from ranvier.train.memory import device_bytes
 from tests.elastic.cached import HIT, Cached, Prefix
@@ -162,9 +164,13 @@ def test_every_branch_for_devices_is_executed(tmp_path, small_peak, monkeypatch)
             one_more_step(tmp_path / "cuda")
             cached_states(tmp_path / "cache")
             choices()
+            on_one_rank(Program(layers=1, steps=1, float8=True), DEVICE)
             on_one_rank(Program(layers=1, steps=1), DEVICE)  # an engine without the command's `auto`
             with monkeypatch.context() as patch:
                 measured(patch)
+            with monkeypatch.context() as patch, pytest.raises(ConfigError, match="compute capability"):
+                patch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+                float8_layers([], 3, DEVICE)
         for name in SCENARIOS:
             run_in_order(name)
     missed = {}

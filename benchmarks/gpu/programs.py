@@ -44,6 +44,7 @@ class Program:
     pipeline: dict[str, Any] = field(default_factory=dict)
     tensor: dict[str, Any] = field(default_factory=dict)
     compile: bool = False
+    float8: bool = False
     steps: int = 3
     microbatches: int = 2
     """Of all replicas together."""
@@ -97,7 +98,7 @@ def engine_of(program: Program, world: World) -> Iterator[Engine]:
     engine = Engine(gpt(program.transformer, dtype=dtype), world, mesh=mesh, optim=Optim(**program.optim),
                     learning_rate=1e-3, dtype=dtype, memory=Memory(**program.memory), seed=program.seed, sample=sample,
                     pipeline=Pipeline(**program.pipeline), tensor=TensorParallel(**program.tensor), guard=Guard(),
-                    timeout_seconds=60.0, compile=program.compile)
+                    timeout_seconds=60.0, compile=program.compile, float8=program.float8)
     yield engine
     engine.close()
 

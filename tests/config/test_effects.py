@@ -13,7 +13,19 @@ from PIL import Image
 from ranvier.cli import check
 from ranvier.cli.main import run_command
 from ranvier.config import effects, read
-from ranvier.config.run import Batch, Checkpoint, Data, Elastic, Launch, Optim, Pipeline, Run, Train, Transformer
+from ranvier.config.run import (
+    Batch,
+    Checkpoint,
+    Data,
+    Elastic,
+    Launch,
+    Optim,
+    Pipeline,
+    Run,
+    TensorParallel,
+    Train,
+    Transformer,
+)
 from ranvier.mesh import Mesh
 from ranvier.planner.problems import warnings
 from ranvier.testing.ranks import run_ranks
@@ -102,6 +114,7 @@ def runs(tmp_path_factory):
                          optim=Optim(algorithm="sgd"), train=replace(lm.train, sample_tokens=0, eval_every=3),
                          checkpoint=Checkpoint(every=3)),
         "columns": replace(lm, mesh=Mesh(col=2)),
+        "megatron": replace(lm, mesh=Mesh(col=2), tensor=TensorParallel(scheme="megatron")),
         "sentences": replace(bert, elastic=Elastic(freeze="manual", manual=("1:1",)), train=replace(bert.train,
                                                                                                  sample_tokens=0)),
         "dry": replace(bert, elastic=Elastic(freeze="cap", every=1, dry_run=True)),
@@ -124,7 +137,7 @@ def idle(run):
     return [name for name, reason in TABLE.items() if reason(run) is not None]
 
 
-@pytest.mark.parametrize("kind", quick(2, ["one rank", "gpipe", "columns", "sentences", "dry", "images"]))
+@pytest.mark.parametrize("kind", quick(2, ["one rank", "gpipe", "columns", "megatron", "sentences", "dry", "images"]))
 def test_what_is_said_to_have_no_effect_has_none(runs, kind, tmp_path):
     run = runs[kind]
     values = read.flatten(run)
