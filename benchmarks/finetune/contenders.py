@@ -26,6 +26,8 @@ from transformers import BertForSequenceClassification
 
 from ranvier.checkpoint.hf.from_pretrained import load_pretrained
 from ranvier.checkpoint.hf.pretrained import Pretrained
+from ranvier.comm.mpi_backend import MPIBackend
+from ranvier.comm.protocol import Backend
 from ranvier.comm.torch_backend import TorchBackend
 from ranvier.config.run import Optim
 from ranvier.data.arrays import Arrays
@@ -48,13 +50,14 @@ Step = Callable[[int], Callable[[], float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """shard: whether Ranvier shards the optimizer states over its ranks. The ranks of a `plain` contender train
-    independently of each other."""
+    """shard: whether Ranvier shards the optimizer states over its ranks. mpi: whether its ranks talk over MPI rather
+    than Gloo. The ranks of a `plain` contender train independently of each other."""
 
     name: str
     kind: Literal["plain", "ddp", "ours"]
     ranks: int
     shard: bool = False
+    mpi: bool = False
 
     @property
     def batches(self) -> int:
@@ -70,6 +73,7 @@ CONTENDERS = (
     Contender(name="DDP, data 2", kind="ddp", ranks=2),
     Contender(name="Ranvier, data 2", kind="ours", ranks=2),
     Contender(name="Ranvier, data 2, sharded", kind="ours", ranks=2, shard=True),
+    Contender(name="Ranvier, data 2, MPI", kind="ours", ranks=2, mpi=True),
 )
 
 
@@ -153,7 +157,9 @@ def open_torch(work: Work, contender: Contender, rank: int, store: dist.Store) -
 @contextmanager
 def open_ours(work: Work, contender: Contender, rank: int, store: dist.Store) -> Iterator[Step]:
     """Ranvier's engine on as many replicas as there are ranks."""
-    backend = TorchBackend(rank, contender.ranks, store, _CPU, _TIMEOUT.total_seconds())
+    seconds = _TIMEOUT.total_seconds()
+    backend: Backend = (MPIBackend(_CPU, seconds) if contender.mpi
+                        else TorchBackend(rank, contender.ranks, store, _CPU, seconds))
     world = World(backend=backend, store=store, launcher="benchmark", device=_CPU, local_rank=rank,
                   local_size=contender.ranks)
     pretrained = Pretrained(work.model)

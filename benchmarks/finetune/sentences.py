@@ -7,6 +7,7 @@
     two loops                  two such loops at once, independent of each other: the most that two cores reach
     DDP, data 2                the loop under DistributedDataParallel over Gloo, half of a batch on each rank
     Ranvier, data 2 [sharded]  two replicas over Gloo; with sharded optimizer states
+    Ranvier, data 2, MPI       two replicas over MPI, as `ranvier train` starts them where MPI is installed
 
 The model has MiniLM's size (6 layers of 384) and random weights, which transformers makes and all contenders load.
 Sentences are generated; their lengths are distributed as in SST-2 (13.5 tokens on average, at most 64). All contenders
@@ -34,6 +35,7 @@ from benchmarks.finetune.contenders import CONTENDERS, PLAIN, Contender, Work, l
 from benchmarks.memory.program import ratios, table
 from benchmarks.rank_team import RankTeam
 from benchmarks.record import results_file, write_results
+from ranvier.launch.mpiexec import mpi_available
 
 AGREE = 1e-3
 """Largest relative difference of losses in the first epoch."""
@@ -55,7 +57,8 @@ class Team(RankTeam):
     """The processes of one contender, which have built their models."""
 
     def __init__(self, context, work: Work, contender: Contender, port: int) -> None:
-        super().__init__(context, contender.name, contender.ranks, serve, lambda rank: (work, contender, rank, port))
+        super().__init__(context, contender.name, contender.ranks, serve, lambda rank: (work, contender, rank, port),
+                         mpi=contender.mpi)
         self.contender = contender
         self.answers()
 
@@ -75,6 +78,9 @@ def measure(options: argparse.Namespace) -> list[dict]:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["benchmarks.finetune.contenders"])
         found = [one for one in CONTENDERS if options.only is None or one.name in (PLAIN.name, *options.only)]
+        if missing := mpi_available():
+            print(f"without MPI: {missing}")
+            found = [one for one in found if not one.mpi]
         teams = [Team(context, work, contender, store.port) for contender in found]
     rows = {team.contender.name: {**asdict(team.contender), "first_losses": team.run(work.steps)[1], "rounds": []}
             for team in teams}

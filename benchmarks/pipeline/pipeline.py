@@ -79,7 +79,8 @@ def parse(arguments: Sequence[str]) -> Plan:
     if any(ranks < 2 for ranks in options.ranks):
         parser.error("--ranks: a pipeline has at least 2")
     kind = "-".join([*dict.fromkeys(options.scenario), *map(str, options.ranks), "ranks",
-                     *map(str, options.microbatches), "microbatches", *([] if options.only == ["*"] else ["selected"])])
+                     *map(str, options.microbatches), "microbatches", *(["untied"] if options.untied else []),
+                     *([] if options.only == ["*"] else ["selected"])])
     slowing = [name for name in options.scenario if name in ("slow-stage", "jitter")]
     if slowing and max(options.ranks) > cores:
         parser.error(f"--scenario {' '.join(slowing)} needs a core for each rank, and there are {cores}: a rank that "

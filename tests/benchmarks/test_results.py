@@ -57,7 +57,8 @@ def test_a_file_elsewhere_removes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("arguments", "kind"), [
     ([], "plain-2-4-ranks-8-16-microbatches"),
-    (["--ranks", "2", "--microbatches", "8", "--only", "torch-1f1b"], "plain-2-ranks-8-microbatches-selected"),
+    (["--ranks", "2", "--microbatches", "8", "--untied", "--only", "torch-1f1b"],
+     "plain-2-ranks-8-microbatches-untied-selected"),
     (["--scenario", "delay", "--ranks", "2", "--quick"], "quick-delay-2-ranks-8-microbatches"),
 ])
 def test_the_kind_of_a_pipeline_result_names_its_workload(arguments: list[str], kind: str) -> None:
