@@ -390,6 +390,7 @@ def test_every_wait_for_a_collective_is_in_a_scenario(made):
     assert missed == OTHER.keys()  # what is reached now is no exception any more
 
 
+@pytest.mark.slow
 def test_without_any_one_wait_for_a_collective_there_is_a_race(made):
     unnoticed = {}
     for file, line in sorted(WAITS):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.elastic import bound, compare, intervals, outcome, pareto
+from benchmarks.elastic import bound, compare, intervals, outcome, pareto, typed
 from benchmarks.elastic.article import EXPERIMENTS, article_cluster, predicted
 from benchmarks.elastic.contender import ENDS, PEER, contenders, named
 from benchmarks.elastic.program import _plain
@@ -17,6 +17,11 @@ from benchmarks.elastic.simulated import SHAPES, course, simulate_all, situation
 from benchmarks.elastic.task import checked, task_run
 from ranvier.mesh import Mesh
 from ranvier.train.events import EvalEvent, StepEvent
+
+
+def test_the_command_that_is_typed():
+    words = typed.documented()
+    assert words[:2] == ["train", "bert-sentiment"] and "--elastic.cache" in words and "--run-dir" not in words
 
 
 def test_units_of_frozen_epochs():
