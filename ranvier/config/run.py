@@ -185,7 +185,8 @@ class TensorParallel:
     of all activations."""
     keep_weights: bool = False
     """With stationary on several rows only: keep gathered weights for all microbatches of a step instead of gathering
-    them again (as FSDP's reshard_after_forward=False)."""
+    them again (as FSDP's reshard_after_forward=False), and add up the microbatches' weight gradients before they are
+    reduced over rows, once a step. Costs the memory of all gathered weights and gradients of a stage."""
     reduce_dtype: Literal["auto", "fp32", "half"] = "auto"
     """Number format of half-precision activations in reductions along rows and columns; auto is the format of the
     activations. NCCL adds in this format; CPU backends always add in fp32."""

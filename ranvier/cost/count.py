@@ -6,6 +6,7 @@ report. The arithmetic on these counts is `ranvier.cost.memory`'s.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -51,7 +52,7 @@ from ranvier.system.pinned_memory import pinned_bytes
 from ranvier.tensor.columns import plain
 from ranvier.tensor.mesh import TensorMesh, Workspace
 from ranvier.tensor.quantized_weight import quantized_bytes
-from ranvier.tensor.split.linear import SplitLinear
+from ranvier.tensor.split.linear import SplitLinear, SplitVocabularyLinear
 from ranvier.tensor.weight_gradients import WeightGradients
 
 Needs = dict[object, Any]
@@ -284,18 +285,18 @@ def _gradient_dtype(run: ResolvedRun) -> torch.dtype:
 class _AtOnce:
     """A stage's weight gradients, none of which waits."""
 
-    in_pass, defers, forward_bytes = True, False, 0
+    in_pass, defers, last, forward_bytes = True, False, True, 0
 
 
 def _tensor_mesh(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, known: Needs
                  ) -> tuple[dict[int, int], dict[int, int], dict[str, int]]:
     """Index along `pipe` -> bytes that products there work in, and that keep gathered weights; the same -> bytes that
-    sums take while they are under way, where members add them; and block -> bytes that its forward keeps when it runs
-    again, what it has gathered included. By the code that runs, on a microbatch without values,
-    forward and backward through every block."""
+    sums take while they are under way, where members add them, and weight gradients that are summed over rows once a
+    batch; and block -> bytes that its forward keeps when it runs again, what it has gathered included. By the code
+    that runs, on a microbatch without values, forward and backward through every block."""
     mesh = meta_mesh(run.mesh, run.tensor, device_kind(run))
     part, kept_again = split_model(model, mesh), {}
-    passing, gathered = dict.fromkeys(range(run.mesh.pipe), 0), dict.fromkeys(range(run.mesh.pipe), 0)
+    passing, gathered, unreduced = (dict.fromkeys(range(run.mesh.pipe), 0) for _ in range(3))
     largest: list[dict[tuple[str, torch.dtype], int]] = [{} for _ in range(run.mesh.pipe)]
     limits = _limits(run, layout, stages.costs)
     with torch.device("meta"):
@@ -307,22 +308,26 @@ def _tensor_mesh(run: ResolvedRun, model: Model, stages: StageTable, layout: Lay
         segments = _segments(run, model, row.blocks, costs[blocks.start:blocks.stop], row.stage,
                              limits.in_flight)
         recomputed = {place for segment in segments for place in segment}
+        here = [p for p in layout.parameters if p.block in blocks]
+        times = Counter(layout.key(p) for p in here)
         for place, name in enumerate(row.blocks):
             last = row is stages.rows[-1] and name == row.blocks[-1]
             trains = tuple(p.trainable for p in layout.parameters_of(pipe) if p.block == blocks.start + place)
-            alike = (model.alike.get(name, name), place in recomputed, last, trains, tuple(
+            shares = any(times[layout.key(p)] > 1 for p in here if p.block == blocks.start + place)
+            alike = (model.alike.get(name, name), place in recomputed, last, trains, shares, tuple(
                 (leaf.shape, leaf.requires_grad) for leaf in tree_leaves(state)))
             if alike not in known:
                 known[alike] = _block_needs(run, part, mesh, name, state, targets if last else None,
-                                            recomputed=place in recomputed)
+                                            recomputed=place in recomputed, shares=shares)
             needs = known[alike]
             state, kept_again[name] = needs.state, needs.kept_bytes
             gathered[pipe] += needs.gathered_bytes
+            unreduced[pipe] += needs.unreduced_bytes if run.num_microbatches > 1 else 0
             passing[pipe] = max(passing[pipe], needs.arriving_bytes)
             for key, size in needs.workspace.items():
                 largest[pipe][key] = max(largest[pipe].get(key, 0), size)
     found = {pipe: sum(sizes.values()) + gathered[pipe] for pipe, sizes in enumerate(largest)}
-    return found, passing, kept_again
+    return found, {pipe: passing[pipe] + unreduced[pipe] for pipe in passing}, kept_again
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -331,15 +336,17 @@ class _BlockNeeds:
 
     workspace: dict[tuple[str, torch.dtype], int]
     gathered_bytes: int
+    unreduced_bytes: int
     arriving_bytes: int
     kept_bytes: int
     state: State
 
 
 def _block_needs(run: ResolvedRun, part: Model, mesh: TensorMesh, name: str, state: State, targets: object, *,
-                 recomputed: bool) -> _BlockNeeds:
-    """Forward and backward of a block; with targets it is the last one, and the loss follows."""
-    mesh.workspace, gathered = Workspace(), 0
+                 recomputed: bool, shares: bool) -> _BlockNeeds:
+    """Forward and backward of a block; with targets it is the last one, and the loss follows. shares: a parameter with
+    another block of the stage."""
+    mesh.workspace, gathered, unreduced = Workspace(), 0, 0
     rows, cols = mesh.over_rows, mesh.over_cols
     assert isinstance(rows, (MetaGroup, Fp32Sums)) and isinstance(cols, (MetaGroup, Fp32Sums))  # those of `meta_mesh`
     for group in (rows, cols):
@@ -353,7 +360,9 @@ def _block_needs(run: ResolvedRun, part: Model, mesh: TensorMesh, name: str, sta
             for weight in layer.weights:
                 weight.grad_dtype = _gradient_dtype(run)
                 weight.grad = torch.empty_like(weight, dtype=_gradient_dtype(run))
+            layer.has_own_weights = not (shares and isinstance(layer, SplitVocabularyLinear))
             gathered += layer.kept_bytes
+            unreduced += layer.unreduced_bytes
     kept = KeptBytes(block.parameters())
     with keyed_random.scope(0, 0, torch.zeros(1, dtype=torch.int64), name), kept, FusedAttention():
         state = block(state)
@@ -363,7 +372,7 @@ def _block_needs(run: ResolvedRun, part: Model, mesh: TensorMesh, name: str, sta
     if wanted:
         cast(Tensor, sum(wanted)).backward()  # of one tensor at least
         mesh.sums.finish()
-    return _BlockNeeds(workspace=dict(mesh.workspace.sizes()), gathered_bytes=gathered,
+    return _BlockNeeds(workspace=dict(mesh.workspace.sizes()), gathered_bytes=gathered, unreduced_bytes=unreduced,
                        arriving_bytes=sum(group.peak_buffer_bytes for group in (rows, cols)), kept_bytes=kept_bytes,
                        state=tree_map(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), state))
 

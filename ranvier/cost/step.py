@@ -420,7 +420,8 @@ class _StepCost:
                 layers, self.scheme, row=self.mesh.row, col=self.mesh.col, batch=self.run.batch.microbatch_size,
                 sequence=self.step.tokens, hidden=self.run.model.hidden, itemsize=self.step.bytes.parameter,
                 sum_itemsize=self.step.bytes.summed, recompute=again if recomputed else "none", last=not self.others,
-                weights_kept_for=self.count if self.run.tensor.keep_weights else None)
+                weights_kept_for=self.count if self.run.tensor.keep_weights else None,
+                gradient_itemsize=self.step.bytes.gradient)
         return self._volumes[layers, recomputed]
 
     def _received(self, sizes: Bytes, layers: float, way: int) -> float:

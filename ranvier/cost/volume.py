@@ -181,14 +181,16 @@ def _product_volume(units: _Units, way: _Way, recompute: Recompute) -> Volume:
 
 def block_volume(layers: Sequence[SplitLayer], scheme: Scheme, *, row: int, col: int, batch: int, sequence: int,
                  hidden: int, itemsize: int, sum_itemsize: int, recompute: Recompute, last: bool,
-                 weights_kept_for: int | None = None) -> Volume:
+                 weights_kept_for: int | None = None, gradient_itemsize: int | None = None) -> Volume:
     """Of a block with these layers, for one microbatch; other layers receive little, which is left out.
 
     Args:
         hidden: the unit in which features are counted, which does not matter to the result but for rounding.
         last: as for `layer_volume`, of the product that ends a layer.
         weights_kept_for: microbatches for which gathered weights of products stay (`tensor.keep_weights`); None where
-            each microbatch gathers them, for the backward again.
+            each microbatch gathers them, for the backward again. Gradients of kept weights are summed once, too.
+        gradient_itemsize: bytes of an element of a gradient that is summed for several microbatches at once; None for
+            `itemsize`.
     """
     sizes = {"row": row, "col": col, "batch": batch, "sequence": sequence, "itemsize": itemsize,
              "sum_itemsize": sum_itemsize}
@@ -201,7 +203,9 @@ def block_volume(layers: Sequence[SplitLayer], scheme: Scheme, *, row: int, col:
         product = _product_volume(units, way, "none" if last and layer.ends_layer else recompute)
         forward, backward = forward + product.forward, backward + product.backward
     if weights_kept_for is not None:
-        backward = replace(backward, weights=max(0.0, backward.weights - forward.weights))
+        wider = (gradient_itemsize or itemsize) / itemsize if weights_kept_for > 1 else 1.0
+        sums = max(0.0, backward.weights - forward.weights) * wider
+        backward = replace(backward, weights=sums / weights_kept_for)
         forward = replace(forward, weights=forward.weights / weights_kept_for)
     for layer in layers:
         if layer.kind == "embedding":

@@ -101,6 +101,8 @@ class Stage:
         self._graphs: dict[int, _Graph] = {}
         self._uses: dict[str, list[WeightUse]] = {"forward": [], "backward": []}
         self._last_backward = False
+        self._open: list[tuple[int, list[SplitLinear]]] = []
+        """Blocks that the last backward of the batch has not passed yet, and their layers."""
         self.loss_and_weight = torch.zeros(2, dtype=torch.float64, device=device)
         """Sums of loss and weight over the forwards since `begin`."""
         self.outputs: list[State] = []
@@ -256,6 +258,7 @@ class Stage:
             missing -= 1
             self._progress()
             if missing == 0 and self._last_backward:
+                self._close(block)
                 passed = partial(self._block_passed, block)
                 if self._mesh is None:
                     passed()
@@ -264,6 +267,12 @@ class Stage:
 
         for tensor in watched:
             tensor.register_hook(hook)
+
+    def _close(self, block: int) -> None:
+        """The last backward of the batch has passed `block` and all behind it."""
+        while self._open and self._open[-1][0] >= block:
+            for layer in self._open.pop()[1]:
+                layer.close()
 
     def _one_pass(self, direction: Literal["forward", "backward"]) -> AbstractContextManager[None]:
         return nullcontext() if self._mesh is None else self._mesh.one_pass(self._uses[direction])
@@ -303,6 +312,8 @@ class Stage:
         roots = tuple(graph.roots[name] for name in names)
         self._last_backward = last
         if last:
+            self._open = [(block, [layer for layer in module.modules() if isinstance(layer, SplitLinear)])
+                          for block, _, module in self.blocks]
             self._block_passed(self.blocks[-1][0] + 1)
         arrived = tuple(gradients[name] for name in names)
 
@@ -312,7 +323,9 @@ class Stage:
 
         try:
             with self._one_pass("backward"):
-                products = self._weights.backward_pass(number, run, defer)
+                products = self._weights.backward_pass(number, run, defer, last=last)
+                if last:
+                    self._close(self.blocks[0][0])
         except SystemExit as error:
             raise _ended(f"the backward of microbatch {number}", error) from error
         except Exception as error:
@@ -330,6 +343,7 @@ class Stage:
         """Forget all microbatches: the batch has failed."""
         self._graphs.clear()
         self._weights.clear()
+        self.forget_weights()
 
 
 def _compiled_blocks(how: bool | Literal["auto"], gradients: WeightGradients, forwards: DeferringForwards,

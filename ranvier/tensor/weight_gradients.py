@@ -48,13 +48,17 @@ class WeightGradients:
         self._waiting: dict[tuple[int, int], _Operands] = {}
         self._fresh: list[_Operands] | None = None
         self._in_pass = False
+        self.last = False
+        """Whether no backward of the batch follows the one that runs."""
         self.forward_bytes = 0
         """Bytes that deferring the products of all forward passes since the last reset would keep alive."""
 
-    def backward_pass(self, microbatch: int, backward: Callable[[], None], defer: bool) -> list[Product]:
-        """Run `backward`. With `defer` its products wait under (microbatch, number); returns their descriptions."""
+    def backward_pass(self, microbatch: int, backward: Callable[[], None], defer: bool, *,
+                      last: bool = False) -> list[Product]:
+        """Run `backward`. With `defer` its products wait under (microbatch, number); returns their descriptions. last:
+        no other backward of the batch follows."""
         fresh: list[_Operands] = []
-        self._fresh, self._in_pass = fresh if defer else None, True
+        self._fresh, self._in_pass, self.last = fresh if defer else None, True, last
         try:
             backward()
         finally:

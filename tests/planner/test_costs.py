@@ -8,6 +8,7 @@ from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Batch, Data, Elastic, TensorParallel, Train, Transformer
 from ranvier.cost import transition
 from ranvier.cost.cluster_files import load_cluster
+from ranvier.cost.count import laid_out
 from ranvier.cost.hardware import Link
 from ranvier.cost.run_cost import run_cost, run_pipeline
 from ranvier.mesh import Mesh
@@ -119,6 +120,15 @@ def test_weights_that_stay_gathered_cost_messages_once():
     run = replace(TINY, mesh=Mesh(row=2), tensor=TensorParallel(scheme="stationary"))
     kept = replace(run, tensor=replace(run.tensor, keep_weights=True))
     assert found(kept).stages[0].exchange_seconds < found(run).stages[0].exchange_seconds
+
+
+def test_gradients_of_kept_weights_are_held_whole_and_summed_once():
+    """Of four layers' products, in fp32 as the gradients of a bf16 model, where there are several microbatches."""
+    for keeps, expected in ((False, 0), (True, 4 * 12 * 64 ** 2 * 4)):
+        run = replace(TINY, mesh=Mesh(row=2), tensor=TensorParallel(keep_weights=keeps))
+        several, one = (laid_out(replace(run, batch=Batch(global_size=size, microbatch_size=2)))[1][0].device["workspace"]
+                        for size in (16, 2))
+        assert several - one == expected
 
 
 def test_images_have_patches_instead_of_tokens():

@@ -102,15 +102,16 @@ def test_a_recomputed_layer_gathers_once_for_recomputation_and_backward(mesh):
     assert all(again <= once for once, again in zip(plain, recomputed, strict=True))
 
 
-@pytest.mark.parametrize("scheme", quick(1, ["stationary", "summa"]))
-def test_policies_agree_to_the_bit(scheme):
+@pytest.mark.parametrize("settings", quick(1, [Settings(keep_weights=True), Settings(), Settings(scheme="summa")]),
+                         ids=str)
+def test_policies_agree_to_the_bit(settings):
     """Weight gradients at once, some later, all later; in every order of microbatches."""
     mesh = Mesh(pipe=2, row=2, col=2)
     batches = token_batches(mesh, count=5)
-    first = gradients_on(tiny_gpt, batches, mesh, scheme=scheme, pipeline=Pipeline(policy="gpipe"))
+    first = gradients_on(tiny_gpt, batches, mesh, settings=settings, pipeline=Pipeline(policy="gpipe"))
     for options in (Pipeline(policy="1f1b"), Pipeline(defer_bytes=0), Pipeline(defer_bytes=HUGE, in_flight=5),
                     Pipeline(defer_bytes=20_000, in_flight=3), Pipeline()):
-        other = gradients_on(tiny_gpt, batches, mesh, scheme=scheme, pipeline=options)
+        other = gradients_on(tiny_gpt, batches, mesh, settings=settings, pipeline=options)
         for mine, theirs in zip(first.of_ranks, other.of_ranks, strict=True):
             wrong = [name for name in mine if not torch.equal(mine[name], theirs[name])]
             assert set(mine) == set(theirs) and not wrong, f"{options}: {wrong}"

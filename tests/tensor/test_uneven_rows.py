@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -92,9 +94,9 @@ def test_rows_share_a_microbatch_unevenly(count):
     assert [one.status for one in outcomes] == ["agrees"] * 6
 
 
-def routed() -> Model:
+def routed(skips: bool = False) -> Model:
     generator = torch.Generator().manual_seed(1)
-    blocks = {"words": Words(), "first": Experts(), "second": Experts(), "classes": Classes()}
+    blocks = {"words": Words(), "first": Experts(skips), "second": Experts(skips), "classes": Classes()}
     for block in blocks.values():
         block.double()
         with torch.no_grad():
@@ -116,6 +118,25 @@ def test_in_the_engine(keep, checkpoint, defer_bytes, pipe):
                            memory=Memory(recompute=checkpoint), pipeline=Pipeline(defer_bytes=defer_bytes))
     reference = Reference(copy.deepcopy(routed()), seed=SEED, dtype=torch.float64)
     reference.forward_backward(BATCHES[0])
+    assert_close(outcome.gradients, reference.gradients())
+
+
+@pytest.mark.parametrize("defer_bytes", [0, 1 << 40])
+def test_kept_weights_that_the_last_microbatch_does_not_use(defer_bytes):
+    """What earlier microbatches have added up is still summed over rows; nothing is left of a batch that failed."""
+    even, mixed = torch.arange(2, 14, 2), torch.tensor([3, 4, 6, 8, 9, 12])
+    batches = [[Microbatch(ids, ids[:, 0] % 3, torch.arange(2) + 10 * number) for number, ids in enumerate(
+        (torch.stack([mixed, mixed + 1]), torch.stack([mixed, mixed + 2]), torch.stack([even, even])))]]
+
+    def failed(engine):
+        *others, last = share(engine, batches)
+        with pytest.raises(IndexError):
+            engine.forward_backward([*others, replace(last, targets=last.targets + 99)])
+
+    outcome = gradients_on(partial(routed, skips=True), batches, Mesh(row=2, col=2), also=failed,
+                           settings=TensorParallel(keep_weights=True), pipeline=Pipeline(defer_bytes=defer_bytes))
+    reference = Reference(routed(skips=True), seed=SEED, dtype=torch.float64)
+    reference.forward_backward(batches[0])
     assert_close(outcome.gradients, reference.gradients())
 
 

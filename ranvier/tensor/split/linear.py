@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -62,6 +63,10 @@ class SplitLinear(SplitLayer):
         else would change the order of additions."""
         self._kept: Arriving | None = None
         self._coming: dict[int, Arriving] = {}
+        self._unreduced: Tensor | None = None
+        """This row's part [rows, *weight_shape] of the weight gradients of the batch so far, where they are summed over
+        rows once."""
+        self._waiting, self._closed = 0, False
 
     @property
     def gathered(self) -> Tensor | None:
@@ -73,6 +78,14 @@ class SplitLinear(SplitLayer):
         """Bytes of the column's weight where it stays gathered."""
         rows = self.mesh.num_rows if self._keeps_weight else 0
         return rows * sum(weight.numel() * weight.element_size() for weight in self.weights)
+
+    @property
+    def unreduced_bytes(self) -> int:
+        """Bytes of the weight gradients of a batch that are added up before they are summed over rows."""
+        wide = next((one.grad_dtype or one.dtype for one in self.weights if one.requires_grad), None)
+        if wide is None or not self._adds_up:
+            return 0
+        return self.mesh.num_rows * prod(self.weight_shape) * wide.itemsize
 
     @property
     def weights(self) -> tuple[nn.Parameter, ...]:
@@ -112,9 +125,37 @@ class SplitLinear(SplitLayer):
     def _keeps_weight(self) -> bool:
         return self.mesh.settings.keep_weights and self._gathers_weight
 
+    @property
+    def _adds_up(self) -> bool:
+        """Whether weight gradients of a batch are added up here, and summed over rows once."""
+        return self._keeps_weight and self.has_own_weights
+
     def forget(self) -> None:
-        """Drop the gathered weight: the optimizer is about to change it."""
-        self._kept = None
+        """Drop the gathered weight, which the optimizer is about to change, and what a failed batch has left."""
+        self._kept = self._unreduced = None
+        self._waiting, self._closed = 0, False
+
+    def close(self) -> None:
+        """The last backward of the batch has passed this layer: what has been added up is summed over rows when no
+        deferred product is left."""
+        self._closed = True
+        self._sum_over_rows()
+
+    def _sum_over_rows(self) -> None:
+        if self._unreduced is None or self._waiting or not self._closed:
+            return
+        partial_sums, self._unreduced = self._unreduced, None
+        total = partial_sums.new_empty(partial_sums.shape[1:])
+        self.mesh.sums.next_buffer()  # so that no more of them are under way than of other sums
+        self.mesh.sums.add(Arriving(total, self.mesh.over_rows.reduce_scatter(total, partial_sums),
+                                    source=partial_sums), self._add_gradients)
+
+    def _add_up(self, dw: Tensor) -> None:
+        if self._unreduced is None:
+            wide = next(one.grad_dtype or one.dtype for one in self.weights if one.requires_grad)
+            self._unreduced = dw.to(wide, copy=True)
+        else:
+            self._unreduced.add_(dw)
 
     def start_gather(self, buffer: int, kept: bool) -> Arriving:
         """See `under_way.GatheringLayer`."""
@@ -182,21 +223,27 @@ class SplitLinear(SplitLayer):
             return self._defer(gradients, dy, like, x, weight), None
         gathered = None if x is not None else [self._resumed(panel) for panel in panels]
         into = self._into(dy.dtype) if gradients is not None else None
+        # The only product of a batch has nothing to be added up with.
+        summed = gradients is None or not self._adds_up or (
+            gradients.last and self._unreduced is None and not self._waiting)
         dx, dw = None, None
         if weight is not None and wants_weight:
             dx, dw = product.gradients(dy, like if x is None else x, weight, self.weight_shape, gathered_x=gathered,
-                                       into=into, reuse=self._reuse_input and x is not None and x.is_contiguous())
+                                       into=into, reuse=self._reuse_input and x is not None and x.is_contiguous(),
+                                       summed=summed)
         elif weight is not None:
             dx = product.input_gradient(dy, like, weight)
         elif wants_weight:
             dw = product.weight_gradient(dy, like if x is None else x, self.weight_shape, gathered_x=gathered,
-                                         into=into)
+                                         into=into, summed=summed)
         for one in self._coming.values():  # saved, and not wanted
             one.wait()
         self._coming.clear()
         if dw is None or gradients is None:
             return dx, None if dw is None else dw.wait().clone()
-        if self.has_own_weights and self.mesh.num_rows > 1:
+        if not summed:
+            self._add_up(dw.tensor)
+        elif self.has_own_weights and self.mesh.num_rows > 1:
             self.mesh.sums.add(dw, self._add_gradients)
         else:
             self._add_gradients(dw.wait())
@@ -209,6 +256,7 @@ class SplitLinear(SplitLayer):
     def _defer(self, gradients: WeightGradients, dy: Tensor, like: Tensor, x: Tensor,
                weight: Arriving | None) -> Tensor | None:
         """Queue dW; returns dx where `weight` is given."""
+        self._waiting += 1
         gathered = self._product.gather_dy(dy)
         dx = None if weight is None else self._product.input_gradient(dy, like, weight, gathered)
         if gathered is None:
@@ -234,9 +282,18 @@ class SplitLinear(SplitLayer):
     def _deferred(self, is_gathered: bool, x: Tensor, dy: Tensor, *panels: Tensor) -> None:
         """Compute a weight gradient that was deferred, and add it to the parameters'."""
         gathered = [Arriving(one) for one in panels] if is_gathered else None
-        dw = self._product.weight_gradient(dy, x, self.weight_shape, gathered_dy=gathered, into=self._into(x.dtype))
-        if dw is not None:
+        self._waiting -= 1
+        summed = not self._adds_up or (self._closed and self._unreduced is None and not self._waiting)
+        dw = self._product.weight_gradient(dy, x, self.weight_shape, gathered_dy=gathered, into=self._into(x.dtype),
+                                           summed=summed)
+        if dw is None:
+            return
+        if summed:
             self._add_gradients(dw.wait())
+        else:
+            self._add_up(dw.tensor)
+            self._sum_over_rows()
+            self.mesh.sums.finish()
 
 
 def _storage(tensor: Tensor) -> int:

@@ -53,17 +53,18 @@ class Product(ABC):
 
     @abstractmethod
     def weight_gradient(self, dy: Tensor, x: Tensor, shape: torch.Size, *, gathered_x: Gathered | None = None,
-                        gathered_dy: Gathered | None = None, into: Tensor | None = None) -> Arriving | None:
+                        gathered_dy: Gathered | None = None, into: Tensor | None = None,
+                        summed: bool = True) -> Arriving | None:
         """dW [shape], which may lie in the workspace. With `gathered_x` only the shape of x is used, with `gathered_dy`
         dy is of the shape alone.
 
         into: a gradient of the weight's dtype, to which dW is added where no sum over ranks is needed (None is returned
-        then).
+        then). summed: False for this row's part of the sum over rows, [rows, *shape]; stationary products only.
         """
 
     @abstractmethod
     def gradients(self, dy: Tensor, x: Tensor, weight: Arriving, shape: torch.Size, *, gathered_x: Gathered | None,
-                  into: Tensor | None, reuse: bool) -> tuple[Tensor, Arriving | None]:
+                  into: Tensor | None, reuse: bool, summed: bool) -> tuple[Tensor, Arriving | None]:
         """(dx, dW), as the two above, with dx on its way while dW is computed. reuse: dx may take the place of x in
         memory."""
 
@@ -85,14 +86,16 @@ class OutputStationary(Product):
         return stationary.output_input_gradient(self._mesh, _flat(dy), weight, like).wait()
 
     def weight_gradient(self, dy: Tensor, x: Tensor, shape: torch.Size, *, gathered_x: Gathered | None = None,
-                        gathered_dy: Gathered | None = None, into: Tensor | None = None) -> Arriving | None:
-        return stationary.output_weight_gradient(self._mesh, _flat(dy), x, self._panels(x, gathered_x), shape, into)
+                        gathered_dy: Gathered | None = None, into: Tensor | None = None,
+                        summed: bool = True) -> Arriving | None:
+        return stationary.output_weight_gradient(self._mesh, _flat(dy), x, self._panels(x, gathered_x), shape, into,
+                                                 summed=summed)
 
     def gradients(self, dy: Tensor, x: Tensor, weight: Arriving, shape: torch.Size, *, gathered_x: Gathered | None,
-                  into: Tensor | None, reuse: bool) -> tuple[Tensor, Arriving | None]:
+                  into: Tensor | None, reuse: bool, summed: bool) -> tuple[Tensor, Arriving | None]:
         panels = self._panels(x, gathered_x, exposed=False)
         dx = stationary.output_input_gradient(self._mesh, _flat(dy), weight, x, exposed=False)
-        dw = stationary.output_weight_gradient(self._mesh, _flat(dy), x, panels, shape, into)
+        dw = stationary.output_weight_gradient(self._mesh, _flat(dy), x, panels, shape, into, summed=summed)
         return dx.wait(), dw
 
     def _panels(self, x: Tensor, gathered: Gathered | None, *, exposed: bool = True) -> Iterable[tuple[slice, Tensor]]:
@@ -121,15 +124,17 @@ class InputStationary(Product):
         return dx.view(like.shape)
 
     def weight_gradient(self, dy: Tensor, x: Tensor, shape: torch.Size, *, gathered_x: Gathered | None = None,
-                        gathered_dy: Gathered | None = None, into: Tensor | None = None) -> Arriving | None:
+                        gathered_dy: Gathered | None = None, into: Tensor | None = None,
+                        summed: bool = True) -> Arriving | None:
         dy = dy if gathered_dy is not None else dy.contiguous()
-        _, dw = stationary.input_gradients(self._mesh, dy, _flat(x), None, shape, gathered=gathered_dy, into=into)
+        _, dw = stationary.input_gradients(self._mesh, dy, _flat(x), None, shape, gathered=gathered_dy, into=into,
+                                           summed=summed)
         return dw
 
     def gradients(self, dy: Tensor, x: Tensor, weight: Arriving, shape: torch.Size, *, gathered_x: Gathered | None,
-                  into: Tensor | None, reuse: bool) -> tuple[Tensor, Arriving | None]:
+                  into: Tensor | None, reuse: bool, summed: bool) -> tuple[Tensor, Arriving | None]:
         dx, dw = stationary.input_gradients(self._mesh, dy.contiguous(), _flat(x), weight, shape, into=into,
-                                            reuse=reuse)
+                                            reuse=reuse, summed=summed)
         assert dx is not None
         return dx.view(x.shape), dw
 
@@ -140,7 +145,7 @@ class _Summa(Product):
     gathers_weight = False
 
     def gradients(self, dy: Tensor, x: Tensor, weight: Arriving, shape: torch.Size, *, gathered_x: Gathered | None,
-                  into: Tensor | None, reuse: bool) -> tuple[Tensor, Arriving | None]:
+                  into: Tensor | None, reuse: bool, summed: bool) -> tuple[Tensor, Arriving | None]:
         dw = self.weight_gradient(dy, x, shape)
         return self._input_gradient(dy, x, weight.tensor[0], out=_flat(x) if reuse else None), dw
 
@@ -167,7 +172,8 @@ class SummaProduct(_Summa):
         return summa.abt(self._mesh, _flat(dy), weight.t(), self._width(like), flip=True, out=out).view(like.shape)
 
     def weight_gradient(self, dy: Tensor, x: Tensor, shape: torch.Size, *, gathered_x: Gathered | None = None,
-                        gathered_dy: Gathered | None = None, into: Tensor | None = None) -> Arriving:
+                        gathered_dy: Gathered | None = None, into: Tensor | None = None,
+                        summed: bool = True) -> Arriving:
         return Arriving(summa.atb(self._mesh, _flat(x), _flat(dy), self._width(x), flip=True).t())
 
     def _width(self, x: Tensor) -> int:
@@ -194,7 +200,8 @@ class SummaVocabulary(_Summa):
         return summa.ab(self._mesh, _flat(dy), weight, self._vocab, flip=False).view(like.shape)
 
     def weight_gradient(self, dy: Tensor, x: Tensor, shape: torch.Size, *, gathered_x: Gathered | None = None,
-                        gathered_dy: Gathered | None = None, into: Tensor | None = None) -> Arriving:
+                        gathered_dy: Gathered | None = None, into: Tensor | None = None,
+                        summed: bool = True) -> Arriving:
         return Arriving(summa.atb(self._mesh, _flat(dy), _flat(x), self._vocab, flip=False))
 
 

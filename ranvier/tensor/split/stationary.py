@@ -202,9 +202,9 @@ def output_input_gradient(mesh: TensorMesh, dy: Tensor, weight: Arriving, like: 
 
 
 def output_weight_gradient(mesh: TensorMesh, dy: Tensor, like: Tensor, panels: Iterable[tuple[slice, Tensor]],
-                           shape: torch.Size, into: Tensor | None = None) -> Arriving | None:
+                           shape: torch.Size, into: Tensor | None = None, *, summed: bool = True) -> Arriving | None:
     """dW [out_j, in_i] = `shape`, on its way into the workspace; or None, and it has been added to `into`: on one row
-    only. panels: of x, whose shape `like` has."""
+    only. panels: of x, whose shape `like` has. summed: False for this row's part of the sum, [rows, *shape]."""
     slabs, out, begin = _gradient_buffers(mesh, shape, dy, into)
     for run, panel in panels:
         rows = mesh.activations.rows(dy, like, run).flatten(0, 1)
@@ -213,7 +213,9 @@ def output_weight_gradient(mesh: TensorMesh, dy: Tensor, like: Tensor, panels: I
         begin = False
     if begin:  # no tokens
         slabs.zero_()
-    return _scatter_weight(mesh, slabs, out) if into is None else None
+    if into is not None:
+        return None
+    return _scatter_weight(mesh, slabs, out) if summed else Arriving(slabs)
 
 
 def _gradient_buffers(mesh: TensorMesh, shape: torch.Size, like: Tensor,
@@ -252,12 +254,12 @@ def input_forward(mesh: TensorMesh, x: Tensor, weight: Arriving, out: Tensor) ->
 
 
 def input_gradients(mesh: TensorMesh, dy: Tensor, x: Tensor, weight: Arriving | None, shape: torch.Size | None, *,
-                    gathered: Gathered | None = None, into: Tensor | None = None,
-                    reuse: bool = False) -> tuple[Tensor | None, Arriving | None]:
+                    gathered: Gathered | None = None, into: Tensor | None = None, reuse: bool = False,
+                    summed: bool = True) -> tuple[Tensor | None, Arriving | None]:
     """dx [tokens, in_j], and dW [out_i, in_j] on its way into the workspace, of dy in the residual stream's layout.
 
     weight: the column's; None: dx is not wanted. shape: of dW; None: it is not wanted. gathered: dy, on its way
-    already. into: as in `output_weight_gradient`. reuse: dx takes the place of x in memory.
+    already. into, summed: as in `output_weight_gradient`. reuse: dx takes the place of x in memory.
     """
     whole = None if weight is None else weight.tensor.flatten(0, 1)  # [out, in_j]
     dx = None if weight is None else x if reuse else dy.new_empty(x.shape)
@@ -279,4 +281,4 @@ def input_gradients(mesh: TensorMesh, dy: Tensor, x: Tensor, weight: Arriving | 
         dw.zero_()
     if dw is None or out is None or into is not None:
         return dx, None
-    return dx, _scatter_weight(mesh, dw, out)
+    return dx, _scatter_weight(mesh, dw, out) if summed else Arriving(dw)
