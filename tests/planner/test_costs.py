@@ -126,9 +126,9 @@ def test_gradients_of_kept_weights_are_held_whole_and_summed_once():
     """Of four layers' products, in fp32 as the gradients of a bf16 model, where there are several microbatches."""
     for keeps, expected in ((False, 0), (True, 4 * 12 * 64 ** 2 * 4)):
         run = replace(TINY, mesh=Mesh(row=2), tensor=TensorParallel(keep_weights=keeps))
-        several, one = (laid_out(replace(run, batch=Batch(global_size=size, microbatch_size=2)))[1][0].device["workspace"]
+        several, one = (laid_out(replace(run, batch=Batch(global_size=size, microbatch_size=2)))[1][0]
                         for size in (16, 2))
-        assert several - one == expected
+        assert several.device["workspace"] - one.device["workspace"] == expected
 
 
 def test_images_have_patches_instead_of_tokens():
