@@ -40,7 +40,8 @@ Table = dict[str, dict[str, float]]
               help="A folder with further tasks of lm-evaluation-harness.")
 @click.option("--lm-eval-limit", type=click.IntRange(min=1), help="Samples of each of these tasks; by default all.")
 @click.option("--lm-eval-shots", type=click.IntRange(min=0), help="Examples in the prompt; by default the task's own.")
-@click.option("--ema", is_flag=True, help="The moving average of the parameters (optim.ema) in their place.")
+@click.option("--ema", is_flag=True,
+              help="Evaluate the moving average of the parameters (optim.ema) instead of the parameters.")
 @json_option
 def evaluate(model: Path, sets: tuple[str, ...], choices: tuple[str, ...], harness: str | None,
              lm_eval_path: Path | None, lm_eval_limit: int | None, lm_eval_shots: int | None, ema: bool, as_json: bool,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,14 +38,17 @@ recipe_argument = click.argument("recipe", shell_complete=complete_recipe)
 json_option = click.option("--json", "as_json", is_flag=True,
                            help="Print one JSON document on standard output, and all else on standard error.")
 """Option --json of commands whose result a program may read."""
+quiet_option = click.option("--quiet", is_flag=True, help="Print warnings and errors only.")
+"""Option --quiet of commands that write files: scripts read the exit code, or the document of --json."""
 NUMBER_FORMATS = click.Choice(["fp32", "bf16", "fp16", "fp64"])
 """Type of options for the number format of files."""
 
 
 @contextmanager
-def prose(as_json: bool) -> Iterator[None]:
-    """What is printed inside is for people: with --json it goes to standard error."""
-    with redirect_stdout(sys.stderr if as_json else sys.stdout):
+def prose(as_json: bool, quiet: bool = False) -> Iterator[None]:
+    """Text for people is printed inside: with --json on standard error, with --quiet not at all."""
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(
+            nowhere if quiet else sys.stderr if as_json else sys.stdout):
         yield
 
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ranvier.cli import options
+from ranvier.cli import main, options
 from ranvier.cli.main import run_command
 from ranvier.config import read
 
@@ -219,6 +219,17 @@ def test_help_shows_both_forms_of_a_switch(capsys):
     for setting in read.settings().values():
         assert (f"--{setting.flag} [true|false] / --no-{setting.flag} " in shown) == setting.is_yes_no, setting.name
     assert sum(setting.is_yes_no for setting in read.settings().values()) >= 8
+
+
+def test_the_first_help_has_examples_that_exist(capsys):
+    assert run_command(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert len(shown.splitlines()) <= 40 and max(map(len, shown.splitlines())) <= 80
+    examples = [line.split() for line in shown.splitlines() if line.startswith("    ranvier ")]
+    assert len(examples) == 5
+    for _, name, *args in examples:
+        with main.command.commands[name].make_context(name, args):
+            pass
 
 
 @pytest.mark.parametrize("command", ["train", "check", "plan"])
