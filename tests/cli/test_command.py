@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 
@@ -225,7 +226,7 @@ def test_the_first_help_has_examples_that_exist(capsys):
     assert run_command(["--help"]) == 0
     shown = capsys.readouterr().out
     assert len(shown.splitlines()) <= 40 and max(map(len, shown.splitlines())) <= 80
-    examples = [line.split() for line in shown.splitlines() if line.startswith("    ranvier ")]
+    examples = [shlex.split(line) for line in shown.splitlines() if line.startswith("    ranvier ")]
     assert len(examples) == 5
     for _, name, *args in examples:
         with main.command.commands[name].make_context(name, args):
