@@ -51,7 +51,7 @@ class _Renamed:
 
 @section
 class MeshSettings:
-    """Requested sizes of the mesh, of which some may be auto. `with_sizes` makes a `ranvier.mesh.Mesh` of them."""
+    """Sizes of the mesh along its four axes, of which some may be auto."""
 
     data: Size | Literal["auto"] = 1
     """Data parallel size: replicas of the model, which share each global batch. auto: the planner chooses the fastest
