@@ -8,7 +8,7 @@ import time
 
 import click
 
-from ranvier.cli.options import SettingsCommand, json_option, quiet_option, read_valid_recipe, recipe_argument
+from ranvier.cli.options import OF_DATA, SettingsCommand, json_option, quiet_option, read_valid_recipe, recipe_argument
 from ranvier.cli.problems import ConfigProblems, print_warnings
 
 
@@ -17,7 +17,7 @@ def data() -> None:
     """Prepare the data of runs."""
 
 
-@data.command(cls=SettingsCommand)
+@data.command(cls=SettingsCommand, common=OF_DATA)
 @recipe_argument
 @click.option("--processes", type=click.IntRange(min=1),
               help="Number of processes for tokenization; by default one for each core.")

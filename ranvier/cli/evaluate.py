@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ranvier.cli.options import SettingsCommand, json_option
+from ranvier.cli.options import OF_EVALUATION, SettingsCommand, json_option
 from ranvier.cli.problems import ConfigProblems, print_warnings
 from ranvier.cli.ranks import work_as_rank
 from ranvier.config import read
@@ -28,7 +28,7 @@ Table = dict[str, dict[str, float]]
 """Name of a data set -> metric -> value."""
 
 
-@click.command(cls=SettingsCommand, short_help="Measure loss and scores of a trained model.")
+@click.command(cls=SettingsCommand, common=OF_EVALUATION, short_help="Measure loss and scores of a trained model.")
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--data", "sets", multiple=True, metavar="[NAME=]DATA",
               help="Held-out data of the model's task; may be given several times. By default that of the run.")

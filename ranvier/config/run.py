@@ -517,8 +517,9 @@ class Data:
     JSONL or Parquet; chat: JSONL or Parquet, or quiz, which is generated; qa: JSON in SQuAD 1.1's form; images: a
     folder with one folder of images for each class."""
     eval: str | None = None
-    """Evaluation data in the same formats; none takes the data set's own evaluation split, or every tenth sample where
-    there is none. lm: a corpus, of which all text is held out; none holds out a part of `corpus`."""
+    """Evaluation data, in the formats of `train`; none takes the data set's own evaluation split, or every tenth sample
+    if there is none. lm: a corpus, of which all text is held out; none holds out a part of `corpus`."""
+
     eval_sets: tuple[str, ...] = ()
     """Further evaluation data in the same formats, as NAME=DATA, for example wiki=wiki.jsonl,code=code.jsonl. Each set
     is evaluated separately, and its metrics have its name, such as eval_wiki_loss."""
@@ -543,9 +544,9 @@ class Data:
     """lm and chat: several corpora or data sets in place of `corpus` or `train`, as NAME=WEIGHT, for example
     wiki.jsonl=3,code=1. Weights are shares of the samples of a batch."""
     packing: bool = False
-    """lm and chat: pack several samples (documents, conversations) into one sequence. Tokens attend to their own sample
-    only, and positions start again with each sample. Without packing, lm cuts the text into sequences regardless of
-    documents, and chat pads each conversation."""
+    """Pack several samples (documents, conversations) into one sequence, for the tasks lm and chat. Tokens attend to
+    their own sample only, and positions start again with each sample. Without packing, lm cuts the text into sequences
+    regardless of documents, and chat pads each conversation."""
     padding: Literal["longest", "maximum"] = "longest"
     """Padding of samples with different lengths. longest: batches are grouped by length, in an order that depends on
     the seed alone, and each microbatch is padded to its longest sample; maximum: to `model.sequence`, in random
@@ -559,9 +560,9 @@ class Data:
     Face data set (wikitext-103), or a corpus of your own, as module:function (docs/extending.md). Each row of a table
     is a document, whose column `text_column` is its text."""
     tokenizer: str = "bpe"
-    """bpe: a byte-level BPE with model.vocab entries, trained on the first 4 MB of the corpus; gpt2: GPT-2's own; or
-    the path of a tokenizer.json (a byte-level BPE for the task lm, a WordPiece for classification and qa). chat takes a
-    folder with tokenizer.json, tokenizer_config.json and a chat template."""
+    """Tokenizer. bpe: a byte-level BPE with model.vocab entries, trained on the first 4 MB of the corpus; gpt2: GPT-2's
+    own; or the path of a tokenizer.json (a byte-level BPE for the task lm, a WordPiece for classification and qa). chat
+    takes a folder with tokenizer.json, tokenizer_config.json and a chat template."""
     max_bytes: Positive | Literal["auto"] = "auto"
     """Bytes of text to read from the corpus; a warning says when the rest is left out. auto: all of a file or folder,
     16 MB of a corpus that is given by name."""

@@ -242,7 +242,15 @@ def test_help_fits_on_a_screen_and_leads_to_the_rest(capsys, command):
     section = capsys.readouterr().out
     assert "--tensor.scheme" in section and "--mesh.pipe" not in section
     assert run_command([command, "--help-section", "tensors"]) == 2
-    assert set(options.COMMON) <= set(read.settings())
+    assert {*options.COMMON, *options.OF_EVALUATION, *options.OF_DATA} <= set(read.settings())
+
+
+@pytest.mark.parametrize(("command", "has", "has_not"), [
+    (["evaluate"], "--data.eval", "--optim.algorithm"), (["data", "prepare"], "--data.packing", "--mesh.pipe")])
+def test_the_short_help_has_what_the_command_needs(capsys, command, has, has_not):
+    assert run_command([*command, "--help"]) == 0
+    short = capsys.readouterr().out
+    assert len(short.splitlines()) <= 60 and f" {has} " in short and f" {has_not} " not in short
 
 
 # ---------------------------------------------------------------------- data that does not fit is found by check
