@@ -135,7 +135,7 @@ def test_what_does_not_fit_is_dropped_with_its_reason():
 
 
 @pytest.mark.parametrize(("bandwidth", "flops", "says"), [
-    (1e6, 989e12, "The bottleneck is the link between stages: a microbatch's activations x),
+    (1e6, 989e12, "The bottleneck is the link between stages: a microbatch's activations take longer on it than"),
     (450e9, 1e9, "The bottleneck is the bubble: 2 stages wait")])
 def test_the_bottleneck_between_stages(bandwidth, flops, says):
     cluster = load_cluster("h100")
