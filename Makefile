@@ -71,7 +71,7 @@ wheel: $(VENV)/test
 lock:
 	rm -rf $(VENV)/lock && $(PYTHON) -m venv $(VENV)/lock
 	grep -E '^(torch|mypy)==' constraints.txt > $(VENV)/lock/kept.txt
-	$(VENV)/lock/bin/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/lock/kept.txt -e '.[mpi,test]'
+	$(VENV)/lock/bin/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/lock/kept.txt -e '.[mpi,test,docs]'
 	{ grep '^#' constraints.txt; $(VENV)/lock/bin/python -m pip freeze --all --exclude-editable | grep -v '^pip==' | sed 's/+cpu//' | sort -f; } > $(VENV)/lock/found.txt
 	mv $(VENV)/lock/found.txt constraints.txt && rm -rf $(VENV)/lock
 

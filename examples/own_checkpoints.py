@@ -1,7 +1,7 @@
 """Checkpoints in a loop of your own: run it, end it at any moment, and run it again on another mesh.
 
     python examples/own_checkpoints.py                  two replicas
-    python examples/own_checkpoints.py --pipe 3         three stages go on where the replicas were
+    python examples/own_checkpoints.py --pipe 3         three stages continue at the same step
 """
 
 import argparse

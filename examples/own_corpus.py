@@ -1,7 +1,7 @@
 """A corpus of your own: `ranvier train gpt-tiny --data.corpus examples.own_corpus:Sums --run-dir runs/own-corpus`.
 
-A corpus gives documents; the task `lm` makes a tokenizer and token files of them, once.
-`ranvier.testing.corpora.check_corpus` tells whether a corpus keeps the protocol.
+A corpus is a source of documents, from which the task `lm` makes a tokenizer and token files once.
+`ranvier.testing.corpora.check_corpus` checks that a corpus implements the protocol.
 """
 
 import random

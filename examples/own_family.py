@@ -1,4 +1,4 @@
-"""A model family of your own, trained, checked, planned and resumed by the command, as the shipped ones are.
+"""A model family of your own: the command trains, checks, plans and resumes it like the shipped ones.
 
     ranvier check examples.own_family:recipe
     ranvier train examples.own_family:recipe --train.steps 20 --run-dir runs/own-family
@@ -6,7 +6,8 @@
     ranvier plan examples.own_family:recipe --cluster laptop --ranks 4
 
 The model is a causal convolutional language model: each layer mixes every channel over the last `kernel` tokens, and
-then the channels of each token. `ranvier.testing.families.check_family` tells whether a family keeps the protocol.
+then the channels of each token. `ranvier.testing.families.check_family` checks that a family implements the
+protocol.
 
 Shapes are in the names: B batch, S sequence, H hidden, V vocabulary.
 """
@@ -68,7 +69,7 @@ def initial(name):
 
 @dataclass(frozen=True)
 class Convolutional(ModelFamily):
-    """Settings of its own are the fields: `--model.options kernel=8,gated=true`."""
+    """The fields are its settings: `--model.options kernel=8,gated=true`."""
 
     kernel: int = 4
     gated: bool = False

@@ -1,12 +1,12 @@
 """A freeze policy of your own, in a run on two ranks: `python examples/own_freezing.py`.
 
-A freeze policy answers one question, how many layers shall be frozen, from each layer's gradient norm. This one is
-AutoFreeze's (Liu et al., 2021): a layer has converged when its gradient changes less from one evaluation to the next
-than that of the median active layer, and the layers below the first that has not are frozen. (The article's gradients
-are sums since the last evaluation; here they are those of the step.) Everything else is the run's: engines are built
-again, the pipeline packs itself, freed ranks become replicas.
+A freeze policy decides how many layers are frozen, here from each layer's gradient norm by AutoFreeze's rule (Liu et
+al., 2021): a layer has converged when its gradient changes less from one evaluation to the next than that of the median
+active layer. The layers below the first one that has not converged are frozen. (The article's gradients are sums since
+the last evaluation; here they are those of the step.) The run does everything else: it builds engines again, packs the
+pipeline and makes replicas of freed ranks.
 
-The task is made up: whether a sentence has more good words than bad ones.
+The task is artificial: does a sentence have more good words than bad ones?
 """
 
 import random
@@ -23,7 +23,7 @@ OTHER = ["the", "film", "is", "a", "story", "was"]
 
 
 class GradientChange:
-    """Freezes what changes least; keeps the norms of the evaluation before."""
+    """Freezes the layers whose gradients change least, compared with the norms of the evaluation before."""
 
     def __init__(self):
         self.before = None
@@ -38,7 +38,7 @@ class GradientChange:
         return next((layer for layer in active if change[layer] >= least), facts.frozen)
 
     def state_dict(self):
-        """What a checkpoint keeps."""
+        """The policy's state in a checkpoint."""
         return {"before": self.before}
 
     def load_state_dict(self, state):

@@ -52,7 +52,7 @@ class MLP(nn.Module):
 
 
 class Head(nn.Module):
-    """Is there a token 0?"""
+    """Logits for the question whether there is a token 0."""
 
     def __init__(self):
         super().__init__()

@@ -1,9 +1,9 @@
 """An optimizer of your own: `ranvier train gpt-tiny --optim.algorithm examples.own_optimizer:Adagrad
 --optim.options epsilon=1e-8 --run-dir runs/own-optimizer`.
 
-An update rule says which states each element has, and updates parameters in place. Sharding, offload, checkpoints and
-resharding are the run's. `ranvier.testing.rules.check_rule` tells whether a rule keeps the protocol; docs/optimizers.md
-describes rules that need whole tensors.
+An update rule defines the states of each element, and updates parameters in place. The run handles sharding, offload,
+checkpoints and resharding. `ranvier.testing.rules.check_rule` checks that a rule implements the protocol;
+docs/optimizers.md describes rules that need whole tensors.
 """
 
 

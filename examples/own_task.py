@@ -1,7 +1,7 @@
 """A task of your own for a shipped model: `ranvier train examples.own_task:recipe --run-dir runs/own-task`.
 
-A task gives samples by number and judges outputs. This one is made up: does the sum of a row of digits exceed its mean?
-BERT reads the digits as tokens. `ranvier.testing.tasks.check_task` tells whether a task keeps the protocol.
+A task gives samples by index and scores outputs. This one is artificial: does the sum of a row of digits exceed its
+mean? BERT reads the digits as tokens. `ranvier.testing.tasks.check_task` checks that a task implements the protocol.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from ranvier.errors import DataError
 
 
 class Digits:
-    """Sample n is a row of digits that follows from n; any sample, in any order, the same on every rank."""
+    """Sample n is a row of digits that depends on n only: the same on every rank and in any order."""
 
     def __init__(self, first, count, length):
         chance = np.random.default_rng(first)
@@ -35,7 +35,7 @@ class Digits:
 
 @dataclass(frozen=True)
 class LargeSums(Task):
-    """Settings of its own are the fields: `--data.options count=500`."""
+    """The fields are its settings: `--data.options count=500`."""
 
     count: int = 2000
     form = TaskForm(family="bert", head="classes", targets="rows", samples="rows")

@@ -1,7 +1,7 @@
 """Your own tracker in a training run on two ranks: `python examples/own_tracker.py`.
 
-A tracker takes the run's events (ranvier/train/events.py) beside the files and the console. This one remembers the
-slowest step. `ranvier.testing.trackers.check_tracker` tells whether a tracker stands everything that a run may say.
+A tracker receives the run's events (ranvier/train/events.py), like the files and the console. This one records the
+slowest step. `ranvier.testing.trackers.check_tracker` calls a tracker with every event that a run may send.
 """
 
 import ranvier
@@ -12,7 +12,7 @@ from ranvier.train.loop import train
 
 
 class SlowestStep:
-    """Tells at the end which step took longest, after the first, and how much of it was waiting."""
+    """Reports the slowest step after the first one, and the share of it that was waiting."""
 
     def __init__(self):
         self.slowest = None

@@ -1,8 +1,8 @@
 """Ranvier's ranks on a cluster of Ray: `python examples/ray_ranks.py --ranks 4 gpt-tiny --mesh.data 2 --mesh.pipe 2`.
 
-Each rank is a process of `ranvier train` that an actor of a placement group starts, with the variables that torchrun
-sets; so whatever has a cluster of Ray can train. When a rank fails, or its actor or node is lost, the others are ended,
-and all start again from the newest checkpoint: `--run-dir` is a folder that all nodes share.
+Each actor of a placement group starts a process of `ranvier train`, with the variables that torchrun sets. If a rank
+fails, or its actor or node is lost, the others are ended, and all start again from the newest checkpoint. `--run-dir`
+must be a folder that all nodes share.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def variables_of(nodes, secret):
 
 
 def train(arguments, ranks, gpus):
-    """Whether all ranks have ended well; where one has not, the others are ended, too."""
+    """Whether all ranks have ended with exit code 0; if one has not, the others are ended, too."""
     group = placement_group([{"CPU": 1, **({"GPU": 1} if gpus else {})}] * ranks, strategy="PACK")
     ray.get(group.ready())
     strategy = PlacementGroupSchedulingStrategy(placement_group=group)

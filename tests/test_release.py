@@ -93,7 +93,7 @@ def test_the_lock_has_every_dependency_of_the_two_commands() -> None:
     pinned = {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
     assert not any("://" in line or "+" in line for line in lines) and pinned["torch"] == "2.13.0"
     extras = PROJECT["project"]["optional-dependencies"]
-    for text in (*PROJECT["project"]["dependencies"], *extras["mpi"], *extras["test"]):
+    for text in (*PROJECT["project"]["dependencies"], *extras["mpi"], *extras["test"], *extras["docs"]):
         wanted = Requirement(text)
         assert pinned.get(canonicalize_name(wanted.name)) in wanted.specifier, f"{text}: run make lock"
     assert len(pinned) > 80  # what they need in turn, too

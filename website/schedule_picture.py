@@ -2,8 +2,9 @@
 
     python -m website.schedule_picture docs/images/schedule.svg
 
-Each row is a stage, each box an action: F3 is the forward of microbatch 3. A cover of the page's colour moves to the
-right and uncovers what has run so far. Readers who prefer less motion see the finished picture.
+Each row is a stage, each box an action: F3 is the forward of microbatch 3. The finished picture is shown first.
+Then a cover of the page's colour moves to the right and uncovers what has run so far. Readers who prefer less motion,
+and prints, have the finished picture.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def picture() -> str:
           for kind, name in _KINDS.items()),
         f"text.F,text.B{{fill:#fff}}text.W{{fill:{INK}}}rect.wait{{fill:{COLOURS['wait']}}}",
         f".cover{{fill:#fff;animation:run {SECONDS}s linear infinite}}",
-        f"@keyframes run{{from{{transform:translateX(0)}}80%,to{{transform:translateX({longest:.0f}px)}}}}",
+        f"@keyframes run{{0%,15%,90%,to{{transform:translateX({longest:.0f}px)}}15.01%{{transform:translateX(0)}}}}",
         "@media (prefers-reduced-motion:reduce){.cover{display:none}}",
         "</style>",
         f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>',

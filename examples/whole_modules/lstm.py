@@ -1,4 +1,4 @@
-"""A translator of two LSTMs: the second starts with the state, a tuple, in which the first one ends."""
+"""A translator of two LSTMs: the second starts with the final state of the first, a tuple."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""A GPT in the manner of nanoGPT: its forward makes positions, checks the length, and shares a weight of both ends."""
+"""A GPT in the manner of nanoGPT: its forward creates positions and checks the length, and both ends share a weight."""
 
 import torch
 from torch import nn

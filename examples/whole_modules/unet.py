@@ -1,4 +1,4 @@
-"""A U-Net: what goes down is concatenated to what comes up, across all blocks between them."""
+"""A U-Net: outputs of the downward path are concatenated to inputs of the upward path, across all blocks between."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""The same on two stages: `python with_ranvier.py resnet layer3`, with the names of submodules that begin a block."""
+"""The same on two stages: `python with_ranvier.py resnet layer3`, with the submodules at which blocks begin."""
 
 import importlib
 import sys

@@ -18,9 +18,9 @@ from ranvier.config import read
               help="Compare a model of your own under tensor parallelism, in every scheme, with the same model on one "
                    "rank. The function takes no arguments and returns (model, sample) or (model, sample, loss), as for "
                    "ranvier.testing.check_split. No RECIPE is needed.")
-@click.option("--ranks", type=click.IntRange(min=1), help="Number of ranks that the run is meant for.")
+@click.option("--ranks", type=click.IntRange(min=1), help="Number of ranks of the run.")
 @click.option("--cluster",
-              help="Compare the memory of this cluster: a name, as for plan, or a TOML file.")
+              help="Compare the prediction with the memory of this cluster, a name as for `plan` or a TOML file.")
 @click.option("--ranks-per-node", type=click.IntRange(min=1),
               help="Ranks on each machine, for their placement.")
 @click.option("--all", "every_value", is_flag=True, help="Show all settings, also those at their defaults.")

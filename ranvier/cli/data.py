@@ -8,7 +8,7 @@ import time
 
 import click
 
-from ranvier.cli.options import SettingsCommand, json_option, read_valid_recipe, recipe_argument
+from ranvier.cli.options import OF_DATA, SettingsCommand, json_option, quiet_option, read_valid_recipe, recipe_argument
 from ranvier.cli.problems import ConfigProblems, print_warnings
 
 
@@ -17,15 +17,17 @@ def data() -> None:
     """Prepare the data of runs."""
 
 
-@data.command(cls=SettingsCommand)
+@data.command(cls=SettingsCommand, common=OF_DATA)
 @recipe_argument
-@click.option("--processes", type=click.IntRange(min=1), help="Processes that tokenise; by default one for each core.")
+@click.option("--processes", type=click.IntRange(min=1),
+              help="Number of processes for tokenization; by default one for each core.")
+@quiet_option
 @json_option
-def prepare(recipe: str, processes: int | None, as_json: bool, **flags: str | None) -> int:
+def prepare(recipe: str, processes: int | None, quiet: bool, as_json: bool, **flags: str | None) -> int:
     """Write the token files of RECIPE into the cache, once for all runs with the same data settings.
 
-    Runs make what they do not find there, in one process; this command does it before they start, in parallel, and
-    tells the share of padding.
+    A run writes missing token files when it starts, in one process. This command writes them before, in parallel, and
+    prints the share of padding.
     """
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -42,7 +44,8 @@ def prepare(recipe: str, processes: int | None, as_json: bool, **flags: str | No
     if found:
         raise ConfigProblems(found)
     print_warnings(warnings(run))
-    began, console = time.monotonic(), Console(highlight=False, markup=False, soft_wrap=True, stderr=as_json)
+    began, console = time.monotonic(), Console(highlight=False, markup=False, soft_wrap=True, stderr=as_json,
+                                                quiet=quiet)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TextColumn("{task.completed:,.0f}"),
                TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ranvier.cli.options import SettingsCommand, json_option
+from ranvier.cli.options import OF_EVALUATION, SettingsCommand, json_option
 from ranvier.cli.problems import ConfigProblems, print_warnings
 from ranvier.cli.ranks import work_as_rank
 from ranvier.config import read
@@ -28,7 +28,7 @@ Table = dict[str, dict[str, float]]
 """Name of a data set -> metric -> value."""
 
 
-@click.command(cls=SettingsCommand, short_help="Measure loss and scores of a trained model.")
+@click.command(cls=SettingsCommand, common=OF_EVALUATION, short_help="Measure loss and scores of a trained model.")
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--data", "sets", multiple=True, metavar="[NAME=]DATA",
               help="Held-out data of the model's task; may be given several times. By default that of the run.")
@@ -40,7 +40,8 @@ Table = dict[str, dict[str, float]]
               help="A folder with further tasks of lm-evaluation-harness.")
 @click.option("--lm-eval-limit", type=click.IntRange(min=1), help="Samples of each of these tasks; by default all.")
 @click.option("--lm-eval-shots", type=click.IntRange(min=0), help="Examples in the prompt; by default the task's own.")
-@click.option("--ema", is_flag=True, help="The moving average of the parameters (optim.ema) in their place.")
+@click.option("--ema", is_flag=True,
+              help="Evaluate the moving average of the parameters (optim.ema) instead of the parameters.")
 @json_option
 def evaluate(model: Path, sets: tuple[str, ...], choices: tuple[str, ...], harness: str | None,
              lm_eval_path: Path | None, lm_eval_limit: int | None, lm_eval_shots: int | None, ema: bool, as_json: bool,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from ranvier.cli.options import NUMBER_FORMATS, json_option, prose
+from ranvier.cli.options import NUMBER_FORMATS, json_option, prose, quiet_option
 
 
 @click.command("export", short_help="Write a checkpoint in Hugging Face's format.")
@@ -18,11 +18,13 @@ from ranvier.cli.options import NUMBER_FORMATS, json_option, prose
 @click.option("--shard-bytes", type=click.IntRange(min=1), default=1_000_000_000, show_default=True,
               help="Maximum size of a file of tensors in bytes; a larger tensor gets a file of its own.")
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="A tokenizer.json; by default that of the run.")
-@click.option("--ema", is_flag=True, help="The moving average of the parameters (optim.ema) in their place.")
+@click.option("--ema", is_flag=True,
+              help="Write the moving average of the parameters (optim.ema) instead of the parameters.")
 @click.option("--adapters", is_flag=True, help="Write only the adapters (--lora.rank), in PEFT's format.")
+@quiet_option
 @json_option
 def export_run(run: Path, out: Path, dtype: str | None, shard_bytes: int, tokenizer: Path | None, ema: bool,
-               adapters: bool, as_json: bool) -> int:
+               adapters: bool, quiet: bool, as_json: bool) -> int:
     """Write a checkpoint of RUN to the new folder OUT in Hugging Face's format, which transformers loads. Adapters are
     merged into the weights.
 
@@ -31,7 +33,7 @@ def export_run(run: Path, out: Path, dtype: str | None, shard_bytes: int, tokeni
     """
     from ranvier.checkpoint.hf.export_model import export, export_adapters
 
-    with prose(as_json):
+    with prose(as_json, quiet):
         if adapters:
             export_adapters(run, out, dtype=dtype, ema=ema)
         else:

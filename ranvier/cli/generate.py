@@ -29,11 +29,11 @@ if TYPE_CHECKING:
               help="A file with one prompt in each line, or a .jsonl file of objects with a field prompt or messages.")
 @click.option("--chat", is_flag=True, help="Each prompt is a user's message, in the model's chat template.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=100, show_default=True,
-              help="Most tokens written for each prompt.")
+              help="Maximum number of tokens that are generated for each prompt.")
 @click.option("--temperature", type=float, default=1.0, show_default=True, help="0 takes the most likely token.")
-@click.option("--top-k", type=int, help="Sample from so many of the most likely tokens only.")
+@click.option("--top-k", type=int, help="Sample from this number of most likely tokens only.")
 @click.option("--top-p", type=float, default=1.0, show_default=True,
-              help="Sample from the most likely tokens whose probabilities add up to so much.")
+              help="Sample from the most likely tokens whose probabilities add up to this.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Random seed for sampling.")
 @click.option("--stop", multiple=True, help="A text that ends the answer, and is left out; may be given several times.")
 @click.option("--mesh.data", "data", type=click.IntRange(min=1), default=1, show_default=True,
@@ -42,13 +42,14 @@ if TYPE_CHECKING:
 @click.option("--mesh.row", "row", type=click.IntRange(min=1), default=1, show_default=True, help="Rows.")
 @click.option("--mesh.col", "col", type=click.IntRange(min=1), default=1, show_default=True, help="Columns.")
 @click.option("--tensor.scheme", "scheme", type=click.Choice(["stationary", "summa", "megatron"]), default="stationary",
-              show_default=True, help="How rows and columns split layers.")
+              show_default=True, help="Tensor parallel scheme.")
 @click.option("--precision", type=NUMBER_FORMATS, default="fp32", show_default=True,
               help="Number format of the parameters.")
 @click.option("--launch.device", "device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto",
-              show_default=True, help="What the ranks compute on.")
+              show_default=True, help="Device of the ranks.")
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="A tokenizer.json; by default the model's own.")
-@click.option("--ema", is_flag=True, help="The moving average of the parameters (optim.ema) in their place.")
+@click.option("--ema", is_flag=True,
+              help="Use the moving average of the parameters (optim.ema) instead of the parameters.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per prompt, with the reason of its end.")
 def generate(model: Path, prompts: tuple[str, ...], file: Path | None, chat: bool, stop: tuple[str, ...],
              data: int, pipe: int, row: int, col: int, device: str, tokenizer: Path | None, ema: bool, as_json: bool,

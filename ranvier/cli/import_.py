@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from ranvier.cli.options import NUMBER_FORMATS, json_option, prose
+from ranvier.cli.options import NUMBER_FORMATS, json_option, prose, quiet_option
 
 
 @click.command("import", short_help="Read a Hugging Face model as the start of a run.")
@@ -15,15 +15,16 @@ from ranvier.cli.options import NUMBER_FORMATS, json_option, prose
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--precision", type=NUMBER_FORMATS, help="Number format of the parameters; by default that of MODEL's "
                                                        "files.")
+@quiet_option
 @json_option
-def import_model(model: Path, out: Path, precision: str | None, as_json: bool) -> int:
+def import_model(model: Path, out: Path, precision: str | None, quiet: bool, as_json: bool) -> int:
     """Convert the model MODEL to a checkpoint in the new folder OUT.
 
-    Read are GPT-2, Llama, Mistral, Qwen 2 and 3, Gemma, Gemma 2, OLMo 2, SmolLM 2, BERT, ViT and DINOv2.
+    Architectures: GPT-2, Llama, Mistral, Qwen 2 and 3, Gemma, Gemma 2, OLMo 2, SmolLM 2, BERT, ViT and DINOv2.
 
     MODEL is a folder with config.json and model.safetensors (or shards with their index, or pytorch_model.bin), a GGUF
     file, OWNER/NAME of the Hugging Face hub, or a name that --model.pretrained takes. At the end the logits of OUT are
-    compared with those of MODEL; `ranvier train OUT/run.toml --resume OUT` trains on from it.
+    compared with those of MODEL; `ranvier train OUT/run.toml --resume OUT` continues the training.
     """
     from ranvier.checkpoint.hf.import_model import flags
     from ranvier.checkpoint.hf.import_model import import_model as make
@@ -31,10 +32,10 @@ def import_model(model: Path, out: Path, precision: str | None, as_json: bool) -
     from ranvier.data.named_model import local_path
 
     check_free(out)  # before anything is fetched
-    with prose(as_json):
+    with prose(as_json, quiet):
         recipe = make(local_path(model, print), out, precision=precision)
         print(f"written to {out}; its settings: {' '.join(flags(recipe))}")
-        print(f"to train on from it: ranvier train {out / 'run.toml'} --resume {out}")
+        print(f"to continue the training: ranvier train {out / 'run.toml'} --resume {out}")
     if as_json:
         print(json.dumps({"written": str(out), "recipe": str(out / "run.toml"), "flags": list(flags(recipe))}))
     return 0

@@ -66,7 +66,18 @@ def run_command(args: Sequence[str] | None = None, *, change_world: Callable[[Wo
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="ranvier")
 def command() -> None:
-    """Train neural networks that are too large, or too slow, for one device."""
+    """Train neural networks that are too large, or too slow, for one device.
+
+    \b
+    Examples:
+      ranvier train gpt-tiny --train.steps 20 --run-dir runs/first
+      ranvier train gpt-tiny --mesh.data 2 --mesh.pipe 2 --run-dir runs/second
+      ranvier generate runs/first --prompt "def "
+      ranvier check gpt-12b --ranks 48
+      ranvier plan gpt2-small --cluster h100 --ranks 16 --explain
+
+    `ranvier COMMAND --help` describes a command.
+    """
 
 
 for _subcommand in (train, check, plan, simulate, generate, evaluate, export_run, import_model, resize, data, doctor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,14 +38,17 @@ recipe_argument = click.argument("recipe", shell_complete=complete_recipe)
 json_option = click.option("--json", "as_json", is_flag=True,
                            help="Print one JSON document on standard output, and all else on standard error.")
 """Option --json of commands whose result a program may read."""
+quiet_option = click.option("--quiet", is_flag=True, help="Print warnings and errors only.")
+"""Option --quiet of commands that write files: scripts read the exit code, or the document of --json."""
 NUMBER_FORMATS = click.Choice(["fp32", "bf16", "fp16", "fp64"])
 """Type of options for the number format of files."""
 
 
 @contextmanager
-def prose(as_json: bool) -> Iterator[None]:
-    """What is printed inside is for people: with --json it goes to standard error."""
-    with redirect_stdout(sys.stderr if as_json else sys.stdout):
+def prose(as_json: bool, quiet: bool = False) -> Iterator[None]:
+    """Text for people is printed inside: with --json on standard error, with --quiet not at all."""
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(
+            nowhere if quiet else sys.stderr if as_json else sys.stdout):
         yield
 
 
@@ -82,6 +86,12 @@ COMMON = ("mesh.data", "mesh.pipe", "mesh.row", "mesh.col", "batch.global_size",
           "memory.recompute", "model.pretrained", "lora.rank", "data.task", "data.corpus", "data.train",
           "elastic.freeze", "checkpoint.every", "resume", "run_dir")
 """Settings that --help shows, with the first sentence of each; --help-all and --help-section show the rest."""
+OF_EVALUATION = ("mesh.data", "mesh.pipe", "mesh.row", "mesh.col", "batch.global_size", "batch.microbatch_size",
+                 "train.eval_sequences", "precision", "data.eval", "data.corpus")
+"""Those of `evaluate`."""
+OF_DATA = ("data.task", "data.corpus", "data.train", "data.eval", "data.text_column", "data.tokenizer", "data.packing",
+           "data.max_bytes", "data.cache_dir", "model.vocab", "model.sequence")
+"""Those of `data prepare`."""
 
 
 def _with_sections(section: str | None) -> Callable[[click.Context, click.Parameter, str | bool | None], None]:
@@ -101,8 +111,10 @@ _ALL = "all"
 class SettingsCommand(click.Command):
     """A command with every field of the run as a flag. Its help lists the most common flags, all, or a section's."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, common: Sequence[str] = COMMON, **kwargs: Any) -> None:
+        """common: the settings that --help lists."""
         super().__init__(*args, **kwargs)
+        self.common = common
         for setting in read.settings().values():
             text = f"{setting.help} [{setting.expected}; default {read.as_text(setting.default)}]"
             kind = Switch if setting.is_yes_no else click.Option
@@ -133,7 +145,7 @@ class SettingsCommand(click.Command):
                 continue
             if setting is None:
                 groups["Options"].append(record)
-            elif wanted is None and setting.name in COMMON:
+            elif wanted is None and setting.name in self.common:
                 groups.setdefault("Common settings", []).append((f"--{setting.flag}", _first_sentence(setting.help)))
             elif wanted in (_ALL, _section(setting.name)):
                 groups.setdefault(_section(setting.name).capitalize(), []).append(record)

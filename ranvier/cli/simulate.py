@@ -26,7 +26,7 @@ from ranvier.cli.options import SettingsCommand, cluster_option, json_option, re
 @json_option
 def simulate(recipe: str, cluster: str, ranks: int | None, jitter: float, slow: Sequence[str], mtbf_hours: float | None,
              draw: Path | None, as_json: bool, **flags: str | None) -> int:
-    """Simulate the schedule of RECIPE on a cluster: the engine's own policies on a simulated clock."""
+    """Simulate the schedule of RECIPE on a cluster: the engine's own policies with simulated times."""
     name, resolved = read_valid_recipe(recipe, flags)
     from ranvier.planner import plan as planner
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
-from ranvier.cli.options import SettingsCommand, json_option, read_recipe, recipe_argument
+from ranvier.cli.options import SettingsCommand, json_option, quiet_option, read_recipe, recipe_argument
 from ranvier.cli.problems import ConfigProblems, print_warnings
 from ranvier.cli.ranks import work_as_rank
 from ranvier.config import read
@@ -31,7 +31,7 @@ _PLANNED = (*(f"mesh.{axis}" for axis in AXES), "batch.microbatch_size")
 
 @click.command(cls=SettingsCommand, short_help="Train a recipe.")
 @recipe_argument
-@click.option("--quiet", is_flag=True, help="Print warnings and errors only; files and trackers have the rest.")
+@quiet_option
 @json_option
 @click.pass_context
 def train(context: click.Context, /, recipe: str, quiet: bool, as_json: bool, **flags: str | None) -> int:

@@ -1,13 +1,16 @@
 """Sizes of published models, by name: settings of [model] that `model.preset` stands for. Pure.
 
-Each is the config.json that was published with the weights. Training sequences have 2,048 tokens unless a run says
-more; `max_positions` is what the model was made for.
+Each is the config.json that was published with the weights. Training sequences have 2,048 tokens unless a run sets
+another length; `max_positions` is the published maximum.
 
 Sources: copies of these files in public code, read on 2026-11-24. litgpt's configurations for Llama, Mistral, Qwen,
 Gemma, OLMo 2 (7B, 13B) and SmolLM2, Google's gemma_pytorch, AI2's training configurations for OLMo 2 7B and 13B, and
-fairseq2's for OLMo 2 1B. Two things are not in them and follow from published parameter counts and papers: which
-models tie their embeddings, and Mistral 0.3's rotary base.
+fairseq2's for OLMo 2 1B. Tied embeddings (tie_word_embeddings) and Mistral 0.3's rotary base: mlc-llm's model presets
+(Llama 2, 3, 3.1, 3.2, Mistral, Qwen 3, SmolLM2), copies of single files (Qwen 2.5, Qwen 3 14B and 32B,
+OLMo 2 13B), AI2's configuration and fairseq2's (OLMo 2 7B, 1B), and the defaults of transformers (Gemma, whose files
+leave it out). Only Llama 3.1 405B's was not seen: with untied embeddings it has the published number of parameters.
 """
+
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The configuration of a run: one tree of frozen dataclasses.
 
 The text under a field is its help on the command line and its documentation. Flags are the fields' names with hyphens
-(`--batch.global-size`), run.toml has the same names with underscores. Every value comes from, in rising order: the
-field's default, the recipe (a run.toml is one, too), a flag. `auto` is a value: whoever resolves it replaces it here,
-and the run's folder keeps the result.
+(`--batch.global-size`); run.toml has the same names with underscores. A recipe (or a run.toml) overrides the defaults,
+and a flag overrides the recipe. `auto` is a value: it is replaced here when it is resolved, and the run's folder keeps
+the result.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ class _Renamed:
 
 @section
 class MeshSettings:
-    """The mesh as a person asks for it: an axis may be left open (auto), and `ranvier.mesh.Mesh` is what it becomes."""
+    """Sizes of the mesh along its four axes, of which some may be auto."""
 
     data: Size | Literal["auto"] = 1
-    """Data parallel size: replicas of the model, which share each global batch. auto: the planner chooses all axes
-    that are auto, the fastest for the ranks that are started."""
+    """Data parallel size: replicas of the model, which share each global batch. auto: the planner chooses the fastest
+    sizes of all axes that are auto, for the number of ranks that are started."""
     pipe: Size | Literal["auto"] = 1
     """Pipeline parallel size: number of stages, each of consecutive blocks."""
     row: Size | Literal["auto"] = 1
-    """Tensor parallel size along the rows of the tensor mesh, which divide a microbatch's sequences among them.
+    """Tensor parallel size along the rows of the tensor mesh, which split a microbatch's sequences.
     auto, with data and pipe given: the shape of the tensor mesh whose ranks receive the fewest bytes."""
     col: Size | Literal["auto"] = 1
-    """Tensor parallel size along the columns of the tensor mesh, which share the hidden dimension."""
+    """Tensor parallel size along the columns of the tensor mesh, which split the hidden dimension."""
     tile: tuple[Size, Size] | None = None
-    """Shape of the part of the tensor mesh that is on one node, as rows x columns. none: the one for which the fewest
-    bytes cross between nodes if all nodes have equally many ranks; otherwise ranks are numbered row by row. Unused on
+    """Shape of the part of the tensor mesh that is on one node, as rows x columns. none: the shape with the fewest
+    bytes between nodes, if all nodes have the same number of ranks; otherwise ranks are numbered row by row. Unused on
     stages of one rank."""
 
     @property
@@ -238,8 +238,8 @@ class Optim:
     """Gradient clipping: maximum global gradient norm (L2); larger gradients are scaled down to it. 0 does not clip."""
     clip_from: Literal["step", "previous-step"] = "step"
     """Norm by which `clip_norm` clips: that of the step itself, or that of the step before, so that no update waits for
-    the whole gradient, not even in the backward (`update_in_backward`). These are other numbers than with the step's
-    own norm: a step whose gradient grows suddenly is clipped too little, and the first step of a run not at all."""
+    the whole gradient, not even in the backward (`update_in_backward`). With previous-step the results differ: a step
+    whose gradient grows suddenly is clipped too little, and the first step of a run is not clipped."""
     accumulate: Literal["fp32", "half"] = "fp32"
     """Number format of gradient accumulation over microbatches, with bf16 and fp16 parameters."""
     reduce_dtype: Literal["auto", "fp32", "half"] = "auto"
@@ -249,8 +249,8 @@ class Optim:
     device bucket by bucket for the update; host: states in host memory, updated by the CPU; hybrid: a part of the
     states on the device, the others streamed. auto: none where the device has enough memory, otherwise stream."""
     offload_share: Annotated[float, Ge(0), Le(1)] | Literal["auto"] = "auto"
-    """Share of the optimizer states in host memory with offload hybrid. auto: the smallest with which the other states
-    have room on the device; 0.5 on a CPU."""
+    """Share of the optimizer states in host memory with offload hybrid. auto: the smallest share with which the other
+    states fit on the device; 0.5 on a CPU."""
     bucket_size: Positive | Literal["auto"] = "auto"
     """Bucket size: parameters that the optimizer updates together; auto is 4,194,304 on CUDA and 262,144 on CPU."""
     chunk_buckets: Positive = 4
@@ -271,8 +271,9 @@ class Optim:
     """Exponential moving average of the parameters: its decay, for example 0.999; 0 keeps none. It is kept in fp32 with
     the optimizer states, and saved with them; `ranvier evaluate`, `generate` and `export` take it with --ema."""
     update_in_backward: bool = False
-    """Update each block right after its backward and reuse the memory of its gradients. With one microbatch only: those
-    of several add up in memory that blocks cannot share. A bad step is then found after its update."""
+    """Update each block right after its backward and reuse the memory of its gradients. Needs a single microbatch,
+    since blocks cannot share memory in which the gradients of several are accumulated. A bad step is found only after
+    its update."""
 
 
 @section
@@ -387,9 +388,9 @@ class Transformer:
     dinov2-small, smollm2-135m-instruct. Parameters that it lacks, such as a classifier, are initialised from the
     seed."""
     compile: bool | Literal["auto"] = "auto"
-    """Compile blocks with torch.compile, each as one graph: fewer and larger kernels, after a start that takes longer.
-    true: a block that cannot be compiled is an error; auto: on CUDA, where such a block runs uncompiled, with a
-    warning. On several rows or columns only the chains between the collectives of sharded norms are compiled."""
+    """Compile blocks with torch.compile, each as one graph: fewer and larger kernels, but a longer start. true: a block
+    that cannot be compiled is an error; auto: compile on CUDA, and run such a block uncompiled, with a warning. On
+    several rows or columns only the chains between the collectives of sharded norms are compiled."""
     float8: bool = False
     """Compute the products of linear layers in float8 while training, with one scale for each tensor: e4m3, and e5m2
     for gradients of outputs. Layers of the first and the last block, and those with a size that 16 does not divide,
@@ -422,9 +423,9 @@ class Transformer:
     """vit: pixels of a patch's height and width; divides `image_size`."""
     untied: bool = False
     """gpt: whether the projection onto the vocabulary has weights of its own, as in models that were exported after
-    layers had frozen; otherwise it is the token embedding."""
+    layers had frozen. Otherwise it shares the weights of the token embedding."""
     max_positions: Positive | None = None
-    """llama: positions that the model was made for, which an export writes down; none is `sequence`."""
+    """llama: maximum number of positions of the model, for exports (max_position_embeddings); none is `sequence`."""
     kv_heads: Positive | None = None
     """llama: heads of keys and values in grouped-query attention; divides `heads`, and none is `heads`."""
     head_dim: Positive | None = None
@@ -435,11 +436,12 @@ class Transformer:
     """llama: linear layers with a bias: none, those of queries, keys and values (qkv), with the output projection
     (attention), or with the MLP (all)."""
     tied: bool = False
-    """llama: whether the projection onto the vocabulary is the token embedding."""
+    """llama: whether the projection onto the vocabulary shares the weights of the token embedding."""
     norms: Literal["before", "after", "both"] = "before"
     """llama: where a sublayer has its RMS norm: before it, after it (OLMo 2), or both (Gemma 2)."""
     norm_offset: Annotated[int, Ge(0), Le(1)] = 0
-    """llama: what RMS norms add to their weight: 1 in Gemma, whose weights start from 0."""
+    """llama: number that RMS norms add to their weight: 1 in Gemma, whose weights start from 0."""
+
     qk_norm: Literal["none", "head", "all"] = "none"
     """llama: RMS norm of queries and keys: none, of each head (Qwen 3), or of all heads together (OLMo 2)."""
     query_pre_attn_scalar: Annotated[float, Gt(0)] | None = None
@@ -516,8 +518,9 @@ class Data:
     JSONL or Parquet; chat: JSONL or Parquet, or quiz, which is generated; qa: JSON in SQuAD 1.1's form; images: a
     folder with one folder of images for each class."""
     eval: str | None = None
-    """Evaluation data in the same formats; none takes the data set's own evaluation split, or every tenth sample where
-    there is none. lm: a corpus, of which all text is held out; none holds out a part of `corpus`."""
+    """Evaluation data, in the formats of `train`; none takes the data set's own evaluation split, or every tenth sample
+    if there is none. lm: a corpus, of which all text is held out; none holds out a part of `corpus`."""
+
     eval_sets: tuple[str, ...] = ()
     """Further evaluation data in the same formats, as NAME=DATA, for example wiki=wiki.jsonl,code=code.jsonl. Each set
     is evaluated separately, and its metrics have its name, such as eval_wiki_loss."""
@@ -542,9 +545,9 @@ class Data:
     """lm and chat: several corpora or data sets in place of `corpus` or `train`, as NAME=WEIGHT, for example
     wiki.jsonl=3,code=1. Weights are shares of the samples of a batch."""
     packing: bool = False
-    """lm and chat: pack several samples (documents, conversations) into one sequence. Tokens attend to their own sample
-    only, and positions start again with each sample. Without packing, lm cuts the text into sequences regardless of
-    documents, and chat pads each conversation."""
+    """Pack several samples (documents, conversations) into one sequence, for the tasks lm and chat. Tokens attend to
+    their own sample only, and positions start again with each sample. Without packing, lm cuts the text into sequences
+    regardless of documents, and chat pads each conversation."""
     padding: Literal["longest", "maximum"] = "longest"
     """Padding of samples with different lengths. longest: batches are grouped by length, in an order that depends on
     the seed alone, and each microbatch is padded to its longest sample; maximum: to `model.sequence`, in random
@@ -558,9 +561,9 @@ class Data:
     Face data set (wikitext-103), or a corpus of your own, as module:function (docs/extending.md). Each row of a table
     is a document, whose column `text_column` is its text."""
     tokenizer: str = "bpe"
-    """bpe: a byte-level BPE with model.vocab entries, trained on the first 4 MB of the corpus; gpt2: GPT-2's own; or
-    the path of a tokenizer.json (a byte-level BPE for the task lm, a WordPiece for classification and qa). chat takes a
-    folder with tokenizer.json, tokenizer_config.json and a chat template."""
+    """Tokenizer. bpe: a byte-level BPE with model.vocab entries, trained on the first 4 MB of the corpus; gpt2: GPT-2's
+    own; or the path of a tokenizer.json (a byte-level BPE for the task lm, a WordPiece for classification and qa). chat
+    takes a folder with tokenizer.json, tokenizer_config.json and a chat template."""
     max_bytes: Positive | Literal["auto"] = "auto"
     """Bytes of text to read from the corpus; a warning says when the rest is left out. auto: all of a file or folder,
     16 MB of a corpus that is given by name."""
@@ -577,10 +580,9 @@ class Elastic:
     """Freeze policy: which layers stop training, from the first on. gradient-norm: up to the layer with the smallest
     gradient norm, but at most the share `alpha` of the layers that still train (the rule of PipeTransformer); cap: that
     share at each evaluation; plasticity: layers whose outputs have stopped changing, until the learning rate has
-    dropped (as Egeria); stage-balance: as many layers as with cap, from the slowest stages, of which the weights alone
-    are frozen (as TimelyFreeze); manual: as `manual` says; untrained: only the layers below the first one with
-    adapters, from the start on, which the other policies freeze then, too; module:name: a policy of your own
-    (docs/extending.md)."""
+    dropped (as Egeria); stage-balance: as many layers as with cap, each from the slowest stage (as TimelyFreeze);
+    manual: the schedule in `manual`; untrained: only the layers below the first one with adapters, from the start;
+    module:name: a policy of your own (docs/extending.md)."""
     options: tuple[str, ...] = ()
     """Arguments of your own freeze policy, as NAME=VALUE, for example patience=2."""
     alpha: Annotated[float, Gt(0), Lt(1)] = 1 / 3
@@ -594,7 +596,7 @@ class Elastic:
     auto_pipe: bool = False
     """AutoPipe: reshard the pipeline into fewer stages as layers freeze."""
     auto_dp: bool = False
-    """AutoDP: add data parallel replicas on the ranks that a shorter pipeline frees; otherwise they are idle."""
+    """AutoDP: add data parallel replicas on the ranks that a shorter pipeline frees. Otherwise these ranks are idle."""
     cut: Literal["exact", "reference"] = "exact"
     """How AutoPipe chooses the new partition: by predicted time and memory of all meshes (exact), or by the greedy rule
     of PipeTransformer (reference)."""
@@ -620,7 +622,7 @@ class Elastic:
 
 @section
 class Run:
-    """All settings of a run, as a person asks for them; `ranvier.config.resolve` closes what is auto."""
+    """All settings of a run, of which some may be auto; `ranvier.config.resolve` replaces auto by values."""
 
     mesh: MeshSettings | Mesh = Mesh()
     batch: Batch = Batch()
@@ -643,17 +645,17 @@ class Run:
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     """Number format of parameters and activations. bf16 and fp16 keep fp32 master weights; fp16 uses loss scaling."""
     deterministic: bool = False
-    """On CUDA: use deterministic algorithms, so that the same run gives the same bits again, and a resumed run those of
-    one that was not interrupted. Slower, most of all in attention."""
+    """On CUDA: use deterministic algorithms, so that repeated runs, and resumed and uninterrupted runs, are
+    bit-identical. Slower, most of all in attention."""
     memory_report: bool = False
     """Print predicted and measured memory by category, side by side, at the end of the run."""
     resume: str = "none"
-    """Checkpoint to resume from: the newest complete one of the run's folder (auto; from the beginning where there is
-    none), a checkpoint or a folder of checkpoints (a path), or none. auto reshards to another mesh when another number
-    of ranks is started."""
+    """Checkpoint to resume from: the newest complete one in the run's folder (auto; without one the run starts from the
+    beginning), a checkpoint or a folder of checkpoints (a path), or none. auto reshards to another mesh if another
+    number of ranks is started."""
     max_restarts: Annotated[int, Ge(0)] = 0
-    """Plain python: how often the run restarts from its newest checkpoint after a fault, on the remaining ranks where
-    one was killed, stopped or hung. Other launchers have settings of their own for that."""
+    """Under plain python: how often the run restarts from its newest checkpoint after a fault, on the remaining ranks
+    if one was killed, stopped or hung. Other launchers have settings of their own for this."""
     run_dir: Path | None = None
     """Folder of the run's outputs; by default runs/RECIPE-DATE."""
 

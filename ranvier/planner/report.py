@@ -120,7 +120,7 @@ def explanation(plan: Plan) -> list[str]:
     lines = [f"{describe(best.run)} takes {seconds:.4g} s a step: {named}."]
     lost = {name: part for name, part in parts.items() if name != "computing"}
     worst = max(lost, key=lambda name: lost[name])
-    lines.append(_binds(worst, lost[worst], best, plan))
+    lines.append(_bottleneck(worst, lost[worst], best, plan))
     if second is not None:
         longer = second.ranked_seconds(factor) / best.ranked_seconds(factor) - 1
         why = "it was not measured" if best.measured_seconds else "more of its ranks wait for each other"
@@ -128,39 +128,40 @@ def explanation(plan: Plan) -> list[str]:
             f"{longer:.1%} slower." if longer >= 0 else f"{-longer:.1%} faster by the prediction, but {why}."))
     if plan.dropped:
         tempting = min(plan.dropped, key=lambda found: found.cost.seconds)
-        lines.append(f"Memory binds, too: {describe(tempting.run)} would take {tempting.cost.seconds:.4g} s "
+        lines.append(f"Memory is a bottleneck, too: {describe(tempting.run)} would take {tempting.cost.seconds:.4g} s "
                      f"({1 - tempting.cost.seconds / cost.seconds:.1%} less), but {tempting.reason}."
                      if tempting.cost.seconds < cost.seconds else
-                     "Memory does not bind: nothing that does not fit would be faster.")
+                     "Memory is no bottleneck: no configuration that does not fit would be faster.")
     else:
-        lines.append("Memory does not bind: nothing that does not fit would be faster.")
+        lines.append("Memory is no bottleneck: no configuration that does not fit would be faster.")
     return lines
 
 
-def _binds(worst: str, share: float, best: Candidate, plan: Plan) -> str:
+def _bottleneck(worst: str, share: float, best: Candidate, plan: Plan) -> str:
     mesh, cluster = best.run.mesh, plan.cluster
     if share < 0.05:
-        return (f"Computing binds: nothing else takes more than {share:.0%}. What would help is a device that computes "
-                "faster, or larger products.")
+        return (f"The bottleneck is computing: nothing else takes more than {share:.0%}. A device that computes faster "
+                "would help, or larger products.")
     match worst:
         case "the bubble" if waits_for_link(best.cost):
             sent = best.cost.link_bytes.get("pipe", 0) / 1e9
-            return ("The link between stages binds: a microbatch's activations take longer on it than a stage "
-                    f"computes, {sent:.2f} GB a rank and step. Fewer stages send less.")
+            return ("The bottleneck is the link between stages: a microbatch's activations take longer on it than a "
+                    f"stage computes, {sent:.2f} GB per rank and step. Fewer stages send less.")
         case "the bubble":
-            return (f"The bubble binds: {mesh.pipe} stages wait {best.cost.bubble_fraction:.0%} of the time for each "
-                    "other. A larger global batch has more microbatches to fill it.")
+            return (f"The bottleneck is the bubble: {mesh.pipe} stages wait {best.cost.bubble_fraction:.0%} of the "
+                    "time for each other. A larger global batch has more microbatches to fill it.")
         case "averaging gradients":
             crossing = "between" if placed(mesh, "data", cluster.devices_per_node).crosses else "inside"
-            return (f"The link {crossing} nodes binds: {best.cost.link_bytes.get('data', 0) / 1e9:.2f} GB a rank and "
-                    "step average the gradients. A larger global batch does so less often.")
+            return (f"The bottleneck is the link {crossing} nodes: averaging the gradients sends "
+                    f"{best.cost.link_bytes.get('data', 0) / 1e9:.2f} GB per rank and step. With a larger global batch "
+                    "this happens less often.")
         case "messages of the tensor mesh":
             sizes = [best.cost.link_bytes.get(axis, 0.0) for axis in ("row", "col")]
-            return (f"The links of the tensor mesh bind: {sum(sizes) / 1e9:.2f} GB a rank and step. Fewer rows and "
-                    "columns need more memory a device.")
+            return (f"The bottleneck is the links of the tensor mesh: {sum(sizes) / 1e9:.2f} GB per rank and step. "
+                    "Fewer rows and columns send less, and need more memory on each device.")
         case _:
             where = "the host's link" if best.run.optim.offload != "none" else "the device's memory"
-            return f"The optimizer binds, by {where}. A larger global batch needs it less often."
+            return f"The bottleneck is the optimizer, at {where}. With a larger global batch it runs less often."
 
 
 def waits_for_link(cost: Cost) -> bool:

@@ -3,12 +3,13 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 
 import pytest
 
-from ranvier.cli import options
+from ranvier.cli import main, options
 from ranvier.cli.main import run_command
 from ranvier.config import read
 
@@ -221,6 +222,17 @@ def test_help_shows_both_forms_of_a_switch(capsys):
     assert sum(setting.is_yes_no for setting in read.settings().values()) >= 8
 
 
+def test_the_first_help_has_examples_that_exist(capsys):
+    assert run_command(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert len(shown.splitlines()) <= 40 and max(map(len, shown.splitlines())) <= 80
+    examples = [shlex.split(line) for line in shown.splitlines() if line.startswith("    ranvier ")]
+    assert len(examples) == 5
+    for _, name, *args in examples:
+        with main.command.commands[name].make_context(name, args):
+            pass
+
+
 @pytest.mark.parametrize("command", ["train", "check", "plan"])
 def test_help_fits_on_a_screen_and_leads_to_the_rest(capsys, command):
     assert run_command([command, "--help"]) == 0
@@ -230,7 +242,15 @@ def test_help_fits_on_a_screen_and_leads_to_the_rest(capsys, command):
     section = capsys.readouterr().out
     assert "--tensor.scheme" in section and "--mesh.pipe" not in section
     assert run_command([command, "--help-section", "tensors"]) == 2
-    assert set(options.COMMON) <= set(read.settings())
+    assert {*options.COMMON, *options.OF_EVALUATION, *options.OF_DATA} <= set(read.settings())
+
+
+@pytest.mark.parametrize(("command", "has", "has_not"), [
+    (["evaluate"], "--data.eval", "--optim.algorithm"), (["data", "prepare"], "--data.packing", "--mesh.pipe")])
+def test_the_short_help_has_what_the_command_needs(capsys, command, has, has_not):
+    assert run_command([*command, "--help"]) == 0
+    short = capsys.readouterr().out
+    assert len(short.splitlines()) <= 60 and f" {has} " in short and f" {has_not} " not in short
 
 
 # ---------------------------------------------------------------------- data that does not fit is found by check

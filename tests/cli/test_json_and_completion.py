@@ -48,6 +48,23 @@ def test_each_command_prints_one_document(run, tmp_path, monkeypatch, capfd):
     assert set(found) | {"resize"} == set(command.commands)
 
 
+def test_quiet_commands_print_nothing(run, tmp_path, monkeypatch, capfd):
+    """Those that write files; with --json the document alone is left, on standard output."""
+    monkeypatch.chdir(tmp_path)
+    data = ["--data.corpus", run / "text.txt", "--data.cache-dir", tmp_path / "cache"]
+    one = ["gpt-tiny", "--mesh.data", 1, "--mesh.pipe", 1, *TINY, *data]
+    for command_line in (["data", "prepare", *one],
+                         ["train", *one, "--comm.transport", "torch", "--run-dir", tmp_path / "run"],
+                         ["export", tmp_path / "run", tmp_path / "out"],
+                         ["import", tmp_path / "out", tmp_path / "back"]):
+        assert run_command([*map(str, command_line), "--quiet"]) == 0
+        assert capfd.readouterr() == ("", ""), command_line
+    again, code = document(capfd, "export", tmp_path / "run", tmp_path / "again", "--quiet")
+    assert (again, code) == ({"written": str(tmp_path / "again")}, 0)
+    with_quiet = {name for name, one in command.commands.items() if any(param.name == "quiet" for param in one.params)}
+    assert with_quiet == {"train", "export", "import", "resize"}  # and data prepare: the others only answer
+
+
 @pytest.mark.parametrize(("args", "where", "what"), [
     (["train", "gpt-tiny", "--seed", "x"], "seed", "must be a whole number"),
     (["plan", "missing", "--cluster", "laptop"], "recipe", "neither a shipped recipe"),

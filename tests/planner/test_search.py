@@ -131,13 +131,13 @@ def test_what_does_not_fit_is_dropped_with_its_reason():
     assert plan.dropped and all(re.match(r"memory of the device does not suffice: a rank of stage \d needs .* MiB",
                                          found.reason) for found in plan.dropped)
     assert max(report.device_bytes(found) for found in plan.best) <= 4_500_000
-    assert any("Memory binds, too" in line for line in report.explanation(plan))
+    assert any("Memory is a bottleneck, too" in line for line in report.explanation(plan))
 
 
 @pytest.mark.parametrize(("bandwidth", "flops", "says"), [
-    (1e6, 989e12, "The link between stages binds: a microbatch's activations take longer on it than a stage computes"),
-    (450e9, 1e9, "The bubble binds: 2 stages wait")])
-def test_what_binds_between_stages(bandwidth, flops, says):
+    (1e6, 989e12, "The bottleneck is the link between stages: a microbatch's activations take longer on it than"),
+    (450e9, 1e9, "The bottleneck is the bubble: 2 stages wait")])
+def test_the_bottleneck_between_stages(bandwidth, flops, says):
     cluster = load_cluster("h100")
     cluster = replace(cluster, inside=replace(cluster.inside, bandwidth=bandwidth), device=replace(
         cluster.device, rates={"fp32": replace(cluster.device.rates["fp32"], peak_flops=flops)}))
