@@ -1,5 +1,5 @@
-"""The small decoder: a Llama of 2.9 million parameters (6 layers of 192), pretrained here on the source text of Python's
-standard library, and fine-tuned on the film reviews of the sentiment set as plain text.
+"""The small decoder: a Llama of 2.6 million parameters (6 layers of 192), pretrained here on the source text of
+Python's standard library, and fine-tuned on the film reviews of the sentiment set as plain text.
 
 The smallest pretrained decoder in a package has 135 million parameters (SmolLM2), of which two cores train about a
 hundred tokens a second: too few for curves over seeds. Pretraining takes some minutes, once: the weights stay in the

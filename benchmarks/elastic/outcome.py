@@ -46,8 +46,8 @@ class Outcome:
 
     wall_seconds: from the start of the first step to the end of the last. counted_seconds: of steps and transitions
     alone, without what a checkpoint at the end held them up. course: one entry for the start and for each transition,
-    {"step", "frozen", "data", "pipe", "cache"}. process_seconds: of the whole case: initial weights, and all processes from their start to their end.
-    samples: targets that were trained on, which are tokens for a decoder.
+    {"step", "frozen", "data", "pipe", "cache"}. process_seconds: of the whole case: initial weights, and all processes
+    from their start to their end. samples: targets that were trained on, which are tokens for a decoder.
     """
 
     name: str
@@ -66,8 +66,8 @@ class Outcome:
     transport: str = "gloo"
     process_seconds: float = 0.0
     curve: tuple[tuple[float, float], ...] = ()
-    """Of each evaluation: (seconds from the start of the first step, without evaluations; accuracy, or minus the held-out
-    loss where there is none)."""
+    """Of each evaluation: (seconds from the start of the first step, without evaluations; accuracy, or minus the
+    held-out loss where there is none)."""
 
     @property
     def seconds(self) -> float:

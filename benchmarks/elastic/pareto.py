@@ -1,4 +1,4 @@
-"""Accuracy or perplexity against seconds, as curves: freezing, adapters and caches against early stopping and the peers.
+"""Accuracy or perplexity against seconds, as curves: freezing, adapters and caches against early stopping and peers.
 
     python -m benchmarks.elastic.pareto --outcomes FILE [--task sentiment | cifar10 | decoder]
                                         [--data FILE [--eval-data FILE]] [--seeds 0 1 ... 9] [--only NAME ...]
@@ -102,8 +102,8 @@ def measure(options: argparse.Namespace) -> dict | None:
     samples = base.train.eval_every * base.batch.global_size
     head = (f"{_name(options)}: {base.model.num_layers} layers, {options.epochs} epochs of {samples} samples, "
             f"{len(seeds)} seeds; best {scale.name} so far{',' if scale.unit else ''}{scale.unit} (difference from the "
-            f"best of {', '.join(REFERENCES)} in {scale.points}, with an interval for all comparisons together; more is "
-            f"better)\n\n{text}")
+            f"best of {', '.join(REFERENCES)} in {scale.points}; more is better; the interval is for all comparisons "
+            f"together)\n\n{text}")
     results = {"claim": text, "cells": [{**vars(cell), "difference": cell.difference and vars(cell.difference),
                                          "is_above": cell.is_above} for cell in found],
                "outcomes": documents(outcomes, options)}

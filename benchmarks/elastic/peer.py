@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 -m benchmarks.elastic.peer RUN.toml INITIAL_FOLDER
 
-Samples and their order, batch, number format, learning rates, AdamW's settings and which parameters decay, clipping and
-dropout rates are the run's, and so are the held-out samples. Each rank takes its share of a batch in one piece; attention is torch's
+Samples and their order, held-out samples, batch, number format, learning rates, AdamW's settings and which parameters
+decay, clipping and dropout rates are the run's. Each rank takes its share of a batch in one piece; attention is torch's
 scaled_dot_product_attention, as in ours; AdamW is torch's fused one; gradients are bucket views. Batches are padded to
 their longest sample, as ours are. One process is a plain loop, without DDP.
 """

@@ -20,7 +20,6 @@ from benchmarks.elastic.task import task_run
 from benchmarks.record import results_file, write_results
 from ranvier.config.run import Run
 
-
 TASKS = ("sentiment", "cifar10")
 _MARGIN = 1.15
 """Of the expected seconds of a case."""

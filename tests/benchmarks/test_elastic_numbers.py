@@ -116,7 +116,7 @@ def test_perplexities_are_compared_by_their_logarithms(tmp_path):
 
 
 def test_cases_that_would_not_end_in_time_are_not_started(tmp_path, monkeypatch, capsys):
-    """Of 14 cases of a seed two windows do five and four; what is kept is not done again, and only whole seeds count."""
+    """Of 14 cases of a seed two windows do five and four; what is kept is not done again; whole seeds alone count."""
     now, ran = [0.0], []
 
     def run_one(contender, base, stand):
