@@ -11,7 +11,8 @@ without freezing, too. The learning rate falls to zero over all epochs; those ca
 own over two fifths of the epochs, since a run that is meant to be short would have it.
 
     plain, plain-short   transformers' model in one process on all cores, batches padded to their longest sample: peers
-    ddp          the same under torch's DDP, a rank for each of two cores: a peer
+    plain-static, plain-lora   the same with two thirds of the layers frozen, and with PEFT's adapters: peers
+    ddp          plain under torch's DDP, a rank for each of two cores: a peer
     none, none-short     Ranvier on two replicas, no freezing: early stopping
     static-k     the first k layers frozen from the start, with the cache
     gradient-norm, cap, plasticity   the policies on two replicas, with the cache
@@ -45,9 +46,9 @@ from benchmarks.elastic.program import TASKS, base_run, documents, epochs_parser
 from ranvier.config.run import Elastic, Lora, Run
 
 SEEDS = tuple(range(SEEDS_WANTED))
-SIZES = {"sentiment": (5, 800, 500), "cifar10": (5, 480, 500), "decoder": (5, 800, 256)}
+SIZES = {"sentiment": (5, 720, 500), "cifar10": (5, 480, 500), "decoder": (5, 800, 256)}
 """Epochs, samples of one, held-out samples: the longest cases then last about 80 seconds on two cores."""
-REFERENCES = ("plain", "plain-short", "ddp", "none", "none-short")
+REFERENCES = ("plain", "plain-short", "plain-static", "plain-lora", "ddp", "none", "none-short")
 """What the others must be above."""
 _SHORT = Fraction(2, 5)
 
@@ -58,23 +59,25 @@ def pareto_contenders(base: Run) -> list[Contender]:
     every = 0 if base.train.epochs else base.train.eval_every  # an epoch of text need not be whole batches
     cached = Elastic(cache=True, frozen_dropout=False, every=every)
     upper = Lora(rank=8, targets=tuple(f"layer{layer}.*" for layer in range(layers // 2, layers)))
-    untrained = replace(cached, freeze="untrained")
+    untrained, static = replace(cached, freeze="untrained"), {
+        depth: replace(cached, freeze="manual", manual=(f"0:{depth}",)) for depth in (layers // 3, 2 * layers // 3)}
+    adapters = {"lora": upper, "learning_rate": 10 * base.train.learning_rate}
     plain = Contender(name="plain", pipe=1, microbatch_size=2 * share, peer=True)
 
     def replicas(name: str, elastic: Elastic, **changes: object) -> Contender:
         return Contender(name=name, data=2, pipe=1, microbatch_size=share, elastic=elastic, **changes)
 
     return [
-        plain, replace(plain, name="plain-short", length=_SHORT), replace(plain, name="ddp", data=2,
-                                                                          microbatch_size=share),
+        plain, replace(plain, name="plain-short", length=_SHORT),
+        replace(plain, name="plain-static", elastic=replace(static[2 * layers // 3], cache=False)),
+        replace(plain, name="plain-lora", elastic=replace(untrained, cache=False), **adapters),
+        replace(plain, name="ddp", data=2, microbatch_size=share),
         replicas("none", Elastic()), replicas("none-short", Elastic(), length=_SHORT),
-        *(replicas(f"static-{depth}", replace(cached, freeze="manual", manual=(f"0:{depth}",)))
-          for depth in (layers // 3, 2 * layers // 3)),
+        *(replicas(f"static-{depth}", elastic) for depth, elastic in static.items()),
         *(replicas(policy, replace(cached, freeze=policy)) for policy in ("gradient-norm", "cap", "plasticity")),
         Contender(name="stage-balance", pipe=2, elastic=replace(cached, freeze="stage-balance", cache=False)),
         Contender(name="packed", pipe=2, elastic=replace(cached, freeze="cap", auto_pipe=True, auto_dp=True)),
-        replicas("lora", replace(untrained, cache=False), lora=upper, learning_rate=10 * base.train.learning_rate),
-        replicas("lora-cache", untrained, lora=upper, learning_rate=10 * base.train.learning_rate),
+        replicas("lora", replace(untrained, cache=False), **adapters), replicas("lora-cache", untrained, **adapters),
     ]
 
 

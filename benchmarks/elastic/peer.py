@@ -5,7 +5,7 @@
 Samples and their order, held-out samples, batch, number format, learning rates, AdamW's settings and which parameters
 decay, clipping and dropout rates are the run's. Each rank takes its share of a batch in one piece; attention is torch's
 scaled_dot_product_attention, as in ours; AdamW is torch's fused one; gradients are bucket views. Batches are padded to
-their longest sample, as ours are. One process is a plain loop, without DDP.
+their longest sample, as ours are. One process is a plain loop, without DDP. Adapters are PEFT's, from the same start.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
+from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.elastic.initial import ADAPTERS
 from benchmarks.elastic.outcome import CLOCK
 from ranvier.config import read
 from ranvier.config.run import Optim, Run
@@ -56,10 +58,36 @@ class Evaluation:
         return {} if self.accuracy is None else {"eval_accuracy": self.accuracy, "eval_count": self.count}
 
 
-def network_of(initial: Path, dtype: torch.dtype) -> nn.Module:
-    """transformers' model of the folder, ready to train."""
+def network_of(initial: Path, run: Run) -> nn.Module:
+    """transformers' model of the folder, with PEFT's adapters where there are some, or with as many layers frozen from
+    the start as the run says."""
     kind = json.loads((initial / "config.json").read_text())["model_type"]
-    return _CLASSES[kind].from_pretrained(initial).to(dtype).train()
+    network = _CLASSES[kind].from_pretrained(initial).to(DTYPES[run.precision])
+    if (initial / ADAPTERS).exists():
+        return PeftModel.from_pretrained(network, initial / ADAPTERS, is_trainable=True).get_base_model()
+    depth = int(run.elastic.manual[0].removeprefix("0:")) if run.elastic.freeze == "manual" else 0
+    if depth and kind == "llama" and network.config.tie_word_embeddings:  # as ours: the head's own table trains on
+        network.config.tie_word_embeddings = False
+        network.lm_head.weight = nn.Parameter(network.lm_head.weight.detach().clone())
+    for module in bottom(network)[:depth + 1] if depth else ():
+        module.requires_grad_(False)
+    return network
+
+
+def bottom(network: nn.Module) -> list[nn.Module]:
+    """The embedding and the layers."""
+    body = getattr(network, network.base_model_prefix)
+    layers = next(module for module in body.modules() if isinstance(module, nn.ModuleList))
+    return [next(body.children()), *layers]
+
+
+def to_train(network: nn.Module, run: Run) -> None:
+    """Dropout is on, in frozen layers below the first that trains if it is in the run's."""
+    network.train()
+    for module in () if run.elastic.frozen_dropout else bottom(network):
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            return
+        module.eval()
 
 
 def optimizer_of(network: nn.Module, optim: Optim) -> torch.optim.AdamW:
@@ -67,6 +95,8 @@ def optimizer_of(network: nn.Module, optim: Optim) -> torch.optim.AdamW:
     assert optim.algorithm == "adamw" and not optim.groups
     decaying, others = [], []
     for name, parameter in network.named_parameters():
+        if not parameter.requires_grad:
+            continue
         decays = optim.decay == "all" or (parameter.dim() > 1 and not name.endswith("cls_token"))
         (decaying if decays else others).append(parameter)
     return torch.optim.AdamW([{"params": decaying, "weight_decay": optim.weight_decay},
@@ -93,7 +123,8 @@ def train_peer(run: Run, initial: Path) -> None:
     rank, size, dtype = dist.get_rank(), dist.get_world_size(), DTYPES[run.precision]
     assert run.batch.global_size % size == 0
     data = prepare(run)
-    network = network_of(initial, dtype)
+    network = network_of(initial, run)
+    to_train(network, run)
     whole = DistributedDataParallel(network, gradient_as_bucket_view=True) if size > 1 else network
     optimizer = optimizer_of(network, run.optim)
     lengths = sample_lengths(data.train)
@@ -142,7 +173,7 @@ def evaluate(network: nn.Module, data: Prepared, run: Run, step: int, start: flo
                 logits = logits_of(network, batch.inputs, DTYPES[run.precision])
                 sums += torch.tensor([loss_of(logits, batch.targets, "sum").item(),
                                       (logits.argmax(-1) == batch.targets).sum().item(), batch.targets.numel()])
-    network.train()
+    to_train(network, run)
     dist.all_reduce(sums)
     loss, right, count = sums.tolist()
     return Evaluation(step=step, loss=loss / count, accuracy=right / count if is_scored else None, count=int(count),
