@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
-from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -64,6 +63,8 @@ def network_of(initial: Path, run: Run) -> nn.Module:
     kind = json.loads((initial / "config.json").read_text())["model_type"]
     network = _CLASSES[kind].from_pretrained(initial).to(DTYPES[run.precision])
     if (initial / ADAPTERS).exists():
+        from peft import PeftModel  # that package is needed for this alone
+
         return PeftModel.from_pretrained(network, initial / ADAPTERS, is_trainable=True).get_base_model()
     depth = int(run.elastic.manual[0].removeprefix("0:")) if run.elastic.freeze == "manual" else 0
     if depth and kind == "llama" and network.config.tie_word_embeddings:  # as ours: the head's own table trains on
