@@ -89,13 +89,14 @@ def test_images(tmp_path):
 
 @pytest.mark.slow
 def test_a_decoder_trains_as_transformers_does(tmp_path):
-    """A Llama on text, alone and on a pipeline: the same losses and the same held-out losses after each epoch."""
+    """A Llama on text, alone and on two replicas: the same losses and the same held-out losses after each epoch, up to
+    the norms and angles that transformers computes in fp32."""
     base = task_run("quick-decoder", tmp_path / "data", epochs=2, eval_epochs=1)
     found = named(pareto.pareto_contenders(base), ["plain", "none"])
     theirs, ours = (run_one(one, base, Stand(folder=tmp_path, threads=True)) for one in found)
-    assert theirs.losses == pytest.approx(ours.losses, rel=1e-10) and len(ours.losses) == base.train.steps
+    assert theirs.losses == pytest.approx(ours.losses, rel=1e-7) and len(ours.losses) == base.train.steps
     assert theirs.samples == ours.samples == base.train.steps * 8 * 12 and ours.accuracy is None
-    assert [score for _, score in theirs.curve] == pytest.approx([score for _, score in ours.curve], rel=1e-10)
+    assert [score for _, score in theirs.curve] == pytest.approx([score for _, score in ours.curve], rel=1e-7)
     assert len(ours.curve) == 2 and ours.curve[-1][1] == pytest.approx(-ours.losses[-1], rel=0.5)
 
 
@@ -106,7 +107,7 @@ def test_peers_freeze_and_adapt_as_ours_do(tmp_path, task):
     base = task_run(task, tmp_path / "data", epochs=2, eval_epochs=1, dropout=0.0)
     found = named(pareto.pareto_contenders(base), ["plain-static", "plain-lora", "static-4", "lora"])
     by = {one.name: run_one(one, base, Stand(folder=tmp_path, threads=True)) for one in found}
-    assert by["plain-lora"].losses == pytest.approx(by["lora"].losses, rel=1e-10)
+    assert by["plain-lora"].losses == pytest.approx(by["lora"].losses, rel=1e-7)
     assert by["plain-static"].losses == pytest.approx(by["static-4"].losses, rel=1e-3)
     assert len({losses for one in by.values() for losses in one.losses[-1:]}) >= 3
 
@@ -118,7 +119,7 @@ def test_curves_of_a_decoder(tmp_path):
     found, table = result(tmp_path, "x")
     assert len(table) == 1 + 9 and "perplexity" in (tmp_path / "x.md").read_text()
     by = {one["name"]: one for one in found["outcomes"]}
-    assert by["cap"]["course"][-1]["frozen"] > 0 and sum(one["hits"] for one in by["lora-cache"]["cache"]) > 0
+    assert by["cap"]["course"][-1]["frozen"] > 0 and by["lora-cache"]["course"][-1]["frozen"] == 3
 
 
 def result(folder, name):
