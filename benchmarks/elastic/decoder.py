@@ -31,7 +31,7 @@ _PRETRAINING = {
     "model": {**_SIZES, "sequence": 128},
     "data": {"corpus": "python-stdlib", "tokenizer": "bpe", "max_bytes": 8_000_000},
     "batch": {"global_size": 32, "microbatch_size": 16},
-    "train": {"steps": 400, "learning_rate": 2e-3, "warmup_steps": 40, "schedule": "cosine", "sample_tokens": 0},
+    "train": {"steps": 300, "learning_rate": 2e-3, "warmup_steps": 30, "schedule": "cosine", "sample_tokens": 0},
     "optim": {"betas": [0.9, 0.95], "clip_norm": 1.0}}
 
 

@@ -190,7 +190,7 @@ def test_programs(tmp_path, measured):
         case "pareto":
             points = {one["name"]: len(one["curve"]) for one in found["outcomes"]}
             assert len(points) == 16 == len(table) - 1
-            assert all(count == (1 if name.endswith("-short") else 3) for name, count in points.items())
+            assert all(count == (2 if name.endswith("-short") else 3) for name, count in points.items())
             assert found["claim"].endswith("Seeds: 1, of at least 10 that a claim needs.")
         case "two_ranks":
             assert [line["name"] for line in found["lines"]] == ["none", "all"]

@@ -151,15 +151,15 @@ def test_an_outcome_is_of_the_files_that_were_there(tmp_path):
 
 
 def test_short_contenders_have_a_schedule_of_their_own(tmp_path):
-    text, labelled = (task_run(task, tmp_path, epochs=5, eval_epochs=1) for task in ("quick-decoder", "quick"))
-    assert text.train.epochs is None and text.train.steps == 5 * text.train.eval_every > 20
+    text, labelled = (task_run(task, tmp_path, epochs=4, eval_epochs=1) for task in ("quick-decoder", "quick"))
+    assert text.train.epochs is None and text.train.steps == 4 * text.train.eval_every > 20
     for base in (text, labelled):
         found = {one.name: checked(one.applied(base)) for one in pareto.pareto_contenders(base)}
         short, whole = found["none-short"].train, found["none"].train
         assert whole == base.train and found["plain-short"].train == short
-        assert (short.steps, whole.steps) == (2 * base.train.eval_every, 5 * base.train.eval_every) or (
-            short.epochs, whole.epochs) == (2, 5)
-        assert short.warmup_steps == round(0.4 * whole.warmup_steps) and short.eval_every == whole.eval_every
+        assert (short.steps, whole.steps) == (2 * base.train.eval_every, 4 * base.train.eval_every) or (
+            short.epochs, whole.epochs) == (2, 4)
+        assert short.warmup_steps == round(0.5 * whole.warmup_steps) and short.eval_every == whole.eval_every
 
 
 def test_data_of_ones_own(tmp_path):
