@@ -26,10 +26,9 @@ corrected for the number of comparisons in the table (Bonferroni). With fewer th
 
 Tasks: MiniLM on the sentences of a package (sentiment) or a TSV, CSV, JSONL or Parquet file (--data), a ViT on CIFAR-10
 (cifar10) or folders of images (--data), and a small decoder (benchmarks/elastic/decoder.py) on film reviews or text of
-your own (--data). All seeds of a task should take about two and
-a half hours on two quiet cores. With --outcomes each case is kept
-at once, and another start goes on with what is missing; --budget-minutes N starts no case that would not end within N
-minutes, seed by seed, so that what is there is paired. 0 starts none and shows what is kept.
+your own (--data). All seeds of a task should take about two and a half hours on two quiet cores. With --outcomes each
+case is kept at once, and another start goes on with what is missing; --budget-minutes N starts no case that would not
+end within N minutes, seed by seed, so that what is there is paired. 0 starts none and shows what is kept.
 """
 
 from __future__ import annotations
