@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 
 from ranvier.config.run import Elastic, Lora, Run
 from ranvier.mesh import Mesh
@@ -15,8 +16,9 @@ ENDS = ("none", "all")
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """One line of a table. microbatch_size, lora, learning_rate: None is the run's. peer: a loop over transformers'
-    model, under torch's DDP where `data` is above 1."""
+    """One line of a table. microbatch_size, lora, learning_rate: None is the run's. length: of the run, learning rate's
+    schedule included, as a share of the others'. peer: a loop over transformers' model, under torch's DDP where `data`
+    is above 1."""
 
     name: str
     data: int = 1
@@ -26,14 +28,18 @@ class Contender:
     elastic: Elastic = field(default_factory=Elastic)
     lora: Lora | None = None
     learning_rate: float | None = None
+    length: Fraction = Fraction(1)
     peer: bool = False
 
     def applied(self, base: Run) -> Run:
         """The run of this contender."""
-        size = self.microbatch_size or base.batch.microbatch_size
+        size, train = self.microbatch_size or base.batch.microbatch_size, base.train
         return replace(base, mesh=Mesh(data=self.data, pipe=self.pipe), elastic=self.elastic,
                        lora=self.lora or base.lora, train=replace(
-                           base.train, learning_rate=self.learning_rate or base.train.learning_rate),
+                           train, learning_rate=self.learning_rate or train.learning_rate,
+                           steps=max(1, round(self.length * train.steps)),
+                           epochs=None if train.epochs is None else max(1, round(self.length * train.epochs)),
+                           warmup_steps=round(self.length * train.warmup_steps)),
                        pipeline=replace(base.pipeline, policy=self.policy),
                        batch=replace(base.batch, microbatch_size=size))
 

@@ -48,5 +48,12 @@ class Kept:
 
 def _key(contender: Contender, base: Run, stand: Stand) -> str:
     what = [read.document(contender.applied(base)), contender.peer, stand.pin, stand.threads,
-            len(os.sched_getaffinity(0))]
+            len(os.sched_getaffinity(0)), *_contents(base)]
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _contents(run: Run) -> list[str]:
+    """Hashes of the files that the run names: they may change under their names."""
+    named = [run.data.train, run.data.eval, run.data.corpus, run.model.pretrained]
+    files = [path / "model.safetensors" if path.is_dir() else path for path in map(Path, filter(None, named))]
+    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()]

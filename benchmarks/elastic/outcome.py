@@ -46,7 +46,8 @@ class Outcome:
 
     wall_seconds: from the start of the first step to the end of the last. counted_seconds: of steps and transitions
     alone, without what a checkpoint at the end held them up. course: one entry for the start and for each transition,
-    {"step", "frozen", "data", "pipe", "cache"}. process_seconds: of all processes, from their start to their end.
+    {"step", "frozen", "data", "pipe", "cache"}. process_seconds: of the whole case: initial weights, and all processes
+    from their start to their end. samples: targets that were trained on, which are tokens for a decoder.
     """
 
     name: str
@@ -65,7 +66,8 @@ class Outcome:
     transport: str = "gloo"
     process_seconds: float = 0.0
     curve: tuple[tuple[float, float], ...] = ()
-    """Of each evaluation: (seconds from the start of the first step, without evaluations; accuracy)."""
+    """Of each evaluation: (seconds from the start of the first step, without evaluations; accuracy, or minus the
+    held-out loss where there is none)."""
 
     @property
     def seconds(self) -> float:
@@ -109,7 +111,7 @@ def curve_of(evaluations: list[dict]) -> tuple[tuple[float, float], ...]:
     found, spent = [], 0.0
     for one in evaluations:
         spent += one["eval_seconds"]
-        found.append((one["seconds"] - spent, one["eval_accuracy"]))
+        found.append((one["seconds"] - spent, one["eval_accuracy"] if "eval_accuracy" in one else -one["eval_loss"]))
     return tuple(found)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -19,11 +20,15 @@ from benchmarks.elastic.task import task_run
 from benchmarks.record import results_file, write_results
 from ranvier.config.run import Run
 
+TASKS = ("sentiment", "cifar10")
+_MARGIN = 1.15
+"""Of the expected seconds of a case."""
 
-def parser(doc: str) -> argparse.ArgumentParser:
+
+def parser(doc: str, tasks: Sequence[str] = TASKS) -> argparse.ArgumentParser:
     """A parser with the options that all of these programs have."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--task", choices=["sentiment", "cifar10"], default="sentiment")
+    made.add_argument("--task", choices=tasks, default=tasks[0])
     made.add_argument("--samples", type=int, help="training samples of an epoch")
     made.add_argument("--eval-samples", type=int, help="held-out samples of an evaluation")
     made.add_argument("--dropout", type=float, help="instead of the recipe's")
@@ -39,9 +44,10 @@ def parser(doc: str) -> argparse.ArgumentParser:
     return made
 
 
-def epochs_parser(doc: str, seeds: Sequence[int]) -> argparse.ArgumentParser:
+def epochs_parser(doc: str, seeds: Sequence[int], tasks: Sequence[str] = TASKS) -> argparse.ArgumentParser:
     """Likewise, for programs that train for epochs and compare accuracies."""
-    made = parser(doc)
+    made = parser(doc, tasks)
+    made.set_defaults(data=None, eval_data=None)
     made.add_argument("--seeds", type=int, nargs="+", help=f"default: {' '.join(map(str, seeds))}")
     made.add_argument("--epochs", type=int, help="default: 10")
     made.add_argument("--eval-epochs", type=int, default=0, help="epochs between evaluations; 0: one at the end")
@@ -52,7 +58,7 @@ def epochs_parser(doc: str, seeds: Sequence[int]) -> argparse.ArgumentParser:
 def finish(options: argparse.Namespace, seeds: Sequence[int]) -> argparse.Namespace:
     """Fill in what --quick changes."""
     if options.quick:
-        options.task = "quick"
+        options.task = "quick-decoder" if options.task == "decoder" else "quick"
     if hasattr(options, "seeds"):
         options.seeds = options.seeds or ([0] if options.quick else list(seeds))
         options.epochs = options.epochs or (3 if options.quick else 10)
@@ -75,24 +81,49 @@ def base_run(options: argparse.Namespace, stand: Stand, seed: int) -> Run:
     """The task's run, as the options of `epochs_parser` change it."""
     return task_run(options.task, stand.folder / "data", seed=seed, epochs=options.epochs, samples=options.samples,
                     eval_samples=options.eval_samples, eval_epochs=options.eval_epochs, dropout=options.dropout,
-                    transport=options.transport)
+                    transport=options.transport, data=options.data, eval_data=options.eval_data)
 
 
 def run_all(options: argparse.Namespace, stand: Stand, found: Sequence[Contender], few: Sequence[int] | None = None,
-            ends: Sequence[str] = ()) -> list[Outcome]:
-    """Every contender for its seeds, one after the other; each is told when it is over."""
-    outcomes, kept = [], Kept(options.outcomes)
+            ends: Sequence[str] = (), minutes: float | None = None) -> list[Outcome]:
+    """Every contender for its seeds, one after the other; each is told when it is over.
+
+    minutes: from now on, in which a case must end as far as earlier ones tell. The first that would not is not started,
+    nor is any after it; those that are kept are there all the same.
+    """
+    began, outcomes, kept, left_out = time.monotonic(), [], Kept(options.outcomes), 0
     for seed, contender in in_turn(options.seeds, found, few, ends):
         base = base_run(options, stand, seed)
         outcome = kept.get(contender, base, stand)
         if outcome is None:
+            spent = time.monotonic() - began
+            if left_out or (minutes is not None and spent + expected_seconds(contender.name, outcomes) > 60 * minutes):
+                left_out += 1
+                continue
             outcome = run_one(contender, base, stand)
             kept.add(contender, base, stand, outcome)
-        accuracy = "" if outcome.accuracy is None else f", {100 * outcome.accuracy:.1f} % of {outcome.count}"
-        print(f"seed {seed}, {contender.name}: {outcome.seconds:.1f} s, {outcome.samples_per_second:.1f} samples/s, "
-              f"{len(outcome.course) - 1} transitions{accuracy}", flush=True)
+            print(told(outcome), flush=True)
         outcomes.append(outcome)
+    if left_out:
+        rest = left_out * sum(one.process_seconds for one in outcomes) / max(1, len(outcomes)) / 60
+        print(f"{len(outcomes)} of {len(outcomes) + left_out} cases are done, the others take about {rest:.0f} minutes",
+              flush=True)
     return sorted(outcomes, key=lambda one: [each.name for each in found].index(one.name))
+
+
+def told(outcome: Outcome) -> str:
+    """A case in one line."""
+    accuracy = "" if outcome.accuracy is None else f", {100 * outcome.accuracy:.1f} % of {outcome.count}"
+    return (f"seed {outcome.seed}, {outcome.name}: {outcome.seconds:.1f} s ({outcome.process_seconds:.0f} s in all), "
+            f"{outcome.samples_per_second:.1f} {'samples' if outcome.accuracy is not None else 'targets'}/s, "
+            f"{len(outcome.course) - 1} transitions{accuracy}")
+
+
+def expected_seconds(name: str, outcomes: Sequence[Outcome]) -> float:
+    """Of the next case of this contender, with some margin: the longest so far of its own, else of any; 0 if there is
+    none."""
+    own = [one.process_seconds for one in outcomes if one.name == name]
+    return _MARGIN * max(own or [one.process_seconds for one in outcomes], default=0.0)
 
 
 def write(options: argparse.Namespace, name: str, results: Mapping[str, object], table: str,

@@ -58,6 +58,7 @@ def in_turn(seeds: Sequence[int], found: Sequence[Contender], few: Sequence[int]
 
 def run_one(contender: Contender, base: Run, stand: Stand) -> Outcome:
     """One contender from its start to its end. What it leaves is removed, but for the small files."""
+    began = time.monotonic()
     place = stand.folder / f"seed{base.seed}-{contender.name}"
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
@@ -69,7 +70,6 @@ def run_one(contender: Contender, base: Run, stand: Stand) -> Outcome:
     if contender.peer:
         initial = place / "initial"
         run = write_initial(run, initial)
-    began = time.monotonic()
     if stand.threads:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)

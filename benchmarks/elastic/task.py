@@ -1,4 +1,4 @@
-"""What is fine-tuned: a shipped recipe on a part of its samples, or a tiny model on generated sentences.
+"""What is fine-tuned: a shipped recipe on a part of its samples, a small decoder, or a tiny model on generated text.
 
 What differs from the recipes is chosen so that an epoch has many updates and ten epochs last minutes on two cores:
 batches of 16, 40 tokens a sentence (nine of ten have no more). Layers freeze once an epoch, so that a short epoch means
@@ -13,15 +13,17 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.elastic.decoder import BYTES_PER_TOKEN, decoder_run
 from ranvier.config import read
 from ranvier.config.resolve import resolve
 from ranvier.config.run import Batch, Checkpoint, Data, Launch, Optim, Run, Train, Transformer
+from ranvier.data.prepare import prepare
 from ranvier.planner.problems import problems
 
 RECIPES = {"sentiment": "bert-sentiment", "cifar10": "vit-cifar10"}
-SAMPLES = {"sentiment": 1600, "cifar10": 960, "quick": 96}
-"""Training samples of an epoch, by default."""
-EVAL_SAMPLES = {"sentiment": 1000, "cifar10": 1000, "quick": 30}
+SAMPLES = {"sentiment": 1600, "cifar10": 960, "decoder": 800, "quick": 96, "quick-decoder": 96}
+"""Training samples of an epoch, by default; sequences of a decoder are about so many."""
+EVAL_SAMPLES = {"sentiment": 1000, "cifar10": 1000, "decoder": 256, "quick": 30, "quick-decoder": 16}
 _MODEL = {"sentiment": {"sequence": 40}, "cifar10": {"image_size": 56}}
 _LEARNING_RATE = {"cifar10": 1e-4}
 _BATCH = 16
@@ -31,23 +33,50 @@ _WORDS = ["the", "a", "film", "story", "actor", "scene", "plot", "music", "is", 
 
 def task_run(task: str, folder: Path, *, seed: int = 0, epochs: int = 10, samples: int | None = None,
              eval_samples: int | None = None, eval_epochs: int = 0, dropout: float | None = None,
-             transport: str = "auto") -> Run:
-    """The run that all contenders change: sentiment, cifar10 or quick, on pipe 4.
+             transport: str = "auto", data: str | None = None, eval_data: str | None = None) -> Run:
+    """The run that all contenders change: sentiment, cifar10, decoder, quick or quick-decoder, on pipe 4.
 
     folder: for generated data. samples: of an epoch, cut to whole batches. eval_epochs: epochs between evaluations, 0
-    for one at the end. dropout: None is the recipe's.
+    for one at the end. dropout: None is the recipe's. data, eval_data: instead of the recipe's; without eval_data a
+    part is held out. Of fewer samples than by default all are taken.
     """
-    base = _quick(folder) if task == "quick" else _recipe(task)
-    size = base.batch.global_size
-    samples = max(size, (samples or SAMPLES[task]) // size * size)
-    steps = samples // size * epochs
-    return replace(
-        base, seed=seed, run_dir=None, checkpoint=Checkpoint(every=0), launch=Launch(device="cpu"),
-        comm=replace(base.comm, transport=transport),
-        data=replace(base.data, train_samples=samples, eval_samples=eval_samples or EVAL_SAMPLES[task]),
-        model=base.model if dropout is None else replace(base.model, dropout=dropout),
-        train=replace(base.train, epochs=epochs, warmup_steps=round(_WARMUP_SHARE * steps), sample_tokens=0,
-                      eval_every=eval_epochs * samples // size))
+    base = _base(task, folder)
+    if data is not None:
+        base = replace(base, data=replace(base.data, train_samples=None, eval_samples=None, eval=eval_data, **{
+            "corpus" if base.data.task == "lm" else "train": data}))
+    base = replace(base, seed=seed, run_dir=None, checkpoint=Checkpoint(every=0), launch=Launch(device="cpu"),
+                   comm=replace(base.comm, transport=transport),
+                   model=base.model if dropout is None else replace(base.model, dropout=dropout))
+    base = _limited(base, samples or SAMPLES[task], eval_samples or EVAL_SAMPLES[task], is_own=data is not None)
+    is_text = base.data.task == "lm"
+    there = prepare(base).epoch_samples if is_text else base.data.train_samples
+    per_epoch = max(1, there // base.batch.global_size)
+    length = {"epochs": None, "steps": per_epoch * epochs} if is_text else {"epochs": epochs}
+    return replace(base, train=replace(base.train, **length, warmup_steps=round(_WARMUP_SHARE * per_epoch * epochs),
+                                       sample_tokens=0, eval_every=eval_epochs * per_epoch))
+
+
+def _limited(run: Run, samples: int, held_out: int, *, is_own: bool) -> Run:
+    """With at most so many samples; of text, with about so many sequences."""
+    if run.data.task == "lm":
+        limit = round(samples * run.model.sequence * BYTES_PER_TOKEN)
+        return replace(run, data=replace(run.data, max_bytes=limit), train=replace(run.train, eval_sequences=held_out))
+    if is_own:
+        there = prepare(run)
+        samples, held_out = min(samples, len(there.train)), min(held_out, len(there.eval))
+    size = run.batch.global_size
+    return replace(run, data=replace(run.data, train_samples=max(size, samples // size * size), eval_samples=held_out))
+
+
+def _base(task: str, folder: Path) -> Run:
+    match task:
+        case "quick":
+            return _quick(folder)
+        case "quick-decoder":
+            return _quick_decoder(folder)
+        case "decoder":
+            return decoder_run()
+    return _recipe(task)
 
 
 def _recipe(task: str) -> Run:
@@ -71,6 +100,21 @@ def _quick(folder: Path) -> Run:
                model=Transformer(num_layers=6, hidden=16, heads=2, vocab=120, sequence=12, dropout=0.1),
                optim=Optim(decay="matrices", clip_norm=1.0),
                data=Data(task="classification", train=str(folder / "train.tsv"), eval=str(folder / "eval.tsv"),
+                         cache_dir=folder / "cache"))
+
+
+def _quick_decoder(folder: Path) -> Run:
+    """A Llama of six layers of 16 in fp64 with random weights, on generated text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, count, start in (("train", 900, 0), ("eval", 120, 5000)):
+        words = [_WORDS[(number * number + number // 3) % len(_WORDS)] for number in range(start, start + count)]
+        (folder / f"{name}.txt").write_text("\n".join(" ".join(words[at:at + 6]) for at in range(0, count, 6)))
+    return Run(batch=Batch(global_size=8, microbatch_size=2), precision="fp64", mesh=replace(Run().mesh, pipe=4),
+               train=Train(learning_rate=3e-3, schedule="linear"),
+               model=Transformer(family="llama", num_layers=6, hidden=16, heads=2, kv_heads=1, intermediate=24,
+                                 vocab=300, sequence=12, tied=True),
+               optim=Optim(decay="matrices", clip_norm=1.0),
+               data=Data(task="lm", corpus=str(folder / "train.txt"), eval=str(folder / "eval.txt"),
                          cache_dir=folder / "cache"))
 
 

@@ -87,6 +87,41 @@ def test_images(tmp_path):
     assert theirs.losses == pytest.approx(ours.losses, rel=1e-10) and len(ours.losses) == 6
 
 
+@pytest.mark.slow
+def test_a_decoder_trains_as_transformers_does(tmp_path):
+    """A Llama on text, alone and on two replicas: the same losses and the same held-out losses after each epoch, up to
+    the norms and angles that transformers computes in fp32."""
+    base = task_run("quick-decoder", tmp_path / "data", epochs=2, eval_epochs=1)
+    found = named(pareto.pareto_contenders(base), ["plain", "none"])
+    theirs, ours = (run_one(one, base, Stand(folder=tmp_path, threads=True)) for one in found)
+    assert theirs.losses == pytest.approx(ours.losses, rel=1e-7) and len(ours.losses) == base.train.steps
+    assert theirs.samples == ours.samples == base.train.steps * 8 * 12 and ours.accuracy is None
+    assert [score for _, score in theirs.curve] == pytest.approx([score for _, score in ours.curve], rel=1e-7)
+    assert len(ours.curve) == 2 and ours.curve[-1][1] == pytest.approx(-ours.losses[-1], rel=0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["quick", "quick-decoder"])
+def test_peers_freeze_and_adapt_as_ours_do(tmp_path, task):
+    """Static freezing, and adapters from the same start; the cache keeps half precision."""
+    base = task_run(task, tmp_path / "data", epochs=2, eval_epochs=1, dropout=0.0)
+    found = named(pareto.pareto_contenders(base), ["plain-static", "plain-lora", "static-4", "lora"])
+    by = {one.name: run_one(one, base, Stand(folder=tmp_path, threads=True)) for one in found}
+    assert by["plain-lora"].losses == pytest.approx(by["lora"].losses, rel=1e-7)
+    assert by["plain-static"].losses == pytest.approx(by["static-4"].losses, rel=1e-3)
+    assert len({losses for one in by.values() for losses in one.losses[-1:]}) >= 3
+
+
+@pytest.mark.slow
+def test_curves_of_a_decoder(tmp_path):
+    pareto.measure(pareto.parse(["--quick", "--task", "decoder", "--only", "cap", "lora-cache", "--output",
+                                 str(tmp_path / "x.json")]))
+    found, table = result(tmp_path, "x")
+    assert len(table) == 1 + 9 and "perplexity" in (tmp_path / "x.md").read_text()
+    by = {one["name"]: one for one in found["outcomes"]}
+    assert by["cap"]["course"][-1]["frozen"] > 0 and by["lora-cache"]["course"][-1]["frozen"] == 3
+
+
 def result(folder, name):
     path = folder / f"{name}.json"
     assert path.with_suffix(".png").stat().st_size > 5_000
@@ -153,9 +188,10 @@ def test_programs(tmp_path, measured):
             assert {(row["pipe"], row["microbatches"]) for row in found["rows"]} == {
                 (4, 4), (4, 8), (2, 2), (2, 4), (1, 1), (1, 2)} and set(found["best"]) == {"4", "2", "1"}
         case "pareto":
-            names = [one["name"] for one in found["outcomes"]]
-            assert len(names) == 12 == len(table) - 1 and all(len(one["curve"]) == 3 for one in found["outcomes"])
-            assert found["claim"].endswith("These are 1 seeds, of at least ten that a claim needs.")
+            points = {one["name"]: len(one["curve"]) for one in found["outcomes"]}
+            assert len(points) == 16 == len(table) - 1
+            assert all(count == (2 if name.endswith("-short") else 3) for name, count in points.items())
+            assert found["claim"].endswith("Seeds: 1, of at least 10 that a claim needs.")
         case "two_ranks":
             assert [line["name"] for line in found["lines"]] == ["none", "all"]
             assert len(found["simulated"]) == 4 and len(table) == 3 + 1 + 4 * 6

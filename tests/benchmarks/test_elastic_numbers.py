@@ -3,16 +3,18 @@
 import json
 from dataclasses import replace
 from fractions import Fraction
-from math import inf
+from math import inf, log
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.elastic import bound, compare, intervals, outcome, pareto, typed
+from benchmarks.elastic import bound, compare, curves, intervals, outcome, pareto, program, typed
 from benchmarks.elastic.article import EXPERIMENTS, article_cluster, predicted
 from benchmarks.elastic.contender import ENDS, PEER, contenders, named
+from benchmarks.elastic.kept import Kept
 from benchmarks.elastic.program import _plain
-from benchmarks.elastic.rounds import in_turn
+from benchmarks.elastic.rounds import Stand, in_turn
 from benchmarks.elastic.simulated import SHAPES, course, simulate_all, situation
 from benchmarks.elastic.task import checked, task_run
 from ranvier.mesh import Mesh
@@ -67,35 +69,114 @@ def _curve(name, seed, *points):
     return replace(_outcome(name, seed, 1.0, 0.0), curve=points)
 
 
-def test_curves_are_compared_with_the_best_of_the_peers_and_of_early_stopping():
-    """plain is the best reference early, `none` later; `fast` is above both early on, and what it reaches stays."""
+REFERENCES = ("plain", "ddp", "none")
+
+
+def test_curves_are_compared_with_the_best_of_the_peers_and_of_early_stopping(tmp_path):
+    """plain is the best reference early, `none` later; `fast` is above both early on, and what it reaches stays; `late`
+    has no point at first."""
     outcomes = []
     for seed in range(4):
         shift = 0.001 * seed
         outcomes += [_curve("plain", seed, (1.0, 0.70 + shift), (3.0, 0.75)),
                      _curve("ddp", seed, (2.0, 0.6), (4.0, 0.7)),
                      _curve("none", seed, (2.0, 0.65), (4.0, 0.85 + shift)),
-                     _curve("fast", seed, (1.0, 0.80 + 2 * shift), (2.0, 0.79))]
-    assert [pareto.best_at(outcomes[3].curve, at) for at in (0.9, 1.0, 5.0)] == [0.0, 0.8, 0.8]
-    assert pareto.budgets_of(outcomes, count=3) == [2.0, 3.0, 4.0]
-    found = pareto.cells(outcomes, [2.0, 4.0])
+                     _curve("fast", seed, (1.0, 0.80 + 2 * shift), (2.0, 0.79)),
+                     _curve("late", seed, (1.5 + seed, 0.5))]
+    assert [curves.best_at(outcomes[3].curve, at) for at in (0.9, 1.0, 5.0)] == [None, 0.8, 0.8]
+    assert curves.budgets_of(outcomes, REFERENCES, count=3) == [2.0, 3.25, 4.5]
+    found = curves.cells(outcomes, [2.0, 4.0], REFERENCES)
     by = {(cell.name, cell.seconds): cell for cell in found}
     assert by["fast", 2.0].reference == "plain" and by["fast", 4.0].reference == "none"
     assert by["fast", 2.0].difference.middle == pytest.approx(10.15) and by["fast", 2.0].is_above
     assert by["fast", 4.0].difference.middle == pytest.approx(-4.85) and not by["fast", 4.0].is_above
-    # two comparisons: the interval is wider than that of one
-    one = pareto.corrected([0.8, 0.82, 0.81], [0.81, 0.81, 0.81], 1)
+    assert by["late", 2.0].score is None and not by["late", 2.0].is_above
+    # several comparisons: the interval is wider than that of one
+    one = curves.corrected([0.8, 0.82, 0.81], [0.81, 0.81, 0.81], 1)
     assert one == intervals.paired([0.8, 0.82, 0.81], [0.81, 0.81, 0.81])
-    assert pareto.corrected([0.8, 0.82, 0.81], [0.81, 0.81, 0.81], 2).half > one.half
-    text = pareto.claim(found, 4)
-    assert text.startswith("At 2 s, fast reaches 80.3 %, +10.15 +- ") and "1 of 2 comparisons" in text
-    assert text.endswith("These are 4 seeds, of at least ten that a claim needs.")
+    assert curves.corrected([0.8, 0.82, 0.81], [0.81, 0.81, 0.81], 2).half > one.half
+    text = curves.claim(found, REFERENCES, 4)
+    assert text.startswith("At 2 s, fast reaches 80.3 %, +10.15 +- ") and "1 of 4 comparisons" in text
+    assert text.endswith("Seeds: 4, of at least 10 that a claim needs.")
     below = [cell for cell in found if cell.seconds == 4.0]
-    assert pareto.claim(below, 10) == (
+    assert curves.claim(below, REFERENCES, 10) == (
         "At no budget of seconds is a curve of Ranvier's above the best of the peers and of early stopping without "
         "freezing by more than the interval.")
-    table = pareto.table(found, "head")
+    table = curves.table(found, "head")
     assert "70.2 (reference)" in table and "80.3 (+10.15 +- " in table and table.count("above") == 1
+    curves.draw(outcomes, REFERENCES, "title", tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 5_000
+
+
+def test_perplexities_are_compared_by_their_logarithms(tmp_path):
+    """Lower is better: scores are minus losses."""
+    assert outcome.curve_of([{"seconds": 5.0, "eval_seconds": 2.0, "eval_loss": 1.5}]) == ((3.0, -1.5),)
+    outcomes = [_curve(name, seed, (1.0, -log(perplexity)))
+                for name, perplexity in (("plain", 20.0), ("fast", 19.0)) for seed in (0, 1)]
+    found = curves.cells(outcomes, [1.0], ("plain",))
+    text = curves.claim(found, ("plain",), 10, curves.PERPLEXITY)
+    assert text.startswith("At 1 s, fast reaches perplexity 19.00, +5.13 +- 0.00 hundredths of a nat (about percent of "
+                           "the perplexity) better than plain, ")
+    assert "19.00 (+5.13 +- 0.00) above" in curves.table(found, "head", curves.PERPLEXITY)
+
+
+def test_cases_that_would_not_end_in_time_are_not_started(tmp_path, monkeypatch, capsys):
+    """Of 16 cases of a seed two windows do five and four; what is kept is not done again; whole seeds alone count."""
+    now, ran = [0.0], []
+
+    def run_one(contender, base, stand):
+        now[0] += 60.0
+        ran.append(contender.name)
+        return replace(_curve(contender.name, base.seed, (1.0, 0.5)), process_seconds=60.0)
+
+    monkeypatch.setattr(program, "run_one", run_one)
+    monkeypatch.setattr(program, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    arguments = ["--quick", "--seeds", "0", "1", "--keep", str(tmp_path / "runs"), "--outcomes",
+                 str(tmp_path / "kept.jsonl"), "--budget-minutes"]
+    assert pareto.measure(pareto.parse([*arguments, "5.2"])) is None and len(ran) == 5
+    assert "5 of 32 cases are done, the others take about 27 minutes" in capsys.readouterr().out
+    assert pareto.measure(pareto.parse([*arguments, "4.2"])) is None and len(ran) == 9
+    found = pareto.measure(pareto.parse([*arguments, "11"]))
+    assert len(ran) == 19 and len(set(ran[:16])) == 16 and ran[16] == ran[15], "seed by seed, and back"
+    assert len(found["outcomes"]) == 16 and {one["seed"] for one in found["outcomes"]} == {0}
+    assert "not written, since seeds are missing" in capsys.readouterr().out
+    assert len(pareto.measure(pareto.parse([*arguments, "0"]))["outcomes"]) == 16 and len(ran) == 19
+    with pytest.raises(SystemExit):
+        pareto.parse(["--budget-minutes", "3"])
+
+
+def test_an_outcome_is_of_the_files_that_were_there(tmp_path):
+    base, stand = task_run("quick", tmp_path, epochs=1), Stand(folder=tmp_path)
+    (none,) = named(contenders(base), ["none"])
+    kept = Kept(tmp_path / "kept.jsonl")
+    kept.add(none, base, stand, _curve("none", 0, (1.0, 0.5)))
+    assert Kept(tmp_path / "kept.jsonl").get(none, base, stand).curve == ((1.0, 0.5),)
+    (tmp_path / "train.tsv").write_text("label\tsentence\n1\tanother\n")
+    assert Kept(tmp_path / "kept.jsonl").get(none, base, stand) is None
+
+
+def test_short_contenders_have_a_schedule_of_their_own(tmp_path):
+    text, labelled = (task_run(task, tmp_path, epochs=4, eval_epochs=1) for task in ("quick-decoder", "quick"))
+    assert text.train.epochs is None and text.train.steps == 4 * text.train.eval_every > 20
+    for base in (text, labelled):
+        found = {one.name: checked(one.applied(base)) for one in pareto.pareto_contenders(base)}
+        short, whole = found["none-short"].train, found["none"].train
+        assert whole == base.train and found["plain-short"].train == short
+        assert (short.steps, whole.steps) == (2 * base.train.eval_every, 4 * base.train.eval_every) or (
+            short.epochs, whole.epochs) == (2, 4)
+        assert short.warmup_steps == round(0.5 * whole.warmup_steps) and short.eval_every == whole.eval_every
+
+
+def test_data_of_ones_own(tmp_path):
+    """Fewer samples than by default: all of them, in whole batches."""
+    lines = [f"{number % 2}\tsentence {number} is {'good' if number % 2 else 'bad'}" for number in range(60)]
+    (tmp_path / "own.tsv").write_text("\n".join(["label\tsentence", *lines]) + "\n")
+    base = task_run("quick", tmp_path, data=str(tmp_path / "own.tsv"), eval_epochs=1)
+    assert (base.data.train_samples, base.data.eval_samples, base.data.eval) == (48, 6, None)
+    assert base.train.eval_every == 6
+    (tmp_path / "own.txt").write_text("".join(f"sentence {number} of a text\n" for number in range(400)))
+    base = task_run("quick-decoder", tmp_path, data=str(tmp_path / "own.txt"), epochs=2, eval_epochs=1)
+    assert base.data.corpus == str(tmp_path / "own.txt") and base.train.steps == 2 * base.train.eval_every
 
 
 def test_a_curve_leaves_evaluations_out(tmp_path):

@@ -1,0 +1,171 @@
+"""Curves of quality over seconds: compared at budgets of seconds, seed by seed, as a sentence, a table and a picture.
+
+A curve has a point for each evaluation: (seconds of training until then; score). A higher score is better: it is the
+accuracy, or minus the held-out loss of a language model, whose exponential is the perplexity.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import exp, inf, sqrt
+from pathlib import Path
+from statistics import mean, stdev
+
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+
+from benchmarks.elastic.compare import markdown
+from benchmarks.elastic.intervals import Interval, t_quantile
+from benchmarks.elastic.outcome import Outcome
+
+BUDGETS = 8
+"""Budgets of seconds in a table."""
+SEEDS_WANTED = 10
+"""A claim needs so many."""
+
+Curve = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How scores are shown. shown: score -> number; unit: after it; points: what a hundredth of a score is."""
+
+    name: str
+    shown: Callable[[float], float]
+    unit: str
+    points: str
+
+    def words(self, score: float) -> str:
+        """A score in words, with its unit."""
+        return f"{self.number(score)}{self.unit}"
+
+    def number(self, score: float) -> str:
+        return f"{self.shown(score):.{1 if self.unit else 2}f}"
+
+
+ACCURACY = Scale(name="accuracy", shown=lambda score: 100 * score, unit=" %", points="points")
+PERPLEXITY = Scale(name="perplexity", shown=lambda score: exp(-score), unit="",
+                   points="hundredths of a nat (about percent of the perplexity)")
+
+
+def best_at(curve: Curve, seconds: float) -> float | None:
+    """The best score that was reached within so many seconds; None before the first evaluation."""
+    within = bisect_right([at for at, _ in curve], seconds)
+    return max((score for _, score in curve[:within]), default=None)
+
+
+def budgets_of(outcomes: Sequence[Outcome], references: Sequence[str], count: int = BUDGETS) -> list[float]:
+    """Evenly spread from when all references have a first point, in all seeds, to the last end."""
+    first = max(one.curve[0][0] for one in outcomes if one.name in references)
+    last = max(one.curve[-1][0] for one in outcomes)
+    return [first + (last - first) * number / (count - 1) for number in range(count)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One contender at one budget. reference: the best of the references there, by the mean over the seeds. score and
+    difference are None where it has no evaluation yet, for some seed."""
+
+    name: str
+    seconds: float
+    score: float | None
+    reference: str
+    difference: Interval | None
+
+    @property
+    def is_above(self) -> bool:
+        """Whether it is above the reference by more than the half interval."""
+        return self.difference is not None and self.difference.middle > self.difference.half
+
+
+def cells(outcomes: Sequence[Outcome], budgets: Sequence[float], references: Sequence[str]) -> list[Cell]:
+    """One for each contender and budget, over the seeds, which must be the same for all; those of `references`, too,
+    which are compared with the best of them. At each budget some reference must have been evaluated."""
+    curves: dict[str, dict[int, Curve]] = {}
+    for one in outcomes:
+        curves.setdefault(one.name, {})[one.seed] = one.curve
+    seeds = sorted(curves[outcomes[0].name])
+    comparisons = len(budgets) * sum(name not in references for name in curves)
+    found = []
+    for seconds in budgets:
+        reached = {name: known for name, mine in curves.items()
+                   if None not in (known := [best_at(mine[seed], seconds) for seed in seeds])}
+        reference = max((name for name in references if name in reached), key=lambda name: mean(reached[name]))
+        for name in curves:
+            mine = reached.get(name)
+            found.append(Cell(name=name, seconds=seconds, score=None if mine is None else mean(mine),
+                              reference=reference, difference=None if mine is None else corrected(
+                                  mine, reached[reference], comparisons)))
+    return found
+
+
+def corrected(ours: Sequence[float], theirs: Sequence[float], comparisons: int) -> Interval:
+    """The mean of ours - theirs in hundredths, seed by seed, with the half interval that holds for all of so many
+    comparisons together at 95 % (Student's t; Bonferroni). Infinite for one seed."""
+    differences = [100.0 * (a - b) for a, b in zip(ours, theirs, strict=True)]
+    if len(differences) < 2:
+        return Interval(middle=differences[0], half=inf)
+    quantile = t_quantile(len(differences) - 1, 1.0 - 0.025 / max(1, comparisons))
+    return Interval(middle=mean(differences), half=quantile * stdev(differences) / sqrt(len(differences)))
+
+
+def claim(found: Sequence[Cell], references: Sequence[str], num_seeds: int, scale: Scale = ACCURACY) -> str:
+    """The one sentence that the curves allow."""
+    compared = [cell for cell in found if cell.name not in references]
+    above = [cell for cell in compared if cell.is_above]
+    few = "" if num_seeds >= SEEDS_WANTED else (
+        f" Seeds: {num_seeds}, of at least {SEEDS_WANTED} that a claim needs.")
+    if not above:
+        return ("At no budget of seconds is a curve of Ranvier's above the best of the peers and of early stopping "
+                f"without freezing by more than the interval.{few}")
+    best = max(above, key=lambda cell: cell.difference.middle)
+    return (f"At {best.seconds:.0f} s, {best.name} reaches {'' if scale.unit else scale.name + ' '}"
+            f"{scale.words(best.score)}, {best.difference} {scale.points} better than {best.reference}, the best of "
+            f"the peers and of early stopping without freezing; {len(above)} of {len(compared)} comparisons are better "
+            f"by more than the interval.{few}")
+
+
+def table(found: Sequence[Cell], head: str, scale: Scale = ACCURACY) -> str:
+    """Rows are contenders, columns budgets: the score, and the difference from the reference."""
+    names, budgets = list(dict.fromkeys(cell.name for cell in found)), list(dict.fromkeys(
+        cell.seconds for cell in found))
+    by = {(cell.name, cell.seconds): cell for cell in found}
+    rows = [[name, *(_words(by[name, seconds], scale) for seconds in budgets)] for name in names]
+    return markdown(head, ("contender", *(f"{seconds:.0f} s" for seconds in budgets)), rows)
+
+
+def _words(cell: Cell, scale: Scale) -> str:
+    if cell.score is None:
+        return "-"
+    if cell.name == cell.reference:
+        return f"{scale.number(cell.score)} (reference)"
+    return f"{scale.number(cell.score)} ({cell.difference}){' above' if cell.is_above else ''}"
+
+
+def draw(outcomes: Sequence[Outcome], references: Sequence[str], title: str, path: Path, scale: Scale = ACCURACY
+         ) -> None:
+    """The mean curve of each contender over its seeds, with the range of one standard error."""
+    figure = Figure(figsize=(9, 5.5))
+    axes = figure.subplots()
+    for number, name in enumerate(dict.fromkeys(one.name for one in outcomes)):
+        mine = [one.curve for one in outcomes if one.name == name]
+        points = range(min(map(len, mine)))
+        seconds = [mean(curve[point][0] for curve in mine) for point in points]
+        best = [[max(score for _, score in curve[:point + 1]) for curve in mine] for point in points]
+        middle = [mean(values) for values in best]
+        error = [stdev(values) / sqrt(len(values)) if len(values) > 1 else 0.0 for values in best]
+        low, high = ([scale.shown(value + sign * half) for value, half in zip(middle, error, strict=True)]
+                     for sign in (-1, 1))
+        colour = colormaps["tab20"](number)
+        axes.step(seconds, list(map(scale.shown, middle)), "--" if name in references else "-", where="post",
+                  color=colour, marker="o", markersize=3, linewidth=1.6, label=name)
+        axes.fill_between(seconds, low, high, step="post", color=colour, alpha=0.12, linewidth=0)
+    axes.set_xlabel("seconds of training, without evaluations")
+    axes.set_ylabel(f"best {scale.name} so far{',' if scale.unit else ''}{scale.unit}")
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, ncols=2, frameon=False, loc="lower right" if scale.unit else "upper right")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
