@@ -84,6 +84,10 @@ def _keep_weights(run: ResolvedRun) -> str | None:
         None if gathers else "weights are gathered in scheme stationary on several rows only")
 
 
+def _panel_bytes(run: ResolvedRun) -> str | None:
+    return _one_rank_a_stage(run) or ("summa cuts panels by the mesh" if run.tensor.scheme == "summa" else None)
+
+
 def _defer_bytes(run: ResolvedRun) -> str | None:
     if run.pipeline.policy != "message-driven":
         return f"{run.pipeline.policy} defers no weight gradients"
@@ -282,6 +286,7 @@ CONDITIONS: Mapping[str, Reason] = {
     "tensor.sequence_sharding": _sequence_sharding,
     "tensor.keep_weights": _keep_weights,
     "tensor.reduce_dtype": _wide_activations,
+    "tensor.panel_bytes": _panel_bytes,
     "optim.options": lambda run: (
         None if is_object_name(run.optim.algorithm) else f"{run.optim.algorithm} takes no options"),
     "optim.betas": _only("adamw", "lion", "muon", others="betas"),

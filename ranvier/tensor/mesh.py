@@ -77,7 +77,7 @@ class TensorMesh:
         settings: scheme, sequence parallelism, and the number format of sums that travel.
         device: the kind of device, "cpu" or "cuda".
         panel_bytes: largest panel of activations that is gathered or reduced in one piece, with panels as equal as
-            possible; None for the device's rule.
+            possible; None for the settings, or the device's rule.
         check_order: before each layer and after each block, the rows of a column compare which layer they run (slow;
             for debugging). A layer that one row skips would pair its collectives with those of another layer.
     """
@@ -88,7 +88,8 @@ class TensorMesh:
         if settings.reduce_dtype == "fp32":
             over_rows, over_cols = Fp32Sums(over_rows), Fp32Sums(over_cols)
         self.over_rows, self.over_cols, self.settings = over_rows, over_cols, settings
-        self._panel_bytes = panel_bytes or PANEL_BYTES.get(device, PANEL_BYTES["cpu"])
+        usual, wanted = PANEL_BYTES.get(device, PANEL_BYTES["cpu"]), settings.panel_bytes
+        self._panel_bytes = panel_bytes or (usual if wanted == "auto" else wanted)
         self._panels_grow = device == "cuda" and panel_bytes is None
         self.workspace = Workspace()
         self.weights, self.sums = WeightGathers(), GradientSums()

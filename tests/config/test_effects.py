@@ -41,6 +41,7 @@ OTHER = {
     "pipeline.memory": 2.0, "pipeline.deferred": (1, 1), "pipeline.stages_per_rank": 2,
     "pipeline.placement": "interleaved", "tensor.scheme": "summa",
     "tensor.sequence_sharding": True, "tensor.keep_weights": True, "tensor.reduce_dtype": "fp32",
+    "tensor.panel_bytes": 500,
     "launch.stopped_seconds": 1.0, "max_restarts": 2, "optim.betas": (0.5, 0.6), "optim.epsilon": 1e-2,
     "optim.momentum": 0.1, "optim.decay": "matrices", "optim.accumulate": "half", "optim.reduce_dtype": "fp32",
     "optim.chunk_buckets": 1, "optim.offload_share": 0.3, "optim.clip_from": "previous-step",

@@ -1,5 +1,6 @@
 """Raw gradients, losses and norms of a whole GPT on every tensor mesh are those of plain PyTorch, in fp64 to 1e-10."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,6 +16,7 @@ from ranvier.testing.reference import Reference, relative_error
 from tests.covering import covering, quick
 from tests.pipeline.parity import frozen
 from tests.tensor.split_parity import (
+    SCHEMES,
     SEED,
     TOLERANCE,
     assert_close,
@@ -23,6 +25,7 @@ from tests.tensor.split_parity import (
     gradients_on,
     legal,
     on_mesh,
+    on_tensor_mesh,
     row_share,
     share,
     tiny_gpt,
@@ -268,11 +271,13 @@ def test_one_token_of_the_vocabulary_for_each(rows, cols, scheme):
     assert_parity(partial(tiny_gpt, vocab=vocab), token_batches(mesh, count=1, vocab=vocab), mesh, scheme=scheme)
 
 
-def test_small_panels(monkeypatch):
-    monkeypatch.setattr("ranvier.tensor.mesh.PANEL_BYTES", {"cpu": 1500})
+def test_small_panels():
     for rows, cols, scheme in legal([(1, 2), (2, 2), (2, 3)], ("stationary", "megatron", "sequence")):
-        mesh = Mesh(row=rows, col=cols)
-        assert_parity(tiny_gpt, token_batches(mesh, per_row=2), mesh, scheme=scheme)
+        mesh, settings = Mesh(row=rows, col=cols), replace(SCHEMES[scheme], panel_bytes=1500)
+        assert_parity(tiny_gpt, token_batches(mesh, per_row=2), mesh, settings=settings)
+        (few, *_), (many, *_) = (on_tensor_mesh(rows, cols, one, lambda mesh: len(mesh.panels(torch.zeros(8, 8, 12))))
+                                 for one in (SCHEMES[scheme], settings))
+        assert few == 1 < many
 
 
 def test_fp32_is_close():
