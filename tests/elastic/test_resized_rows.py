@@ -87,6 +87,7 @@ def test_freezing_packing_and_the_cache_go_on_with_other_rows_and_columns(senten
     assert all(data * pipe * row * col <= 4 for data, pipe, row, col in meshes)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_on_the_rows_and_columns_that_it_had(sentences, tmp_path, still, requests):
     run = tiny(sentences, tmp_path / "run", checkpoint=Checkpoint(every=0))
     wishes = Wishes(run, {2: dict(data=1, pipe=1, row=2, col=2)})

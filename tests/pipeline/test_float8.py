@@ -104,7 +104,7 @@ def gradients(mesh, **settings):
     (Mesh(pipe=2), {"pipeline": Pipeline(boundaries=(3,))}),
     (Mesh(data=2, pipe=2), {"pipeline": Pipeline(policy="1f1b")}),
     (Mesh(), {"memory": Memory(recompute=1)}),
-    (Mesh(), {"compile": True}),
+    pytest.param(Mesh(), {"compile": True}, marks=pytest.mark.slow),
     (Mesh(), {"compile": True, "memory": Memory(recompute=1)}),
 ], ids=["one rank", "pipe", "data and pipe", "recomputed", "compiled", "compiled, recomputed"])
 def test_gradients_are_those_of_rounded_operands(mesh, settings, monkeypatch):
