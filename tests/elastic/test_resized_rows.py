@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ranvier.config.run import Checkpoint
+from ranvier.config.run import Checkpoint, Elastic
 from ranvier.mesh import Mesh
 from ranvier.train import resize
 from tests.elastic.test_elastic_corners import StopAfter, requests
@@ -70,6 +70,15 @@ def test_a_tensor_mesh_that_the_model_does_not_divide_into_is_refused(sentences,
     run_all(run, trackers=[Asks(run, {2: dict(data=1, pipe=1, col=3)})])
     refused = [line["text"] for line in events(run, "resize-refused")]
     assert "mesh.col: does not divide model.heads 2 (got 3)" in refused[0] and "is no mesh" in refused[1]
+    assert not transitions(run)
+
+
+def test_rows_with_too_few_held_out_samples_for_the_policy_are_refused(sentences, tmp_path):
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=Elastic(freeze="plasticity"))
+    run = replace(run, data=replace(run.data, eval_samples=3))
+    run_all(run, trackers=[Wishes(run, {2: dict(data=1, pipe=1, row=2)})])
+    text, = [line["text"] for line in events(run, "resize-refused")]
+    assert "leaves rows with fewer than two of the 3 held-out samples, which plasticity, alpha 0.333 compares" in text
     assert not transitions(run)
 
 
