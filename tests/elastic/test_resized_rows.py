@@ -96,6 +96,17 @@ def test_freezing_packing_and_the_cache_go_on_with_other_rows_and_columns(senten
     assert all(data * pipe * row * col <= 4 for data, pipe, row, col in meshes)
 
 
+def test_a_row_reads_what_another_has_written(sentences, tmp_path, in_one_process):
+    """In each epoch other samples are a row's. Of the 96 of the second epoch 56 have been written, and are read where
+    both samples of a microbatch are among them."""
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(row=2), elastic=replace(
+        BY_HAND, auto_pipe=False, auto_dp=False, cache=True, cache_from=1, cache_precision="full",
+        cache_dir=tmp_path / "cache"))
+    results, _ = run_all(run)
+    assert losses(run) == pytest.approx(in_one_process, rel=1e-9)
+    assert read_rows(results) >= 40
+
+
 def test_a_run_resumes_on_the_rows_and_columns_that_it_had(sentences, tmp_path, still, requests):
     run = tiny(sentences, tmp_path / "run", checkpoint=Checkpoint(every=0))
     wishes = Wishes(run, {2: dict(data=1, pipe=1, row=2, col=2)})
