@@ -103,10 +103,6 @@ def _schedule_memory(run: ResolvedRun) -> str | None:
         return f"{run.pipeline.policy} has a fixed order"
     if run.mesh.pipe == 1:
         return "there is one stage"
-    if run.elastic.freeze != "none":
-        return "elastic runs follow the rule"
-    if run.memory.recompute != "none":
-        return "with recomputation the rule holds"
     pipeline = run.pipeline
     if pipeline.in_flight != "auto" and pipeline.deferred is not None:
         return "pipeline.in-flight and pipeline.deferred are set"

@@ -77,12 +77,6 @@ class ResolvedRun(Run):
         """Which stages each rank of the pipeline has."""
         return stage_placement(self.mesh.pipe, self.pipeline)
 
-    @property
-    def schedule_memory(self) -> float | None:
-        """`pipeline.memory` where it has an effect: AutoPipe counts with the rule, and recomputation leaves less to
-        choose."""
-        return None if self.elastic.freeze != "none" or self.memory.recompute != "none" else self.pipeline.memory
-
 
 def stage_placement(pipe: int, pipeline: Pipeline) -> StagePlacement:
     """Which stages each of `pipe` ranks has; one rank has one."""

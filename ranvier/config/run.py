@@ -158,9 +158,9 @@ class Pipeline:
     weight gradients may wait. none: what the fastest simulated schedule uses, within `memory`."""
     memory: Annotated[float, Ge(1)] | None = 1.1
     """Memory limit for automatic `in_flight` and `deferred`: this multiple of what the largest stage needs under 1f1b.
-    The simulation has counted times; after a run's first steps it is repeated once with measured times (not with
-    `memory_report`). none: no simulation, and as many microbatches in flight as stages, plus the number of stages
-    without trainable parameters. Elastic runs and recomputation always use that rule."""
+    The simulation has counted times; after the first steps on each mesh it is repeated once with measured times (not
+    with `memory_report`). none: no simulation, and as many microbatches in flight as stages, plus the number of stages
+    without trainable parameters."""
     stages_per_rank: Positive = 1
     """Virtual stages: how many stages (model chunks) each rank of the pipeline has. More make the bubble smaller where
     microbatches are few, for more messages. Needs the message-driven or gpipe schedule."""

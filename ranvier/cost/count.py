@@ -97,7 +97,7 @@ def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, 
     on_mesh = run.mesh.stage_size > 1 and stages.costs
     buffers, passing, kept = _tensor_mesh(run, model, stages, layout, known) if on_mesh else ({}, {}, {})
     for pipe in range(run.mesh.pipe):
-        held = [(stage, *_computed(run, model, stages, layout, stage, limits))
+        held = [(stage, *_computed(run, model, stages, layout, stage))
                 for stage in layout.stages.stages_of(pipe)]
         runs = tuple(each for *_, own in held for each in own)
         first = layout.blocks_on(pipe)[0]
@@ -141,7 +141,8 @@ def device_bytes_of_stages(run: ResolvedRun, frozen: int = 0, frozen_above: Sequ
 
     As `laid_out` says it, but for what depends on the other stages too: of those before it all but the first are taken
     to have one block (which matters where some of them train nothing), and what products on several rows and columns
-    gather into is the most of any stage of the run's own cut.
+    gather into is the most of any stage of the run's own cut. The schedule's limits are the rule's, since simulated
+    ones depend on all stages; `pipeline.memory` bounds what these need more, and a cut that is found is counted whole.
     """
     model, stages, layout = _cut_of(run, frozen, frozen_above)
     buffers, arriving, kept = _tensor_mesh(run, model, stages, layout, {}) if run.mesh.stage_size > 1 else ({}, {}, {})
@@ -153,7 +154,7 @@ def device_bytes_of_stages(run: ResolvedRun, frozen: int = 0, frozen_above: Sequ
         there = replace(layout, boundaries=(*range(start - stage + 1, start + 1),
                                             *range(stop, stop + run.mesh.pipe - stage - 1)))
         limits = _limits(run, there, None)
-        costs, segments, runs = _computed(run, model, stages, there, stage, limits)
+        costs, segments, runs = _computed(run, model, stages, there, stage)
         if (start, stop, runs) not in lasting:  # on whichever stage they are
             lasting[start, stop, runs] = sum(_states(run, there, stage, runs)["device"].values())
         passing = _activations(run, costs, there, stage, segments, kept, limits)
@@ -162,14 +163,14 @@ def device_bytes_of_stages(run: ResolvedRun, frozen: int = 0, frozen_above: Sequ
     return needed
 
 
-def _computed(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, stage: int, limits: Limits
+def _computed(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, stage: int
               ) -> tuple[Sequence[BlockCost], list[range], tuple[range, ...]]:
     """The costs of a stage's blocks, which runs of them are computed again (as places on the stage), and all its runs
     (as numbers in the model)."""
     blocks = layout.blocks(stage)
     costs = stages.costs[blocks.start:blocks.stop] if stages.costs else ()
     names = tuple(model.blocks)[blocks.start:blocks.stop]
-    segments = _segments(run, model, names, costs, stage, limits.in_flight)
+    segments = _segments(run, model, names, costs, stage, _limits(run, layout, None).in_flight)
     return costs, segments, tuple(range(blocks.start + places.start, blocks.start + places.stop)
                                   for places, _ in runs_of(len(blocks), segments))
 
@@ -298,15 +299,14 @@ def _tensor_mesh(run: ResolvedRun, model: Model, stages: StageTable, layout: Lay
     part, kept_again = split_model(model, mesh), {}
     passing, gathered, unreduced = (dict.fromkeys(range(run.mesh.pipe), 0) for _ in range(3))
     largest: list[dict[tuple[str, torch.dtype], int]] = [{} for _ in range(run.mesh.pipe)]
-    limits = _limits(run, layout, stages.costs)
+    limit = _limits(run, layout, None).in_flight
     with torch.device("meta"):
         state, targets = families.sample_of(run, run.row_microbatch_size)
     costs = stages.costs
     assert costs is not None  # the table was made with a sample
     for row in stages.rows:
         blocks, pipe = layout.blocks(row.stage), row.pipe
-        segments = _segments(run, model, row.blocks, costs[blocks.start:blocks.stop], row.stage,
-                             limits.in_flight)
+        segments = _segments(run, model, row.blocks, costs[blocks.start:blocks.stop], row.stage, limit)
         recomputed = {place for segment in segments for place in segment}
         here = [p for p in layout.parameters if p.block in blocks]
         times = Counter(layout.key(p) for p in here)
@@ -381,15 +381,26 @@ def _limits(run: ResolvedRun, layout: Layout, costs: Sequence[BlockCost] | None)
     """What the pipeline may have under way. costs: of all blocks; None for the rule without them."""
     stages = [layout.blocks(stage) for stage in range(layout.stages.num_stages)]
     if costs is not None:
-        return run_limits(run, [costs[blocks.start:blocks.stop] for blocks in stages])
+        counted = [costs[blocks.start:blocks.stop] for blocks in stages]
+        return run_limits(run, counted, recomputed_runs(run, counted))
     trained = {parameter.block for parameter in layout.parameters if parameter.trainable}
     rule = rule_limits([not trained.isdisjoint(blocks) for blocks in stages], layout.stages)
     return rule.given(run.pipeline.in_flight, run.pipeline.deferred)
 
 
+def recomputed_runs(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]]) -> list[list[range]]:
+    """Of each stage the runs of its blocks that are computed again, as places on it. They follow from the rule's limit,
+    as in the engine, since simulated limits follow from them."""
+    rule = rule_limits([any(block.num_trainable for block in blocks) for blocks in stages], run.placement).given(
+        run.pipeline.in_flight, None)
+    return [recomputed_segments(
+        run.memory.recompute, [block.name for block in blocks], families.layers_of(run), blocks,
+        policy_named(run.pipeline.policy), rule.in_flight, (stage, len(stages))) for stage, blocks in enumerate(stages)]
+
+
 def _segments(run: ResolvedRun, model: Model, blocks: Sequence[str], costs: Sequence[BlockCost], stage: int,
               limit: int) -> list[range]:
-    """The runs of a stage's blocks that are computed again, as places in `blocks`."""
+    """As `recomputed_runs`, of one stage, also without costs. limit: in flight, by the rule or as it is set."""
     if run.memory.recompute == "auto" and not costs:
         return []
     return recomputed_segments(run.memory.recompute, blocks, model.layers, costs, policy_named(run.pipeline.policy),

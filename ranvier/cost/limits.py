@@ -13,11 +13,19 @@ from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.blocks import BlockCost
 from ranvier.cost.memory import PROCESS_BYTES, operand_bytes
 from ranvier.mesh import StagePlacement
-from ranvier.schedule.computed_limits import MAX_SIMULATED_STAGES, StageLoad, computed_limits, predicted_bubble
+from ranvier.schedule.computed_limits import (
+    MAX_SIMULATED_STAGES,
+    StageLoad,
+    computed_limits,
+    predicted_bubble,
+    simulated_microbatches,
+)
 from ranvier.schedule.limits import Limits, rule_limits
 from ranvier.schedule.policies import policy_named
 from ranvier.schedule.schedule import Policy
 
+Segments = Sequence[Sequence[range]]
+"""Of each stage the runs of its blocks, by their places on it, that are recomputed; empty where none are."""
 _ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 _MEMORIES = (1.0, 1.1, 1.25, 1.5, 2.0)
 _STATE_BYTES = 8  # of a parameter that trains: two moments, as of AdamW
@@ -25,8 +33,8 @@ _STATE_BYTES = 8  # of a parameter that trains: two moments, as of AdamW
 
 def pipeline_limits(stages: Sequence[Sequence[BlockCost]], policy: Policy, *, in_flight: int | Literal["auto"],
                     memory: float | None, device: str, element_bytes: int,
-                    deferred: tuple[int, ...] | None = None,
-                    placement: StagePlacement | None = None) -> Limits:
+                    deferred: tuple[int, ...] | None = None, placement: StagePlacement | None = None,
+                    segments: Segments = (), num_microbatches: int | None = None) -> Limits:
     """The limits of a pipeline.
 
     Args:
@@ -34,51 +42,56 @@ def pipeline_limits(stages: Sequence[Sequence[BlockCost]], policy: Policy, *, in
         in_flight, deferred: as in `Pipeline`.
         memory: as `pipeline.memory`; None follows `rule_limits`.
         device: the type of device. element_bytes: of a parameter. placement: by default one stage on each rank.
+        segments: what is recomputed. num_microbatches: of a batch on one replica, where that is known.
     """
     placement = placement or StagePlacement(pipe=len(stages))
     given = None if in_flight == "auto" else in_flight
     if memory is not None:
-        found = computed_limits(_loads(stages, device, element_bytes, placement.per_rank), policy, memory=memory,
-                                in_flight=given, placement=placement)
+        found = computed_limits(_loads(stages, device, element_bytes, placement.per_rank, segments), policy,
+                                memory=memory, in_flight=given, placement=placement, num_microbatches=num_microbatches)
         return found.given("auto", deferred)
     rule = rule_limits([any(block.num_trainable for block in blocks) for blocks in stages], placement)
     return rule.given(in_flight, deferred)
 
 
-def run_limits(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]]) -> Limits:
+def run_limits(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments: Segments = ()) -> Limits:
     """The limits of a run with these blocks on each stage."""
     return pipeline_limits(stages, policy_named(run.pipeline.policy), in_flight=run.pipeline.in_flight,
                            deferred=run.pipeline.deferred,
-                           memory=run.schedule_memory, device="cuda" if run.launch.device == "cuda" else "cpu",
-                           element_bytes=_ELEMENT_BYTES[run.precision], placement=run.placement)
+                           memory=run.pipeline.memory, device="cuda" if run.launch.device == "cuda" else "cpu",
+                           element_bytes=_ELEMENT_BYTES[run.precision], placement=run.placement, segments=segments,
+                           num_microbatches=run.num_microbatches)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryChoice:
-    """The limits for one value of `pipeline.memory`, and the share of a step's time in which stages wait with them."""
+    """The limits for one value of `pipeline.memory`, and the share of a step's time in which stages wait with them, of
+    so many simulated microbatches."""
 
     memory: float
     limits: Limits
     bubble_fraction: float
+    num_microbatches: int
 
 
-def memory_choices(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]]) -> tuple[MemoryChoice, ...]:
+def memory_choices(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments: Segments = ()
+                   ) -> tuple[MemoryChoice, ...]:
     """Memory against speed: for the run's own value first, then for others. Empty where it has no effect."""
-    policy, memory = policy_named(run.pipeline.policy), run.schedule_memory
+    policy, memory = policy_named(run.pipeline.policy), run.pipeline.memory
     if memory is None or not policy.defers or not 1 < run.mesh.pipe <= MAX_SIMULATED_STAGES:
         return ()
-    device = "cuda" if run.launch.device == "cuda" else "cpu"
-    loads, found = _loads(stages, device, _ELEMENT_BYTES[run.precision], run.placement.per_rank), []
+    loads, found = _loads_of(run, stages, segments), []
     for value in (memory, *_MEMORIES):
-        limits = run_limits(replace(run, pipeline=replace(run.pipeline, memory=value)), stages)
-        found.append(MemoryChoice(memory=value, limits=limits, bubble_fraction=predicted_bubble(
-            loads, policy, limits, run.placement)))
+        limits = run_limits(replace(run, pipeline=replace(run.pipeline, memory=value)), stages, segments)
+        found.append(MemoryChoice(
+            memory=value, limits=limits, num_microbatches=simulated_microbatches(run.mesh.pipe, run.num_microbatches),
+            bubble_fraction=predicted_bubble(loads, policy, limits, run.placement, run.num_microbatches)))
     return tuple(found)
 
 
 def defers_by_limits(run: ResolvedRun) -> bool:
     """Whether weight gradients may wait, as many as numbers of microbatches for each rank say, which were simulated."""
-    return (run.schedule_memory is not None and run.mesh.pipe > 1 and run.pipeline.defer_bytes == "auto"
+    return (run.pipeline.memory is not None and run.mesh.pipe > 1 and run.pipeline.defer_bytes == "auto"
             and policy_named(run.pipeline.policy).defers and not run.optim.update_in_backward)
 
 
@@ -96,22 +109,55 @@ _WORTH = 0.01
 """Of a step, what other limits must save by the prediction: measurements have noise."""
 
 
+Factors = tuple[tuple[float, float], ...]
+"""Of each block, what its forward and its backward have taken, relative to what is counted, in a unit of their own."""
+
+
+def measured_factors(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], seconds: Sequence[tuple[float, float]],
+                     segments: Segments = (), cached: int = 0) -> Factors | None:
+    """What the blocks have taken on these ranks; None where nothing can be told.
+
+    Args:
+        stages, segments: as for `run_limits`.
+        seconds: of each rank of the pipeline, what forwards and what backwards (with all weight gradients) have taken,
+            in any unit. A rank's blocks share them in proportion to the counted times; blocks of a rank without times
+            have those of all.
+        cached: blocks whose outputs came from the cache, so that nothing of them was computed.
+    """
+    counted = _rank_times(run, stages, segments, cached)
+    means = [sum(measured) / sum(times) if sum(times) else 0.0 for measured, times in zip(
+        zip(*seconds, strict=True), zip(*counted, strict=True), strict=True)]
+    if not all(means):
+        return None
+    of_rank = [(_ratio(*forward, means[0]), _ratio(*backward, means[1])) for forward, backward in (
+        zip(*each, strict=True) for each in zip(seconds, counted, strict=True))]
+    return tuple(of_rank[run.placement.rank_of(stage)] for stage, blocks in enumerate(stages) for _ in blocks)
+
+
+def _ratio(measured: float, counted: float, mean: float) -> float:
+    return measured / counted if measured and counted else mean
+
+
+def expected_seconds(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], factors: Factors,
+                     segments: Segments = (), cached: int = 0) -> list[tuple[float, float]]:
+    """What forwards and backwards of each rank take with these blocks, by what was measured of them elsewhere."""
+    return _rank_times(run, stages, segments, cached, factors)
+
+
 def measured_choice(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], present: Limits,
-                    seconds: Sequence[tuple[float, float]]) -> MeasuredChoice | None:
+                    seconds: Sequence[tuple[float, float]], segments: Segments = ()) -> MeasuredChoice | None:
     """The limits by the times of these ranks; those of now where no others are worth a change. None where nothing is
     chosen by simulation, and where a rank has no times.
 
     Args:
-        run: with `auto` as it was asked for. stages: as for `run_limits`. present: the limits of now.
-        seconds: of each rank of the pipeline, what forwards and what backwards (with all weight gradients) have taken,
-            in any unit. A rank's stages and actions share them in proportion to the counted times.
+        run: with `auto` as it was asked for. stages, segments: as for `run_limits`. present: the limits of now.
+        seconds: as for `measured_factors`.
     """
-    policy, memory, pipeline = policy_named(run.pipeline.policy), run.schedule_memory, run.pipeline
+    policy, memory, pipeline = policy_named(run.pipeline.policy), run.pipeline.memory, run.pipeline
     if (memory is None or not defers_by_limits(run) or pipeline.deferred is not None or run.memory_report
             or run.mesh.pipe > MAX_SIMULATED_STAGES):
         return None
-    device = "cuda" if run.launch.device == "cuda" else "cpu"
-    loads = _loads(stages, device, _ELEMENT_BYTES[run.precision], run.placement.per_rank)
+    loads = _loads_of(run, stages, segments)
     timed: list[StageLoad] = []
     for place, load in enumerate(loads):
         rank = run.placement.rank_of(place)
@@ -123,30 +169,81 @@ def measured_choice(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], pre
         timed.append(replace(load, forward=load.forward * forward, backward=load.backward * backward,
                              weight=load.weight * backward))
     limits = computed_limits(timed, policy, memory=memory, placement=run.placement,
-                             in_flight=None if pipeline.in_flight == "auto" else pipeline.in_flight)
-    before, after = (predicted_bubble(timed, policy, each, run.placement) for each in (present, limits))
+                             in_flight=None if pipeline.in_flight == "auto" else pipeline.in_flight,
+                             num_microbatches=run.num_microbatches)
+    before, after = (predicted_bubble(timed, policy, each, run.placement, run.num_microbatches)
+                     for each in (present, limits))
     if (1.0 - before) / (1.0 - after) > 1.0 - _WORTH:
         limits, after = present, before
     return MeasuredChoice(limits=limits, bubble_fraction=after, counted_fraction=before)
 
 
-def _loads(stages: Sequence[Sequence[BlockCost]], device: str, element_bytes: int, per_rank: int) -> list[StageLoad]:
-    """Times in units of `BlockCost.weight`. A weight gradient takes as long as the forward of its products."""
-    loads, trains = [], False
-    for place, blocks in enumerate(stages):
-        is_last = place == len(stages) - 1
-        backward = [block for block in blocks if (trains := trains or block.num_trainable > 0)]
-        trained = [block for block in backward if block.num_trainable and block.flops]
+@dataclass(frozen=True, kw_only=True)
+class _BlockTimes:
+    """What one microbatch takes in a block, in units of `BlockCost.weight`; 0 for what the block does not do. A weight
+    gradient takes as long as the forward of its products. weight: of those that may wait."""
+
+    forward: float
+    backward: float
+    weight: float
+
+
+def _block_times(stages: Sequence[Sequence[BlockCost]], device: str, segments: Segments) -> list[list[_BlockTimes]]:
+    """Of each stage's blocks. What is recomputed has one more forward in its backward, and no product of it waits."""
+    found, trains = [], False
+    for stage, blocks in enumerate(stages):
+        found.append(list[_BlockTimes]())
+        again = {place for segment in segments[stage] for place in segment} if segments else set()
+        for place, block in enumerate(blocks):
+            trains = trains or block.num_trainable > 0
+            own = block.of_weights.flops if block.num_trainable else 0
+            waits = block.defers and place not in again
+            forward = block.weight(device)
+            found[-1].append(_BlockTimes(
+                forward=forward, weight=own if waits else 0,
+                backward=(forward * (1 + (place in again)) if trains else 0) + (0 if waits else own)))
+    return found
+
+
+def _rank_times(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments: Segments, cached: int,
+                factors: Factors | None = None) -> list[tuple[float, float]]:
+    """Of each rank, forwards and backwards of one microbatch; times `factors`, block by block."""
+    found, block = [(0.0, 0.0)] * run.mesh.pipe, 0
+    for stage, times in enumerate(_block_times(stages, _device(run), segments)):
+        rank = run.placement.rank_of(stage)
+        for each in times:
+            forward, backward = (1.0, 1.0) if factors is None else factors[block]
+            found[rank] = (found[rank][0] + (each.forward * forward if block >= cached else 0.0),
+                           found[rank][1] + (each.backward + each.weight) * backward)
+            block += 1
+    return found
+
+
+def _device(run: ResolvedRun) -> str:
+    return "cuda" if run.launch.device == "cuda" else "cpu"
+
+
+def _loads_of(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments: Segments) -> list[StageLoad]:
+    return _loads(stages, _device(run), _ELEMENT_BYTES[run.precision], run.placement.per_rank, segments)
+
+
+def _loads(stages: Sequence[Sequence[BlockCost]], device: str, element_bytes: int, per_rank: int,
+           segments: Segments) -> list[StageLoad]:
+    loads = []
+    for stage, times in enumerate(_block_times(stages, device, segments)):
+        blocks, is_last = stages[stage], stage == len(stages) - 1
+        behind = [place for place, each in enumerate(times) if each.backward or each.weight]
+        runs = [[place for place in segment if place in behind] for segment in segments[stage]] if segments else []
+        inside = {place for places in runs for place in places}
+        trained = [blocks[place] for place in behind if place not in inside and blocks[place].num_trainable]
         loss_bytes = blocks[-1].output_bytes if is_last else 0  # about what it keeps of the outputs
         loads.append(StageLoad(
-            forward=sum(block.weight(device) for block in blocks),
-            backward=sum(block.weight(device) for block in backward)
-            + sum(block.of_weights.flops for block in trained if not block.defers),
-            weight=sum(block.of_weights.flops for block in trained if block.defers),
-            trains=any(block.num_trainable for block in blocks),
+            forward=sum(each.forward for each in times), backward=sum(each.backward for each in times),
+            weight=sum(each.weight for each in times), trains=any(block.num_trainable for block in blocks),
             fixed=sum(block.num_parameters * element_bytes + block.num_trainable * (element_bytes + _STATE_BYTES)
-                      for block in blocks) + (PROCESS_BYTES / per_rank if device == "cpu" else 0),
-            graph=sum(block.kept_bytes for block in backward) + loss_bytes,
+                      for block in blocks) + (PROCESS_BYTES / per_rank if device == "cpu" else 0)
+            + max((sum(blocks[place].kept_bytes for place in places) for places in runs), default=0),
+            graph=sum(blocks[place].kept_bytes for place in behind if place not in inside)
+            + sum(blocks[places[0]].input_bytes for places in runs if places) + loss_bytes,
             operands=operand_bytes(trained, ends_model=is_last)))
     return loads
-

@@ -16,6 +16,7 @@ from torch import nn
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Run
 from ranvier.cost.blocks import BlockCost
+from ranvier.cost.count import recomputed_runs
 from ranvier.cost.hardware import Cluster
 from ranvier.cost.limits import run_limits
 from ranvier.cost.step import Cost, ElementBytes, PipelineNumbers, StageWork, Step, step_cost, step_pipeline
@@ -25,7 +26,6 @@ from ranvier.optim.average import averages_of
 from ranvier.optim.rules import rules_of, states_per_element, update_flops
 from ranvier.pipeline.block_costs import build_on_meta
 from ranvier.pipeline.build import global_parameters
-from ranvier.pipeline.recomputation import recomputed_segments
 from ranvier.precision import DTYPES, is_half, reduce_dtype, wide
 from ranvier.schedule.policies import policy_named
 from ranvier.tensor.layers import Embedding, Linear, SharedInputLinear, VocabularyLinear
@@ -45,7 +45,8 @@ def run_pipeline(run: ResolvedRun, cluster: Cluster, stages: Sequence[Sequence[B
 
 def step_of(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]]) -> Step:
     """One step of the run."""
-    limits = run_limits(run, stages)
+    recomputed = recomputed_runs(run, stages)
+    limits = run_limits(run, stages, recomputed)
     dtype, optim = DTYPES[run.precision], run.optim
     state_bytes = wide(dtype).itemsize
     formats = ElementBytes(
@@ -55,8 +56,8 @@ def step_of(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]]) -> Step:
     states, flops = _update_of(run)
     return Step(
         run=run, policy=policy_named(run.pipeline.policy), limits=limits, bytes=formats,
-        stages=tuple(StageWork(blocks=tuple(blocks), recomputed=_recomputed(run, blocks, stage, limits.in_flight))
-                     for stage, blocks in enumerate(stages)),
+        stages=tuple(StageWork(blocks=tuple(blocks), recomputed=tuple(place for places in again for place in places))
+                     for blocks, again in zip(stages, recomputed, strict=True)),
         num_states=states + len(averages_of(optim)) + is_half(dtype), tokens=families.tokens_of(run),
         whole_tensors=rules_of(optim).tensors is not None, update_flops=flops,
         flops_per_sample=families.flops_per_sample(run),
@@ -79,16 +80,6 @@ def _update_of_tensors(run: Run) -> tuple[float, float]:
     model, rules = families.model_of(run), rules_of(run.optim)
     parameters = global_parameters(model, build_on_meta(model))
     return states_per_element(rules, parameters), update_flops(rules, parameters)
-
-
-def _recomputed(run: ResolvedRun, blocks: Sequence[BlockCost], stage: int, in_flight: int) -> tuple[int, ...]:
-    """Places of the blocks of a stage that are recomputed."""
-    if run.memory.recompute == "none":
-        return ()
-    segments = recomputed_segments(
-        run.memory.recompute, [block.name for block in blocks], families.layers_of(run), blocks,
-        policy_named(run.pipeline.policy), in_flight, (stage, run.placement.num_stages))
-    return tuple(place for segment in segments for place in segment)
 
 
 def split_layers(run: Run) -> Mapping[str, tuple[SplitLayer, ...]]:

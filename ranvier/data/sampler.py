@@ -91,13 +91,22 @@ def permutation(count: int, *key: object) -> np.ndarray:
 
 def grouped(order: np.ndarray, lengths: np.ndarray, seed: int, epoch: int) -> np.ndarray:
     """The same numbers with similar lengths next to each other: pieces of GROUP x GROUPS_SORTED samples are sorted by
-    length and cut into groups, and the groups of a piece are shuffled. lengths: of the numbers in `order`."""
+    length and cut into groups, and the groups of a piece are shuffled. lengths: of the numbers in `order`.
+
+    Groups begin at multiples of GROUP among the samples of all epochs, so that a batch of as many has one group, and
+    not parts of two. What is no whole group at the two ends of an epoch are long samples, which share a batch with those
+    of the epoch beside it.
+    """
+    begun, size = -epoch * len(order) % GROUP, GROUP * GROUPS_SORTED  # begun: what the last group before still lacks
     pieces = []
-    for number, start in enumerate(range(0, len(order), GROUP * GROUPS_SORTED)):
-        piece = slice(start, start + GROUP * GROUPS_SORTED)
+    for number, stop in enumerate(range(begun + size, max(len(order), begun + 1) + size, size)):
+        piece = slice(stop - size if number else 0, stop)
         by_length = order[piece][np.argsort(lengths[piece], kind="stable")]
-        groups = microbatches(by_length, GROUP)
-        pieces += [groups[place] for place in permutation(len(groups), "groups", seed, epoch, number)]
+        first = begun if number == 0 else 0
+        whole = max(0, len(by_length) - first) // GROUP * GROUP
+        groups, rest = microbatches(by_length[:whole], GROUP), by_length[whole:]
+        pieces += [rest[:first], *(groups[place] for place in permutation(len(groups), "groups", seed, epoch, number)),
+                   rest[first:]]
     return np.concatenate(pieces)
 
 

@@ -183,7 +183,9 @@ class Engine:
         self.stages, self.layout = cut(model, mesh, boundaries=settings.boundaries, how=settings.partition,
                                        sample=sample, dtype=dtype, device=world.device.type, tensor=tensor,
                                        placement=placement)
-        self.limits = self._choose_limits(settings, dtype)
+        plan = RecomputationPlan(layout=self.layout, table=self.stages, layers=model.layers, policy=self._policy,
+                                 in_flight=self._rule_limits(settings).in_flight, recompute=settings.recompute)
+        self.limits = self._choose_limits(settings, plan, dtype)
         self._connections = Connections(world, self.layout, tensor, check_order=check_order)
         if self._connections.tensor_mesh is not None:
             model = split_model(model, self._connections.tensor_mesh)
@@ -198,8 +200,6 @@ class Engine:
                               remedy="Pass optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3).")
         own = optim is not None and optimizer is None
         optim = optim or Optim()
-        plan = RecomputationPlan(layout=self.layout, table=self.stages, layers=model.layers, policy=self._policy,
-                                 in_flight=self.in_flight, recompute=settings.recompute)
         chunking = plan.chunking(optim, world.device.type, own=own)
         self.layout = replace(self.layout, chunking=chunking)
         self._connections.open_splits(self.layout)
@@ -258,15 +258,19 @@ class Engine:
             return False
         return how if wanted else False
 
-    def _choose_limits(self, settings: EngineSettings, dtype: torch.dtype) -> Limits:
+    def _rule_limits(self, settings: EngineSettings) -> Limits:
+        rule = rule_limits([bool(row.num_trainable) for row in self.stages.rows], self.layout.stages)
+        return rule.given(settings.in_flight, settings.deferred)
+
+    def _choose_limits(self, settings: EngineSettings, plan: RecomputationPlan, dtype: torch.dtype) -> Limits:
         """By the counted costs of blocks; without a sample by a rule."""
         if self.stages.costs is None:
-            rule = rule_limits([bool(row.num_trainable) for row in self.stages.rows], self.layout.stages)
-            return rule.given(settings.in_flight, settings.deferred)
+            return self._rule_limits(settings)
         return pipeline_limits(
             self.stages.stage_costs(), self._policy, in_flight=settings.in_flight, deferred=settings.deferred,
-            memory=settings.memory if settings.recompute == "none" else None, device=self.world.device.type,
-            element_bytes=dtype.itemsize, placement=self.layout.stages)
+            memory=settings.memory, device=self.world.device.type, element_bytes=dtype.itemsize,
+            placement=self.layout.stages, segments=[plan.segments(stage) for stage in range(
+                self.layout.stages.num_stages)])
 
     def _connect(self, blocks: Blocks, timeout_seconds: float) -> None:
         """Open the way to the other ranks, and start from the same values as those who hold the same."""
@@ -618,6 +622,11 @@ class Engine:
         for group in (self._connections.tensor_mesh.over_cols, self._connections.tensor_mesh.over_rows):
             group.all_reduce(least, "min").wait()
         return bool(least)
+
+    def of_rows(self, mine: list[str]) -> list[list[str]]:
+        """`mine` of the ranks of this column on each row; they all call it. Blocks; not for each step."""
+        mesh = self._connections.tensor_mesh
+        return [mine] if mesh is None else mesh.over_rows.gather_objects(mine)
 
     def watch_layers(self, watch: bool = True) -> None:
         """Have the steps from here on sum up each layer's gradient, for `layer_gradient_norms`."""

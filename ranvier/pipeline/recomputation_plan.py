@@ -21,9 +21,9 @@ from ranvier.schedule.schedule import Policy
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputationPlan:
-    """layers: as `Model.layers`. in_flight: most microbatches of a replica under way. recompute: as
-    `Memory.recompute`. Raises ConfigError for a value that is none of the words and no number of layers, and for auto
-    where no costs were counted."""
+    """layers: as `Model.layers`. in_flight: most microbatches of a replica under way, as set or by the rule: simulated
+    limits follow from what is recomputed. recompute: as `Memory.recompute`. Raises ConfigError for a value that is none
+    of the words and no number of layers, and for auto where no costs were counted."""
 
     layout: Layout
     table: StageTable

@@ -77,7 +77,10 @@ class Course:
 def course(run: ResolvedRun, cluster: Cluster, work: Work) -> Course | None:
     """Of a configuration that a search has chosen; None where the run freezes nothing, where what freezes depends on
     what the layers compute, and where it takes or freezes with epochs of which nobody knows how many steps they have
-    before the data is read."""
+    before the data is read. RanvierError for a run that cannot be as it is (without data, say): neither could it be on
+    any other mesh, and it would seem to be best where it is."""
+    for problem in problems(run):
+        raise problem
     steps, samples = _steps(run), _epoch_samples(run)
     if run.elastic.freeze == "none" or run.elastic.dry_run or steps is None:
         return None

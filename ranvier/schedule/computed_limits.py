@@ -46,13 +46,15 @@ class StageLoad:
 
 
 def computed_limits(stages: Sequence[StageLoad], policy: Policy, *, memory: float,
-                    in_flight: int | None = None, placement: StagePlacement | None = None) -> Limits:
+                    in_flight: int | None = None, placement: StagePlacement | None = None,
+                    num_microbatches: int | None = None) -> Limits:
     """The fastest limits for these stages.
 
     Args:
         memory: bytes that a rank may need, relative to those of the largest under 1F1B with one stage on each.
         in_flight: the limit, where it is given.
         placement: which stages each rank has; by default one each.
+        num_microbatches: of a batch on one replica; None: not known (`simulated_microbatches`).
     """
     placement = placement or StagePlacement(pipe=len(stages))
     rule = rule_limits([stage.trains for stage in stages], placement)
@@ -61,14 +63,19 @@ def computed_limits(stages: Sequence[StageLoad], policy: Policy, *, memory: floa
     if (not policy.defers or not placement.pipe > 1 or len(stages) > MAX_SIMULATED_STAGES * min(2, placement.per_rank)
             or not any(stage.trains for stage in stages)):
         return rule
+    best: Callable[..., Limits] = _best if isinstance(policy, Hashable) else _best.__wrapped__
+    return best(_rounded(stages), policy, memory, rule, in_flight, placement,
+                simulated_microbatches(placement.pipe, num_microbatches))
+
+
+def _rounded(stages: Sequence[StageLoad]) -> tuple[StageLoad, ...]:
+    """Loads relative to the largest, to so few digits that one choice is made of many."""
     seconds = max(stage.forward + stage.backward + stage.weight for stage in stages)
     largest = max(stage.fixed + (len(stages) - place) * stage.graph for place, stage in enumerate(stages))
-    rounded = tuple(StageLoad(
+    return tuple(StageLoad(
         forward=_round(stage.forward / seconds), backward=_round(stage.backward / seconds),
         weight=_round(stage.weight / seconds), trains=stage.trains, fixed=_round(stage.fixed / largest),
         graph=_round(stage.graph / largest), operands=_round(stage.operands / largest)) for stage in stages)
-    best: Callable[..., Limits] = _best if isinstance(policy, Hashable) else _best.__wrapped__
-    return best(rounded, policy, memory, rule, in_flight, placement)
 
 
 def _round(value: float) -> float:
@@ -92,18 +99,19 @@ def _of_ranks(stages: Sequence[StageLoad], placement: StagePlacement) -> list[_R
 
 @lru_cache(maxsize=1024)
 def _best(stages: tuple[StageLoad, ...], policy: Policy, memory: float, rule: Limits, given: int | None,
-          placement: StagePlacement) -> Limits:
+          placement: StagePlacement, count: int) -> Limits:
     pipe, ranks = placement.pipe, _of_ranks(stages, placement)
-    largest = max(rank.fixed + (pipe - place) * rank.graph for place, rank in enumerate(ranks))
-    in_flights = range(pipe, 2 * pipe + 1, max(1, pipe // 4)) if given is None else [given]
-    made = _simulated(stages, policy, rule, placement)
+    largest = max(rank.fixed + min(pipe - place, count) * rank.graph for place, rank in enumerate(ranks))
+    most = max(pipe, min(2 * pipe, count))
+    in_flights = range(pipe, most + 1, max(1, pipe // 4)) if given is None else [given]
+    made = _simulated(stages, policy, rule, placement, count)
     found = [(made.seconds, _needs(ranks, made, rule), rule)]
     for share, in_flight in product((1.0, (1.0 + memory) / 2, memory), in_flights):
         cap = share * largest
         limits = Limits(in_flight=in_flight, deferred=tuple(
             _affordable(rank, cap, stored, 2 * pipe) for rank, stored in zip(
-                ranks, _stored(stages, policy, in_flight, placement), strict=True)))
-        made = _simulated(stages, policy, limits, placement)
+                ranks, _stored(stages, policy, in_flight, placement, count), strict=True)))
+        made = _simulated(stages, policy, limits, placement, count)
         limits = replace(limits, deferred=tuple(-(-most // _UNIT) for most in made.most_queued_bytes))  # what is used
         needs = _needs(ranks, made, limits)
         if needs <= cap:
@@ -112,13 +120,14 @@ def _best(stages: tuple[StageLoad, ...], policy: Policy, memory: float, rule: Li
     return min((each for each in found if each[0] <= (1 + _GAIN) * fastest), key=lambda each: each[1])[2]
 
 
-def _stored(stages: Sequence[StageLoad], policy: Policy, in_flight: int, placement: StagePlacement) -> list[float]:
+def _stored(stages: Sequence[StageLoad], policy: Policy, in_flight: int, placement: StagePlacement,
+            count: int) -> list[float]:
     """Bytes that microbatches keep on each rank. Several stages of a rank do not store most at the same time, which the
     schedule knows; how many products wait changes little of it."""
     if placement.per_rank == 1:
-        return [max(1, in_flight - place) * stage.graph for place, stage in enumerate(stages)]
+        return [min(count, max(1, in_flight - place)) * stage.graph for place, stage in enumerate(stages)]
     waiting = Limits(in_flight=in_flight, deferred=(1,) * placement.pipe)
-    return list(_simulated(stages, policy, waiting, placement).most_kept_bytes)
+    return list(_simulated(stages, policy, waiting, placement, count).most_kept_bytes)
 
 
 def _needs(ranks: Sequence[_RankBytes], made: Simulated, limits: Limits) -> float:
@@ -131,18 +140,23 @@ _UNIT = 1000
 """Bytes that the simulation takes a microbatch's deferred products to keep."""
 
 
-def simulated_microbatches(pipe: int) -> int:
-    """How many microbatches a simulation of so many ranks has: limits must be known before the first batch."""
-    return 2 * pipe + 6
+def simulated_microbatches(pipe: int, num_microbatches: int | None = None) -> int:
+    """How many microbatches a simulation of so many ranks has: those of a batch, but no more than a few times the
+    ranks. With more, what it takes grows with them, and the schedule only repeats its steady state. Where a batch's
+    number is not known before it comes, less is simulated, in which start and end count more."""
+    return 2 * pipe + 6 if num_microbatches is None else min(num_microbatches, 4 * pipe + 16)
 
 
 def predicted_bubble(stages: Sequence[StageLoad], policy: Policy, limits: Limits,
-                     placement: StagePlacement | None = None) -> float:
+                     placement: StagePlacement | None = None, num_microbatches: int | None = None) -> float:
     """Share of all ranks' time in which they wait, with `simulated_microbatches`."""
-    return _simulated(stages, policy, limits, placement or StagePlacement(pipe=len(stages))).bubble_fraction
+    placement = placement or StagePlacement(pipe=len(stages))
+    count = simulated_microbatches(placement.pipe, num_microbatches)
+    return _simulated(stages, policy, limits, placement, count).bubble_fraction
 
 
-def _simulated(stages: Sequence[StageLoad], policy: Policy, limits: Limits, placement: StagePlacement) -> Simulated:
+def _simulated(stages: Sequence[StageLoad], policy: Policy, limits: Limits, placement: StagePlacement,
+               count: int) -> Simulated:
     ranks = _of_ranks(stages, placement)
     times = []
     for place, stage in enumerate(stages):
@@ -150,7 +164,7 @@ def _simulated(stages: Sequence[StageLoad], policy: Policy, limits: Limits, plac
         times.append(StageTimes(
             forward=stage.forward, backward=stage.backward, weight=stage.weight, products=4, kept_bytes=stage.graph,
             alive_bytes=round(_UNIT * stage.operands / whole) if whole else _UNIT, trains=stage.trains))
-    return simulate(times, simulated_microbatches(placement.pipe), policy, limits.in_flight,
+    return simulate(times, count, policy, limits.in_flight,
                     hop=_HOP * placement.per_rank * max(stage.forward for stage in stages), placement=placement,
                     defer_bytes=[_UNIT * waiting for waiting in limits.deferred])
 

@@ -56,7 +56,8 @@ class Caching:
             self.leave()
             return False
         at, mesh = engine.coordinates, engine.mesh
-        part = f"{self._run.tensor.scheme}, row {at.row} of {mesh.row}, col {at.col} of {mesh.col}" \
+        # rows have other samples in each epoch, so an entry is the same whichever row has computed it
+        part = f"{self._run.tensor.scheme}, {mesh.row} rows, col {at.col} of {mesh.col}" \
             if mesh.stage_size > 1 else "whole"
         if part != self._part:  # its entries are those of another part of each output
             self.leave()
@@ -67,6 +68,7 @@ class Caching:
                 num_samples=len(self._data.train), quota_bytes=self._run.elastic.cache_bytes,
                 precision=self._run.elastic.cache_precision, device=now.world.device, warn=self._say,
                 agree=self._agree if mesh.stage_size > 1 else None,
+                of_rows=self._of_rows if mesh.row > 1 else None,
                 lengths=now.train_data.lengths, part=part)
         else:
             self._cache.set_blocks(blocks)
@@ -105,6 +107,10 @@ class Caching:
         """Whether all ranks of the stage say so, of the engine that there is now: the cache outlives a transition."""
         engine = self._runtime.engine
         return mine if engine.mesh.stage_size == 1 else engine.agree(mine)
+
+    def _of_rows(self, mine: list[str]) -> list[list[str]]:
+        """What the ranks of this column say, row by row."""
+        return self._runtime.engine.of_rows(mine)
 
     def _fingerprint(self) -> str:
         """What outputs depend on beside weights and samples."""

@@ -302,10 +302,10 @@ class Training:
             self._consider(save=due)
 
     def _keep_limits(self, note: NoteEvent) -> None:
-        """Tell of other limits, and keep them in the run's file while the run is on the mesh that this is about."""
+        """Tell of other limits, and keep them in the run's file while the run is as it began, which this is about."""
         self.outputs.event(note)
         self.run = with_limits(self.run, self.engine.limits)
-        if self.run.mesh == self._asked.mesh and self.world.rank == 0:
+        if self.run.mesh == self._asked.mesh and not self.runtime.frozen and self.world.rank == 0:
             self._write_settings(with_limits(self._kept, self.engine.limits))
 
     def _write_settings(self, run: ResolvedRun) -> None:
@@ -451,6 +451,7 @@ class Training:
         command: dict[str, object] = {
             "do": "change", "change": change.document(), "step": self.done, "samples": self.samples,
             "elastic": self.elastic.state(self.run, self.runtime.frozen), "guards": self.guards.state(),
+            "block_times": self._limits.block_times(self.runtime, self.meter.busy),
             "saved_step": self.saving.saved_step, "save": save, "stops": self.stops,
             "bad_steps": self.engine.bad_steps and self.engine.bad_steps.state(),
             "best": self.best and self.best.state()}
@@ -490,7 +491,7 @@ class Training:
         if self.best is not None:
             self.best.load(command["best"])
         self.meter.move(self.engine.timeline, self.ranks)
-        self._limits = MeasuredLimits(self.run)
+        self._limits = MeasuredLimits(self.run, command["block_times"])
         seconds = (time.monotonic_ns() - began) * 1e-9
         self.elastic.load(command["elastic"])
         cache = self.elastic.enter(self.now, change, before, moved, seconds, self.done)
@@ -501,6 +502,8 @@ class Training:
                                            microbatch_size=self.run.batch.microbatch_size,
                                            stages=str(self.engine.stages), wish=change.wish))
         self._tell_of_ties(None if old is None else old.engine)
+        if (note := self._limits.before_steps(self.runtime, self.done)) is not None:
+            self._keep_limits(note)
         if command["save"]:
             self._save(self.done)
 

@@ -1,17 +1,19 @@
-"""The schedule's limits by measured times: once on each mesh, after its first steps, where counted times chose before.
+"""The schedule's limits by measured times, where counted times chose before: once after the first steps on each mesh,
+and after a transition at once, by what its blocks have taken on the mesh before.
 
 Results are the same to the bit whatever the limits, so that times decide how fast a run is, and nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import cast
 
 from ranvier.config.resolve import ResolvedRun
-from ranvier.cost.limits import measured_choice
+from ranvier.cost.count import recomputed_runs
+from ranvier.cost.limits import Factors, expected_seconds, measured_choice, measured_factors
 from ranvier.schedule.limits import Limits
 from ranvier.train.events import NoteEvent
 from ranvier.train.runtime import RankRuntime
@@ -21,27 +23,45 @@ MEASURED_STEPS = 8
 
 
 class MeasuredLimits:
-    """Of one run on one rank. asked: the run before `auto` was resolved."""
+    """Of one run on one rank, on one mesh. asked: the run before `auto` was resolved. before: what `block_times` has
+    returned on the mesh before, also after a passage through JSON."""
 
-    def __init__(self, asked: ResolvedRun) -> None:
+    def __init__(self, asked: ResolvedRun, before: Sequence[Sequence[float]] | None = None) -> None:
         self._asked, self._steps = asked, 0
+        self._before: Factors | None = None if before is None else tuple((one, two) for one, two in before)
         self.chosen: dict[str, object] = {}
         """What was chosen, with its prediction, for the summary; empty before."""
+
+    def before_steps(self, now: RankRuntime, step: int) -> NoteEvent | None:
+        """A transition after `step` has led to this mesh; what has changed by the times of the mesh before.
+        Collective."""
+        if self._before is None or now.run.mesh.pipe == 1:
+            return None
+        costs = now.engine.stages.stage_costs()
+        return self._choose(now, step, "before the transition", expected_seconds(
+            self._asked, costs, self._before, recomputed_runs(self._asked, costs), _cached_blocks(now)))
 
     def after_step(self, now: RankRuntime, step: int, busy: Mapping[str, float]) -> NoteEvent | None:
         """One more step has been taken; what has changed with it. busy: seconds in each category of span on this rank.
         Collective after MEASURED_STEPS."""
         self._steps += 1
-        return self._choose(now, step, busy) if self._steps == MEASURED_STEPS and now.run.mesh.pipe > 1 else None
+        if self._steps != MEASURED_STEPS or now.run.mesh.pipe == 1:
+            return None
+        return self._choose(now, step, f"of {MEASURED_STEPS} steps", _seconds_of_ranks(now, busy))
 
-    def _choose(self, now: RankRuntime, step: int, busy: Mapping[str, float]) -> NoteEvent | None:
-        engine, mesh = now.engine, now.run.mesh
-        mine = busy.get("forward", 0.0), busy.get("backward", 0.0) + busy.get("weight", 0.0)
-        seconds = [(0.0, 0.0)] * mesh.pipe
-        for rank, (forward, backward) in enumerate(now.ranks.gather_objects(mine)):
-            pipe = mesh.coordinates(rank).pipe
-            seconds[pipe] = seconds[pipe][0] + forward, seconds[pipe][1] + backward
-        found = measured_choice(self._asked, engine.stages.stage_costs(), engine.limits, seconds)
+    def block_times(self, now: RankRuntime, busy: Mapping[str, float]) -> Factors | None:
+        """What the blocks have taken on this mesh so far, or on the last one with enough steps, as JSON can hold it.
+        Collective."""
+        if self._steps < MEASURED_STEPS:
+            return self._before
+        costs = now.engine.stages.stage_costs()
+        return measured_factors(self._asked, costs, _seconds_of_ranks(now, busy), recomputed_runs(self._asked, costs),
+                                _cached_blocks(now)) or self._before
+
+    def _choose(self, now: RankRuntime, step: int, when: str, seconds: Sequence[tuple[float, float]]
+                ) -> NoteEvent | None:
+        engine, costs = now.engine, now.engine.stages.stage_costs()
+        found = measured_choice(self._asked, costs, engine.limits, seconds, recomputed_runs(self._asked, costs))
         if found is None:
             return None
         old, new = engine.limits, found.limits
@@ -50,9 +70,26 @@ class MeasuredLimits:
         if new == old:
             return None
         engine.use_limits(new)
-        return NoteEvent(step=step, event="limits", text=f"by the measured times {limits_text(new)}, for a predicted "
-                         f"bubble of {found.bubble_fraction:.1%} instead of {found.counted_fraction:.1%} (before: "
-                         f"{limits_text(old)})", fields=self.chosen)
+        return NoteEvent(step=step, event="limits", fields=self.chosen,
+                         text=f"by the times {when}, {limits_text(new)}, for a predicted bubble of "
+                              f"{found.bubble_fraction:.1%} instead of {found.counted_fraction:.1%} (before: "
+                              f"{limits_text(old)})")
+
+
+def _seconds_of_ranks(now: RankRuntime, busy: Mapping[str, float]) -> list[tuple[float, float]]:
+    """Forwards and backwards of each rank of the pipeline, over all replicas, rows and columns. Collective."""
+    mine, mesh = (busy.get("forward", 0.0), busy.get("backward", 0.0) + busy.get("weight", 0.0)), now.run.mesh
+    seconds = [(0.0, 0.0)] * mesh.pipe
+    for rank, (forward, backward) in enumerate(now.ranks.gather_objects(mine)):
+        pipe = mesh.coordinates(rank).pipe
+        seconds[pipe] = seconds[pipe][0] + forward, seconds[pipe][1] + backward
+    return seconds
+
+
+def _cached_blocks(now: RankRuntime) -> int:
+    """Blocks of the first stage that are read from the cache, which only its ranks know. Collective."""
+    found: list[int] = now.ranks.gather_objects(now.engine.cached_blocks)
+    return max(found)
 
 
 def outcome(chosen: Mapping[str, object], bubbles: Mapping[int, float]) -> dict[str, object]:

@@ -13,6 +13,8 @@ import torch
 from ranvier.block import Initial
 from ranvier.comm.protocol import Group
 from ranvier.config.resolve import ResolvedRun
+from ranvier.cost.count import recomputed_runs
+from ranvier.cost.limits import run_limits
 from ranvier.data.loader import Loader
 from ranvier.data.sampler import Sampler
 from ranvier.data.task import Dataset, Prepared
@@ -102,13 +104,15 @@ def build_engine(run: ResolvedRun, world: World, weight: float, *, frozen: Froze
     model = families.model_of(run)
     if not fresh:
         model = replace(model, initial=lambda name: Initial("constant", 0.0))
-    return Engine(model, world, mesh=run.mesh, tensor=run.tensor,
-                  pipeline=replace(run.pipeline, memory=run.schedule_memory),
-                  optim=run.optim, memory=run.memory, guard=run.guard, seed=run.seed, dtype=DTYPES[run.precision],
-                  nominal_weight=run.batch.global_size * weight, timeout_seconds=run.comm.timeout_seconds,
-                  sample=sample, frozen=frozen.prefix, frozen_above=frozen.above,
-                  frozen_dropout=run.elastic.frozen_dropout, flags=True, compile=run.model.compile,
-                  float8=run.model.float8)
+    engine = Engine(model, world, mesh=run.mesh, tensor=run.tensor, pipeline=replace(run.pipeline, memory=None),
+                    optim=run.optim, memory=run.memory, guard=run.guard, seed=run.seed, dtype=DTYPES[run.precision],
+                    nominal_weight=run.batch.global_size * weight, timeout_seconds=run.comm.timeout_seconds,
+                    sample=sample, frozen=frozen.prefix, frozen_above=frozen.above,
+                    frozen_dropout=run.elastic.frozen_dropout, flags=True, compile=run.model.compile,
+                    float8=run.model.float8)
+    costs = engine.stages.stage_costs()
+    engine.use_limits(run_limits(run, costs, recomputed_runs(run, costs)))  # a run knows how many microbatches it has
+    return engine
 
 
 def _loaders(run: ResolvedRun, engine: Engine, data: Prepared) -> tuple[Loader, dict[str, Loader]]:

@@ -299,7 +299,7 @@ def test_the_memory_of_a_cluster_is_compared_instead_of_this_machine():
 def test_what_a_cluster_has_too_little_of():
     report = check.check(run_with(**LLAMA, batch__microbatch_size="8"), 16, cluster="h100")
     assert [problem.where for problem in report.problems] == ["memory of the device"]
-    assert "a rank of stage 0 needs" in str(report.problems[0]) and "--memory.recompute auto" in str(report.problems[0])
+    assert "a rank of stage 1 needs" in str(report.problems[0]) and "--memory.recompute auto" in str(report.problems[0])
     report = check.check(run_with(mesh__data="32", batch__microbatch_size="1"), 32, cluster="laptop")
     assert "has more ranks than Laptop has devices (8)" in str(report.problems[0])
     assert "a rank needs at most" in report.cluster

@@ -67,14 +67,28 @@ def seen(step, num_replicas, offset, **options):
 
 # ---------------------------------------------------------------------- the order
 
-@settings(max_examples=20, deadline=None)
-@given(st.integers(1, 5000), st.integers(0, 3))
-def test_a_grouped_order_has_every_number_once_and_depends_on_the_seed(count, seed):
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 5000), st.integers(0, 3), st.integers(0, 3))
+def test_a_grouped_order_has_every_number_once_and_depends_on_the_seed(count, seed, epoch):
     lengths = np.random.default_rng(1).integers(1, 100, count)
     order = np.random.default_rng(2).permutation(count)
-    found = grouped(order, lengths[order], seed, 0)
+    found = grouped(order, lengths[order], seed, epoch)
     assert sorted(found) == list(range(count))
-    assert (grouped(order, lengths[order], seed, 0) == found).all()
+    assert (grouped(order, lengths[order], seed, epoch) == found).all()
+
+
+@pytest.mark.parametrize(("count", "most"), [(1000, 0.04), (2500, 0.03)])
+def test_a_batch_has_whole_groups_in_every_epoch(count, most):
+    """Whatever the number of samples: else every batch after the first incomplete group would have parts of two groups,
+    and a fifth of the positions would be padding. Lengths are equally likely from 1 to 256."""
+    lengths = np.random.default_rng(0).integers(1, 257, count)
+    sampler, valid, positions, mixed = Sampler(count, 1, lengths=lengths), 0, 0, 0
+    for step in range(3 * count // GROUP):
+        batch = lengths[sampler.global_batch(step, GROUP)]
+        valid, positions = valid + batch.sum(), positions + GROUP * batch.max()
+        mixed += np.ptp(batch) > 24
+    assert 1 - valid / positions < most
+    assert mixed <= 2, "at most where an epoch ends"
 
 
 def test_groups_have_similar_lengths_and_random_places():

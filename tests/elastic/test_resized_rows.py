@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ranvier.config.run import Checkpoint
+from ranvier.config.run import Checkpoint, Elastic
 from ranvier.mesh import Mesh
 from ranvier.train import resize
 from tests.elastic.test_elastic_corners import StopAfter, requests
@@ -73,6 +73,15 @@ def test_a_tensor_mesh_that_the_model_does_not_divide_into_is_refused(sentences,
     assert not transitions(run)
 
 
+def test_rows_with_too_few_held_out_samples_for_the_policy_are_refused(sentences, tmp_path):
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=Elastic(freeze="plasticity"))
+    run = replace(run, data=replace(run.data, eval_samples=3))
+    run_all(run, trackers=[Wishes(run, {2: dict(data=1, pipe=1, row=2)})])
+    text, = [line["text"] for line in events(run, "resize-refused")]
+    assert "leaves rows with fewer than two of the 3 held-out samples, which plasticity, alpha 0.333 compares" in text
+    assert not transitions(run)
+
+
 def test_freezing_packing_and_the_cache_go_on_with_other_rows_and_columns(sentences, tmp_path, in_one_process,
                                                                           monkeypatch):
     """The cache's entries of whole outputs are not read as parts of them."""
@@ -85,6 +94,17 @@ def test_freezing_packing_and_the_cache_go_on_with_other_rows_and_columns(senten
     assert (1, 1, 1, 2) in meshes
     assert all(line["cache"] for line in transitions(run)) and read_rows(results) > 0
     assert all(data * pipe * row * col <= 4 for data, pipe, row, col in meshes)
+
+
+def test_a_row_reads_what_another_has_written(sentences, tmp_path, in_one_process):
+    """In each epoch other samples are a row's. Of the 96 of the second epoch 56 have been written, and are read where
+    both samples of a microbatch are among them."""
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(row=2), elastic=replace(
+        BY_HAND, auto_pipe=False, auto_dp=False, cache=True, cache_from=1, cache_precision="full",
+        cache_dir=tmp_path / "cache"))
+    results, _ = run_all(run)
+    assert losses(run) == pytest.approx(in_one_process, rel=1e-9)
+    assert read_rows(results) >= 40
 
 
 @pytest.mark.slow

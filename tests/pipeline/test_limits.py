@@ -8,24 +8,29 @@ from hypothesis import strategies as st
 
 from ranvier.config.resolve import resolve
 from ranvier.config.run import Batch, Elastic, Memory, Pipeline, Run, Transformer
-from ranvier.cost.count import laid_out
+from ranvier.cost.count import laid_out, recomputed_runs
 from ranvier.cost.limits import memory_choices, run_limits
+from ranvier.elastic.freezing import NONE_FROZEN
 from ranvier.mesh import Mesh, StagePlacement
 from ranvier.models import families
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.schedule.computed_limits import (
+    _GAIN,
     MAX_SIMULATED_STAGES,
     StageLoad,
     _needs,
     _of_ranks,
+    _rounded,
     _simulated,
     computed_limits,
     predicted_bubble,
+    simulated_microbatches,
 )
 from ranvier.schedule.limits import Limits, rule_limits
 from ranvier.schedule.policies import GPipe, MessageDriven, OneForwardOneBackward
 from ranvier.testing.ranks import run_ranks
+from ranvier.train.runtime import build_engine
 
 RUN = resolve(Run(model=Transformer(num_layers=4, hidden=32, heads=4, vocab=512, sequence=16), mesh=Mesh(pipe=2),
                   batch=Batch(global_size=16, microbatch_size=2), pipeline=Pipeline(boundaries=(7,))))
@@ -54,16 +59,33 @@ def test_uneven_stages_have_more_in_flight():
 
 @given(st.lists(st.builds(load, *[st.floats(0.2, 3.0)] * 3, trains=st.booleans(), fixed=st.floats(0.0, 20.0),
                           graph=st.floats(0.01, 2.0), operands=st.floats(0.01, 2.0)), min_size=2, max_size=5),
-       st.sampled_from([1.0, 1.1, 1.5]))
-def test_limits_are_no_slower_than_the_rule_and_within_the_memory(stages, memory):
+       st.sampled_from([1.0, 1.1, 1.5]), st.none() | st.integers(1, 40))
+def test_limits_are_no_slower_than_the_rule_and_within_the_memory(stages, memory, num_microbatches):
+    """Of the rounded loads, which the choice is about: there it holds exactly. Of the loads themselves no bound holds,
+    since a schedule that follows arrivals may become slower where an action becomes faster."""
     rule, policy, placement = rule_limits([stage.trains for stage in stages]), MessageDriven(), StagePlacement(
         pipe=len(stages))
-    chosen = computed_limits(stages, policy, memory=memory)
-    made, ruled = (_simulated(stages, policy, limits, placement) for limits in (chosen, rule))
+    chosen = computed_limits(stages, policy, memory=memory, num_microbatches=num_microbatches)
+    if any(stage.trains for stage in stages):
+        stages = _rounded(stages)
+    count = simulated_microbatches(len(stages), num_microbatches)
+    made, ruled = (_simulated(stages, policy, limits, placement, count) for limits in (chosen, rule))
     ranks = _of_ranks(stages, placement)
-    assert made.seconds <= 1.1 * ruled.seconds  # loads are rounded, each by up to 5 %
-    largest = max(stage.fixed + (len(stages) - place) * stage.graph for place, stage in enumerate(stages))
-    assert _needs(ranks, made, chosen) <= max(1.06 * memory * largest, _needs(ranks, ruled, rule))
+    assert made.seconds <= (1 + _GAIN) * ruled.seconds
+    largest = max(stage.fixed + min(len(stages) - place, count) * stage.graph for place, stage in enumerate(stages))
+    assert _needs(ranks, made, chosen) <= max(memory * largest, _needs(ranks, ruled, rule))
+
+
+def test_the_choice_is_about_the_microbatches_of_a_batch():
+    """With few the end of the step counts; with many, uneven stages need more in flight, and so many are enough."""
+    stages = [load(1.03, 1.03, 1.0, graph=1.0, operands=1.0), load(1.0, 1.0, 0.97, graph=0.9, operands=0.9)]
+
+    def chosen(count):
+        return computed_limits(stages, MessageDriven(), memory=1.1, num_microbatches=count)
+
+    assert chosen(4).in_flight == 2 < chosen(16).in_flight
+    assert simulated_microbatches(2, 7) == 7 and simulated_microbatches(2, 10**6) < 100
+    assert chosen(10**6) == chosen(64) == chosen(16)
 
 
 def test_where_the_rule_holds():
@@ -78,24 +100,32 @@ def test_where_the_rule_holds():
 
 
 def limits_of(run):
-    return run_limits(run, laid_out(run)[0].stage_costs())
+    costs = laid_out(run)[0].stage_costs()
+    return run_limits(run, costs, recomputed_runs(run, costs))
 
 
 @pytest.mark.parametrize(("settings", "follows_rule"), [
-    ({}, False), ({"pipeline": replace(RUN.pipeline, memory=None)}, True), ({"memory": Memory(recompute=1)}, True),
-    ({"elastic": Elastic(freeze="cap")}, True)])
-def test_the_engine_and_predictions_agree(settings, follows_rule):
+    ({}, False), ({"pipeline": replace(RUN.pipeline, memory=None)}, True), ({"memory": Memory(recompute=1)}, False),
+    ({"memory": Memory(recompute="auto")}, False), ({"elastic": Elastic(freeze="cap")}, False)], ids=str)
+def test_a_runs_engine_and_predictions_agree(settings, follows_rule):
+    """On the limits, and on what is recomputed; an engine without a run simulates another number of microbatches."""
     run = replace(RUN, **settings)
-    model = families.model_of(run)
     inputs, targets = families.sample_of(run, 2)
 
     def chosen(world):
-        engine = Engine(model, world, mesh=run.mesh, memory=run.memory, sample=Microbatch(inputs, targets),
-                        pipeline=replace(run.pipeline, memory=run.schedule_memory))
-        return engine.limits
+        engine = build_engine(run, world, 1.0, frozen=NONE_FROZEN, fresh=True)
+        alone = Engine(families.model_of(run), world, mesh=run.mesh, memory=run.memory, pipeline=run.pipeline,
+                       sample=Microbatch(inputs, targets))
+        again = [engine._stages.first._segments, alone._stages.first._segments]
+        return engine.limits, alone.limits, again
 
     expected = limits_of(run)
-    assert run_ranks(chosen, 2) == [expected] * 2
+    costs = laid_out(run)[0].stage_costs()
+    segments = recomputed_runs(run, costs)
+    for rank, (limits, of_engine, again) in enumerate(run_ranks(chosen, 2)):
+        assert limits == expected
+        assert of_engine == run_limits(replace(run, batch=replace(run.batch, global_size=20)), costs, segments)
+        assert [list(each) for each in again] == [segments[rank]] * 2
     assert (expected == rule_limits([True] * 2)) == follows_rule
 
 

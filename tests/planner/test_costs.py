@@ -11,6 +11,7 @@ from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.count import laid_out
 from ranvier.cost.hardware import Link
 from ranvier.cost.run_cost import run_cost, run_pipeline
+from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
 from ranvier.models import families
 from ranvier.planner.candidates import predict
@@ -166,6 +167,13 @@ def test_the_course_of_a_run_that_freezes(free_transitions):
     assert seconds == sorted(seconds, reverse=True) and {period.mesh for period in periods} == {Mesh(pipe=4)}
     whole = course(elastic(), CLUSTER, Work())
     assert whole.speedup > 1 and whole.seconds == sum(period.seconds for period in whole.periods)
+
+
+def test_a_run_that_cannot_be_has_no_course():
+    """Without data no mesh could be; it would seem to be best where it is."""
+    run = elastic(LARGE, auto_pipe=True, auto_dp=True)
+    with pytest.raises(RanvierError, match=r"data\.train"):
+        course(replace(run, data=replace(run.data, train=None)), CLUSTER, Work())
 
 
 def test_layers_that_are_frozen_from_the_start():

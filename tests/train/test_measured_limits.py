@@ -10,9 +10,9 @@ import pytest
 
 from ranvier.config.resolve import resolve
 from ranvier.config.rules import problems
-from ranvier.config.run import Batch, Checkpoint, Data, Elastic, Optim, Pipeline, Run, Train, Transformer
-from ranvier.cost.count import laid_out
-from ranvier.cost.limits import MeasuredChoice, measured_choice, run_limits
+from ranvier.config.run import Batch, Checkpoint, Data, Elastic, Memory, Optim, Pipeline, Run, Train, Transformer
+from ranvier.cost.count import laid_out, recomputed_runs
+from ranvier.cost.limits import MeasuredChoice, expected_seconds, measured_choice, measured_factors, run_limits
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
@@ -56,7 +56,7 @@ def test_a_limit_that_was_asked_for_stays(stages, present):
 
 
 @pytest.mark.parametrize("run", [
-    replace(RUN, memory_report=True), replace(RUN, mesh=Mesh()), replace(RUN, elastic=Elastic(freeze="cap")),
+    replace(RUN, memory_report=True), replace(RUN, mesh=Mesh()),
     *(replace(RUN, pipeline=replace(RUN.pipeline, **changed)) for changed in (
         {"memory": None}, {"defer_bytes": 0}, {"deferred": (1, 1)}, {"policy": "1f1b"}))])
 def test_where_nothing_is_simulated_nothing_is_measured(stages, present, run):
@@ -66,6 +66,39 @@ def test_where_nothing_is_simulated_nothing_is_measured(stages, present, run):
 def test_nothing_is_chosen_without_times(stages, present):
     assert measured_choice(RUN, stages, present, [(3.0, 6.0), (0.0, 0.0)]) is None
     assert measured_choice(RUN, stages, present, [(3.0, 0.0), (1.0, 2.0)]) is None
+
+
+def test_recomputation_is_part_of_the_backward():
+    """What a rank recomputes makes its backward longer by a forward, of which the layers' weight gradients are no part
+    that may wait; slower ranks are found as without it."""
+    run = replace(RUN, memory=Memory(recompute=1))
+    stages = laid_out(run)[0].stage_costs()
+    again = recomputed_runs(run, stages)
+    assert [len(segments) for segments in again] == [2, 2]
+    present = run_limits(run, stages, again)
+    slow = measured_choice(run, stages, present, [(1.1, 3.3), (1.0, 3.0)], again)
+    assert slow.limits.in_flight > present.in_flight and slow.bubble_fraction < slow.counted_fraction
+    ratio = [backward / forward for forward, backward in expected_seconds(run, stages, [(1.0, 1.0)] * 10, again)]
+    plain = [backward / forward for forward, backward in expected_seconds(RUN, stages, [(1.0, 1.0)] * 10)]
+    assert all(0.5 < more - less < 1.0 for more, less in zip(ratio, plain, strict=True)), "embedding, head: not again"
+
+
+def test_times_of_blocks_go_to_other_stages(stages):
+    """Of a cut those of its own stages, of another cut the same in all; cached blocks have the time of the others, and
+    take none."""
+    seconds = [(3.0, 7.0), (1.0, 2.0)]
+    factors = measured_factors(RUN, stages, seconds)
+    assert expected_seconds(RUN, stages, factors) == [pytest.approx(each) for each in seconds]
+    other = [(*stages[0], stages[1][0]), stages[1][1:]]
+    moved = expected_seconds(RUN, other, factors)
+    assert moved[0][0] > 3.0 and moved[1][1] < 2.0
+    assert [sum(each) for each in zip(*moved, strict=True)] == pytest.approx([4.0, 9.0])
+    assert measured_factors(RUN, stages, [(3.0, 7.0), (0.0, 0.0)])[-1] == pytest.approx(
+        measured_factors(RUN, stages, [(3.0, 7.0), (0.0, 0.0)])[-2]), "a rank without times"
+    assert measured_factors(RUN, stages, [(3.0, 0.0), (1.0, 0.0)]) is None
+    cached = measured_factors(RUN, stages, seconds, cached=2)
+    assert cached[0][0] == cached[3][0] > factors[0][0]
+    assert expected_seconds(RUN, stages, cached, cached=2)[0] == pytest.approx(seconds[0])
 
 
 # ---------------------------------------------------------------------- limits of ranks as a setting
@@ -113,13 +146,14 @@ def trained(run, folder, size=2, trackers=()):
     return summary, lines, stream.getvalue()
 
 
-def given(monkeypatch, limits):
-    """Whatever was measured, these are the limits."""
+def given(monkeypatch, *limits):
+    """Whatever was measured, these are the limits: of each choice in turn, then the last ones."""
     asked = []
 
-    def chosen(run, stages, present, seconds):
+    def chosen(run, stages, present, seconds, segments):
         asked.append((run, seconds))
-        return MeasuredChoice(limits=limits, bubble_fraction=0.1, counted_fraction=0.2)
+        choice = (len(asked) - 1) // run.mesh.pipe  # all ranks make each
+        return MeasuredChoice(limits=limits[min(choice, len(limits) - 1)], bubble_fraction=0.1, counted_fraction=0.2)
 
     monkeypatch.setattr(measured_limits, "measured_choice", chosen)
     return asked
@@ -170,7 +204,50 @@ def test_each_mesh_is_measured_and_what_is_kept_is_about_the_first(run, tmp_path
         (3, [0, 1]) if mesh.pipe == 2 else (1, None))
 
 
+def test_a_run_that_freezes_chooses_at_once_by_what_its_blocks_have_taken(run, tmp_path, monkeypatch):
+    """After a transition, and once more by its own steps. Losses are the same to the bit; the run's file has the limits
+    of its beginning."""
+    run = replace(run, elastic=Elastic(freeze="manual", manual=(f"{STEPS + 2}:1",)), memory=Memory(recompute=1),
+                  train=replace(run.train, steps=2 * STEPS + 4))
+    plain = trained(replace(run, pipeline=Pipeline(memory=None)), tmp_path / "plain")
+    wanted = [Limits(in_flight=4, deferred=(2, 3)), Limits(in_flight=3, deferred=(0, 1)), Limits(
+        in_flight=3, deferred=(0, 2))]
+    asked = given(monkeypatch, *wanted)
+    summary, lines, _ = trained(run, tmp_path / "run")
+    assert [line["loss"] for line in lines["metrics"]] == [line["loss"] for line in plain[1]["metrics"]]
+    told = [line for line in lines["events"] if line["event"] == "limits"]
+    assert [(line["step"], line["in_flight"], line["deferred"]) for line in told] == [
+        (step, one.in_flight, list(one.deferred)) for step, one in zip(
+            (STEPS, STEPS + 2, 2 * STEPS + 2), wanted, strict=True)]
+    assert "by the times before the transition" in told[1]["text"] and f"of {STEPS} steps" in told[2]["text"]
+    assert asked[2] == asked[3] and asked[2][1] != asked[0][1], "the ranks agree, on times of more steps"
+    assert summary["limits"]["step"] == 2 * STEPS + 2
+    kept = tomllib.loads((tmp_path / "run" / "run.toml").read_text())["pipeline"]
+    assert (kept["in_flight"], kept["deferred"]) == (4, [2, 3])
+
+
+def test_ranks_that_come_back_know_the_times(run, tmp_path, monkeypatch):
+    asked, wishes = given(monkeypatch, Limits(in_flight=3, deferred=(0, 1))), [(1, 1), (1, 2)]
+
+    class Asks:
+        def event(self, event):
+            if getattr(event, "loss", None) is not None and event.step in (STEPS, STEPS + 3) and wishes:
+                data, pipe = wishes.pop(0)
+                resize.ask(tmp_path / "run", data=data, pipe=pipe)
+
+        def close(self):
+            pass
+
+    _, lines, _ = trained(replace(run, train=replace(run.train, steps=STEPS + 8)), tmp_path / "run", trackers=[Asks()])
+    moved = [line for line in lines["events"] if line["event"] == "transition"]
+    assert not wishes and [line["step"] for line in moved][1] < 2 * STEPS, "too few steps on one rank to be measured"
+    told = [line["step"] for line in lines["events"] if line["event"] == "limits"]
+    assert told == [STEPS, moved[-1]["step"]]
+    assert len(asked) == 4 and asked[2] == asked[3]
+
+
 def test_limits_that_are_given_are_not_measured(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(Engine, "use_limits", lambda *limits: pytest.fail("limits were changed"))
+    used = []
+    monkeypatch.setattr(Engine, "use_limits", lambda engine, limits: used.append(limits))
     summary, _, _ = trained(replace(run, pipeline=Pipeline(in_flight=2, deferred=(0, 1))), tmp_path / "run")
-    assert "limits" not in summary
+    assert "limits" not in summary and set(used) == {Limits(in_flight=2, deferred=(0, 1))}

@@ -174,6 +174,8 @@ class AutoCache:
         part: which slice of the state this rank has on a tensor parallel mesh ("col 0 of 2").
         agree: the minimum of a bool over the ranks of the stage, if blocks have collectives: all ranks then do the
             same, and a microbatch is a hit only if every rank has all of it. All ranks call it in the same order.
+        of_rows: gathers texts of the ranks that have other samples, and other parts of the weights, with the same part
+            of the state: entries are named by what all of them say, so that any of them reads what another has written.
         warn: takes one line about what is not cached, once for each reason.
         prefetch_bytes: the most that is read ahead.
         lengths: positions of each sample, where microbatches are padded to their longest one: an entry has those of its
@@ -183,7 +185,8 @@ class AutoCache:
 
     def __init__(self, folder: Path | None, *, blocks: Sequence[Block], fingerprint: str, num_samples: int,
                  quota_bytes: int, precision: Precision, device: torch.device, warn: Callable[[str], None],
-                 agree: Callable[[bool], bool] | None = None, part: str = "whole",
+                 agree: Callable[[bool], bool] | None = None,
+                 of_rows: Callable[[list[str]], list[list[str]]] | None = None, part: str = "whole",
                  prefetch_bytes: int = 1 << 28, lengths: Lengths = None) -> None:
         self._folder = Folder(folder, quota_bytes)
         self._blocks, self._fingerprint, self._num_samples = list(blocks), fingerprint, num_samples
@@ -193,6 +196,7 @@ class AutoCache:
         self._length: int | None = None
         """Positions of this microbatch, where samples have lengths of their own."""
         self._agree, self._is_shared = agree or (lambda mine: mine), agree is not None
+        self._of_rows = of_rows or (lambda mine: [mine])
         self._warn_once, self._warned = warn, set[str]()
         self.counts = Counts()
         self.writes = True
@@ -203,7 +207,10 @@ class AutoCache:
         """Names, shapes and dtypes of the inputs of the first microbatch; the others must have the same."""
         self._versions: tuple[tuple[int, int, int], ...] | None = None
         """Of the weights to which the open files belong; None if files have to be opened."""
+        self._own_digests: list[str] = []
+        """Of this rank's part of the weights."""
         self._digests: list[str] = []
+        """Of those of all rows."""
         self._newest: Store | None = None
         self._sources: dict[int, Store | None] = {}
         """By smaller depth, the greatest first: files whose entries can be upgraded. A depth whose file was dropped
@@ -252,7 +259,7 @@ class AutoCache:
     def check_weights(self) -> None:
         """Compare the weights' bytes. Until then, changes that torch's version counter does not show (`.data`) go
         unnoticed."""
-        if self._versions is not None and digests(self._blocks) != self._digests:
+        if self._versions is not None and digests(self._blocks) != self._own_digests:
             self._versions = None
 
     def set_blocks(self, blocks: Sequence[Block]) -> None:
@@ -294,9 +301,13 @@ class AutoCache:
             return
         self._close_stores()
         found: dict[int, Store] = {}
-        if not self._is_off and self._inputs is not None:
-            with self._timed("hash"):
-                self._versions, self._digests = versions(self._blocks), digests(self._blocks)
+        opens = not self._is_off and self._inputs is not None
+        with self._timed("hash"):
+            self._own_digests = digests(self._blocks) if opens else [""] * (self.depth + 1)
+            self._digests = [repr(each) if len(each) > 1 else each[0] for each in zip(
+                *self._of_rows(self._own_digests), strict=True)]
+        if opens:
+            self._versions = versions(self._blocks)
             keys = {depth: self._key(depth) for depth in range(1, self.depth + 1)}
             if self._folder.is_temporary:
                 for key in self._keys - set(keys.values()):
