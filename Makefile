@@ -28,7 +28,9 @@ help:
 train: $(VENV)/train
 	$(BIN)/ranvier train gpt-tiny
 
+# With the packages of the site, where they can be installed, the tests build it as well: a warning or a dead link fails.
 test: lint
+	-@$(MAKE) --no-print-directory $(VENV)/docs
 	$(PYTEST)
 
 test-all: lint

@@ -41,7 +41,6 @@ def test_every_dependency_and_extra_is_in_its_document() -> None:
         re.findall(r"`([\w-]+)`", "".join(re.findall(r"^\| (.+?) \|", extras, flags=re.MULTILINE))))
 
 
-@pytest.mark.slow
 def test_the_wheel_of_the_sdist_installs_and_runs(tmp_path: Path) -> None:
     """Without the network: the environment sees the packages of this one, but not this checkout."""
     pytest.importorskip("build")

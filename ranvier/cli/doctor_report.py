@@ -88,7 +88,8 @@ def _automatic() -> Iterator[Finding]:
     yield Finding(topic="auto", name="device", value=f"{device.value}: {device.reason}")
     yield Finding(topic="auto", name="transport", value=f"{transport.value}: {transport.reason}")
     yield Finding(topic="auto", name="threads", value=", ".join(
-        f"{threads_per_rank(ranks)} for each of {ranks} ranks" for ranks in (1, 2, 4)))
+        f"{threads_per_rank(ranks)} for {what}" for ranks, what in (
+            (1, "one rank"), (2, "each of 2 ranks"), (4, "each of 4 ranks"))))
 
 
 def _folders() -> Iterator[Finding]:

@@ -372,8 +372,8 @@ def _print_choices(world: World, transport: Choice | None, device: Choice | None
         version = f" ({_mpi_version()})" if transport.value == "mpi" else ""
         print(f"transport {transport.value}{version}: {transport.reason}", file=stream)
     if device is not None:
-        print(f"device {device.value}: {device.reason}; {torch.get_num_threads()} threads for each of "
-              f"{world.local_size} ranks on {available_cores()} cores", file=stream)
+        print(f"device {device.value}: {device.reason}; threads for each of {world.local_size} ranks on "
+              f"{available_cores()} cores: {torch.get_num_threads()}", file=stream)
 
 
 def _mpi_version() -> str:

@@ -98,7 +98,7 @@ def test_auto_says_what_it_chose_and_why(start):
     name = "torch" if mpi_available() else "mpi"
     assert ranks_in(out) == [("0", "local", name), ("1", "local", name)]
     assert len(re.findall(rf"^transport {name}.*: .*MPI|^transport {name}.*faster than Gloo", out, re.MULTILINE)) == 1
-    assert len(re.findall(r"^device cpu: .* threads for each of 2 ranks", out, re.MULTILINE)) == 1
+    assert len(re.findall(r"^device cpu: .* threads for each of 2 ranks on \d+ cores: \d", out, re.MULTILINE)) == 1
 
 
 @pytest.mark.slow
