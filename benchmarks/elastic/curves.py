@@ -166,6 +166,6 @@ def draw(outcomes: Sequence[Outcome], references: Sequence[str], title: str, pat
     axes.set_ylabel(f"best {scale.name} so far{',' if scale.unit else ''}{scale.unit}")
     axes.set_title(title, loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, ncols=2, frameon=False, loc="lower right" if scale.unit else "upper right")
+    axes.legend(fontsize=8, ncols=2, frameon=False, handlelength=3, loc="lower right" if scale.unit else "upper right")
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -169,7 +169,7 @@ def test_parts_with_real_ranks(tmp_path):
 def test_a_contender_that_fails_is_told_with_its_output(tmp_path):
     base = task_run("quick", tmp_path / "data", epochs=1)
     (none,) = named(contenders(base), ["none"])
-    (tmp_path / "bad.tsv").write_text("no such columns\n")
+    (tmp_path / "bad.tsv").write_text("label\tsentence\n1\n")  # what a first look at its header does not find
     base = replace(base, data=replace(base.data, train=str(tmp_path / "bad.tsv")))
     with pytest.raises(ContenderFailed, match=r"(?s)seed0-none ended with code .*bad\.tsv"):
         run_one(none, base, Stand(folder=tmp_path))
