@@ -29,6 +29,9 @@ Tasks: MiniLM on the sentences of a package (sentiment) or a TSV, CSV, JSONL or 
 your own (--data). All seeds of a task should take about two and a half hours on two quiet cores. With --outcomes each
 case is kept at once, and another start goes on with what is missing; --budget-minutes N starts no case that would not
 end within N minutes, seed by seed, so that what is there is paired. 0 starts none and shows what is kept.
+
+The machine must be quiet: beside other work the loops with a thread for each core lose far more than ranks with one
+thread, since their threads wait for each other at every operation.
 """
 
 from __future__ import annotations
