@@ -388,7 +388,8 @@ class Transformer:
     compile: bool | Literal["auto"] = "auto"
     """Compile blocks with torch.compile, each as one graph: fewer and larger kernels, after a start that takes longer.
     true: a block that cannot be compiled is an error; auto: on CUDA, where such a block runs uncompiled, with a
-    warning. On several rows or columns only the chains between the collectives of sharded norms are compiled."""
+    warning. On several rows or columns only chains of elementwise operations are compiled: those of norms over
+    sharded features, rotary embeddings, gated activations, and dropout with the residual sum."""
     float8: bool = False
     """Compute the products of linear layers in float8 while training, with one scale for each tensor: e4m3, and e5m2
     for gradients of outputs. Layers of the first and the last block, and those with a size that 16 does not divide,
