@@ -158,8 +158,11 @@ def dropout(x: Tensor, probability: float, training: bool, *, start: Sequence[in
     if not training or probability == 0.0 or x.is_meta:
         return x
     keys = next_sample_keys(x.shape[0], x.device)
-    start = start or [0] * (x.dim() - 1)
-    full_shape = full_shape or x.shape[1:]
+    return dropped(x, keys, probability, start or [0] * (x.dim() - 1), full_shape or x.shape[1:])
+
+
+def dropped(x: Tensor, keys: Tensor, probability: float, start: Sequence[int], full_shape: Sequence[int]) -> Tensor:
+    """x after `dropout` with these keys of its samples [b]."""
     box = [(begin, begin + size) for begin, size in zip(start, x.shape[1:], strict=True)]
     index = global_index(full_shape, box, x.device)
     chance = uniform(keys.view(-1, *[1] * (x.dim() - 1)), index.unsqueeze(0))

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu.programs import Program, batches, engine_of, world_of_one
-from ranvier.config.run import Guard, Optim
+from ranvier.config.resolve import ResolvedRun
+from ranvier.config.run import Batch, Guard, Launch, Optim
+from ranvier.cost.count import laid_out
+from ranvier.mesh import Mesh
+from ranvier.optim import placement
 from ranvier.optim.rules import AdamW
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
@@ -169,3 +174,28 @@ def test_a_rule_updates_unless_it_is_told_not_to():
                            weight_decay=0.1)
         assert torch.equal(parameters, plain)
         assert all(torch.equal(states[name], plain_states[name]) for name in states)
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"algorithm": "lion"}, {"algorithm": "muon"}, {"algorithm": "adafactor", "offload": "stream"}, {"ema": 0.9},
+    {"algorithm": "lion", "ema": 0.9, "bucket_size": 4096}, {"algorithm": "lion", "offload": "host"}], ids=str)
+def test_copies_for_a_step_that_may_be_skipped_are_predicted(settings, monkeypatch):
+    """All bytes that are copied at once, in the run's own buckets: of the tensors that a bucket's rule writes."""
+    copied, unless = [0], placement._unless
+
+    def counted(skip, written, *rest, **named):
+        if skip is not None:
+            copied.append(sum(tensor.numel() * tensor.element_size() for tensor in written))
+        unless(skip, written, *rest, **named)
+
+    monkeypatch.setattr(placement, "_unless", counted)
+    program = Program(layers=1, steps=1, optim=settings, precision="bf16", sequence=2, samples=1)
+    with FakeCuda(devices=2), engine_of(program, world_of_one(DEVICE)) as engine:
+        for batch in batches(program, engine.mesh, 0):
+            engine.train_batch(moved(batch, DEVICE))
+    run = ResolvedRun(mesh=Mesh(), precision="bf16", optim=Optim(**settings), launch=Launch(device="cuda"),
+                      batch=Batch(microbatch_size=1), model=program.transformer)
+    predicted, unguarded = (laid_out(replace(run, guard=Guard(bad_step=each)))[1][0].device["workspace"]
+                            for each in ("stop", "none"))
+    assert max(copied) <= predicted and (predicted == max(max(copied), unguarded) or settings["algorithm"] == "muon")
+    assert (max(copied) > unguarded) == (settings.get("offload") != "host" and bool(settings))

@@ -315,8 +315,10 @@ CONDITIONS: Mapping[str, Reason] = {
     "deterministic": _on_cpu("on a CPU the same run gives the same bits"),
     "max_restarts": _one_rank,  # what launchers of other kinds do with it is told where they are known
     "model.compile": lambda run: (
-        "with several rows or columns only norms of sharded features are compiled, and here features are whole"
-        if run.mesh.stage_size > 1 and run.tensor.scheme == "megatron" else None),
+        "with several rows or columns only chains of elementwise operations are compiled, and with whole features and "
+        "without dropout this model has none"
+        if run.mesh.stage_size > 1 and run.tensor.scheme == "megatron" and not run.model.dropout
+        and _llama_only(run) is not None else None),
     "model.attention_kernel": _on_cpu("a CPU has no choice of kernels"),
     "model.options": lambda run: (
         None if is_object_name(run.model.family) else f"the family {run.model.family} takes no options"),

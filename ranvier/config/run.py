@@ -394,7 +394,8 @@ class Transformer:
     compile: bool | Literal["auto"] = "auto"
     """Compile blocks with torch.compile, each as one graph: fewer and larger kernels, but a longer start. true: a block
     that cannot be compiled is an error; auto: compile on CUDA, and run such a block uncompiled, with a warning. On
-    several rows or columns only the chains between the collectives of sharded norms are compiled."""
+    several rows or columns only chains of elementwise operations are compiled: those of norms over sharded features,
+    rotary embeddings, gated activations, and dropout with the residual sum."""
     float8: bool = False
     """Compute the products of linear layers in float8 while training, with one scale for each tensor: e4m3, and e5m2
     for gradients of outputs. Layers of the first and the last block, and those with a size that 16 does not divide,

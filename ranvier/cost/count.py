@@ -25,6 +25,7 @@ from ranvier.comm.nccl_transport import SLOTS
 from ranvier.config import parameter_groups
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.resolve import bucket_size as resolve_bucket_size
+from ranvier.config.rules import looks_before_update
 from ranvier.config.run import Optim
 from ranvier.cost.blocks import BlockCost
 from ranvier.cost.limits import run_limits
@@ -36,7 +37,7 @@ from ranvier.optim.average import averages_of
 from ranvier.optim.buckets import Bucket, buckets_of, split_by_share
 from ranvier.optim.gradients import Gradients
 from ranvier.optim.optimizer import gather_bytes, state_places, uncut_places
-from ranvier.optim.rules import rules_of
+from ranvier.optim.rules import rules_of, skips_by_itself
 from ranvier.optim.state_places import StatePlaces
 from ranvier.pipeline.block_costs import FusedAttention, KeptBytes
 from ranvier.pipeline.build import StageTable, cut, meta_mesh, split_model
@@ -101,14 +102,16 @@ def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, 
                 for stage in layout.stages.stages_of(pipe)]
         runs = tuple(each for *_, own in held for each in own)
         first = layout.blocks_on(pipe)[0]
-        alike = ("states", run.mesh, run.optim, run.precision, run.launch.device, layout.boundaries,
+        alike = ("states", run.mesh, run.optim, run.guard, run.precision, run.launch.device, layout.boundaries,
                  tuple(range(each.start - first, each.stop - first) for each in runs), _likeness(layout, pipe))
         if alike not in known:
             known[alike] = _states(run, layout, pipe, runs)
         memory = {name: dict(parts) for name, parts in known[alike].items()}
         if stages.costs:
+            copies = memory["device"].pop("workspace")  # when all backwards have run
             memory["device"] |= _together(run, [
                 _activations(run, costs, layout, stage, segments, kept, limits) for stage, costs, segments, _ in held])
+            memory["device"]["workspace"] = max(copies, memory["device"]["workspace"])
         if buffers:
             memory["device"]["tensor mesh"] = buffers[pipe]
             memory["device"]["workspace"] += passing[pipe]
@@ -147,7 +150,7 @@ def device_bytes_of_stages(run: ResolvedRun, frozen: int = 0, frozen_above: Sequ
     model, stages, layout = _cut_of(run, frozen, frozen_above)
     buffers, arriving, kept = _tensor_mesh(run, model, stages, layout, {}) if run.mesh.stage_size > 1 else ({}, {}, {})
     gathered = max(buffers.values(), default=0) + max(arriving.values(), default=0)
-    lasting: dict[object, int] = {}
+    lasting: dict[object, tuple[int, int]] = {}
 
     @cache
     def needed(stage: int, start: int, stop: int) -> int:
@@ -156,9 +159,11 @@ def device_bytes_of_stages(run: ResolvedRun, frozen: int = 0, frozen_above: Sequ
         limits = _limits(run, there, None)
         costs, segments, runs = _computed(run, model, stages, there, stage)
         if (start, stop, runs) not in lasting:  # on whichever stage they are
-            lasting[start, stop, runs] = sum(_states(run, there, stage, runs)["device"].values())
+            states = _states(run, there, stage, runs)["device"]
+            lasting[start, stop, runs] = sum(states.values()) - states["workspace"], states["workspace"]
         passing = _activations(run, costs, there, stage, segments, kept, limits)
-        return lasting[start, stop, runs] + sum(passing.values()) + gathered
+        states_bytes, copies = lasting[start, stop, runs]
+        return states_bytes + max(copies - passing["workspace"], 0) + sum(passing.values()) + gathered
 
     return needed
 
@@ -238,10 +243,23 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range]) 
                    ] if offload != "none" else []
         tensors += [host["checkpoint"]] if run.checkpoint.background else []
         host["rounding"] = sum(pinned_bytes(size) - size for size in tensors)
+    device["workspace"] = wide.itemsize * _skipped_elements(run, buckets, places)
     device["reduction"], device["arriving"] = gradients.reductions.bytes(scatter=optim.shard and not has_owners)
     if optim.shard:
         device["reduction"] += gather_bytes(gradients, dtype.itemsize)
     return {"device": device, "host": host}
+
+
+def _skipped_elements(run: ResolvedRun, buckets: list[Bucket], places: StatePlaces) -> int:
+    """Elements that an update copies at once where only the device knows whether it is one."""
+    optim = run.optim
+    if device_kind(run) != "cuda" or optim.offload == "host" or not (
+            looks_before_update(run.guard, optim) or run.precision == "fp16"):
+        return 0
+    largest, rules = max(map(len, buckets), default=0), rules_of(optim, DTYPES[run.precision])
+    if skips_by_itself(rules):
+        return largest if averages_of(optim) else 0
+    return largest + sum(places.largest(buckets).values())
 
 
 def _stored_bytes(elements: int, quantized: str | None, dtype: torch.dtype) -> int:
@@ -417,6 +435,9 @@ def _activations(run: ResolvedRun, costs: Sequence[BlockCost], layout: Layout, s
         policy=policy_named(run.pipeline.policy), in_flight=limits.in_flight,
         deferred=limits.deferred[layout.stages.rank_of(stage)], defer_bytes=run.pipeline.defer_bytes,
         update_in_backward=run.optim.update_in_backward), kept_again)
+    if run.model.float8:  # all blocks but the model's first and last
+        inner = costs[not stage:len(costs) - (stage == num_stages - 1)]
+        found["workspace"] += max((cost.float8_bytes for cost in inner), default=0)
     if device_kind(run) == "cuda":  # forwards arrive from the stage before, gradients of outputs from the next one
         found["messages"] += SLOTS * ((costs[0].input_bytes if stage else 0)
                                       + (costs[-1].output_bytes if stage < num_stages - 1 else 0))

@@ -9,7 +9,8 @@
              buckets      what streams through (optim.offload), and room for scaled gradients
              activations  of the microbatches that a stage stores
              deferred    operands of weight gradients that wait
-             workspace    what the widest block writes on the way
+             workspace    what the widest block writes on the way, with what a product in float8 works in; or, when the
+                          step ends, copies of what an update may have to leave alone
              messages     receives that are posted, and what arrives before its turn
              tensor mesh  what products on several rows and columns gather into, and weights that stay gathered
              reduction    what sums of gradients that travel between replicas work in, and what parameters are sent from

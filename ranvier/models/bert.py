@@ -87,8 +87,8 @@ class Attention(nn.Module):
         qkv_BSN3D = self.qkv(x_BSH).unflatten(-1, (-1, 3, self.head_dim))
         q_BNSD, k_BNSD, v_BNSD = (part.transpose(1, 2) for part in qkv_BSN3D.unbind(3))
         y_BNSD = functional.scaled_dot_product_attention(q_BNSD, k_BNSD, v_BNSD, attn_mask=mask_BS[:, None, None])
-        y_BSH = self.dropout(self.projection(y_BNSD.transpose(1, 2).flatten(2)))
-        return {"hidden": self.norm(x_BSH + y_BSH), "mask": mask_BS}
+        y_BSH = self.projection(y_BNSD.transpose(1, 2).flatten(2))
+        return {"hidden": self.norm(self.dropout(y_BSH, onto=x_BSH)), "mask": mask_BS}
 
 
 class MLP(nn.Module):
@@ -104,8 +104,8 @@ class MLP(nn.Module):
 
     def forward(self, state: State) -> State:
         x_BSH = state["hidden"]
-        y_BSH = self.dropout(self.fc2(tensor.gelu(self.fc1(x_BSH), approximate="none")))
-        return {"hidden": self.norm(x_BSH + y_BSH), "mask": state["mask"]}
+        y_BSH = self.fc2(tensor.gelu(self.fc1(x_BSH), approximate="none"))
+        return {"hidden": self.norm(self.dropout(y_BSH, onto=x_BSH)), "mask": state["mask"]}
 
 
 class ClassHead(nn.Module):

@@ -80,8 +80,8 @@ class Attention(nn.Module):
         mask = attention_mask(q_BNSD, k_BNSD, segments_BS)
         y_BNSD = functional.scaled_dot_product_attention(
             q_BNSD, k_BNSD, v_BNSD, attn_mask=mask, is_causal=is_whole_causal(q_BNSD, k_BNSD, mask))
-        y_BSH: Tensor = self.dropout(self.projection(y_BNSD.transpose(1, 2).flatten(2)))
-        return with_hidden(state, x_BSH + y_BSH)
+        y_BSH: Tensor = self.projection(y_BNSD.transpose(1, 2).flatten(2))
+        return with_hidden(state, self.dropout(y_BSH, onto=x_BSH))
 
 
 class MLP(nn.Module):
@@ -97,8 +97,7 @@ class MLP(nn.Module):
     def forward(self, state: State) -> State:
         x_BSH, _ = hidden_and_segments(state)
         y_BSF = tensor.gelu(self.fc1(self.norm(x_BSH)))
-        y_BSH: Tensor = self.dropout(self.fc2(y_BSF))
-        return with_hidden(state, x_BSH + y_BSH)
+        return with_hidden(state, self.dropout(self.fc2(y_BSF), onto=x_BSH))
 
 
 class Head(nn.Module):

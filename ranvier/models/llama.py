@@ -101,7 +101,7 @@ class Sublayer(nn.Module):
         y_BSH = self.added(x_BSH if self.norm is None else self.norm(x_BSH), segments_BS)
         if self.norm_after is not None:
             y_BSH = self.norm_after(y_BSH)
-        return with_hidden(state, x_BSH + self.dropout(y_BSH))
+        return with_hidden(state, self.dropout(y_BSH, onto=x_BSH))
 
 
 class Attention(Sublayer):
@@ -167,8 +167,7 @@ class Attention(Sublayer):
         group = int(q_BNSD.shape[1] // k_BKSD.shape[1])
         if group > 1:
             k_BKSD, v_BKSD = (one.repeat_interleave(group, 1) for one in (k_BKSD, v_BKSD))
-        scores_BNSS = q_BNSD.matmul(k_BKSD.transpose(2, 3)) * self.scale
-        scores_BNSS = (scores_BNSS / self.softcap).tanh() * self.softcap
+        scores_BNSS = tensor.softcap(q_BNSD.matmul(k_BKSD.transpose(2, 3)) * self.scale, self.softcap)
         scores_BNSS = scores_BNSS.masked_fill(~mask, float("-inf"))
         wide = torch.promote_types(q_BNSD.dtype, torch.float32)
         weights_BNSS = functional.softmax(scores_BNSS, dim=-1, dtype=wide).to(q_BNSD.dtype)
@@ -216,7 +215,7 @@ class Head(nn.Module):
         x_BSH, _ = hidden_and_segments(state)
         logits_BSV: Tensor = self.projection(self.norm(x_BSH))
         if self.softcap:
-            logits_BSV = (logits_BSV / self.softcap).tanh() * self.softcap
+            logits_BSV = tensor.softcap(logits_BSV, self.softcap)
         return logits_BSV
 
 

@@ -90,8 +90,8 @@ class Attention(nn.Module):
         qkv_BSN3D = self.qkv(self.norm(x_BSH)).unflatten(-1, (-1, 3, self.head_dim))
         q_BNSD, k_BNSD, v_BNSD = (part.transpose(1, 2) for part in qkv_BSN3D.unbind(3))
         y_BNSD = functional.scaled_dot_product_attention(q_BNSD, k_BNSD, v_BNSD)
-        y_BSH: Tensor = self.dropout(self.projection(y_BNSD.transpose(1, 2).flatten(2)))
-        return x_BSH + y_BSH
+        y_BSH: Tensor = self.dropout(self.projection(y_BNSD.transpose(1, 2).flatten(2)), onto=x_BSH)
+        return y_BSH
 
 
 class MLP(nn.Module):
@@ -107,8 +107,8 @@ class MLP(nn.Module):
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         y_BSF = tensor.gelu(self.fc1(self.norm(x_BSH)), approximate="none")
-        y_BSH: Tensor = self.dropout(self.fc2(y_BSF))
-        return x_BSH + y_BSH
+        y_BSH: Tensor = self.dropout(self.fc2(y_BSF), onto=x_BSH)
+        return y_BSH
 
 
 class Head(nn.Module):

@@ -29,7 +29,7 @@ from torch import Tensor
 from ranvier.optim.average import EMA, update_average
 from ranvier.optim.buckets import Bucket, Segment, joined, within
 from ranvier.optim.chunks import GradientSpec
-from ranvier.optim.rules import Rules, SkippingRule
+from ranvier.optim.rules import Rules, SkippingRule, skips_by_itself
 from ranvier.optim.state_places import StatePlaces
 from ranvier.optim.tensor_update import TensorUpdate
 from ranvier.precision import is_half, wide
@@ -242,8 +242,7 @@ class Resident(_Flat):
         """See `Placement`."""
         # A GPU takes these in one piece, with fewer launches; a CPU's buckets fit its cache. Gradients that have to be
         # widened first, and copies of what a skipped step leaves alone, have room for one bucket only.
-        copies = update.skip is not None and (self._rules.tensors is not None or bool(self._ema) or not isinstance(
-            self._rules.elementwise, SkippingRule))
+        copies = update.skip is not None and (bool(self._ema) or not skips_by_itself(self._rules))
         whole = (self._weights.is_cuda and bool(buckets) and not copies
                  and self._gradients(buckets[0]).dtype is self._dtype)
         for bucket in joined(buckets) if whole else buckets:

@@ -164,6 +164,11 @@ def update_flops(rules: Rules, parameters: Iterable[Parameter]) -> float:
         one.settings_name, one.shape, in_layer=one.in_layer)))
 
 
+def skips_by_itself(rules: Rules) -> bool:
+    """Whether all rules are `SkippingRule`s, so that nothing is copied for a step that is skipped."""
+    return rules.tensors is None and isinstance(rules.elementwise, SkippingRule)
+
+
 def rules_of(optim: Optim, dtype: torch.dtype = torch.float32) -> Rules:
     """The rules that `optim.algorithm` names, for parameters of this format. ConfigError for a user's object that is no
     rule."""

@@ -24,6 +24,7 @@ from torch.utils.module_tracker import ModuleTracker
 from ranvier.block import Model, State, named
 from ranvier.cost.blocks import BlockCost
 from ranvier.errors import ModelError
+from ranvier.tensor import float8
 from ranvier.tensor.split.linear import SplitLinear
 
 _MOVES_NOTHING = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "scalar_tensor",
@@ -120,6 +121,22 @@ def _added_product_flops(out: Sequence[int], first: Sequence[int], second: Seque
     return 2 * first[0] * first[1] * second[1]
 
 
+class _Float8Bytes(TorchFunctionMode):
+    """Finds the most bytes that a product of linear layers would work in, in float8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
+        if func is functional.linear and not any(size % float8.MULTIPLE for size in args[1].shape):
+            outputs, inputs = args[1].shape
+            self.most = max(self.most, float8.working_bytes(args[0].shape[:-1].numel(), inputs, outputs,
+                                                            args[0].element_size()))
+        return func(*args, **(kwargs or {}))
+
+
 class KeptBytes(torch.autograd.graph.saved_tensors_hooks):
     """Counts the bytes that autograd saves, each storage once, without those of `parameters`."""
 
@@ -171,10 +188,12 @@ def block_costs(model: Model, inputs: State, targets: object = None,
                    .requires_grad_(value.requires_grad) for key, value in
                    (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))}
         moved, kept, entered = _MovedBytes(), KeptBytes(tensors.values()), _state_bytes(state)
+        products = _Float8Bytes()
         state = _as_leaves(state, trains)
         trains |= any(tensor.requires_grad for tensor in tensors.values())
         try:
-            with torch.enable_grad(), _FlopCounter(custom_mapping=counted) as counter, kept, moved, FusedAttention():
+            with torch.enable_grad(), _FlopCounter(custom_mapping=counted) as counter, kept, moved, FusedAttention(), \
+                    products:
                 state = functional_call(module, tensors, (state,), tie_weights=False)
         except ModelError:
             raise
@@ -188,6 +207,7 @@ def block_costs(model: Model, inputs: State, targets: object = None,
             name=name, flops=counter.get_total_flops(), written_bytes=moved.written, allocated_bytes=moved.allocated,
             moved_bytes=moved.read + moved.written, operations=moved.operations, kept_bytes=kept.count,
             input_bytes=entered, output_bytes=_state_bytes(outputs), weight_share=share, defers=defers,
+            float8_bytes=products.most,
             num_parameters=sum(p.numel() for p in module.parameters()),
             num_trainable=sum(p.numel() for p in module.parameters() if p.requires_grad),
             num_owned=sum(p.numel() for key, p in module.named_parameters()

@@ -72,7 +72,6 @@ from ranvier.schedule.policies import policy_named
 from ranvier.schedule.schedule import Policy
 from ranvier.system.machine import has_triton
 from ranvier.tensor.float8 import float8_layers
-from ranvier.tensor.fused import Fused
 from ranvier.tensor.lookups import lookup_tables
 from ranvier.tensor.weight_gradients import WeightGradients
 from ranvier.world import World
@@ -251,11 +250,8 @@ class Engine:
     # ------------------------------------------------------------------ start
 
     def _compiles(self, how: bool | Literal["auto"]) -> bool | Literal["auto"]:
-        """Whether blocks are compiled here, or on several rows or columns the chains between their collectives."""
+        """Whether blocks are compiled here, or on several rows or columns their chains of elementwise operations."""
         wanted = how is True or (how == "auto" and self.world.device.type == "cuda" and has_triton())
-        if wanted and self._connections.tensor_mesh is not None:
-            self._connections.tensor_mesh.fused = Fused(how)
-            return False
         return how if wanted else False
 
     def _rule_limits(self, settings: EngineSettings) -> Limits:

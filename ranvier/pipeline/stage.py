@@ -32,6 +32,7 @@ from ranvier.schedule.schedule import Product
 from ranvier.tensor.boundaries import detached_names, with_layouts
 from ranvier.tensor.columns import plain
 from ranvier.tensor.deferred_linear import DeferringForwards
+from ranvier.tensor.fused import Fused, using
 from ranvier.tensor.lookups import LookupForwards
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.linear import SplitLinear
@@ -76,8 +77,8 @@ class Stage:
             with the number after the last block's when that backward begins.
         still: numbers of blocks that compute as in evaluation even while others train.
         mesh: the tensor mesh, whose columns share activations.
-        compile: whether blocks are compiled for training: False, True, or "auto" with a warning for blocks that cannot
-            be.
+        compile: whether blocks are compiled for training, or on a tensor mesh their chains of elementwise operations:
+            False, True, or "auto" with a warning for those that cannot be.
         in_float8: linear layers whose products are in float8 while the stage trains.
         tables: lookup tables whose gradients are added to row by row.
         segments: runs of blocks (places in `blocks`) that keep only what enters them, and are computed again in their
@@ -120,9 +121,11 @@ class Stage:
         at_once = {place for segment in segments for place in segment}
         self._forwards = DeferringForwards([module for place, module in enumerate(modules) if place not in at_once],
                                             [modules[place] for place in sorted(at_once)], weight_gradients, in_float8)
-        self._lookups = LookupForwards(modules, tables if compile is False else (), weight_gradients)
-        self._compiled = _compiled_blocks(compile, weight_gradients, self._forwards,
+        whole = compile if mesh is None else False
+        self._lookups = LookupForwards(modules, tables if whole is False else (), weight_gradients)
+        self._compiled = _compiled_blocks(whole, weight_gradients, self._forwards,
                                           [modules[place] for place in at_once])
+        self._fused = Fused(False if mesh is None else compile)
 
     def begin(self, training: bool) -> None:
         """A new batch."""
@@ -228,7 +231,7 @@ class Stage:
     def _run_some(self, run: range, step: int, samples: Tensor, number: int, state: State) -> State:
         """Blocks `run`, one after the other; under recomputation again in the backward, with the same randomness."""
         for _, name, module in self.blocks[run.start:run.stop]:
-            with keyed_random.scope(self._seed, step, samples, name) as scope:
+            with keyed_random.scope(self._seed, step, samples, name) as scope, using(self._fused):
                 try:
                     if self._compiled is None or not self.training:
                         state = module(state)

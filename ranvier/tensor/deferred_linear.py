@@ -91,7 +91,7 @@ class PaddedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """What nn.Linear computes."""
-        if (not input.is_cuda or is_transformed() or torch.compiler.is_compiling()  # the compiler pads by itself
+        if (not input.is_cuda or is_transformed() or torch.compiler.is_dynamo_compiling()  # the compiler pads by itself
                 or torch.is_autocast_enabled(input.device.type)):
             return functional.linear(input, self.weight)
         return _PaddedLinear.apply(input, self.weight)

@@ -47,6 +47,17 @@ def product(a: Tensor, a_format: torch.dtype, b: Tensor, b_format: torch.dtype, 
                                 b_scale, functional.ScalingType.TensorWise, output_dtype=dtype)
 
 
+def working_bytes(tokens: int, inputs: int, outputs: int, element_bytes: int) -> int:
+    """Most bytes that one of the three products of a linear layer with so many inputs and outputs allocates at once,
+    uncompiled: an operand is widened to fp32, scaled and clamped (8 bytes an element) while the other is in float8
+    already; then both are in float8, copied where they are transposed, beside the product."""
+    def one(m: int, k: int, n: int) -> int:
+        a, b = m * k, n * k
+        return max(8 * a, a + 8 * b, 2 * (a + b) + 2 * m * n * element_bytes)
+
+    return max(one(tokens, inputs, outputs), one(tokens, outputs, inputs), one(outputs, tokens, inputs))
+
+
 def forward_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x W^T + b, in the format of x. x: [..., in]; weight: [out, in]; bias: [out]."""
     y = product(x.reshape(-1, x.shape[-1]), VALUES, weight, VALUES, x.dtype).view(*x.shape[:-1], len(weight))

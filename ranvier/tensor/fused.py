@@ -1,15 +1,18 @@
-"""Chains of elementwise operations of split layers, each compiled into as few kernels as torch.compile makes of it.
+"""Chains of elementwise operations of layers, each compiled into as few kernels as torch.compile makes of it.
 
 A block on several rows or columns is no graph: its layers wait for collectives, and its own code computes on tensors
 that carry their layout by a change of class (`ranvier.tensor.columns`), which torch's tracer cannot follow. So a layer
-names the chains between its collectives, which are functions of plain tensors without a graph of their own.
+names its chains, which are functions of plain tensors without a graph of their own: forward and backward of a norm
+between its collectives, of rotary embeddings, of a gated activation, of dropout with the residual sum.
 """
 
 from __future__ import annotations
 
+import threading
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -32,6 +35,8 @@ class Fused:
 
     def __init__(self, how: bool | Literal["auto"]) -> None:
         self._how = how
+        self.compiles = how is not False
+        """Whether chains are compiled."""
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
         if how is not False:
             from ranvier.system.compilation import watch  # imports torch's compiler, which takes seconds
@@ -39,8 +44,8 @@ class Fused:
             watch()
 
     def __call__(self, function: Callable[..., _Result], *args: Any) -> _Result:
-        """`function(*args)`; it may change its arguments in place."""
-        if self._how is False:
+        """`function(*args)`; it may change its arguments in place. A row without tokens has nothing to compile for."""
+        if not self.compiles or not all(one.numel() for one in args if isinstance(one, Tensor)):
             return function(*args)
         if function not in self._compiled:
             self._compiled[function] = self._compile(function)
@@ -48,7 +53,6 @@ class Fused:
         return found
 
     def _compile(self, function: Callable[..., _Result]) -> Callable[..., _Result]:
-
         own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
         fused = torch.compile(own, fullgraph=True, dynamic=True, backend=BACKEND)
 
@@ -70,3 +74,27 @@ class Fused:
                 return function(*args)
 
         return call
+
+
+class _Current(threading.local):
+    """Of each thread: ranks may be threads, and recomputation runs a block in a thread of autograd's."""
+
+    calls: Fused = Fused(False)
+
+
+_current = _Current()
+
+
+def current() -> Fused:
+    """What calls the chains of the block that runs now. A backward takes that of its forward."""
+    return _current.calls
+
+
+@contextmanager
+def using(calls: Fused) -> Iterator[None]:
+    """Inside, layers call their chains by `calls`."""
+    before, _current.calls = _current.calls, calls
+    try:
+        yield
+    finally:
+        _current.calls = before

@@ -14,7 +14,8 @@ from ranvier.system.machine import has_triton
 def dropout(x: Tensor, probability: float, training: bool, *, start: Sequence[int] | None = None,
             full_shape: Sequence[int] | None = None) -> Tensor:
     """As `keyed_random.dropout`, with bit-identical masks. In compiled graphs the compiler fuses the operations."""
-    if training and probability and x.is_cuda and not torch.compiler.is_compiling() and has_triton():
+    on_device = x.is_cuda and type(x) is Tensor and not torch.compiler.is_dynamo_compiling()  # and has values
+    if training and probability and on_device and has_triton():
         from ranvier.tensor import dropout_kernel  # needs Triton
 
         shape = x.shape[1:]

@@ -26,7 +26,6 @@ from ranvier.config.run import TensorParallel
 from ranvier.errors import ModelError
 from ranvier.layout.panels import equal_panels, growing_panels
 from ranvier.tensor.activations import Activations, activations_of
-from ranvier.tensor.fused import Fused
 from ranvier.tensor.under_way import BUFFERS, GradientSums, WeightGathers, WeightUse
 
 PANEL_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
@@ -95,8 +94,6 @@ class TensorMesh:
         self.weights, self.sums = WeightGathers(), GradientSums()
         self.activations: Activations = activations_of(settings, self.over_cols)
         """The layout of the residual stream."""
-        self.fused = Fused(False)
-        """Calls the chains of elementwise operations between a layer's collectives."""
         self.whole_outputs = False
         """Whether a `VocabularyLinear` returns the logits of the whole vocabulary on every rank: for predictions."""
 

@@ -49,6 +49,19 @@ def test_a_rank_that_waits_for_a_collective_still_sends():
     assert run_processes(f"{HERE}:large_message", 2, "mpi+torch", timeout_seconds=60) == [True, True]
 
 
+def test_sends_advance_while_the_engines_thread_is_elsewhere():
+    """Whether the message above needs that depends on MPI: within a machine a receiver may copy it by itself."""
+    advanced = threading.Event()
+    transport = SimpleNamespace(sends_in_flight=1, advance_sends=advanced.set)
+    backend = MixedBackend(SimpleNamespace(rank=0, size=1, transport=lambda purpose: transport, close=lambda: None),
+                           SimpleNamespace(rank=0, size=1, close=lambda: None))
+    assert backend.transport("pipeline") is transport
+    try:
+        assert advanced.wait(20.0)
+    finally:
+        backend.close()
+
+
 @mpi
 def test_a_mesh_has_the_losses_of_one_rank():
     program = Program(layers=1, mesh={"pipe": 2}, microbatches=3, precision="fp64", optim={"clip_norm": 0.1})

@@ -168,6 +168,20 @@ def test_a_block_that_cannot_be_compiled_is_named(block, why):
                 compile=True)
 
 
+def test_evaluation_is_uncompiled_and_right():
+    """Nothing stays of the run without values that finds shapes, such as tables of rotary embeddings."""
+    batches = batches_of("llama", count=1)
+
+    def work(trains, engine):
+        if trains:
+            engine.forward_backward(share(engine, batches))
+        return engine.evaluate(share(engine, batches)).loss
+
+    after, before = (on_mesh(partial(model_of, "llama", rope_base=77.0), Mesh(), partial(work, trains), compile=True,
+                             run_seconds=300.0)[0] for trains in (True, False))
+    assert after == before > 1
+
+
 def test_with_auto_it_runs_uncompiled(monkeypatch):
     """As on CUDA, where auto compiles."""
     monkeypatch.setattr("ranvier.pipeline.engine.Engine._compiles", lambda engine, how: "auto")

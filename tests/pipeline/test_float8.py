@@ -7,13 +7,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ranvier.config.resolve import resolve
+from ranvier.config.resolve import ResolvedRun, resolve
 from ranvier.config.rules import problems
-from ranvier.config.run import Lora, Memory, Optim, Pipeline, Run, Transformer
+from ranvier.config.run import Batch, Lora, Memory, Optim, Pipeline, Run, Transformer
+from ranvier.cost.count import laid_out
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
+from ranvier.system.memory_tracker import MemoryTracker
 from ranvier.tensor import compiled, float8
 from ranvier.testing.ranks import run_ranks
 
@@ -168,3 +170,27 @@ def test_an_old_gpu_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     with pytest.raises(ConfigError, match=r"compute capability 8\.9(.|\n)*NVIDIA A100"):
         float8.float8_layers([], 3, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(64, 128, 32), (16, 32, 256), (256, 64, 64), (48, 64, 64)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bytes_that_products_work_in(tokens, inputs, outputs, dtype):
+    """At most those that are predicted, and nearly as many."""
+    x, weight = torch.randn(tokens, inputs, dtype=dtype), torch.randn(outputs, inputs, dtype=dtype)
+    dy, tracker = torch.randn(tokens, outputs, dtype=dtype), MemoryTracker()
+    with tracker:
+        float8.forward_product(x, weight, weight[:, 0])
+        float8.input_gradient(dy, weight)
+        float8.weight_gradient(x, dy, dtype)
+    predicted = float8.working_bytes(tokens, inputs, outputs, dtype.itemsize)
+    assert 0.75 * predicted < tracker.peak_bytes() <= predicted + 64  # and some scalars
+
+
+def test_blocks_know_them():
+    """The largest of a block's linear layers counts, and of a stage's blocks not the model's first and last."""
+    def run(**changed):
+        return ResolvedRun(mesh=Mesh(), precision="bf16", batch=Batch(microbatch_size=2), model=Transformer(
+            num_layers=2, hidden=32, heads=2, vocab=300, sequence=24, **changed))
+
+    more, less = (laid_out(run(float8=each))[1][0].device["workspace"] for each in (True, False))
+    assert more - less == max(float8.working_bytes(48, *sizes, 2) for sizes in ((32, 128), (128, 32)))

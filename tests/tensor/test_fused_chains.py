@@ -1,51 +1,147 @@
-"""`--model.compile` on rows and columns: chains between a layer's collectives are compiled, and gradients stay.
+"""`--model.compile` on rows and columns: chains of elementwise operations are compiled, and gradients stay.
 
 A backend that runs the graphs as they are compiles nothing.
 """
 
 import warnings
+from collections import Counter
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ranvier.config.run import Memory
+from ranvier import keyed_random
+from ranvier.config.run import Memory, Transformer
 from ranvier.errors import ModelError
 from ranvier.mesh import Mesh
+from ranvier.models import bert, gpt
+from ranvier.pipeline.build import meta_mesh
 from ranvier.tensor import fused
-from ranvier.tensor.fused import Fused
-from tests.tensor.split_parity import assert_parity, tiny_gpt, token_batches
-from tests.tensor.test_llama_gradients import assert_as_one_process
+from ranvier.tensor.fused import Fused, using
+from ranvier.tensor.split.layers import split_layers
+from tests.tensor.split_parity import SCHEMES, SEED, assert_parity, random, samples_of, tiny_gpt, token_batches
+from tests.tensor.test_llama_gradients import assert_as_one_process, make
+
+NORM = {"split.norms._statistics", "split.norms._normalized", "split.norms._gradients", "split.norms._input_gradient"}
+DROPOUT = {"split.dropout._dropped"}
+ROTARY = {"layers.rotary._turned", "layers.rotary._turned_back"}
+CAP = {"layers.softcap._capped", "layers.softcap._gradient"}
+GATE = {"layers.gated._gated", "layers.gated._gradients"}
 
 
 @pytest.fixture
-def graphs(monkeypatch):
-    """The graphs that are made, counted by a backend that runs them as they are."""
+def chains(monkeypatch):
+    """The chains that are compiled, by a backend that runs their graphs as they are."""
     torch._dynamo.reset()
-    made = []
+    graphs, found, compile_one = [], set(), Fused._compile
 
     def backend(graph, inputs, **options):
-        made.append(graph)
+        graphs.append(graph)
         return graph.forward
 
+    def compiled(self, function):
+        found.add(f"{function.__module__.removeprefix('ranvier.tensor.')}.{function.__name__}")
+        return compile_one(self, function)
+
     monkeypatch.setattr(fused, "BACKEND", backend)
-    return made
+    monkeypatch.setattr(Fused, "_compile", compiled)
+    yield found
+    assert len(graphs) >= len(found)
 
 
-@pytest.mark.parametrize(("kind", "mesh", "scheme", "chains"), [
-    ("gpt", Mesh(row=2, col=2), "stationary", 4),
-    pytest.param("gemma2", Mesh(col=2), "stationary", 4, marks=pytest.mark.slow),
-    pytest.param("gpt", Mesh(row=2, col=2), "summa", 4, marks=pytest.mark.slow),
-    pytest.param("gpt", Mesh(row=2), "stationary", 4, marks=pytest.mark.slow),
-    pytest.param("gpt", Mesh(col=2), "megatron", 0, marks=pytest.mark.slow)])
-def test_gradients_are_plain_pytorchs(kind, mesh, scheme, chains, graphs):
-    """Recomputation included. Norms of sharded features have chains, which all layers of a rank share; where features
-    are whole, torch's norm is one kernel already."""
-    options = dict(scheme=scheme, compile=True, memory=Memory(recompute=1))
+@pytest.mark.parametrize(("kind", "mesh", "scheme", "expected"), [
+    ("mistral", Mesh(col=2), "stationary", NORM | DROPOUT | ROTARY | GATE),
+    pytest.param("gpt", Mesh(row=2, col=2), "stationary", NORM | DROPOUT, marks=pytest.mark.slow),
+    pytest.param("mistral", Mesh(col=2), "megatron", DROPOUT | ROTARY | GATE, marks=pytest.mark.slow),
+    pytest.param("qwen3", Mesh(row=2), "stationary", NORM | ROTARY | GATE, marks=pytest.mark.slow),
+    pytest.param("mistral", Mesh(col=2), "sequence", DROPOUT | ROTARY | GATE, marks=pytest.mark.slow),
+    pytest.param("gemma2", Mesh(col=2), "stationary", NORM | ROTARY | GATE | CAP, marks=pytest.mark.slow),
+    pytest.param("gpt", Mesh(row=2, col=2), "summa", NORM | DROPOUT, marks=pytest.mark.slow),
+    pytest.param("mistral", Mesh(col=2, pipe=2), "stationary", NORM | DROPOUT | ROTARY | GATE, marks=pytest.mark.slow),
+    pytest.param("qwen3", Mesh(row=2, col=2), "stationary", NORM | ROTARY | GATE, marks=pytest.mark.slow)])
+def test_gradients_are_plain_pytorchs(kind, mesh, scheme, expected, chains):
+    """Recomputation included. Norms of sharded features have chains; where features are whole, torch's norm is one
+    kernel already."""
+    options = dict(scheme=scheme, compile=True, memory=Memory(recompute=1), run_seconds=400.0)
     if kind == "gpt":
         assert_parity(tiny_gpt, token_batches(mesh, count=2), mesh, **options)
     else:
         assert_as_one_process(kind, mesh, **options)
-    assert chains * mesh.size <= len(graphs) <= 3 * chains * mesh.size
+    assert chains == expected
+
+
+class Chains(Fused):
+    """Calls chains as they are, and knows when one runs."""
+
+    def __init__(self):
+        super().__init__(False)
+        self.compiles, self.inside = True, False
+
+    def __call__(self, function, *args):
+        self.inside = True
+        try:
+            return function(*args)
+        finally:
+            self.inside = False
+
+
+class Elementwise(TorchDispatchMode):
+    """Counts elementwise operations on activations, such as [B, S, F], that belong to no chain."""
+
+    def __init__(self, chains):
+        super().__init__()
+        self.chains, self.found = chains, Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.pointwise in func.tags and not getattr(self.chains, "inside", False) and result.dim() > 2:
+            self.found[func.overloadpacket.__name__] += 1
+        return result
+
+
+SIZES = dict(hidden=48, heads=12, vocab=61, sequence=8, dropout=0.1)
+BLOCKS = {
+    "gpt attention": lambda: gpt.Attention(Transformer(**SIZES), torch.float64),
+    "gpt MLP": lambda: gpt.MLP(Transformer(**SIZES), torch.float64),
+    "bert MLP": lambda: bert.MLP(Transformer(**SIZES), torch.float64),
+    "llama attention": lambda: make("mistral", window=None).blocks["layer0.attention"](),
+    "llama MLP": lambda: make("mistral").blocks["layer0.mlp"](),
+    "gemma MLP": lambda: make("gemma2", dropout=0.1).blocks["layer0.mlp"](),
+}
+
+
+def elementwise(block, scheme, calls):
+    """(forward, backward): operations on activations outside of chains."""
+    mesh = meta_mesh(Mesh(row=2, col=2) if scheme == "stationary" else Mesh(col=2), SCHEMES[scheme], "cpu")
+    block = split_layers(block, mesh, "block")
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter)
+    width = next(iter(block.modules())).norm.weight.numel()
+    x = random(1, 8 // (mesh.num_cols if scheme == "sequence" else 1), width).requires_grad_()
+    state = {"hidden": x, "mask": torch.ones(1, 8, dtype=torch.bool)} if isinstance(block, bert.MLP) else x
+    with keyed_random.scope(SEED, 1, samples_of(1), "block"), using(calls), Elementwise(calls) as forward:
+        y = block(state)
+    y = y["hidden"] if isinstance(y, dict) else y
+    with Elementwise(calls) as backward:
+        y.backward(torch.ones_like(y))
+    return dict(forward.found), dict(backward.found)
+
+
+SUMMED = ("stationary", "sequence", "megatron")
+# Attention's copies for products are no arithmetic. Whole RMS norms are one kernel on CUDA, and none here.
+@pytest.mark.parametrize(("kind", "schemes", "left", "left_backward"), [
+    ("gpt attention", SUMMED, {"add_": 1}, {}), ("gpt MLP", SUMMED, {"gelu": 1, "add_": 1}, {}),
+    ("bert MLP", SUMMED, {"gelu": 1, "add_": 1}, {}),
+    ("llama attention", ("stationary",), {"clone": 1}, {"clone": 2}), ("llama MLP", ("stationary",), {}, {}),
+    ("gemma MLP", ("stationary",), {}, {})])
+def test_what_is_left_uncompiled(kind, schemes, left, left_backward):
+    """Single operations between products or collectives: a bias after a sum over columns, GELU, and in the backward the
+    sum of both gradients of the residual stream."""
+    for scheme in schemes:
+        uncompiled = elementwise(BLOCKS[kind](), scheme, Fused(False))
+        forward, backward = elementwise(BLOCKS[kind](), scheme, Chains())
+        assert forward == left and backward == left_backward | {"add": 1}
+        assert sum(uncompiled[0].values()) > 15 + sum(forward.values())
 
 
 def chain(x):
@@ -53,7 +149,8 @@ def chain(x):
     return x * (2.0 if float(x.sum()) > -1e9 else 1.0)
 
 
-def test_a_chain_that_cannot_be_compiled(graphs):
+def test_a_chain_that_cannot_be_compiled():
+    torch._dynamo.reset()
     x = torch.ones(3)
     with pytest.raises(ModelError, match=r"chain: cannot be compiled: (.|\n)*--model.compile false"):
         Fused(True)(chain, x)
@@ -63,3 +160,7 @@ def test_a_chain_that_cannot_be_compiled(graphs):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         calls(chain, x)
+
+
+def test_nothing_is_compiled_for_a_row_without_tokens(chains):
+    assert torch.equal(Fused(True)(torch.neg, torch.ones(0, 3)), torch.ones(0, 3)) and not chains

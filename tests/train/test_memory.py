@@ -72,6 +72,8 @@ LLAMA = Transformer(family="llama", num_layers=4, hidden=64, heads=4, kv_heads=2
     ("megatron, sequence sharded, updated in the backward", {
         "mesh": Mesh(col=2), "tensor": TensorParallel(scheme="megatron", sequence_sharding=True),
         "optim": Optim(update_in_backward=True), "batch": Batch(global_size=4, microbatch_size=4)}),
+    ("float8", {"precision": "bf16", "mesh": Mesh(), "model": Transformer(
+        num_layers=4, hidden=64, heads=2, vocab=300, sequence=64, float8=True)}),
     ("llama, more columns than heads of keys", {"model": LLAMA, "mesh": Mesh(col=4)}),
     pytest.param("llama, checkpointed on stages", {"model": LLAMA, "memory": Memory(recompute=1), "mesh": Mesh(
         pipe=2, data=2), "precision": "bf16"}, marks=pytest.mark.slow),

@@ -35,11 +35,12 @@ from ranvier.tensor.layers.linear import ClassifierHead, Linear, ReplicatedLinea
 from ranvier.tensor.layers.linear_group import SharedInputLinear
 from ranvier.tensor.layers.norms import LayerNorm, RMSNorm
 from ranvier.tensor.layers.rotary import Rotary
+from ranvier.tensor.layers.softcap import softcap
 from ranvier.tensor.splittable import Splittable, block_splits
 
 __all__ = ["ClassifierHead", "Dropout", "Embedding", "LayerNorm", "Linear", "PatchEmbedding", "PositionEmbedding",
            "RMSNorm", "ReplicatedLinear", "Rotary", "SharedInputLinear", "Splittable", "TokenTypeEmbedding",
-           "VocabularyLinear", "block_splits", "gated", "gelu"]
+           "VocabularyLinear", "block_splits", "gated", "gelu", "softcap"]
 
 _OLD_NAMES = {"SmallEmbedding": TokenTypeEmbedding, "TokenLinear": ClassifierHead, "WholeLinear": ReplicatedLinear}
 

@@ -26,6 +26,11 @@ class Dropout(Layer):
         """A `SplitDropout`, or of a replicated input the same layer."""
         return with_own_parts(self, mesh) if self.whole else SplitDropout(self, mesh, self.probability)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x of any shape [B, ...], with elements zeroed and the others scaled while training."""
-        return keyed_dropout.dropout(x, self.probability, self.training)
+    def forward(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
+        """x of any shape [B, ...], with elements zeroed and the others scaled while training.
+
+        onto: a tensor of the same shape to which that is added, such as the residual stream; where chains are compiled
+        (`tensor/fused`) one kernel does both.
+        """
+        y = keyed_dropout.dropout(x, self.probability, self.training)
+        return y if onto is None else onto + y

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from ranvier.tensor.autograd import Function
 from ranvier.tensor.columns import layout_of_tensor, mark, plain
+from ranvier.tensor.fused import Fused, current
 
 Activation = Literal["silu", "gelu", "gelu-tanh"]
 """Of the gate: SiLU (Swish), exact GELU, or GELU by its tanh approximation."""
@@ -19,12 +20,12 @@ Activation = Literal["silu", "gelu", "gelu-tanh"]
 def gated(gate: Tensor, up: Tensor, *, activation: Activation = "silu") -> Tensor:
     """activation(gate) * up, of two tensors with one shape and layout. The backward computes the activation again
     instead of keeping it."""
-    if torch.compiler.is_compiling():  # the compiler plans memory itself
+    if torch.compiler.is_dynamo_compiling():  # the compiler plans memory itself
         return _activated(gate, activation) * up
     layout = layout_of_tensor(gate)
     if layout != layout_of_tensor(up):
         return _activated(gate, activation) * up
-    y = _Gated.apply(plain(gate), plain(up), activation)
+    y = _Gated.apply(plain(gate), plain(up), activation, current())
     return y if layout is None else mark(y, layout)
 
 
@@ -36,19 +37,27 @@ def _activated(gate: Tensor, activation: Activation) -> Tensor:
 
 class _Gated(Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation, fused: Fused) -> Tensor:
         ctx.save_for_backward(gate, up)
-        ctx.activation = activation
-        return _activated(gate, activation).mul_(up)
+        ctx.activation, ctx.fused = activation, fused
+        return fused(_gated, gate, up, activation)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
         gate, up = ctx.saved_tensors
-        d_gate: Tensor
-        if ctx.activation == "silu":
-            d_gate = torch.ops.aten.silu_backward(dy * up, gate)
-        else:
-            d_gate = torch.ops.aten.gelu_backward(dy * up, gate, approximate="tanh" if ctx.activation == "gelu-tanh"
-                                                  else "none")
-        return d_gate, _activated(gate, ctx.activation).mul_(dy), None
+        return *ctx.fused(_gradients, dy, gate, up, ctx.activation), None, None
+
+
+def _gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    return _activated(gate, activation).mul_(up)
+
+
+def _gradients(dy: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+    d_gate: Tensor
+    if activation == "silu":
+        d_gate = torch.ops.aten.silu_backward(dy * up, gate)
+    else:
+        d_gate = torch.ops.aten.gelu_backward(dy * up, gate, approximate="tanh" if activation == "gelu-tanh"
+                                              else "none")
+    return d_gate, _activated(gate, activation).mul_(dy)

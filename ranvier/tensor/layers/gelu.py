@@ -19,7 +19,7 @@ def gelu(x: Tensor, *, approximate: Literal["tanh", "none"] = "tanh") -> Tensor:
     The gradient takes x's place in memory (Xu et al., 2021, section 3.2.3, method 1), so the backward runs once;
     autograd raises a RuntimeError where another function would see the changed values.
     """
-    if torch.compiler.is_compiling():  # the compiler plans memory itself
+    if torch.compiler.is_dynamo_compiling():  # the compiler plans memory itself
         return functional.gelu(x, approximate=approximate)
     y, layout = _GELU.apply(plain(x), approximate), layout_of_tensor(x)
     return y if layout is None else mark(y, layout)

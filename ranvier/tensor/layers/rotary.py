@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from ranvier.tensor.autograd import Function
 from ranvier.tensor.columns import layout_of_tensor, mark, plain
+from ranvier.tensor.fused import Fused, current
 
 Scaling = Literal["none", "linear", "dynamic", "llama3", "yarn"]
 
@@ -99,16 +100,18 @@ class Rotary:
 
         positions: [B, S] int64; by default 0, 1, ... S - 1. longest: more than the largest position, S by default.
         """
-        if torch.compiler.is_compiling() and longest is None:
+        if torch.compiler.is_dynamo_compiling() and longest is None:
             return self._compiled(x, positions)
         values, layout = plain(x), layout_of_tensor(x)
         length = longest or values.shape[-2]
         if longest is not None and self.scaling != "dynamic":
             length = 1 << (longest - 1).bit_length()  # few tables, while a text becomes longer
-        tables = _tables(self, length, values.dtype, values.device)
+        # A tensor without values (`ranvier.tensor.compiled`) has tables without values, which must not stay.
+        made = _tables if type(values) is Tensor else _tables.__wrapped__
+        tables = made(self, length, values.dtype, values.device)
         if positions is not None:
             tables = tables[0][positions].unsqueeze(1), tables[1][positions].unsqueeze(1)
-        y = _Rotated.apply(values, *tables)
+        y = _Rotated.apply(values, *tables, current())
         return y if layout is None else mark(y, layout)
 
     def _compiled(self, x: Tensor, positions: Tensor | None) -> Tensor:
@@ -132,17 +135,20 @@ class _Rotated(Function):
     """The gradient turns back by the same angles. The tables live in the cache, so they are not saved."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        ctx.tables = cosine, sine
-        return _turned(x, cosine, sine)
+    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor, fused: Fused) -> Tensor:
+        ctx.tables, ctx.fused = (cosine, sine), fused
+        return fused(_turned, x, cosine, sine)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        cosine, sine = ctx.tables
-        return _turned(dy, cosine, -sine), None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.fused(_turned_back, dy, *ctx.tables), None, None, None
 
 
 def _turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cosine - b * sine, a * sine + b * cosine], dim=-1)
+
+
+def _turned_back(dy: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    return _turned(dy, cosine, -sine)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ranvier.tensor.autograd import Function
+from ranvier.tensor.fused import Fused, current
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.own_part import SplitLayer
 from ranvier.tensor.splittable import Layer
@@ -28,10 +29,7 @@ class SplitNorm(SplitLayer):
     def forward(self, x: Tensor) -> Tensor:
         """[..., H/c] to [..., H/c]."""
         bias = self.bias if self._centred else None
-        weight: Tensor = self.weight
-        if self._offset:
-            weight = weight.to(torch.promote_types(x.dtype, torch.float32)) + self._offset
-        return _Norm.apply(x, weight, bias, self._epsilon, self._centred, self.mesh)
+        return _Norm.apply(x, self.weight, bias, self._epsilon, self._centred, self._offset, self.mesh, current())
 
 
 class _Norm(Function):
@@ -40,34 +38,34 @@ class _Norm(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float, centred: bool,
-                mesh: TensorMesh) -> Tensor:
-        ctx.centred, ctx.mesh = centred, mesh
+                offset: float, mesh: TensorMesh, fused: Fused) -> Tensor:
+        ctx.centred, ctx.offset, ctx.mesh, ctx.fused = centred, offset, mesh, fused
         if not x.numel():  # a row without tokens; the other rows' columns are other groups
             wide = x.to(torch.promote_types(x.dtype, torch.float32))
             ctx.save_for_backward(x, weight, wide, wide)
             return x.clone()
-        mine = mesh.fused(_statistics, x, centred)
+        mine = fused(_statistics, x, centred)
         all_of_row = mine.new_empty(mesh.num_cols, *mine.shape)
         mesh.over_cols.all_gather(all_of_row, mine).wait()
-        y, mean, rstd = mesh.fused(_normalized, x, all_of_row, weight, bias, epsilon)
+        y, mean, rstd = fused(_normalized, x, all_of_row, weight, bias, epsilon, offset)
         ctx.save_for_backward(x, weight, mean, rstd)
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
         if not x.numel():
             dw, db = (dy.new_zeros(x.shape[-1]) if wanted else None for wanted in ctx.needs_input_grad[1:3])
-            return dy, dw, db, None, None, None
+            return dy, dw, db, None, None, None, None, None
         wanted = ctx.needs_input_grad[:3]
-        sums, dw, db, normal, gradient = ctx.mesh.fused(_gradients, x, dy, weight, mean, rstd, *wanted)
+        sums, dw, db, normal, gradient = ctx.fused(_gradients, x, dy, weight, mean, rstd, ctx.offset, *wanted)
         if sums is None:
-            return None, dw, db, None, None, None
+            return None, dw, db, None, None, None, None, None
         ctx.mesh.over_cols.all_reduce(sums).wait()
         features = x.shape[-1] * ctx.mesh.num_cols
-        return ctx.mesh.fused(_input_gradient, x, sums, normal, gradient, rstd, features, ctx.centred), dw, db, \
-            None, None, None
+        dx = ctx.fused(_input_gradient, x, sums, normal, gradient, rstd, features, ctx.centred)
+        return dx, dw, db, None, None, None, None, None
 
 
 def _statistics(x: Tensor, centred: bool) -> Tensor:
@@ -81,14 +79,16 @@ def _statistics(x: Tensor, centred: bool) -> Tensor:
     return torch.stack([mean, variance])
 
 
-def _normalized(x: Tensor, all_of_row: Tensor, weight: Tensor | None, bias: Tensor | None,
-                epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+def _normalized(x: Tensor, all_of_row: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float,
+                offset: float) -> tuple[Tensor, Tensor, Tensor]:
     """(y, mean, rstd) from the statistics of all columns [columns, 2, ..., 1], which have equally many features."""
     means, variances = all_of_row.unbind(1)
     mean = means.mean(0)
     variance = variances.mean(0) + (means - mean).square_().mean(0)
     rstd = variance.add_(epsilon).rsqrt_()
     y = (x.to(mean.dtype) - mean).mul_(rstd)
+    if weight is not None and offset:
+        weight = weight.to(mean.dtype) + offset
     if weight is not None and weight.dtype is not x.dtype:
         return y.mul_(weight).to(x.dtype), mean, rstd
     y = y.to(x.dtype)
@@ -97,8 +97,8 @@ def _normalized(x: Tensor, all_of_row: Tensor, weight: Tensor | None, bias: Tens
     return y if bias is None else y.add_(bias), mean, rstd
 
 
-def _gradients(x: Tensor, dy: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, wants_input: bool,
-               wants_weight: bool, wants_bias: bool) -> tuple[Tensor | None, ...]:
+def _gradients(x: Tensor, dy: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, offset: float,
+               wants_input: bool, wants_weight: bool, wants_bias: bool) -> tuple[Tensor | None, ...]:
     """(what is summed over columns for dx, dW, db, normalized x, the gradient with respect to it); None where it is not
     wanted."""
     normal = (x.to(mean.dtype) - mean).mul_(rstd)
@@ -107,6 +107,8 @@ def _gradients(x: Tensor, dy: Tensor, weight: Tensor | None, mean: Tensor, rstd:
     db = wide.flatten(0, -2).sum(0).to(x.dtype) if wants_bias else None
     if not wants_input:
         return None, dw, db, None, None
+    if weight is not None and offset:
+        weight = weight.to(mean.dtype) + offset
     gradient = wide.clone() if weight is None else wide * weight
     return (torch.stack([gradient.sum(-1, keepdim=True), (gradient * normal).sum(-1, keepdim=True)]), dw, db, normal,
             gradient)
