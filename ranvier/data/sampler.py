@@ -94,8 +94,8 @@ def grouped(order: np.ndarray, lengths: np.ndarray, seed: int, epoch: int) -> np
     length and cut into groups, and the groups of a piece are shuffled. lengths: of the numbers in `order`.
 
     Groups begin at multiples of GROUP among the samples of all epochs, so that a batch of as many has one group, and
-    not parts of two. What is no whole group at the two ends of an epoch are long samples, which share a batch with those
-    of the epoch beside it.
+    not parts of two. What is no whole group at the two ends of an epoch are long samples, which share a batch with
+    those of the epoch beside it.
     """
     begun, size = -epoch * len(order) % GROUP, GROUP * GROUPS_SORTED  # begun: what the last group before still lacks
     pieces = []
