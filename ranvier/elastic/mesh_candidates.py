@@ -55,13 +55,13 @@ class StageMemory:
     stage by stage, or the mesh is not legal."""
 
 
-def mesh_candidates(rules: ElasticRules, present: PresentMesh, depth: int, facts: BlockFacts, *, cached: bool,
+def mesh_candidates(rules: ElasticRules, present: PresentMesh, depth: int, facts: BlockFacts, *, cached: int,
                     profile: MicrobatchProfile | None = None, memory: StageMemory | None = None,
                     among: Collection[tuple[int, int]] | None = None) -> list[MeshCandidate]:
     """The meshes that the run may change to with `depth` frozen layers, the best first, the present one among them.
 
     Args:
-        cached: whether the first stage will read the outputs of frozen layers.
+        cached: frozen blocks whose outputs the first stage will read (`ElasticRules.cached_blocks`).
         profile: measured numbers of microbatches, where the run goes by them.
         among: (data, pipe) of the meshes that are looked at, beside the present one; None looks at all.
     """
@@ -76,7 +76,7 @@ def mesh_candidates(rules: ElasticRules, present: PresentMesh, depth: int, facts
                   if first.pipe % pipe == 0 and here.data * pipe <= ranks]
     wanted = {mesh for mesh in meshes if among is None or mesh in among} | {(here.data, here.pipe)}
     found = [mesh_candidate(rules, facts, frozen, mesh=replace(here, data=data, pipe=pipe),
-                            samples=rules.step_samples(data), cached=frozen if cached else 0, profile=profile,
+                            samples=rules.step_samples(data), cached=cached, profile=profile,
                             memory=memory) for data, pipe in wanted]
     return sorted(found, key=lambda candidate: (not candidate.fits, candidate.seconds_per_sample, -candidate.pipe))
 

@@ -39,6 +39,14 @@ class ElasticRules:
         cache_from = self.run.elastic.cache_from
         return self.run.elastic.cache and frozen > (refused_at if cache_from == "auto" else cache_from - 1)
 
+    def cached_blocks(self, present: PresentMesh, depth: int, *, epoch_samples: int, asked_after: int) -> int:
+        """Frozen blocks that most steps until the policy is asked again, `asked_after` steps, read from the cache if
+        `depth` layers are frozen and cached. Where these are more than before, an epoch computes and writes them, and
+        reads what was cached before."""
+        frozen, writes = present.frozen_blocks(depth), -(-epoch_samples // present.global_size)
+        reads_all = depth <= present.frozen or asked_after >= 2 * writes
+        return frozen if reads_all else min(frozen, present.cached_blocks)
+
     def remaining_steps(self, total_steps: int, samples: int, step_samples: int) -> int:
         """Steps of `step_samples` that are left after `samples`, of a run of `total_steps` steps of its first size."""
         return max(0, -(-(self.run.samples_of(total_steps) - samples) // step_samples))

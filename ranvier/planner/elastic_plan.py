@@ -221,7 +221,7 @@ class _PredictedRun:
         chosen, entry = None, None
         if self.first.elastic.auto_pipe:
             candidates = mesh_candidates(
-                self.rules, present, depth, facts, cached=self.rules.caches(depth, self.refused_at), profile=profile,
+                self.rules, present, depth, facts, cached=self._cached_blocks(present, depth), profile=profile,
                 memory=self._stage_memory(depth), among=None if moves else again)
             chosen, entry = self.selector.select(
                 present, candidates, facts, depth=depth, step=self.step, ledger=self.ledger,
@@ -233,6 +233,14 @@ class _PredictedRun:
                              samples=self.size, seconds=None, fits=True, reason="")
         self._move(chosen or here, entry, present, candidate_moved_bytes(
             self.rules, present, chosen or here, facts, depth), depth)
+
+    def _cached_blocks(self, present: PresentMesh, depth: int) -> int:
+        """Frozen blocks that the next steps will read."""
+        if not self.rules.caches(depth, self.refused_at):
+            return 0
+        due = self.schedule.steps_until_due(self.step, self.samples, self.size, depth, self.floor)
+        return self.rules.cached_blocks(present, depth, epoch_samples=self.epoch_samples,
+                                        asked_after=self.left if due is None else min(due, self.left))
 
     def _move(self, candidate: MeshCandidate, entry: Entry | None, present: PresentMesh, moved: int, depth: int
               ) -> None:

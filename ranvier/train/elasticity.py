@@ -32,7 +32,7 @@ from ranvier.elastic.ledger import Entry, Ledger
 from ranvier.elastic.mesh_candidates import MeshCandidate, mesh_candidates
 from ranvier.elastic.microbatch_profile import TRIAL_STEPS, MicrobatchProfile, microbatch_counts, size_of
 from ranvier.elastic.named_policy import policy_of
-from ranvier.elastic.rules import ElasticRules, EvaluationSchedule
+from ranvier.elastic.rules import ElasticRules, EvaluationSchedule, PresentMesh
 from ranvier.elastic.similarity import Similarity, similarity_loss
 from ranvier.elastic.transition_selector import TransitionSelector, mesh_text
 from ranvier.errors import RanvierError
@@ -452,7 +452,8 @@ class Elasticity:
         if elastic.auto_pipe and (moves or again or all_meshes):
             profile = self.profile if elastic.profile_microbatches else None
             facts, present = measured_blocks(now, measured, profile), present_mesh(now)
-            candidates = mesh_candidates(self._rules, present, depth, facts, cached=self.caching.wanted(depth),
+            candidates = mesh_candidates(self._rules, present, depth, facts,
+                                         cached=self._cached_blocks(present, depth, step),
                                          profile=profile, memory=budget.stage_memory(),
                                          among=None if moves or all_meshes else again)
             chosen, entry = self.selector.select(
@@ -475,6 +476,15 @@ class Elasticity:
             self._kept = now.frozen.prefix
             return None
         return here
+
+    def _cached_blocks(self, present: PresentMesh, depth: int, step: int) -> int:
+        """Frozen blocks that the next steps will read."""
+        if not self.caching.wanted(depth):
+            return 0
+        left = self.left(step)
+        due = self._evaluations.steps_until_due(step, self._taken(step), self._size, depth, self._still_frozen(depth))
+        return self._rules.cached_blocks(present, depth, epoch_samples=self._num_samples,
+                                         asked_after=left if due is None else min(due, left))
 
     def _resized(self, now: RankRuntime, request: Mapping[str, Any], budget: MemoryBudget, step: int) -> Change | None:
         """The change that a user requests, unless it is refused: another mesh of the ranks that the run was started

@@ -93,7 +93,7 @@ def test_on_devices_nothing_is_shared():
     assert measured_blocks(runtime(mesh, device="cuda"), rows(mesh, cores=range(1))).cores is None
 
 
-def chosen(now, depth, *, cached=False, **elastic):
+def chosen(now, depth, *, cached=0, **elastic):
     first = replace(now.run, elastic=Elastic(**elastic))
     return mesh_candidates(ElasticRules(first), present_mesh(now), depth, measured_blocks(now, rows(now.run.mesh)),
                            cached=cached)
@@ -114,9 +114,25 @@ def test_without_replicas_the_others_are_idle():
 
 
 def test_cached_layers_are_on_the_first_stage():
-    here = next(each for each in chosen(runtime(Mesh(pipe=4)), 5, auto_pipe=True, auto_dp=True, cached=True)
-                if each.pipe == 2)
+    now = runtime(Mesh(pipe=4))
+    blocks = present_mesh(now).frozen_blocks(5)
+    here = next(each for each in chosen(now, 5, auto_pipe=True, auto_dp=True, cached=blocks) if each.pipe == 2)
     assert here.boundaries[0] >= 5
+
+
+def test_meshes_are_judged_by_what_their_steps_read():
+    """In the epoch after more layers froze nothing of them is read, and before it ends the policy is asked again. Only
+    where that takes several epochs, or no more layers freeze, are all frozen blocks read."""
+    present = replace(present_mesh(runtime(Mesh(pipe=4))), frozen=2, cached_blocks=2)
+    rules, blocks = ElasticRules(runtime(Mesh(pipe=4)).run), present.frozen_blocks(5)
+    epoch = 10 * present.global_size
+
+    def read(depth, after):
+        return rules.cached_blocks(present, depth, epoch_samples=epoch, asked_after=after)
+
+    assert read(5, 10) == read(5, 19) == 2 < blocks
+    assert read(5, 20) == blocks
+    assert read(2, 10) == present.frozen_blocks(2) >= 2 and read(1, 10) == present.frozen_blocks(1)
 
 
 def test_the_articles_rule_goes_by_sizes():
@@ -152,7 +168,7 @@ def asked(monkeypatch, now, first=None, **options):
     work = measured_blocks(now, rows(now.run.mesh))
     monkeypatch.setattr(module, "best_cut", spy)
     first = replace(first or now.run, elastic=Elastic(auto_pipe=True, auto_dp=True))
-    found = mesh_candidates(ElasticRules(first), present_mesh(now), 4, work, **{"cached": False, **options})
+    found = mesh_candidates(ElasticRules(first), present_mesh(now), 4, work, **{"cached": 0, **options})
     return situations, {(each.data, each.pipe): each for each in found}
 
 
@@ -207,7 +223,7 @@ def test_what_the_optimizer_takes_is_measured(optim, frozen, each, holders):
     assert work.update_seconds == pytest.approx((each,) * BLOCKS)
     first = replace(now.run, elastic=Elastic(auto_pipe=True, auto_dp=True))
     seconds = [next(found.seconds for found in mesh_candidates(
-        ElasticRules(first), present_mesh(now), 4, given, cached=False) if found.data == 4)
+        ElasticRules(first), present_mesh(now), 4, given, cached=0) if found.data == 4)
         for given in (work, replace(work, update_seconds=(0.0,) * BLOCKS))]
     assert seconds[0] - seconds[1] == pytest.approx(4 * each / holders)  # one stage, of which four blocks train
 
