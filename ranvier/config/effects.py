@@ -27,7 +27,7 @@ ALWAYS = frozenset({
     "memory.recompute",
     "checkpoint.dir", "checkpoint.best", "checkpoint.background",
     "checkpoint.on_error", "guard.bad_step", "guard.loss_spike_factor",
-    "launch.launcher",
+    "launch.launcher", "launch.join_address",
     "log.tracker", "launch.threads", "launch.device", "launch.hang_seconds", "model.family", "model.preset",
     "model.pretrained",
     "model.float8",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import platform
+import secrets
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -109,6 +110,29 @@ def choose_devices(ranks: Sequence[RankDevices]) -> DeviceChoice:
     reason = f"{counts.pop()} CUDA devices found" if len(counts) == 1 else "each rank has a CUDA device"
     return DeviceChoice(devices=tuple(found[seen.rank] for seen in ranks),
                         reason="as set" if setting == "cuda" else reason)
+
+
+def claim_device(seen: RankDevices, store: SharedStore) -> int | None:
+    """The number of a CUDA device for a rank that joins a run: one that neither a rank with which the run was started
+    has, nor another one that joins has claimed. None if there is none."""
+    here = [rank for rank in _published(store) if rank.machine == seen.machine]
+    taken = {rank.devices[number] for rank, number in zip(here, choose_devices(here).devices, strict=True)
+             if number is not None} if here else set()
+    for number, uuid in enumerate(seen.devices):
+        own = secrets.token_hex(8)
+        if uuid not in taken and store.compare_set(
+                f"{DEVICES_KEY}{seen.machine}/{uuid}", "", own).decode() == own:
+            return number
+    return None
+
+
+def _published(store: SharedStore) -> list[RankDevices]:
+    """What the ranks with which a run was started have published."""
+    ranks: list[RankDevices] = []
+    while store.check([key := f"{DEVICES_KEY}{len(ranks)}"]):
+        row = json.loads(store.get(key))
+        ranks.append(RankDevices(**{**row, "devices": tuple(row["devices"])}))
+    return ranks
 
 
 def _own_devices(ranks: Sequence[RankDevices]) -> dict[int, int] | None:

@@ -47,10 +47,11 @@ class Command:
                 name.replace("__", ".").replace("_", "-"): value
                 for name, value in flags.items()}}
         words = [str(word) for name, value in settings.items() for word in (f"--{name}", value)]
-        start = [word for fault in faults for word in ("--fault", fault)]
+        program = ["ranvier"] if not faults else [
+            "ranvier.testing.faults", *(word for fault in faults for word in ("--fault", fault)), "--"]
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COVERAGE"))}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "ranvier.testing.faults", *start, "--", "train", "gpt-tiny", *words],
+            [sys.executable, "-m", *program, "train", "gpt-tiny", *words],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ | {"OMP_NUM_THREADS": "1"})
 
     def lines(self, name):
