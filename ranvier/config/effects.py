@@ -156,7 +156,8 @@ def _no_copies(run: ResolvedRun) -> str | None:
 
 
 def _one_rank(run: ResolvedRun) -> str | None:
-    return "one rank has nobody beside it to see that it was stopped" if run.mesh.size == 1 else None
+    alone = run.mesh.size == 1 and run.launch.join_address is None
+    return "one rank has nobody beside it to see that it was stopped" if alone else None
 
 
 def _not_offloaded(run: ResolvedRun) -> str | None:
