@@ -46,7 +46,11 @@ def join(run: Path, ranks: int, data: int | None, pipe: int | None, row: int | N
     from ranvier.train.newcomer import join_run
 
     world, joined = join_run(run.absolute(), started, sizes, seconds=wait, stream=sys.stdout)
-    return work_as_rank(world, joined.run.mesh, lambda: train_as_newcomer(joined, world))
+
+    def work() -> None:
+        train_as_newcomer(joined, world)
+
+    return work_as_rank(world, joined.run.mesh, work)
 
 
 def _start(run: Path, ranks: int) -> int:

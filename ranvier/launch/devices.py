@@ -59,7 +59,7 @@ def visible_devices(*, rank: int, local_rank: int, local_size: int, setting: str
     count = torch.cuda.device_count() if setting != "cpu" and torch.cuda.is_available() else 0
     devices = tuple(str(getattr(torch.cuda.get_device_properties(number), "uuid", number)) for number in range(count))
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if count and torch.distributed.is_nccl_available() else ""
-    return RankDevices(rank=rank, local_rank=local_rank, local_size=local_size, machine=_machine(), devices=devices,
+    return RankDevices(rank=rank, local_rank=local_rank, local_size=local_size, machine=machine_name(), devices=devices,
                  setting=setting, transport=transport, torch=torch.__version__.partition("+")[0], nccl=nccl)
 
 
@@ -194,7 +194,7 @@ def _check_version(ranks: Sequence[RankDevices], name: str, value: Callable[[Ran
                           remedy=f"Install the same version of {name} on all machines.")
 
 
-def _machine() -> str:
+def machine_name() -> str:
     """What ranks on one machine have in common: a boot of one kernel, and a host name (a container's own)."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{boot.read_text().strip() if boot.exists() else ''} {platform.node()}"

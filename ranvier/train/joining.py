@@ -70,6 +70,6 @@ def why_not(world: World, request: Mapping[str, Any]) -> str | None:
 def wanted_mesh(request: Mapping[str, Any], mesh: Mesh, num_ranks: int) -> dict[str, Any]:
     """The request for another mesh that `request`, of ranks that have joined, comes to: what it leaves out of `mesh`
     stays, but for as many replicas as `num_ranks` ranks have room for."""
-    sizes = {axis: request.get(axis) or size for axis, size in mesh.sizes.items()}
+    sizes: dict[str, Any] = {axis: request.get(axis) or size for axis, size in mesh.sizes.items()}
     sizes["data"] = request.get("data") or max(1, num_ranks // (sizes["pipe"] * sizes["row"] * sizes["col"]))
     return {**sizes, "wish": request["wish"], "problem": None}

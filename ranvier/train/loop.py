@@ -39,6 +39,7 @@ from ranvier.elastic.transition import hand_over, take
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.launch.contact import NAME as CONTACT
 from ranvier.launch.contact import remove_contact
+from ranvier.launch.devices import machine_name
 from ranvier.launch.failures import publish_mesh
 from ranvier.launch.joining import Call, call_newcomers, give_verdict, grow
 from ranvier.launch.stop import StopRequest
@@ -48,6 +49,8 @@ from ranvier.pipeline.result import BatchResult
 from ranvier.precision import DTYPES
 from ranvier.schedule.spans import Category
 from ranvier.system.atomic_file import write_atomically
+from ranvier.system.lease import Lease
+from ranvier.system.machine import threads_per_rank
 from ranvier.tensor.activations import layout_of
 from ranvier.train.attention import choose_kernel, preferred_kernel
 from ranvier.train.best import LOSS, best_of
@@ -136,6 +139,8 @@ class Training:
         self.began = time.monotonic()
         self.outputs, self.history = Trackers(), History()
         self.now: RankRuntime | None = None
+        self.lease: Lease | None = None
+        self.resize_requests: ResizeRequests | None = None
         self._kernel = ExitStack()
         self._has_begun = False
         """Whether this rank has had a place in a mesh."""
@@ -155,10 +160,17 @@ class Training:
         self.everyone = self.world.backend.group("everyone", [tuple(range(self.world.size))])
         self.commands = CommandChannel(self.world)
 
+    def _share_cores(self) -> None:
+        """The ranks of each machine divide its cores, now that there are more of them. Collective over the world."""
+        machines = self.everyone.gather_objects(machine_name())
+        if self._asked.launch.threads == "auto":
+            torch.set_num_threads(threads_per_rank(machines.count(machine_name())))
+
     def _join(self, joined: JoinedRun) -> None:
         """A rank that has joined the run is idle until a mesh takes it."""
         self.run = self._asked = joined.run
-        self.data, self.lease, self.resize_requests = joined.data, None, None
+        self._share_cores()
+        self.data = joined.data
         self._joined, self._rank_flops_per_second = joined, joined.rank_flops_per_second
         self.world.mesh = self.run.mesh
         self._kernel.enter_context(preferred_kernel(self.run.model.attention_kernel))
@@ -296,7 +308,7 @@ class Training:
                 self._consider()
         if self.world.rank == 0 and self.world.joins is not None:
             with writing(self.run_dir / CONTACT):
-                invite(self.world, self._asked, JoinedRun(
+                invite(self.world, JoinedRun(
                     run=self._asked, recipe=self.recipe, data=self.data, origin=self.saving.origin,
                     rank_flops_per_second=self._rank_flops_per_second))
 
@@ -550,6 +562,7 @@ class Training:
         if problem is None:
             self.commands.close()
             self._connect()
+            self._share_cores()
             self.elastic.num_ranks = self.world.size
         return problem
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 import pytest
 from torch.distributed import HashStore
 
+from ranvier.cli.main import run_command
 from ranvier.comm.inprocess import InProcessWorld
 from ranvier.comm.signed_store import signed
 from ranvier.config import read
@@ -60,7 +61,8 @@ def start_run(sentences, tmp_path):
     started = []
 
     def begin(ranks, **options):
-        options = {"manual": "", "launch__join_address": "127.0.0.1", "launch__stopped_seconds": 0} | options
+        options = {"manual": "", "launch__join_address": "127.0.0.1", "launch__stopped_seconds": 0,
+                   "launch__threads": 1} | options
         started.append(Command(sentences, tmp_path / "run", "torch", ranks=ranks, **options))
         return started[-1]
 
@@ -76,15 +78,15 @@ def start_run(sentences, tmp_path):
 
 @contextmanager
 def stopped(run):
-    """The ranks of the run are stopped after a step, until the block ends."""
-    run.wait_until(lambda: (run.folder / contact.NAME).exists() and len(run.losses) >= 2)
-    ranks = run.ranks().values()
-    for process in ranks:
+    """The ranks with which the run was started are stopped between or in two steps, until the block ends."""
+    run.wait_until((run.folder / contact.NAME).exists)
+    run.stopped = getattr(run, "stopped", None) or list(run.ranks().values())
+    for process in run.stopped:
         os.kill(process, signal.SIGSTOP)
     try:
         yield
     finally:
-        for process in ranks:
+        for process in run.stopped:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGCONT)
 
@@ -110,7 +112,7 @@ def test_ranks_join_twice_and_nothing_changes_but_the_mesh(start_run, tmp_path):
     """One rank, then three replicas, then four ranks in a pipeline of two: losses are those of one rank, each step's
     are told once, and all ranks come to the same end. Nobody but the user can read the secret, which is gone then."""
     begin, join = start_run
-    run = begin(1, train__steps=600, checkpoint__every=100, train__eval_every=250)
+    run = begin(1, train__steps=160, checkpoint__every=50, train__eval_every=75)
     with stopped(run):
         assert (run.folder / contact.NAME).stat().st_mode & 0o777 == 0o600
         first = join(run, "--ranks", 2)
@@ -127,7 +129,7 @@ def test_ranks_join_twice_and_nothing_changes_but_the_mesh(start_run, tmp_path):
     assert [(line["mesh"]["data"], line["mesh"]["pipe"]) for line in run.transitions] == [(3, 1), (2, 2)]
     assert [(line["ranks"], line["text"]) for line in events(run, "joined")] == [
         (2, "2 ranks have joined: the run has 3"), (1, "1 ranks have joined: the run has 4")]
-    assert [line["step"] for line in run.lines("metrics.jsonl")] == list(range(1, 601))
+    assert [line["step"] for line in run.lines("metrics.jsonl")] == list(range(1, 161))
     assert run.losses == pytest.approx(undisturbed(run, tmp_path), rel=1e-12)
     assert not (run.folder / contact.NAME).exists()
 
@@ -136,7 +138,7 @@ def test_ranks_join_twice_and_nothing_changes_but_the_mesh(start_run, tmp_path):
 def test_ranks_that_find_no_place_idle_until_a_mesh_takes_them(start_run, tmp_path):
     """With layers that freeze meanwhile, replicas that a policy takes, and scaled batches."""
     begin, join = start_run
-    run = begin(2, train__steps=600, manual="500:2")
+    run = begin(2, train__steps=200, manual="150:2")
     with stopped(run):
         joined = join(run, "--ranks", 1)
         run.wait_until(lambda: requests(run))
@@ -153,7 +155,7 @@ def test_ranks_that_find_no_place_idle_until_a_mesh_takes_them(start_run, tmp_pa
 
 def test_newcomers_that_die_before_the_run_calls_them(start_run, tmp_path):
     begin, join = start_run
-    run = begin(2, train__steps=400, comm__timeout_seconds=6)
+    run = begin(2, train__steps=160, comm__timeout_seconds=6)
     with stopped(run):
         dead = join(run)
         run.wait_until(lambda: requests(run))
@@ -172,7 +174,7 @@ def test_newcomers_that_die_before_the_run_calls_them(start_run, tmp_path):
 def test_a_newcomer_that_answers_and_never_connects(start_run, tmp_path):
     """All ranks of the run give up after the same limit, and go on as they were."""
     begin, _ = start_run
-    run = begin(2, train__steps=400, comm__timeout_seconds=6)
+    run = begin(2, train__steps=160, comm__timeout_seconds=6)
     wish = "00000000000000aa"
     with stopped(run):
         found = read_contact(run.folder)
@@ -257,12 +259,11 @@ def test_a_run_that_was_killed(port):
         connect(Contact(address="127.0.0.1", port=port, secret="ab"))
 
 
-def test_the_command_says_so(folder):
+def test_the_command_says_so(folder, capsys):
     """In one line, without starting a rank."""
-    done = subprocess.run([sys.executable, "-m", "ranvier", "join", str(folder)], capture_output=True, text=True,
-                          check=False, timeout=DEADLINE_SECONDS)
-    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
-    assert "takes no ranks: it has no join.json" in done.stderr
+    assert run_command(["join", str(folder)]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1 and "takes no ranks: it has no join.json" in said.err
 
 
 def test_under_a_launcher(folder, monkeypatch):
@@ -275,14 +276,14 @@ def test_under_a_launcher(folder, monkeypatch):
         monkeypatch.setenv(name, value)
     result = CliRunner().invoke(join, [str(folder)])
     assert isinstance(result.exception, ConfigError) and "torchrun has started this process" in str(result.exception)
-    with pytest.raises(ConfigError, match="join-address: has no effect under torchrun"):
+    with pytest.raises(ConfigError, match="has no effect under torchrun, whose ranks"):
         start.start(join_address="127.0.0.1")
 
 
 def test_a_run_over_mpi_takes_no_ranks():
     run = resolve(Run(comm=Comm(transport="mpi"), launch=Launch(join_address="127.0.0.1"), mesh=Mesh(data=2)))
     assert any("join-address: needs comm.transport torch" in str(found) for found in problems(run))
-    with pytest.raises(ConfigError, match="join-address: needs transport torch"):
+    with pytest.raises(ConfigError, match="needs transport torch: MPI"):
         start.start(join_address="127.0.0.1", transport="mpi")
 
 
