@@ -21,7 +21,7 @@ from ranvier.comm.inprocess import InProcessWorld
 from ranvier.comm.signed_store import signed
 from ranvier.config import read
 from ranvier.config.resolve import resolve
-from ranvier.config.run import Comm, Data, Elastic, Launch, Run
+from ranvier.config.run import Comm, Data, Elastic, Launch, Pipeline, Run
 from ranvier.errors import ConfigError, LaunchError, RanvierError
 from ranvier.launch import contact, devices, joining, start
 from ranvier.launch.contact import Contact, connect, read_contact
@@ -35,6 +35,7 @@ from ranvier.train.resize import ResizeRequests, leave
 from ranvier.world import JoinPoint, World
 from tests.elastic.test_elastic_processes import DEADLINE_SECONDS, Command
 from tests.elastic.test_elastic_run import losses, run_all, sentences
+from tests.launch.network_hosts import ADDRESSES, connected
 from tests.launch.test_shared_store import SECOND
 
 __all__ = ["sentences"]  # a fixture
@@ -45,10 +46,10 @@ class Joining:
 
     _is_ours, ranks = Command._is_ours, Command.ranks
 
-    def __init__(self, run, *options):
+    def __init__(self, run, *options, inside=()):
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COVERAGE"))}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "ranvier", "join", str(run.folder), *map(str, options)], text=True,
+            [*inside, sys.executable, "-m", "ranvier", "join", str(run.folder), *map(str, options)], text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ | {"OMP_NUM_THREADS": "1"})
 
     def end(self):
@@ -66,8 +67,8 @@ def start_run(sentences, tmp_path):
         started.append(Command(sentences, tmp_path / "run", "torch", ranks=ranks, **options))
         return started[-1]
 
-    def join(run, *options):
-        started.append(Joining(run, *options))
+    def join(run, *options, **where):
+        started.append(Joining(run, *options, **where))
         return started[-1]
 
     yield begin, join
@@ -102,7 +103,7 @@ def events(run, name):
 def undisturbed(run, tmp_path):
     """Losses of the same run on one rank in this process."""
     there = read.merge([read.load(str(run.folder / "run.toml"))[1]]).run
-    here = replace(there, mesh=Mesh(), run_dir=tmp_path / "here", pipeline=replace(there.pipeline, boundaries=None),
+    here = replace(there, mesh=Mesh(), run_dir=tmp_path / "here", pipeline=Pipeline(),
                    launch=replace(there.launch, join_address=None))
     run_all(here)
     return losses(here)
@@ -210,6 +211,27 @@ def test_a_rank_that_has_joined_is_killed(start_run, tmp_path):
     assert code == 0 and "restart 1 of 1: the run starts again from its newest checkpoint" in text, text
     steps = [line["step"] for line in run.lines("metrics.jsonl")]
     assert steps == list(range(1, len(steps) + 1))
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    yield from connected(tmp_path)
+
+
+@pytest.mark.slow
+def test_ranks_of_another_machine_join(hosts, start_run, tmp_path):
+    """Two network namespaces, whose own names mean loopback addresses."""
+    begin, join = start_run
+    run = begin(1, train__steps=60, launch__join_address=ADDRESSES[0], inside=hosts.run(0))
+    with stopped(run):
+        joined = join(run, inside=hosts.run(1))
+        run.wait_until(lambda: requests(run))
+    code, text = run.end()
+    assert code == 0, text
+    code, text = joined.end()
+    assert code == 0 and "rank 1 of 2" in text, text
+    assert [line["mesh"]["data"] for line in run.transitions] == [2]
+    assert run.losses == pytest.approx(undisturbed(run, tmp_path), rel=1e-12)
 
 
 @pytest.mark.slow
