@@ -38,11 +38,11 @@ from benchmarks.faults.training import Training
 from ranvier.mesh import Mesh
 
 KINDS = ("join", "dies", "newcomer", "original")
-STEPS = 400
+STEPS = 200
 EVENTS_PER_CASE = 4
 _TOLERANCE = 1e-9
 _LIMIT_SECONDS = 10.0
-_EVENT_SECONDS = 120.0
+_EVENT_SECONDS = 300.0
 _TIMEOUT_SECONDS = 15.0
 
 
@@ -183,7 +183,7 @@ def start(training: Training, mesh: Mesh, name: str) -> Start:
     """Start the run that ranks may join."""
     return Start("python", mesh.size, [
         "-m", "ranvier", *training.args(mesh, "torch", _TIMEOUT_SECONDS), "--train.steps", str(STEPS),
-        "--checkpoint.every", "20", "--batch.global-size", "8", "--launch.join-address", "127.0.0.1",
+        "--checkpoint.every", "10", "--batch.global-size", "8", "--launch.join-address", "127.0.0.1",
         "--launch.stopped-seconds", "0", "--max-restarts", "100"], training.root / f"{name}.log")
 
 
