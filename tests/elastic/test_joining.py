@@ -63,7 +63,7 @@ def start_run(sentences, tmp_path):
 
     def begin(ranks, **options):
         options = {"manual": "", "launch__join_address": "127.0.0.1", "launch__stopped_seconds": 0,
-                   "launch__threads": 1} | options
+                   "launch__threads": 1, "comm__timeout_seconds": 300} | options  # longer than ranks are stopped
         started.append(Command(sentences, tmp_path / "run", "torch", ranks=ranks, **options))
         return started[-1]
 
@@ -154,9 +154,10 @@ def test_ranks_that_find_no_place_idle_until_a_mesh_takes_them(start_run, tmp_pa
     assert run.losses == pytest.approx(undisturbed(run, tmp_path), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_newcomers_that_die_before_the_run_calls_them(start_run, tmp_path):
     begin, join = start_run
-    run = begin(2, train__steps=160, comm__timeout_seconds=6)
+    run = begin(2, train__steps=160)
     with stopped(run):
         dead = join(run)
         run.wait_until(lambda: requests(run))
