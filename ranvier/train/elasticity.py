@@ -492,7 +492,7 @@ class Elasticity:
         problem = request.get("problem") or self._unfit(run.mesh, asked)
         if problem is None:
             mesh = resized(self._first.mesh, **asked)
-            change = replace(self._change(now, mesh, wanted, None, "as asked with ranvier resize"),
+            change = replace(self._change(now, mesh, wanted, None, request.get("reason", "as asked with ranvier resize")),
                              wish=request["wish"])
             there = change.applied(run)
             found = budget.problem(there)
@@ -500,7 +500,7 @@ class Elasticity:
                 return change
             problem = str(found)
         self._note(step, "resize-refused", f"resize request for {request_text(request)} refused: {problem}",
-                   {name: value for name, value in request.items() if name != "problem"})
+                   {name: value for name, value in request.items() if name not in ("problem", "reason")})
         return self._change(now, run.mesh, wanted, now.engine.boundaries or None, "freezing") if wanted != now.frozen \
             else None
 

@@ -72,4 +72,4 @@ def wanted_mesh(request: Mapping[str, Any], mesh: Mesh, num_ranks: int) -> dict[
     stays, but for as many replicas as `num_ranks` ranks have room for."""
     sizes: dict[str, Any] = {axis: request.get(axis) or size for axis, size in mesh.sizes.items()}
     sizes["data"] = request.get("data") or max(1, num_ranks // (sizes["pipe"] * sizes["row"] * sizes["col"]))
-    return {**sizes, "wish": request["wish"], "problem": None}
+    return {**sizes, "wish": request["wish"], "problem": None, "reason": "for ranks that have joined"}

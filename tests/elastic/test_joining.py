@@ -128,6 +128,7 @@ def test_ranks_join_twice_and_nothing_changes_but_the_mesh(start_run, tmp_path):
         code, joined = each.end()
         assert code == 0 and f"joined {run.folder}: {name}" in joined, joined
     assert [(line["mesh"]["data"], line["mesh"]["pipe"]) for line in run.transitions] == [(3, 1), (2, 2)]
+    assert all("(for ranks that have joined)" in line["text"] for line in run.transitions)
     assert [(line["ranks"], line["text"]) for line in events(run, "joined")] == [
         (2, "2 ranks have joined: the run has 3"), (1, "1 ranks have joined: the run has 4")]
     assert [line["step"] for line in run.lines("metrics.jsonl")] == list(range(1, 161))
@@ -400,7 +401,8 @@ def test_a_request_of_newcomers_is_read(tmp_path):
     request = ResizeRequests(tmp_path).take()
     assert request == {"data": None, "pipe": 2, "ranks": 3, "wish": "00000000000000aa", "problem": None}
     assert wanted_mesh(request, Mesh(data=2, row=2), 13) == {
-        "data": 3, "pipe": 2, "row": 2, "col": 1, "wish": "00000000000000aa", "problem": None}
+        "data": 3, "pipe": 2, "row": 2, "col": 1, "wish": "00000000000000aa", "problem": None,
+        "reason": "for ranks that have joined"}
     assert wanted_mesh(request | {"data": 1}, Mesh(data=2), 13)["data"] == 1
 
 
