@@ -56,10 +56,10 @@ def join(run: Path, ranks: int, data: int | None, pipe: int | None, row: int | N
 def _start(run: Path, ranks: int) -> int:
     """Start the ranks, and wait for their end; returns the exit code."""
     from ranvier.launch.contact import connect, read_contact
+    from ranvier.launch.joining import WISH
     from ranvier.launch.start import rank_variables, rerun_command
     from ranvier.launch.supervision import supervise
     from ranvier.mesh import Mesh
-    from ranvier.train.newcomer import WISH
     from ranvier.train.resize import new_wish
 
     contact = read_contact(run)

@@ -26,6 +26,8 @@ from ranvier.comm.torch_group import WaitRegistry
 from ranvier.errors import LaunchError, RanvierError
 from ranvier.world import World
 
+WISH = "RANVIER_JOIN"
+"""Environment variable with the ID of the request of ranks that want to join."""
 _KEYS = "ranvier/join/"
 _POLL_SECONDS = 0.02
 _ANSWER_SECONDS = 10.0
@@ -91,6 +93,21 @@ def grow(world: World, everyone: Group, call: Call) -> str | None:
 def give_verdict(store: SharedStore, wish: str, problem: str | None) -> None:
     """On rank 0: the newcomers are ranks of the run, or are refused for `problem`."""
     store.set(f"{_KEYS}{wish}/verdict", json.dumps(problem))
+
+
+def rank_of_newcomer(store: SharedStore, wish: str, number: int) -> int | None:
+    """Which rank of the run the `number`-th newcomer of a request is, or is about to be; None if the run has not called
+    it, refuses it, or says nothing. For its supervisor, after its death, of which the run must hear: the verdict may
+    still come, and be that it is taken."""
+    if not store.check([f"{_KEYS}{wish}/call"]):
+        return None
+    call = Call(**json.loads(store.get(f"{_KEYS}{wish}/call")))
+    deadline = time.monotonic() + call.answer_seconds + 2 * call.connect_seconds
+    while not store.check([f"{_KEYS}{wish}/verdict"]):
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(_POLL_SECONDS)
+    return call.first + number if json.loads(store.get(f"{_KEYS}{wish}/verdict")) is None else None
 
 
 def _connect(world: World, rank: int, call: Call, seconds: float, waits: WaitRegistry | None

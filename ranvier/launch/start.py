@@ -109,7 +109,7 @@ def start(mesh: Mesh | None = None, *, data: int = 1, pipe: int = 1, row: int = 
     try:
         _check_size(mesh, started)
         world = _connect_rank(mesh, started, transport, collectives, threads, device, timeout_seconds, stopped_seconds,
-                              join_address, stream)
+                              stream, join_address)
     except RanvierError:
         # When this process ends, which has printed the error by then: torchrun's agent ends it as soon as another one
         # is gone.
@@ -122,8 +122,8 @@ def start(mesh: Mesh | None = None, *, data: int = 1, pipe: int = 1, row: int = 
 
 
 def _connect_rank(mesh: Mesh, started: Started, transport: str, collectives: str, threads: int | Literal["auto"],
-                  device: str, timeout_seconds: float, stopped_seconds: float, join_address: str | None,
-                  stream: TextIO | None) -> World:
+                  device: str, timeout_seconds: float, stopped_seconds: float, stream: TextIO | None,
+                  join_address: str | None = None) -> World:
     """Set this process up as rank `started`, and connect it."""
     if started.launcher == "local" and started.size > 1:
         _use_terminals()
@@ -271,7 +271,7 @@ def rerun_command() -> list[str]:
 
 def _run_local_ranks(mesh: Mesh, transport: str, threads: int | Literal["auto"], device: str,
                      rerun: Sequence[str] | None, explain_kill: Callable[[], str] | None, saves_on_stop: bool,
-                     stopped_seconds: float, restart: Restart | None, join_address: str | None) -> int:
+                     stopped_seconds: float, restart: Restart | None, join_address: str | None = None) -> int:
     """Supervise the ranks, and restart them as `restart` says; returns the exit code."""
     command: Sequence[str] = rerun if rerun is not None else rerun_command()
     if threading.current_thread() is not threading.main_thread():
@@ -283,7 +283,7 @@ def _run_local_ranks(mesh: Mesh, transport: str, threads: int | Literal["auto"],
     while True:
         variables = rank_variables(mesh.size, threads)
         outcome = supervise(mesh, chosen.value, chosen.reason, command, variables, explain_kill, saves_on_stop,
-                            stopped_seconds, address=join_address)
+                            stopped_seconds, join_address)
         again = restart and outcome.retryable and restart(max(mesh.size - outcome.num_lost, 1))
         if not again:
             return outcome.code

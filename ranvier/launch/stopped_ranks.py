@@ -10,7 +10,6 @@ import os
 import signal
 from collections.abc import Mapping
 from contextlib import suppress
-from itertools import count
 
 from ranvier.comm.signed_store import SharedStore
 from ranvier.system.processes import Process, descendants
@@ -43,18 +42,15 @@ def publish_pid(store: SharedStore, rank: int) -> None:
     store.set(f"{PID}{rank}", str(os.getpid()))
 
 
-def read_pids(store: SharedStore, num_ranks: int | None) -> dict[int, int]:
-    """Published process id -> rank; of all ranks, where their number is not known.
+def read_pids(store: SharedStore, num_ranks: int) -> dict[int, int]:
+    """Published process id -> rank.
 
     An unsigned store may contain anybody's values: use this to name ranks, and never to signal processes.
     """
     ranks: dict[int, int] = {}
-    for rank in count() if num_ranks is None else range(num_ranks):
+    for rank in range(num_ranks):
         key = f"{PID}{rank}"
-        there = store.check([key])
-        if num_ranks is None and not there:
-            break
-        text = store.get(key).decode(errors="replace") if there else ""
+        text = store.get(key).decode(errors="replace") if store.check([key]) else ""
         if text.isascii() and text.isdigit():
             ranks[int(text)] = rank
     return ranks

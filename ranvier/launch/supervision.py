@@ -39,6 +39,7 @@ from ranvier.launch import parent_death
 from ranvier.launch.contact import Contact, connect
 from ranvier.launch.failure_watch import FAILED, FINISHED
 from ranvier.launch.failures import describe_rank, read_mesh
+from ranvier.launch.joining import WISH, rank_of_newcomer
 from ranvier.launch.launchers import SECRET, local_variables
 from ranvier.launch.mpiexec import MpiexecOutput, mpiexec_command
 from ranvier.launch.shared_store import LOOPBACK, create_store, new_secret
@@ -124,7 +125,7 @@ def supervise(mesh: Mesh, transport: str, reason: str, command: Sequence[str], v
         stopped_seconds: a rank that a signal has stopped for so long ends the run; 0 never.
         address: on which the store listens; None for the loopback address.
         joins: the store of a run under way, which these ranks join; None for one of their own. `mesh` is then only
-            their number.
+            their number, and `variables` has the ID of their request (`ranvier.launch.joining.WISH`).
 
     LaunchError if nothing can listen on `address`, or the store of `joins` cannot be reached.
 
@@ -157,7 +158,7 @@ def supervise(mesh: Mesh, transport: str, reason: str, command: Sequence[str], v
             _send(signal.SIGKILL, children)  # on SIGTERM they would wait for the failed rank
         _stop(children, signal.SIGTERM, received)
     if joins is not None:
-        return _report_newcomer(end, forwarded, children)
+        return _report_newcomer(end, forwarded, children, variables[WISH])
     return _report_failure(end, forwarded, output, children.store, mesh, explain_kill)
 
 
@@ -177,14 +178,17 @@ def _report_failure(end: _RankEnd, forwarded: int | None, output: MpiexecOutput,
     return Outcome(code=1, num_lost=lost, retryable=True)
 
 
-def _report_newcomer(end: _RankEnd, forwarded: int | None, children: _Children) -> Outcome:
+def _report_newcomer(end: _RankEnd, forwarded: int | None, children: _Children, wish: str) -> Outcome:
     """Print which of the ranks that have joined a run has failed, unless it has printed its error itself, and tell the
     run, whose ranks wait for it: it may be the only one of its machine."""
     if forwarded is not None and end.code == -forwarded:
         return Outcome(code=_report_stop(forwarded))
-    pids = call_with_timeout(lambda: read_pids(children.store, None)) or {}
-    child = next(child for child in children.started if child.rank == end.rank)
-    rank = pids.get(child.process.pid)
+    number = end.rank
+    assert number is not None, "these ranks are children of this process"
+    try:
+        rank = rank_of_newcomer(children.store, wish, number)
+    except RuntimeError:  # the run has ended
+        rank = None
     if rank is not None:
         record = {"rank": rank, "code": 1, "reported": False, "num_lost": 0, "retryable": True}
         call_with_timeout(lambda: children.store.compare_set(FAILED, "", json.dumps(record)))

@@ -492,8 +492,8 @@ class Elasticity:
         problem = request.get("problem") or self._unfit(run.mesh, asked)
         if problem is None:
             mesh = resized(self._first.mesh, **asked)
-            change = replace(self._change(now, mesh, wanted, None, request.get("reason", "as asked with ranvier resize")),
-                             wish=request["wish"])
+            reason = request.get("reason", "as asked with ranvier resize")
+            change = replace(self._change(now, mesh, wanted, None, reason), wish=request["wish"])
             there = change.applied(run)
             found = budget.problem(there)
             if found is None:

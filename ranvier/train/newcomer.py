@@ -23,7 +23,7 @@ from ranvier.launch.contact import Contact, connect
 from ranvier.launch.devices import claim_device, visible_devices
 from ranvier.launch.failures import install_error_handlers, install_start_error_handlers
 from ranvier.launch.heartbeat import exit_with_launcher
-from ranvier.launch.joining import Newcomer
+from ranvier.launch.joining import WISH, Newcomer
 from ranvier.launch.launchers import Started
 from ranvier.launch.start import use_interface_towards
 from ranvier.system.machine import threads_per_rank
@@ -31,9 +31,6 @@ from ranvier.train.joining import RUN, JoinedRun, read_run
 from ranvier.train.resize import leave, withdraw
 from ranvier.train.setup import fingerprint, prepare_run
 from ranvier.world import JoinPoint, World
-
-WISH = "RANVIER_JOIN"
-"""Environment variable with the ID of the request of these ranks."""
 
 
 def join_run(run_dir: Path, started: Started, sizes: Mapping[str, int], *, seconds: float, stream: TextIO

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
@@ -370,6 +371,22 @@ def test_newcomers_that_no_run_answers():
     joining.give_verdict(store, "aa", "the run ends")
     with pytest.raises(LaunchError, match="joining rank 0: is refused: the run ends"):
         newcomer.join(5.0)
+
+
+def test_the_rank_of_a_newcomer_that_has_died():
+    """Its supervisor tells the run once the verdict has made it a rank, also where it died before the verdict: the
+    others would wait for it until the limit of collectives."""
+    store = HashStore()
+    assert joining.rank_of_newcomer(store, "aa", 1) is None
+    call = Call(wish="aa", first=2, size=4, local_size=2, timeout_seconds=0.1)
+    store.set("ranvier/join/aa/call", json.dumps(call.document()))
+    assert joining.rank_of_newcomer(store, "aa", 1) is None
+    later = threading.Timer(0.02, joining.give_verdict, (store, "aa", None))
+    later.start()
+    assert joining.rank_of_newcomer(store, "aa", 1) == 3
+    later.join()
+    joining.give_verdict(store, "aa", "the run ends")
+    assert joining.rank_of_newcomer(store, "aa", 1) is None
 
 
 def test_newcomers_whose_run_has_gone():
