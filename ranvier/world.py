@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+from torch.distributed import Store
 
 from ranvier.comm.hang import HangDetector
 from ranvier.comm.protocol import Backend
 from ranvier.comm.signed_store import SharedStore
 from ranvier.mesh import Mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinPoint:
+    """Where ranks that join a run later reach its store.
+
+    address, port: where it listens. secret: of its signed values. store: this rank's connection, for torch's own use.
+    """
+
+    address: str
+    port: int
+    secret: str = field(repr=False)
+    store: Store
 
 
 @dataclass(kw_only=True)
@@ -28,6 +42,7 @@ class World:
     hang: makes the detector for hanging actions; None if they are not checked.
     overdue: names a blocking wait that is over its time limit; returns None if there is none.
     lost: names a peer whose connection has broken, where the waiting thread cannot see it; None if there is none.
+    joins: how ranks join later (`grow`); None if none may.
     """
 
     backend: Backend
@@ -41,6 +56,8 @@ class World:
     hang: Callable[[], HangDetector] | None = None
     overdue: Callable[[], str | None] = lambda: None
     lost: Callable[[], str | None] = lambda: None
+    joins: JoinPoint | None = None
+    _first: Backend | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         first = self.rank - self.local_rank
@@ -55,3 +72,23 @@ class World:
     def size(self) -> int:
         """Number of ranks."""
         return self.backend.size
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this is the only rank, now and later."""
+        return self.size == 1 and self.joins is None
+
+    def grow(self, backend: Backend) -> None:
+        """Replace the backend by one with more ranks, among which this one has the same number. Collective over the
+        ranks so far. What was made from the first backend stays usable; of later ones it is freed."""
+        before, self.backend = self.backend, backend
+        if self._first is None:
+            self._first = before
+        else:
+            before.close()
+
+    def close(self) -> None:
+        """Close the backend, and the one that this rank was started with. Idempotent; all ranks call it."""
+        self.backend.close()
+        if self._first is not None:
+            self._first.close()

@@ -21,6 +21,7 @@ from ranvier.cli.evaluate import evaluate
 from ranvier.cli.export import export_run
 from ranvier.cli.generate import generate
 from ranvier.cli.import_ import import_model
+from ranvier.cli.join import join
 from ranvier.cli.plan import plan
 from ranvier.cli.problems import ConfigProblems, print_error, print_problems
 from ranvier.cli.resize import resize
@@ -80,5 +81,6 @@ def command() -> None:
     """
 
 
-for _subcommand in (train, check, plan, simulate, generate, evaluate, export_run, import_model, resize, data, doctor):
+for _subcommand in (train, check, plan, simulate, generate, evaluate, export_run, import_model, resize, join, data,
+                    doctor):
     command.add_command(_subcommand)

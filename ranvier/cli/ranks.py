@@ -16,10 +16,10 @@ def work_as_rank(world: World, mesh: Mesh, work: Callable[[], None]) -> int:
 
     try:
         work()
-        world.backend.close()
+        world.close()
     except BaseException as error:
         code = failures.report_failure(world, world.mesh or mesh, error)
-        if world.size > 1:
+        if not world.is_alone:
             failures.abort_all_ranks(world, code)
         return code
     return 0

@@ -167,9 +167,24 @@ class TorchBackend:
             dist.destroy_process_group()
 
 
+def torch_generation(name: str, rank: int, size: int, store: Store, device: torch.device, timeout_seconds: float, *,
+                     connect_seconds: float, waits: WaitRegistry | None = None) -> TorchBackend:
+    """A backend that takes the place of one with fewer ranks: those, which pass the `waits` of theirs, and new ones
+    make it at the same time, with one `name` that no other has.
+
+    TransportError if one of them does not answer within `connect_seconds`; nothing is left of the backend then.
+    """
+    made = _TorchSubset(rank, size, PrefixStore(f"ranvier/generation/{name}", clone_store(store)), device,
+                        timeout_seconds)
+    made.waits = waits or made.waits
+    made.connect(connect_seconds)
+    return made
+
+
 class _TorchSubset(TorchBackend):
-    """The first ranks only. `dist.new_group` needs a call on every rank, and ranks outside of the subset are idle. So
-    this builds process groups from their parts, over a store of their own."""
+    """Ranks that need not be those with which torch.distributed was initialised: the first of them only, or more.
+    `dist.new_group` needs a call on every one of those. So this builds process groups from their parts, over a store of
+    their own."""
 
     def __init__(self, rank: int, size: int, store: Store, device: torch.device, timeout_seconds: float) -> None:
         self._num_groups = 0
@@ -199,6 +214,13 @@ class _TorchSubset(TorchBackend):
         except RuntimeError as error:
             raise self._no_answer(purpose, error) from error
         return group
+
+    def connect(self, seconds: float) -> None:
+        """Connect all ranks once. TransportError if one does not answer within `seconds`."""
+        everyone = range(self.size)
+        group = self._new_group("joining", everyone, timedelta(seconds=seconds), "gloo")
+        # kept: a rank that closes it may disturb others that still connect
+        self._groups.append(TorchGroup(group, "joining", everyone, self.rank, self.waits))
 
     def _destroy(self, process_group: ProcessGroup | None) -> None:
         if process_group is not None:

@@ -27,7 +27,7 @@ ALWAYS = frozenset({
     "memory.recompute",
     "checkpoint.dir", "checkpoint.best", "checkpoint.background",
     "checkpoint.on_error", "guard.bad_step", "guard.loss_spike_factor",
-    "launch.launcher",
+    "launch.launcher", "launch.join_address",
     "log.tracker", "launch.threads", "launch.device", "launch.hang_seconds", "model.family", "model.preset",
     "model.pretrained",
     "model.float8",
@@ -156,7 +156,8 @@ def _no_copies(run: ResolvedRun) -> str | None:
 
 
 def _one_rank(run: ResolvedRun) -> str | None:
-    return "one rank has nobody beside it to see that it was stopped" if run.mesh.size == 1 else None
+    alone = run.mesh.size == 1 and run.launch.join_address is None
+    return "one rank has nobody beside it to see that it was stopped" if alone else None
 
 
 def _not_offloaded(run: ResolvedRun) -> str | None:

@@ -38,6 +38,10 @@ def problems(run: ResolvedRun, num_ranks: int | None = None, *, num_blocks: int 
     if run.comm.transport == "torch" and run.comm.collectives == "mpi":
         yield ConfigError("needs MPI for messages, too", where="comm.collectives", value=run.comm.collectives,
                           remedy="Set --comm.transport mpi, or leave comm.collectives auto.")
+    if run.launch.join_address is not None and run.comm.transport == "mpi":
+        yield ConfigError("needs comm.transport torch: MPI's ranks are those that were started",
+                          where="launch.join-address", value=run.launch.join_address,
+                          remedy="Leave --comm.transport auto, or --launch.join-address out.")
     yield from elastic_problems(run)
 
 

@@ -371,6 +371,10 @@ class Launch:
     """Longest time of one forward, backward or weight gradient, in seconds, before its rank counts as hung and the run
     ends. auto: 20 times the longest so far, at least 30 s, once some of its kind have been measured; 0 for no limit.
     Waits for other ranks and time in a debugger do not count."""
+    join_address: str | None = None
+    """Address of this machine on which ranks may join the run later (`ranvier join`): 127.0.0.1 for ranks on this
+    machine only, or an address by which other machines reach this one; none lets no rank join. Under plain python, with
+    comm.transport torch, which auto then is."""
 
 
 @section

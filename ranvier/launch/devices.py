@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import platform
+import secrets
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -58,7 +59,7 @@ def visible_devices(*, rank: int, local_rank: int, local_size: int, setting: str
     count = torch.cuda.device_count() if setting != "cpu" and torch.cuda.is_available() else 0
     devices = tuple(str(getattr(torch.cuda.get_device_properties(number), "uuid", number)) for number in range(count))
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if count and torch.distributed.is_nccl_available() else ""
-    return RankDevices(rank=rank, local_rank=local_rank, local_size=local_size, machine=_machine(), devices=devices,
+    return RankDevices(rank=rank, local_rank=local_rank, local_size=local_size, machine=machine_name(), devices=devices,
                  setting=setting, transport=transport, torch=torch.__version__.partition("+")[0], nccl=nccl)
 
 
@@ -109,6 +110,29 @@ def choose_devices(ranks: Sequence[RankDevices]) -> DeviceChoice:
     reason = f"{counts.pop()} CUDA devices found" if len(counts) == 1 else "each rank has a CUDA device"
     return DeviceChoice(devices=tuple(found[seen.rank] for seen in ranks),
                         reason="as set" if setting == "cuda" else reason)
+
+
+def claim_device(seen: RankDevices, store: SharedStore) -> int | None:
+    """The number of a CUDA device for a rank that joins a run: one that neither a rank with which the run was started
+    has, nor another one that joins has claimed. None if there is none."""
+    here = [rank for rank in _published(store) if rank.machine == seen.machine]
+    taken = {rank.devices[number] for rank, number in zip(here, choose_devices(here).devices, strict=True)
+             if number is not None} if here else set()
+    for number, uuid in enumerate(seen.devices):
+        own = secrets.token_hex(8)
+        if uuid not in taken and store.compare_set(
+                f"{DEVICES_KEY}{seen.machine}/{uuid}", "", own).decode() == own:
+            return number
+    return None
+
+
+def _published(store: SharedStore) -> list[RankDevices]:
+    """What the ranks with which a run was started have published."""
+    ranks: list[RankDevices] = []
+    while store.check([key := f"{DEVICES_KEY}{len(ranks)}"]):
+        row = json.loads(store.get(key))
+        ranks.append(RankDevices(**{**row, "devices": tuple(row["devices"])}))
+    return ranks
 
 
 def _own_devices(ranks: Sequence[RankDevices]) -> dict[int, int] | None:
@@ -170,7 +194,7 @@ def _check_version(ranks: Sequence[RankDevices], name: str, value: Callable[[Ran
                           remedy=f"Install the same version of {name} on all machines.")
 
 
-def _machine() -> str:
+def machine_name() -> str:
     """What ranks on one machine have in common: a boot of one kernel, and a host name (a container's own)."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{boot.read_text().strip() if boot.exists() else ''} {platform.node()}"

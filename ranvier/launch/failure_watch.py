@@ -35,13 +35,13 @@ class FailureWatch:
     """What one rank knows of failures elsewhere. `check` is to be called once a second.
 
     Args:
-        rank, size: of this rank.
+        rank, size: of this rank; `size` may grow.
         store: a connection that no other thread uses.
         lost: what this rank's connections tell of a lost peer; None while all are there.
     """
 
     def __init__(self, rank: int, size: int, store: SharedStore, lost: Callable[[], str | None]) -> None:
-        self._rank, self._size, self._store, self._lost = rank, size, store, lost
+        self._rank, self.size, self._store, self._lost = rank, size, store, lost
         self._checks = 0
         self._gone: dict[int, int] = {}
         self._cause: str | None = None
@@ -80,9 +80,9 @@ class FailureWatch:
         first = call_with_timeout(lambda: self._store.compare_set(_REPORTED, "", mine).decode() == mine)
         if first is False:
             return None
-        actions = call_with_timeout(lambda: read_actions(self._store, range(self._size))) or {}
+        actions = call_with_timeout(lambda: read_actions(self._store, range(self.size))) or {}
         return "\n".join([f"{cause}, and rank {self._rank} leaves, which waits for it. Ranks were in:",
-                          *_lines(actions, range(self._size), describe)])
+                          *_lines(actions, range(self.size), describe)])
 
 
 def _lines(actions: Mapping[int, tuple[int, str]], ranks: Collection[int], describe: Callable[[int], str]) -> list[str]:

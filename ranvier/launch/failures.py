@@ -137,7 +137,7 @@ def install_error_handlers(world: World, mesh: Mesh, *, stopped_seconds: float, 
         abort_all_ranks(world, 1)
 
     heartbeat = None
-    if world.size > 1:
+    if not world.is_alone:
         heartbeat = Heartbeat(world, stopped_seconds=stopped_seconds, timeout_seconds=timeout_seconds,
                               on_stopped=on_stopped, on_overdue=on_overdue, on_left_behind=on_left_behind)
         world.hang = lambda: HangDetector(hang_seconds, fail)
@@ -145,7 +145,7 @@ def install_error_handlers(world: World, mesh: Mesh, *, stopped_seconds: float, 
 
     def on_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> NoReturn:
         code = report_failure(world, mesh, error)
-        if world.size > 1:
+        if not world.is_alone:
             abort_all_ranks(world, code)
         codes[0] = code
         raise SystemExit(code)
@@ -165,14 +165,14 @@ def install_error_handlers(world: World, mesh: Mesh, *, stopped_seconds: float, 
 def _finish(world: World, mesh: Mesh, codes: list[int], heartbeat: Heartbeat | None) -> None:
     """The end of the program, as an atexit handler."""
     if heartbeat is None:
-        world.backend.close()
+        world.close()
         return
     if codes[0]:
         abort_all_ranks(world, report_failure(world, mesh, SystemExit(codes[0])))
     try:
         _await_all_ranks(world, mesh, heartbeat)
         heartbeat.close()
-        world.backend.close()
+        world.close()
     except RanvierError as error:  # an error that leaves an atexit handler is printed, but the exit code stays 0
         abort_all_ranks(world, report_failure(world, mesh, error))
 

@@ -98,12 +98,14 @@ def _detect(environ: Mapping[str, str], setting: Setting) -> Started | None:
 _SIGNS = {"torchrun": "TORCHELASTIC_RUN_ID", "mpiexec": "PMI_RANK or OMPI_COMM_WORLD_RANK", "srun": "SLURM_STEP_ID"}
 
 
-def local_variables(rank: int | None, size: int, port: int, transport: str, reason: str) -> dict[str, str]:
+def local_variables(rank: int | None, size: int, store: tuple[str, int], transport: str, reason: str
+                    ) -> dict[str, str]:
     """Environment variables that our own supervisor sets for a rank; `rank` is None if mpiexec numbers the ranks.
 
-    port: of the shared store. reason: why `transport` was chosen, for rank 0 to print.
+    store: address and port of the shared store. reason: why `transport` was chosen, for rank 0 to print.
     """
-    variables = {"RANVIER_LOCAL_SIZE": str(size), "RANVIER_STORE_PORT": str(port), "RANVIER_TRANSPORT": transport,
+    variables = {"RANVIER_LOCAL_SIZE": str(size), "RANVIER_STORE_ADDRESS": store[0],
+                 "RANVIER_STORE_PORT": str(store[1]), "RANVIER_TRANSPORT": transport,
                  "RANVIER_TRANSPORT_REASON": reason}
     return variables if rank is None else {**variables, "RANVIER_LOCAL_RANK": str(rank)}
 
@@ -122,7 +124,8 @@ def _local(environ: Mapping[str, str]) -> Started | None:
     else:
         rank = _number(environ, "RANVIER_LOCAL_RANK", "our own supervisor")
     return Started(launcher="local", rank=rank, size=size, local_rank=rank, local_size=size, agent_store=True, mpi=mpi,
-                   master=("127.0.0.1", _number(environ, "RANVIER_STORE_PORT", "our own supervisor")),
+                   master=(_text(environ, "RANVIER_STORE_ADDRESS", "our own supervisor"),
+                           _number(environ, "RANVIER_STORE_PORT", "our own supervisor")),
                    reason=environ.get("RANVIER_TRANSPORT_REASON", ""))
 
 

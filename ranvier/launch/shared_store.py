@@ -29,7 +29,7 @@ from ranvier.system.machine import address_towards
 
 _REMEDY = "Set MASTER_ADDR and MASTER_PORT, the same for all ranks, to a free port of rank 0's machine."
 _TORCHRUN_REMEDY = "Give torchrun on each machine --local-addr and the address by which the others reach that machine."
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 _REFUSED_SECONDS = 2.0
 _POLL_SECONDS = 0.02
 
@@ -179,7 +179,7 @@ def _open_through_mpi(started: Started, timeout: timedelta) -> tuple[Store, Shar
     contact: tuple[str, int, str] | None = None
     if hosts is not None:  # on rank 0, the root of the gather
         other = next((host for host in hosts if host != hosts[0]), None)
-        address = _LOOPBACK if other is None else address_towards(other)
+        address = LOOPBACK if other is None else address_towards(other)
         # If the route to the other machine is unknown: on all interfaces, under this machine's name.
         store = create_store(address, 0, timeout) if address else TCPStore(socket.getfqdn(), 0, is_master=True,
                                                                            timeout=timeout, wait_for_workers=False)

@@ -38,7 +38,7 @@ from ranvier.launch.mpiexec import mpi_available
 from ranvier.launch.shared_store import open_store
 from ranvier.mesh import Mesh
 from ranvier.system.machine import address_towards, available_cores, interface_towards, threads_per_rank
-from ranvier.world import World
+from ranvier.world import JoinPoint, World
 
 Restart = Callable[[int], tuple[Mesh, Sequence[str]] | None]
 """Takes the number of ranks left after a fault; returns the mesh and the command of the next start, None for none."""
@@ -61,8 +61,8 @@ def start(mesh: Mesh | None = None, *, data: int = 1, pipe: int = 1, row: int = 
           threads: int | Literal["auto"] = "auto", device: Literal["auto", "cpu", "cuda"] = "auto",
           timeout_seconds: float = 300.0, rerun: Sequence[str] | None = None,
           explain_kill: Callable[[], str] | None = None, saves_on_stop: bool = False, stopped_seconds: float = 5.0,
-          hang_seconds: float | Literal["auto"] = "auto", restart: Restart | None = None, flags: bool = False,
-          stream: TextIO | None = None) -> World:
+          hang_seconds: float | Literal["auto"] = "auto", restart: Restart | None = None,
+          join_address: str | None = None, flags: bool = False, stream: TextIO | None = None) -> World:
     """Start the ranks of `mesh` (or of data x pipe x row x col); returns this rank, connected to all others.
 
     Under plain python with more than one rank this does not return: the command is run again as each rank, and the
@@ -83,6 +83,7 @@ def start(mesh: Mesh | None = None, *, data: int = 1, pipe: int = 1, row: int = 
         stopped_seconds: a rank that a signal (SIGSTOP) has stopped for so long ends the run; 0 never.
         hang_seconds: an action that runs for longer ends the run; 0 never; auto as in `ranvier.comm.hang`.
         restart: how to start again after a failure that a new start may avoid; None for never.
+        join_address: address of this machine on which ranks may join later (`World.joins`); None lets none join.
         flags: errors name the command's flags rather than arguments.
         stream: where rank 0 prints what `auto` stands for; standard output by default.
 
@@ -94,9 +95,12 @@ def start(mesh: Mesh | None = None, *, data: int = 1, pipe: int = 1, row: int = 
     if not interactive:
         failure.install_start_error_handlers(None)
     started = detect(os.environ, launcher)
-    if started is None and mesh.size > 1:
+    if join_address is not None:
+        _check_joins(join_address, started, transport)
+        transport = "torch"
+    if started is None and (mesh.size > 1 or join_address is not None):
         sys.exit(_run_local_ranks(mesh, transport, threads, device, rerun, explain_kill, saves_on_stop,
-                                  stopped_seconds, restart))
+                                  stopped_seconds, restart, join_address))
     if started is not None:
         exit_with_launcher(started)
     started = started or Started(launcher="local", rank=0, size=1, local_rank=0, local_size=1)
@@ -105,7 +109,7 @@ def start(mesh: Mesh | None = None, *, data: int = 1, pipe: int = 1, row: int = 
     try:
         _check_size(mesh, started)
         world = _connect_rank(mesh, started, transport, collectives, threads, device, timeout_seconds, stopped_seconds,
-                              stream)
+                              stream, join_address)
     except RanvierError:
         # When this process ends, which has printed the error by then: torchrun's agent ends it as soon as another one
         # is gone.
@@ -118,7 +122,8 @@ def start(mesh: Mesh | None = None, *, data: int = 1, pipe: int = 1, row: int = 
 
 
 def _connect_rank(mesh: Mesh, started: Started, transport: str, collectives: str, threads: int | Literal["auto"],
-                  device: str, timeout_seconds: float, stopped_seconds: float, stream: TextIO | None) -> World:
+                  device: str, timeout_seconds: float, stopped_seconds: float, stream: TextIO | None,
+                  join_address: str | None = None) -> World:
     """Set this process up as rank `started`, and connect it."""
     if started.launcher == "local" and started.size > 1:
         _use_terminals()
@@ -128,7 +133,7 @@ def _connect_rank(mesh: Mesh, started: Started, transport: str, collectives: str
     os.environ.update(cuda_defaults(os.environ))  # CUDA reads them when it is first used, which is below
     with mpi_start_watch(started, timeout_seconds, stopped_seconds):
         started, local_rank, local_size = _with_local_rank(started)
-        stores = None if started.size == 1 else _open_store(started, timeout_seconds)
+        stores = None if started.size == 1 and join_address is None else _open_store(started, timeout_seconds)
     torch.set_num_threads(threads_per_rank(local_size) if threads == "auto" else threads)
     place, chosen_device, local_ranks = _agree_on_device(
         started, device, transport if collectives == "auto" else f"{transport}, collectives {collectives}", stores)
@@ -136,9 +141,15 @@ def _connect_rank(mesh: Mesh, started: Started, transport: str, collectives: str
     if place.type == "cuda":
         torch.cuda.set_device(place)  # what names no device, in libraries too, must not take device 0
     library = choose_collectives(collectives, chosen.value, chosen_device.value)
+    if join_address is not None:
+        use_interface_towards(join_address)
     with mpi_start_watch(started, timeout_seconds, stopped_seconds) if chosen.value == "mpi" else nullcontext():
         backend, store = _connect(started, chosen.value, library.value, place, timeout_seconds, stores)
-    world = World(backend=backend, store=store, launcher=started.launcher, device=place, mesh=mesh,
+    joins = None
+    if join_address is not None and stores is not None:
+        assert started.master is not None and started.secret is not None, "our own supervisor gives them"
+        joins = JoinPoint(address=started.master[0], port=started.master[1], secret=started.secret, store=stores[0])
+    world = World(backend=backend, store=store, launcher=started.launcher, device=place, mesh=mesh, joins=joins,
                   local_rank=local_rank, local_size=local_size, local_ranks=local_ranks)
     if isinstance(backend, TorchBackend | MixedBackend):
         world.overdue, world.lost = backend.waits.overdue, backend.waits.lost
@@ -260,7 +271,7 @@ def rerun_command() -> list[str]:
 
 def _run_local_ranks(mesh: Mesh, transport: str, threads: int | Literal["auto"], device: str,
                      rerun: Sequence[str] | None, explain_kill: Callable[[], str] | None, saves_on_stop: bool,
-                     stopped_seconds: float, restart: Restart | None) -> int:
+                     stopped_seconds: float, restart: Restart | None, join_address: str | None = None) -> int:
     """Supervise the ranks, and restart them as `restart` says; returns the exit code."""
     command: Sequence[str] = rerun if rerun is not None else rerun_command()
     if threading.current_thread() is not threading.main_thread():
@@ -270,14 +281,36 @@ def _run_local_ranks(mesh: Mesh, transport: str, threads: int | Literal["auto"],
 
     chosen = choose_transport(transport, None, choose_device(device, mesh.size).value)
     while True:
-        count = str(threads_per_rank(mesh.size) if threads == "auto" else threads)
-        variables = dict.fromkeys(_THREAD_VARIABLES, count) | cuda_defaults(os.environ)
+        variables = rank_variables(mesh.size, threads)
         outcome = supervise(mesh, chosen.value, chosen.reason, command, variables, explain_kill, saves_on_stop,
-                            stopped_seconds)
+                            stopped_seconds, join_address)
         again = restart and outcome.retryable and restart(max(mesh.size - outcome.num_lost, 1))
         if not again:
             return outcome.code
         mesh, command = again
+
+
+def rank_variables(num_ranks: int, threads: int | Literal["auto"]) -> dict[str, str]:
+    """Environment variables of each of `num_ranks` ranks on this machine: threads of libraries, and CUDA's."""
+    count = str(threads_per_rank(num_ranks) if threads == "auto" else threads)
+    return dict.fromkeys(_THREAD_VARIABLES, count) | cuda_defaults(os.environ)
+
+
+def _check_joins(address: str, started: Started | None, transport: str) -> None:
+    if transport == "mpi":
+        raise ConfigError("needs transport torch: MPI's ranks are those that were started", where="launch.join-address",
+                          value=address, remedy="Leave the transport auto.")
+    if started is not None and started.launcher != "local":
+        raise ConfigError(f"has no effect under {started.launcher}, whose ranks are those that it has started",
+                          where="launch.join-address", value=address,
+                          remedy="Start the run under plain python, or leave --launch.join-address out.")
+
+
+def use_interface_towards(address: str) -> None:
+    """Make Gloo use the interface on the route to `address`, unless the user has named one."""
+    name = interface_towards(address)
+    if name is not None and _INTERFACE not in os.environ:
+        os.environ[_INTERFACE] = name
 
 
 def _check_size(mesh: Mesh, started: Started) -> None:

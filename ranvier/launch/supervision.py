@@ -30,15 +30,19 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore, TCPStore
 
+from ranvier.comm.board import call_with_timeout
 from ranvier.comm.signed_store import SignedStore, private_prefix
+from ranvier.errors import LaunchError
 from ranvier.launch import parent_death
+from ranvier.launch.contact import Contact, connect
 from ranvier.launch.failure_watch import FAILED, FINISHED
 from ranvier.launch.failures import describe_rank, read_mesh
+from ranvier.launch.joining import WISH, rank_of_newcomer
 from ranvier.launch.launchers import SECRET, local_variables
 from ranvier.launch.mpiexec import MpiexecOutput, mpiexec_command
-from ranvier.launch.shared_store import create_store, new_secret
+from ranvier.launch.shared_store import LOOPBACK, create_store, new_secret
 from ranvier.launch.stop import STOP_SIGNALS
 from ranvier.launch.stopped_ranks import CHECK_SECONDS, StoppedRankDetector, find_rank_processes, read_pids
 from ranvier.mesh import Mesh
@@ -46,6 +50,8 @@ from ranvier.system.processes import Process, descendants
 
 _GRACE_SECONDS = 3.0
 _POLL_SECONDS = 0.03
+_USER_ERROR = 2
+"""Exit code of a rank that has printed a RanvierError."""
 _PR_SET_CHILD_SUBREAPER = 36
 # Variables of an outer launcher, which would mislead the ranks or MPI inside them.
 _LAUNCHER_VARIABLES = re.compile(r"PMI|PMIX_|OMPI_|MPI_LOCAL|HYDI_|HYDRA_|TORCHELASTIC_"
@@ -104,7 +110,7 @@ class Outcome:
 
 def supervise(mesh: Mesh, transport: str, reason: str, command: Sequence[str], variables: Mapping[str, str],
               explain_kill: Callable[[], str] | None = None, saves_on_stop: bool = False,
-              stopped_seconds: float = 0.0) -> Outcome:
+              stopped_seconds: float = 0.0, address: str | None = None, joins: Contact | None = None) -> Outcome:
     """Run `command` as each rank of `mesh` on this machine, until all have ended.
 
     Args:
@@ -117,11 +123,16 @@ def supervise(mesh: Mesh, transport: str, reason: str, command: Sequence[str], v
         saves_on_stop: the ranks handle STOP_SIGNALS themselves (ranvier.launch.stop). A rank that has not installed its
             handler yet is killed by the signal, and the run ends.
         stopped_seconds: a rank that a signal has stopped for so long ends the run; 0 never.
+        address: on which the store listens; None for the loopback address.
+        joins: the store of a run under way, which these ranks join; None for one of their own. `mesh` is then only
+            their number, and `variables` has the ID of their request (`ranvier.launch.joining.WISH`).
+
+    LaunchError if nothing can listen on `address`, or the store of `joins` cannot be reached.
 
     When this returns, no rank and no descendant of one is left.
     """
     _adopt_orphans()
-    children = _Children(mesh.size, StoppedRankDetector(stopped_seconds))
+    children = _Children(mesh.size, StoppedRankDetector(stopped_seconds), address or LOOPBACK, joins)
     # Signals are handled before the first rank exists, so that no signal can leave a rank without supervisor.
     with _signals(STOP_SIGNALS if saves_on_stop else ()) as received:
         children.started = _start(mesh, transport, reason, command, variables, children)
@@ -146,6 +157,8 @@ def supervise(mesh: Mesh, transport: str, reason: str, command: Sequence[str], v
         if saves_on_stop or end.code == -signal.SIGSTOP:
             _send(signal.SIGKILL, children)  # on SIGTERM they would wait for the failed rank
         _stop(children, signal.SIGTERM, received)
+    if joins is not None:
+        return _report_newcomer(end, forwarded, children, variables[WISH])
     return _report_failure(end, forwarded, output, children.store, mesh, explain_kill)
 
 
@@ -165,14 +178,39 @@ def _report_failure(end: _RankEnd, forwarded: int | None, output: MpiexecOutput,
     return Outcome(code=1, num_lost=lost, retryable=True)
 
 
-class _Children:
-    """The processes that this one has started, and the store that it hosts for them."""
+def _report_newcomer(end: _RankEnd, forwarded: int | None, children: _Children, wish: str) -> Outcome:
+    """Print which of the ranks that have joined a run has failed, unless it has printed its error itself, and tell the
+    run, whose ranks wait for it: it may be the only one of its machine."""
+    if forwarded is not None and end.code == -forwarded:
+        return Outcome(code=_report_stop(forwarded))
+    number = end.rank
+    assert number is not None, "these ranks are children of this process"
+    try:
+        rank = rank_of_newcomer(children.store, wish, number)
+    except RuntimeError:  # the run has ended
+        rank = None
+    if rank is not None:
+        record = {"rank": rank, "code": 1, "reported": False, "num_lost": 0, "retryable": True}
+        call_with_timeout(lambda: children.store.compare_set(FAILED, "", json.dumps(record)))
+    if end.code != _USER_ERROR:
+        what = "has not joined" if rank is None else f"was rank {rank} of the run"
+        ended = f"was killed by {signal.Signals(-end.code).name}" if end.code < 0 else f"exited with code {end.code}"
+        print(f"ranvier: joining rank {end.rank}, which {what}, {ended}", file=sys.stderr)
+    return Outcome(code=end.code if end.code == _USER_ERROR else 1)
 
-    def __init__(self, num_ranks: int, stopped: StoppedRankDetector) -> None:
-        self.num_ranks, self.secret = num_ranks, new_secret()
+
+class _Children:
+    """The processes that this one has started, and the store that it hosts for them, or that of the run they join."""
+
+    def __init__(self, num_ranks: int, stopped: StoppedRankDetector, address: str, joins: Contact | None) -> None:
+        self.num_ranks, self._joins = num_ranks, joins
         self.started: list[_Child] = []
-        self._tcp = create_store("127.0.0.1", 0, timedelta(seconds=300))  # on this machine only; it outlives every rank
-        self.port = self._tcp.port
+        if joins is None:
+            self.secret, self._tcp = new_secret(), _host(address)  # it outlives every rank
+            self.place = address, self._tcp.port
+        else:
+            self.secret, self._tcp = joins.secret, connect(joins)
+            self.place = joins.address, joins.port
         self.store = SignedStore(PrefixStore(private_prefix(self.secret), self._tcp), self.secret)
         self._before, self._stopped, self._checked = set(descendants(os.getpid())), stopped, time.monotonic()
         self._ranks: dict[int, Process] = {}
@@ -200,11 +238,27 @@ class _Children:
     def exited_early(self) -> int | None:
         """A rank that has exited with code 0 although not all ranks have reached the end of their program."""
         ended = [child.rank for child in self.started if child.rank is not None and child.process.poll() == 0]
-        return ended[0] if ended and not self.store.check([FINISHED]) else None
+        return ended[0] if ended and not self._has_finished() else None
+
+    def _has_finished(self) -> bool:
+        try:
+            return self.store.check([FINISHED])
+        except RuntimeError:
+            if self._joins is None:
+                raise
+            return True  # the run's own supervisor, which hosts the store, has exited
 
     def remaining(self) -> list[Process]:
         """Descendants that were started after this object was made and still run."""
         return [process for process in descendants(os.getpid()) if process not in self._before]
+
+
+def _host(address: str) -> TCPStore:
+    try:
+        return create_store(address, 0, timedelta(seconds=300))
+    except OSError as error:
+        raise LaunchError(f"nothing can listen there: {error.strerror or error}", where="launch.join-address",
+                          value=address, remedy="Give an address of this machine (ip addr lists them).") from error
 
 
 def _adopt_orphans() -> None:
@@ -219,10 +273,10 @@ def _start(mesh: Mesh, transport: str, reason: str, command: Sequence[str], vari
     environ |= variables
     environ[SECRET] = children.secret
     if transport == "mpi":
-        more = local_variables(None, mesh.size, children.port, transport, reason) | _terminals()
+        more = local_variables(None, mesh.size, children.place, transport, reason) | _terminals()
         return [_Child(None, _spawn(mpiexec_command(mesh.size, list(command)), environ | more, signal.SIGTERM,
                                     subprocess.PIPE))]
-    return [_Child(rank, _spawn(command, environ | local_variables(rank, mesh.size, children.port, transport, reason),
+    return [_Child(rank, _spawn(command, environ | local_variables(rank, mesh.size, children.place, transport, reason),
                                 signal.SIGKILL, None)) for rank in range(mesh.size)]
 
 

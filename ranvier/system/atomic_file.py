@@ -17,14 +17,15 @@ from typing import BinaryIO
 
 
 @contextmanager
-def replace_atomically(path: Path) -> Iterator[BinaryIO]:
+def replace_atomically(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
     """A new binary file that replaces `path` when the block ends without an error; until then `path` is unchanged.
 
-    The content is on the disk (fsync) before the rename. OSError if it cannot be written.
+    The content is on the disk (fsync) before the rename. private: only this user may read it, from its first byte on.
+    OSError if it cannot be written.
     """
-    fresh = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+    fresh, mode = path.with_name(f".{path.name}.{secrets.token_hex(6)}"), 0o600 if private else 0o666
     try:
-        with open(fresh, "xb") as file:
+        with open(fresh, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -33,9 +34,9 @@ def replace_atomically(path: Path) -> Iterator[BinaryIO]:
         fresh.unlink(missing_ok=True)
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file atomically, text as UTF-8. OSError if that fails; `path` is then unchanged."""
-    with replace_atomically(path) as file:
+def write_atomically(path: Path, content: str | bytes, *, private: bool = False) -> None:
+    """Write a file atomically, text as UTF-8; `private` as above. OSError if that fails; `path` is then unchanged."""
+    with replace_atomically(path, private=private) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 

@@ -1,4 +1,5 @@
-"""Commands from rank 0 to idle ranks, which wait for them meanwhile: a transition (`Change`), or the end of the run."""
+"""Commands from rank 0 to idle ranks, which wait for them meanwhile: a transition (`Change`), ranks that join, or the
+end of the run."""
 
 from __future__ import annotations
 
@@ -81,6 +82,10 @@ class CommandChannel:
         for rank in range(first, self._world.size):
             self._transport.send(rank, Message(MessageKind.ORDER, 0, 0, {"": data, "checksum": checksum(data)}))
         self._transport.progress()
+
+    def close(self) -> None:
+        """Free the connection. Collective over the ranks that have made it."""
+        self._transport.close()
 
     def wait(self, timeout_seconds: float) -> dict[str, Any]:
         """The next command. Waits as long as it takes: an idle rank has no work that could be late. Meanwhile others

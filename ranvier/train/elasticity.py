@@ -146,6 +146,8 @@ class Elasticity:
         self.caching = Caching(run, data, tell)
         self.evaluations = 0
         """Of the freeze policy, so far."""
+        self.num_ranks = run.mesh.size
+        """Those of the run now, idle ones too."""
         self._rules = ElasticRules(run)
         self.ledger, self.profile = Ledger(), MicrobatchProfile()
         self.selector = TransitionSelector(self._rules, self._note)
@@ -252,10 +254,13 @@ class Elasticity:
     def state(self, run: ResolvedRun, frozen: FrozenLayers, unseen: StepFigures | None = None) -> dict[str, object]:
         """What a checkpoint keeps, and a rank that comes back needs; JSON-serialisable. unseen: the last step, where it
         has not been told yet (`saw`)."""
-        progress = self._progress if unseen is None else self._progress.with_step(unseen)
         changed = frozen or self.ledger.entries or run.mesh != self._first.mesh or self._since != (0, 0)
-        if not self.freezes and not changed:
-            return {}
+        return self.whole_state(run, frozen, unseen) if self.freezes or changed else {}
+
+    def whole_state(self, run: ResolvedRun, frozen: FrozenLayers, unseen: StepFigures | None = None
+                    ) -> dict[str, object]:
+        """The same, also where a run that goes on needs none: for a rank that has just joined."""
+        progress = self._progress if unseen is None else self._progress.with_step(unseen)
         return {"frozen": frozen.prefix, "frozen_above": list(frozen.above),
                 **{str(axis): size for axis, size in run.mesh.sizes.items()}, "evaluations": self.evaluations,
                 "boundaries": run.pipeline.boundaries, "global_size": run.batch.global_size,
@@ -312,7 +317,10 @@ class Elasticity:
             self._since, self._size = (0, 0), self._first.batch.global_size
             size = self._rules.step_samples(int(state["data"]) if same else mesh.data)
         was = resized(mesh, **{axis: int(state.get(axis, size)) for axis, size in mesh.sizes.items()}) if same else mesh
-        if not frozen and was == mesh and size == run.batch.global_size:
+        if was.size > self.num_ranks:  # ranks that had joined are gone
+            same, was = False, mesh
+            size = self._rules.step_samples(mesh.data)
+        if not frozen and was == mesh and size == run.batch.global_size == self._size:
             return None
         reason = "frozen layers as before the run was interrupted"
         if same:
@@ -487,34 +495,33 @@ class Elasticity:
                                          asked_after=left if due is None else min(due, left))
 
     def _resized(self, now: RankRuntime, request: Mapping[str, Any], budget: MemoryBudget, step: int) -> Change | None:
-        """The change that a user requests, unless it is refused: another mesh of the ranks that the run was started
-        with."""
+        """The change that a user requests, unless it is refused: another mesh of the ranks that the run has."""
         run, wanted = now.run, budget.frozen
         asked: dict[str, Any] = {axis: request.get(axis, size if axis in ("row", "col") else None)
                                  for axis, size in run.mesh.sizes.items()}
         problem = request.get("problem") or self._unfit(run.mesh, asked)
         if problem is None:
             mesh = resized(self._first.mesh, **asked)
-            change = replace(self._change(now, mesh, wanted, None, "as asked with ranvier resize"),
-                             wish=request["wish"])
+            reason = request.get("reason", "as asked with ranvier resize")
+            change = replace(self._change(now, mesh, wanted, None, reason), wish=request["wish"])
             there = change.applied(run)
             found = budget.problem(there)
             if found is None:
                 return change
             problem = str(found)
         self._note(step, "resize-refused", f"resize request for {request_text(request)} refused: {problem}",
-                   {name: value for name, value in request.items() if name != "problem"})
+                   {name: value for name, value in request.items() if name not in ("problem", "reason")})
         return self._change(now, run.mesh, wanted, now.engine.boundaries or None, "freezing") if wanted != now.frozen \
             else None
 
     def _unfit(self, mesh: Mesh, asked: Mapping[str, Any]) -> str | None:
         """Why a run on `mesh` cannot go to one of the sizes `asked` (axis -> size), by these numbers alone."""
-        most = self._first.mesh.size
         sizes = [size for size in asked.values() if isinstance(size, int) and not isinstance(size, bool) and size >= 1]
         if len(sizes) < len(asked):
             return "is no mesh: give --data and --pipe, and --row and --col if they change, whole numbers of at least 1"
-        if prod(sizes) > most:
-            return f"needs {prod(sizes)} ranks, and the run was started with {most}"
+        if prod(sizes) > self.num_ranks:
+            started = self.num_ranks == self._first.mesh.size
+            return f"needs {prod(sizes)} ranks, and the run {'was started with' if started else 'has'} {self.num_ranks}"
         if self._needs_activations and len(self._data.eval) < 2 * asked["row"]:
             return (f"leaves rows with fewer than two of the {len(self._data.eval)} held-out samples, which "
                     f"{self._policy_text} compares")

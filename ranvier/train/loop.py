@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -36,8 +36,12 @@ from ranvier.data.task import TokenizerWithFiles
 from ranvier.data.tokenizer import Tokenizer
 from ranvier.elastic.freezing import FreezePolicy, FrozenLayers
 from ranvier.elastic.transition import hand_over, take
-from ranvier.errors import RanvierError
+from ranvier.errors import ConfigError, RanvierError
+from ranvier.launch.contact import NAME as CONTACT
+from ranvier.launch.contact import remove_contact
+from ranvier.launch.devices import machine_name
 from ranvier.launch.failures import publish_mesh
+from ranvier.launch.joining import Call, call_newcomers, give_verdict, grow
 from ranvier.launch.stop import StopRequest
 from ranvier.models import families
 from ranvier.pipeline.engine import Engine
@@ -45,6 +49,8 @@ from ranvier.pipeline.result import BatchResult
 from ranvier.precision import DTYPES
 from ranvier.schedule.spans import Category
 from ranvier.system.atomic_file import write_atomically
+from ranvier.system.lease import Lease
+from ranvier.system.machine import threads_per_rank
 from ranvier.tensor.activations import layout_of
 from ranvier.train.attention import choose_kernel, preferred_kernel
 from ranvier.train.best import LOSS, best_of
@@ -56,6 +62,7 @@ from ranvier.train.events import EndEvent, NoteEvent, StartEvent, Tracker, Track
 from ranvier.train.experiment_trackers import experiment_trackers
 from ranvier.train.guards import Guards
 from ranvier.train.history import History
+from ranvier.train.joining import JoinedRun, invite, wanted_mesh, why_not
 from ranvier.train.logs import EventsFile, Log, MetricsFile, open_folder, plain, read_events, read_metrics, writing
 from ranvier.train.measured_limits import MeasuredLimits, outcome, with_limits
 from ranvier.train.memory import check_fits, explain_out_of_memory, report_text
@@ -97,16 +104,23 @@ def train(run: Run, recipe: str, world: World, *, trackers: Sequence[Tracker] = 
     try:
         with StopRequest() as stop, deterministic_algorithms(closed.deterministic):
             training = Training(closed, recipe, world, trackers, stream or sys.stdout, stop, freezing)
-            try:
-                training.start()
-                while training.summary is None:
-                    training.advance()
-            finally:
-                training.close()
-        training.shutdown()
-        return training.summary
+            return training.run_to_its_end(training.start)
     except Exception as error:
         explanation = explain_out_of_memory(error, closed, where=f"rank {world.rank}")
+        if explanation is None:
+            raise
+        raise explanation from error
+
+
+def train_as_newcomer(joined: JoinedRun, world: World) -> dict[str, object]:
+    """Take part in a run under way, of which `world` has become a rank, until it ends. Returns what `train` returns."""
+    run = joined.run
+    try:
+        with StopRequest() as stop, deterministic_algorithms(run.deterministic):
+            training = Training(run, joined.recipe, world, (), sys.stdout, stop, None, joined=joined)
+            return training.run_to_its_end()
+    except Exception as error:
+        explanation = explain_out_of_memory(error, run, where=f"rank {world.rank}")
         if explanation is None:
             raise
         raise explanation from error
@@ -116,15 +130,62 @@ class Training:
     """One run on one rank. Every method is collective over the ranks of the mesh, but for `close`."""
 
     def __init__(self, run: ResolvedRun, recipe: str, world: World, trackers: Sequence[Tracker], stream: TextIO,
-                 stop: StopRequest, freezing: FreezePolicy | None) -> None:
+                 stop: StopRequest, freezing: FreezePolicy | None, *, joined: JoinedRun | None = None) -> None:
         self.recipe, self.world, self._stop = recipe, world, stop
         self.stops = self.resizes = False
         """Whether a rank was told to stop, the run to take another mesh; all ranks know it after the same step."""
         self.summary: dict[str, object] | None = None
         """What the run has come to, once it has ended."""
         self.began = time.monotonic()
-        self.outputs = Trackers()
-        self.everyone = world.backend.group("everyone", [tuple(range(world.size))])
+        self.outputs, self.history = Trackers(), History()
+        self.now: RankRuntime | None = None
+        self.lease: Lease | None = None
+        self.resize_requests: ResizeRequests | None = None
+        self._kernel = ExitStack()
+        self._has_begun = False
+        """Whether this rank has had a place in a mesh."""
+        self.pending: PendingStep | None = None
+        self.result: BatchResult | None = None
+        """Of the last step on this mesh."""
+        self.done = 0
+        """Steps that are taken, those before this run went on among them."""
+        self._connect()
+        if joined is None:
+            self._begin(run, trackers, stream, freezing)
+        else:
+            self._join(joined)
+
+    def _connect(self) -> None:
+        """What all ranks of the world have in common, idle ones too. Collective over them."""
+        self.everyone = self.world.backend.group("everyone", [tuple(range(self.world.size))])
+        self.commands = CommandChannel(self.world)
+
+    def _share_cores(self) -> None:
+        """The ranks of each machine divide its cores, now that there are more of them. Collective over the world."""
+        machines = self.everyone.gather_objects(machine_name())
+        if self._asked.launch.threads == "auto":
+            torch.set_num_threads(threads_per_rank(machines.count(machine_name())))
+
+    def _join(self, joined: JoinedRun) -> None:
+        """A rank that has joined the run is idle until a mesh takes it."""
+        self.run = self._asked = joined.run
+        self._share_cores()
+        self.data = joined.data
+        self._joined, self._rank_flops_per_second = joined, joined.rank_flops_per_second
+        self.world.mesh = self.run.mesh
+        self._kernel.enter_context(preferred_kernel(self.run.model.attention_kernel))
+        self.elastic = Elasticity(self.run, self.data, tell=lambda event: self.outputs.event(event))
+        self.elastic.num_ranks = self.world.size
+        self.best = best_of(self.run, self.data)
+
+    def _begin(self, run: ResolvedRun, trackers: Sequence[Tracker], stream: TextIO, freezing: FreezePolicy | None
+               ) -> None:
+        """A run begins, or goes on from a checkpoint."""
+        world, recipe = self.world, self.recipe
+        if world.joins is not None and freezing is not None:
+            raise ConfigError("cannot be with a freeze policy that is an object: ranks that join would not have it",
+                              where="launch.join-address", value=world.joins.address,
+                              remedy="Name the policy with --elastic.freeze module:name.")
         run, self.data, self.pretrained = prepare_run(run, world, stream)
         self.run = agree_on_run(run, recipe, self.data, self.everyone, world)
         world.mesh = self.run.mesh
@@ -132,25 +193,18 @@ class Training:
         self.everyone.barrier()  # not before every rank has looked at what is free
         kernel, self._attention = choose_kernel(self.run, self.everyone, world.device)
         self.run = replace(self.run, model=replace(self.run.model, attention_kernel=kernel))
-        self._kernel = ExitStack()
         self.lease = acquire_folders([self.run_dir, checkpoint_folder(self.run)], self.everyone,
                                      tell=lambda line: print(line, file=stream, flush=True))
-        self.commands = CommandChannel(world)
-        self.now: RankRuntime | None = build_runtime(self.run, world, self.data)
+        self.now, self._has_begun = build_runtime(self.run, world, self.data), True
         self.elastic = Elasticity(self.run, self.data, tell=lambda event: self.outputs.event(event), policy=freezing)
         self.saving = Saving(self.run, recipe, self.engine, self.data, self.lease)
         self.resumed = self.saving.start(self._engine_for)
-        self.result: BatchResult | None = None
-        """Of the last step on this mesh."""
         self.best = best_of(self.run, self.data)
         if self.best is not None:
             self.best.load(self.resumed.best, is_own=self.resumed.continues)
         self.done = self.resumed.step
-        """Steps that are taken, those before this run went on among them."""
         self.runtime.train_data.offset = self.resumed.offset
-        self.guards = Guards(self.run.guard, self.engine, tell=lambda event: self.outputs.event(event),
-                             barrier=lambda: self.ranks.barrier(), rollback=self._rollback)
-        self.history = History()
+        self.guards = self._new_guards()
         self._asked = self.run
         """The run before `auto` was resolved, from which each change begins."""
         self._limits = MeasuredLimits(self.run)
@@ -161,6 +215,21 @@ class Training:
                                              begins=self.resumed if self.resumed.continues else None)
             self.resumed.notes.extend(
                 [*damaged, *self._refused_requests(self.done, "it was made before the run began")])
+
+    def _new_guards(self) -> Guards:
+        return Guards(self.run.guard, self.engine, tell=lambda event: self.outputs.event(event),
+                      barrier=lambda: self.ranks.barrier(), rollback=self._rollback)
+
+    def run_to_its_end(self, start: Callable[[], None] = lambda: None) -> dict[str, object]:
+        """`start`, and then all that the run does; returns its summary."""
+        try:
+            start()
+            while self.summary is None:
+                self.advance()
+        finally:
+            self.close()
+        self.shutdown()
+        return self.summary
 
     @property
     def runtime(self) -> RankRuntime:
@@ -227,7 +296,6 @@ class Training:
         for note in (*self.resumed.notes, *notes):
             self.outputs.event(note)
         self._rank_flops_per_second = self._peak() / self.world.size
-        self.pending: PendingStep | None = None
         asked = None if self.resize_requests is None else self.resize_requests.asked
         self.meter = Meter(self.engine.timeline, self.ranks, self._stop, resize_asked=asked)
         if self.resumed.elastic:
@@ -238,6 +306,11 @@ class Training:
             self.elastic.start(self.done, self.engine, self.runtime.frozen)
             if self.elastic.asked and self._left(self.done):
                 self._consider()
+        if self.world.rank == 0 and self.world.joins is not None:
+            with writing(self.run_dir / CONTACT):
+                invite(self.world, JoinedRun(
+                    run=self._asked, recipe=self.recipe, data=self.data, origin=self.saving.origin,
+                    rank_flops_per_second=self._rank_flops_per_second))
 
     def advance(self) -> None:
         """One step, or on an idle rank the next command. The run may have ended then."""
@@ -399,6 +472,8 @@ class Training:
     def close(self) -> None:
         """Let go of files and threads, however the run went."""
         self._kernel.close()
+        if self.world.rank == 0 and self.world.joins is not None:
+            remove_contact(self.run_dir)
         written = self.now is None or self.saving.checkpoints.close()
         self.elastic.caching.leave()
         self.outputs.close()
@@ -421,6 +496,9 @@ class Training:
     def _refused_requests(self, step: int, why: str) -> list[NoteEvent]:
         """One answer to each request for another mesh that this run cannot look at any more."""
         requests = [] if self.resize_requests is None else self.resize_requests.take_all()
+        for one in requests:
+            if one.get("ranks") and isinstance(one["wish"], str):
+                give_verdict(self.world.store, one["wish"], why)
         return [NoteEvent(step=step, event="resize-refused",
                           text=f"resize request for {request_text(one)} refused: {why}",
                           fields={name: one[name] for name in one if name != "problem"}) for one in requests]
@@ -434,6 +512,8 @@ class Training:
         if self.resizes:
             self.resizes = False
             wanted = self.ranks.gather_objects(self.resize_requests and self.resize_requests.take())[0]
+            if wanted is not None and wanted.get("ranks") is not None:
+                wanted = self._admit(wanted)
         change = self.elastic.decide(self.runtime, self.done, resize=wanted, busy=self.meter.busy,
                                      busy_steps=self.meter.busy_steps)
         if change is not None:
@@ -443,6 +523,49 @@ class Training:
         if self.now is not None:
             self.meter.resume()
 
+    def _admit(self, request: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Let the ranks in that a request brings; they are idle then. The request for a mesh that has a place for them;
+        None where they are refused."""
+        call, problem = self.ranks.gather_objects(
+            self._call(request) if self.world.rank == 0 else None)[0]
+        if problem is None:
+            command = {"do": "grow", "call": call}
+            if self.world.rank == 0:
+                self.commands.send(command, first=self.run.mesh.size)
+            problem = self._grow(Call(**call))
+        fields = {"wish": request["wish"], "ranks": request["ranks"]}
+        if problem is not None:
+            self.outputs.event(NoteEvent(step=self.done, event="join-refused", fields=fields,
+                                         text=f"ranks that wanted to join are refused: {problem}"))
+            return None
+        self.outputs.event(NoteEvent(step=self.done, event="joined", fields=fields, text=(
+            f"{request['ranks']} ranks have joined: the run has {self.world.size}")))
+        return wanted_mesh(request, self.run.mesh, self.world.size)
+
+    def _call(self, request: Mapping[str, Any]) -> tuple[dict[str, object] | None, str | None]:
+        """Rank 0 calls the ranks that want to join: what they are called to, and why they are refused, if they are."""
+        world, wish, count = self.world, request["wish"], request["ranks"]
+        problem = why_not(world, request)
+        if problem is not None:
+            give_verdict(world.store, str(wish), problem)
+            return None, problem
+        call = Call(wish=wish, first=world.size, size=world.size + count, local_size=world.local_size,
+                    timeout_seconds=self.run.comm.timeout_seconds)
+        problem = call_newcomers(world, call)
+        if problem is not None:
+            give_verdict(world.store, wish, problem)
+        return call.document(), problem
+
+    def _grow(self, call: Call) -> str | None:
+        """Take the ranks of `call` into the world, or say why not. Collective over the ranks of the world."""
+        problem = grow(self.world, self.everyone, call)
+        if problem is None:
+            self.commands.close()
+            self._connect()
+            self._share_cores()
+            self.elastic.num_ranks = self.world.size
+        return problem
+
     def _change(self, change: Change, save: bool = False) -> None:
         """Have all ranks, the idle ones too, make the change, and save what has come of it."""
         self._publish()
@@ -450,7 +573,7 @@ class Training:
         self._tell_of_checkpoints()
         command: dict[str, object] = {
             "do": "change", "change": change.document(), "step": self.done, "samples": self.samples,
-            "elastic": self.elastic.state(self.run, self.runtime.frozen), "guards": self.guards.state(),
+            "elastic": self.elastic.whole_state(self.run, self.runtime.frozen), "guards": self.guards.state(),
             "block_times": self._limits.block_times(self.runtime, self.meter.busy),
             "saved_step": self.saving.saved_step, "save": save, "stops": self.stops,
             "bad_steps": self.engine.bad_steps and self.engine.bad_steps.state(),
@@ -463,6 +586,9 @@ class Training:
         """Execute a command of rank 0; the ranks of the mesh have come to it by themselves."""
         if command["do"] == "end":
             self.summary = command["summary"]
+            return
+        if command["do"] == "grow":
+            self._grow(Call(**command["call"]))
             return
         began, old, before = time.monotonic_ns(), self.now, self.run.mesh
         held = None
@@ -482,7 +608,11 @@ class Training:
             self.elastic.caching.leave()
             return
         self.runtime.train_data.offset = command["samples"] - self.run.samples_of(self.done)
-        self.saving.move(self.run, self.engine, offset=self.runtime.train_data.offset, saved_step=command["saved_step"])
+        if not self._has_begun:
+            self._begin_here()
+        else:
+            self.saving.move(self.run, self.engine)
+        self.saving.offset, self.saving.saved_step = self.runtime.train_data.offset, command["saved_step"]
         self.guards.move(self.engine, command["guards"])
         if command["bad_steps"]:
             bad_steps = self.engine.bad_steps
@@ -506,6 +636,14 @@ class Training:
             self._keep_limits(note)
         if command["save"]:
             self._save(self.done)
+
+    def _begin_here(self) -> None:
+        """What a rank that has joined lacks before its first place in a mesh. The others' `Saving.move` is as
+        collective."""
+        self._has_begun = True
+        self.saving = Saving(self.run, self.recipe, self.engine, self.data, None, origin=self._joined.origin)
+        self.guards = self._new_guards()
+        self.meter = Meter(self.engine.timeline, self.ranks, self._stop)
 
     def _tell_of_ties(self, before: Engine | None) -> None:
         """Which ties have ended because layers froze. before: the engine of the mesh before, on its ranks."""

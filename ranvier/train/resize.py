@@ -1,4 +1,5 @@
-"""A user's requests for another mesh, from `ranvier resize` to the run that they are meant for, through its folder.
+"""A user's requests for another mesh, from `ranvier resize` and `ranvier join` to the run that they are meant for,
+through its folder.
 
     resize-ID.json   one request; the run takes it away before it reads it (resize.json, written by hand, is one too)
     events.jsonl     the run's one answer: a transition, or a refusal, each with the request's ID ("wish")
@@ -43,8 +44,8 @@ class ResizeRequests:
 
     def take(self) -> dict[str, object] | None:
         """The oldest request, which is then no more; None where there is none. {"data", "pipe", "row",
-        "col"}: of whatever its author has given, the whole numbers, "row" and "col" only if they are given; "wish": its
-        ID; "problem": why it was not read."""
+        "col"}: of whatever its author has given, the whole numbers, "row" and "col" only if they are given; "ranks":
+        how many wait to join, if any do; "wish": its ID; "problem": why it was not read."""
         for path in self._waiting():
             taken = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
             try:
@@ -90,7 +91,7 @@ def _read(path: Path, wish: str | None) -> dict[str, object]:
     told = found if isinstance(found, dict) else {}
     said = told.get("wish")
     sizes = {name: told[name] if type(told.get(name)) is int and abs(told[name]) < 1 << 40 else None
-             for name in ("data", "pipe", *(axis for axis in ("row", "col") if told.get(axis) is not None))}
+             for name in ("data", "pipe", *(name for name in ("row", "col", "ranks") if told.get(name) is not None))}
     return {**sizes, "wish": wish or (said if isinstance(said, str) and re.fullmatch(r"[\w-]{1,64}", said) else None),
             "problem": None}
 
@@ -128,13 +129,9 @@ def ask_and_wait(run_dir: Path, *, data: int, pipe: int, seconds: float, row: in
         if ended or time.monotonic() >= deadline:
             break
         time.sleep(_POLL_SECONDS)
-    try:
-        _path(run_dir, wish).unlink()
-    except FileNotFoundError:
+    if not withdraw(run_dir, wish):
         raise RanvierError("has taken the request, and has not yet said what came of it", where=f"run {run_dir}",
-                           remedy="Look into its events.jsonl, or wait longer with --wait.") from None
-    except OSError:
-        pass
+                           remedy="Look into its events.jsonl, or wait longer with --wait.")
     if ended:
         raise RanvierError("has ended", where=f"run {run_dir}", remedy="Resize runs that are under way.")
     raise RanvierError(f"has not answered within {seconds:g} s", where=f"run {run_dir}",
@@ -154,14 +151,36 @@ def ask(run_dir: Path, *, data: int, pipe: int, row: int | None = None, col: int
                            remedy="Name the folder that the run has printed as its own (--run-dir).")
     if (run_dir / "summary.json").exists():
         raise RanvierError("has ended", where=f"run {run_dir}", remedy="Resize runs that are under way.")
-    wish = secrets.token_hex(8)
+    wish = new_wish()
+    leave(run_dir, wish, _sizes(data, pipe, row, col))
+    return wish
+
+
+def new_wish() -> str:
+    """An ID for a request."""
+    return secrets.token_hex(8)
+
+
+def leave(run_dir: Path, wish: str, sizes: Mapping[str, int]) -> None:
+    """Leave a request in the folder of a run. sizes: of axes, and "ranks" for ranks that wait to join. RanvierError
+    where nothing can be written there."""
     path = _path(run_dir, wish)
     try:
-        write_atomically(path, json.dumps({**_sizes(data, pipe, row, col), "wish": wish}))
+        write_atomically(path, json.dumps({**sizes, "wish": wish}))
     except OSError as error:
         raise RanvierError(f"cannot be written: {error.strerror or error}", where=str(path),
                            remedy="Ask as the user whose run it is.") from error
-    return wish
+
+
+def withdraw(run_dir: Path, wish: str) -> bool:
+    """Take a request back; whether the run had not taken it yet."""
+    try:
+        _path(run_dir, wish).unlink()
+    except FileNotFoundError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _path(run_dir: Path, wish: str) -> Path:

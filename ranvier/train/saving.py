@@ -109,17 +109,19 @@ def checkpoint_folder(run: ResolvedRun) -> Path:
 class Saving:
     """What the loop does with checkpoints. Methods are collective, but for `tell`.
 
-    data: what the run reads. lease: rank 0's, of the folder of checkpoints.
+    data: what the run reads. lease: rank 0's, of the folder of checkpoints. origin: as below, on a rank that has joined
+    a run under way.
     """
 
-    def __init__(self, run: ResolvedRun, recipe: str, engine: Engine, data: Prepared, lease: Lease | None) -> None:
+    def __init__(self, run: ResolvedRun, recipe: str, engine: Engine, data: Prepared, lease: Lease | None,
+                 origin: str | None = None) -> None:
         assert run.run_dir is not None  # all ranks have agreed on it
         self._run, self._recipe, self._engine, self._text = run, recipe, engine, data.fingerprint
         self._lease = lease
         self._labels = list(data.class_names)
         self._tokenizer = None if data.tokenizer is None else data.tokenizer.fingerprint
         self.checkpoints = _checkpoints(run, engine, lease)
-        self.origin = self.checkpoints.of_first(read.origin(run.run_dir))
+        self.origin = self.checkpoints.of_first(read.origin(run.run_dir)) if origin is None else origin
         """The checkpoint elsewhere that the run of this folder began with; none where it began anew."""
         self.offset = 0
         """Sequences that were consumed beyond the steps' own: what a change of batch or going back has left out."""
@@ -130,9 +132,9 @@ class Saving:
         """The last step whose numbers are in the run's folder; rank 0 only. No checkpoint of a later one gets its name,
         or a run that died then and went on from it would never tell that step's numbers."""
 
-    def move(self, run: ResolvedRun, engine: Engine, *, offset: int, saved_step: int | None) -> None:
+    def move(self, run: ResolvedRun, engine: Engine) -> None:
         """Continue with another engine, perhaps on another mesh; the previous `Checkpoints` is closed."""
-        self._run, self._engine, self.offset, self.saved_step = run, engine, offset, saved_step
+        self._run, self._engine = run, engine
         damaged, self.checkpoints = self.checkpoints.damaged, _checkpoints(run, engine, self._lease)
         self.checkpoints.damaged |= damaged
 

@@ -62,8 +62,7 @@ def agree_on_run(run: ResolvedRun, recipe: str, data: Prepared, ranks: Group, wo
     """The run with its folder, as rank 0 names it, and the tensor mesh as it lies best on the nodes. DataError when
     the ranks have different data, ConfigError when they have different meshes."""
     folder = run.run_dir or read.default_folder(recipe)
-    everyone = ranks.gather_objects({"folder": str(folder), "text": " ".join([data.fingerprint, *(
-                                         one.fingerprint for one in data.eval_sets.values())]),
+    everyone = ranks.gather_objects({"folder": str(folder), "text": fingerprint(data),
                                      "local_size": world.local_size,
                                      "plan": f"{run.mesh}, microbatches of {run.batch.microbatch_size}"})
     for rank, other in enumerate(everyone):
@@ -78,6 +77,11 @@ def agree_on_run(run: ResolvedRun, recipe: str, data: Prepared, ranks: Group, wo
     nodes = {other["local_size"] for other in everyone}
     facts = tensor_mesh_facts(run, nodes.pop() if len(nodes) == 1 else None)
     return replace(resolve(run, Facts(tile=None if facts is None else facts.tile)), run_dir=Path(everyone[0]["folder"]))
+
+
+def fingerprint(data: Prepared) -> str:
+    """Of all its sets, in which all ranks agree."""
+    return " ".join([data.fingerprint, *(one.fingerprint for one in data.eval_sets.values())])
 
 
 def held_out_line(data: Prepared) -> list[int]:

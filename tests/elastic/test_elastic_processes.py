@@ -34,7 +34,8 @@ DEADLINE_SECONDS = 120
 class Command:
     """`ranvier train` on a tiny BERT over two epochs, and what it leaves in its folder."""
 
-    def __init__(self, sentences, folder, transport, ranks=4, manual="5:2,14:4", faults=(), **flags):
+    def __init__(self, sentences, folder, transport, ranks=4, manual="5:2,14:4", faults=(), inside=(), **flags):
+        """inside: what runs the command, on another host."""
         self.folder, self.began = folder, time.monotonic()
         settings = {
             "model.num-layers": 6, "model.hidden": 16, "model.heads": 2, "model.vocab": 120, "model.sequence": 12,
@@ -47,10 +48,11 @@ class Command:
                 name.replace("__", ".").replace("_", "-"): value
                 for name, value in flags.items()}}
         words = [str(word) for name, value in settings.items() for word in (f"--{name}", value)]
-        start = [word for fault in faults for word in ("--fault", fault)]
+        program = ["ranvier"] if not faults else [
+            "ranvier.testing.faults", *(word for fault in faults for word in ("--fault", fault)), "--"]
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COVERAGE"))}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "ranvier.testing.faults", *start, "--", "train", "gpt-tiny", *words],
+            [*inside, sys.executable, "-m", *program, "train", "gpt-tiny", *words],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ | {"OMP_NUM_THREADS": "1"})
 
     def lines(self, name):

@@ -118,14 +118,14 @@ def test_a_rank_beyond_the_size():
 
 
 def test_our_own_ranks_before_any_other_launcher():
-    ours = local_variables(2, 4, 5000, "torch", "why")
+    ours = local_variables(2, 4, ("10.0.0.7", 5000), "torch", "why")
     started = detect({**SRUN, **ours})
     assert started == Started(launcher="local", rank=2, size=4, local_rank=2, local_size=4, agent_store=True,
-                              master=("127.0.0.1", 5000), reason="why")
+                              master=("10.0.0.7", 5000), reason="why")
 
 
 def test_our_own_ranks_through_mpiexec():
-    ours = local_variables(None, 8, 5000, "mpi", "")
+    ours = local_variables(None, 8, ("127.0.0.1", 5000), "mpi", "")
     started = detect({**ours, **MPICH})
     assert (started.launcher, started.rank, started.local_rank, started.mpi) == ("local", 3, 3, True)
     with pytest.raises(ConfigError, match="mpiexec should have started 8 ranks"):
@@ -153,7 +153,8 @@ def test_tasks_per_node():
 
 VALUES = st.sampled_from(["0", "1", "2", "3", "8", "", "x", "node[1-2]", "True", "4294967291", "2(x4)"])
 NAMES = st.sampled_from(sorted({*TORCHRUN, *MPICH, *OPEN_MPI, *SRUN, "RANVIER_LOCAL_SIZE", "RANVIER_TRANSPORT",
-                                "RANVIER_STORE_PORT", "RANVIER_LOCAL_RANK"}))
+                                "RANVIER_STORE_ADDRESS", "RANVIER_STORE_PORT",
+                                "RANVIER_LOCAL_RANK"}))
 
 
 @given(st.dictionaries(NAMES, VALUES), st.sampled_from(["auto", "local", "torchrun", "mpiexec", "srun"]))

@@ -1,0 +1,68 @@
+"""`ranvier join`: add ranks to a run in progress."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+
+@click.command(short_help="Add ranks to a run in progress.")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True,
+              help="Number of ranks that this command starts on this machine.")
+@click.option("--data", type=click.IntRange(min=1), help="New number of data parallel replicas; as many as there are "
+                                                         "ranks for without this option.")
+@click.option("--pipe", type=click.IntRange(min=1), help="New number of pipeline stages; as they are without it.")
+@click.option("--row", type=click.IntRange(min=1), help="New number of rows; as they are without it.")
+@click.option("--col", type=click.IntRange(min=1), help="New number of columns; as they are without it.")
+@click.option("--wait", type=click.FloatRange(min=0), default=300.0, show_default=True,
+              help="Seconds to wait for the run's answer.")
+def join(run: Path, ranks: int, data: int | None, pipe: int | None, row: int | None, col: int | None,
+         wait: float) -> int:
+    """Start ranks on this machine that join the run in progress in folder RUN, which was started with
+    --launch.join-address, and take part in it until it ends.
+
+    The run takes them in between two steps, without a restart, and goes to a mesh with more replicas, or to the one
+    that is given. Ranks that the mesh has no place for idle; `ranvier resize` uses them. Settings are the run's. On
+    another machine, RUN must be the same folder, on a file system that both machines have.
+    """
+    from ranvier.errors import ConfigError
+    from ranvier.launch.launchers import detect
+
+    sizes = {axis: size for axis, size in (("data", data), ("pipe", pipe), ("row", row), ("col", col))
+             if size is not None}
+    started = detect(os.environ)
+    if started is None:
+        return _start(run, ranks)
+    if started.launcher != "local":
+        raise ConfigError(f"starts its ranks itself, and {started.launcher} has started this process",
+                          where="ranvier join", remedy=f"Run ranvier join outside of {started.launcher}.")
+
+    from ranvier.cli.ranks import work_as_rank
+    from ranvier.train.loop import train_as_newcomer
+    from ranvier.train.newcomer import join_run
+
+    world, joined = join_run(run.absolute(), started, sizes, seconds=wait, stream=sys.stdout)
+
+    def work() -> None:
+        train_as_newcomer(joined, world)
+
+    return work_as_rank(world, joined.run.mesh, work)
+
+
+def _start(run: Path, ranks: int) -> int:
+    """Start the ranks, and wait for their end; returns the exit code."""
+    from ranvier.launch.contact import connect, read_contact
+    from ranvier.launch.joining import WISH
+    from ranvier.launch.start import rank_variables, rerun_command
+    from ranvier.launch.supervision import supervise
+    from ranvier.mesh import Mesh
+    from ranvier.train.resize import new_wish
+
+    contact = read_contact(run)
+    connect(contact)
+    return supervise(Mesh(data=ranks), "torch", "that of the run", rerun_command(),
+                     {**rank_variables(ranks, "auto"), WISH: new_wish()}, saves_on_stop=True, joins=contact).code

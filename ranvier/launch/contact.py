@@ -1,0 +1,92 @@
+"""How ranks that join a run under way find it: `join.json` in the run's folder, which only the run's user may read.
+
+    {"version": ..., "address": ..., "port": ..., "secret": ...}
+
+Rank 0 writes it once the run can take ranks, and removes it when the run ends. After a run that was killed it stays,
+and names a port on which nobody listens, or another program.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import TCPStore
+
+from ranvier import __version__
+from ranvier.errors import LaunchError, RanvierError
+from ranvier.system.atomic_file import open_regular_file, write_atomically
+from ranvier.world import JoinPoint
+
+NAME = "join.json"
+_MOST_BYTES = 4096
+_CONNECT_SECONDS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contact:
+    """Where the store of a run listens, and the secret of its values."""
+
+    address: str
+    port: int
+    secret: str = field(repr=False)
+
+
+def write_contact(run_dir: Path, point: JoinPoint) -> None:
+    """Leave it in the run's folder. OSError if that fails."""
+    write_atomically(run_dir / NAME, json.dumps({"version": __version__, "address": point.address, "port": point.port,
+                                                 "secret": point.secret}), private=True)
+
+
+def remove_contact(run_dir: Path) -> None:
+    """The run takes no ranks any more."""
+    with suppress(OSError):
+        (run_dir / NAME).unlink()
+
+
+def read_contact(run_dir: Path) -> Contact:
+    """That of a run under way. RanvierError for a folder without one, and for a run of another version."""
+    if not (run_dir / "run.toml").is_file():
+        raise RanvierError("is no run's folder: it has no run.toml", where="RUN", value=str(run_dir),
+                           remedy="Name the folder that the run has printed as its own (--run-dir).")
+    if (run_dir / "summary.json").exists():
+        raise RanvierError("has ended", where=f"run {run_dir}", remedy="Join runs that are under way.")
+    try:
+        with open_regular_file(run_dir / NAME, own=True) as file:
+            content = file.read(_MOST_BYTES)
+    except FileNotFoundError:
+        raise RanvierError(f"takes no ranks: it has no {NAME}", where=f"run {run_dir}",
+                           remedy="Start it with --launch.join-address, with torch as the transport and under plain "
+                                  "python; one that starts takes ranks from its first step on.") from None
+    except OSError as error:
+        raise RanvierError(f"cannot be read: {error.strerror or error}", where=str(run_dir / NAME),
+                           remedy="Join as the user whose run it is.") from error
+    try:
+        found = json.loads(content)
+        version, contact = found["version"], Contact(address=str(found["address"]), port=int(found["port"]),
+                                                     secret=str(found["secret"]))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise RanvierError("is damaged", where=str(run_dir / NAME), value=type(error).__name__,
+                           remedy="Stop the run, and start it again with --resume auto.") from error
+    if version != __version__:
+        raise RanvierError(f"runs with version {version} of Ranvier", where=f"run {run_dir}", value=__version__,
+                           remedy="Install that version here.")
+    return contact
+
+
+def connect(contact: Contact) -> TCPStore:
+    """A connection to the store, whose blocking calls have the same limit as those of the run's own supervisor.
+    LaunchError where nobody listens, or it is no store."""
+    where = f"store of the run at {contact.address}:{contact.port}"
+    try:
+        socket.create_connection((contact.address, contact.port), timeout=_CONNECT_SECONDS).close()
+        return TCPStore(contact.address, contact.port, is_master=False, wait_for_workers=False,
+                        timeout=timedelta(seconds=_CONNECT_SECONDS))
+    except (OSError, RuntimeError, OverflowError) as error:
+        raise LaunchError("cannot be reached", where=where, value=str(error).partition("\n")[0],
+                          remedy="If the run was killed, start it again with --resume auto. From another machine, "
+                                 "--launch.join-address must be an address that it reaches.") from error

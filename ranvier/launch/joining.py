@@ -1,0 +1,195 @@
+"""How ranks join a run under way: what they, rank 0 and the run's other ranks agree on in the run's store.
+
+    newcomers                      rank 0                              all ranks of the run
+    say that they are ready
+                                   takes their request, calls them
+    answer                         hears all of them, has all ranks grow
+    connect, say how it went                                           connect
+                                   reads that                          gather how it went
+    read the verdict               gives the verdict                   all went well: the new backend is the run's
+
+Until the verdict the run's own backend is untouched, and every wait has a limit: newcomers that die or do not answer
+are refused, and the run goes on as if they had never come. From the verdict on they are ranks like the others.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+
+from ranvier.comm.protocol import Backend, Group
+from ranvier.comm.signed_store import SharedStore
+from ranvier.comm.torch_backend import TorchBackend, torch_generation
+from ranvier.comm.torch_group import WaitRegistry
+from ranvier.errors import LaunchError, RanvierError
+from ranvier.world import World
+
+WISH = "RANVIER_JOIN"
+"""Environment variable with the ID of the request of ranks that want to join."""
+_KEYS = "ranvier/join/"
+_POLL_SECONDS = 0.02
+_ANSWER_SECONDS = 10.0
+_CONNECT_SECONDS = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What newcomers are to become: ranks `first` to `size` - 1. wish: ID of their request. local_size: that of the
+    run's ranks. timeout_seconds: the run's limit, of which each wait here takes a third at most, since ranks that are
+    through wait for the others."""
+
+    wish: str
+    first: int
+    size: int
+    local_size: int
+    timeout_seconds: float
+
+    def document(self) -> dict[str, object]:
+        """As JSON can hold it; `Call(**document)` is the inverse."""
+        return asdict(self)
+
+    @property
+    def answer_seconds(self) -> float:
+        """Limit for the newcomers' answers."""
+        return min(_ANSWER_SECONDS, self.timeout_seconds / 3)
+
+    @property
+    def connect_seconds(self) -> float:
+        """Limit for the connections, once all have answered."""
+        return min(_CONNECT_SECONDS, self.timeout_seconds / 3)
+
+
+def call_newcomers(world: World, call: Call) -> str | None:
+    """On rank 0: call them; None once all have answered, otherwise why they are refused."""
+    world.store.set(f"{_KEYS}{call.wish}/call", json.dumps(call.document()))
+    answers = _answers(world.store, call, "here", call.answer_seconds)
+    missing = call.size - call.first - len(answers)
+    return f"{missing} of {call.size - call.first} ranks that wanted to join do not answer" if missing else None
+
+
+def grow(world: World, everyone: Group, call: Call) -> str | None:
+    """Connect this rank of the run to the newcomers; None if they are ranks of `world` now, otherwise why they are not,
+    the same on every rank. Collective over the ranks of the run, which are those of `everyone`."""
+    waits = world.backend.waits if isinstance(world.backend, TorchBackend) else None
+    made, problem = _connect(world, world.rank, call, call.connect_seconds, waits)
+    if world.rank == 0 and problem is None:
+        texts = _answers(world.store, call, "connected", call.connect_seconds)
+        newcomers = range(call.size - call.first)
+        problem = next((texts.get(number, f"rank {call.first + number}, which was joining, is gone")
+                        for number in newcomers if texts.get(number) != ""), None)
+    problem = next((found for found in everyone.gather_objects(problem) if found is not None), None)
+    if world.rank == 0:
+        give_verdict(world.store, call.wish, problem)
+    if problem is None:
+        assert made is not None, "it was made without a problem"
+        world.grow(made)
+    elif made is not None:
+        made.close()
+    return problem
+
+
+def give_verdict(store: SharedStore, wish: str, problem: str | None) -> None:
+    """On rank 0: the newcomers are ranks of the run, or are refused for `problem`."""
+    store.set(f"{_KEYS}{wish}/verdict", json.dumps(problem))
+
+
+def rank_of_newcomer(store: SharedStore, wish: str, number: int) -> int | None:
+    """Which rank of the run the `number`-th newcomer of a request is, or is about to be; None if the run has not called
+    it, refuses it, or says nothing. For its supervisor, after its death, of which the run must hear: the verdict may
+    still come, and be that it is taken."""
+    if not store.check([f"{_KEYS}{wish}/call"]):
+        return None
+    call = Call(**json.loads(store.get(f"{_KEYS}{wish}/call")))
+    deadline = time.monotonic() + call.answer_seconds + 2 * call.connect_seconds
+    while not store.check([f"{_KEYS}{wish}/verdict"]):
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(_POLL_SECONDS)
+    return call.first + number if json.loads(store.get(f"{_KEYS}{wish}/verdict")) is None else None
+
+
+def _connect(world: World, rank: int, call: Call, seconds: float, waits: WaitRegistry | None
+             ) -> tuple[TorchBackend | None, str | None]:
+    assert world.joins is not None, "the run takes ranks"
+    try:
+        return torch_generation(call.wish, rank, call.size, world.joins.store, world.device, call.timeout_seconds,
+                                connect_seconds=seconds, waits=waits), None
+    except RanvierError as error:
+        return None, f"{error.where} {error.what}"
+
+
+def _answers(store: SharedStore, call: Call, what: str, seconds: float) -> dict[int, str]:
+    """What newcomers have said under `what`, by their number among them, once all have, or when the time is over."""
+    deadline, found = time.monotonic() + seconds, dict[int, str]()
+    while True:
+        for number in range(call.size - call.first):
+            key = f"{_KEYS}{call.wish}/{what}/{number}"
+            if number not in found and store.check([key]):
+                found[number] = store.get(key).decode()
+        if len(found) == call.size - call.first or time.monotonic() > deadline:
+            return found
+        time.sleep(_POLL_SECONDS)
+
+
+class Newcomer:
+    """One of `count` processes that want to join a run together, the `number`-th of them.
+
+    world: without ranks of the run so far. wish: ID of their request.
+    """
+
+    def __init__(self, world: World, wish: str, number: int, count: int) -> None:
+        self._world, self._wish, self._number, self._count = world, wish, number, count
+
+    def await_others(self, seconds: float) -> None:
+        """Return once all of them are ready. LaunchError if they are not in time."""
+        self._say("ready")
+        for number in range(self._count):
+            self._await(f"ready/{number}", seconds, f"joining rank {number} is not ready")
+
+    def join(self, seconds: float) -> World:
+        """The world with this rank in it. LaunchError if the run has not called within `seconds`, or refuses."""
+        called: Mapping[str, object] = json.loads(self._await("call", seconds, "the run has not taken the request"))
+        if self._refused():
+            self._await_verdict(0.0)
+        call = Call(**called)  # type: ignore[arg-type]  # rank 0 has written it
+        self._say("here")
+        made, problem = _connect(self._world, call.first + self._number, call,
+                                 call.answer_seconds + call.connect_seconds, None)
+        self._say("connected", problem or "")
+        self._await_verdict(3 * call.timeout_seconds)
+        assert made is not None, "the verdict would be another one"
+        backend: Backend = made
+        return replace(self._world, backend=backend, local_size=call.local_size,
+                       local_ranks=tuple(range(call.first, call.size)), overdue=made.waits.overdue,
+                       lost=made.waits.lost)
+
+    def _await_verdict(self, seconds: float) -> None:
+        problem = json.loads(self._await("verdict", seconds, "the run has not said whether it takes this rank"))
+        if problem is not None:
+            raise LaunchError(f"is refused: {problem}", where=f"joining rank {self._number}",
+                              remedy="Look at the run's output, and join again.")
+
+    def _refused(self) -> bool:
+        return self._world.store.check([f"{_KEYS}{self._wish}/verdict"])
+
+    def _say(self, what: str, text: str = "") -> None:
+        self._world.store.set(f"{_KEYS}{self._wish}/{what}/{self._number}", text)
+
+    def _await(self, what: str, seconds: float, late: str) -> str:
+        """The value of a key of this request. A verdict that comes first ends the wait for everything else."""
+        deadline, store = time.monotonic() + seconds, self._world.store
+        key = f"{_KEYS}{self._wish}/{what}"
+        try:
+            while not store.check([key]):
+                if what != "verdict" and self._refused():
+                    self._await_verdict(0.0)
+                if time.monotonic() > deadline:
+                    raise LaunchError(late, where="join", value=f"{seconds:g} s",
+                                      remedy="Is the run under way? Wait longer with --wait, for runs with long steps.")
+                time.sleep(_POLL_SECONDS)
+            return store.get(key).decode()
+        except RuntimeError as error:
+            raise LaunchError("has ended, or starts again", where="the run", value=str(error).partition("\n")[0],
+                              remedy="Join a run that is under way.") from error

@@ -1,0 +1,75 @@
+"""What a run tells the ranks that join it, and which mesh it takes then.
+
+The agreement itself is `ranvier.launch.joining`; the process that joins is `ranvier.train.newcomer`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ranvier.config import read
+from ranvier.config.resolve import Facts, ResolvedRun, resolve
+from ranvier.data.task import Prepared
+from ranvier.launch.contact import write_contact
+from ranvier.mesh import Mesh
+from ranvier.train.setup import fingerprint
+from ranvier.world import World
+
+RUN = "ranvier/join/run"
+"""Store key of what `invite` says of the run."""
+_MOST_RANKS = 1 << 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinedRun:
+    """A run under way, as a rank that joins it needs to know it. run: before `auto` gave way to what its ranks have
+    measured, as each change of mesh begins. origin: `Saving.origin`."""
+
+    run: ResolvedRun
+    recipe: str
+    data: Prepared
+    rank_flops_per_second: float
+    origin: str
+
+
+def invite(world: World, joined: JoinedRun) -> None:
+    """On rank 0: from now on ranks may join. OSError where the run's folder cannot be written."""
+    assert world.joins is not None and joined.run.run_dir is not None
+    run = joined.run
+    world.store.set(RUN, json.dumps({
+        "run": read.document(run), "tile": run.mesh.tile, "recipe": joined.recipe, "data": fingerprint(joined.data),
+        "rank_flops_per_second": joined.rank_flops_per_second, "origin": joined.origin,
+        "torch": torch.__version__.partition("+")[0]}))
+    write_contact(joined.run.run_dir, world.joins)
+
+
+def read_run(said: Mapping[str, Any], run_dir: Path) -> ResolvedRun:
+    """The run that `invite` has told of, with its folder as it is seen here."""
+    asked = read.merge([read.from_dict(said["run"], "the run")]).run
+    run = resolve(asked, Facts(tile=said["tile"] and tuple(said["tile"])))
+    return replace(run, run_dir=run_dir)
+
+
+def why_not(world: World, request: Mapping[str, Any]) -> str | None:
+    """Why the ranks of a request cannot join, by the request alone; None where they may."""
+    if world.joins is None:
+        return "the run was started without --launch.join-address"
+    if request["problem"] is not None or not isinstance(request["wish"], str):
+        return request["problem"] or "their request has no ID"
+    if not isinstance(request["ranks"], int) or not 1 <= request["ranks"] <= _MOST_RANKS:
+        return f"their number must be from 1 to {_MOST_RANKS:,}"
+    return None
+
+
+def wanted_mesh(request: Mapping[str, Any], mesh: Mesh, num_ranks: int) -> dict[str, Any]:
+    """The request for another mesh that `request`, of ranks that have joined, comes to: what it leaves out of `mesh`
+    stays, but for as many replicas as `num_ranks` ranks have room for."""
+    sizes: dict[str, Any] = {axis: request.get(axis) or size for axis, size in mesh.sizes.items()}
+    sizes["data"] = request.get("data") or max(1, num_ranks // (sizes["pipe"] * sizes["row"] * sizes["col"]))
+    return {**sizes, "wish": request["wish"], "problem": None, "reason": "for ranks that have joined"}

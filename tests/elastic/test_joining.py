@@ -1,0 +1,453 @@
+"""Ranks that join a run under way: what it computes then, and what becomes of newcomers that die or do not belong.
+
+Where a test needs a moment of the run, its ranks are stopped (SIGSTOP) until the newcomers wait for them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+import pytest
+from torch.distributed import HashStore
+
+from ranvier.cli.main import run_command
+from ranvier.comm.inprocess import InProcessWorld
+from ranvier.comm.signed_store import signed
+from ranvier.config import read
+from ranvier.config.resolve import resolve
+from ranvier.config.run import Comm, Data, Elastic, Launch, Pipeline, Run
+from ranvier.errors import ConfigError, LaunchError, RanvierError
+from ranvier.launch import contact, devices, joining, start
+from ranvier.launch.contact import Contact, connect, read_contact
+from ranvier.launch.joining import Call, Newcomer
+from ranvier.launch.shared_store import create_store
+from ranvier.mesh import Mesh
+from ranvier.planner.problems import problems
+from ranvier.train.joining import RUN, read_run, wanted_mesh, why_not
+from ranvier.train.newcomer import _said
+from ranvier.train.resize import ResizeRequests, leave
+from ranvier.world import JoinPoint, World
+from tests.elastic.test_elastic_processes import DEADLINE_SECONDS, Command
+from tests.elastic.test_elastic_run import losses, run_all, sentences
+from tests.launch.network_hosts import ADDRESSES, connected
+from tests.launch.test_shared_store import SECOND
+
+__all__ = ["sentences"]  # a fixture
+
+
+class Joining:
+    """`ranvier join`, whose ranks are found as those of a run."""
+
+    _is_ours, ranks = Command._is_ours, Command.ranks
+
+    def __init__(self, run, *options, inside=()):
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COVERAGE"))}
+        self.process = subprocess.Popen(
+            [*inside, sys.executable, "-m", "ranvier", "join", str(run.folder), *map(str, options)], text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ | {"OMP_NUM_THREADS": "1"})
+
+    def end(self):
+        text, _ = self.process.communicate(timeout=DEADLINE_SECONDS)
+        return self.process.returncode, text
+
+
+@pytest.fixture
+def start_run(sentences, tmp_path):
+    started = []
+
+    def begin(ranks, **options):
+        options = {"manual": "", "launch__join_address": "127.0.0.1", "launch__stopped_seconds": 0,
+                   "launch__threads": 1, "comm__timeout_seconds": 300} | options  # longer than ranks are stopped
+        started.append(Command(sentences, tmp_path / "run", "torch", ranks=ranks, **options))
+        return started[-1]
+
+    def join(run, *options, **where):
+        started.append(Joining(run, *options, **where))
+        return started[-1]
+
+    yield begin, join
+    for each in started:
+        each.process.kill()
+        each.process.communicate()
+
+
+@contextmanager
+def stopped(run):
+    """The ranks with which the run was started are stopped between or in two steps, until the block ends."""
+    run.wait_until((run.folder / contact.NAME).exists)
+    run.stopped = getattr(run, "stopped", None) or list(run.ranks().values())
+    for process in run.stopped:
+        os.kill(process, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for process in run.stopped:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGCONT)
+
+
+def requests(run):
+    return list(run.folder.glob("resize-*.json"))
+
+
+def events(run, name):
+    return [line for line in run.lines("events.jsonl") if line["event"] == name]
+
+
+def undisturbed(run, tmp_path):
+    """Losses of the same run on one rank in this process."""
+    there = read.merge([read.load(str(run.folder / "run.toml"))[1]]).run
+    here = replace(there, mesh=Mesh(), run_dir=tmp_path / "here", pipeline=Pipeline(),
+                   launch=replace(there.launch, join_address=None))
+    run_all(here)
+    return losses(here)
+
+
+def test_ranks_join_twice_and_nothing_changes_but_the_mesh(start_run, tmp_path):
+    """One rank, then three replicas, then four ranks in a pipeline of two: losses are those of one rank, each step's
+    are told once, and all ranks come to the same end. Nobody but the user can read the secret, which is gone then."""
+    begin, join = start_run
+    run = begin(1, train__steps=160, checkpoint__every=50, train__eval_every=75)
+    with stopped(run):
+        assert (run.folder / contact.NAME).stat().st_mode & 0o777 == 0o600
+        first = join(run, "--ranks", 2)
+        run.wait_until(lambda: requests(run))
+    run.wait_until(lambda: len(run.transitions) == 1)
+    with stopped(run):
+        second = join(run, "--data", 2, "--pipe", 2)
+        run.wait_until(lambda: requests(run))
+    code, text = run.end()
+    assert code == 0, text
+    for each, name in ((first, "rank 1 to 2 of 3"), (second, "rank 3 of 4")):
+        code, joined = each.end()
+        assert code == 0 and f"joined {run.folder}: {name}" in joined, joined
+    assert [(line["mesh"]["data"], line["mesh"]["pipe"]) for line in run.transitions] == [(3, 1), (2, 2)]
+    assert all("(for ranks that have joined)" in line["text"] for line in run.transitions)
+    assert [(line["ranks"], line["text"]) for line in events(run, "joined")] == [
+        (2, "2 ranks have joined: the run has 3"), (1, "1 ranks have joined: the run has 4")]
+    assert [line["step"] for line in run.lines("metrics.jsonl")] == list(range(1, 161))
+    assert run.losses == pytest.approx(undisturbed(run, tmp_path), rel=1e-12)
+    assert not (run.folder / contact.NAME).exists()
+
+
+@pytest.mark.slow
+def test_ranks_that_find_no_place_idle_until_a_mesh_takes_them(start_run, tmp_path):
+    """With layers that freeze meanwhile, replicas that a policy takes, and scaled batches."""
+    begin, join = start_run
+    run = begin(2, train__steps=200, manual="150:2")
+    with stopped(run):
+        joined = join(run, "--ranks", 1)
+        run.wait_until(lambda: requests(run))
+    run.wait_until(lambda: events(run, "resize-refused"))
+    refused, = events(run, "resize-refused")
+    assert "is the mesh that the run has" in refused["text"]
+    leave(run.folder, "0123456789abcdef", {"data": 3, "pipe": 1})
+    code, text = run.end()
+    assert code == 0, text
+    assert joined.end()[0] == 0
+    assert (3, 1) in [(line["mesh"]["data"], line["mesh"]["pipe"]) for line in run.transitions]
+    assert run.losses == pytest.approx(undisturbed(run, tmp_path), rel=1e-9)
+
+
+@pytest.mark.slow
+def test_newcomers_that_die_before_the_run_calls_them(start_run, tmp_path):
+    begin, join = start_run
+    run = begin(2, train__steps=160)
+    with stopped(run):
+        dead = join(run)
+        run.wait_until(lambda: requests(run))
+        for process in dead.ranks().values():
+            os.kill(process, signal.SIGKILL)
+        assert dead.process.wait(60) == 1
+        assert "joining rank 0, which has not joined, was killed by SIGKILL" in dead.end()[1]
+    code, text = run.end()
+    assert code == 0, text
+    refused, = events(run, "join-refused")
+    assert "1 of 1 ranks that wanted to join do not answer" in refused["text"]
+    assert not run.transitions
+    assert run.losses == pytest.approx(undisturbed(run, tmp_path), rel=1e-12)
+
+
+def test_a_newcomer_that_answers_and_never_connects(start_run, tmp_path):
+    """All ranks of the run give up after the same limit, and go on as they were."""
+    begin, _ = start_run
+    run = begin(2, train__steps=160, comm__timeout_seconds=6)
+    wish = "00000000000000aa"
+    with stopped(run):
+        found = read_contact(run.folder)
+        _, store = signed(connect(found), found.secret)
+        leave(run.folder, wish, {"ranks": 1})
+    run.wait_until(lambda: store.check([f"ranvier/join/{wish}/call"]))
+    store.set(f"ranvier/join/{wish}/here/0", "")
+    run.wait_until(lambda: store.check([f"ranvier/join/{wish}/verdict"]))
+    assert "one of them is gone or does not answer" in json.loads(store.get(f"ranvier/join/{wish}/verdict"))
+    code, text = run.end()
+    assert code == 0, text
+    assert len(events(run, "join-refused")) == 1 and not run.transitions
+    assert run.losses == pytest.approx(undisturbed(run, tmp_path), rel=1e-12)
+
+
+@pytest.mark.slow
+def test_a_rank_that_has_joined_is_killed(start_run, tmp_path):
+    """The run starts again on the ranks with which it was started, from its last checkpoint."""
+    begin, join = start_run
+    run = begin(2, train__steps=10**6, max_restarts=1, checkpoint__every=5)
+    with stopped(run):
+        joined = join(run, "--ranks", 2)
+        run.wait_until(lambda: requests(run))
+    run.wait_until(lambda: run.transitions and run.lines("metrics.jsonl")[-1]["step"] > run.transitions[0]["step"] + 5)
+    os.kill(joined.ranks()[1], signal.SIGKILL)
+    code, text = joined.end()
+    assert code == 1 and "joining rank 1, which was rank 3 of the run, was killed by SIGKILL" in text, text
+    run.wait_until(lambda: any("resumes from" in line.get("text", "") for line in run.lines("events.jsonl")))
+    at = run.lines("metrics.jsonl")[-1]["step"]
+    run.wait_until(lambda: run.lines("metrics.jsonl")[-1]["step"] > at + 5)
+    run.process.send_signal(signal.SIGTERM)
+    code, text = run.end()
+    assert code == 0 and "restart 1 of 1: the run starts again from its newest checkpoint" in text, text
+    steps = [line["step"] for line in run.lines("metrics.jsonl")]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    yield from connected(tmp_path)
+
+
+@pytest.mark.slow
+def test_ranks_of_another_machine_join(hosts, start_run, tmp_path):
+    """Two network namespaces, whose own names mean loopback addresses."""
+    begin, join = start_run
+    run = begin(1, train__steps=60, launch__join_address=ADDRESSES[0], inside=hosts.run(0))
+    with stopped(run):
+        joined = join(run, inside=hosts.run(1))
+        run.wait_until(lambda: requests(run))
+    code, text = run.end()
+    assert code == 0, text
+    code, text = joined.end()
+    assert code == 0 and "rank 1 of 2" in text, text
+    assert [line["mesh"]["data"] for line in run.transitions] == [2]
+    assert run.losses == pytest.approx(undisturbed(run, tmp_path), rel=1e-12)
+
+
+@pytest.mark.slow
+def test_a_newcomer_that_is_told_to_stop_stops_the_run(start_run):
+    begin, join = start_run
+    run = begin(1, train__steps=10**6)
+    run.wait_until((run.folder / contact.NAME).exists)
+    joined = join(run)
+    run.wait_until(lambda: run.transitions)
+    joined.process.send_signal(signal.SIGTERM)
+    code, text = run.end()
+    assert code == 0 and "stopped by SIGTERM" in text, text
+    assert joined.end()[0] == 0
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "run.toml").write_text("")
+    return tmp_path
+
+
+def write(folder, **changes):
+    contents = {"version": contact.__version__, "address": "127.0.0.1", "port": 1, "secret": "ab"} | changes
+    (folder / contact.NAME).write_text(json.dumps(contents))
+
+
+@pytest.mark.parametrize(("prepare", "message"), [
+    (lambda folder: (folder / "run.toml").unlink(), "is no run's folder: it has no run.toml"),
+    (lambda folder: (folder / "summary.json").write_text("{}"), "has ended.*Join runs that are under way"),
+    (lambda folder: None, "takes no ranks: it has no join.json.*--launch.join-address"),
+    (lambda folder: (folder / contact.NAME).symlink_to("/etc/hostname"), "cannot be read: is a symbolic link"),
+    (lambda folder: write(folder, port="x"), "is damaged"),
+    (lambda folder: (folder / contact.NAME).write_text("[" * 4000), "is damaged"),
+    (lambda folder: write(folder, version="0.0.1"), "runs with version 0.0.1 of Ranvier"),
+], ids=["no run", "ended", "takes none", "a link", "no number", "no JSON", "other version"])
+def test_a_folder_that_cannot_be_joined(folder, prepare, message):
+    prepare(folder)
+    with pytest.raises(RanvierError, match=message):
+        read_contact(folder)
+
+
+@pytest.mark.parametrize("port", [1, 70_000])
+def test_a_run_that_was_killed(port):
+    with pytest.raises(LaunchError, match=r"store of the run at 127\.0\.0\.1.*cannot be reached"):
+        connect(Contact(address="127.0.0.1", port=port, secret="ab"))
+
+
+def test_the_command_says_so(folder, capsys):
+    """In one line, without starting a rank."""
+    assert run_command(["join", str(folder)]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1 and "takes no ranks: it has no join.json" in said.err
+
+
+def test_under_a_launcher(folder, monkeypatch):
+    from click.testing import CliRunner
+
+    from ranvier.cli.join import join
+
+    for name, value in {"TORCHELASTIC_RUN_ID": "a", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0",
+                        "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(join, [str(folder)])
+    assert isinstance(result.exception, ConfigError) and "torchrun has started this process" in str(result.exception)
+    with pytest.raises(ConfigError, match="has no effect under torchrun, whose ranks"):
+        start.start(join_address="127.0.0.1")
+
+
+def test_a_run_over_mpi_takes_no_ranks():
+    run = resolve(Run(comm=Comm(transport="mpi"), launch=Launch(join_address="127.0.0.1"), mesh=Mesh(data=2)))
+    assert any("join-address: needs comm.transport torch" in str(found) for found in problems(run))
+    with pytest.raises(ConfigError, match="needs transport torch: MPI"):
+        start.start(join_address="127.0.0.1", transport="mpi")
+
+
+def test_an_address_that_is_not_this_machines():
+    from ranvier.launch.supervision import supervise
+
+    with pytest.raises(LaunchError, match=r"launch\.join-address: nothing can listen there"):
+        supervise(Mesh(), "torch", "", ["true"], {}, address="192.0.2.1")
+
+
+def test_a_policy_that_newcomers_could_not_have(sentences, tmp_path):
+    from ranvier.testing.ranks import run_ranks
+    from ranvier.train.loop import train
+    from tests.elastic.test_elastic_run import tiny
+
+    def work(world):
+        world.joins = JoinPoint(address="127.0.0.1", port=1, secret="", store=HashStore())
+        train(tiny(sentences, tmp_path / "run", mesh=Mesh()), "tiny", world, freezing=object())
+
+    with pytest.raises(ConfigError, match="cannot be with a freeze policy that is an object"):
+        run_ranks(work, 1)
+
+
+@pytest.mark.parametrize(("said", "message"), [
+    (None, "says nothing of itself"), ({"torch": "1.0"}, "runs with torch 1.0")])
+def test_a_store_of_another_run(said, message, tmp_path):
+    store = HashStore()
+    if said is not None:
+        store.set(RUN, json.dumps(said))
+    with pytest.raises(LaunchError, match=message):
+        _said(store, tmp_path)
+
+
+@pytest.mark.slow
+def test_newcomers_with_other_data(start_run, sentences):
+    begin, join = start_run
+    run = begin(1, train__steps=10**6)
+    run.wait_until((run.folder / contact.NAME).exists)
+    path = sentences / "train.tsv"
+    before = path.read_text()
+    try:
+        path.write_text(before + "1\tone more sentence\n")
+        code, text = join(run).end()
+    finally:
+        path.write_text(before)
+    assert code == 2 and text.count("ranvier: ") == 1 and "error: data: differs from the run's" in text, text
+    assert run.process.poll() is None
+
+
+def test_newcomers_that_no_run_answers():
+    store = HashStore()
+    world = World(backend=InProcessWorld(1).backend(0), store=store, launcher="local", device=None, local_rank=0,
+                  local_size=1)
+    newcomer = Newcomer(world, "aa", 0, 2)
+    with pytest.raises(LaunchError, match="joining rank 1 is not ready"):
+        newcomer.await_others(0.05)
+    with pytest.raises(LaunchError, match="the run has not taken the request"):
+        newcomer.join(0.05)
+    joining.give_verdict(store, "aa", "the run ends")
+    with pytest.raises(LaunchError, match="joining rank 0: is refused: the run ends"):
+        newcomer.join(5.0)
+
+
+def test_the_rank_of_a_newcomer_that_has_died():
+    """Its supervisor tells the run once the verdict has made it a rank, also where it died before the verdict: the
+    others would wait for it until the limit of collectives."""
+    store = HashStore()
+    assert joining.rank_of_newcomer(store, "aa", 1) is None
+    call = Call(wish="aa", first=2, size=4, local_size=2, timeout_seconds=0.1)
+    store.set("ranvier/join/aa/call", json.dumps(call.document()))
+    assert joining.rank_of_newcomer(store, "aa", 1) is None
+    later = threading.Timer(0.02, joining.give_verdict, (store, "aa", None))
+    later.start()
+    assert joining.rank_of_newcomer(store, "aa", 1) == 3
+    later.join()
+    joining.give_verdict(store, "aa", "the run ends")
+    assert joining.rank_of_newcomer(store, "aa", 1) is None
+
+
+def test_newcomers_whose_run_has_gone():
+    tcp = create_store("127.0.0.1", 0, SECOND)
+    _, store = signed(connect(Contact(address="127.0.0.1", port=tcp.port, secret="ab")), "ab")
+    world = World(backend=InProcessWorld(1).backend(0), store=store, launcher="local", device=None, local_rank=0,
+                  local_size=1)
+    del tcp
+    with pytest.raises(LaunchError, match="has ended, or starts again"):
+        Newcomer(world, "aa", 0, 1).join(5.0)
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"ranks": 0}, "must be from 1 to"), ({"ranks": None}, "must be from 1 to"), ({"wish": None}, "has no ID"),
+    ({"problem": "cannot be read"}, "cannot be read")])
+def test_a_request_that_names_no_newcomers(changes, message):
+    store = HashStore()
+    world = World(backend=InProcessWorld(1).backend(0), store=store, launcher="local", device=None, local_rank=0,
+                  local_size=1)
+    request = {"data": None, "pipe": None, "ranks": 1, "wish": "aa", "problem": None}
+    assert "without --launch.join-address" in why_not(world, request)
+    world.joins = JoinPoint(address="127.0.0.1", port=1, secret="", store=store)
+    assert why_not(world, request) is None
+    assert message in why_not(world, request | changes)
+
+
+def test_a_request_of_newcomers_is_read(tmp_path):
+    leave(tmp_path, "00000000000000aa", {"ranks": 3, "pipe": 2})
+    request = ResizeRequests(tmp_path).take()
+    assert request == {"data": None, "pipe": 2, "ranks": 3, "wish": "00000000000000aa", "problem": None}
+    assert wanted_mesh(request, Mesh(data=2, row=2), 13) == {
+        "data": 3, "pipe": 2, "row": 2, "col": 1, "wish": "00000000000000aa", "problem": None,
+        "reason": "for ranks that have joined"}
+    assert wanted_mesh(request | {"data": 1}, Mesh(data=2), 13)["data"] == 1
+
+
+# --- what newcomers need ---------------------------------------------------------------------------------------------
+
+
+def test_newcomers_read_the_run_as_it_was_asked_for(tmp_path):
+    run = resolve(Run(mesh=Mesh(data=2, row=2, col=2, tile=(1, 2)), data=Data(cache_dir=tmp_path),
+                      elastic=Elastic(freeze="manual", manual=("3:1", "5:2")), launch=Launch(join_address="127.0.0.1")))
+    said = json.loads(json.dumps({"run": read.document(run), "tile": run.mesh.tile}))
+    assert read_run(said, tmp_path / "there") == replace(run, run_dir=tmp_path / "there")
+
+
+def test_each_newcomer_claims_a_device_of_its_own():
+    store = HashStore()
+
+    def seen(machine, *uuids, rank=0, local_rank=0):
+        return devices.RankDevices(rank=rank, local_rank=local_rank, local_size=2, machine=machine, devices=uuids,
+                                   setting="auto", transport="torch", torch="2", nccl="2")
+
+    for rank in range(2):
+        store.set(f"{devices.DEVICES_KEY}{rank}", json.dumps(devices.asdict(
+            seen("here", *"abcd", rank=rank, local_rank=rank))))
+    assert [devices.claim_device(seen("here", *"abcd"), store) for _ in range(3)] == [2, 3, None]
+    assert devices.claim_device(seen("there", *"ab"), store) == 0
+
+
+def test_limits_leave_time_for_ranks_that_are_through():
+    call = Call(wish="aa", first=1, size=2, local_size=1, timeout_seconds=6.0)
+    assert call.answer_seconds + call.connect_seconds < call.timeout_seconds
+    assert Call(**json.loads(json.dumps(call.document()))) == call
