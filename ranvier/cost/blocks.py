@@ -39,8 +39,8 @@ class BlockCost:
     none does; less where some of the block's are frozen, as beside adapters."""
     defers: bool = True
     """Whether products for weights' gradients may wait: not where all weights of linear layers are frozen."""
-    float8_bytes: int = 0
-    """Most bytes that a product of its linear layers would work in if they were computed in float8."""
+    float8_products: tuple[tuple[int, int, int], ...] = ()
+    """(tokens, inputs, outputs) of the products of its linear layers that could be computed in float8."""
 
     @property
     def of_weights(self) -> BlockCost:

@@ -50,6 +50,7 @@ from ranvier.precision import DTYPES
 from ranvier.schedule.limits import Limits, rule_limits
 from ranvier.schedule.policies import policy_named
 from ranvier.system.pinned_memory import pinned_bytes
+from ranvier.tensor import float8
 from ranvier.tensor.columns import plain
 from ranvier.tensor.mesh import TensorMesh, Workspace
 from ranvier.tensor.quantized_weight import quantized_bytes
@@ -437,7 +438,8 @@ def _activations(run: ResolvedRun, costs: Sequence[BlockCost], layout: Layout, s
         update_in_backward=run.optim.update_in_backward), kept_again)
     if run.model.float8:  # all blocks but the model's first and last
         inner = costs[not stage:len(costs) - (stage == num_stages - 1)]
-        found["workspace"] += max((cost.float8_bytes for cost in inner), default=0)
+        found["workspace"] += max((float8.working_bytes(*product, DTYPES[run.precision].itemsize) for cost in inner
+                                   for product in cost.float8_products), default=0)
     if device_kind(run) == "cuda":  # forwards arrive from the stage before, gradients of outputs from the next one
         found["messages"] += SLOTS * ((costs[0].input_bytes if stage else 0)
                                       + (costs[-1].output_bytes if stage < num_stages - 1 else 0))

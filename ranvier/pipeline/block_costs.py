@@ -121,19 +121,18 @@ def _added_product_flops(out: Sequence[int], first: Sequence[int], second: Seque
     return 2 * first[0] * first[1] * second[1]
 
 
-class _Float8Bytes(TorchFunctionMode):
-    """Finds the most bytes that a product of linear layers would work in, in float8."""
+class _Float8Products(TorchFunctionMode):
+    """Finds the products of linear layers that float8 could have: (tokens, inputs, outputs), in order, each once."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.most = 0
+        self.found: dict[tuple[int, int, int], None] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
         if func is functional.linear and not any(size % float8.MULTIPLE for size in args[1].shape):
             outputs, inputs = args[1].shape
-            self.most = max(self.most, float8.working_bytes(args[0].shape[:-1].numel(), inputs, outputs,
-                                                            args[0].element_size()))
+            self.found[args[0].shape[:-1].numel(), inputs, outputs] = None
         return func(*args, **(kwargs or {}))
 
 
@@ -188,7 +187,7 @@ def block_costs(model: Model, inputs: State, targets: object = None,
                    .requires_grad_(value.requires_grad) for key, value in
                    (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))}
         moved, kept, entered = _MovedBytes(), KeptBytes(tensors.values()), _state_bytes(state)
-        products = _Float8Bytes()
+        products = _Float8Products()
         state = _as_leaves(state, trains)
         trains |= any(tensor.requires_grad for tensor in tensors.values())
         try:
@@ -207,7 +206,7 @@ def block_costs(model: Model, inputs: State, targets: object = None,
             name=name, flops=counter.get_total_flops(), written_bytes=moved.written, allocated_bytes=moved.allocated,
             moved_bytes=moved.read + moved.written, operations=moved.operations, kept_bytes=kept.count,
             input_bytes=entered, output_bytes=_state_bytes(outputs), weight_share=share, defers=defers,
-            float8_bytes=products.most,
+            float8_products=tuple(products.found),
             num_parameters=sum(p.numel() for p in module.parameters()),
             num_trainable=sum(p.numel() for p in module.parameters() if p.requires_grad),
             num_owned=sum(p.numel() for key, p in module.named_parameters()

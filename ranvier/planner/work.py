@@ -118,8 +118,10 @@ _GROWING = ("flops", "written_bytes", "allocated_bytes", "moved_bytes", "kept_by
 
 
 def _scaled(one: BlockCost, two: BlockCost, share: int) -> BlockCost:
-    return replace(one, **{name: getattr(one, name) + (share - 1) * (getattr(two, name) - getattr(one, name))
-                           for name in _GROWING})
+    products = tuple((tokens + (share - 1) * (more[0] - tokens), inputs, outputs)
+                     for (tokens, inputs, outputs), more in zip(one.float8_products, two.float8_products, strict=True))
+    return replace(one, float8_products=products, **{
+        name: getattr(one, name) + (share - 1) * (getattr(two, name) - getattr(one, name)) for name in _GROWING})
 
 
 def excess(run: ResolvedRun, cluster: Cluster, memory: Sequence[RankMemory]) -> str:

@@ -112,7 +112,9 @@ def _best(stages: tuple[StageLoad, ...], policy: Policy, memory: float, rule: Li
             _affordable(rank, cap, stored, 2 * pipe) for rank, stored in zip(
                 ranks, _stored(stages, policy, in_flight, placement, count), strict=True)))
         made = _simulated(stages, policy, limits, placement, count)
-        limits = replace(limits, deferred=tuple(-(-most // _UNIT) for most in made.most_queued_bytes))  # what is used
+        # What is used, and one more where there is room: times are not exactly those of the simulation.
+        limits = replace(limits, deferred=tuple(min(most, -(-used // _UNIT) + 1) for most, used in zip(
+            limits.deferred, made.most_queued_bytes, strict=True)))
         needs = _needs(ranks, made, limits)
         if needs <= cap:
             found.append((made.seconds, needs, limits))

@@ -281,8 +281,8 @@ def test_documents_are_there_whole_or_as_they_were(text, tmp_path, monkeypatch, 
     written = atomic_file.replace_atomically
 
     @contextmanager
-    def half(path):
-        with written(path) as file:
+    def half(path, **options):
+        with written(path, **options) as file:
             yield file
             file.truncate(file.tell() // 2)
             dies(path)

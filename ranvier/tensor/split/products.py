@@ -64,7 +64,7 @@ class Product(ABC):
 
     @abstractmethod
     def gradients(self, dy: Tensor, x: Tensor, weight: Arriving, shape: torch.Size, *, gathered_x: Gathered | None,
-                  into: Tensor | None, reuse: bool, summed: bool) -> tuple[Tensor, Arriving | None]:
+                  into: Tensor | None, reuse: bool, summed: bool = True) -> tuple[Tensor, Arriving | None]:
         """(dx, dW), as the two above, with dx on its way while dW is computed. reuse: dx may take the place of x in
         memory."""
 
@@ -92,7 +92,7 @@ class OutputStationary(Product):
                                                  summed=summed)
 
     def gradients(self, dy: Tensor, x: Tensor, weight: Arriving, shape: torch.Size, *, gathered_x: Gathered | None,
-                  into: Tensor | None, reuse: bool, summed: bool) -> tuple[Tensor, Arriving | None]:
+                  into: Tensor | None, reuse: bool, summed: bool = True) -> tuple[Tensor, Arriving | None]:
         panels = self._panels(x, gathered_x, exposed=False)
         dx = stationary.output_input_gradient(self._mesh, _flat(dy), weight, x, exposed=False)
         dw = stationary.output_weight_gradient(self._mesh, _flat(dy), x, panels, shape, into, summed=summed)
@@ -132,7 +132,7 @@ class InputStationary(Product):
         return dw
 
     def gradients(self, dy: Tensor, x: Tensor, weight: Arriving, shape: torch.Size, *, gathered_x: Gathered | None,
-                  into: Tensor | None, reuse: bool, summed: bool) -> tuple[Tensor, Arriving | None]:
+                  into: Tensor | None, reuse: bool, summed: bool = True) -> tuple[Tensor, Arriving | None]:
         dx, dw = stationary.input_gradients(self._mesh, dy.contiguous(), _flat(x), weight, shape, into=into,
                                             reuse=reuse, summed=summed)
         assert dx is not None
@@ -145,7 +145,7 @@ class _Summa(Product):
     gathers_weight = False
 
     def gradients(self, dy: Tensor, x: Tensor, weight: Arriving, shape: torch.Size, *, gathered_x: Gathered | None,
-                  into: Tensor | None, reuse: bool, summed: bool) -> tuple[Tensor, Arriving | None]:
+                  into: Tensor | None, reuse: bool, summed: bool = True) -> tuple[Tensor, Arriving | None]:
         dw = self.weight_gradient(dy, x, shape)
         return self._input_gradient(dy, x, weight.tensor[0], out=_flat(x) if reuse else None), dw
 
