@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 import ranvier
 from benchmarks.gpu.programs import Program, on_one_rank, world_of_one
@@ -19,8 +20,10 @@ from ranvier.comm.mpi_backend import _cuda_aware
 from ranvier.config.run import Batch, Checkpoint, Data, Launch, Optim, Run, Train, Transformer
 from ranvier.errors import ConfigError
 from ranvier.launch import rank_processes, start
+from ranvier.launch.launchers import Started
 from ranvier.planner import auto, measure
 from ranvier.tensor.float8 import float8_layers
+from ranvier.train import newcomer
 from ranvier.train.loop import train
 from ranvier.train.memory import device_bytes
 from tests.elastic.cached import HIT, Cached, Prefix
@@ -109,6 +112,10 @@ def choices():
         assert rank_processes._device("cuda", 3) == DEVICE
     info = SimpleNamespace(Get=lambda name: "system,mpi,cuda:device")
     assert _cuda_aware(SimpleNamespace(COMM_WORLD=SimpleNamespace(Get_info=lambda: info)))
+    store, joins = HashStore(), Started(launcher="local", rank=0, size=1, local_rank=0, local_size=1)
+    assert [newcomer._device("cuda", joins, store).index for _ in range(2)] == [0, 1]
+    with pytest.raises(ConfigError, match="needs a device for each rank that joins"):
+        newcomer._device("cuda", joins, store)
 
 
 # ---------------------------------------------------------------------- tests
