@@ -19,7 +19,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # as torch 2.11 calls it
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _OVERDUE_SECONDS = 2.0
-_MAX_REPEATED_BYTES = 512 << 10
+_MAX_REPEATED_BYTES = 4 << 20
 """Shards of at most this size are copied once for each member, to be sent directly."""
 
 

@@ -9,9 +9,10 @@ Pure: no tensors.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,10 @@ def split_by_share(buckets: Sequence[Bucket], host_share: float) -> tuple[list[B
 def within(segments: Sequence[Segment], start: int, stop: int) -> list[Segment]:
     """The parts of `segments` (rising, disjoint) inside [start, stop), neighbours that are alike in one."""
     found: list[Segment] = []
-    for segment in segments:
+    for number in range(bisect_right(segments, start, key=attrgetter("stop")), len(segments)):
+        segment = segments[number]
+        if segment.start >= stop:
+            break
         first, last = max(segment.start, start), min(segment.stop, stop)
         if first >= last:
             continue

@@ -240,11 +240,11 @@ class Resident(_Flat):
 
     def update(self, buckets: Sequence[Bucket], update: Update) -> Iterator[Bucket]:
         """See `Placement`."""
-        # A GPU takes these in one piece, with fewer launches; a CPU's buckets fit its cache. Gradients that have to be
-        # widened first, and copies of what a skipped step leaves alone, have room for one bucket only.
+        # In one piece where possible: fewer launches, and a CPU gains nothing from buckets that fit its cache.
+        # Gradients that have to be widened first, and copies of what a skipped step leaves alone, have room for one
+        # bucket only.
         copies = update.skip is not None and (bool(self._ema) or not skips_by_itself(self._rules))
-        whole = (self._weights.is_cuda and bool(buckets) and not copies
-                 and self._gradients(buckets[0]).dtype is self._dtype)
+        whole = bool(buckets) and not copies and self._gradients(buckets[0]).dtype is self._dtype
         for bucket in joined(buckets) if whole else buckets:
             self._finish_bucket(bucket, update, {name: self._of(bucket, name) for name in self._names})
             yield bucket

@@ -22,7 +22,6 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from ranvier.block import Loss
 from ranvier.errors import ModelError
@@ -30,6 +29,7 @@ from ranvier.tensor.columns import (
     ColumnLayout,
     ColumnTensor,
     layout_of_tensor,
+    mapped,
     mark,
     own_part_of,
     plain,
@@ -104,18 +104,18 @@ def guard_layer(module: nn.Module, mesh: TensorMesh, where: str, takes: Activati
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         entered.clear()
-        return tree_map(take, args), tree_map(take, kwargs)
+        return mapped(take, args), mapped(take, kwargs)
 
     def take(x: object) -> object:
         if not isinstance(x, Tensor):
             return getattr(x, "whole", x)  # a `LocalSize`
-        layout = layout_of_tensor(x)
+        layout, x = layout_of_tensor(x), plain(x)
         if takes == "ids" or not (x.is_floating_point() or x.is_complex()):
             if layout is not None and layout.dim is not None:
                 refuse("takes integers that are the same on every column, and was given a shard",
                        layout.text(tuple(x.shape)),
                        "Compute them from the block's inputs, or from what a ClassifierHead returns.", where)
-            return plain(x)
+            return x
         if mesh.activations.name == "sequence" and "stream" in (takes, gives) and x.dim() != 3:
             refuse("takes [batch, sequence, features] where the sequence is sharded over columns", f"{list(x.shape)}",
                    "Keep the three dims apart, or set --tensor.sequence-sharding false.", where)
@@ -126,7 +126,7 @@ def guard_layer(module: nn.Module, mesh: TensorMesh, where: str, takes: Activati
         return x
 
     def after(_: nn.Module, args: Any, y: object) -> object:
-        return y if alone else tree_map(lambda one: mark(one, given(one)) if type(one) is Tensor else one, y)
+        return y if alone else mapped(lambda one: mark(one, given(one)) if type(one) is Tensor else one, y)
 
     def given(y: Tensor) -> ColumnLayout:
         if gives == "same" and (not entered or entered[0][1] != y.shape):
@@ -154,12 +154,12 @@ def _same_on_rows(mesh: TensorMesh, where: str) -> None:
 
 
 def _as_taken(x: Tensor, layout: ColumnLayout | None, mesh: TensorMesh, kind: ActivationKind, where: str) -> Tensor:
-    """A layer's input of any layout as a plain tensor of the layout that the layer takes."""
+    """A layer's input, a plain tensor that had `layout`, in the layout that the layer takes."""
     if layout is None and (x.requires_grad or isinstance(x, nn.Parameter)):
         refuse("was given a parameter of another layer, or a tensor computed from one",
                f"{list(x.shape)} without a layout",
                "Call the layer that the parameter belongs to.", where)
-    x, dim, expected = plain(x), None if layout is None else layout.dim, sharded_dim(mesh, kind, x.dim())
+    dim, expected = None if layout is None else layout.dim, sharded_dim(mesh, kind, x.dim())
     if kind == "same":
         return x
     if kind == "heads":
@@ -202,10 +202,10 @@ def guard_block(module: nn.Module, mesh: TensorMesh, where: str, *, in_chain: bo
             mesh, dim, x.shape[dim] * mesh.num_cols))
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return tree_map(enter, args), tree_map(enter, kwargs)
+        return mapped(enter, args), mapped(enter, kwargs)
 
     def leave(_: nn.Module, args: Any, output: object) -> object:
-        return tree_map(lambda x: _checked_output(x, where) if isinstance(x, Tensor) else x, output) if in_chain \
+        return mapped(lambda x: _checked_output(x, where) if isinstance(x, Tensor) else x, output) if in_chain \
             else plain(output)
 
     module.register_forward_pre_hook(_Hook(mesh, before), prepend=True, with_kwargs=True)
@@ -240,8 +240,8 @@ def checked_loss(loss: Loss, mesh: TensorMesh, vocab: int | None) -> Loss:
                 refuse("differs from column to column", layout.text(tuple(x.shape)), _REMEDIES["whole"], "loss")
             return plain(x)
 
-        found = loss(tree_map(lambda x: take(x) if isinstance(x, Tensor) else x, output), targets)
-        checked: tuple[Tensor, Tensor | float | int] = tree_map(
+        found = loss(mapped(lambda x: take(x) if isinstance(x, Tensor) else x, output), targets)
+        checked: tuple[Tensor, Tensor | float | int] = mapped(
             lambda x: check(x) if isinstance(x, Tensor) else x, found)
         return checked
 

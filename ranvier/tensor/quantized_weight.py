@@ -144,6 +144,8 @@ class QuantizedWeight(Tensor):
 
 def dense(tree: Any) -> Any:
     """`tree`, such as one tensor, with the values of its quantized weights in their place."""
+    if isinstance(tree, Tensor):  # as at each product of a split layer
+        return tree.values() if isinstance(tree, QuantizedWeight) else tree
     return tree_map_only(QuantizedWeight, QuantizedWeight.values, tree)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import random
 import re
-from collections import Counter
+from collections import Counter, OrderedDict, namedtuple
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._pytree import tree_map
 
 from ranvier.block import Model
 from ranvier.config.run import Memory, TensorParallel, Transformer
@@ -21,7 +22,7 @@ from ranvier.pipeline.block_costs import block_costs
 from ranvier.pipeline.build import Parts
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.tensor import layers
-from ranvier.tensor.columns import LocalSize
+from ranvier.tensor.columns import LocalSize, mapped
 from ranvier.testing import SplitError, check_split
 from ranvier.testing.reference import Reference
 from ranvier.testing.split import SCHEMES
@@ -339,3 +340,11 @@ def test_any_module_is_right_or_refused(start):
 @pytest.mark.slow
 def test_many_modules_are_right_or_refused():
     sum((tried(seed) for seed in range(1000, 4000)), Counter())
+
+
+def test_containers_are_walked_as_torch_walks_them():
+    Pair = namedtuple("Pair", "first second")
+    tree = {"a": (1, [2.5, None, "x"]), "b": OrderedDict(c=Pair(3, (4,))), "d": []}
+    found = mapped(lambda leaf: (type(leaf), leaf), tree)
+    assert found == tree_map(lambda leaf: (type(leaf), leaf), tree)
+    assert type(found["b"]) is OrderedDict and type(found["b"]["c"]) is Pair

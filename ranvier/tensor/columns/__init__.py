@@ -9,10 +9,10 @@ from ranvier.tensor.columns.dispatch import dispatch
 from ranvier.tensor.columns.layout import ColumnLayout, own_part_of, summed_gradient
 from ranvier.tensor.columns.local_size import LocalSize
 from ranvier.tensor.columns.refusal import refuse
-from ranvier.tensor.columns.tensor import ColumnTensor, layout_of_tensor, mark, plain
+from ranvier.tensor.columns.tensor import ColumnTensor, layout_of_tensor, mapped, mark, plain
 
-__all__ = ["ColumnLayout", "ColumnTensor", "LocalSize", "layout_of_tensor", "mark", "own_part_of", "plain", "refuse",
-           "summed_gradient"]
+__all__ = ["ColumnLayout", "ColumnTensor", "LocalSize", "layout_of_tensor", "mapped", "mark", "own_part_of", "plain",
+           "refuse", "summed_gradient"]
 
 # The rules import the class, so the class cannot import them.
 ColumnTensor.dispatch = dispatch

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -37,14 +37,14 @@ def dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """`func(*args, **kwargs)`, of which an argument is a `ColumnTensor`, with results marked; or a ModelError."""
     if func in LAYOUT_FREE or (isinstance(func, torch._ops.OpOverload) and _is_below_autograd()):
         return func(*args, **kwargs)
-    operands = tensors_in((*args, *kwargs.values()))
+    operands = tensors_in((*args, *kwargs.values()) if kwargs else args)
     layout: ColumnLayout | None = None
     for one in operands:
         if isinstance(one, ColumnTensor):
-            layout = one.columns
-            if layout.dim is not None:
-                break
-    _refuse_parameters(func, operands)
+            if layout is None or layout.dim is None:
+                layout = one.columns
+        elif one.requires_grad or isinstance(one, torch.nn.Parameter):
+            _refuse_parameter(func, operands)
     if layout is None or layout.dim is None:
         return _replicated(func, args, kwargs, layout)
     rule = _RULES.get(func)
@@ -58,12 +58,9 @@ def _is_below_autograd() -> bool:
     return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
 
 
-def _refuse_parameters(func: Func, operands: Sequence[Tensor]) -> None:
-    for one in operands:
-        if not isinstance(one, ColumnTensor) and (one.requires_grad or isinstance(one, torch.nn.Parameter)):
-            refuse_call(func, operands, "with a parameter outside of its layer, or with a tensor computed from one,",
-                        "Call the layer, or give a module of your own the methods of "
-                        "ranvier.tensor.layers.Splittable.")
+def _refuse_parameter(func: Func, operands: Sequence[Tensor]) -> NoReturn:
+    refuse_call(func, operands, "with a parameter outside of its layer, or with a tensor computed from one,",
+                "Call the layer, or give a module of your own the methods of ranvier.tensor.layers.Splittable.")
 
 
 def _replicated(func: Func, args: Args, kwargs: Kwargs, layout: ColumnLayout | None) -> Any:
