@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from math import ceil, floor, inf, log10
 
 from ranvier.mesh import StagePlacement
@@ -150,13 +151,14 @@ def _best(case: _Case, memory: float, rule: Limits, given: int | None) -> Limits
     """What needs least of what is nearly fastest within the memory; the rule where nothing is as fast as that.
 
     Why more memory is never slower: whatever is a candidate with less memory is one with more, those that come anew
-    need more than all others, and so only a faster one, which lowers the bound, takes the place of what was chosen.
+    count as needing more than all others, and so only a faster one, which lowers the bound, takes the place of what was
+    chosen.
     """
-    ruled, cap = _outcome(case, rule), memory * case.bytes_under_1f1b()
+    ruled, whole = _outcome(case, rule), case.bytes_under_1f1b()
     found = [_Candidate(limits=rule, seconds=ruled.seconds, needs=max(ruled.needs))]
-    for budget in _BUDGETS[:bisect_left(_BUDGETS, memory) + 1]:
-        found += _candidates_of(case, budget, given)
-    within = [each for each in found if each.needs <= cap]
+    for less, budget in pairwise((0.0, *_BUDGETS[:bisect_left(_BUDGETS, memory) + 1])):
+        found += [replace(each, needs=max(each.needs, less * whole)) for each in _candidates_of(case, budget, given)]
+    within = [each for each in found if each.needs <= memory * whole]
     bound = min((1 + _GAIN) * min((each.seconds for each in within), default=inf), ruled.seconds)
     return min((each for each in within if each.seconds <= bound),
                key=lambda each: (each.needs, each.seconds), default=found[0]).limits
@@ -177,7 +179,7 @@ def _candidates(case: _Case, budget: float, given: int | None) -> list[_Candidat
             found.append(_Candidate(limits=limits, seconds=made.seconds, needs=max(made.needs)))
             if found[-1].needs <= cap:
                 break
-            fewer = tuple(max(0, waiting - ceil(share * (needs - cap) / operands)) if needs > cap and operands else waiting
+            fewer = tuple(max(0, waiting - ceil(share * max(0.0, needs - cap) / operands)) if operands else waiting
                           for waiting, needs, operands in zip(limits.deferred, made.needs, made.operands, strict=True))
             if fewer == limits.deferred:
                 break

@@ -46,8 +46,8 @@ def summarise(*, recipe: str, mesh: Mesh, history: History, ranks: Sequence[Mapp
     """The contents of summary.json.
 
     ranks: of every rank `Engine.counters` and "peak_memory_bytes", and optional facts
-    (memory, ledger, cache). Fields with a list have one entry a rank; bytes_received_by_axis adds them up. The bubble is
-    that of the steps on the last mesh; speeds are those of all steps.
+    (memory, ledger, cache). Fields with a list have one entry a rank; bytes_received_by_axis adds them up. The bubble
+    is that of the steps on the last mesh; speeds are those of all steps.
     """
     losses, last_eval = history.losses, max(history.eval_losses, default=None)
     return {
