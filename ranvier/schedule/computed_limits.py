@@ -212,7 +212,11 @@ def _simulation(case: _Case, limits: Limits) -> _Outcome:
                     defer_bytes=[unit * waiting for unit, waiting in zip(units, limits.deferred, strict=True)])
     alive = made.most_alive_bytes if case.placement.per_rank > 1 else [
         kept + waiting * unit for kept, waiting, unit in zip(made.most_kept_bytes, limits.deferred, units, strict=True)]
-    return _Outcome(seconds=made.seconds, bubble_fraction=made.bubble_fraction,
+    # None before the first that trains has a backward.
+    first = next((place for place, stage in enumerate(times) if stage.trains), len(times))
+    work = case.count * sum(each.microbatch_seconds if place >= first else each.forward
+                            for place, each in enumerate(times)) / len(ranks)
+    return _Outcome(seconds=made.seconds, bubble_fraction=max(0.0, 1.0 - work / made.seconds) if made.seconds else 0.0,
                     needs=tuple(sum(stage.fixed for stage in held) + bytes_ / _UNIT
                                 for held, bytes_ in zip(ranks, alive, strict=True)),
                     operands=tuple(unit / _UNIT for unit in units),
