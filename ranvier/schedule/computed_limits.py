@@ -128,14 +128,26 @@ class _Case:
 
 @dataclass(frozen=True, kw_only=True)
 class _Outcome:
-    """Of a simulation. needs: of each rank, bytes. operands: of each, of the deferred products of one microbatch. used:
-    of each, microbatches whose products wait at once, at most."""
+    """Of a simulation; of each rank the most of what it has at once.
+
+    kept: bytes, with what microbatches store. peak: likewise, and with the deferred products that there are then.
+    operands: bytes of the deferred products of one microbatch. used: microbatches whose products wait.
+    """
 
     seconds: float
     bubble_fraction: float
-    needs: tuple[float, ...]
+    kept: tuple[float, ...]
+    peak: tuple[float, ...]
     operands: tuple[float, ...]
     used: tuple[int, ...]
+
+    def needs(self, case: _Case, limits: Limits) -> tuple[float, ...]:
+        """Bytes of each rank. With one stage, all that it stores and all that may wait, which it reaches in the steady
+        state. With several, the most of both that the simulation has at once: a batch stores most at its start and
+        defers most at its end."""
+        return self.peak if case.placement.per_rank > 1 else tuple(
+            kept + waiting * operands
+            for kept, waiting, operands in zip(self.kept, limits.deferred, self.operands, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +167,7 @@ def _best(case: _Case, memory: float, rule: Limits, given: int | None) -> Limits
     chosen.
     """
     ruled, whole = _outcome(case, rule), case.bytes_under_1f1b()
-    found = [_Candidate(limits=rule, seconds=ruled.seconds, needs=max(ruled.needs))]
+    found = [_Candidate(limits=rule, seconds=ruled.seconds, needs=max(ruled.needs(case, rule)))]
     for less, budget in pairwise((0.0, *_BUDGETS[:bisect_left(_BUDGETS, memory) + 1])):
         found += [replace(each, needs=max(each.needs, less * whole)) for each in _candidates_of(case, budget, given)]
     within = [each for each in found if each.needs <= memory * whole]
@@ -175,12 +187,12 @@ def _candidates(case: _Case, budget: float, given: int | None) -> list[_Candidat
             made = _outcome(case, limits)
             # What is used, and one more: times are not exactly those of the simulation, which stays the same.
             limits = replace(limits, deferred=tuple(map(min, limits.deferred, (used + 1 for used in made.used))))
-            made = _outcome(case, limits)
-            found.append(_Candidate(limits=limits, seconds=made.seconds, needs=max(made.needs)))
+            all_needs = made.needs(case, limits)
+            found.append(_Candidate(limits=limits, seconds=made.seconds, needs=max(all_needs)))
             if found[-1].needs <= cap:
                 break
             fewer = tuple(max(0, waiting - ceil(share * max(0.0, needs - cap) / operands)) if operands else waiting
-                          for waiting, needs, operands in zip(limits.deferred, made.needs, made.operands, strict=True))
+                          for waiting, needs, operands in zip(limits.deferred, all_needs, made.operands, strict=True))
             if fewer == limits.deferred:
                 break
             limits = replace(limits, deferred=fewer)
@@ -199,26 +211,22 @@ def _outcome(case: _Case, limits: Limits) -> _Outcome:
 
 
 def _simulation(case: _Case, limits: Limits) -> _Outcome:
-    """What a rank needs: with one stage, all that it stores and all that may wait, which it reaches in the steady
-    state. With several, the most of both that the simulation has at once: a batch stores most at its start and defers
-    most at its end."""
     ranks = [case.held(rank) for rank in range(case.placement.pipe)]
     times = [StageTimes(forward=stage.forward, backward=stage.backward, weight=stage.weight, trains=stage.trains,
                         products=PRODUCTS, kept_bytes=_UNIT * stage.graph, alive_bytes=round(_UNIT * stage.operands))
              for stage in case.stages]
     units = [sum(times[stage].alive_bytes for stage in case.placement.stages_of(rank)) for rank in range(len(ranks))]
-    made = simulate(times, case.count, case.policy, limits.in_flight, placement=case.placement,
-                    jitter=_varied, hop=_HOP * case.placement.per_rank * max(stage.forward for stage in case.stages),
+    made = simulate(times, case.count, case.policy, limits.in_flight, placement=case.placement, jitter=_varied,
+                    hop=_HOP * case.placement.per_rank * max(stage.forward for stage in case.stages),
                     defer_bytes=[unit * waiting for unit, waiting in zip(units, limits.deferred, strict=True)])
-    alive = made.most_alive_bytes if case.placement.per_rank > 1 else [
-        kept + waiting * unit for kept, waiting, unit in zip(made.most_kept_bytes, limits.deferred, units, strict=True)]
     # None before the first that trains has a backward.
     first = next((place for place, stage in enumerate(times) if stage.trains), len(times))
     work = case.count * sum(each.microbatch_seconds if place >= first else each.forward
                             for place, each in enumerate(times)) / len(ranks)
+    fixed = [sum(stage.fixed for stage in held) for held in ranks]
     return _Outcome(seconds=made.seconds, bubble_fraction=max(0.0, 1.0 - work / made.seconds) if made.seconds else 0.0,
-                    needs=tuple(sum(stage.fixed for stage in held) + bytes_ / _UNIT
-                                for held, bytes_ in zip(ranks, alive, strict=True)),
+                    kept=tuple(own + most / _UNIT for own, most in zip(fixed, made.most_kept_bytes, strict=True)),
+                    peak=tuple(own + most / _UNIT for own, most in zip(fixed, made.most_alive_bytes, strict=True)),
                     operands=tuple(unit / _UNIT for unit in units),
                     used=tuple(-(-queued // unit) if unit else 0
                                for queued, unit in zip(made.most_queued_bytes, units, strict=True)))

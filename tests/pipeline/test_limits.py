@@ -77,7 +77,7 @@ def test_limits_are_no_slower_than_the_rule_and_within_the_memory(stages, memory
     made, ruled = (_outcome(case, limits) for limits in (chosen, rule))
     assert made.seconds <= ruled.seconds
     if chosen != rule:
-        assert max(made.needs) <= memory * case.bytes_under_1f1b()
+        assert max(made.needs(case, chosen)) <= memory * case.bytes_under_1f1b()
 
 
 def assert_more_memory_is_never_slower(stages, placement, num_microbatches, memories=MEMORIES):
