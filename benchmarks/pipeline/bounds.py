@@ -117,8 +117,9 @@ def _in_order(contender: Contender, workload: Workload, times: BlockTimes, order
         for rank, end in enumerate(ends)]
 
 
-def run_in_order(order: Order, seconds: Callable[[int, str], float], num_stages: int) -> list[float]:
-    """When each rank is done. ValueError when the order waits for itself."""
+def run_in_order(order: Order, seconds: Callable[[int, str], float], num_stages: int, hop: float = 0.0) -> list[float]:
+    """When each rank is done. hop: seconds of a message between ranks. ValueError when the order waits for itself."""
+    own = [{stage for stage, _, _ in actions} for actions in order]
     done: dict[tuple[str, int, int], float] = {}
     clocks, places = [0.0] * len(order), [0] * len(order)
     moved = True
@@ -130,7 +131,8 @@ def run_in_order(order: Order, seconds: Callable[[int, str], float], num_stages:
                 needs = _needs(stage, kind, microbatch, num_stages)
                 if any(need not in done for need in needs):
                     break
-                clocks[rank] = max([clocks[rank], *(done[need] for need in needs)]) + seconds(stage, kind)
+                clocks[rank] = seconds(stage, kind) + max([clocks[rank], *(
+                    done[need] + (0.0 if need[1] in own[rank] else hop) for need in needs)])
                 done["B" if kind == "I" else kind, stage, microbatch] = clocks[rank]
                 places[rank] += 1
                 moved = True

@@ -38,7 +38,7 @@ from ranvier.mesh import Axis, Mesh
 from ranvier.schedule.closed_form import DIRECT, Way, passage
 from ranvier.schedule.limits import Limits
 from ranvier.schedule.schedule import Policy
-from ranvier.schedule.simulator import StageTimes
+from ranvier.schedule.simulator import PRODUCTS, StageTimes
 
 _MESSAGES = {"summa": (4, 8), "stationary": (4, 6), "megatron": (2, 2), "megatron-sequence": (4, 6)}
 """Collectives of one layer along an axis, forward and backward; each is one message to every other member."""
@@ -303,7 +303,7 @@ class _StepCost:
         held_up = [0.0, *(transfer + latency for transfer, latency in self._edges()), 0.0] if self.others else [
             0.0] * (len(rows) + 1)
         return [StageTimes(forward=row.forward_seconds + behind, backward=row.backward_seconds + before,
-                           weight=row.weight_seconds,
+                           weight=row.weight_seconds, products=PRODUCTS,
                            alive_bytes=max(1, sum(block.kept_bytes for block in self.stages[row.stage])
                                            ) if row.weight_seconds else 0,
                            trains=self._first(row.stage) < len(self.stages[row.stage]))

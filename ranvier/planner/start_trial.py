@@ -15,6 +15,7 @@ from pathlib import Path
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Run
 from ranvier.cost.hardware import Cluster
+from ranvier.data.prepare import prepare
 from ranvier.errors import RanvierError
 from ranvier.planner.candidates import Candidate, Setting
 from ranvier.planner.search import search
@@ -42,16 +43,18 @@ def measured_here(run: ResolvedRun) -> float:
 class StartTrial:
     """Chooses among the plans of a run by running them.
 
-    tell: takes what is found, line by line.
+    tell: takes what is found, line by line. read: reads a run's data, which comes before everything else: without it no
+    trial can run, and all of them find it in the cache.
     """
 
-    def __init__(self, tell: Callable[[str], None], measure: Measure = measured_here) -> None:
-        self._tell, self._measure = tell, measure
+    def __init__(self, tell: Callable[[str], None], measure: Measure = measured_here,
+                 read: Callable[[ResolvedRun, Callable[[str], None]], object] = prepare) -> None:
+        self._tell, self._measure, self._read = tell, measure, read
 
     def choose(self, run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting],
                best: Sequence[Candidate]) -> ResolvedRun:
         """One of the plans `best` (the best predicted first) for `ranks` devices, or of those for one rank with all
-        cores. searched: what the plans differ in."""
+        cores. searched: what the plans differ in. DataError where the run's data cannot be read."""
         first = best[0].run
         tried = _different(best, run.launch.trial)
         if cluster.device.cores is not None and ranks > 1 and "mesh" in searched:
@@ -64,6 +67,7 @@ class StartTrial:
             self._tell(f"no trial of meshes: {len(tried)} would take about {seconds:.0f} s, and the run about "
                        f"{steps * best[0].cost.seconds:.0f} s; {_text(first)} is predicted to be the fastest")
             return first
+        self._read(first, self._tell)
         times: list[tuple[float, ResolvedRun]] = []
         for found in tried:
             try:

@@ -6,26 +6,36 @@ that 1F1B needs for the same stages:
 
     in flight    1F1B's limit p, or up to 2 p
     deferred     per rank, as many microbatches as the rest of the memory holds, and the fastest step uses
+
+What is told of the choice comes from the simulation that chooses, in which more memory never makes a step longer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from bisect import bisect_left
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
-from math import floor, log10
+from itertools import pairwise
+from math import ceil, floor, inf, log10
 
 from ranvier.mesh import StagePlacement
 from ranvier.schedule.limits import Limits, rule_limits
-from ranvier.schedule.schedule import Policy
-from ranvier.schedule.simulator import Simulated, StageTimes, simulate
+from ranvier.schedule.schedule import Action, Policy
+from ranvier.schedule.simulator import PRODUCTS, StageTimes, simulate
 
 MAX_SIMULATED_STAGES = 16
 """Deeper pipelines follow `rule_limits`; their simulation would take seconds."""
 _HOP = 0.01  # of the slowest stage's forward; without messages equal alternatives would be ties
-_GAIN = 0.005  # of a step; a smaller one is worth no memory
-_DIGITS = 2  # to which loads are rounded, so that counts that differ in details give one choice
+_VARIATION = 0.02  # of the time of an action, either way
+_GAIN = 0.002  # of a step; a smaller one is worth no memory
+_DIGITS = 3  # to which loads are rounded, so that counts that differ in details are simulated once
+_BUDGETS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
+"""For which limits are looked for, relative to 1F1B's memory: those up to the next above what a rank may need."""
+_TRIES = 8
+"""Simulations on the way to a budget, at most."""
+_UNIT = 1_000_000
+"""The simulation's bytes of what the loads are relative to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +58,7 @@ class StageLoad:
 def computed_limits(stages: Sequence[StageLoad], policy: Policy, *, memory: float,
                     in_flight: int | None = None, placement: StagePlacement | None = None,
                     num_microbatches: int | None = None) -> Limits:
-    """The fastest limits for these stages.
+    """The fastest limits for these stages. With more memory none are chosen whose step takes longer, as simulated.
 
     Args:
         memory: bytes that a rank may need, relative to those of the largest under 1F1B with one stage on each.
@@ -63,15 +73,30 @@ def computed_limits(stages: Sequence[StageLoad], policy: Policy, *, memory: floa
     if (not policy.defers or not placement.pipe > 1 or len(stages) > MAX_SIMULATED_STAGES * min(2, placement.per_rank)
             or not any(stage.trains for stage in stages)):
         return rule
-    best: Callable[..., Limits] = _best if isinstance(policy, Hashable) else _best.__wrapped__
-    return best(_rounded(stages), policy, memory, rule, in_flight, placement,
-                simulated_microbatches(placement.pipe, num_microbatches))
+    case = _Case(stages=_rounded(stages), policy=policy, placement=placement,
+                 count=simulated_microbatches(placement.pipe, num_microbatches))
+    return _best(case, memory, rule, in_flight)
+
+
+def predicted_bubble(stages: Sequence[StageLoad], policy: Policy, limits: Limits,
+                     placement: StagePlacement | None = None, num_microbatches: int | None = None) -> float:
+    """Share of all ranks' time in which they wait, with `simulated_microbatches`: of the simulation that chooses."""
+    placement = placement or StagePlacement(pipe=len(stages))
+    return _outcome(_Case(stages=_rounded(stages), policy=policy, placement=placement,
+                          count=simulated_microbatches(placement.pipe, num_microbatches)), limits).bubble_fraction
+
+
+def simulated_microbatches(pipe: int, num_microbatches: int | None = None) -> int:
+    """How many microbatches a simulation of so many ranks has: those of a batch, but no more than a few times the
+    ranks. With more, what it takes grows with them, and the schedule only repeats its steady state. Where a batch's
+    number is not known before it comes, less is simulated, in which start and end count more."""
+    return 2 * pipe + 6 if num_microbatches is None else min(num_microbatches, 4 * pipe + 16)
 
 
 def _rounded(stages: Sequence[StageLoad]) -> tuple[StageLoad, ...]:
-    """Loads relative to the largest, to so few digits that one choice is made of many."""
-    seconds = max(stage.forward + stage.backward + stage.weight for stage in stages)
-    largest = max(stage.fixed + (len(stages) - place) * stage.graph for place, stage in enumerate(stages))
+    """Loads relative to the largest, to so few digits that one simulation serves many."""
+    seconds = max(stage.forward + stage.backward + stage.weight for stage in stages) or 1.0
+    largest = max(stage.fixed + (len(stages) - place) * stage.graph for place, stage in enumerate(stages)) or 1.0
     return tuple(StageLoad(
         forward=_round(stage.forward / seconds), backward=_round(stage.backward / seconds),
         weight=_round(stage.weight / seconds), trains=stage.trains, fixed=_round(stage.fixed / largest),
@@ -83,96 +108,136 @@ def _round(value: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _RankBytes:
-    """What the stages of one rank need together."""
+class _Case:
+    """What is simulated. count: microbatches."""
 
-    fixed: float
-    graph: float
-    operands: float
+    stages: tuple[StageLoad, ...]
+    policy: Policy
+    placement: StagePlacement
+    count: int
 
+    def held(self, rank: int) -> list[StageLoad]:
+        """The stages of a rank."""
+        return [self.stages[stage] for stage in self.placement.stages_of(rank)]
 
-def _of_ranks(stages: Sequence[StageLoad], placement: StagePlacement) -> list[_RankBytes]:
-    held = [[stages[stage] for stage in placement.stages_of(rank)] for rank in range(placement.pipe)]
-    return [_RankBytes(fixed=sum(stage.fixed for stage in own), graph=sum(stage.graph for stage in own),
-                       operands=sum(stage.operands for stage in own)) for own in held]
-
-
-@lru_cache(maxsize=1024)
-def _best(stages: tuple[StageLoad, ...], policy: Policy, memory: float, rule: Limits, given: int | None,
-          placement: StagePlacement, count: int) -> Limits:
-    pipe, ranks = placement.pipe, _of_ranks(stages, placement)
-    largest = max(rank.fixed + min(pipe - place, count) * rank.graph for place, rank in enumerate(ranks))
-    most = max(pipe, min(2 * pipe, count))
-    in_flights = range(pipe, most + 1, max(1, pipe // 4)) if given is None else [given]
-    made = _simulated(stages, policy, rule, placement, count)
-    found = [(made.seconds, _needs(ranks, made, rule), rule)]
-    for share, in_flight in product((1.0, (1.0 + memory) / 2, memory), in_flights):
-        cap = share * largest
-        limits = Limits(in_flight=in_flight, deferred=tuple(
-            _affordable(rank, cap, stored, 2 * pipe) for rank, stored in zip(
-                ranks, _stored(stages, policy, in_flight, placement, count), strict=True)))
-        made = _simulated(stages, policy, limits, placement, count)
-        # What is used, and one more where there is room: times are not exactly those of the simulation.
-        limits = replace(limits, deferred=tuple(min(most, -(-used // _UNIT) + 1) for most, used in zip(
-            limits.deferred, made.most_queued_bytes, strict=True)))
-        needs = _needs(ranks, made, limits)
-        if needs <= cap:
-            found.append((made.seconds, needs, limits))
-    fastest = min(seconds for seconds, _, _ in found)
-    return min((each for each in found if each[0] <= (1 + _GAIN) * fastest), key=lambda each: each[1])[2]
+    def bytes_under_1f1b(self) -> float:
+        """Of the rank that needs most, with its stages as one."""
+        return max(sum(stage.fixed for stage in self.held(rank)) + min(self.placement.pipe - rank, self.count)
+                   * sum(stage.graph for stage in self.held(rank)) for rank in range(self.placement.pipe))
 
 
-def _stored(stages: Sequence[StageLoad], policy: Policy, in_flight: int, placement: StagePlacement,
-            count: int) -> list[float]:
-    """Bytes that microbatches keep on each rank. Several stages of a rank do not store most at the same time, which the
-    schedule knows; how many products wait changes little of it."""
-    if placement.per_rank == 1:
-        return [min(count, max(1, in_flight - place)) * stage.graph for place, stage in enumerate(stages)]
-    waiting = Limits(in_flight=in_flight, deferred=(1,) * placement.pipe)
-    return list(_simulated(stages, policy, waiting, placement, count).most_kept_bytes)
+@dataclass(frozen=True, kw_only=True)
+class _Outcome:
+    """Of a simulation; of each rank the most of what it has at once.
+
+    kept: bytes, with what microbatches store. peak: likewise, and with the deferred products that there are then.
+    operands: bytes of the deferred products of one microbatch. used: microbatches whose products wait.
+    """
+
+    seconds: float
+    bubble_fraction: float
+    kept: tuple[float, ...]
+    peak: tuple[float, ...]
+    operands: tuple[float, ...]
+    used: tuple[int, ...]
+
+    def needs(self, case: _Case, limits: Limits) -> tuple[float, ...]:
+        """Bytes of each rank. With one stage, all that it stores and all that may wait, which it reaches in the steady
+        state. With several, the most of both that the simulation has at once: a batch stores most at its start and
+        defers most at its end."""
+        return self.peak if case.placement.per_rank > 1 else tuple(
+            kept + waiting * operands
+            for kept, waiting, operands in zip(self.kept, limits.deferred, self.operands, strict=True))
 
 
-def _needs(ranks: Sequence[_RankBytes], made: Simulated, limits: Limits) -> float:
-    """Bytes of the rank that needs most."""
-    return max(rank.fixed + kept + waiting * rank.operands for rank, kept, waiting in zip(
-        ranks, made.most_kept_bytes, limits.deferred, strict=True))
+@dataclass(frozen=True, kw_only=True)
+class _Candidate:
+    """Limits, and what comes of them. needs: bytes of the rank that needs most."""
+
+    limits: Limits
+    seconds: float
+    needs: float
 
 
-_UNIT = 1000
-"""Bytes that the simulation takes a microbatch's deferred products to keep."""
+def _best(case: _Case, memory: float, rule: Limits, given: int | None) -> Limits:
+    """What needs least of what is nearly fastest within the memory; the rule where nothing is as fast as that.
+
+    Why more memory is never slower: whatever is a candidate with less memory is one with more, those that come anew
+    count as needing more than all others, and so only a faster one, which lowers the bound, takes the place of what was
+    chosen.
+    """
+    ruled, whole = _outcome(case, rule), case.bytes_under_1f1b()
+    found = [_Candidate(limits=rule, seconds=ruled.seconds, needs=max(ruled.needs(case, rule)))]
+    for less, budget in pairwise((0.0, *_BUDGETS[:bisect_left(_BUDGETS, memory) + 1])):
+        found += [replace(each, needs=max(each.needs, less * whole)) for each in _candidates_of(case, budget, given)]
+    within = [each for each in found if each.needs <= memory * whole]
+    bound = min((1 + _GAIN) * min((each.seconds for each in within), default=inf), ruled.seconds)
+    return min((each for each in within if each.seconds <= bound),
+               key=lambda each: (each.needs, each.seconds), default=found[0]).limits
 
 
-def simulated_microbatches(pipe: int, num_microbatches: int | None = None) -> int:
-    """How many microbatches a simulation of so many ranks has: those of a batch, but no more than a few times the
-    ranks. With more, what it takes grows with them, and the schedule only repeats its steady state. Where a batch's
-    number is not known before it comes, less is simulated, in which start and end count more."""
-    return 2 * pipe + 6 if num_microbatches is None else min(num_microbatches, 4 * pipe + 16)
+def _candidates(case: _Case, budget: float, given: int | None) -> list[_Candidate]:
+    """Limits on the way from all products waiting to no more than the budget allows, for each number in flight."""
+    pipe, cap, found = case.placement.pipe, budget * case.bytes_under_1f1b(), list[_Candidate]()
+    most = max(pipe, min(2 * pipe, case.count))
+    share = 1.0 if case.placement.per_rank == 1 else 0.5  # of the excess; that of several stages depends on all ranks
+    for in_flight in range(pipe, most + 1, max(1, pipe // 4)) if given is None else [given]:
+        limits = Limits(in_flight=in_flight, deferred=(most,) * pipe)
+        for _ in range(_TRIES):
+            made = _outcome(case, limits)
+            # What is used, and one more: times are not exactly those of the simulation, which stays the same.
+            limits = replace(limits, deferred=tuple(map(min, limits.deferred, (used + 1 for used in made.used))))
+            all_needs = made.needs(case, limits)
+            found.append(_Candidate(limits=limits, seconds=made.seconds, needs=max(all_needs)))
+            if found[-1].needs <= cap:
+                break
+            fewer = tuple(max(0, waiting - ceil(share * max(0.0, needs - cap) / operands)) if operands else waiting
+                          for waiting, needs, operands in zip(limits.deferred, all_needs, made.operands, strict=True))
+            if fewer == limits.deferred:
+                break
+            limits = replace(limits, deferred=fewer)
+    return found
 
 
-def predicted_bubble(stages: Sequence[StageLoad], policy: Policy, limits: Limits,
-                     placement: StagePlacement | None = None, num_microbatches: int | None = None) -> float:
-    """Share of all ranks' time in which they wait, with `simulated_microbatches`."""
-    placement = placement or StagePlacement(pipe=len(stages))
-    count = simulated_microbatches(placement.pipe, num_microbatches)
-    return _simulated(stages, policy, limits, placement, count).bubble_fraction
+_cached_candidates = lru_cache(maxsize=1024)(_candidates)
 
 
-def _simulated(stages: Sequence[StageLoad], policy: Policy, limits: Limits, placement: StagePlacement,
-               count: int) -> Simulated:
-    ranks = _of_ranks(stages, placement)
-    times = []
-    for place, stage in enumerate(stages):
-        whole = ranks[placement.rank_of(place)].operands
-        times.append(StageTimes(
-            forward=stage.forward, backward=stage.backward, weight=stage.weight, products=4, kept_bytes=stage.graph,
-            alive_bytes=round(_UNIT * stage.operands / whole) if whole else _UNIT, trains=stage.trains))
-    return simulate(times, count, policy, limits.in_flight,
-                    hop=_HOP * placement.per_rank * max(stage.forward for stage in stages), placement=placement,
-                    defer_bytes=[_UNIT * waiting for waiting in limits.deferred])
+def _candidates_of(case: _Case, budget: float, given: int | None) -> list[_Candidate]:
+    return (_cached_candidates if isinstance(case.policy, Hashable) else _candidates)(case, budget, given)
 
 
-def _affordable(rank: _RankBytes, cap: float, stored: float, most: int) -> int:
-    """Microbatches whose products have room beside so many stored bytes."""
-    if not rank.operands:
-        return 0
-    return max(0, min(most, int((cap - rank.fixed - stored) / rank.operands)))
+def _outcome(case: _Case, limits: Limits) -> _Outcome:
+    return (_cached_simulation if isinstance(case.policy, Hashable) else _simulation)(case, limits)
+
+
+def _simulation(case: _Case, limits: Limits) -> _Outcome:
+    ranks = [case.held(rank) for rank in range(case.placement.pipe)]
+    times = [StageTimes(forward=stage.forward, backward=stage.backward, weight=stage.weight, trains=stage.trains,
+                        products=PRODUCTS, kept_bytes=_UNIT * stage.graph, alive_bytes=round(_UNIT * stage.operands))
+             for stage in case.stages]
+    units = [sum(times[stage].alive_bytes for stage in case.placement.stages_of(rank)) for rank in range(len(ranks))]
+    made = simulate(times, case.count, case.policy, limits.in_flight, placement=case.placement, jitter=_varied,
+                    hop=_HOP * case.placement.per_rank * max(stage.forward for stage in case.stages),
+                    defer_bytes=[unit * waiting for unit, waiting in zip(units, limits.deferred, strict=True)])
+    # None before the first that trains has a backward.
+    first = next((place for place, stage in enumerate(times) if stage.trains), len(times))
+    work = case.count * sum(each.microbatch_seconds if place >= first else each.forward
+                            for place, each in enumerate(times)) / len(ranks)
+    fixed = [sum(stage.fixed for stage in held) for held in ranks]
+    return _Outcome(seconds=made.seconds, bubble_fraction=max(0.0, 1.0 - work / made.seconds) if made.seconds else 0.0,
+                    kept=tuple(own + most / _UNIT for own, most in zip(fixed, made.most_kept_bytes, strict=True)),
+                    peak=tuple(own + most / _UNIT for own, most in zip(fixed, made.most_alive_bytes, strict=True)),
+                    operands=tuple(unit / _UNIT for unit in units),
+                    used=tuple(-(-queued // unit) if unit else 0
+                               for queued, unit in zip(made.most_queued_bytes, units, strict=True)))
+
+
+def _varied(rank: int, action: Action) -> float:
+    """Times of actions vary, and so a little here, always in the same way. With none, equal stages run in lockstep, and
+    what is chosen is what wins by ties."""
+    mixed = (7919 * rank + 104729 * action.microbatch + 1299709 * action.product + 15485863 * "FBWC".index(action.kind)
+             + 32452843 * action.turn) % 1009
+    return 1.0 + _VARIATION * (mixed / 504.0 - 1.0)
+
+
+_cached_simulation = lru_cache(maxsize=4096)(_simulation)

@@ -18,6 +18,10 @@ from ranvier.mesh import StagePlacement
 from ranvier.schedule.limits import rule_limits
 from ranvier.schedule.schedule import Action, Done, Policy, Product, RankSchedule, Wait, actions_text
 
+PRODUCTS = 4
+"""Deferred products of a stage where they are not counted, as many as of one transformer layer: between them a rank may
+run what has arrived."""
+
 _What = Literal["forward", "return", "done"]
 """The kind of an event: a message has arrived, or an action is done."""
 

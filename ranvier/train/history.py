@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from ranvier.mesh import Mesh
@@ -42,16 +43,25 @@ class History:
         """Step -> a field, of the steps that have it."""
         return {line["step"]: line[name] for line in self.steps if line.get(name) is not None}
 
+    def on_this_mesh(self, name: str) -> list[float]:
+        """As `values`, of the steps since the mesh has changed last; of all where none has been taken since."""
+        meshes, since = sorted(self.meshes.items()), 0
+        for (_, before), (step, mesh) in pairwise(meshes):
+            since = step if mesh != before else since
+        return [line[name] for line in self.steps if line["step"] > since and line.get(name) is not None
+                ] or self.values(name)
+
     def remember(self, steps: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]] = ()) -> None:
         """Add the steps and events of the same run before it resumed, as its logs have them."""
         self.steps += steps
         self.eval_losses |= self.column("eval_loss")
         self.accuracies |= self.column("eval_accuracy")
+        reached = 0  # a run that went on has started again, at the step of the events before
         for line in events:
-            mesh = line.get("mesh")
+            mesh, reached = line.get("mesh"), max(reached, line["step"])
             if line.get("event") in ("start", "transition") and isinstance(mesh, dict):
-                self.frozen[line["step"]] = int(line.get("frozen_layers", 0))
-                self.meshes[line["step"]] = mesh["pipe"], mesh["data"]
+                self.frozen[reached] = int(line.get("frozen_layers", self.frozen.get(reached, 0)))
+                self.meshes[reached] = mesh["pipe"], mesh["data"]
 
     def event(self, event: Event) -> None:
         """Add one event."""
@@ -60,6 +70,8 @@ class History:
                 self.unit = event.unit
                 if not self.meshes:
                     self._at(0, 0, event.mesh)
+                elif self.meshes[last := max(self.meshes)] != (event.mesh.pipe, event.mesh.data):  # resumed on another
+                    self._at(max(last, *self.losses, 0), self.frozen[last], event.mesh)
             case StepEvent():
                 self.steps.append(step_fields(event))
             case EvalEvent() if event.name:

@@ -46,7 +46,8 @@ def summarise(*, recipe: str, mesh: Mesh, history: History, ranks: Sequence[Mapp
     """The contents of summary.json.
 
     ranks: of every rank `Engine.counters` and "peak_memory_bytes", and optional facts
-    (memory, ledger, cache). Fields with a list have one entry a rank; bytes_received_by_axis adds them up.
+    (memory, ledger, cache). Fields with a list have one entry a rank; bytes_received_by_axis adds them up. The bubble
+    is that of the steps on the last mesh; speeds are those of all steps.
     """
     losses, last_eval = history.losses, max(history.eval_losses, default=None)
     return {
@@ -57,7 +58,7 @@ def summarise(*, recipe: str, mesh: Mesh, history: History, ranks: Sequence[Mapp
         "seconds": seconds,
         "tokens_per_second": steady(history.values("tokens_per_second")),
         "step_seconds": steady(history.values("step_seconds")),
-        "bubble_fraction": steady(history.values("bubble_fraction")),
+        "bubble_fraction": steady(history.on_this_mesh("bubble_fraction")),
         "model_flops_utilisation": steady(history.values("model_flops_utilisation")),
         "mesh": mesh_fields(mesh),
         **({"frozen_layers": frozen} if frozen else {}),

@@ -181,9 +181,11 @@ def test_a_step_is_predicted_by_the_schedule_that_runs():
     big = Run(mesh=Mesh(pipe=8), batch=Batch(global_size=16, microbatch_size=1), precision="bf16",
               model=Transformer(num_layers=32, hidden=1024, heads=8, vocab=2048, sequence=512))
     cluster, work = load_cluster("a100"), Work()
-    one, two = (replaced(big, pipeline=pipeline) for pipeline in (Pipeline(memory=1.25), several(memory=1.25)))
-    costs = [predict(resolved(each), cluster, work).cost for each in (one, two)]
-    assert costs[1].bubble_fraction < 0.8 * costs[0].bubble_fraction and costs[1].seconds < costs[0].seconds
+    one, two, more = (replaced(big, pipeline=pipeline) for pipeline in (
+        Pipeline(memory=1.25), several(memory=1.25), several(memory=1.5)))
+    costs = [predict(resolved(each), cluster, work).cost for each in (one, two, more)]
+    assert costs[1].bubble_fraction < 0.75 * costs[0].bubble_fraction and costs[1].seconds < costs[0].seconds
+    assert costs[2].seconds <= costs[1].seconds, "with the cluster's messages too, which the choice does not know"
     assert costs[0].model_flops == costs[1].model_flops
     assert costs[1].link_bytes["pipe"] == 2 * costs[0].link_bytes["pipe"]
     assert simulation(resolved(two), cluster).seconds == pytest.approx(costs[1].seconds, rel=0.05)

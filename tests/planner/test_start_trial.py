@@ -31,7 +31,7 @@ def chosen(run, seconds_of, ranks=2):
             raise LaunchError("could not be measured", where="mesh", value=str(found.mesh), remedy="")
         return seconds
 
-    found, problems = with_plan(run, ranks, trial=StartTrial(told.append, measure))
+    found, problems = with_plan(run, ranks, trial=StartTrial(told.append, measure, read=lambda run, tell: None))
     assert problems == []
     return found, tried, told
 
@@ -122,6 +122,24 @@ def test_a_run_is_told_what_was_tried_and_keeps_it(tmp_path, monkeypatch, capfd)
     run_command(["train", *flags, "--train.steps", "4", "--resume", "auto"])
     assert len(measured) == 2
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 4
+
+
+def test_data_that_cannot_be_read_is_one_error_before_any_trial(tmp_path, monkeypatch, capfd):
+    """Its first lines are right, so that only a reader of all of it finds out."""
+    class Here(StartTrial):
+        def __init__(self, tell):
+            super().__init__(tell, measure=lambda run: pytest.fail("a trial without data"))
+
+    monkeypatch.setattr(start_trial, "StartTrial", Here)
+    monkeypatch.setattr(start_trial, "_LARGEST_SHARE", 1e9)
+    monkeypatch.setattr("ranvier.launch.start.available_cores", lambda: 2)
+    table = tmp_path / "train.tsv"
+    table.write_text("label\tsentence\n" + "0\tbad\n1\tgood\n" * 20 + "no tab in this line\n")
+    assert run_command(["train", "bert-sentiment", "--data.train", str(table), "--data.cache-dir",
+                        str(tmp_path / "cache"), "--run-dir", str(tmp_path / "run")]) == 2
+    said = capfd.readouterr()
+    assert said.err.count("train.tsv line 42: ") == 1 and "trial of" not in said.out + said.err
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_trial_of_nothing_has_no_effect():

@@ -19,6 +19,7 @@ from ranvier.schedule.spans import Span, Timeline, covering
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.trackers import example_run, example_step
 from ranvier.train import timeline as timelines_module
+from ranvier.train.events import StartEvent
 from ranvier.train.history import History
 from ranvier.train.metrics import KEPT_STEPS, Meter, StepSpans
 from ranvier.train.peak import matrix_product_rate
@@ -300,3 +301,33 @@ def test_what_a_rank_is_busy_with_is_no_waiting_for_the_gradients_norm():
     ("backward", "B0.2", "0\u2032\u2032"), ("wait", "the forward of microbatch 3", ""), ("optimizer", "update", "")])
 def test_bars_show_the_microbatch_and_the_turn(category, label, text):
     assert _bar_text(Span(category, label, 1, 0, 1)) == text
+
+
+def test_the_bubble_is_that_of_the_last_mesh(tmp_path):
+    """A run that has resumed on another mesh, and goes on there a second time; speeds are those of all steps."""
+    def step(number, bubble):
+        return {"step": number, "loss": 1.0, "bubble_fraction": bubble, "step_seconds": 1.0}
+
+    def start(pipe):
+        return {"step": 0, "event": "start", "mesh": {"data": 1, "pipe": pipe, "row": 1, "col": 1}}
+
+    def resumed(before, steps):
+        history = History()
+        history.remember(steps, before)
+        history.event(next(event for event in example_run(tmp_path, steps=1) if isinstance(event, StartEvent)))
+        for number in range(len(steps) + 1, len(steps) + 6):
+            history.event(replace(example_step(number), bubble_fraction=0.1))
+        return history
+
+    wide = [step(number, 0.5) for number in range(1, 10)]
+    first = resumed([start(4), {"step": 9, "event": "checkpoint"}], wide)
+    assert list(first.meshes) == [0, 9] and first.on_this_mesh("bubble_fraction") == [0.1] * 5
+    again = resumed([start(4), {"step": 9, "event": "checkpoint"}, start(2) | {"mesh": {"data": 2, "pipe": 2}}],
+                    [*wide, step(10, 0.2)])
+    assert again.on_this_mesh("bubble_fraction") == [0.2, *[0.1] * 5] and len(again.values("bubble_fraction")) == 15
+    summary = summarise(recipe="gpt-tiny", mesh=Mesh(), history=first, ranks=[RANK], boundaries=(), launcher="local",
+                        transport="torch", device=torch.device("cpu"), seconds=1.0)
+    assert summary["bubble_fraction"] == 0.1 and summary["steps"] == 14
+    nothing_since = History()
+    nothing_since.remember(wide, [start(4), {"step": 9, "event": "transition", "mesh": {"data": 4, "pipe": 1}}])
+    assert nothing_since.on_this_mesh("bubble_fraction") == [0.5] * 9
