@@ -258,7 +258,7 @@ CASES = tuple(Case(offload=offload, dtype=dtype, gradient_dtype=gradient_dtype, 
               for dtype, gradient_dtype in ((torch.bfloat16, torch.float32), (torch.float16, torch.float16),
                                             (torch.float32, torch.float32))
               for in_flight in (1, 2, 3, 5))
-ELEMENTS, CHUNK, BUCKET = 230, 100, 32
+ELEMENTS, CHUNK, BUCKET = 230, 96, 32
 
 
 def train(case: Case, runtime: Runtime | None, steps: int = 5) -> dict[str, Tensor]:
@@ -270,7 +270,9 @@ def train(case: Case, runtime: Runtime | None, steps: int = 5) -> dict[str, Tens
     gradients = torch.zeros(ELEMENTS, dtype=case.gradient_dtype)
     chunks = list(buckets_of([(0, CHUNK), (CHUNK, ELEMENTS)], BUCKET))
     buckets = [bucket for chunk in chunks for bucket in chunk]
-    segments = [Segment(0, 70, 1.0, 0.1), Segment(70, 90, 1.0, 0.0), Segment(90, ELEMENTS, 0.5, 0.1)]
+    # Edges at multiples of 16: what a processor's vectors leave over is rounded in another way, and without streams
+    # buckets are updated together.
+    segments = [Segment(0, 48, 1.0, 0.1), Segment(48, 80, 1.0, 0.0), Segment(80, ELEMENTS, 0.5, 0.1)]
     with runtime.installed() if runtime else contextlib.nullcontext():
         held = _placement(case, weights, lambda bucket: gradients[bucket.start:bucket.stop], buckets, runtime)
         for step in range(steps):
