@@ -39,9 +39,8 @@ from ranvier.elastic.transition import hand_over, take
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.launch.contact import NAME as CONTACT
 from ranvier.launch.contact import remove_contact
-from ranvier.launch.devices import machine_name
 from ranvier.launch.failures import publish_mesh
-from ranvier.launch.joining import Call, call_newcomers, give_verdict, grow
+from ranvier.launch.joining import Call, give_verdict
 from ranvier.launch.stop import StopRequest
 from ranvier.models import families
 from ranvier.pipeline.engine import Engine
@@ -50,11 +49,10 @@ from ranvier.precision import DTYPES
 from ranvier.schedule.spans import Category
 from ranvier.system.atomic_file import write_atomically
 from ranvier.system.lease import Lease
-from ranvier.system.machine import threads_per_rank
 from ranvier.tensor.activations import layout_of
 from ranvier.train.attention import choose_kernel, preferred_kernel
 from ranvier.train.best import LOSS, best_of
-from ranvier.train.commands import Change, CommandChannel
+from ranvier.train.commands import Change
 from ranvier.train.determinism import deterministic_algorithms
 from ranvier.train.elasticity import Elasticity, StepFigures
 from ranvier.train.evaluation import continue_tokens, evaluate
@@ -62,9 +60,10 @@ from ranvier.train.events import EndEvent, NoteEvent, StartEvent, Tracker, Track
 from ranvier.train.experiment_trackers import experiment_trackers
 from ranvier.train.guards import Guards
 from ranvier.train.history import History
-from ranvier.train.joining import JoinedRun, invite, wanted_mesh, why_not
+from ranvier.train.joining import JoinedRun, invite, wanted_mesh
 from ranvier.train.logs import EventsFile, Log, MetricsFile, open_folder, plain, read_events, read_metrics, writing
 from ranvier.train.measured_limits import MeasuredLimits, outcome, with_limits
+from ranvier.train.membership import Membership
 from ranvier.train.memory import check_fits, explain_out_of_memory, report_text
 from ranvier.train.metrics import Meter, PendingStep
 from ranvier.train.peak import matrix_product_rate, peak_facts
@@ -149,27 +148,16 @@ class Training:
         """Of the last step on this mesh."""
         self.done = 0
         """Steps that are taken, those before this run went on among them."""
-        self._connect()
+        self.members = Membership(world)
         if joined is None:
             self._begin(run, trackers, stream, freezing)
         else:
             self._join(joined)
 
-    def _connect(self) -> None:
-        """What all ranks of the world have in common, idle ones too. Collective over them."""
-        self.everyone = self.world.backend.group("everyone", [tuple(range(self.world.size))])
-        self.commands = CommandChannel(self.world)
-
-    def _share_cores(self) -> None:
-        """The ranks of each machine divide its cores, now that there are more of them. Collective over the world."""
-        machines = self.everyone.gather_objects(machine_name())
-        if self._asked.launch.threads == "auto":
-            torch.set_num_threads(threads_per_rank(machines.count(machine_name())))
-
     def _join(self, joined: JoinedRun) -> None:
         """A rank that has joined the run is idle until a mesh takes it."""
         self.run = self._asked = joined.run
-        self._share_cores()
+        self.members.share_cores(self.run.launch.threads)
         self.data = joined.data
         self._joined, self._rank_flops_per_second = joined, joined.rank_flops_per_second
         self.world.mesh = self.run.mesh
@@ -187,13 +175,13 @@ class Training:
                               where="launch.join-address", value=world.joins.address,
                               remedy="Name the policy with --elastic.freeze module:name.")
         run, self.data, self.pretrained = prepare_run(run, world, stream)
-        self.run = agree_on_run(run, recipe, self.data, self.everyone, world)
+        self.run = agree_on_run(run, recipe, self.data, self.members.everyone, world)
         world.mesh = self.run.mesh
         self.run = check_fits(self.run, world)
-        self.everyone.barrier()  # not before every rank has looked at what is free
-        kernel, self._attention = choose_kernel(self.run, self.everyone, world.device)
+        self.members.everyone.barrier()  # not before every rank has looked at what is free
+        kernel, self._attention = choose_kernel(self.run, self.members.everyone, world.device)
         self.run = replace(self.run, model=replace(self.run.model, attention_kernel=kernel))
-        self.lease = acquire_folders([self.run_dir, checkpoint_folder(self.run)], self.everyone,
+        self.lease = acquire_folders([self.run_dir, checkpoint_folder(self.run)], self.members.everyone,
                                      tell=lambda line: print(line, file=stream, flush=True))
         self.now, self._has_begun = build_runtime(self.run, world, self.data), True
         self.elastic = Elasticity(self.run, self.data, tell=lambda event: self.outputs.event(event), policy=freezing)
@@ -315,7 +303,7 @@ class Training:
     def advance(self) -> None:
         """One step, or on an idle rank the next command. The run may have ended then."""
         if self.now is None:
-            self._execute(self.commands.wait(self.run.comm.timeout_seconds))
+            self._execute(self.members.commands.wait(self.run.comm.timeout_seconds))
         elif self._left(self.done):
             self.step(self.done + 1)
         if self.now is None:  # a rank that is no longer idle continues here: the others may stop after the transition
@@ -489,7 +477,7 @@ class Training:
         """The run has ended on the ranks of the mesh; the idle ones are told."""
         self.summary = summary
         if self.world.rank == 0:
-            self.commands.send({"do": "end", "summary": plain(summary)}, first=self.run.mesh.size)
+            self.members.commands.send({"do": "end", "summary": plain(summary)}, first=self.run.mesh.size)
 
     # ------------------------------------------------------------------ from mesh to mesh
 
@@ -527,11 +515,11 @@ class Training:
         """Let the ranks in that a request brings; they are idle then. The request for a mesh that has a place for them;
         None where they are refused."""
         call, problem = self.ranks.gather_objects(
-            self._call(request) if self.world.rank == 0 else None)[0]
+            self.members.call(request, self.run.comm.timeout_seconds) if self.world.rank == 0 else None)[0]
         if problem is None:
             command = {"do": "grow", "call": call}
             if self.world.rank == 0:
-                self.commands.send(command, first=self.run.mesh.size)
+                self.members.commands.send(command, first=self.run.mesh.size)
             problem = self._grow(Call(**call))
         fields = {"wish": request["wish"], "ranks": request["ranks"]}
         if problem is not None:
@@ -542,28 +530,10 @@ class Training:
             f"{request['ranks']} ranks have joined: the run has {self.world.size}")))
         return wanted_mesh(request, self.run.mesh, self.world.size)
 
-    def _call(self, request: Mapping[str, Any]) -> tuple[dict[str, object] | None, str | None]:
-        """Rank 0 calls the ranks that want to join: what they are called to, and why they are refused, if they are."""
-        world, wish, count = self.world, request["wish"], request["ranks"]
-        problem = why_not(world, request)
-        if problem is not None:
-            give_verdict(world.store, str(wish), problem)
-            return None, problem
-        call = Call(wish=wish, first=world.size, size=world.size + count, local_size=world.local_size,
-                    timeout_seconds=self.run.comm.timeout_seconds)
-        problem = call_newcomers(world, call)
-        if problem is not None:
-            give_verdict(world.store, wish, problem)
-        return call.document(), problem
-
     def _grow(self, call: Call) -> str | None:
         """Take the ranks of `call` into the world, or say why not. Collective over the ranks of the world."""
-        problem = grow(self.world, self.everyone, call)
-        if problem is None:
-            self.commands.close()
-            self._connect()
-            self._share_cores()
-            self.elastic.num_ranks = self.world.size
+        problem = self.members.grow(call, self._asked.launch.threads)
+        self.elastic.num_ranks = self.world.size
         return problem
 
     def _change(self, change: Change, save: bool = False) -> None:
@@ -579,7 +549,7 @@ class Training:
             "bad_steps": self.engine.bad_steps and self.engine.bad_steps.state(),
             "best": self.best and self.best.state()}
         if self.world.rank == 0:
-            self.commands.send(command, first=self.run.mesh.size)
+            self.members.commands.send(command, first=self.run.mesh.size)
         self._execute(command)
 
     def _execute(self, command: dict[str, Any]) -> None:
