@@ -35,12 +35,13 @@ from ranvier.cost.device_overhead import with_overhead
 from ranvier.data.task import TokenizerWithFiles
 from ranvier.data.tokenizer import Tokenizer
 from ranvier.elastic.freezing import FreezePolicy, FrozenLayers
-from ranvier.elastic.transition import hand_over, take
-from ranvier.errors import ConfigError, RanvierError
+from ranvier.elastic.transition import Held, hand_over, take
+from ranvier.errors import ConfigError, RanvierError, TransportError
 from ranvier.launch.contact import NAME as CONTACT
 from ranvier.launch.contact import remove_contact
 from ranvier.launch.failures import publish_mesh
 from ranvier.launch.joining import Call, give_verdict
+from ranvier.launch.losses import Agreement
 from ranvier.launch.stop import StopRequest
 from ranvier.models import families
 from ranvier.pipeline.engine import Engine
@@ -62,6 +63,7 @@ from ranvier.train.guards import Guards
 from ranvier.train.history import History
 from ranvier.train.joining import JoinedRun, invite, wanted_mesh
 from ranvier.train.logs import EventsFile, Log, MetricsFile, open_folder, plain, read_events, read_metrics, writing
+from ranvier.train.losses import Survival, lost_note
 from ranvier.train.measured_limits import MeasuredLimits, outcome, with_limits
 from ranvier.train.membership import Membership
 from ranvier.train.memory import check_fits, explain_out_of_memory, report_text
@@ -82,6 +84,9 @@ from ranvier.train.setup import (
 from ranvier.train.timeline import gather_timelines
 from ranvier.train.trackers import TensorBoard, console
 from ranvier.world import World
+
+_LAST_WRITE_SECONDS = 1.0
+"""For a checkpoint under way when a rank is lost, of which that rank may have written its part."""
 
 
 def train(run: Run, recipe: str, world: World, *, trackers: Sequence[Tracker] = (), stream: TextIO | None = None,
@@ -148,6 +153,8 @@ class Training:
         """Of the last step on this mesh."""
         self.done = 0
         """Steps that are taken, those before this run went on among them."""
+        self.survival: Survival | None = None
+        """Where the run survives the loss of ranks."""
         self.members = Membership(world)
         if joined is None:
             self._begin(run, trackers, stream, freezing)
@@ -212,8 +219,12 @@ class Training:
         """`start`, and then all that the run does; returns its summary."""
         try:
             start()
+            self._begin_survival()
             while self.summary is None:
-                self.advance()
+                try:
+                    self.advance()
+                except TransportError as error:
+                    self._survive(error)
         finally:
             self.close()
         self.shutdown()
@@ -335,6 +346,7 @@ class Training:
         reached = self.guards.after_step(step, result, batch, partial(self._publish_all, step, result, rate))
         if reached != step:
             self._leave_out(step, reached)
+            self._keep_state()
             return
         if asked and result.stepped:
             self.elastic.saw_gradients(self.engine)
@@ -348,6 +360,8 @@ class Training:
         # the checkpoint has what the evaluation says
         is_late = evaluates and (self.best is not None or self.elastic.freezes)
         stall = self._save(step) if due and not considers and not is_late else None
+        if self.survival is not None:
+            self.survival.keep(step, self.runtime)
         pending = self._await(step, result, rate)
         pending.checkpoint_stall_seconds = stall
         if evaluates:
@@ -357,8 +371,10 @@ class Training:
                 self._save(step)
             self._publish()
             self.meter.resume()
-        elif stall is not None:
-            self._publish()  # the checkpoint waits for it
+        elif stall is not None or self.survival is not None:
+            self._publish()  # the checkpoint waits for it, and so do lost ranks: what is told is finished
+        if self.survival is not None:
+            self.survival.finished(self.runtime, self._along)
         if considers:
             self._consider(save=due)
 
@@ -417,9 +433,10 @@ class Training:
         self._require_checkpoint(self.done)
         timelines = gather_timelines(self.ranks, self.meter.kept)
         text = self._sample() if run.train.sample_tokens and form_of(run.data).writes_text else None
+        copies = None if self.survival is None else self.survival.host_bytes
         facts = self.ranks.gather_objects(
             {"peak_memory_bytes": peak_memory_bytes(world.device), **self.engine.counters()} | self.elastic.facts() | (
-            {"memory": self.runtime.measured.facts(self.saving.checkpoints)} if run.memory_report else {}))
+            {"memory": self.runtime.measured.facts(self.saving.checkpoints, copies)} if run.memory_report else {}))
         summary: dict[str, Any] = {}
         if world.rank == 0:
             summary = summarise(recipe=self.recipe, mesh=run.mesh, history=self.history, ranks=facts,
@@ -456,10 +473,14 @@ class Training:
             self._tell_of_checkpoints()
         if self.lease is not None:
             self.lease.verify()
+        if self.survival is not None:
+            self.survival.end()
 
     def close(self) -> None:
         """Let go of files and threads, however the run went."""
         self._kernel.close()
+        if self.survival is not None:
+            self.survival.close()
         if self.world.rank == 0 and self.world.joins is not None:
             remove_contact(self.run_dir)
         written = self.now is None or self.saving.checkpoints.close()
@@ -467,6 +488,64 @@ class Training:
         self.outputs.close()
         if self.lease is not None and written:  # else a thread is still at work there, and ends with this process
             self.lease.release()
+
+    # ------------------------------------------------------------------ ranks that are lost
+
+    def _begin_survival(self) -> None:
+        """From now on the run survives losses, if it is to. Collective over the world."""
+        if not self.run.launch.survive_losses or self.world.torch_store is None or self.summary is not None:
+            return
+        self.survival = Survival(self._asked, self.world, on_loss=self._give_up_waiting)
+        self._keep_state()
+        if self.now is not None:
+            self.ranks.barrier()
+        self.survival.begin()
+
+    def _keep_state(self) -> None:
+        """Copy the state as it is, which is that after the last finished step."""
+        if self.survival is not None and self.now is not None:
+            self.survival.keep(self.done, self.runtime)
+            self.survival.finished(self.runtime, self._along)
+
+    def _give_up_waiting(self) -> None:
+        """A rank is lost. Called on any thread."""
+        if self._has_begun:
+            self.saving.checkpoints.give_up()
+
+    def _survive(self, error: TransportError) -> None:
+        """Go on without lost ranks from the last finished step. Raises `error` where none is lost, or the run cannot go
+        on. Collective over the survivors."""
+        if self.survival is None:
+            raise error
+        while True:
+            if (old := self.now) is not None:
+                self.now = self.pending = self.result = None
+                if self._has_begun:
+                    self.saving.checkpoints.close(_LAST_WRITE_SECONDS)
+                old.engine.abandon()
+            agreement = self.survival.agree(error, self.elastic.change_to)
+            try:
+                self.survival.connect(agreement)
+                self._go_back(agreement)
+                return
+            except TransportError as another:  # of another loss, or the end
+                error = another
+
+    def _go_back(self, agreement: Agreement) -> None:
+        """Go on from the last finished step with the ranks that the world has now. Collective over it."""
+        assert self.survival is not None
+        self.members.connect()
+        self.members.share_cores(self._asked.launch.threads)
+        self.elastic.num_ranks, self.resizes = self.world.size, False
+        command = dict(agreement.decision)
+        self.done = command["step"]
+        self.outputs.event(lost_note(agreement))
+        if self.world.rank == 0 and self.saving.lacks_last():  # it was being written
+            command |= {"saved_step": None, "save": True}
+        command = self.members.everyone.gather_objects(command)[0]
+        self._execute(command, back_to=self.survival.held(self.done))
+        if self.now is not None and self.elastic.asked and self._left(self.done):
+            self._consider()
 
     def shutdown(self) -> None:
         """After a run that has ended well: free what its ranks have in common."""
@@ -542,18 +621,22 @@ class Training:
         self.saving.finish()
         self._tell_of_checkpoints()
         command: dict[str, object] = {
-            "do": "change", "change": change.document(), "step": self.done, "samples": self.samples,
-            "elastic": self.elastic.whole_state(self.run, self.runtime.frozen), "guards": self.guards.state(),
-            "block_times": self._limits.block_times(self.runtime, self.meter.busy),
-            "saved_step": self.saving.saved_step, "save": save, "stops": self.stops,
-            "bad_steps": self.engine.bad_steps and self.engine.bad_steps.state(),
-            "best": self.best and self.best.state()}
+            **self._along(), "do": "change", "change": change.document(), "save": save,
+            "block_times": self._limits.block_times(self.runtime, self.meter.busy)}
         if self.world.rank == 0:
             self.members.commands.send(command, first=self.run.mesh.size)
         self._execute(command)
 
-    def _execute(self, command: dict[str, Any]) -> None:
-        """Execute a command of rank 0; the ranks of the mesh have come to it by themselves."""
+    def _along(self) -> dict[str, object]:
+        """What goes along with the state of the last step to other ranks, or to another time."""
+        return {"step": self.done, "samples": self.samples, "guards": self.guards.state(), "stops": self.stops,
+                "elastic": self.elastic.whole_state(self.run, self.runtime.frozen),
+                "saved_step": self.saving.saved_step, "best": self.best and self.best.state(),
+                "bad_steps": self.engine.bad_steps and self.engine.bad_steps.state()}
+
+    def _execute(self, command: dict[str, Any], back_to: Held | None = None) -> None:
+        """Execute a command of rank 0; the ranks of the mesh have come to it by themselves. back_to: the state with
+        which this rank goes on, where it has no engine any more."""
         if command["do"] == "end":
             self.summary = command["summary"]
             return
@@ -561,7 +644,7 @@ class Training:
             self._grow(Call(**command["call"]))
             return
         began, old, before = time.monotonic_ns(), self.now, self.run.mesh
-        held = None
+        held = back_to
         if old is not None:
             self.saving.checkpoints.close()
             held = take(old.engine)
@@ -601,19 +684,21 @@ class Training:
                                            global_size=self.run.samples_of(1),
                                            microbatch_size=self.run.batch.microbatch_size,
                                            stages=str(self.engine.stages), wish=change.wish))
-        self._tell_of_ties(None if old is None else old.engine)
+        if back_to is None:
+            self._tell_of_ties(None if old is None else old.engine)
         if (note := self._limits.before_steps(self.runtime, self.done)) is not None:
             self._keep_limits(note)
+        self._keep_state()
         if command["save"]:
             self._save(self.done)
 
     def _begin_here(self) -> None:
         """What a rank that has joined lacks before its first place in a mesh. The others' `Saving.move` is as
         collective."""
-        self._has_begun = True
         self.saving = Saving(self.run, self.recipe, self.engine, self.data, None, origin=self._joined.origin)
         self.guards = self._new_guards()
         self.meter = Meter(self.engine.timeline, self.ranks, self._stop)
+        self._has_begun = True
 
     def _tell_of_ties(self, before: Engine | None) -> None:
         """Which ties have ended because layers froze. before: the engine of the mesh before, on its ranks."""

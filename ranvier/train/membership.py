@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 
 from ranvier.comm.protocol import Group
+from ranvier.errors import TransportError
 from ranvier.launch.devices import machine_name
 from ranvier.launch.joining import Call, call_newcomers, give_verdict, grow
 from ranvier.system.machine import threads_per_rank
@@ -26,9 +27,10 @@ class Membership:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self._connect()
+        self.connect()
 
-    def _connect(self) -> None:
+    def connect(self) -> None:
+        """Begin with the ranks that the world has now."""
         self.everyone = self.world.backend.group("everyone", [tuple(range(self.world.size))])
         self.commands = CommandChannel(self.world)
 
@@ -48,7 +50,8 @@ class Membership:
             give_verdict(world.store, str(wish), problem)
             return None, problem
         call = Call(wish=wish, first=world.size, size=world.size + count, local_size=world.local_size,
-                    timeout_seconds=timeout_seconds)
+                    timeout_seconds=timeout_seconds, members=list(world.members),
+                    num_losses=world.num_losses)
         problem = call_newcomers(world, call)
         if problem is not None:
             give_verdict(world.store, wish, problem)
@@ -56,9 +59,14 @@ class Membership:
 
     def grow(self, call: Call, threads: int | Literal["auto"]) -> str | None:
         """Take the ranks of `call` into the world, or say why not. threads: as the run says."""
-        problem = grow(self.world, self.everyone, call)
+        try:
+            problem = grow(self.world, self.everyone, call)
+        except TransportError:  # a rank is lost meanwhile
+            if self.world.rank == 0:
+                give_verdict(self.world.store, call.wish, "a rank of the run was lost meanwhile")
+            raise
         if problem is None:
             self.commands.close()
-            self._connect()
+            self.connect()
             self.share_cores(threads)
         return problem
