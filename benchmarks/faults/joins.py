@@ -104,7 +104,7 @@ class JoinTrial:
 
     def _judge(self, expected: Sequence[float]) -> None:
         outcome, lines = self._outcome, self._training.lines("metrics.jsonl")
-        outcome.joined, outcome.refused = (self._count(name) for name in ("joined", "join-refused"))
+        outcome.joined, outcome.refused = self._count("joined"), self._refused()
         outcome.restarts = self._restarts()
         outcome.lost = self._lost()
         if outcome.restarts != self._firsts:
@@ -139,7 +139,7 @@ class JoinTrial:
             self._join(dies=kind == "dies", room=_MOST_RANKS - len(newcomers + originals) - 1)
 
     def _join(self, *, dies: bool, room: int) -> None:
-        before, refused = self._answers(), self._count("join-refused")
+        before, refused = self._answers(), self._refused()
         with self._stopped():
             join = Start("python", 1, ["-m", "ranvier", "join", str(self._training.run_dir), "--ranks",
                                        str(self._draw.randint(1, min(room, 2)))],
@@ -155,7 +155,7 @@ class JoinTrial:
             self._kill_one(join)
         if not self._run.wait_until(lambda: self._answers() > before, _EVENT_SECONDS) and self._run.code != 0:
             self._outcome.problems.append("newcomers have no answer")
-        if self._count("join-refused") > refused:
+        if self._refused() > refused:
             join.wait_gone(_LIMIT_SECONDS)
 
     def _kill_one(self, join: Start) -> None:
@@ -213,7 +213,10 @@ class JoinTrial:
                 self._run.signal(pid, signal.SIGCONT)
 
     def _answers(self) -> int:
-        return self._count("joined") + self._count("join-refused")
+        return self._count("joined") + self._refused()
+
+    def _refused(self) -> int:
+        return self._count("join-refused") + self._count("resize-refused")
 
     def _count(self, event: str) -> int:
         return sum(line.get("event") == event for line in self._training.lines("events.jsonl"))

@@ -153,6 +153,8 @@ class Training:
         """Of the last step on this mesh."""
         self.done = 0
         """Steps that are taken, those before this run went on among them."""
+        self._request: Mapping[str, Any] | None = None
+        """For another mesh or from ranks that want to join, while the run looks at it."""
         self.survival: Survival | None = None
         """Where the run survives the loss of ranks."""
         self.members = Membership(world)
@@ -540,6 +542,11 @@ class Training:
         command = dict(agreement.decision)
         self.done = command["step"]
         self.outputs.event(lost_note(agreement))
+        if self.world.rank == 0 and self._request is not None:
+            has_joined = any(name.startswith(f"{self._request['wish']}/") for name in self.world.members)
+            self.outputs.event(self._refusal(self._request, self.done, "a rank of the run was lost meanwhile")
+                               if not has_joined else self._joined_note(self._request))
+        self._request = None
         if self.world.rank == 0 and self.saving.lacks_last():  # it was being written
             command |= {"saved_step": None, "save": True}
         command = self.members.everyone.gather_objects(command)[0]
@@ -563,12 +570,15 @@ class Training:
     def _refused_requests(self, step: int, why: str) -> list[NoteEvent]:
         """One answer to each request for another mesh that this run cannot look at any more."""
         requests = [] if self.resize_requests is None else self.resize_requests.take_all()
-        for one in requests:
-            if one.get("ranks") and isinstance(one["wish"], str):
-                give_verdict(self.world.store, one["wish"], why)
-        return [NoteEvent(step=step, event="resize-refused",
-                          text=f"resize request for {request_text(one)} refused: {why}",
-                          fields={name: one[name] for name in one if name != "problem"}) for one in requests]
+        return [self._refusal(one, step, why) for one in requests]
+
+    def _refusal(self, request: Mapping[str, Any], step: int, why: str) -> NoteEvent:
+        """On rank 0: what is told of a refused request; ranks that want to join hear of it."""
+        if request.get("ranks") and isinstance(request["wish"], str):
+            give_verdict(self.world.store, request["wish"], why)
+        return NoteEvent(step=step, event="resize-refused",
+                         text=f"resize request for {request_text(request)} refused: {why}",
+                         fields={name: request[name] for name in request if name != "problem"})
 
     def _consider(self, save: bool = False) -> None:
         """Freeze layers and go to another mesh, where the policy, the planner or a user's request says so. save: a
@@ -579,6 +589,7 @@ class Training:
         if self.resizes:
             self.resizes = False
             wanted = self.ranks.gather_objects(self.resize_requests and self.resize_requests.take())[0]
+            self._request = wanted
             if wanted is not None and wanted.get("ranks") is not None:
                 wanted = self._admit(wanted)
         change = self.elastic.decide(self.runtime, self.done, resize=wanted, busy=self.meter.busy,
@@ -587,6 +598,7 @@ class Training:
             self._change(change, save=save)
         elif save:
             self._save(self.done)
+        self._request = None
         if self.now is not None:
             self.meter.resume()
 
@@ -600,14 +612,18 @@ class Training:
             if self.world.rank == 0:
                 self.members.commands.send(command, first=self.run.mesh.size)
             problem = self._grow(Call(**call))
+        self._request = None  # which is answered now
         fields = {"wish": request["wish"], "ranks": request["ranks"]}
         if problem is not None:
             self.outputs.event(NoteEvent(step=self.done, event="join-refused", fields=fields,
                                          text=f"ranks that wanted to join are refused: {problem}"))
             return None
-        self.outputs.event(NoteEvent(step=self.done, event="joined", fields=fields, text=(
-            f"{request['ranks']} ranks have joined: the run has {self.world.size}")))
+        self.outputs.event(self._joined_note(request))
         return wanted_mesh(request, self.run.mesh, self.world.size)
+
+    def _joined_note(self, request: Mapping[str, Any]) -> NoteEvent:
+        return NoteEvent(step=self.done, event="joined", fields={"wish": request["wish"], "ranks": request["ranks"]},
+                         text=f"{request['ranks']} ranks have joined: the run has {self.world.size}")
 
     def _grow(self, call: Call) -> str | None:
         """Take the ranks of `call` into the world, or say why not. Collective over the ranks of the world."""
@@ -684,6 +700,7 @@ class Training:
                                            global_size=self.run.samples_of(1),
                                            microbatch_size=self.run.batch.microbatch_size,
                                            stages=str(self.engine.stages), wish=change.wish))
+        self._request = None
         if back_to is None:
             self._tell_of_ties(None if old is None else old.engine)
         if (note := self._limits.before_steps(self.runtime, self.done)) is not None:

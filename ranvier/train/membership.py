@@ -8,7 +8,6 @@ from typing import Any, Literal
 import torch
 
 from ranvier.comm.protocol import Group
-from ranvier.errors import TransportError
 from ranvier.launch.devices import machine_name
 from ranvier.launch.joining import Call, call_newcomers, give_verdict, grow
 from ranvier.system.machine import threads_per_rank
@@ -59,12 +58,7 @@ class Membership:
 
     def grow(self, call: Call, threads: int | Literal["auto"]) -> str | None:
         """Take the ranks of `call` into the world, or say why not. threads: as the run says."""
-        try:
-            problem = grow(self.world, self.everyone, call)
-        except TransportError:  # a rank is lost meanwhile
-            if self.world.rank == 0:
-                give_verdict(self.world.store, call.wish, "a rank of the run was lost meanwhile")
-            raise
+        problem = grow(self.world, self.everyone, call)
         if problem is None:
             self.commands.close()
             self.connect()

@@ -6,6 +6,7 @@ Processes are killed from outside, at whatever they do then; what is agreed on i
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ from torch.distributed import HashStore
 
 from ranvier.checkpoint.state import Piece
 from ranvier.comm.inprocess import InProcessWorld
+from ranvier.comm.signed_store import signed
 from ranvier.comm.sockets import PeerSockets
 from ranvier.config import effects
 from ranvier.config.resolve import resolve
@@ -28,6 +30,7 @@ from ranvier.elastic.neighbour_copy import states_of_neighbour
 from ranvier.errors import ConfigError, TransportError
 from ranvier.launch import losses as launch_losses
 from ranvier.launch import start
+from ranvier.launch.contact import connect, read_contact
 from ranvier.launch.failure_watch import FAILED
 from ranvier.launch.launchers import Started
 from ranvier.launch.losses import Loss, Losses, report_loss, why_given_up
@@ -36,9 +39,10 @@ from ranvier.planner.problems import problems
 from ranvier.testing.ranks import run_ranks
 from ranvier.train.loop import train
 from ranvier.train.losses import LastSteps, mesh_without, missing_state
+from ranvier.train.resize import leave
 from ranvier.world import World
 from tests.elastic.test_elastic_run import sentences, tiny
-from tests.elastic.test_joining import events, start_run, undisturbed
+from tests.elastic.test_joining import events, start_run, stopped, undisturbed
 
 __all__ = ["sentences", "start_run"]  # fixtures
 
@@ -162,6 +166,24 @@ def test_losses_after_joins_and_joins_after_losses(start_run, tmp_path):
     assert first.end()[0] == 1 and second.end()[0] == 0
     assert [line["left"] for line in events(run, "lost")] == [3, 2, 2]
     assert [line["ranks"] for line in events(run, "joined")] == [2, 1]
+
+
+@pytest.mark.slow
+def test_a_loss_while_ranks_connect(start_run, tmp_path):
+    """A newcomer that answers and never connects hears at once that it is refused."""
+    run = begin(start_run, 3, train__steps=160)
+    wish = "00000000000000aa"
+    with stopped(run):
+        found = read_contact(run.folder)
+        _, store = signed(connect(found), found.secret)
+        leave(run.folder, wish, {"ranks": 1})
+    run.wait_until(lambda: store.check([f"ranvier/join/{wish}/call"]))
+    store.set(f"ranvier/join/{wish}/here/0", "")
+    kill(run, run.ranks()[1], after=0)
+    assert json.loads(store.get(f"ranvier/join/{wish}/verdict")) == "a rank of the run was lost meanwhile"
+    refused, = events(run, "resize-refused")
+    assert refused["ranks"] == 1 and "refused: a rank of the run was lost meanwhile" in refused["text"]
+    check(run, tmp_path, 160)
 
 
 @pytest.mark.slow
