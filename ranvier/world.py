@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,15 +16,12 @@ from ranvier.mesh import Mesh
 
 @dataclass(frozen=True, kw_only=True)
 class JoinPoint:
-    """Where ranks that join a run later reach its store.
-
-    address, port: where it listens. secret: of its signed values. store: this rank's connection, for torch's own use.
+    """Where ranks that join a run later reach its store. address, port: where it listens. secret: of its signed values.
     """
 
     address: str
     port: int
     secret: str = field(repr=False)
-    store: Store
 
 
 @dataclass(kw_only=True)
@@ -42,7 +39,12 @@ class World:
     hang: makes the detector for hanging actions; None if they are not checked.
     overdue: names a blocking wait that is over its time limit; returns None if there is none.
     lost: names a peer whose connection has broken, where the waiting thread cannot see it; None if there is none.
+    sever: ends this rank's connections to the others, so that waits for these fail at both ends.
+    members: names of the ranks, by their numbers, which may change; names stay. Those of the start are numbers, too.
+    num_losses: ranks that the run has gone on without.
     joins: how ranks join later (`grow`); None if none may.
+    torch_store: `store` without signatures, over which a backend of other ranks connects; None where the ranks stay
+        those that were started.
     """
 
     backend: Backend
@@ -56,10 +58,15 @@ class World:
     hang: Callable[[], HangDetector] | None = None
     overdue: Callable[[], str | None] = lambda: None
     lost: Callable[[], str | None] = lambda: None
+    sever: Callable[[], object] = lambda: None
+    members: tuple[str, ...] = ()
+    num_losses: int = 0
     joins: JoinPoint | None = None
+    torch_store: Store | None = None
     _first: Backend | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self.members = self.members or tuple(map(str, range(self.size)))
         first = self.rank - self.local_rank
         self.local_ranks = self.local_ranks or tuple(range(first, min(first + self.local_size, self.size)))
 
@@ -78,10 +85,12 @@ class World:
         """Whether this is the only rank, now and later."""
         return self.size == 1 and self.joins is None
 
-    def grow(self, backend: Backend) -> None:
-        """Replace the backend by one with more ranks, among which this one has the same number. Collective over the
-        ranks so far. What was made from the first backend stays usable; of later ones it is freed."""
-        before, self.backend = self.backend, backend
+    def change(self, backend: Backend, members: Sequence[str]) -> None:
+        """Replace the backend by one of `members`. Collective over the ranks that stay. What was made from the first
+        backend stays usable; of later ones it is freed."""
+        local = {self.members[rank] for rank in self.local_ranks}
+        before, self.backend, self.members = self.backend, backend, tuple(members)
+        self.local_ranks = tuple(rank for rank, name in enumerate(self.members) if name in local)
         if self._first is None:
             self._first = before
         else:

@@ -2,18 +2,22 @@
 
     python -m benchmarks.faults.joins --events 100 --outcomes joins.jsonl --out joins.md
 
-Each case is a run of one or two ranks under plain python with `--launch.join-address` and `--max-restarts`, and four
-events after random steps, drawn from the case's number:
+Each case is a run of two or three replicas under plain python with `--launch.join-address`, `--launch.survive-losses`
+and `--max-restarts`, and several events after random steps, drawn from the case's number:
 
-    join        `ranvier join` starts one to three ranks
+    join        `ranvier join` starts one or two ranks
     dies        the same, and one of them is killed at a random moment while it joins: before the run calls it, while it
                 connects, or when it is a rank already
     newcomer    a rank that has joined is killed
-    original    a rank with which the run was started is killed
+    original    a rank with which the run was started is killed, but not rank 0
+    pair        two of these ranks are killed, the second one at a random moment up to half a second later
+    first       rank 0 is killed: the run starts again from its last checkpoint on the ranks with which it was started
 
-Then the run goes on to its last step. It must end with exit code 0, with the metrics of each step once and in order,
-with the losses of an undisturbed run on one rank (relative difference below 1e-9, fp64), and no process of it or of a
-join may be left 10 s later. The outcome of a case is a line in --outcomes; a case that is there is not run again.
+A run has four ranks at most; where an event finds no rank to kill, or no room, ranks join or are killed instead. Then
+the run goes on to its last step. It must end with exit code 0, with the metrics of each step once and in order, with
+the losses of an undisturbed run on one rank (relative difference below 1e-9, fp64), and no process of it or of a join
+may be left 10 s later. It must have started again as often as rank 0 was killed and never else. The outcome of a case
+is a line in --outcomes; a case that is there is not run again.
 
 The run's ranks are stopped while newcomers start, which takes longer than the whole run.
 """
@@ -37,9 +41,11 @@ from benchmarks.faults.processes import Start
 from benchmarks.faults.training import Training
 from ranvier.mesh import Mesh
 
-KINDS = ("join", "dies", "newcomer", "original")
-STEPS = 200
-EVENTS_PER_CASE = 4
+KINDS = {"join": 3.0, "dies": 2.0, "newcomer": 2.0, "original": 2.0, "pair": 1.0, "first": 0.5}
+"""How often each is drawn."""
+STEPS = 800
+EVENTS_PER_CASE = 10
+_MOST_RANKS = 4
 _TOLERANCE = 1e-9
 _LIMIT_SECONDS = 10.0
 _EVENT_SECONDS = 300.0
@@ -56,6 +62,8 @@ class Outcome:
     events: list[str] = field(default_factory=list)
     joined: int = 0
     refused: int = 0
+    lost: int = 0
+    """Ranks that the run has gone on without."""
     restarts: int = 0
     difference: float = 0.0
     """The largest relative difference of a loss."""
@@ -70,16 +78,17 @@ class JoinTrial:
         self._draw, self._training, self._events = random.Random(f"{seed} {number}"), training, events
         self._outcome = Outcome(number=number, seed=seed)
         self._joins: list[Start] = []
+        self._firsts = 0
 
     def run(self, expected: Sequence[float]) -> Outcome:
         """expected: the losses of an undisturbed run."""
         began, outcome = time.monotonic(), self._outcome
         self._training.forget()
-        self._run = start(self._training, Mesh(data=self._draw.randint(1, 2)), "joins")
+        self._run = start(self._training, Mesh(data=self._draw.randint(2, 3)), "joins")
         try:
-            for number in range(self._events):
-                self._step(self._draw.randint(1, STEPS // self._events // 2))
-                self._event(KINDS[0] if number == 0 else self._draw.choice(KINDS))
+            for _ in range(self._events):
+                self._step(self._draw.randint(1, max(1, STEPS // self._events // 4)))
+                self._event(self._draw.choices([*KINDS], [*KINDS.values()])[0])
             if self._run.wait_gone(_EVENT_SECONDS) is None:
                 outcome.problems.append("the run did not end")
             deadline = time.monotonic() + _LIMIT_SECONDS
@@ -95,8 +104,12 @@ class JoinTrial:
 
     def _judge(self, expected: Sequence[float]) -> None:
         outcome, lines = self._outcome, self._training.lines("metrics.jsonl")
-        outcome.joined, outcome.refused = (self._count(name) for name in ("joined", "join-refused"))
-        outcome.restarts = self._run.text.count("ranvier: restart ")
+        outcome.joined, outcome.refused = self._count("joined"), self._refused()
+        outcome.restarts = self._restarts()
+        outcome.lost = self._lost()
+        if outcome.restarts != self._firsts:
+            outcome.problems.append(f"{outcome.restarts} restarts, and rank 0 was killed {self._firsts} times:\n"
+                                    f"{self._run.text[-3000:]}")
         if self._run.code != 0:
             outcome.problems.append(f"exit code {self._run.code}:\n{self._run.text[-3000:]}")
         if [line.get("step") for line in lines] != list(range(1, STEPS + 1)):
@@ -109,23 +122,27 @@ class JoinTrial:
     # ------------------------------------------------------------------ events
 
     def _event(self, kind: str) -> None:
-        living = [join for join in self._joins if join.code is None and join.ranks()]
-        if kind == "newcomer" and not living:
-            kind = "join"
+        newcomers = [(join, pid) for join in self._joins if join.code is None for pid in join.ranks().values()]
+        originals = [(self._run, pid) for rank, pid in self._run.ranks().items() if rank]
+        among = {"newcomer": newcomers, "original": originals, "pair": newcomers + originals}.get(kind)
+        if among is not None and len(among) < (2 if kind == "pair" else 1):
+            kind = "original" if originals else "newcomer" if newcomers else "join"
+            among = originals or newcomers or None
+        if kind in ("join", "dies") and len(newcomers + originals) + 1 >= _MOST_RANKS:
+            kind, among = ("original", originals) if originals else ("newcomer", newcomers)
         self._outcome.events.append(kind)
-        match kind:
-            case "join" | "dies":
-                self._join(dies=kind == "dies")
-            case "newcomer":
-                self._kill(self._draw.choice(living))
-            case "original":
-                self._kill(self._run)
+        if among is not None:
+            self._lose(self._draw.sample(sorted(among, key=lambda one: one[1]), 2 if kind == "pair" else 1))
+        elif kind == "first":
+            self._lose_first()
+        else:
+            self._join(dies=kind == "dies", room=_MOST_RANKS - len(newcomers + originals) - 1)
 
-    def _join(self, *, dies: bool) -> None:
-        before, restarts = self._answers(), self._run.text.count("ranvier: restart ")
+    def _join(self, *, dies: bool, room: int) -> None:
+        before, refused = self._answers(), self._refused()
         with self._stopped():
             join = Start("python", 1, ["-m", "ranvier", "join", str(self._training.run_dir), "--ranks",
-                                       str(self._draw.randint(1, 3))],
+                                       str(self._draw.randint(1, min(room, 2)))],
                          self._training.root / f"join-{len(self._joins)}.log")
             self._joins.append(join)
             if not join.wait_until(lambda: any(self._training.run_dir.glob("resize-*.json")), _EVENT_SECONDS):
@@ -134,23 +151,45 @@ class JoinTrial:
             if dies and self._draw.random() < 0.3:
                 self._kill_one(join)
         if dies:
-            time.sleep(self._draw.uniform(0.0, 0.3))
+            time.sleep(self._draw.uniform(0.0, 0.6))
             self._kill_one(join)
-        if not self._run.wait_until(lambda: self._answers() > before or self._run.text.count(
-                "ranvier: restart ") > restarts, _EVENT_SECONDS) and self._run.code != 0:
+        if not self._run.wait_until(lambda: self._answers() > before, _EVENT_SECONDS) and self._run.code != 0:
             self._outcome.problems.append("newcomers have no answer")
+        if self._refused() > refused:
+            join.wait_gone(_LIMIT_SECONDS)
 
-    def _kill(self, of: Start) -> None:
-        restarts = self._run.text.count("ranvier: restart ")
-        if self._kill_one(of) and not self._run.wait_until(
-                lambda: self._run.text.count("ranvier: restart ") > restarts, _EVENT_SECONDS) and self._run.code != 0:
-            self._outcome.problems.append("the run has not started again")
-
-    def _kill_one(self, of: Start) -> bool:
-        ranks = sorted(of.ranks().values())
+    def _kill_one(self, join: Start) -> None:
+        ranks = sorted(join.ranks().values())
         if ranks:
-            of.signal(self._draw.choice(ranks), signal.SIGKILL)
-        return bool(ranks)
+            join.signal(self._draw.choice(ranks), signal.SIGKILL)
+
+    def _lose(self, ranks: Sequence[tuple[Start, int]]) -> None:
+        """Kill these ranks; returns once the run has gone on without them."""
+        before, restarts = self._lost(), self._restarts()
+        for number, (start_of, pid) in enumerate(ranks):
+            if number:
+                time.sleep(self._draw.uniform(0.0, 0.5))
+            start_of.signal(pid, signal.SIGKILL)
+        if not self._run.wait_until(lambda: self._lost() >= before + len(ranks) or self._restarts() > restarts,
+                                    _EVENT_SECONDS) and self._run.code != 0:
+            self._outcome.problems.append(f"the run has not gone on without {len(ranks)} ranks")
+
+    def _lose_first(self) -> None:
+        restarts = self._restarts()
+        self._firsts += 1
+        self._run.signal(self._run.ranks().get(0, -1), signal.SIGKILL)
+        if not self._run.wait_until(lambda: self._restarts() > restarts, _EVENT_SECONDS) and self._run.code != 0:
+            self._outcome.problems.append("the run has not started again")
+        for join in self._joins:
+            join.wait_gone(_LIMIT_SECONDS)
+
+    def _restarts(self) -> int:
+        return self._run.text.count("ranvier: restart ")
+
+    def _lost(self) -> int:
+        """Ranks that the run has told to be lost; of those that were lost together some may be told later."""
+        return sum(len(line.get("ranks", ())) for line in self._training.lines("events.jsonl")
+                   if line.get("event") == "lost")
 
     # ------------------------------------------------------------------ the run
 
@@ -174,7 +213,10 @@ class JoinTrial:
                 self._run.signal(pid, signal.SIGCONT)
 
     def _answers(self) -> int:
-        return self._count("joined") + self._count("join-refused")
+        return self._count("joined") + self._refused()
+
+    def _refused(self) -> int:
+        return self._count("join-refused") + self._count("resize-refused")
 
     def _count(self, event: str) -> int:
         return sum(line.get("event") == event for line in self._training.lines("events.jsonl"))
@@ -185,7 +227,8 @@ def start(training: Training, mesh: Mesh, name: str) -> Start:
     return Start("python", mesh.size, [
         "-m", "ranvier", *training.args(mesh, "torch", _TIMEOUT_SECONDS), "--train.steps", str(STEPS),
         "--checkpoint.every", "10", "--batch.global-size", "8", "--launch.join-address", "127.0.0.1",
-        "--launch.stopped-seconds", "0", "--launch.threads", "1", "--max-restarts", "100"],
+        "--launch.stopped-seconds", "0", "--launch.survive-losses", "true", "--launch.threads", "1",
+        "--max-restarts", "100"],
         training.root / f"{name}.log")
 
 
@@ -207,11 +250,13 @@ def table(outcomes: Sequence[Outcome], seed: int) -> str:
     bad = [outcome for outcome in outcomes if outcome.problems]
     return "\n".join([
         f"{sum(kinds.values())} events in {len(outcomes)} runs, seed {seed}: {len(bad)} runs went wrong.", "",
-        "| joins | newcomers killed while joining | newcomers killed | original ranks killed | taken in | refused | "
-        "restarts | largest difference of a loss |", "|---|---|---|---|---|---|---|---|",
+        "| joins | newcomers killed while joining | newcomers killed | original ranks killed | two killed | rank 0 "
+        "killed | taken in | refused | lost without a restart | restarts | largest difference of a loss |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
         "| " + " | ".join(map(str, (
             *(kinds[kind] for kind in KINDS), sum(one.joined for one in outcomes),
-            sum(one.refused for one in outcomes), sum(one.restarts for one in outcomes),
+            sum(one.refused for one in outcomes), sum(one.lost for one in outcomes),
+            sum(one.restarts for one in outcomes),
             f"{max((one.difference for one in outcomes), default=0.0):.1e}"))) + " |", "",
         *(f"- case {one.number} ({', '.join(one.events)}): {'; '.join(one.problems)}" for one in bad)])
 

@@ -201,9 +201,10 @@ class Checkpoints:
         return job.stall_seconds
 
     def written(self) -> list[Written]:
-        """What has ended since the last call, well or not; on rank 0, and never waits. Empty elsewhere."""
+        """What has ended since the last call, well or not; on rank 0, and never waits. Empty elsewhere, and once what
+        is under way is given up."""
         done, self._untold = self._untold, []
-        return done
+        return [] if self._closing.is_set() else done
 
     def wait(self) -> list[Written]:
         """Return when what `save` began has ended on every rank: all that has ended since the last call, on all."""
@@ -220,6 +221,10 @@ class Checkpoints:
     def host_bytes(self) -> int:
         """What the copies of this rank's part take; they stay for the next save."""
         return sum(tensor.nbytes for tensor in self._room)
+
+    def give_up(self) -> None:
+        """A rank is lost, which may not have written its part: do not wait for it. From any thread, at any time."""
+        self._closing.set()
 
     def close(self, seconds: float = 3.0) -> bool:
         """Give a write that is under way so many seconds more, then leave it; whether none is left. Idempotent; no rank

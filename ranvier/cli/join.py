@@ -64,5 +64,6 @@ def _start(run: Path, ranks: int) -> int:
 
     contact = read_contact(run)
     connect(contact)
-    return supervise(Mesh(data=ranks), "torch", "that of the run", rerun_command(),
-                     {**rank_variables(ranks, "auto"), WISH: new_wish()}, saves_on_stop=True, joins=contact).code
+    variables = {**rank_variables(ranks, "auto", survive_losses=True), WISH: new_wish()}
+    return supervise(Mesh(data=ranks), "torch", "that of the run", rerun_command(), variables, saves_on_stop=True,
+                     joins=contact).code

@@ -63,7 +63,8 @@ def train(context: click.Context, /, recipe: str, quiet: bool, as_json: bool, **
                          explain_kill=lambda: _memory_text(run), saves_on_stop=True,
                          stopped_seconds=run.launch.stopped_seconds, hang_seconds=run.launch.hang_seconds,
                          restart=Restarts(run, rerun) if rerun and run.max_restarts else None,
-                         join_address=run.launch.join_address, flags=True, stream=stream)
+                         join_address=run.launch.join_address,
+                         survive_losses=run.launch.survive_losses, flags=True, stream=stream)
     return _train_as_rank(run, run_dir, name, world, context.obj, stream, as_json)
 
 

@@ -20,6 +20,7 @@ from ranvier.comm.gloo_transport import GlooTransport
 from ranvier.comm.nccl_transport import NcclTransport
 from ranvier.comm.protocol import Transport
 from ranvier.comm.signed_store import clone_store
+from ranvier.comm.sockets import PeerSockets
 from ranvier.comm.torch_group import TorchGroup, WaitRegistry, error_cause
 from ranvier.errors import LaunchError, TransportError
 
@@ -49,11 +50,14 @@ class TorchBackend:
         self._timeout = timedelta(seconds=timeout_seconds)
         self.waits = WaitRegistry(timeout_seconds)
         """The current blocking waits of this process, also those in subsets."""
+        self.sockets = PeerSockets()
+        """The connections of this process to other ranks, and to the store for connecting, also those of subsets."""
         self._kinds = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         self._owns = initialise and not dist.is_initialized()
         if self._owns:
-            dist.init_process_group(self._kinds, store=PrefixStore("ranvier", store), rank=rank, world_size=size,
-                                    timeout=self._timeout)
+            with self.sockets.opening():
+                dist.init_process_group(self._kinds, store=PrefixStore("ranvier", store), rank=rank, world_size=size,
+                                        timeout=self._timeout)
         elif initialise and (dist.get_rank(), dist.get_world_size()) != (rank, size):
             raise LaunchError("is initialised with another rank or size", where=f"torch.distributed on rank {rank}",
                               value=(dist.get_rank(), dist.get_world_size()),
@@ -70,9 +74,10 @@ class TorchBackend:
         self._subsets += 1
         if self.rank >= count:
             return None
-        store = PrefixStore(f"ranvier/subset/{self._subsets}", clone_store(self._store))
+        with self.sockets.opening():  # whoever connects waits for the others in the store
+            store = PrefixStore(f"ranvier/subset/{self._subsets}", clone_store(self._store))
         subset = _TorchSubset(self.rank, count, store, self._device, self._timeout.total_seconds())
-        subset.waits = self.waits
+        subset.waits, subset.sockets = self.waits, self.sockets
         return subset
 
     def transport(self, purpose: str) -> Transport:
@@ -112,7 +117,8 @@ class TorchBackend:
         TransportError if one of them does not answer.
         """
         try:
-            process_group: ProcessGroup = dist.new_group(list(members), timeout=timeout, backend=kinds)
+            with self.sockets.opening():
+                process_group: ProcessGroup = dist.new_group(list(members), timeout=timeout, backend=kinds)
         except RuntimeError as error:
             raise self._no_answer(purpose, error) from error
         return process_group
@@ -168,15 +174,19 @@ class TorchBackend:
 
 
 def torch_generation(name: str, rank: int, size: int, store: Store, device: torch.device, timeout_seconds: float, *,
-                     connect_seconds: float, waits: WaitRegistry | None = None) -> TorchBackend:
-    """A backend that takes the place of one with fewer ranks: those, which pass the `waits` of theirs, and new ones
-    make it at the same time, with one `name` that no other has.
+                     connect_seconds: float, before: TorchBackend | None = None) -> TorchBackend:
+    """A backend with other ranks than the one `before`, whose place it takes: those that stay, and new ones, which had
+    none, make it at the same time, with one `name` that no other has.
 
     TransportError if one of them does not answer within `connect_seconds`; nothing is left of the backend then.
     """
-    made = _TorchSubset(rank, size, PrefixStore(f"ranvier/generation/{name}", clone_store(store)), device,
-                        timeout_seconds)
-    made.waits = waits or made.waits
+    sockets = PeerSockets() if before is None else before.sockets
+    with sockets.opening():
+        place = PrefixStore(f"ranvier/generation/{name}", clone_store(store))
+    made = _TorchSubset(rank, size, place, device, timeout_seconds)
+    made.sockets = sockets
+    if before is not None:
+        made.waits = before.waits
     made.connect(connect_seconds)
     return made
 
@@ -199,7 +209,8 @@ class _TorchSubset(TorchBackend):
         group = ProcessGroup(store, index, len(members))
         try:
             if "gloo" in kinds:
-                gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), index, len(members), timeout)
+                with self.sockets.opening():
+                    gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), index, len(members), timeout)
                 gloo._set_sequence_number_for_group()
                 group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
                 group._set_default_backend(ProcessGroup.BackendType.GLOO)

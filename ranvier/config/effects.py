@@ -160,6 +160,12 @@ def _one_rank(run: ResolvedRun) -> str | None:
     return "one rank has nobody beside it to see that it was stopped" if alone else None
 
 
+def _no_state_elsewhere(run: ResolvedRun) -> str | None:
+    if run.mesh.data == 1 and run.launch.join_address is None and not run.elastic.auto_dp:
+        return "mesh.data is 1, so no other rank has the state of a lost one"
+    return None
+
+
 def _not_offloaded(run: ResolvedRun) -> str | None:
     offload = run.optim.offload
     if offload == "auto" and run.launch.device != "cpu":
@@ -313,6 +319,7 @@ CONDITIONS: Mapping[str, Reason] = {
     "comm.collectives": lambda run: _one_rank(run) or (
         "comm.transport torch has collectives of its own" if run.comm.transport == "torch" else None),
     "launch.stopped_seconds": _one_rank,
+    "launch.survive_losses": _no_state_elsewhere,
     "deterministic": _on_cpu("on a CPU the same run gives the same bits"),
     "max_restarts": _one_rank,  # what launchers of other kinds do with it is told where they are known
     "model.compile": lambda run: (

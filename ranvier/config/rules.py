@@ -42,6 +42,11 @@ def problems(run: ResolvedRun, num_ranks: int | None = None, *, num_blocks: int 
         yield ConfigError("needs comm.transport torch: MPI's ranks are those that were started",
                           where="launch.join-address", value=run.launch.join_address,
                           remedy="Leave --comm.transport auto, or --launch.join-address out.")
+    if run.launch.survive_losses and (run.comm.transport == "mpi" or run.launch.device == "cuda"):
+        what = "comm.transport torch: MPI's ranks are those that were started" if run.comm.transport == "mpi" else \
+            "launch.device cpu: a wait inside NCCL for a lost rank cannot be ended"
+        yield ConfigError(f"needs {what}", where="launch.survive-losses", value="true",
+                          remedy="Leave --launch.survive-losses out, and use --max-restarts instead.")
     yield from elastic_problems(run)
 
 

@@ -375,6 +375,12 @@ class Launch:
     """Address of this machine on which ranks may join the run later (`ranvier join`): 127.0.0.1 for ranks on this
     machine only, or an address by which other machines reach this one; none lets no rank join. Under plain python, with
     comm.transport torch, which auto then is."""
+    survive_losses: bool = False
+    """Go on without ranks that are killed, where other replicas have all of their state: the survivors return to the
+    last finished step, on the largest mesh that is legal for them. Each rank keeps copies of its state after the last
+    two steps in host memory, with optim.shard also of the share of the replica before. Rank 0 must survive. Under plain
+    python, on CPUs, with comm.transport torch, which auto then is; other losses end the run, or restart it
+    (max-restarts)."""
 
 
 @section

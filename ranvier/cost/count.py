@@ -29,7 +29,7 @@ from ranvier.config.rules import looks_before_update
 from ranvier.config.run import Optim
 from ranvier.cost.blocks import BlockCost
 from ranvier.cost.limits import run_limits
-from ranvier.cost.memory import RankMemory, StoredMicrobatches, activation_bytes, checkpoint_bytes
+from ranvier.cost.memory import KEPT_STEPS, RankMemory, StoredMicrobatches, activation_bytes, checkpoint_bytes
 from ranvier.layout import Chunking, Layout
 from ranvier.mesh import Coordinates
 from ranvier.models import families
@@ -239,6 +239,10 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range]) 
         owners, state_bytes=wide.itemsize * (states + (half + averages) * updated), element_bytes=dtype.itemsize,
         data=run.mesh.data, sharded=optim.shard, updated=updated if has_owners else 0,
         random_state_bytes=torch.get_rng_state().nbytes)
+    if run.launch.survive_losses:
+        own, shares = (sum(part.get(name, 0) for part in (device, host) for name in names)
+                       for names in (("parameters",), ("master", "moments", "average")))
+        host["copies"] = KEPT_STEPS * (own + shares * (2 if optim.shard and run.mesh.data > 1 else 1))
     if device_kind(run) == "cuda":
         tensors = [host["master"], *[size * wide.itemsize for size in streamed.sizes.values()]
                    ] if offload != "none" else []

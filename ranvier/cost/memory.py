@@ -5,7 +5,8 @@
                                                               checkpoint  copies of a rank's share, while it is written
              master       fp32 copies of half-precision parameters
              moments      two of AdamW, one of SGD
-             average      the moving average of parameters (optim.ema)
+             average      the moving average of parameters      copies      of the state after the last two steps
+                          (optim.ema)                                       (launch.survive-losses)
              buckets      what streams through (optim.offload), and room for scaled gradients
              activations  of the microbatches that a stage stores
              deferred    operands of weight gradients that wait
@@ -34,6 +35,9 @@ from ranvier.schedule.schedule import Policy
 
 PROCESS_BYTES = 330 << 20
 """Host memory of a rank before it holds anything: interpreter, torch, this package (measured on Linux, CPU build)."""
+
+KEPT_STEPS = 2
+"""Finished steps after which each rank keeps its state, where the run survives losses (ranvier.train.losses)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +186,8 @@ def remedies(run: ResolvedRun, *, shared: bool, on_host: bool = False) -> list[s
     if run.num_microbatches == 1 and not (run.optim.update_in_backward or run.optim.clip_norm
                                           or run.precision == "fp16"):
         found.append("set --optim.update-in-backward true")
+    if run.launch.survive_losses:
+        found.append("leave --launch.survive-losses out")
     if run.checkpoint.background and on_host:
         found.append("set --checkpoint.background false")
     found.append("raise --mesh.pipe, with more ranks")

@@ -50,15 +50,22 @@ class Held:
     frozen: list[str]
 
 
-def take(engine: Engine) -> Held:
-    """Copy the state of this rank to host memory. CheckpointError for state that cannot travel."""
-    pieces = []
-    for piece in state.pieces_held(engine):
+def take(engine: Engine, room: Held | None = None) -> Held:
+    """Copy the state of this rank to host memory. CheckpointError for state that cannot travel.
+
+    room: an earlier copy, of no use any more, whose memory is taken where it fits.
+    """
+    pieces, rooms = [], [] if room is None else [piece.tensor for piece in room.pieces]
+    for number, piece in enumerate(state.pieces_held(engine)):
         if state.dtype_name(piece.tensor) not in ITEM_BYTES:
             raise CheckpointError("has a number format that cannot travel", where=f"{piece.kind} {piece.name}",
                                   value=state.dtype_name(piece.tensor),
                                   remedy=f"Keep it in one of these: {', '.join(ITEM_BYTES)}.")
-        copy = piece.tensor.detach().to("cpu", copy=True).contiguous()
+        source, copy = piece.tensor.detach(), rooms[number] if number < len(rooms) else None
+        if copy is not None and type(source) is Tensor and (copy.shape, copy.dtype) == (source.shape, source.dtype):
+            copy.copy_(source)
+        else:
+            copy = source.to("cpu", copy=True).contiguous()
         pieces.append(Piece(kind=piece.kind, name=piece.name, shape=piece.shape, box=piece.box, tensor=copy))
     numbers = state.numbers(engine)
     scale = numbers["loss_scale"]

@@ -35,13 +35,13 @@ class FailureWatch:
     """What one rank knows of failures elsewhere. `check` is to be called once a second.
 
     Args:
-        rank, size: of this rank; `size` may grow.
+        rank, size: of this rank; both may change.
         store: a connection that no other thread uses.
         lost: what this rank's connections tell of a lost peer; None while all are there.
     """
 
     def __init__(self, rank: int, size: int, store: SharedStore, lost: Callable[[], str | None]) -> None:
-        self._rank, self.size, self._store, self._lost = rank, size, store, lost
+        self.rank, self.size, self._store, self._lost = rank, size, store, lost
         self._checks = 0
         self._gone: dict[int, int] = {}
         self._cause: str | None = None
@@ -60,7 +60,7 @@ class FailureWatch:
         if not self._store.check([FAILED]):
             return None
         record = json.loads(self._store.get(FAILED))
-        return None if record["rank"] == self._rank else f"rank {record['rank']} has failed"
+        return None if record["rank"] == self.rank else f"rank {record['rank']} has failed"
 
     def _look_for_gone(self, neighbours: Mapping[int, Process]) -> None:
         for rank, process in neighbours.items():
@@ -76,12 +76,12 @@ class FailureWatch:
 
         describe: coordinates of a rank, in words.
         """
-        mine = str(self._rank)
+        mine = str(self.rank)
         first = call_with_timeout(lambda: self._store.compare_set(_REPORTED, "", mine).decode() == mine)
         if first is False:
             return None
         actions = call_with_timeout(lambda: read_actions(self._store, range(self.size))) or {}
-        return "\n".join([f"{cause}, and rank {self._rank} leaves, which waits for it. Ranks were in:",
+        return "\n".join([f"{cause}, and rank {self.rank} leaves, which waits for it. Ranks were in:",
                           *_lines(actions, range(self.size), describe)])
 
 

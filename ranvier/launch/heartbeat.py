@@ -175,7 +175,7 @@ class Heartbeat:
                 self._neighbours.pop(self._world.rank, None)
             for rank in self._stopped.check(self._neighbours):
                 self._on_stopped(rank, self._neighbours[rank])
-        self._failures.size = self._world.size  # ranks may have joined
+        self._failures.rank, self._failures.size = self._world.rank, self._world.size  # ranks come and go
         cause = call_with_timeout(lambda: self._failures.check(self._neighbours), CHECK_SECONDS)
         if cause is not None:
             self._on_left_behind(cause, partial(self._failures.report, cause))

@@ -17,12 +17,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from ranvier.comm.protocol import Backend, Group
 from ranvier.comm.signed_store import SharedStore
 from ranvier.comm.torch_backend import TorchBackend, torch_generation
-from ranvier.comm.torch_group import WaitRegistry
 from ranvier.errors import LaunchError, RanvierError
 from ranvier.world import World
 
@@ -38,17 +37,25 @@ _CONNECT_SECONDS = 20.0
 class Call:
     """What newcomers are to become: ranks `first` to `size` - 1. wish: ID of their request. local_size: that of the
     run's ranks. timeout_seconds: the run's limit, of which each wait here takes a third at most, since ranks that are
-    through wait for the others."""
+    through wait for the others. members: the names of the ranks before `first` (ranvier.launch.losses). num_losses:
+    those that the run has survived."""
 
     wish: str
     first: int
     size: int
     local_size: int
     timeout_seconds: float
+    members: list[str] = field(default_factory=list)
+    num_losses: int = 0
 
     def document(self) -> dict[str, object]:
         """As JSON can hold it; `Call(**document)` is the inverse."""
         return asdict(self)
+
+    @property
+    def all_members(self) -> tuple[str, ...]:
+        """The names of all ranks, once the newcomers are."""
+        return (*self.members, *(member_name(self.wish, number) for number in range(self.size - self.first)))
 
     @property
     def answer_seconds(self) -> float:
@@ -59,6 +66,11 @@ class Call:
     def connect_seconds(self) -> float:
         """Limit for the connections, once all have answered."""
         return min(_CONNECT_SECONDS, self.timeout_seconds / 3)
+
+
+def member_name(wish: str, number: int) -> str:
+    """The name of the `number`-th newcomer of a request (ranvier.launch.losses)."""
+    return f"{wish}/{number}"
 
 
 def call_newcomers(world: World, call: Call) -> str | None:
@@ -72,8 +84,8 @@ def call_newcomers(world: World, call: Call) -> str | None:
 def grow(world: World, everyone: Group, call: Call) -> str | None:
     """Connect this rank of the run to the newcomers; None if they are ranks of `world` now, otherwise why they are not,
     the same on every rank. Collective over the ranks of the run, which are those of `everyone`."""
-    waits = world.backend.waits if isinstance(world.backend, TorchBackend) else None
-    made, problem = _connect(world, world.rank, call, call.connect_seconds, waits)
+    before = world.backend if isinstance(world.backend, TorchBackend) else None
+    made, problem = _connect(world, world.rank, call, call.connect_seconds, before)
     if world.rank == 0 and problem is None:
         texts = _answers(world.store, call, "connected", call.connect_seconds)
         newcomers = range(call.size - call.first)
@@ -84,7 +96,7 @@ def grow(world: World, everyone: Group, call: Call) -> str | None:
         give_verdict(world.store, call.wish, problem)
     if problem is None:
         assert made is not None, "it was made without a problem"
-        world.grow(made)
+        world.change(made, call.all_members)
     elif made is not None:
         made.close()
     return problem
@@ -110,12 +122,12 @@ def rank_of_newcomer(store: SharedStore, wish: str, number: int) -> int | None:
     return call.first + number if json.loads(store.get(f"{_KEYS}{wish}/verdict")) is None else None
 
 
-def _connect(world: World, rank: int, call: Call, seconds: float, waits: WaitRegistry | None
+def _connect(world: World, rank: int, call: Call, seconds: float, before: TorchBackend | None
              ) -> tuple[TorchBackend | None, str | None]:
-    assert world.joins is not None, "the run takes ranks"
+    assert world.torch_store is not None, "the run takes ranks"
     try:
-        return torch_generation(call.wish, rank, call.size, world.joins.store, world.device, call.timeout_seconds,
-                                connect_seconds=seconds, waits=waits), None
+        return torch_generation(call.wish, rank, call.size, world.torch_store, world.device, call.timeout_seconds,
+                                connect_seconds=seconds, before=before), None
     except RanvierError as error:
         return None, f"{error.where} {error.what}"
 
@@ -162,8 +174,9 @@ class Newcomer:
         assert made is not None, "the verdict would be another one"
         backend: Backend = made
         return replace(self._world, backend=backend, local_size=call.local_size,
-                       local_ranks=tuple(range(call.first, call.size)), overdue=made.waits.overdue,
-                       lost=made.waits.lost)
+                       members=call.all_members, local_ranks=tuple(range(call.first, call.size)),
+                       num_losses=call.num_losses, overdue=made.waits.overdue, lost=made.waits.lost,
+                       sever=made.sockets.sever)
 
     def _await_verdict(self, seconds: float) -> None:
         problem = json.loads(self._await("verdict", seconds, "the run has not said whether it takes this rank"))

@@ -43,6 +43,7 @@ from ranvier.world import JoinPoint, World
 Restart = Callable[[int], tuple[Mesh, Sequence[str]] | None]
 """Takes the number of ranks left after a fault; returns the mesh and the command of the next start, None for none."""
 _INTERFACE = "GLOO_SOCKET_IFNAME"
+_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -62,7 +63,8 @@ def start(mesh: Mesh | None = None, *, data: int = 1, pipe: int = 1, row: int = 
           timeout_seconds: float = 300.0, rerun: Sequence[str] | None = None,
           explain_kill: Callable[[], str] | None = None, saves_on_stop: bool = False, stopped_seconds: float = 5.0,
           hang_seconds: float | Literal["auto"] = "auto", restart: Restart | None = None,
-          join_address: str | None = None, flags: bool = False, stream: TextIO | None = None) -> World:
+          join_address: str | None = None, survive_losses: bool = False, flags: bool = False,
+          stream: TextIO | None = None) -> World:
     """Start the ranks of `mesh` (or of data x pipe x row x col); returns this rank, connected to all others.
 
     Under plain python with more than one rank this does not return: the command is run again as each rank, and the
@@ -84,6 +86,7 @@ def start(mesh: Mesh | None = None, *, data: int = 1, pipe: int = 1, row: int = 
         hang_seconds: an action that runs for longer ends the run; 0 never; auto as in `ranvier.comm.hang`.
         restart: how to start again after a failure that a new start may avoid; None for never.
         join_address: address of this machine on which ranks may join later (`World.joins`); None lets none join.
+        survive_losses: the ranks may go on without one that is killed (ranvier.launch.losses).
         flags: errors name the command's flags rather than arguments.
         stream: where rank 0 prints what `auto` stands for; standard output by default.
 
@@ -96,11 +99,14 @@ def start(mesh: Mesh | None = None, *, data: int = 1, pipe: int = 1, row: int = 
         failure.install_start_error_handlers(None)
     started = detect(os.environ, launcher)
     if join_address is not None:
-        _check_joins(join_address, started, transport)
+        _check_membership("launch.join-address", join_address, started, transport)
+        transport = "torch"
+    if survive_losses:
+        _check_membership("launch.survive-losses", "true", started, transport)
         transport = "torch"
     if started is None and (mesh.size > 1 or join_address is not None):
         sys.exit(_run_local_ranks(mesh, transport, threads, device, rerun, explain_kill, saves_on_stop,
-                                  stopped_seconds, restart, join_address))
+                                  stopped_seconds, restart, join_address, survive_losses))
     if started is not None:
         exit_with_launcher(started)
     started = started or Started(launcher="local", rank=0, size=1, local_rank=0, local_size=1)
@@ -109,7 +115,7 @@ def start(mesh: Mesh | None = None, *, data: int = 1, pipe: int = 1, row: int = 
     try:
         _check_size(mesh, started)
         world = _connect_rank(mesh, started, transport, collectives, threads, device, timeout_seconds, stopped_seconds,
-                              stream, join_address)
+                              stream, join_address, survive_losses)
     except RanvierError:
         # When this process ends, which has printed the error by then: torchrun's agent ends it as soon as another one
         # is gone.
@@ -123,7 +129,7 @@ def start(mesh: Mesh | None = None, *, data: int = 1, pipe: int = 1, row: int = 
 
 def _connect_rank(mesh: Mesh, started: Started, transport: str, collectives: str, threads: int | Literal["auto"],
                   device: str, timeout_seconds: float, stopped_seconds: float, stream: TextIO | None,
-                  join_address: str | None = None) -> World:
+                  join_address: str | None = None, survive_losses: bool = False) -> World:
     """Set this process up as rank `started`, and connect it."""
     if started.launcher == "local" and started.size > 1:
         _use_terminals()
@@ -138,6 +144,10 @@ def _connect_rank(mesh: Mesh, started: Started, transport: str, collectives: str
     place, chosen_device, local_ranks = _agree_on_device(
         started, device, transport if collectives == "auto" else f"{transport}, collectives {collectives}", stores)
     chosen = choose_transport(transport, started, chosen_device.value)
+    if place.type == "cuda" and survive_losses:
+        raise ConfigError("works between host memories only: a wait inside NCCL for a lost rank cannot be ended",
+                          where="launch.survive-losses", value=str(place),
+                          remedy="Set --launch.device cpu, or use --max-restarts instead.")
     if place.type == "cuda":
         torch.cuda.set_device(place)  # what names no device, in libraries too, must not take device 0
     library = choose_collectives(collectives, chosen.value, chosen_device.value)
@@ -148,9 +158,12 @@ def _connect_rank(mesh: Mesh, started: Started, transport: str, collectives: str
     joins = None
     if join_address is not None and stores is not None:
         assert started.master is not None and started.secret is not None, "our own supervisor gives them"
-        joins = JoinPoint(address=started.master[0], port=started.master[1], secret=started.secret, store=stores[0])
+        joins = JoinPoint(address=started.master[0], port=started.master[1], secret=started.secret)
     world = World(backend=backend, store=store, launcher=started.launcher, device=place, mesh=mesh, joins=joins,
-                  local_rank=local_rank, local_size=local_size, local_ranks=local_ranks)
+                  local_rank=local_rank, local_size=local_size, local_ranks=local_ranks,
+                  torch_store=stores[0] if stores is not None and (survive_losses or joins is not None) else None)
+    if isinstance(backend, TorchBackend):
+        world.sever = backend.sockets.sever
     if isinstance(backend, TorchBackend | MixedBackend):
         world.overdue, world.lost = backend.waits.overdue, backend.waits.lost
     if started.rank == 0 and started.size > 1:
@@ -271,7 +284,8 @@ def rerun_command() -> list[str]:
 
 def _run_local_ranks(mesh: Mesh, transport: str, threads: int | Literal["auto"], device: str,
                      rerun: Sequence[str] | None, explain_kill: Callable[[], str] | None, saves_on_stop: bool,
-                     stopped_seconds: float, restart: Restart | None, join_address: str | None = None) -> int:
+                     stopped_seconds: float, restart: Restart | None, join_address: str | None = None,
+                     survive_losses: bool = False) -> int:
     """Supervise the ranks, and restart them as `restart` says; returns the exit code."""
     command: Sequence[str] = rerun if rerun is not None else rerun_command()
     if threading.current_thread() is not threading.main_thread():
@@ -281,7 +295,7 @@ def _run_local_ranks(mesh: Mesh, transport: str, threads: int | Literal["auto"],
 
     chosen = choose_transport(transport, None, choose_device(device, mesh.size).value)
     while True:
-        variables = rank_variables(mesh.size, threads)
+        variables = rank_variables(mesh.size, threads, survive_losses)
         outcome = supervise(mesh, chosen.value, chosen.reason, command, variables, explain_kill, saves_on_stop,
                             stopped_seconds, join_address)
         again = restart and outcome.retryable and restart(max(mesh.size - outcome.num_lost, 1))
@@ -290,20 +304,25 @@ def _run_local_ranks(mesh: Mesh, transport: str, threads: int | Literal["auto"],
         mesh, command = again
 
 
-def rank_variables(num_ranks: int, threads: int | Literal["auto"]) -> dict[str, str]:
-    """Environment variables of each of `num_ranks` ranks on this machine: threads of libraries, and CUDA's."""
+def rank_variables(num_ranks: int, threads: int | Literal["auto"], survive_losses: bool) -> dict[str, str]:
+    """Environment variables of each of `num_ranks` ranks on this machine: threads of libraries, and CUDA's.
+
+    survive_losses: torch does not warn of connections that are broken on purpose then, each with a stack of C++ calls.
+    """
     count = str(threads_per_rank(num_ranks) if threads == "auto" else threads)
-    return dict.fromkeys(_THREAD_VARIABLES, count) | cuda_defaults(os.environ)
+    quiet = {_LOG_LEVEL: os.environ.get(_LOG_LEVEL, "ERROR")} if survive_losses else {}
+    return dict.fromkeys(_THREAD_VARIABLES, count) | cuda_defaults(os.environ) | quiet
 
 
-def _check_joins(address: str, started: Started | None, transport: str) -> None:
+def _check_membership(setting: str, value: str, started: Started | None, transport: str) -> None:
+    """Whether ranks may come and go, as `setting` asks."""
     if transport == "mpi":
-        raise ConfigError("needs transport torch: MPI's ranks are those that were started", where="launch.join-address",
-                          value=address, remedy="Leave the transport auto.")
+        raise ConfigError("needs transport torch: MPI's ranks are those that were started", where=setting,
+                          value=value, remedy="Leave the transport auto.")
     if started is not None and started.launcher != "local":
         raise ConfigError(f"has no effect under {started.launcher}, whose ranks are those that it has started",
-                          where="launch.join-address", value=address,
-                          remedy="Start the run under plain python, or leave --launch.join-address out.")
+                          where=setting, value=value,
+                          remedy=f"Start the run under plain python, or leave --{setting} out.")
 
 
 def use_interface_towards(address: str) -> None:

@@ -1,6 +1,7 @@
 """The supervisor of local ranks: starts them, watches them, and ends all of their processes.
 
     a rank exits with an error or is killed  SIGTERM to the others, SIGKILL after a grace period; one line names it
+                                             (a run that survives losses is told of a killed one, and may go on)
     a rank exits with 0 before the end       likewise
     a rank is stopped (SIGSTOP)              likewise, after some seconds
     Ctrl-C, SIGTERM, SIGHUP here             the same signal to all ranks, SIGKILL after a grace period
@@ -25,8 +26,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +41,9 @@ from ranvier.launch import parent_death
 from ranvier.launch.contact import Contact, connect
 from ranvier.launch.failure_watch import FAILED, FINISHED
 from ranvier.launch.failures import describe_rank, read_mesh
-from ranvier.launch.joining import WISH, rank_of_newcomer
+from ranvier.launch.joining import WISH, member_name, rank_of_newcomer
 from ranvier.launch.launchers import SECRET, local_variables
+from ranvier.launch.losses import Loss, report_loss, why_given_up
 from ranvier.launch.mpiexec import MpiexecOutput, mpiexec_command
 from ranvier.launch.shared_store import LOOPBACK, create_store, new_secret
 from ranvier.launch.stop import STOP_SIGNALS
@@ -79,10 +82,10 @@ class _RankEnd:
     rank: int | None
     code: int
 
-    def describe(self, mesh: Mesh) -> str:
-        """One line for the user, with the rank's coordinates on `mesh`."""
+    def describe(self, mesh: Mesh, others: str = "; the other ranks were terminated") -> str:
+        """One line for the user, with the rank's coordinates on `mesh`. others: what becomes of the other ranks."""
         name = "mpiexec" if self.rank is None else f"rank {self.rank} ({describe_rank(mesh, self.rank)})"
-        others = "" if mesh.size == 1 else "; the other ranks were terminated"
+        others = "" if mesh.size == 1 else others
         if self.code == 0:
             return f"ranvier: {name} exited with code 0 before the run had ended{others}"
         if self.code == -signal.SIGSTOP:
@@ -133,6 +136,7 @@ def supervise(mesh: Mesh, transport: str, reason: str, command: Sequence[str], v
     """
     _adopt_orphans()
     children = _Children(mesh.size, StoppedRankDetector(stopped_seconds), address or LOOPBACK, joins)
+    lets_go = partial(_lets_go, children, mesh, variables.get(WISH))
     # Signals are handled before the first rank exists, so that no signal can leave a rank without supervisor.
     with _signals(STOP_SIGNALS if saves_on_stop else ()) as received:
         children.started = _start(mesh, transport, reason, command, variables, children)
@@ -140,10 +144,10 @@ def supervise(mesh: Mesh, transport: str, reason: str, command: Sequence[str], v
         for child in children.started:
             child.readers = output.relay(child.process)
         try:
-            end = _first_failure(children, received)
+            end = _first_failure(children, received, lets_go)
             forwarded = _forward_stop(children, received) if saves_on_stop and end is None else None
             if forwarded is not None:
-                end = _first_failure(children, received, already=1)
+                end = _first_failure(children, received, lets_go, already=1)
         except BaseException:
             _stop(children, signal.SIGKILL, received)
             raise
@@ -153,13 +157,17 @@ def supervise(mesh: Mesh, transport: str, reason: str, command: Sequence[str], v
             _stop(children, received[-1], received)
             return Outcome(code=_report_stop(received[-1]))
         if end is None:
-            return Outcome(code=0)
+            return Outcome(code=0 if children.started else 1)
         if saves_on_stop or end.code == -signal.SIGSTOP:
             _send(signal.SIGKILL, children)  # on SIGTERM they would wait for the failed rank
         _stop(children, signal.SIGTERM, received)
     if joins is not None:
         return _report_newcomer(end, forwarded, children, variables[WISH])
-    return _report_failure(end, forwarded, output, children.store, mesh, explain_kill)
+    end, lost = children.named_now(end), len(children.lost)
+    outcome = _report_failure(end, forwarded, output, children.store, mesh, explain_kill)
+    if (why := why_given_up(children.store)) is not None:
+        print(f"ranvier: the run cannot go on without it: {why}", file=sys.stderr)
+    return replace(outcome, num_lost=outcome.num_lost + lost)
 
 
 def _report_failure(end: _RankEnd, forwarded: int | None, output: MpiexecOutput, store: SignedStore, mesh: Mesh,
@@ -205,6 +213,8 @@ class _Children:
     def __init__(self, num_ranks: int, stopped: StoppedRankDetector, address: str, joins: Contact | None) -> None:
         self.num_ranks, self._joins = num_ranks, joins
         self.started: list[_Child] = []
+        self.lost: list[_RankEnd] = []
+        """Ranks that were killed, of which the run was told; they are started no more."""
         if joins is None:
             self.secret, self._tcp = new_secret(), _host(address)  # it outlives every rank
             self.place = address, self._tcp.port
@@ -247,6 +257,24 @@ class _Children:
             if self._joins is None:
                 raise
             return True  # the run's own supervisor, which hosts the store, has exited
+
+    def named_now(self, end: _RankEnd) -> _RankEnd:
+        """`end` under the rank that its process has had in the run since others were lost, whose number was lower."""
+        if end.rank is None:
+            return end
+        return replace(end, rank=end.rank - sum(other.rank < end.rank for other in self.lost if other.rank is not None))
+
+    def given_up(self) -> bool:
+        """Whether the run cannot go on without a rank that is lost."""
+        return self._joins is None and why_given_up(self.store) is not None
+
+    def let_go(self, end: _RankEnd) -> None:
+        """The run goes on without a rank; what it has started is ended."""
+        child = next(child for child in self.started if child.rank == end.rank)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.process.pid, signal.SIGKILL)
+        self.started.remove(child)
+        self.lost.append(end)
 
     def remaining(self) -> list[Process]:
         """Descendants that were started after this object was made and still run."""
@@ -308,16 +336,48 @@ def _signals(more: Sequence[int]) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _first_failure(children: _Children, received: Sequence[int], already: int = 0) -> _RankEnd | None:
-    """Wait for the first failure of a child; None if all succeed, or if more than `already` signals arrive."""
+def _lets_go(children: _Children, mesh: Mesh, wish: str | None, end: _RankEnd) -> bool:
+    """Whether the run, which is told of it, tries to go on without a rank that a signal has killed.
+
+    wish: ID of the request with which these ranks have joined it; None for the ranks with which it was started.
+    """
+    if end.code >= 0 or end.rank is None or (wish is None and end.rank == 0):
+        return False
+    name = str(end.rank) if wish is None else member_name(wish, end.rank)
+    loss = Loss(member=name, how=f"was killed by {signal.Signals(-end.code).name}")
+    try:
+        if wish is not None and rank_of_newcomer(children.store, wish, end.rank) is None:
+            return False
+        if not report_loss(children.store, loss):
+            return False
+    except RuntimeError:  # the run has ended
+        return False
+    if wish is None:
+        mesh = read_mesh(children.store, mesh)
+        print(children.named_now(end).describe(mesh, "; the others try to go on without it"), file=sys.stderr)
+    else:
+        print(f"ranvier: joining rank {end.rank} {loss.how}; the run tries to go on without it", file=sys.stderr)
+    children.let_go(end)
+    return True
+
+
+def _first_failure(children: _Children, received: Sequence[int], lets_go: Callable[[_RankEnd], bool],
+                   already: int = 0) -> _RankEnd | None:
+    """Wait for the first failure of a child that the run does not let go of; None if all succeed, or if more than
+    `already` signals arrive."""
     while len(received) <= already:
         codes = [child.process.poll() for child in children.started]
         if any(codes):
             # A rank that lost its peer may be seen before the peer: poll again, and prefer one that a signal killed.
             ends = [_RankEnd(child.rank, code) for child in children.started if (code := child.process.poll())]
-            return min(ends, key=lambda end: end.code >= 0)
+            end = min(ends, key=lambda end: end.code >= 0)
+            if lets_go(end):
+                continue
+            return end
         if None not in codes:
             return None
+        if children.lost and children.given_up():
+            return children.lost.pop()
         if 0 in codes and (rank := children.exited_early()) is not None:
             return _RankEnd(rank, 0)
         if (rank := children.stopped()) is not None:
@@ -343,7 +403,7 @@ def _send(number: int, children: _Children) -> bool:
 
     Ranks of mpiexec are signalled directly, since implementations differ in how they forward a signal.
     """
-    if children.started[0].rank is not None:
+    if not children.started or children.started[0].rank is not None:
         for child in children.started:
             child.process.send_signal(number)  # a no-op if it has ended
         return True

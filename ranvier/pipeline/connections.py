@@ -124,6 +124,11 @@ class Connections:
                       "col": self.tensor_mesh.over_cols.bytes_received}
         return found
 
+    def abandon(self) -> None:
+        """Stop what runs on this rank, where other ranks are lost."""
+        self.transport.close()
+        self.board.close()
+
     def close(self, replicas: Replicas | None) -> None:
         """Give everything back when all that was sent has left, the group of `replicas` too. Collective."""
         self.transport.flush()

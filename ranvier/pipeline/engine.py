@@ -710,6 +710,12 @@ class Engine:
             self._updater.gradients.detach()
             self._connections.close(self._replicas)
 
+    def abandon(self) -> None:
+        """After a rank is lost, in place of `close` or after a `close` that failed: give back what is this rank's own.
+        Waits for no other rank; the engine and its parameters are of no use any more."""
+        self._closed = True
+        self._connections.abandon()
+
     # ------------------------------------------------------------------ one batch
 
     def _run(self, microbatches: Batch, *, training: bool, keep_outputs: bool = False) -> None:

@@ -529,10 +529,15 @@ class Elasticity:
 
     def _change(self, now: RankRuntime, mesh: Mesh, frozen: FrozenLayers, boundaries: tuple[int, ...] | None,
                 reason: str) -> Change:
+        return self.change_to(mesh, now.frozen, frozen, boundaries, reason)
+
+    def change_to(self, mesh: Mesh, old_frozen: FrozenLayers, frozen: FrozenLayers,
+                  boundaries: tuple[int, ...] | None, reason: str) -> Change:
+        """The change from `old_frozen` to `frozen` layers, on `mesh`. boundaries: None cuts by cost."""
         size = self._rules.step_samples(mesh.data)
         batch = replace(self._first.batch, global_size=size)
         there = on_mesh(replace(self._first, batch=batch), mesh)
-        return Change(data=mesh.data, pipe=mesh.pipe, row=mesh.row, col=mesh.col, frozen=frozen, old_frozen=now.frozen,
+        return Change(data=mesh.data, pipe=mesh.pipe, row=mesh.row, col=mesh.col, frozen=frozen, old_frozen=old_frozen,
                       boundaries=boundaries, global_size=size, microbatch_size=there.batch.microbatch_size,
                       reason=reason)
 

@@ -35,13 +35,13 @@ from ranvier.cost.device_overhead import with_overhead
 from ranvier.data.task import TokenizerWithFiles
 from ranvier.data.tokenizer import Tokenizer
 from ranvier.elastic.freezing import FreezePolicy, FrozenLayers
-from ranvier.elastic.transition import hand_over, take
-from ranvier.errors import ConfigError, RanvierError
+from ranvier.elastic.transition import Held, hand_over, take
+from ranvier.errors import ConfigError, RanvierError, TransportError
 from ranvier.launch.contact import NAME as CONTACT
 from ranvier.launch.contact import remove_contact
-from ranvier.launch.devices import machine_name
 from ranvier.launch.failures import publish_mesh
-from ranvier.launch.joining import Call, call_newcomers, give_verdict, grow
+from ranvier.launch.joining import Call, give_verdict
+from ranvier.launch.losses import Agreement
 from ranvier.launch.stop import StopRequest
 from ranvier.models import families
 from ranvier.pipeline.engine import Engine
@@ -50,11 +50,10 @@ from ranvier.precision import DTYPES
 from ranvier.schedule.spans import Category
 from ranvier.system.atomic_file import write_atomically
 from ranvier.system.lease import Lease
-from ranvier.system.machine import threads_per_rank
 from ranvier.tensor.activations import layout_of
 from ranvier.train.attention import choose_kernel, preferred_kernel
 from ranvier.train.best import LOSS, best_of
-from ranvier.train.commands import Change, CommandChannel
+from ranvier.train.commands import Change
 from ranvier.train.determinism import deterministic_algorithms
 from ranvier.train.elasticity import Elasticity, StepFigures
 from ranvier.train.evaluation import continue_tokens, evaluate
@@ -62,9 +61,11 @@ from ranvier.train.events import EndEvent, NoteEvent, StartEvent, Tracker, Track
 from ranvier.train.experiment_trackers import experiment_trackers
 from ranvier.train.guards import Guards
 from ranvier.train.history import History
-from ranvier.train.joining import JoinedRun, invite, wanted_mesh, why_not
+from ranvier.train.joining import JoinedRun, invite, wanted_mesh
 from ranvier.train.logs import EventsFile, Log, MetricsFile, open_folder, plain, read_events, read_metrics, writing
+from ranvier.train.losses import Survival, lost_note
 from ranvier.train.measured_limits import MeasuredLimits, outcome, with_limits
+from ranvier.train.membership import Membership
 from ranvier.train.memory import check_fits, explain_out_of_memory, report_text
 from ranvier.train.metrics import Meter, PendingStep
 from ranvier.train.peak import matrix_product_rate, peak_facts
@@ -83,6 +84,9 @@ from ranvier.train.setup import (
 from ranvier.train.timeline import gather_timelines
 from ranvier.train.trackers import TensorBoard, console
 from ranvier.world import World
+
+_LAST_WRITE_SECONDS = 1.0
+"""For a checkpoint under way when a rank is lost, of which that rank may have written its part."""
 
 
 def train(run: Run, recipe: str, world: World, *, trackers: Sequence[Tracker] = (), stream: TextIO | None = None,
@@ -149,27 +153,20 @@ class Training:
         """Of the last step on this mesh."""
         self.done = 0
         """Steps that are taken, those before this run went on among them."""
-        self._connect()
+        self._request: Mapping[str, Any] | None = None
+        """For another mesh or from ranks that want to join, while the run looks at it."""
+        self.survival: Survival | None = None
+        """Where the run survives the loss of ranks."""
+        self.members = Membership(world)
         if joined is None:
             self._begin(run, trackers, stream, freezing)
         else:
             self._join(joined)
 
-    def _connect(self) -> None:
-        """What all ranks of the world have in common, idle ones too. Collective over them."""
-        self.everyone = self.world.backend.group("everyone", [tuple(range(self.world.size))])
-        self.commands = CommandChannel(self.world)
-
-    def _share_cores(self) -> None:
-        """The ranks of each machine divide its cores, now that there are more of them. Collective over the world."""
-        machines = self.everyone.gather_objects(machine_name())
-        if self._asked.launch.threads == "auto":
-            torch.set_num_threads(threads_per_rank(machines.count(machine_name())))
-
     def _join(self, joined: JoinedRun) -> None:
         """A rank that has joined the run is idle until a mesh takes it."""
         self.run = self._asked = joined.run
-        self._share_cores()
+        self.members.share_cores(self.run.launch.threads)
         self.data = joined.data
         self._joined, self._rank_flops_per_second = joined, joined.rank_flops_per_second
         self.world.mesh = self.run.mesh
@@ -187,13 +184,13 @@ class Training:
                               where="launch.join-address", value=world.joins.address,
                               remedy="Name the policy with --elastic.freeze module:name.")
         run, self.data, self.pretrained = prepare_run(run, world, stream)
-        self.run = agree_on_run(run, recipe, self.data, self.everyone, world)
+        self.run = agree_on_run(run, recipe, self.data, self.members.everyone, world)
         world.mesh = self.run.mesh
         self.run = check_fits(self.run, world)
-        self.everyone.barrier()  # not before every rank has looked at what is free
-        kernel, self._attention = choose_kernel(self.run, self.everyone, world.device)
+        self.members.everyone.barrier()  # not before every rank has looked at what is free
+        kernel, self._attention = choose_kernel(self.run, self.members.everyone, world.device)
         self.run = replace(self.run, model=replace(self.run.model, attention_kernel=kernel))
-        self.lease = acquire_folders([self.run_dir, checkpoint_folder(self.run)], self.everyone,
+        self.lease = acquire_folders([self.run_dir, checkpoint_folder(self.run)], self.members.everyone,
                                      tell=lambda line: print(line, file=stream, flush=True))
         self.now, self._has_begun = build_runtime(self.run, world, self.data), True
         self.elastic = Elasticity(self.run, self.data, tell=lambda event: self.outputs.event(event), policy=freezing)
@@ -224,8 +221,12 @@ class Training:
         """`start`, and then all that the run does; returns its summary."""
         try:
             start()
+            self._begin_survival()
             while self.summary is None:
-                self.advance()
+                try:
+                    self.advance()
+                except TransportError as error:
+                    self._survive(error)
         finally:
             self.close()
         self.shutdown()
@@ -315,7 +316,7 @@ class Training:
     def advance(self) -> None:
         """One step, or on an idle rank the next command. The run may have ended then."""
         if self.now is None:
-            self._execute(self.commands.wait(self.run.comm.timeout_seconds))
+            self._execute(self.members.commands.wait(self.run.comm.timeout_seconds))
         elif self._left(self.done):
             self.step(self.done + 1)
         if self.now is None:  # a rank that is no longer idle continues here: the others may stop after the transition
@@ -347,6 +348,7 @@ class Training:
         reached = self.guards.after_step(step, result, batch, partial(self._publish_all, step, result, rate))
         if reached != step:
             self._leave_out(step, reached)
+            self._keep_state()
             return
         if asked and result.stepped:
             self.elastic.saw_gradients(self.engine)
@@ -360,6 +362,8 @@ class Training:
         # the checkpoint has what the evaluation says
         is_late = evaluates and (self.best is not None or self.elastic.freezes)
         stall = self._save(step) if due and not considers and not is_late else None
+        if self.survival is not None:
+            self.survival.keep(step, self.runtime)
         pending = self._await(step, result, rate)
         pending.checkpoint_stall_seconds = stall
         if evaluates:
@@ -369,8 +373,10 @@ class Training:
                 self._save(step)
             self._publish()
             self.meter.resume()
-        elif stall is not None:
-            self._publish()  # the checkpoint waits for it
+        elif stall is not None or self.survival is not None:
+            self._publish()  # the checkpoint waits for it, and so do lost ranks: what is told is finished
+        if self.survival is not None:
+            self.survival.finished(self.runtime, self._along)
         if considers:
             self._consider(save=due)
 
@@ -429,9 +435,10 @@ class Training:
         self._require_checkpoint(self.done)
         timelines = gather_timelines(self.ranks, self.meter.kept)
         text = self._sample() if run.train.sample_tokens and form_of(run.data).writes_text else None
+        copies = None if self.survival is None else self.survival.host_bytes
         facts = self.ranks.gather_objects(
             {"peak_memory_bytes": peak_memory_bytes(world.device), **self.engine.counters()} | self.elastic.facts() | (
-            {"memory": self.runtime.measured.facts(self.saving.checkpoints)} if run.memory_report else {}))
+            {"memory": self.runtime.measured.facts(self.saving.checkpoints, copies)} if run.memory_report else {}))
         summary: dict[str, Any] = {}
         if world.rank == 0:
             summary = summarise(recipe=self.recipe, mesh=run.mesh, history=self.history, ranks=facts,
@@ -468,10 +475,14 @@ class Training:
             self._tell_of_checkpoints()
         if self.lease is not None:
             self.lease.verify()
+        if self.survival is not None:
+            self.survival.end()
 
     def close(self) -> None:
         """Let go of files and threads, however the run went."""
         self._kernel.close()
+        if self.survival is not None:
+            self.survival.close()
         if self.world.rank == 0 and self.world.joins is not None:
             remove_contact(self.run_dir)
         written = self.now is None or self.saving.checkpoints.close()
@@ -479,6 +490,69 @@ class Training:
         self.outputs.close()
         if self.lease is not None and written:  # else a thread is still at work there, and ends with this process
             self.lease.release()
+
+    # ------------------------------------------------------------------ ranks that are lost
+
+    def _begin_survival(self) -> None:
+        """From now on the run survives losses, if it is to. Collective over the world."""
+        if not self.run.launch.survive_losses or self.world.torch_store is None or self.summary is not None:
+            return
+        self.survival = Survival(self._asked, self.world, on_loss=self._give_up_waiting)
+        self._keep_state()
+        if self.now is not None:
+            self.ranks.barrier()
+        self.survival.begin()
+
+    def _keep_state(self) -> None:
+        """Copy the state as it is, which is that after the last finished step."""
+        if self.survival is not None and self.now is not None:
+            self.survival.keep(self.done, self.runtime)
+            self.survival.finished(self.runtime, self._along)
+
+    def _give_up_waiting(self) -> None:
+        """A rank is lost. Called on any thread."""
+        if self._has_begun:
+            self.saving.checkpoints.give_up()
+
+    def _survive(self, error: TransportError) -> None:
+        """Go on without lost ranks from the last finished step. Raises `error` where none is lost, or the run cannot go
+        on. Collective over the survivors."""
+        if self.survival is None:
+            raise error
+        while True:
+            if (old := self.now) is not None:
+                self.now = self.pending = self.result = None
+                if self._has_begun:
+                    self.saving.checkpoints.close(_LAST_WRITE_SECONDS)
+                old.engine.abandon()
+            agreement = self.survival.agree(error, self.elastic.change_to)
+            try:
+                self.survival.connect(agreement)
+                self._go_back(agreement)
+                return
+            except TransportError as another:  # of another loss, or the end
+                error = another
+
+    def _go_back(self, agreement: Agreement) -> None:
+        """Go on from the last finished step with the ranks that the world has now. Collective over it."""
+        assert self.survival is not None
+        self.members.connect()
+        self.members.share_cores(self._asked.launch.threads)
+        self.elastic.num_ranks, self.resizes = self.world.size, False
+        command = dict(agreement.decision)
+        self.done = command["step"]
+        self.outputs.event(lost_note(agreement))
+        if self.world.rank == 0 and self._request is not None:
+            has_joined = any(name.startswith(f"{self._request['wish']}/") for name in self.world.members)
+            self.outputs.event(self._refusal(self._request, self.done, "a rank of the run was lost meanwhile")
+                               if not has_joined else self._joined_note(self._request))
+        self._request = None
+        if self.world.rank == 0 and self.saving.lacks_last():  # it was being written
+            command |= {"saved_step": None, "save": True}
+        command = self.members.everyone.gather_objects(command)[0]
+        self._execute(command, back_to=self.survival.held(self.done))
+        if self.now is not None and self.elastic.asked and self._left(self.done):
+            self._consider()
 
     def shutdown(self) -> None:
         """After a run that has ended well: free what its ranks have in common."""
@@ -489,19 +563,22 @@ class Training:
         """The run has ended on the ranks of the mesh; the idle ones are told."""
         self.summary = summary
         if self.world.rank == 0:
-            self.commands.send({"do": "end", "summary": plain(summary)}, first=self.run.mesh.size)
+            self.members.commands.send({"do": "end", "summary": plain(summary)}, first=self.run.mesh.size)
 
     # ------------------------------------------------------------------ from mesh to mesh
 
     def _refused_requests(self, step: int, why: str) -> list[NoteEvent]:
         """One answer to each request for another mesh that this run cannot look at any more."""
         requests = [] if self.resize_requests is None else self.resize_requests.take_all()
-        for one in requests:
-            if one.get("ranks") and isinstance(one["wish"], str):
-                give_verdict(self.world.store, one["wish"], why)
-        return [NoteEvent(step=step, event="resize-refused",
-                          text=f"resize request for {request_text(one)} refused: {why}",
-                          fields={name: one[name] for name in one if name != "problem"}) for one in requests]
+        return [self._refusal(one, step, why) for one in requests]
+
+    def _refusal(self, request: Mapping[str, Any], step: int, why: str) -> NoteEvent:
+        """On rank 0: what is told of a refused request; ranks that want to join hear of it."""
+        if request.get("ranks") and isinstance(request["wish"], str):
+            give_verdict(self.world.store, request["wish"], why)
+        return NoteEvent(step=step, event="resize-refused",
+                         text=f"resize request for {request_text(request)} refused: {why}",
+                         fields={name: request[name] for name in request if name != "problem"})
 
     def _consider(self, save: bool = False) -> None:
         """Freeze layers and go to another mesh, where the policy, the planner or a user's request says so. save: a
@@ -512,6 +589,7 @@ class Training:
         if self.resizes:
             self.resizes = False
             wanted = self.ranks.gather_objects(self.resize_requests and self.resize_requests.take())[0]
+            self._request = wanted
             if wanted is not None and wanted.get("ranks") is not None:
                 wanted = self._admit(wanted)
         change = self.elastic.decide(self.runtime, self.done, resize=wanted, busy=self.meter.busy,
@@ -520,6 +598,7 @@ class Training:
             self._change(change, save=save)
         elif save:
             self._save(self.done)
+        self._request = None
         if self.now is not None:
             self.meter.resume()
 
@@ -527,43 +606,29 @@ class Training:
         """Let the ranks in that a request brings; they are idle then. The request for a mesh that has a place for them;
         None where they are refused."""
         call, problem = self.ranks.gather_objects(
-            self._call(request) if self.world.rank == 0 else None)[0]
+            self.members.call(request, self.run.comm.timeout_seconds) if self.world.rank == 0 else None)[0]
         if problem is None:
             command = {"do": "grow", "call": call}
             if self.world.rank == 0:
-                self.commands.send(command, first=self.run.mesh.size)
+                self.members.commands.send(command, first=self.run.mesh.size)
             problem = self._grow(Call(**call))
+        self._request = None  # which is answered now
         fields = {"wish": request["wish"], "ranks": request["ranks"]}
         if problem is not None:
             self.outputs.event(NoteEvent(step=self.done, event="join-refused", fields=fields,
                                          text=f"ranks that wanted to join are refused: {problem}"))
             return None
-        self.outputs.event(NoteEvent(step=self.done, event="joined", fields=fields, text=(
-            f"{request['ranks']} ranks have joined: the run has {self.world.size}")))
+        self.outputs.event(self._joined_note(request))
         return wanted_mesh(request, self.run.mesh, self.world.size)
 
-    def _call(self, request: Mapping[str, Any]) -> tuple[dict[str, object] | None, str | None]:
-        """Rank 0 calls the ranks that want to join: what they are called to, and why they are refused, if they are."""
-        world, wish, count = self.world, request["wish"], request["ranks"]
-        problem = why_not(world, request)
-        if problem is not None:
-            give_verdict(world.store, str(wish), problem)
-            return None, problem
-        call = Call(wish=wish, first=world.size, size=world.size + count, local_size=world.local_size,
-                    timeout_seconds=self.run.comm.timeout_seconds)
-        problem = call_newcomers(world, call)
-        if problem is not None:
-            give_verdict(world.store, wish, problem)
-        return call.document(), problem
+    def _joined_note(self, request: Mapping[str, Any]) -> NoteEvent:
+        return NoteEvent(step=self.done, event="joined", fields={"wish": request["wish"], "ranks": request["ranks"]},
+                         text=f"{request['ranks']} ranks have joined: the run has {self.world.size}")
 
     def _grow(self, call: Call) -> str | None:
         """Take the ranks of `call` into the world, or say why not. Collective over the ranks of the world."""
-        problem = grow(self.world, self.everyone, call)
-        if problem is None:
-            self.commands.close()
-            self._connect()
-            self._share_cores()
-            self.elastic.num_ranks = self.world.size
+        problem = self.members.grow(call, self._asked.launch.threads)
+        self.elastic.num_ranks = self.world.size
         return problem
 
     def _change(self, change: Change, save: bool = False) -> None:
@@ -572,18 +637,22 @@ class Training:
         self.saving.finish()
         self._tell_of_checkpoints()
         command: dict[str, object] = {
-            "do": "change", "change": change.document(), "step": self.done, "samples": self.samples,
-            "elastic": self.elastic.whole_state(self.run, self.runtime.frozen), "guards": self.guards.state(),
-            "block_times": self._limits.block_times(self.runtime, self.meter.busy),
-            "saved_step": self.saving.saved_step, "save": save, "stops": self.stops,
-            "bad_steps": self.engine.bad_steps and self.engine.bad_steps.state(),
-            "best": self.best and self.best.state()}
+            **self._along(), "do": "change", "change": change.document(), "save": save,
+            "block_times": self._limits.block_times(self.runtime, self.meter.busy)}
         if self.world.rank == 0:
-            self.commands.send(command, first=self.run.mesh.size)
+            self.members.commands.send(command, first=self.run.mesh.size)
         self._execute(command)
 
-    def _execute(self, command: dict[str, Any]) -> None:
-        """Execute a command of rank 0; the ranks of the mesh have come to it by themselves."""
+    def _along(self) -> dict[str, object]:
+        """What goes along with the state of the last step to other ranks, or to another time."""
+        return {"step": self.done, "samples": self.samples, "guards": self.guards.state(), "stops": self.stops,
+                "elastic": self.elastic.whole_state(self.run, self.runtime.frozen),
+                "saved_step": self.saving.saved_step, "best": self.best and self.best.state(),
+                "bad_steps": self.engine.bad_steps and self.engine.bad_steps.state()}
+
+    def _execute(self, command: dict[str, Any], back_to: Held | None = None) -> None:
+        """Execute a command of rank 0; the ranks of the mesh have come to it by themselves. back_to: the state with
+        which this rank goes on, where it has no engine any more."""
         if command["do"] == "end":
             self.summary = command["summary"]
             return
@@ -591,7 +660,7 @@ class Training:
             self._grow(Call(**command["call"]))
             return
         began, old, before = time.monotonic_ns(), self.now, self.run.mesh
-        held = None
+        held = back_to
         if old is not None:
             self.saving.checkpoints.close()
             held = take(old.engine)
@@ -631,19 +700,22 @@ class Training:
                                            global_size=self.run.samples_of(1),
                                            microbatch_size=self.run.batch.microbatch_size,
                                            stages=str(self.engine.stages), wish=change.wish))
-        self._tell_of_ties(None if old is None else old.engine)
+        self._request = None
+        if back_to is None:
+            self._tell_of_ties(None if old is None else old.engine)
         if (note := self._limits.before_steps(self.runtime, self.done)) is not None:
             self._keep_limits(note)
+        self._keep_state()
         if command["save"]:
             self._save(self.done)
 
     def _begin_here(self) -> None:
         """What a rank that has joined lacks before its first place in a mesh. The others' `Saving.move` is as
         collective."""
-        self._has_begun = True
         self.saving = Saving(self.run, self.recipe, self.engine, self.data, None, origin=self._joined.origin)
         self.guards = self._new_guards()
         self.meter = Meter(self.engine.timeline, self.ranks, self._stop)
+        self._has_begun = True
 
     def _tell_of_ties(self, before: Engine | None) -> None:
         """Which ties have ended because layers froze. before: the engine of the mesh before, on its ranks."""

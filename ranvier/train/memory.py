@@ -99,9 +99,12 @@ class Measured:
         """A context around a step whose storages are counted."""
         return nullcontext() if self._tracker is None else self._tracker
 
-    def facts(self, checkpoints: Checkpoints) -> dict[str, dict[str, int]]:
+    def facts(self, checkpoints: Checkpoints, copies: int | None) -> dict[str, dict[str, int]]:
         """{"device": {category: bytes}, "host": {...}} at the peak. What is neither parameters, gradients, states nor
-        buckets is "working": activations, deferred operands, workspace, messages, small sums on their way."""
+        buckets is "working": activations, deferred operands, workspace, messages, small sums on their way.
+
+        copies: bytes of those that are kept to survive losses; None without them.
+        """
         found = self._engine.memory()
         lasting = sum(found["device"].values())
         peak = torch.cuda.max_memory_allocated(self._device) if self._tracker is None else self._tracker.peak_bytes()
@@ -109,6 +112,8 @@ class Measured:
         if self._tracker is None:
             found["device"] |= self._overhead(peak)
         found["host"]["checkpoint"] = checkpoints.host_bytes
+        if copies is not None:
+            found["host"]["copies"] = copies
         return found
 
 

@@ -54,8 +54,8 @@ def join_run(run_dir: Path, started: Started, sizes: Mapping[str, int], *, secon
     torch.set_num_threads(threads_per_rank(started.size) if threads == "auto" else threads)
     world = World(backend=InProcessWorld(1).backend(0), store=store, launcher="local", local_rank=started.rank,
                   local_size=started.size, device=_device(run.launch.device, started, store), mesh=run.mesh,
-                  joins=JoinPoint(address=contact.address, port=contact.port, secret=contact.secret,
-                                  store=torch_store))
+                  joins=JoinPoint(address=contact.address, port=contact.port, secret=contact.secret),
+                  torch_store=torch_store)
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         _, data, _ = prepare_run(run, world, nowhere if started.rank else stream)
     if fingerprint(data) != said["data"]:

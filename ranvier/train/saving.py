@@ -274,6 +274,10 @@ class Saving:
         if written and written[-1].error:
             self.saved_step = None
 
+    def lacks_last(self) -> bool:
+        """On rank 0: whether the last checkpoint that was begun is not on the disk. Does not wait for it."""
+        return self.saved_step is not None and self._missing(self.saved_step) is not None
+
     def require(self, step: int) -> None:
         """UnsavedError, on all ranks, unless the checkpoint after `step`, the run's last, is on the disk."""
         self.finish()

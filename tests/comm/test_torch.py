@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from ranvier.comm.sockets import PeerSockets
 from ranvier.comm.torch_backend import TorchBackend
 from ranvier.errors import LaunchError, TransportError
 from ranvier.testing.ranks import run_processes
@@ -110,6 +111,7 @@ def test_a_rank_that_does_not_answer_while_groups_are_made(monkeypatch):
 
     backend = TorchBackend.__new__(TorchBackend)
     backend.rank, backend.size, backend._timeout, backend._kinds = 1, 2, timedelta(seconds=8), "gloo"
+    backend.sockets = PeerSockets()
     monkeypatch.setattr(dist, "new_group", gone)
     with pytest.raises(TransportError, match=r"group 'checkpoint' of rank 1: cannot connect its ranks: one of them is "
                                              r"gone or does not answer \(wait timeout after 8000ms\)\. See which rank"):

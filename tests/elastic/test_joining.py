@@ -326,7 +326,7 @@ def test_a_policy_that_newcomers_could_not_have(sentences, tmp_path):
     from tests.elastic.test_elastic_run import tiny
 
     def work(world):
-        world.joins = JoinPoint(address="127.0.0.1", port=1, secret="", store=HashStore())
+        world.joins = JoinPoint(address="127.0.0.1", port=1, secret="")
         train(tiny(sentences, tmp_path / "run", mesh=Mesh()), "tiny", world, freezing=object())
 
     with pytest.raises(ConfigError, match="cannot be with a freeze policy that is an object"):
@@ -408,7 +408,7 @@ def test_a_request_that_names_no_newcomers(changes, message):
                   local_size=1)
     request = {"data": None, "pipe": None, "ranks": 1, "wish": "aa", "problem": None}
     assert "without --launch.join-address" in why_not(world, request)
-    world.joins = JoinPoint(address="127.0.0.1", port=1, secret="", store=store)
+    world.joins = JoinPoint(address="127.0.0.1", port=1, secret="")
     assert why_not(world, request) is None
     assert message in why_not(world, request | changes)
 

@@ -1,0 +1,227 @@
+"""How a run lets go of lost ranks: what supervisors, rank 0 and the other survivors agree on in the run's store.
+
+    supervisors             rank 0                                    survivors
+    write who was killed
+                            break their connections, so that every wait for a rank ends; then say what they still have
+                            hears all, and decides on members and
+                            all that follows
+                                                                      read the verdict
+                            connect to each other under their new numbers, in the old order
+
+Members have names that stay, whatever number they have: that of the process among those started together, and for ranks
+that have joined the ID of their request and their number in it. Every wait here has a limit. A loss that is reported
+meanwhile begins all of it again; where the verdict is that the run cannot go on, or none comes, the first error counts,
+as without all of this.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ranvier.comm.signed_store import SharedStore, clone_shared_store
+from ranvier.comm.torch_backend import TorchBackend, torch_generation
+from ranvier.errors import TransportError
+from ranvier.launch.failure_watch import FAILED
+from ranvier.world import World
+
+_SURVIVES = "ranvier/losses/survives"
+_GIVEN_UP = "ranvier/losses/given-up"
+_LOST = "ranvier/losses/lost/"
+_CLOSED = json.dumps(None)
+_POLL_SECONDS = 0.02
+_WATCH_SECONDS = 0.1
+_NOTICE_SECONDS = 3.0
+"""A supervisor reports a loss within a few hundredths of a second; an error without one has another cause."""
+_SETTLE_SECONDS = 0.1
+"""Ranks that are killed together are reported one after the other."""
+_CONNECT_SECONDS = 10.0
+
+Decide = Callable[[Sequence[Any]], dict[str, object] | str]
+"""Makes the decision from what each survivor has, as JSON can hold it; text says why there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """member: the name of a rank that is gone. how: as in "was killed by SIGKILL"."""
+
+    member: str
+    how: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """What survivors go on with. number: of losses so far. lost: by their ranks before. members: the survivors, by
+    their new ranks. decision: rank 0's, as JSON can hold it."""
+
+    number: int
+    lost: Mapping[int, Loss]
+    members: tuple[str, ...]
+    decision: Mapping[str, Any]
+
+
+# --- for supervisors
+
+
+def report_loss(store: SharedStore, loss: Loss) -> bool:
+    """Tell the run of a rank that is gone; False where it does not go on without, since it has not begun, has ended or
+    does not mean to."""
+    if not store.check([_SURVIVES]):
+        return False
+    own, number = json.dumps([loss.member, loss.how]), 0
+    while (found := store.compare_set(f"{_LOST}{number}", "", own).decode()) != own:
+        if found == _CLOSED:
+            return False
+        number += 1
+    return True
+
+
+def why_given_up(store: SharedStore) -> str | None:
+    """Why the run ends after losses that have been reported; None while it does not."""
+    return store.get(_GIVEN_UP).decode() if store.check([_GIVEN_UP]) else None
+
+
+# --- for ranks
+
+
+class Losses:
+    """On one rank of a run that survives losses.
+
+    Args:
+        world: of this rank, which `connect` changes.
+        on_loss: called, on any thread, as soon as a loss is reported, after this rank's connections have been broken.
+    """
+
+    def __init__(self, world: World, *, timeout_seconds: float, on_loss: Callable[[], None]) -> None:
+        self._world = world
+        self._store, self._timeout, self._on_loss = clone_shared_store(world.store), timeout_seconds, on_loss
+        self._known = world.num_losses
+        """Losses for which connections have been broken."""
+        self._lock, self._ending = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="ranvier-losses", daemon=True)
+
+    def begin(self) -> None:
+        """From now on losses are survived: all ranks have what it takes. Not before `begin` on rank 0 do supervisors
+        report them."""
+        self._thread.start()
+        if self._world.rank == 0:
+            self._world.store.set(_SURVIVES, "")
+
+    def end(self) -> None:
+        """On rank 0: from now on a loss ends the run. TransportError where one has just been reported."""
+        if self._world.store.compare_set(f"{_LOST}{self._known}", "", _CLOSED).decode() != _CLOSED:
+            raise TransportError("was lost", where="a rank", remedy="See which rank has stopped.")
+
+    def close(self) -> None:
+        """Stop watching. A thread inside a store call while the interpreter shuts down would crash the process."""
+        self._ending.set()
+        if self._thread.is_alive():
+            self._thread.join(_NOTICE_SECONDS)
+
+    def agree(self, error: Exception, has: object, decide: Decide) -> Agreement:
+        """After `error`: agree with the other survivors of losses on how to go on. Raises `error` where there is no
+        loss, or the run cannot go on.
+
+        has: what this rank has, as JSON can hold it. decide: asked on rank 0.
+        """
+        before = self._world.num_losses
+        losses = self._await(lambda: found if (found := self._read(self._world.store))[before:] else None,
+                             _NOTICE_SECONDS)
+        while losses:
+            time.sleep(_SETTLE_SECONDS)
+            losses = self._read(self._world.store)
+            self._break(len(losses))
+            found = self._agree(losses, has, decide)
+            if found is not None:
+                if isinstance(found, str):
+                    break
+                self._world.num_losses = len(losses)
+                return found
+        raise error
+
+    def connect(self, agreement: Agreement) -> None:
+        """Connect the survivors: the world has no others then, and this rank has its new number. TransportError where
+        one does not answer."""
+        world, members = self._world, agreement.members
+        assert world.torch_store is not None, "the run survives losses"
+        before = world.backend if isinstance(world.backend, TorchBackend) else None
+        made = torch_generation(f"losses/{agreement.number}", members.index(world.members[world.rank]), len(members),
+                                world.torch_store, world.device, self._timeout,
+                                connect_seconds=min(_CONNECT_SECONDS, self._timeout), before=before)
+        world.change(made, members)
+
+    def _agree(self, losses: Sequence[Loss], has: object, decide: Decide) -> Agreement | str | None:
+        """An agreement, why there is none, or None where another loss has been reported meanwhile."""
+        store, rank, members = self._world.store, self._world.rank, self._world.members
+        place = f"{_LOST}{len(losses)}/"
+        gone = {loss.member: loss for loss in losses}
+        lost = {number: gone[name] for number, name in enumerate(members) if name in gone}
+        survivors = [number for number in range(len(members)) if number not in lost]
+        if 0 in lost:
+            return "rank 0 is lost"
+        store.set(f"{place}has/{members[rank]}", json.dumps(has))
+        if rank == 0:
+            names = [f"{place}has/{members[number]}" for number in survivors]
+            answers = self._await(lambda: [json.loads(store.get(name)) for name in names] if store.check(names) else
+                                  None, self._timeout, losses)
+            if self._has_more(losses):
+                return None
+            decision = "survivors do not answer" if answers is None else decide(answers)
+            if isinstance(decision, str):
+                store.set(_GIVEN_UP, decision)
+            store.set(f"{place}verdict", json.dumps({
+                "decision": decision, "members": [members[number] for number in survivors]}))
+        verdict = self._await(lambda: json.loads(store.get(f"{place}verdict")) if store.check([f"{place}verdict"])
+                              else None, 2 * self._timeout, losses)
+        if verdict is None:
+            return None if self._has_more(losses) else "rank 0 does not answer"
+        if isinstance(verdict["decision"], str) or members[rank] not in verdict["members"]:
+            return str(verdict["decision"])
+        return Agreement(number=len(losses), lost=lost, decision=verdict["decision"],
+                         members=tuple(verdict["members"]))
+
+    def _await(self, found: Callable[[], Any], seconds: float, losses: Sequence[Loss] | None = None) -> Any:
+        """What `found` gives once it is not None; None where that takes too long, a rank fails, or there are more than
+        these `losses`."""
+        deadline, store = time.monotonic() + seconds, self._world.store
+        while (result := found()) is None:
+            if time.monotonic() > deadline or store.check([FAILED]) or (
+                    losses is not None and self._has_more(losses)):
+                return None
+            time.sleep(_POLL_SECONDS)
+        return result
+
+    def _has_more(self, losses: Sequence[Loss]) -> bool:
+        return len(self._read(self._world.store, len(losses))) > 0
+
+    @staticmethod
+    def _read(store: SharedStore, first: int = 0) -> list[Loss]:
+        """The losses reported so far, from number `first` on."""
+        found: list[Loss] = []
+        while store.check([key := f"{_LOST}{first + len(found)}"]):
+            value = json.loads(store.get(key))
+            if value is None:
+                break
+            found.append(Loss(member=value[0], how=value[1]))
+        return found
+
+    def _watch(self) -> None:
+        try:
+            while not self._ending.wait(_WATCH_SECONDS):
+                more = len(self._read(self._store, self._known))
+                if more:
+                    self._break(self._known + more)
+        except Exception:  # the store is gone: the heartbeat says so, and ends this rank
+            return
+
+    def _break(self, number: int) -> None:
+        """Break this rank's connections for `number` losses, once: those that are made for the time after them stay."""
+        with self._lock:
+            if number > self._known:
+                self._known = number
+                self._world.sever()
+                self._on_loss()

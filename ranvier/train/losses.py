@@ -1,0 +1,192 @@
+"""What a run keeps to go on without lost ranks, and where it goes on then.
+
+    each rank       copies of its state after the last two finished steps and, with sharded optimizer states, of the
+                    share of the replica before
+    rank 0          what goes along with the newest of these: place in the data, evaluations, elastic state
+
+A step is finished once its numbers are told, which needs all ranks; each of them has copied its state before it gives
+its own. So whatever step is told, all ranks have the state after it, and nothing that is told is lost. A rank may be
+one step ahead, hence two copies. The agreement between survivors is `ranvier.launch.losses`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ranvier.comm.protocol import Group
+from ranvier.config.other_mesh import refit
+from ranvier.config.resolve import ResolvedRun
+from ranvier.cost.memory import KEPT_STEPS
+from ranvier.elastic.freezing import NONE_FROZEN
+from ranvier.elastic.neighbour_copy import states_of_neighbour
+from ranvier.elastic.transition import Held, take
+from ranvier.errors import ConfigError
+from ranvier.launch.losses import Agreement, Losses
+from ranvier.mesh import AXES, Mesh
+from ranvier.pipeline.engine import Engine
+from ranvier.planner.problems import problems
+from ranvier.train.commands import Change
+from ranvier.train.events import NoteEvent
+from ranvier.train.runtime import RankRuntime
+from ranvier.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Copy:
+    held: Held
+    part: dict[str, object]
+    """Which part of the model's state it is, as JSON can hold it."""
+
+
+class LastSteps:
+    """Copies of this rank's state after the last finished steps and, where states are sharded, of those of the replica
+    before."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, _Copy] = {}
+        self._engine: Engine | None = None
+        self._replicas: Group | None = None
+
+    def keep(self, step: int, now: RankRuntime) -> None:
+        """Copy the state after `step`; earlier ones but the last are dropped, and later ones, which are taken again.
+        Collective where states are sharded."""
+        earlier = sorted(other for other in self._copies if other < step)[-(KEPT_STEPS - 1):]
+        room = next((copy.held for other, copy in self._copies.items() if other not in earlier), None)
+        self._copies = {other: self._copies[other] for other in earlier}
+        mesh, at, held = now.run.mesh, now.engine.coordinates, take(now.engine, room)
+        places = [at]
+        if now.run.optim.shard:
+            held = replace(held, pieces=[*held.pieces, *states_of_neighbour(held.pieces, self._group(now))])
+            places.append(at.replace("data", (at.data - 1) % mesh.data))
+        part: dict[str, object] = {"mesh": dict(mesh.sizes), "places": [asdict(place) for place in places],
+                                   "frozen": sorted(now.frozen.layers)}
+        self._copies[step] = _Copy(held=held, part=part)
+
+    def _group(self, now: RankRuntime) -> Group:
+        """The ranks with this one's place in the other replicas. Collective where the engine is a new one."""
+        if self._engine is not now.engine or self._replicas is None:
+            self._engine = now.engine
+            self._replicas = now.world.backend.group("copies", now.run.mesh.groups("data"))
+        return self._replicas
+
+    @property
+    def host_bytes(self) -> int:
+        """What the copies take."""
+        return sum(piece.tensor.nbytes for copy in self._copies.values() for piece in copy.held.pieces)
+
+    def parts(self) -> dict[str, dict[str, object]]:
+        """What this rank has, by step, as JSON can hold it."""
+        return {str(step): copy.part for step, copy in self._copies.items()}
+
+    def held(self, step: int) -> Held | None:
+        """The state after `step`; None on a rank that has none."""
+        return self._copies[step].held if step in self._copies else None
+
+
+def missing_state(parts: Sequence[Mapping[str, Mapping[str, Any]]], step: int, *, sharded: bool) -> str | None:
+    """What of the state after `step` no survivor has; None where nothing is missing. parts: `LastSteps.parts` of each.
+    sharded: each replica has a share of the optimizer's states for itself, and a copy of another one's."""
+    have = [one[str(step)] for one in parts if str(step) in one]
+    missing = "no survivor has the state of the last step"
+    for mesh in {tuple(one["mesh"].items()): one["mesh"] for one in have}.values():
+        axes = [axis for axis in mesh if sharded or axis != "data"]
+        ours = [one for one in have if one["mesh"] == mesh and one["frozen"] == have[0]["frozen"]]
+        there = {tuple(place[axis] for axis in axes) for one in ours for place in one["places"]}
+        gone = [place for place in _places([mesh[axis] for axis in axes]) if place not in there]
+        if not gone:
+            return None
+        names = ", ".join(f"{axis} {number}" for axis, number in zip(axes, gone[0], strict=True) if mesh[axis] > 1)
+        missing = f"no other rank has the state of {names}"
+    return missing
+
+
+def _places(sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    places: list[tuple[int, ...]] = [()]
+    for size in sizes:
+        places = [(*place, number) for place in places for number in range(size)]
+    return places
+
+
+def mesh_without(run: ResolvedRun, num_ranks: int) -> Mesh | None:
+    """The first legal mesh of as many of `num_ranks` ranks as there is one for, for a run that is on `run.mesh`; None
+    where there is none."""
+    for count in range(min(num_ranks, run.mesh.size), 0, -1):
+        if count == run.mesh.size:
+            return run.mesh
+        with suppress(ConfigError):
+            return refit(replace(run, resume="auto"), count, "the loss", problems)[0].mesh
+    return None
+
+
+def lost_note(agreement: Agreement) -> NoteEvent:
+    """What is told of lost ranks."""
+    mesh = {axis: agreement.decision["change"][axis] for axis in AXES}
+    sizes = " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "one"
+    ranks = [f"rank {rank}, which {loss.how}," for rank, loss in agreement.lost.items()]
+    step, left = agreement.decision["step"], len(agreement.members)
+    return NoteEvent(step=step, event="lost", fields={"ranks": list(agreement.lost), "left": left, "mesh": mesh},
+                     text=f"{' and '.join(ranks)} {'is' if len(ranks) == 1 else 'are'} lost: the run goes on with "
+                          f"{left} {'rank' if left == 1 else 'ranks'} as {sizes} from step {step}")
+
+
+class Survival:
+    """One rank's part in surviving losses. asked: the run, before `auto` gave way to what its ranks have measured.
+    on_loss: as of `Losses`."""
+
+    def __init__(self, asked: ResolvedRun, world: World, *, on_loss: Callable[[], None]) -> None:
+        self._asked, self._world, self._steps = asked, world, LastSteps()
+        self._losses = Losses(world, timeout_seconds=asked.comm.timeout_seconds, on_loss=on_loss)
+        self._along: dict[str, Any] = {}
+        self._mesh, self._frozen, self._boundaries = asked.mesh, NONE_FROZEN, tuple[int, ...]()
+
+    def begin(self) -> None:
+        """From now on losses are survived; all ranks of the mesh have kept their state."""
+        self._losses.begin()
+
+    def end(self) -> None:
+        """From now on a loss ends the run. TransportError, on rank 0, where one has just been reported."""
+        if self._world.rank == 0:
+            self._losses.end()
+
+    def close(self) -> None:
+        """Stop the thread that watches."""
+        self._losses.close()
+
+    def keep(self, step: int, now: RankRuntime) -> None:
+        """Copy the state after `step`."""
+        self._steps.keep(step, now)
+
+    def finished(self, now: RankRuntime, along: Callable[[], dict[str, object]]) -> None:
+        """The step that was kept last has been told: the run goes back no further. along: what goes along with it."""
+        if self._world.rank == 0:
+            self._along, self._mesh, self._frozen = along(), now.run.mesh, now.frozen
+            self._boundaries = tuple(now.engine.boundaries)
+
+    @property
+    def host_bytes(self) -> int:
+        """What this rank's copies take."""
+        return self._steps.host_bytes
+
+    def held(self, step: int) -> Held | None:
+        """This rank's state after `step`; None where it had none."""
+        return self._steps.held(step)
+
+    def agree(self, error: Exception, change_to: Callable[..., Change]) -> Agreement:
+        """See `Losses.agree`; the decision is a command of rank 0 (`Change`). change_to: as of `Elasticity`."""
+        def decide(parts: Sequence[Mapping[str, Any]]) -> dict[str, object] | str:
+            problem = missing_state(parts, self._along["step"], sharded=self._asked.optim.shard)
+            mesh = None if problem else mesh_without(replace(self._asked, mesh=self._mesh), len(parts))
+            if mesh is None:
+                return problem or f"no mesh of {len(parts)} ranks or fewer is legal for it"
+            boundaries = self._boundaries if mesh == self._mesh else ()
+            change = change_to(mesh, self._frozen, self._frozen, boundaries or None, "for lost ranks")
+            return {**self._along, "do": "change", "change": change.document(), "block_times": None, "save": False}
+
+        return self._losses.agree(error, self._steps.parts(), decide)
+
+    def connect(self, agreement: Agreement) -> None:
+        """See `Losses.connect`."""
+        self._losses.connect(agreement)

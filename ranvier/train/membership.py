@@ -1,0 +1,66 @@
+"""The ranks that a run has, those of its mesh and idle ones: what all of them have in common, and how more come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+
+from ranvier.comm.protocol import Group
+from ranvier.launch.devices import machine_name
+from ranvier.launch.joining import Call, call_newcomers, give_verdict, grow
+from ranvier.system.machine import threads_per_rank
+from ranvier.train.commands import CommandChannel
+from ranvier.train.joining import why_not
+from ranvier.world import World
+
+
+class Membership:
+    """Of one run, on one rank. Methods are collective over the ranks of the world, but for `call`."""
+
+    everyone: Group
+    """All ranks of the world."""
+    commands: CommandChannel
+    """From rank 0 to idle ranks."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.connect()
+
+    def connect(self) -> None:
+        """Begin with the ranks that the world has now."""
+        self.everyone = self.world.backend.group("everyone", [tuple(range(self.world.size))])
+        self.commands = CommandChannel(self.world)
+
+    def share_cores(self, threads: int | Literal["auto"]) -> None:
+        """The ranks of each machine divide its cores, now that their number is another one. threads: as the run says.
+        """
+        machines = self.everyone.gather_objects(machine_name())
+        if threads == "auto":
+            torch.set_num_threads(threads_per_rank(machines.count(machine_name())))
+
+    def call(self, request: Mapping[str, Any], timeout_seconds: float) -> tuple[dict[str, object] | None, str | None]:
+        """Rank 0 calls the ranks that want to join: what they are called to (`Call.document`), and why they are
+        refused, if they are. Not collective. timeout_seconds: the run's limit of collectives."""
+        world, wish, count = self.world, request["wish"], request["ranks"]
+        problem = why_not(world, request)
+        if problem is not None:
+            give_verdict(world.store, str(wish), problem)
+            return None, problem
+        call = Call(wish=wish, first=world.size, size=world.size + count, local_size=world.local_size,
+                    timeout_seconds=timeout_seconds, members=list(world.members),
+                    num_losses=world.num_losses)
+        problem = call_newcomers(world, call)
+        if problem is not None:
+            give_verdict(world.store, wish, problem)
+        return call.document(), problem
+
+    def grow(self, call: Call, threads: int | Literal["auto"]) -> str | None:
+        """Take the ranks of `call` into the world, or say why not. threads: as the run says."""
+        problem = grow(self.world, self.everyone, call)
+        if problem is None:
+            self.commands.close()
+            self.connect()
+            self.share_cores(threads)
+        return problem
