@@ -3,8 +3,7 @@
 A rank that waits inside Gloo for a living peer does not notice that a third one has gone: it waits until its time
 limit, up to minutes, and aborting, shutting down or destroying the process group does not wake it. A socket that is
 shut down is at its end for both sides at once, so all of their waits fail. Gloo does not tell its sockets; those that
-appear
-while a process group connects are its own. Pure bookkeeping until `sever`; without /dev/fd nothing is found.
+appear while a process group connects are its own. Pure bookkeeping until `sever`; without /dev/fd nothing is found.
 """
 
 from __future__ import annotations
