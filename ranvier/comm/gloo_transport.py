@@ -17,6 +17,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,8 @@ from ranvier.comm.torch_group import error_cause, started
 from ranvier.errors import TransportError
 
 _GOODBYE = b"RNV bye."
+_FOREVER = timedelta(days=3650)
+"""A wait for a message has no limit: who waits for the transport has one. That of the process group is for connecting."""
 
 
 class GlooTransport:
@@ -89,7 +92,7 @@ class GlooTransport:
         while (send := self._sends.get()) is not None:
             work, destination, _ = send
             try:
-                work.wait()
+                work.wait(_FOREVER)
             except RuntimeError as error:
                 self._arrived.put(peer_lost(self.edges.purpose, destination, error_cause(error)))
             with self._send_finished:
@@ -108,14 +111,14 @@ class GlooTransport:
                 capacity = edges.sources[source]
                 if buffer is None or buffer.numel() != capacity:
                     buffer = torch.empty(capacity, dtype=torch.uint8)
-                started(dist.irecv(buffer, group_src=source, group=self._process_group)).wait()
+                started(dist.irecv(buffer, group_src=source, group=self._process_group)).wait(_FOREVER)
                 if bytes(buffer[:len(_GOODBYE)].numpy()) == _GOODBYE:
                     return
                 total = total_bytes(buffer)
                 if total > capacity:
                     wire = torch.empty(total, dtype=torch.uint8)
                     wire[:capacity] = buffer
-                    started(dist.irecv(wire[capacity:], group_src=source, group=self._process_group)).wait()
+                    started(dist.irecv(wire[capacity:], group_src=source, group=self._process_group)).wait(_FOREVER)
                     edges.sources[source] = total
                 elif total < capacity // 2:
                     wire = buffer[:total].clone()

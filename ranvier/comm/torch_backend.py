@@ -24,7 +24,6 @@ from ranvier.comm.sockets import PeerSockets
 from ranvier.comm.torch_group import TorchGroup, WaitRegistry, error_cause
 from ranvier.errors import LaunchError, TransportError
 
-_FOREVER = timedelta(days=3650)
 _CLOSE_SECONDS = 10.0
 _ABORT_SECONDS = 2.0
 
@@ -83,7 +82,8 @@ class TorchBackend:
     def transport(self, purpose: str) -> Transport:
         """See `protocol.Backend`. TransportError if a rank does not answer, as for `group`."""
         everyone = range(self.size)
-        gloo_group = self._new_group(purpose, everyone, _FOREVER, "gloo") if self.size > 1 else None
+        # The limit is that of connecting: the transport's waits have their own.
+        gloo_group = self._new_group(purpose, everyone, self._timeout, "gloo") if self.size > 1 else None
         host = GlooTransport(gloo_group, purpose, self.rank, self.size)
         self._transports.append(host)
         if self._device.type != "cuda" or gloo_group is None:

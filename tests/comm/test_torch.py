@@ -3,13 +3,15 @@
 import dataclasses
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from ranvier.comm.sockets import PeerSockets
-from ranvier.comm.torch_backend import TorchBackend
+from ranvier.comm.torch_backend import TorchBackend, torch_generation
 from ranvier.errors import LaunchError, TransportError
 from ranvier.testing.ranks import run_processes
 from ranvier.world import World
@@ -116,3 +118,15 @@ def test_a_rank_that_does_not_answer_while_groups_are_made(monkeypatch):
     with pytest.raises(TransportError, match=r"group 'checkpoint' of rank 1: cannot connect its ranks: one of them is "
                                              r"gone or does not answer \(wait timeout after 8000ms\)\. See which rank"):
         backend.group("checkpoint", [[0, 1]])
+
+
+def test_a_transport_whose_other_rank_does_not_come():
+    """Waits for messages have no limit of their own, but connecting has one."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with ThreadPoolExecutor(2) as pool:
+        backend, other = pool.map(lambda rank: torch_generation(
+            "few", rank, 2, store, torch.device("cpu"), 2.0, connect_seconds=20.0), range(2))
+    with pytest.raises(TransportError, match="group 'pipe' of rank 0: cannot connect its ranks: one of them is gone"):
+        backend.transport("pipe")
+    backend.close()
+    other.close()
