@@ -31,7 +31,7 @@ from ranvier.errors import TransportError
 
 _GOODBYE = b"RNV bye."
 _FOREVER = timedelta(days=3650)
-"""A wait for a message has no limit: who waits for the transport has one. That of the process group is for connecting."""
+"""A wait for a message has no limit: who waits for the transport has one. The process group's is for connecting."""
 
 
 class GlooTransport:

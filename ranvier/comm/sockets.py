@@ -22,6 +22,8 @@ class PeerSockets:
 
     def __init__(self) -> None:
         self._own: set[tuple[int, int]] = set()
+        self.severed = False
+        """Whether ranks are lost, and connections to be made among the others would wait for them."""
 
     @contextmanager
     def opening(self) -> Iterator[None]:
@@ -34,6 +36,7 @@ class PeerSockets:
     def sever(self) -> int:
         """Shut down those that are still open; their number. From any thread; each end sees the end of the other's
         data."""
+        self.severed = True
         own, self._own = self._own, set()
         for descriptor, number in own:
             with suppress(OSError):

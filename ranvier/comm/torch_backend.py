@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import queue
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Literal
@@ -26,6 +27,7 @@ from ranvier.errors import LaunchError, TransportError
 
 _CLOSE_SECONDS = 10.0
 _ABORT_SECONDS = 2.0
+_SEVERED_SECONDS = 0.1
 
 
 class TorchBackend:
@@ -204,8 +206,35 @@ class _TorchSubset(TorchBackend):
         self._num_groups += 1
         if self.rank not in members:
             return None
-        index = members.index(self.rank)
         store = PrefixStore(f"{self._num_groups}/{min(members)}", self._store)
+        if self._device.type == "cuda":  # a thread of its own would have another current device
+            return self._build(purpose, store, members, timeout, kinds)
+        return self._unless_severed(purpose, lambda: self._build(purpose, store, members, timeout, kinds))
+
+    def _unless_severed(self, purpose: str, build: Callable[[], ProcessGroup]) -> ProcessGroup:
+        """`build()`, on a thread of its own, which is left behind once ranks are lost: inside Gloo nothing wakes a rank
+        that waits for one to connect which has died."""
+        built: queue.SimpleQueue[ProcessGroup | BaseException] = queue.SimpleQueue()
+
+        def work() -> None:
+            try:
+                built.put(build())
+            except BaseException as error:
+                built.put(error)
+
+        threading.Thread(target=work, name="ranvier-connect", daemon=True).start()
+        while True:
+            with suppress(queue.Empty):
+                found = built.get(timeout=_SEVERED_SECONDS)
+                if isinstance(found, BaseException):
+                    raise found
+                return found
+            if self.sockets.severed:
+                raise self._no_answer(purpose, RuntimeError("ranks are lost"))
+
+    def _build(self, purpose: str, store: Store, members: Sequence[int], timeout: timedelta, kinds: str
+               ) -> ProcessGroup:
+        index = members.index(self.rank)
         group = ProcessGroup(store, index, len(members))
         try:
             if "gloo" in kinds:

@@ -149,6 +149,11 @@ class Losses:
         world, members = self._world, agreement.members
         assert world.torch_store is not None, "the run survives losses"
         before = world.backend if isinstance(world.backend, TorchBackend) else None
+        with self._lock:
+            if self._known > agreement.number:
+                raise TransportError("was lost", where="another rank", remedy="See which rank has stopped.")
+            if before is not None:
+                before.sockets.severed = False
         made = torch_generation(f"losses/{agreement.number}", members.index(world.members[world.rank]), len(members),
                                 world.torch_store, world.device, self._timeout,
                                 connect_seconds=min(_CONNECT_SECONDS, self._timeout), before=before)

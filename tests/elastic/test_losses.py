@@ -22,6 +22,7 @@ from ranvier.checkpoint.state import Piece
 from ranvier.comm.inprocess import InProcessWorld
 from ranvier.comm.signed_store import signed
 from ranvier.comm.sockets import PeerSockets
+from ranvier.comm.torch_backend import torch_generation
 from ranvier.config import effects
 from ranvier.config.resolve import resolve
 from ranvier.config.run import Comm, Launch, Run, Train
@@ -470,6 +471,18 @@ def test_torch_does_not_warn_of_connections_that_are_broken_on_purpose(monkeypat
     assert "TORCH_CPP_LOG_LEVEL" not in start.rank_variables(1, 1, False)
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "INFO")
     assert start.rank_variables(1, 1, True)["TORCH_CPP_LOG_LEVEL"] == "INFO"
+
+
+def test_a_rank_that_connects_does_not_wait_for_a_lost_one():
+    """It waits inside Gloo, where nothing wakes it."""
+    backend = torch_generation("alone", 0, 1, HashStore(), torch.device("cpu"), 5.0, connect_seconds=5.0)
+    backend.size = 2
+    timer, began = threading.Timer(0.2, backend.sockets.sever), time.monotonic()
+    timer.start()
+    with pytest.raises(TransportError, match=r"group 'late' of rank 0: cannot connect its ranks.*\(ranks are lost\)"):
+        backend.group("late", [[0, 1]])
+    assert time.monotonic() - began < 4.0
+    timer.join()
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
