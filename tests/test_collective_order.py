@@ -39,21 +39,18 @@ EXCEPTIONS = {
     ("comm/collectives.py", "self._all_gather(here.new_empty(len(self.ranks)), here).wait()"):
         "a barrier orders ranks, and no memory"}
 """Waits that order no accesses."""
-_OWN_THREAD = "a transport's own thread waits for a message between hosts"
 _TABLE = "lookup tables on CPUs; tests/pipeline/test_touched_rows.py compares the bits"
 _CALL = "calls a wait that is in a scenario"
 _TOOL = "a tool of tests, with waits of its own"
 OTHER = {
     ("comm/collectives.py", "self.wait()"): "the work is done",
-    ("comm/gloo_transport.py", "work.wait()"): _OWN_THREAD,
-    ("comm/gloo_transport.py", "started(dist.irecv(buffer, group_src=source, group=self._process_group)).wait()"):
-        _OWN_THREAD,
-    ("comm/gloo_transport.py",
-     "started(dist.irecv(wire[capacity:], group_src=source, group=self._process_group)).wait()"): _OWN_THREAD,
     ("comm/nccl_transport.py", "started(dist.isend(first, group_dst=destination, group=channel)).wait()"):
         "communicators are built before the first step",
     ("comm/nccl_transport.py", "started(dist.irecv(first, group_src=source, group=channel)).wait()"):
         "communicators are built before the first step",
+    ("elastic/neighbour_copy.py",
+     "group.all_to_all(found, own, [sizes[before] if other == before else 0 for other in range(size)],"):
+        "on CPUs only, where the caller waits",
     ("comm/inprocess.py", "self._exchange.condition.wait()"): _TOOL,
     ("comm/throttle.py", "first._stamp.wait()"): _TOOL, ("comm/throttle.py", "self._work.wait()"): _TOOL,
     ("inference/generate.py", "ranks.broadcast(part, root=root).wait()"):

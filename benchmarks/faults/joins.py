@@ -13,7 +13,7 @@ and `--max-restarts`, and several events after random steps, drawn from the case
     pair        two of these ranks are killed, the second one at a random moment up to half a second later
     first       rank 0 is killed: the run starts again from its last checkpoint on the ranks with which it was started
 
-A run has four ranks at most; where an event finds no rank to kill, or no room, ranks join or are killed instead. Then
+A run has two to four ranks; where an event finds no rank to kill, or no room, ranks join or are killed instead. Then
 the run goes on to its last step. It must end with exit code 0, with the metrics of each step once and in order, with
 the losses of an undisturbed run on one rank (relative difference below 1e-9, fp64), and no process of it or of a join
 may be left 10 s later. It must have started again as often as rank 0 was killed and never else. The outcome of a case
@@ -128,6 +128,8 @@ class JoinTrial:
         if among is not None and len(among) < (2 if kind == "pair" else 1):
             kind = "original" if originals else "newcomer" if newcomers else "join"
             among = originals or newcomers or None
+        if among is not None and len(newcomers + originals) <= (2 if kind == "pair" else 1):
+            kind, among = "join", None  # a rank alone would be at the last step before newcomers come
         if kind in ("join", "dies") and len(newcomers + originals) + 1 >= _MOST_RANKS:
             kind, among = ("original", originals) if originals else ("newcomer", newcomers)
         self._outcome.events.append(kind)
