@@ -26,7 +26,7 @@ corrected for the number of comparisons in the table (Bonferroni). With fewer th
 
 Tasks: MiniLM on the sentences of a package (sentiment) or a TSV, CSV, JSONL or Parquet file (--data), a ViT on CIFAR-10
 (cifar10) or folders of images (--data), and a small decoder (benchmarks/elastic/decoder.py) on film reviews or text of
-your own (--data). All seeds of a task should take about two and a half hours on two quiet cores. With --outcomes each
+your own (--data). All seeds of a task should take about two hours on two quiet cores. With --outcomes each
 case is kept at once, and another start goes on with what is missing; --budget-minutes N starts no case that would not
 end within N minutes, seed by seed, so that what is there is paired. 0 starts none and shows what is kept.
 
@@ -49,8 +49,8 @@ from benchmarks.elastic.program import TASKS, base_run, documents, epochs_parser
 from ranvier.config.run import Elastic, Lora, Run
 
 SEEDS = tuple(range(SEEDS_WANTED))
-SIZES = {"sentiment": (4, 720, 500), "cifar10": (4, 560, 500), "decoder": (4, 800, 256)}
-"""Epochs, samples of one, held-out samples: the longest cases should last about 80 seconds on two quiet cores (an
+SIZES = {"sentiment": (4, 560, 400), "cifar10": (4, 560, 500), "decoder": (4, 800, 256)}
+"""Epochs, samples of one, held-out samples: the longest cases should last about 70 seconds on two quiet cores (an
 estimate from earlier results: benchmarks/results/elastic)."""
 REFERENCES = ("plain", "plain-short", "plain-static", "plain-lora", "ddp", "none", "none-short")
 """What the others must be above."""
