@@ -57,7 +57,7 @@ OTHER = {
         "the next token, in host memory: tests/inference/test_generate.py",
     ("train/evaluation.py", "ranks.broadcast(chosen, root=ranks.ranks.index(root)).wait()"):
         "the next token, in host memory",
-    ("train/loop.py", "self.ranks.all_reduce(total).wait()"): "a number in host memory, before the first step",
+    ("train/peak.py", "ranks.all_reduce(total).wait()"): "a number in host memory, before the first step",
     ("train/saving.py", "written = self.checkpoints.wait()"): "no collective: the thread that writes checkpoints",
     ("optim/step.py", "self.gradients.wait()"): _CALL, ("pipeline/engine.py", "self._updater.wait()"): _CALL,
     ("optim/touched_rows.py", 'group.all_reduce(self._touched, "max").wait()'): _TABLE,

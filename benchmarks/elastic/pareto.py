@@ -15,8 +15,8 @@ own over half of the epochs, since a run that is meant to be short would have it
     ddp          plain under torch's DDP, a rank for each of two cores: a peer
     none, none-short     Ranvier on two replicas, no freezing: early stopping
     static-k     the first k layers frozen from the start, with the cache
-    gradient-norm, cap, plasticity   the policies on two replicas, with the cache
-    stage-balance                    on two stages
+    gradient-norm, cap, cap-short, plasticity   the policies on two replicas, with the cache
+    stage-balance                               on two stages
     packed       cap on two stages that pack, with replicas and cache (PipeTransformer)
     lora, lora-cache     adapters in the upper half of the layers, without and with the cache
 
@@ -79,6 +79,7 @@ def pareto_contenders(base: Run) -> list[Contender]:
         replicas("none", Elastic()), replicas("none-short", Elastic(), length=_SHORT),
         *(replicas(f"static-{depth}", elastic) for depth, elastic in static.items()),
         *(replicas(policy, replace(cached, freeze=policy)) for policy in ("gradient-norm", "cap", "plasticity")),
+        replicas("cap-short", replace(cached, freeze="cap"), length=_SHORT),
         Contender(name="stage-balance", pipe=2, elastic=replace(cached, freeze="stage-balance", cache=False)),
         Contender(name="packed", pipe=2, elastic=replace(cached, freeze="cap", auto_pipe=True, auto_dp=True)),
         replicas("lora", replace(untrained, cache=False), **adapters), replicas("lora-cache", untrained, **adapters),

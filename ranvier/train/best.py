@@ -60,6 +60,11 @@ class BestEvaluation:
         count = "1 evaluation" if self._since == 1 else f"{self._since} evaluations"
         return f"early stopping: {self.metric} has not improved in {count}{best}"
 
+    def summary(self) -> dict[str, object]:
+        """What the run's summary says of it."""
+        return {"best_metric": self.metric, "best_value": self.value, "best_step": self.step,
+                **({"ended_by": self.reason} if self.stops else {})}
+
     def state(self) -> dict[str, object]:
         """What a checkpoint keeps; JSON-serialisable."""
         return {"metric": self.metric, "value": self.value, "step": self.step, "reference": self._reference,

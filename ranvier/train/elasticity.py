@@ -36,6 +36,7 @@ from ranvier.elastic.rules import ElasticRules, EvaluationSchedule, PresentMesh
 from ranvier.elastic.similarity import Similarity, similarity_loss
 from ranvier.elastic.transition_selector import TransitionSelector, mesh_text
 from ranvier.errors import RanvierError
+from ranvier.layout.layout import Layout
 from ranvier.mesh import Mesh
 from ranvier.models import families
 from ranvier.optim.learning_rate import learning_rate
@@ -543,3 +544,19 @@ class Elasticity:
 
     def _note(self, step: int, event: str, text: str, fields: Mapping[str, object]) -> None:
         self._tell(NoteEvent(step=step, event=event, text=text, fields=fields))
+
+
+def ended_ties(before: Layout | None, now: Layout, step: int) -> list[NoteEvent]:
+    """What is told of ties that have ended because layers froze. before: the layout of the mesh before, on its ranks;
+    None on others."""
+    known = set() if before is None else {parameter.name for parameter in before.parameters
+                                          if parameter.origin is not None}
+    notes = []
+    for parameter in now.parameters:
+        if parameter.origin is not None and parameter.name not in known:
+            text = f"{parameter.name} is no longer tied to {parameter.origin}"
+            if not now[parameter.origin].trainable:
+                text += ", which is frozen, and trains on with weights of its own"
+            notes.append(NoteEvent(step=step, event="untied", text=text, fields={
+                "parameter": parameter.name, "was": parameter.origin}))
+    return notes

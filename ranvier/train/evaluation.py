@@ -9,14 +9,18 @@ from dataclasses import replace
 import torch
 
 from ranvier.comm.protocol import Group
+from ranvier.config.resolve import ResolvedRun
 from ranvier.data.task import Prepared
+from ranvier.data.tokenizer import Tokenizer
 from ranvier.inference.evaluation import evaluate as evaluate_samples
 from ranvier.mesh import Mesh
 from ranvier.models.generate import Sampling, next_token
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
+from ranvier.tensor.activations import layout_of
 from ranvier.train.events import EvalEvent
 from ranvier.train.runtime import RankRuntime
+from ranvier.train.setup import held_out_line
 
 
 def evaluate(runtime: RankRuntime, data: Prepared, step: int) -> list[EvalEvent]:
@@ -33,6 +37,18 @@ def evaluate(runtime: RankRuntime, data: Prepared, step: int) -> list[EvalEvent]
 
 
 _SAMPLING = Sampling(temperature=0.8, top_k=40)
+
+
+def sample_text(engine: Engine, ranks: Group, run: ResolvedRun, data: Prepared, device: torch.device) -> str:
+    """The prompt, and what the model makes of it, for the task lm. Collective."""
+    tokenizer = data.tokenizer
+    assert isinstance(tokenizer, Tokenizer)  # of the task lm
+    prompt = tokenizer.encode(run.train.prompt) if run.train.prompt else held_out_line(data)
+    by_positions = layout_of(run.tensor.scheme, run.tensor.sequence_sharding) == "sequence"
+    tokens = continue_tokens(engine, ranks, run.mesh, device, prompt, seed=run.seed, count=run.train.sample_tokens,
+                             longest=run.model.sequence, vocab=tokenizer.vocab,
+                             multiple=run.mesh.col if by_positions else 1)
+    return tokenizer.decode(tokens)
 
 
 def continue_tokens(engine: Engine, ranks: Group, mesh: Mesh, device: torch.device, prompt: Sequence[int], *,

@@ -13,16 +13,12 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-import torch
-
-from ranvier.checkpoint.hf.from_pretrained import load_pretrained
-from ranvier.checkpoint.hf.peft import AdapterFolder, load_adapters
 from ranvier.checkpoint.ownership import acquire_folders
 from ranvier.comm.protocol import Group
 from ranvier.config import read
@@ -32,15 +28,13 @@ from ranvier.config.run import Run
 from ranvier.config.task_form import form_of
 from ranvier.cost.count import laid_out
 from ranvier.cost.device_overhead import with_overhead
-from ranvier.data.task import TokenizerWithFiles
-from ranvier.data.tokenizer import Tokenizer
 from ranvier.elastic.freezing import FreezePolicy, FrozenLayers
 from ranvier.elastic.transition import Held, hand_over, take
 from ranvier.errors import ConfigError, RanvierError, TransportError
 from ranvier.launch.contact import NAME as CONTACT
 from ranvier.launch.contact import remove_contact
 from ranvier.launch.failures import publish_mesh
-from ranvier.launch.joining import Call, give_verdict
+from ranvier.launch.joining import Call
 from ranvier.launch.losses import Agreement
 from ranvier.launch.stop import StopRequest
 from ranvier.models import families
@@ -48,41 +42,40 @@ from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.result import BatchResult
 from ranvier.precision import DTYPES
 from ranvier.schedule.spans import Category
-from ranvier.system.atomic_file import write_atomically
 from ranvier.system.lease import Lease
-from ranvier.tensor.activations import layout_of
 from ranvier.train.attention import choose_kernel, preferred_kernel
 from ranvier.train.best import LOSS, best_of
 from ranvier.train.commands import Change
 from ranvier.train.determinism import deterministic_algorithms
-from ranvier.train.elasticity import Elasticity, StepFigures
-from ranvier.train.evaluation import continue_tokens, evaluate
+from ranvier.train.elasticity import Elasticity, StepFigures, ended_ties
+from ranvier.train.evaluation import evaluate, sample_text
 from ranvier.train.events import EndEvent, NoteEvent, StartEvent, Tracker, Trackers, TransitionEvent
 from ranvier.train.experiment_trackers import experiment_trackers
 from ranvier.train.guards import Guards
 from ranvier.train.history import History
 from ranvier.train.joining import JoinedRun, invite, wanted_mesh
-from ranvier.train.logs import EventsFile, Log, MetricsFile, open_folder, plain, read_events, read_metrics, writing
+from ranvier.train.logs import plain, writing
 from ranvier.train.losses import Survival, lost_note
-from ranvier.train.measured_limits import MeasuredLimits, outcome, with_limits
+from ranvier.train.measured_limits import MeasuredLimits, with_limits
 from ranvier.train.membership import Membership
 from ranvier.train.memory import check_fits, explain_out_of_memory, report_text
 from ranvier.train.metrics import Meter, PendingStep
-from ranvier.train.peak import matrix_product_rate, peak_facts
+from ranvier.train.peak import common_rate, peak_facts
 from ranvier.train.report import peak_memory_bytes, summarise, write_report
-from ranvier.train.resize import ResizeRequests, request_text
+from ranvier.train.requests import Requests, join_note
 from ranvier.train.runtime import RankRuntime, build_runtime, with_frozen
 from ranvier.train.sample_quality import expectation, frequency_entropy
-from ranvier.train.saving import Saving, Start, checkpoint_folder, read_metadata
+from ranvier.train.saving import Saving, checkpoint_folder, read_metadata
 from ranvier.train.setup import (
     agree_on_run,
-    held_out_line,
+    initial_weights,
     prepare_run,
     resolve_remaining,
     settings_text,
+    write_tokenizer,
 )
 from ranvier.train.timeline import gather_timelines
-from ranvier.train.trackers import TensorBoard, console
+from ranvier.train.trackers import open_outputs
 from ranvier.world import World
 
 _LAST_WRITE_SECONDS = 1.0
@@ -105,24 +98,23 @@ def train(run: Run, recipe: str, world: World, *, trackers: Sequence[Tracker] = 
     when the loss stops being a number.
     """
     closed = resolve(run)
-    try:
-        with StopRequest() as stop, deterministic_algorithms(closed.deterministic):
-            training = Training(closed, recipe, world, trackers, stream or sys.stdout, stop, freezing)
-            return training.run_to_its_end(training.start)
-    except Exception as error:
-        explanation = explain_out_of_memory(error, closed, where=f"rank {world.rank}")
-        if explanation is None:
-            raise
-        raise explanation from error
+    with _part_of(closed, world) as stop:
+        training = Training(closed, recipe, world, trackers, stream or sys.stdout, stop, freezing)
+        return training.run_to_its_end(training.start)
 
 
 def train_as_newcomer(joined: JoinedRun, world: World) -> dict[str, object]:
     """Take part in a run under way, of which `world` has become a rank, until it ends. Returns what `train` returns."""
-    run = joined.run
+    with _part_of(joined.run, world) as stop:
+        return Training(joined.run, joined.recipe, world, (), sys.stdout, stop, None, joined=joined).run_to_its_end()
+
+
+@contextmanager
+def _part_of(run: ResolvedRun, world: World) -> Iterator[StopRequest]:
+    """One rank's part in `run`: it hears of a request to stop, and explains a lack of memory."""
     try:
         with StopRequest() as stop, deterministic_algorithms(run.deterministic):
-            training = Training(run, joined.recipe, world, (), sys.stdout, stop, None, joined=joined)
-            return training.run_to_its_end()
+            yield stop
     except Exception as error:
         explanation = explain_out_of_memory(error, run, where=f"rank {world.rank}")
         if explanation is None:
@@ -144,7 +136,7 @@ class Training:
         self.outputs, self.history = Trackers(), History()
         self.now: RankRuntime | None = None
         self.lease: Lease | None = None
-        self.resize_requests: ResizeRequests | None = None
+        self.requests = Requests(world, None)
         self._kernel = ExitStack()
         self._has_begun = False
         """Whether this rank has had a place in a mesh."""
@@ -153,8 +145,6 @@ class Training:
         """Of the last step on this mesh."""
         self.done = 0
         """Steps that are taken, those before this run went on among them."""
-        self._request: Mapping[str, Any] | None = None
-        """For another mesh or from ranks that want to join, while the run looks at it."""
         self.survival: Survival | None = None
         """Where the run survives the loss of ranks."""
         self.members = Membership(world)
@@ -205,13 +195,13 @@ class Training:
         self._asked = self.run
         """The run before `auto` was resolved, from which each change begins."""
         self._limits = MeasuredLimits(self.run)
-        self.resize_requests = ResizeRequests(self.run_dir) if world.rank == 0 else None
         if world.rank == 0:
+            self.requests = Requests(world, self.run_dir)
             more = experiment_trackers(self.run.log, self.run_dir, continues=self.resumed.continues)
-            self.outputs, damaged = _outputs(self.run_dir, self.history, [*more, *trackers], stream,
-                                             begins=self.resumed if self.resumed.continues else None)
+            self.outputs, damaged = open_outputs(self.run_dir, self.history, [*more, *trackers], stream,
+                                                 after=self.done if self.resumed.continues else None)
             self.resumed.notes.extend(
-                [*damaged, *self._refused_requests(self.done, "it was made before the run began")])
+                [*damaged, *self.requests.refuse_all(self.done, "it was made before the run began")])
 
     def _new_guards(self) -> Guards:
         return Guards(self.run.guard, self.engine, tell=lambda event: self.outputs.event(event),
@@ -268,14 +258,9 @@ class Training:
     def start(self) -> None:
         """Write what the run has come to, and start the clock."""
         self._kernel.enter_context(preferred_kernel(self.run.model.attention_kernel))
-        notes = []
-        if self.pretrained is not None and self.resumed.loaded is None:
-            notes = [NoteEvent(step=0, event="pretrained", text=text)
-                     for text in load_pretrained(self.engine, self.pretrained)]
-        if self.run.lora.adapters is not None and (self.resumed.loaded is None or self.resumed.loaded.step == 0):
-            notes += [NoteEvent(step=0, event="pretrained", text=text) for text in load_adapters(
-                self.engine, AdapterFolder(self.run.lora.adapters.expanduser()), families.config_of(self.run),
-                families.head_of(self.run))]
+        loaded = self.resumed.loaded
+        notes = [NoteEvent(step=0, event="pretrained", text=text) for text in initial_weights(
+            self.engine, self.run, self.pretrained, from_step=None if loaded is None else loaded.step)]
         if self.run.train.epochs is not None:  # how many steps these are is known only now
             notes += [NoteEvent(step=self.done, event="settings", text=str(warning))
                       for warning in length_warnings(self.run.train)]
@@ -283,12 +268,7 @@ class Training:
         if self.world.rank == 0:
             self._write_settings(self.run)
             if self.data.tokenizer is not None:
-                path = self.run_dir / "tokenizer.json"
-                with writing(path):
-                    write_atomically(path, self.data.tokenizer.text())
-                    if isinstance(self.data.tokenizer, TokenizerWithFiles):
-                        for name, text in self.data.tokenizer.files_beside().items():
-                            write_atomically(path.with_name(name), text)
+                write_tokenizer(self.data.tokenizer, self.run_dir)
         self.outputs.event(StartEvent(
             recipe=self.recipe, run_dir=self.run_dir, mesh=self.run.mesh, steps=self.run.train.steps,
             settings=settings_text(self.run, self.engine, self.world, self.data, self.elastic.text())
@@ -296,9 +276,8 @@ class Training:
             stages=str(self.engine.stages), unit=form_of(self.run.data).targets))
         for note in (*self.resumed.notes, *notes):
             self.outputs.event(note)
-        self._rank_flops_per_second = self._peak() / self.world.size
-        asked = None if self.resize_requests is None else self.resize_requests.asked
-        self.meter = Meter(self.engine.timeline, self.ranks, self._stop, resize_asked=asked)
+        self._rank_flops_per_second = common_rate(self.ranks, self.world.device, DTYPES[self.run.precision])
+        self.meter = Meter(self.engine.timeline, self.ranks, self._stop, resize_asked=self.requests.are_waiting)
         if self.resumed.elastic:
             change = self.elastic.restore(self.resumed.elastic, self.run, self.engine)
             if change is not None:
@@ -423,7 +402,7 @@ class Training:
             self._save(step)
         self._require_checkpoint(step)
         reason = next(reason for reason in self.ranks.gather_objects(self._stop.reason) if reason)
-        for note in self._refused_requests(step, "the run stops"):
+        for note in self.requests.refuse_all(step, "the run stops"):
             self.outputs.event(note)
         self.outputs.event(NoteEvent(step=step, event="stopped", fields={"reason": reason},
                                      text=f"stopped by {reason}; resume with --resume auto --run-dir {self.run_dir}"))
@@ -434,7 +413,8 @@ class Training:
         run, world = self.run, self.world
         self._require_checkpoint(self.done)
         timelines = gather_timelines(self.ranks, self.meter.kept)
-        text = self._sample() if run.train.sample_tokens and form_of(run.data).writes_text else None
+        text = (sample_text(self.engine, self.ranks, run, self.data, world.device)
+                if run.train.sample_tokens and form_of(run.data).writes_text else None)
         copies = None if self.survival is None else self.survival.host_bytes
         facts = self.ranks.gather_objects(
             {"peak_memory_bytes": peak_memory_bytes(world.device), **self.engine.counters()} | self.elastic.facts() | (
@@ -445,15 +425,12 @@ class Training:
                                 boundaries=self.engine.boundaries, launcher=world.launcher,
                                 transport=world.backend.name, device=world.device,
                                 seconds=time.monotonic() - self.began, frozen=len(self.runtime.frozen))
-            if self._limits.chosen:
-                summary["limits"] = outcome(self._limits.chosen, self.history.column("bubble_fraction"))
-            if self.best is not None:
-                summary |= {"best_metric": self.best.metric, "best_value": self.best.value, "best_step": self.best.step,
-                            **({"ended_by": self.best.reason} if self.best.stops else {})}
+            summary |= self._limits.summary(self.history.column("bubble_fraction"))
+            summary |= {} if self.best is None else self.best.summary()
             summary |= peak_facts(world.device, run.precision, self._rank_flops_per_second,
                                   summary["model_flops_utilisation"])
             pictures = write_report(self.run_dir, summary, self.history, timelines, run.mesh, run.pipeline.policy)
-            for refused in self._refused_requests(self.done, "the run ends"):
+            for refused in self.requests.refuse_all(self.done, "the run ends"):
                 self.outputs.event(refused)
             predicted = laid_out(run, self.runtime.frozen.prefix, self.runtime.frozen.above)[1]
             if world.device.type == "cuda":
@@ -542,11 +519,9 @@ class Training:
         command = dict(agreement.decision)
         self.done = command["step"]
         self.outputs.event(lost_note(agreement))
-        if self.world.rank == 0 and self._request is not None:
-            has_joined = any(name.startswith(f"{self._request['wish']}/") for name in self.world.members)
-            self.outputs.event(self._refusal(self._request, self.done, "a rank of the run was lost meanwhile")
-                               if not has_joined else self._joined_note(self._request))
-        self._request = None
+        if self.world.rank == 0 and (note := self.requests.after_loss(self.done)) is not None:
+            self.outputs.event(note)
+        self.requests.current = None
         if self.world.rank == 0 and self.saving.lacks_last():  # it was being written
             command |= {"saved_step": None, "save": True}
         command = self.members.everyone.gather_objects(command)[0]
@@ -567,19 +542,6 @@ class Training:
 
     # ------------------------------------------------------------------ from mesh to mesh
 
-    def _refused_requests(self, step: int, why: str) -> list[NoteEvent]:
-        """One answer to each request for another mesh that this run cannot look at any more."""
-        requests = [] if self.resize_requests is None else self.resize_requests.take_all()
-        return [self._refusal(one, step, why) for one in requests]
-
-    def _refusal(self, request: Mapping[str, Any], step: int, why: str) -> NoteEvent:
-        """On rank 0: what is told of a refused request; ranks that want to join hear of it."""
-        if request.get("ranks") and isinstance(request["wish"], str):
-            give_verdict(self.world.store, request["wish"], why)
-        return NoteEvent(step=step, event="resize-refused",
-                         text=f"resize request for {request_text(request)} refused: {why}",
-                         fields={name: request[name] for name in request if name != "problem"})
-
     def _consider(self, save: bool = False) -> None:
         """Freeze layers and go to another mesh, where the policy, the planner or a user's request says so. save: a
         checkpoint of this step is due; it contains the decision, since a run that resumes from it does not decide
@@ -588,8 +550,7 @@ class Training:
         wanted = None
         if self.resizes:
             self.resizes = False
-            wanted = self.ranks.gather_objects(self.resize_requests and self.resize_requests.take())[0]
-            self._request = wanted
+            wanted = self.requests.take(self.ranks)
             if wanted is not None and wanted.get("ranks") is not None:
                 wanted = self._admit(wanted)
         change = self.elastic.decide(self.runtime, self.done, resize=wanted, busy=self.meter.busy,
@@ -598,32 +559,26 @@ class Training:
             self._change(change, save=save)
         elif save:
             self._save(self.done)
-        self._request = None
+        self.requests.current = None
         if self.now is not None:
             self.meter.resume()
 
     def _admit(self, request: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Let the ranks in that a request brings; they are idle then. The request for a mesh that has a place for them;
-        None where they are refused."""
-        call, problem = self.ranks.gather_objects(
-            self.members.call(request, self.run.comm.timeout_seconds) if self.world.rank == 0 else None)[0]
-        if problem is None:
-            command = {"do": "grow", "call": call}
-            if self.world.rank == 0:
-                self.members.commands.send(command, first=self.run.mesh.size)
-            problem = self._grow(Call(**call))
-        self._request = None  # which is answered now
-        fields = {"wish": request["wish"], "ranks": request["ranks"]}
-        if problem is not None:
-            self.outputs.event(NoteEvent(step=self.done, event="join-refused", fields=fields,
-                                         text=f"ranks that wanted to join are refused: {problem}"))
-            return None
-        self.outputs.event(self._joined_note(request))
+        """Let the ranks in that a request brings, if a loss has not interrupted the run after that; they are idle then.
+        The request for a mesh that has a place for them; None where they are refused."""
+        if not request.get("has_joined"):
+            call, problem = self.ranks.gather_objects(
+                self.members.call(request, self.run.comm.timeout_seconds) if self.world.rank == 0 else None)[0]
+            if problem is None:
+                command = {"do": "grow", "call": call}
+                if self.world.rank == 0:
+                    self.members.commands.send(command, first=self.run.mesh.size)
+                problem = self._grow(Call(**call))
+            self.outputs.event(join_note(request, self.done, self.world.size, problem))
+            self.requests.current = {**request, "has_joined": True} if problem is None else None
+            if problem is not None:
+                return None
         return wanted_mesh(request, self.run.mesh, self.world.size)
-
-    def _joined_note(self, request: Mapping[str, Any]) -> NoteEvent:
-        return NoteEvent(step=self.done, event="joined", fields={"wish": request["wish"], "ranks": request["ranks"]},
-                         text=f"{request['ranks']} ranks have joined: the run has {self.world.size}")
 
     def _grow(self, call: Call) -> str | None:
         """Take the ranks of `call` into the world, or say why not. Collective over the ranks of the world."""
@@ -700,9 +655,10 @@ class Training:
                                            global_size=self.run.samples_of(1),
                                            microbatch_size=self.run.batch.microbatch_size,
                                            stages=str(self.engine.stages), wish=change.wish))
-        self._request = None
+        self.requests.current = None
         if back_to is None:
-            self._tell_of_ties(None if old is None else old.engine)
+            for note in ended_ties(None if old is None else old.engine.layout, self.engine.layout, self.done):
+                self.outputs.event(note)
         if (note := self._limits.before_steps(self.runtime, self.done)) is not None:
             self._keep_limits(note)
         self._keep_state()
@@ -716,18 +672,6 @@ class Training:
         self.guards = self._new_guards()
         self.meter = Meter(self.engine.timeline, self.ranks, self._stop)
         self._has_begun = True
-
-    def _tell_of_ties(self, before: Engine | None) -> None:
-        """Which ties have ended because layers froze. before: the engine of the mesh before, on its ranks."""
-        known = set() if before is None else {parameter.name for parameter in before.layout.parameters
-                                              if parameter.origin is not None}
-        for parameter in self.engine.layout.parameters:
-            if parameter.origin is not None and parameter.name not in known:
-                text = f"{parameter.name} is no longer tied to {parameter.origin}"
-                if not self.engine.layout[parameter.origin].trainable:
-                    text += ", which is frozen, and trains on with weights of its own"
-                self.outputs.event(NoteEvent(step=self.done, event="untied", text=text, fields={
-                    "parameter": parameter.name, "was": parameter.origin}))
 
     # ------------------------------------------------------------------ parts of a step
 
@@ -823,40 +767,3 @@ class Training:
     def _tell_of_checkpoints(self) -> None:
         for note in self.saving.tell():
             self.outputs.event(note)
-
-    def _sample(self) -> str:
-        """The prompt, and what the model makes of it."""
-        run, tokenizer = self.run, self.data.tokenizer
-        assert isinstance(tokenizer, Tokenizer)  # of the task lm
-        prompt = tokenizer.encode(run.train.prompt) if run.train.prompt else held_out_line(self.data)
-        tokens = continue_tokens(self.engine, self.ranks, run.mesh, self.world.device, prompt, seed=run.seed,
-                                 count=run.train.sample_tokens, longest=run.model.sequence, vocab=tokenizer.vocab,
-                                 multiple=run.mesh.col if layout_of(
-                                     run.tensor.scheme, run.tensor.sequence_sharding) == "sequence" else 1)
-        return tokenizer.decode(tokens)
-
-    # ------------------------------------------------------------------ parts of the start
-
-    def _peak(self) -> float:
-        """FLOPs a second that all ranks reach together when they do nothing but matrix products."""
-        self.ranks.barrier()
-        total = torch.tensor([matrix_product_rate(self.world.device, DTYPES[self.run.precision])], dtype=torch.float64)
-        self.ranks.all_reduce(total).wait()
-        return float(total)
-
-
-def _outputs(run_dir: Path, history: History, trackers: Sequence[Tracker], stream: TextIO, begins: Start | None
-             ) -> tuple[Trackers, list[NoteEvent]]:
-    """Everybody who takes the run's events, and what was left out of its logs. begins: where a run goes on that has
-    begun in this folder."""
-    open_folder(run_dir)
-    steps, events, after = Log(name="metrics.jsonl"), Log(name="events.jsonl"), 0
-    if begins is not None:
-        after, steps, events = begins.step, read_metrics(run_dir, begins.step), read_events(run_dir)
-        with writing(run_dir / "summary.json"), suppress(FileNotFoundError):
-            (run_dir / "summary.json").unlink()  # of a run that had ended, and is resumed now
-        history.remember(steps.lines, [line for line in events.lines if line["step"] <= after])
-    outputs = Trackers([history, MetricsFile(run_dir, steps.lines), EventsFile(run_dir, events.lines),
-                        TensorBoard(run_dir, after), console(stream), *trackers])
-    return outputs, [NoteEvent(step=after, event="log-damaged", text=text) for log in (steps, events)
-                     if (text := log.text()) is not None]

@@ -29,8 +29,7 @@ class MeasuredLimits:
     def __init__(self, asked: ResolvedRun, before: Sequence[Sequence[float]] | None = None) -> None:
         self._asked, self._steps = asked, 0
         self._before: Factors | None = None if before is None else tuple((one, two) for one, two in before)
-        self.chosen: dict[str, object] = {}
-        """What was chosen, with its prediction, for the summary; empty before."""
+        self._chosen: dict[str, object] = {}  # with its prediction; empty before there is a choice
 
     def before_steps(self, now: RankRuntime, step: int) -> NoteEvent | None:
         """A transition after `step` has led to this mesh; what has changed by the times of the mesh before.
@@ -58,6 +57,14 @@ class MeasuredLimits:
         return measured_factors(self._asked, costs, _seconds_of_ranks(now, busy), recomputed_runs(self._asked, costs),
                                 _cached_blocks(now)) or self._before
 
+    def summary(self, bubbles: Mapping[int, float]) -> dict[str, object]:
+        """What the run's summary says of the last choice, with what has come of it. bubbles: by step, what was
+        measured."""
+        if not self._chosen:
+            return {}
+        after = [bubble for step, bubble in bubbles.items() if step > cast(int, self._chosen["step"])]
+        return {"limits": {**self._chosen, **({"bubble_fraction": median(after)} if after else {})}}
+
     def _choose(self, now: RankRuntime, step: int, when: str, seconds: Sequence[tuple[float, float]]
                 ) -> NoteEvent | None:
         engine, costs = now.engine, now.engine.stages.stage_costs()
@@ -65,12 +72,12 @@ class MeasuredLimits:
         if found is None:
             return None
         old, new = engine.limits, found.limits
-        self.chosen = {"step": step, "in_flight": new.in_flight, "deferred": list(new.deferred),
+        self._chosen = {"step": step, "in_flight": new.in_flight, "deferred": list(new.deferred),
                         "predicted_bubble_fraction": found.bubble_fraction}
         if new == old:
             return None
         engine.use_limits(new)
-        return NoteEvent(step=step, event="limits", fields=self.chosen,
+        return NoteEvent(step=step, event="limits", fields=self._chosen,
                          text=f"by the times {when}, {limits_text(new)}, for a predicted bubble of "
                               f"{found.bubble_fraction:.1%} instead of {found.counted_fraction:.1%} (before: "
                               f"{limits_text(old)})")
@@ -90,12 +97,6 @@ def _cached_blocks(now: RankRuntime) -> int:
     """Blocks of the first stage that are read from the cache, which only its ranks know. Collective."""
     found: list[int] = now.ranks.gather_objects(now.engine.cached_blocks)
     return max(found)
-
-
-def outcome(chosen: Mapping[str, object], bubbles: Mapping[int, float]) -> dict[str, object]:
-    """The choice with what has come of it. bubbles: by step, what was measured."""
-    after = [bubble for step, bubble in bubbles.items() if step > cast(int, chosen["step"])]
-    return {**chosen, **({"bubble_fraction": median(after)} if after else {})}
 
 
 def with_limits(run: ResolvedRun, limits: Limits) -> ResolvedRun:

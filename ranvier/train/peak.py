@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from ranvier.comm.protocol import Group
 from ranvier.cost.published_peaks import published_peak
 
 
@@ -36,6 +37,14 @@ def matrix_product_rate(device: torch.device, dtype: torch.dtype, seconds: float
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - start)
     return 2.0 * size**3 / best
+
+
+def common_rate(ranks: Group, device: torch.device, dtype: torch.dtype) -> float:
+    """FLOPs a second of one of `ranks` when all of them do nothing but matrix products: the mean. Collective."""
+    ranks.barrier()
+    total = torch.tensor([matrix_product_rate(device, dtype)], dtype=torch.float64)
+    ranks.all_reduce(total).wait()
+    return float(total) / len(ranks.ranks)
 
 
 def peak_facts(device: torch.device, precision: Literal["fp32", "bf16", "fp16", "fp64"], measured: float,

@@ -1,5 +1,5 @@
-"""Set-up of a run: its data and pretrained weights, what all ranks must agree on before there is an engine, and the
-settings once every `auto` is resolved.
+"""Set-up of a run: its data and first weights, what all ranks must agree on before there is an engine, and the settings
+once every `auto` is resolved.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import TextIO
 
 import torch
 
-from ranvier.checkpoint.hf.from_pretrained import with_model
+from ranvier.checkpoint.hf.from_pretrained import load_pretrained, with_model
+from ranvier.checkpoint.hf.peft import AdapterFolder, load_adapters
 from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.comm.mixed_backend import MixedBackend
 from ranvier.comm.protocol import Group
@@ -24,13 +25,15 @@ from ranvier.data.cache_folder import cache_folder
 from ranvier.data.offline.pretrained_models import folder_of
 from ranvier.data.prepare import prepare
 from ranvier.data.publish import RunProgress, process_name
-from ranvier.data.task import Prepared
+from ranvier.data.task import AnyTokenizer, Prepared, TokenizerWithFiles
 from ranvier.data.tokenizer import Tokenizer
 from ranvier.errors import ConfigError, DataError
 from ranvier.models import families
 from ranvier.optim.learning_rate import describe as describe_schedule
 from ranvier.pipeline.engine import Engine
 from ranvier.precision import DTYPES, is_half
+from ranvier.system.atomic_file import write_atomically
+from ranvier.train.logs import writing
 from ranvier.world import World
 
 PROMPT_TOKENS = 24
@@ -77,6 +80,28 @@ def agree_on_run(run: ResolvedRun, recipe: str, data: Prepared, ranks: Group, wo
     nodes = {other["local_size"] for other in everyone}
     facts = tensor_mesh_facts(run, nodes.pop() if len(nodes) == 1 else None)
     return replace(resolve(run, Facts(tile=None if facts is None else facts.tile)), run_dir=Path(everyone[0]["folder"]))
+
+
+def initial_weights(engine: Engine, run: ResolvedRun, pretrained: Pretrained | None, *, from_step: int | None
+                    ) -> list[str]:
+    """Set the weights with which the run begins, where they are a pretrained model's or those of adapters in a folder.
+    Collective. from_step: of the checkpoint that the run goes on from, None without one. Returns notes for the user."""
+    notes = [] if pretrained is None or from_step is not None else load_pretrained(engine, pretrained)
+    if run.lora.adapters is not None and not from_step:
+        folder = AdapterFolder(run.lora.adapters.expanduser())
+        notes += load_adapters(engine, folder, families.config_of(run), families.head_of(run))
+    return notes
+
+
+def write_tokenizer(tokenizer: AnyTokenizer, run_dir: Path) -> None:
+    """Write tokenizer.json, and the files that belong beside it, into the run's folder. RanvierError where that is not
+    possible."""
+    path = run_dir / "tokenizer.json"
+    with writing(path):
+        write_atomically(path, tokenizer.text())
+        if isinstance(tokenizer, TokenizerWithFiles):
+            for name, text in tokenizer.files_beside().items():
+                write_atomically(path.with_name(name), text)
 
 
 def fingerprint(data: Prepared) -> str:

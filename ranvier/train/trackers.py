@@ -10,8 +10,8 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,13 +24,51 @@ from rich.text import Text
 from tensorboardX import SummaryWriter
 
 from ranvier.system.terminal import fields, fitted, prose, terminal_width
-from ranvier.train.events import EndEvent, EvalEvent, Event, NoteEvent, StartEvent, StepEvent, Tracker, TransitionEvent
-from ranvier.train.logs import mesh_text, step_fields, writing
+from ranvier.train.events import (
+    EndEvent,
+    EvalEvent,
+    Event,
+    NoteEvent,
+    StartEvent,
+    StepEvent,
+    Tracker,
+    Trackers,
+    TransitionEvent,
+)
+from ranvier.train.history import History
+from ranvier.train.logs import (
+    EventsFile,
+    Log,
+    MetricsFile,
+    mesh_text,
+    open_folder,
+    read_events,
+    read_metrics,
+    step_fields,
+    writing,
+)
 
 PLAIN_LINES = 20
 """Step lines of a whole run where there is no terminal; evaluations may add as many again."""
 NOTES_OF_A_KIND = 3
 """Notes with the same name that are shown; events.jsonl has them all."""
+
+
+def open_outputs(run_dir: Path, history: History, trackers: Sequence[Tracker], stream: TextIO, after: int | None
+                 ) -> tuple[Trackers, list[NoteEvent]]:
+    """All that take the run's events, and what was left out of its logs. after: the step after which a run goes on that
+    began in this folder; None for one that begins."""
+    open_folder(run_dir)
+    steps, events = Log(name="metrics.jsonl"), Log(name="events.jsonl")
+    if after is not None:
+        steps, events = read_metrics(run_dir, after), read_events(run_dir)
+        with writing(run_dir / "summary.json"), suppress(FileNotFoundError):
+            (run_dir / "summary.json").unlink()  # of a run that had ended, and is resumed now
+        history.remember(steps.lines, [line for line in events.lines if line["step"] <= after])
+    outputs = Trackers([history, MetricsFile(run_dir, steps.lines), EventsFile(run_dir, events.lines),
+                        TensorBoard(run_dir, after or 0), console(stream), *trackers])
+    return outputs, [NoteEvent(step=after or 0, event="log-damaged", text=text) for log in (steps, events)
+                     if (text := log.text()) is not None]
 
 
 def console(stream: TextIO) -> Tracker:

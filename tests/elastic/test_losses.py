@@ -40,6 +40,7 @@ from ranvier.planner.problems import problems
 from ranvier.testing.ranks import run_ranks
 from ranvier.train.loop import train
 from ranvier.train.losses import LastSteps, mesh_without, missing_state
+from ranvier.train.requests import Requests
 from ranvier.train.resize import leave
 from ranvier.world import World
 from tests.elastic.test_elastic_run import sentences, tiny
@@ -167,6 +168,19 @@ def test_losses_after_joins_and_joins_after_losses(start_run, tmp_path):
     assert first.end()[0] == 1 and second.end()[0] == 0
     assert [line["left"] for line in events(run, "lost")] == [3, 2, 2]
     assert [line["ranks"] for line in events(run, "joined")] == [2, 1]
+
+
+@pytest.mark.slow
+def test_a_loss_right_after_a_join(start_run, tmp_path):
+    """The newcomers get their place, whether the loss comes before the transition to it, in it or after it."""
+    run = begin(start_run, 2, train__steps=200)
+    run.wait_until(lambda: steps(run))
+    newcomers, ranks = start_run[1](run, "--ranks", 2), run.ranks()
+    run.wait_until(lambda: events(run, "joined"))
+    kill(run, ranks[1], after=0)
+    run.wait_until(lambda: run.transitions and run.transitions[-1]["mesh"]["data"] == 3)
+    check(run, tmp_path, 200)
+    assert newcomers.end()[0] == 0
 
 
 @pytest.mark.slow
@@ -325,6 +339,23 @@ def test_the_states_of_the_replica_before():
         assert found[0].tensor.item() == before and found[1].tensor.tolist() == [[before, before]]
         assert found[1].tensor.dtype is torch.bfloat16
         assert all(piece.tensor.tolist() == [before, before + 1, before + 2] for piece in found[2:])
+
+
+@pytest.mark.parametrize("left", [1, 0])
+def test_a_loss_between_a_join_and_its_mesh(tmp_path, left):
+    """The run takes the request again, unless the newcomers are gone. It has been answered, so nothing is told."""
+    def work(world):
+        requests, everyone = Requests(world, tmp_path), world.backend.group("everyone", [range(1)])
+        leave(tmp_path, wish := "00000000000000aa", {"ranks": 2})
+        taken = requests.take(everyone)
+        requests.current = {**taken, "has_joined": True}
+        world.members = ("0", *[f"{wish}/1"] * left)
+        assert requests.after_loss(5) is None
+        assert requests.are_waiting() is bool(left)
+        assert requests.take(everyone) == ({**taken, "has_joined": True} if left else None)
+        assert not requests.are_waiting()
+
+    run_ranks(work, 1)
 
 
 # --- what is agreed on -----------------------------------------------------------------------------------------------
