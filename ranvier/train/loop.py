@@ -657,8 +657,8 @@ class Training:
                                            stages=str(self.engine.stages), wish=change.wish))
         self.requests.current = None
         if back_to is None:
-            for note in ended_ties(None if old is None else old.engine.layout, self.engine.layout, self.done):
-                self.outputs.event(note)
+            for ended in ended_ties(None if old is None else old.engine.layout, self.engine.layout, self.done):
+                self.outputs.event(ended)
         if (note := self._limits.before_steps(self.runtime, self.done)) is not None:
             self._keep_limits(note)
         self._keep_state()
