@@ -71,5 +71,5 @@ def join_note(request: Mapping[str, Any], step: int, size: int, problem: str | N
     if problem is not None:
         return NoteEvent(step=step, event="join-refused", fields=fields,
                          text=f"ranks that wanted to join are refused: {problem}")
-    return NoteEvent(step=step, event="joined", fields=fields,
-                     text=f"{request['ranks']} ranks have joined: the run has {size}")
+    newcomers = "1 rank has" if request["ranks"] == 1 else f"{request['ranks']} ranks have"
+    return NoteEvent(step=step, event="joined", fields=fields, text=f"{newcomers} joined: the run has {size}")

@@ -114,7 +114,7 @@ def test_ranks_join_twice_and_nothing_changes_but_the_mesh(start_run, tmp_path):
     """One rank, then three replicas, then four ranks in a pipeline of two: losses are those of one rank, each step's
     are told once, and all ranks come to the same end. Nobody but the user can read the secret, which is gone then."""
     begin, join = start_run
-    run = begin(1, train__steps=160, checkpoint__every=50, train__eval_every=75)
+    run = begin(1, train__steps=80, checkpoint__every=30, train__eval_every=35)
     with stopped(run):
         assert (run.folder / contact.NAME).stat().st_mode & 0o777 == 0o600
         first = join(run, "--ranks", 2)
@@ -131,8 +131,8 @@ def test_ranks_join_twice_and_nothing_changes_but_the_mesh(start_run, tmp_path):
     assert [(line["mesh"]["data"], line["mesh"]["pipe"]) for line in run.transitions] == [(3, 1), (2, 2)]
     assert all("(for ranks that have joined)" in line["text"] for line in run.transitions)
     assert [(line["ranks"], line["text"]) for line in events(run, "joined")] == [
-        (2, "2 ranks have joined: the run has 3"), (1, "1 ranks have joined: the run has 4")]
-    assert [line["step"] for line in run.lines("metrics.jsonl")] == list(range(1, 161))
+        (2, "2 ranks have joined: the run has 3"), (1, "1 rank has joined: the run has 4")]
+    assert [line["step"] for line in run.lines("metrics.jsonl")] == list(range(1, 81))
     assert run.losses == pytest.approx(undisturbed(run, tmp_path), rel=1e-12)
     assert not (run.folder / contact.NAME).exists()
 
@@ -178,7 +178,7 @@ def test_newcomers_that_die_before_the_run_calls_them(start_run, tmp_path):
 def test_a_newcomer_that_answers_and_never_connects(start_run, tmp_path):
     """All ranks of the run give up after the same limit, and go on as they were."""
     begin, _ = start_run
-    run = begin(2, train__steps=160, comm__timeout_seconds=6)
+    run = begin(2, train__steps=60, comm__timeout_seconds=6)
     wish = "00000000000000aa"
     with stopped(run):
         found = read_contact(run.folder)
