@@ -7,7 +7,7 @@ accuracy, or minus the held-out loss of a language model, whose exponential is t
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, inf, sqrt
 from pathlib import Path
@@ -117,10 +117,12 @@ def claim(found: Sequence[Cell], references: Sequence[str], num_seeds: int, scal
     above = [cell for cell in compared if cell.is_above]
     few = "" if num_seeds >= SEEDS_WANTED else (
         f" Seeds: {num_seeds}, of at least {SEEDS_WANTED} that a claim needs.")
+    best = max(above or [cell for cell in compared if cell.difference is not None],
+               key=lambda cell: cell.difference.middle)
     if not above:
         return ("At no budget of seconds is a curve of Ranvier's above the best of the peers and of early stopping "
-                f"without freezing by more than the interval.{few}")
-    best = max(above, key=lambda cell: cell.difference.middle)
+                f"without freezing by more than the interval: at most {best.difference} {scale.points} ({best.name}, "
+                f"{best.seconds:.0f} s).{few}")
     return (f"At {best.seconds:.0f} s, {best.name} reaches {'' if scale.unit else scale.name + ' '}"
             f"{scale.words(best.score)}, {best.difference} {scale.points} better than {best.reference}, the best of "
             f"the peers and of early stopping without freezing; {len(above)} of {len(compared)} comparisons are better "
@@ -144,28 +146,42 @@ def _words(cell: Cell, scale: Scale) -> str:
     return f"{scale.number(cell.score)} ({cell.difference}){' above' if cell.is_above else ''}"
 
 
-def draw(outcomes: Sequence[Outcome], references: Sequence[str], title: str, path: Path, scale: Scale = ACCURACY
-         ) -> None:
-    """The mean curve of each contender over its seeds, with the range of one standard error."""
-    figure = Figure(figsize=(9, 5.5))
-    axes = figure.subplots()
-    for number, name in enumerate(dict.fromkeys(one.name for one in outcomes)):
-        mine = [one.curve for one in outcomes if one.name == name]
-        points = range(min(map(len, mine)))
-        seconds = [mean(curve[point][0] for curve in mine) for point in points]
-        best = [[max(score for _, score in curve[:point + 1]) for curve in mine] for point in points]
-        middle = [mean(values) for values in best]
-        error = [stdev(values) / sqrt(len(values)) if len(values) > 1 else 0.0 for values in best]
-        low, high = ([scale.shown(value + sign * half) for value, half in zip(middle, error, strict=True)]
-                     for sign in (-1, 1))
-        colour = colormaps["tab20"](number)
-        axes.step(seconds, list(map(scale.shown, middle)), "--" if name in references else "-", where="post",
-                  color=colour, marker="o", markersize=3, linewidth=1.6, label=name)
-        axes.fill_between(seconds, low, high, step="post", color=colour, alpha=0.12, linewidth=0)
-    axes.set_xlabel("seconds of training, without evaluations")
-    axes.set_ylabel(f"best {scale.name} so far{',' if scale.unit else ''}{scale.unit}")
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, ncols=2, frameon=False, handlelength=3, loc="lower right" if scale.unit else "upper right")
+def draw(outcomes: Sequence[Outcome], panels: Mapping[str, Sequence[str]], references: Sequence[str], title: str,
+         path: Path, scale: Scale = ACCURACY) -> None:
+    """The mean curve of each contender over its seeds, with the range of one standard error. panels: names of
+    contenders by heading; in each panel the others are grey. References are dashed."""
+    figure = Figure(figsize=(12, 5))
+    axes = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
+    there = list(dict.fromkeys(one.name for one in outcomes))
+    for axis, (heading, names) in zip(axes, panels.items(), strict=True):
+        shown = [name for name in there if name in names]
+        for name in there:
+            seconds, middle, low, high = _mean_curve([one.curve for one in outcomes if one.name == name], scale)
+            style = "--" if name in references else "-"
+            if name not in shown:
+                axis.step(seconds, middle, style, where="post", color="0.85", linewidth=0.8, zorder=0)
+                continue
+            colour = colormaps["tab20"](2 * shown.index(name) % 19)
+            axis.step(seconds, middle, style, where="post", color=colour, marker="o", markersize=3, linewidth=1.6,
+                      label=name)
+            axis.fill_between(seconds, low, high, step="post", color=colour, alpha=0.12, linewidth=0)
+        axis.set_title(heading, loc="left", fontsize=10)
+        axis.set_xlabel("seconds of training, without evaluations")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(fontsize=8, ncols=2, frameon=False, handlelength=3,
+                    loc="lower right" if scale.unit else "upper right")
+    axes[0].set_ylabel(f"best {scale.name} so far{',' if scale.unit else ''}{scale.unit}")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
+
+
+def _mean_curve(curves: Sequence[Curve], scale: Scale) -> tuple[list[float], list[float], list[float], list[float]]:
+    """Seconds, the mean of the best so far, and that less and more one standard error, as they are shown."""
+    points = range(min(map(len, curves)))
+    best = [[max(score for _, score in curve[:point + 1]) for curve in curves] for point in points]
+    middle = [mean(values) for values in best]
+    error = [stdev(values) / sqrt(len(values)) if len(values) > 1 else 0.0 for values in best]
+    low, high = ([scale.shown(value + sign * half) for value, half in zip(middle, error, strict=True)]
+                 for sign in (-1, 1))
+    return [mean(curve[point][0] for curve in curves) for point in points], list(map(scale.shown, middle)), low, high

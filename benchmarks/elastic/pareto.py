@@ -121,8 +121,15 @@ def measure(options: argparse.Namespace) -> dict | None:
         return results
     name = f"pareto-{_name(options)}{'-selected' if options.only is not None else ''}"
     write(options, name, results, shown, lambda path: draw(
-        outcomes, REFERENCES, f"{_name(options)}, {len(seeds)} seeds", path, scale))
+        outcomes, _panels(chosen), REFERENCES, f"{_name(options)}, {len(seeds)} seeds", path, scale))
     return results
+
+
+def _panels(chosen: Sequence[Contender]) -> dict[str, list[str]]:
+    """Contenders of which all layers train at first, and the others."""
+    parts = [one.name for one in chosen if one.lora is not None or one.elastic.freeze == "manual"]
+    return {"all layers train at first": [one.name for one in chosen if one.name not in parts],
+            "layers frozen from the start, or adapters": parts}
 
 
 def _name(options: argparse.Namespace) -> str:
