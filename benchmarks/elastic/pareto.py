@@ -8,9 +8,10 @@ Every contender starts from the same weights, sees the same samples in the same 
 epoch on the same held-out samples; a point of its curve is (seconds of training until then, without evaluations; best
 accuracy or perplexity so far). To stop after any epoch is therefore part of every curve, for the peers and for training
 without freezing, too. The learning rate falls to zero over all epochs; those called -short have a schedule of their
-own over half of the epochs, since a run that is meant to be short would have it.
+own over half of the epochs, -shorter over a quarter, since a run that is meant to be short would have it.
 
-    plain, plain-short   transformers' model in one process on all cores, batches padded to their longest sample: peers
+    plain, plain-short, plain-shorter
+                 transformers' model in one process on all cores, batches padded to their longest sample: peers
     plain-static, plain-lora   the same with two thirds of the layers frozen, and with PEFT's adapters: peers
     ddp          plain under torch's DDP, a rank for each of two cores: a peer
     none, none-short     Ranvier on two replicas, no freezing: early stopping
@@ -52,9 +53,9 @@ SEEDS = tuple(range(SEEDS_WANTED))
 SIZES = {"sentiment": (4, 560, 400), "cifar10": (4, 560, 500), "decoder": (4, 800, 256)}
 """Epochs, samples of one, held-out samples: the longest cases should last about 70 seconds on two quiet cores (an
 estimate from earlier results: benchmarks/results/elastic)."""
-REFERENCES = ("plain", "plain-short", "plain-static", "plain-lora", "ddp", "none", "none-short")
+REFERENCES = ("plain", "plain-short", "plain-shorter", "plain-static", "plain-lora", "ddp", "none", "none-short")
 """What the others must be above."""
-_SHORT = Fraction(1, 2)
+_SHORT, _SHORTER = Fraction(1, 2), Fraction(1, 4)
 
 
 def pareto_contenders(base: Run) -> list[Contender]:
@@ -73,6 +74,7 @@ def pareto_contenders(base: Run) -> list[Contender]:
 
     return [
         plain, replace(plain, name="plain-short", length=_SHORT),
+        replace(plain, name="plain-shorter", length=_SHORTER),
         replace(plain, name="plain-static", elastic=replace(static[2 * layers // 3], cache=False)),
         replace(plain, name="plain-lora", elastic=replace(untrained, cache=False), **adapters),
         replace(plain, name="ddp", data=2, microbatch_size=share),
