@@ -12,7 +12,7 @@ own over half of the epochs, -shorter over a quarter, since a run that is meant 
 
     plain, plain-short, plain-shorter
                  transformers' model in one process on all cores, batches padded to their longest sample: peers
-    plain-static, plain-lora   the same with two thirds of the layers frozen, and with PEFT's adapters: peers
+    plain-static-k, plain-lora   the same with the first k layers frozen, and with PEFT's adapters: peers
     ddp          plain under torch's DDP, a rank for each of two cores: a peer
     none, none-short     Ranvier on two replicas, no freezing: early stopping
     static-k     the first k layers frozen from the start, with the cache
@@ -53,8 +53,6 @@ SEEDS = tuple(range(SEEDS_WANTED))
 SIZES = {"sentiment": (4, 560, 400), "cifar10": (4, 560, 500), "decoder": (4, 800, 256)}
 """Epochs, samples of one, held-out samples: the longest cases should last about 70 seconds on two quiet cores (an
 estimate from earlier results: benchmarks/results/elastic)."""
-REFERENCES = ("plain", "plain-short", "plain-shorter", "plain-static", "plain-lora", "ddp", "none", "none-short")
-"""What the others must be above."""
 _SHORT, _SHORTER = Fraction(1, 2), Fraction(1, 4)
 
 
@@ -75,7 +73,8 @@ def pareto_contenders(base: Run) -> list[Contender]:
     return [
         plain, replace(plain, name="plain-short", length=_SHORT),
         replace(plain, name="plain-shorter", length=_SHORTER),
-        replace(plain, name="plain-static", elastic=replace(static[2 * layers // 3], cache=False)),
+        *(replace(plain, name=f"plain-static-{depth}", elastic=replace(elastic, cache=False))
+          for depth, elastic in static.items()),
         replace(plain, name="plain-lora", elastic=replace(untrained, cache=False), **adapters),
         replace(plain, name="ddp", data=2, microbatch_size=share),
         replicas("none", Elastic()), replicas("none-short", Elastic(), length=_SHORT),
@@ -86,6 +85,11 @@ def pareto_contenders(base: Run) -> list[Contender]:
         Contender(name="packed", pipe=2, elastic=replace(cached, freeze="cap", auto_pipe=True, auto_dp=True)),
         replicas("lora", replace(untrained, cache=False), **adapters), replicas("lora-cache", untrained, **adapters),
     ]
+
+
+def references_of(contenders: Sequence[Contender]) -> list[str]:
+    """What the others must be above: peers, and training without freezing that may stop early."""
+    return [one.name for one in contenders if one.peer or one.elastic.freeze == "none"]
 
 
 def whole_seeds(outcomes: Sequence[Outcome], chosen: Sequence[Contender]) -> list[Outcome]:
@@ -99,20 +103,21 @@ def measure(options: argparse.Namespace) -> dict | None:
     with stand_of(options) as stand:
         base = base_run(options, stand, options.seeds[0])
         chosen = pareto_contenders(base)
+        references = references_of(chosen)
         if options.only is not None:
-            chosen = named(chosen, [*REFERENCES, *options.only])
+            chosen = named(chosen, [*references, *options.only])
         outcomes = whole_seeds(run_all(options, stand, chosen, minutes=options.budget_minutes), chosen)
     seeds = sorted({one.seed for one in outcomes})
     if not seeds:
         print("no seed has all its contenders yet")
         return None
     scale = PERPLEXITY if base.data.task == "lm" else ACCURACY
-    found = cells(outcomes, budgets_of(outcomes, REFERENCES), REFERENCES)
-    text = claim(found, REFERENCES, len(seeds), scale)
+    found = cells(outcomes, budgets_of(outcomes, references), references)
+    text = claim(found, references, len(seeds), scale)
     samples = base.train.eval_every * base.batch.global_size
     head = (f"{_name(options)}: {base.model.num_layers} layers, {options.epochs} epochs of {samples} samples, "
             f"{len(seeds)} seeds; best {scale.name} so far{',' if scale.unit else ''}{scale.unit} (difference from the "
-            f"best of {', '.join(REFERENCES)} in {scale.points}; more is better; the interval is for all comparisons "
+            f"best of {', '.join(references)} in {scale.points}; more is better; the interval is for all comparisons "
             f"together)\n\n{text}")
     results = {"claim": text, "cells": [{**vars(cell), "difference": cell.difference and vars(cell.difference),
                                          "is_above": cell.is_above} for cell in found],
@@ -123,7 +128,7 @@ def measure(options: argparse.Namespace) -> dict | None:
         return results
     name = f"pareto-{_name(options)}{'-selected' if options.only is not None else ''}"
     write(options, name, results, shown, lambda path: draw(
-        outcomes, _panels(chosen), REFERENCES, f"{_name(options)}, {len(seeds)} seeds", path, scale))
+        outcomes, _panels(chosen), references, f"{_name(options)}, {len(seeds)} seeds", path, scale))
     return results
 
 
@@ -144,7 +149,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     made.add_argument("--data", metavar="FILE", help="training data instead of the task's: a table with the columns "
                                                      "label and sentence, folders of images, or text")
     made.add_argument("--eval-data", metavar="FILE", help="held-out data beside --data; by default a part of that")
-    made.add_argument("--only", nargs="+", metavar="NAME", help=f"these contenders, and {', '.join(REFERENCES)}")
+    made.add_argument("--only", nargs="+", metavar="NAME", help="these contenders, peers, and those without freezing")
     made.add_argument("--budget-minutes", type=float, metavar="N", help="start no case that would not end in time")
     options = made.parse_args(arguments)
     if not options.quick:

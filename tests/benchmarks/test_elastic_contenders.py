@@ -105,10 +105,10 @@ def test_a_decoder_trains_as_transformers_does(tmp_path):
 def test_peers_freeze_and_adapt_as_ours_do(tmp_path, task):
     """Static freezing, and adapters from the same start; the cache keeps half precision."""
     base = task_run(task, tmp_path / "data", epochs=2, eval_epochs=1, dropout=0.0)
-    found = named(pareto.pareto_contenders(base), ["plain-static", "plain-lora", "static-4", "lora"])
+    found = named(pareto.pareto_contenders(base), ["plain-static-4", "plain-lora", "static-4", "lora"])
     by = {one.name: run_one(one, base, Stand(folder=tmp_path, threads=True)) for one in found}
     assert by["plain-lora"].losses == pytest.approx(by["lora"].losses, rel=1e-7)
-    assert by["plain-static"].losses == pytest.approx(by["static-4"].losses, rel=1e-3)
+    assert by["plain-static-4"].losses == pytest.approx(by["static-4"].losses, rel=1e-3)
     assert len({losses for one in by.values() for losses in one.losses[-1:]}) >= 3
 
 
@@ -117,7 +117,7 @@ def test_curves_of_a_decoder(tmp_path):
     pareto.measure(pareto.parse(["--quick", "--task", "decoder", "--only", "cap", "lora-cache", "--output",
                                  str(tmp_path / "x.json")]))
     found, table = result(tmp_path, "x")
-    assert len(table) == 1 + 9 and "perplexity" in (tmp_path / "x.md").read_text()
+    assert len(table) == 1 + 11 and "perplexity" in (tmp_path / "x.md").read_text()
     by = {one["name"]: one for one in found["outcomes"]}
     assert by["cap"]["course"][-1]["frozen"] > 0 and by["lora-cache"]["course"][-1]["frozen"] == 3
 
@@ -189,8 +189,9 @@ def test_programs(tmp_path, measured):
                 (4, 4), (4, 8), (2, 2), (2, 4), (1, 1), (1, 2)} and set(found["best"]) == {"4", "2", "1"}
         case "pareto":
             points = {one["name"]: len(one["curve"]) for one in found["outcomes"]}
-            assert len(points) == 16 == len(table) - 1
-            assert all(count == (2 if name.endswith("-short") else 3) for name, count in points.items())
+            assert len(points) == 19 == len(table) - 1
+            assert all(count == {"short": 2, "shorter": 1}.get(name.rpartition("-")[2], 3)
+                       for name, count in points.items())
             assert found["claim"].endswith("Seeds: 1, of at least 10 that a claim needs.")
         case "two_ranks":
             assert [line["name"] for line in found["lines"]] == ["none", "all"]
