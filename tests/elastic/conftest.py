@@ -1,10 +1,17 @@
-"""Runs of this folder leave no pictures but where a test looks at them: drawing takes longer than training."""
+"""Runs that the tests of this folder share. They leave no pictures but where a test looks at them: drawing takes longer
+than training."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from ranvier.train import report
+from ranvier.launch.stop import StopRequest
+from ranvier.mesh import Mesh
+from ranvier.train import loop, report
+from tests.elastic.processes import Command, Joining
+from tests.elastic.runs import BY_HAND, losses, run_all, tiny, write_sentences
 
 
 @pytest.fixture(autouse=True)
@@ -12,3 +19,67 @@ def no_pictures(request, monkeypatch):
     if "pictures" not in request.keywords:
         for draw in ("draw_course", "draw_loss", "draw_timeline"):
             monkeypatch.setattr(report, draw, lambda *args: None)
+
+
+@pytest.fixture(scope="module")
+def sentences(tmp_path_factory):
+    """A folder of labelled sentences."""
+    folder = tmp_path_factory.mktemp("sentences")
+    write_sentences(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def in_one_process(sentences, tmp_path_factory):
+    """The run that freezes the same layers after the same steps, on one rank."""
+    run = tiny(sentences, tmp_path_factory.mktemp("one") / "run", mesh=Mesh(),
+               elastic=replace(BY_HAND, auto_pipe=False, auto_dp=False))
+    run_all(run)
+    return losses(run)
+
+
+@pytest.fixture
+def requests(monkeypatch):
+    """The requests to stop, of all ranks."""
+    made = []
+
+    def kept():
+        made.append(StopRequest(signals=()))
+        return made[-1]
+
+    monkeypatch.setattr(loop, "StopRequest", kept)
+    return made
+
+
+@pytest.fixture
+def start(sentences, tmp_path):
+    started = []
+
+    def begin(transport="torch", **options):
+        started.append(Command(sentences, options.pop("folder", tmp_path / "run"), transport, **options))
+        return started[-1]
+
+    yield begin
+    for each in started:
+        each.process.kill()
+        each.process.communicate()
+
+
+@pytest.fixture
+def start_run(sentences, tmp_path):
+    started = []
+
+    def begin(ranks, **options):
+        options = {"manual": "", "launch__join_address": "127.0.0.1", "launch__stopped_seconds": 0,
+                   "launch__threads": 1, "comm__timeout_seconds": 300} | options  # longer than ranks are stopped
+        started.append(Command(sentences, tmp_path / "run", "torch", ranks=ranks, **options))
+        return started[-1]
+
+    def join(run, *options, **where):
+        started.append(Joining(run, *options, **where))
+        return started[-1]
+
+    yield begin, join
+    for each in started:
+        each.process.kill()
+        each.process.communicate()

@@ -10,52 +10,11 @@ import torch
 
 from ranvier.config.run import Batch, Checkpoint, Elastic, Guard, Optim, Run, Train
 from ranvier.elastic.rules import ElasticRules
-from ranvier.launch.stop import StopRequest
 from ranvier.mesh import Mesh
 from ranvier.train import loop
 from ranvier.train.elasticity import Elasticity
 from tests.checkpoint.anywhere import assert_same, everything
-from tests.elastic.test_elastic_run import (
-    BY_HAND,
-    Wishes,
-    always,
-    in_one_process,
-    lines,
-    losses,
-    run_all,
-    sentences,
-    tiny,
-    transitions,
-)
-
-__all__ = ["in_one_process", "sentences"]  # fixtures
-
-
-class StopAfter:
-    """A tracker that has all ranks told to stop once a step has been told."""
-
-    def __init__(self, step, requests):
-        self.step, self.requests = step, requests
-
-    def event(self, event):
-        if type(event).__name__ == "StepEvent" and event.step == self.step:
-            for request in self.requests:
-                request.request("test")
-
-    def close(self):
-        pass
-
-
-@pytest.fixture
-def requests(monkeypatch):
-    made = []
-
-    def kept():
-        made.append(StopRequest(signals=()))
-        return made[-1]
-
-    monkeypatch.setattr(loop, "StopRequest", kept)
-    return made
+from tests.elastic.runs import BY_HAND, StopAfter, Wishes, always, lines, losses, run_all, tiny, transitions
 
 
 def test_a_stop_at_the_step_of_a_transition(sentences, tmp_path, in_one_process, requests):

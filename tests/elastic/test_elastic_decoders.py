@@ -22,7 +22,7 @@ from ranvier.elastic.ledger import Ledger
 from ranvier.mesh import Mesh
 from ranvier.planner.elastic_plan import course
 from ranvier.planner.work import Work
-from tests.elastic.test_elastic_run import always, events, lines, losses, read_rows, run_all, transitions
+from tests.elastic.runs import always, events, lines, losses, read_rows, run_all, transitions
 from tests.elastic.test_plan_and_run import CLUSTER, decisions, stated_facts
 
 PAYS = Ledger.pays

@@ -10,9 +10,7 @@ import pytest
 from ranvier.config.run import Elastic
 from ranvier.elastic.freezing import GradientNorm
 from ranvier.mesh import Mesh
-from tests.elastic.test_elastic_run import NUM_LAYERS, events, lines, losses, run_all, sentences, tiny, transitions
-
-__all__ = ["sentences"]  # a fixture
+from tests.elastic.runs import NUM_LAYERS, events, lines, losses, run_all, tiny, transitions
 
 
 def frozen_after(run):

@@ -2,81 +2,35 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from dataclasses import replace
 
 import pytest
 
-from ranvier.config.run import Batch, Checkpoint, Data, Elastic, Optim, Pipeline, Run, Train, Transformer
-from ranvier.elastic.ledger import Ledger
+from ranvier.config.run import Checkpoint, Elastic, Pipeline
 from ranvier.errors import RanvierError
-from ranvier.launch.stop import StopRequest
 from ranvier.mesh import Mesh
 from ranvier.optim.learning_rate import learning_rate
-from ranvier.testing.ranks import run_ranks
-from ranvier.train import elasticity, loop, resize
+from ranvier.train import resize
 from ranvier.train.events import StepEvent
 from ranvier.train.history import History
-from ranvier.train.loop import train
 from tests.covering import quick
-
-WORDS = ["the", "a", "film", "story", "actor", "scene", "plot", "music", "is", "was", "very", "quite", "good", "bad"]
-
-
-mesh_candidates, pays = elasticity.mesh_candidates, Ledger.pays
-
-
-@pytest.fixture(scope="module")
-def sentences(tmp_path_factory):
-    """Labelled sentences: of 96 the label is whether "good" is among them."""
-    folder = tmp_path_factory.mktemp("sentences")
-    for name, count, start in (("train", 96, 0), ("eval", 30, 7)):
-        lines = ["label\tsentence"]
-        for number in range(start, start + count):
-            words = [WORDS[(number * step + step) % 12] for step in (1, 5, 7, 11)]
-            lines.append(f"{number % 2}\t{' '.join([*words, WORDS[13 - number % 2]])} {number}")
-        (folder / f"{name}.tsv").write_text("\n".join(lines) + "\n")
-    return folder
-
-
-TRAIN = Train(epochs=2, learning_rate=3e-3, warmup_steps=4, schedule="cosine", final_learning_rate=1e-4, eval_every=12)
-NUM_STEPS, NUM_LAYERS = 24, 6
-
-
-def tiny(sentences, run_dir, *, mesh=None, elastic=None, **changes):
-    """Six layers, twelve batches an epoch, two epochs, in fp64; no two steps have one learning rate."""
-    changes = {"train": TRAIN, **changes}
-    changes = {"batch": Batch(global_size=8, microbatch_size=2), **changes}
-    return Run(mesh=mesh or Mesh(pipe=4), precision="fp64",
-               model=Transformer(num_layers=NUM_LAYERS, hidden=16, heads=2, vocab=120, sequence=12),
-               data=Data(task="classification", train=str(sentences / "train.tsv"), eval=str(sentences / "eval.tsv"),
-                         cache_dir=sentences / "cache"), optim=Optim(weight_decay=0.0, offload="none"),
-               elastic=elastic or Elastic(), run_dir=run_dir, **changes)
-
-
-def run_all(run, **options):
-    stream = io.StringIO()
-    results = run_ranks(lambda world: train(run, "tiny", world, stream=stream, **options), run.mesh.size,
-                        timeout_seconds=120)
-    return results, stream.getvalue()
-
-
-def lines(run, name):
-    return [json.loads(line) for line in (run.run_dir / name).read_text().splitlines()]
-
-
-def losses(run):
-    return [line["loss"] for line in lines(run, "metrics.jsonl")]
-
-
-def transitions(run):
-    return events(run, "transition")
-
-
-def events(run, name):
-    return [line for line in lines(run, "events.jsonl") if line["event"] == name]
+from tests.elastic.runs import (
+    BY_HAND,
+    NUM_STEPS,
+    TRAIN,
+    StopAfter,
+    Wishes,
+    always,
+    events,
+    lines,
+    losses,
+    read_rows,
+    run_all,
+    tiny,
+    transitions,
+)
 
 
 def assert_rates(run, places=range(1, NUM_STEPS + 1), factors=(1.0,) * NUM_STEPS):
@@ -84,33 +38,6 @@ def assert_rates(run, places=range(1, NUM_STEPS + 1), factors=(1.0,) * NUM_STEPS
     schedule = replace(TRAIN, steps=NUM_STEPS)
     expected = [learning_rate(schedule, place) * factor for place, factor in zip(places, factors, strict=False)]
     assert [line["learning_rate"] for line in lines(run, "metrics.jsonl")] == pytest.approx(expected, rel=1e-12)
-
-
-def read_rows(results):
-    """Rows that all ranks have read from their caches."""
-    return sum(counts["hits"] + counts["upgraded"] for counts in results[0]["cache"] if counts)
-
-
-BY_HAND = Elastic(freeze="manual", manual=("5:2", "14:4"), auto_pipe=True, auto_dp=True)
-
-
-def always(monkeypatch):
-    """Half the stages are always the best, and any transition pays: ranks that are threads tell nothing of time."""
-    def halved(rules, present, *args, **options):
-        found = mesh_candidates(rules, present, *args, **options)
-        return sorted(found, key=lambda candidate: abs(candidate.pipe - max(1, present.mesh.pipe // 2)))
-
-    monkeypatch.setattr(elasticity, "mesh_candidates", halved)
-    monkeypatch.setattr(Ledger, "pays", lambda ledger, **facts: replace(pays(ledger, **facts), pays=True))
-
-
-@pytest.fixture(scope="module")
-def in_one_process(sentences, tmp_path_factory):
-    """The run that freezes the same layers after the same steps, on one rank."""
-    run = tiny(sentences, tmp_path_factory.mktemp("one") / "run", mesh=Mesh(),
-               elastic=replace(BY_HAND, auto_pipe=False, auto_dp=False))
-    run_all(run)
-    return losses(run)
 
 
 def test_a_run_that_packs_itself_is_the_run_that_does_not(sentences, tmp_path, in_one_process, monkeypatch):
@@ -237,21 +164,6 @@ def test_the_global_batch_may_grow(sentences, tmp_path, monkeypatch, grows, fact
     assert told[0]["mesh"]["data"] == 2 and told[0]["global_size"] == 16
     assert [line["tokens"] for line in steps] == [8] * 4 + [16] * 10  # two epochs of 96, no sample more or less
     assert_rates(run, places=[1, 2, 3, 4, *range(6, 25, 2)], factors=[1.0] * 4 + [factor] * 10)
-
-
-class Wishes:
-    """A tracker that wishes for another mesh after given steps."""
-
-    def __init__(self, run, wishes):
-        self.run, self.wishes = run, wishes
-
-    def event(self, event):
-        wish = self.wishes.get(getattr(event, "step", None))
-        if wish is not None and type(event).__name__ == "StepEvent":
-            resize.ask(self.run.run_dir, **wish)
-
-    def close(self):
-        pass
 
 
 def test_a_run_is_resized_while_it_goes_on(sentences, tmp_path):
@@ -382,37 +294,13 @@ def test_asking_where_no_run_is(tmp_path):
 
 # ---------------------------------------------------------------------- stopping and going on
 
-class StopAfter:
-    """A tracker that has the run stop after a step."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def event(self, event):
-        if type(event).__name__ == "StepEvent" and event.step == self.step:
-            stops[-1].request("test")
-
-    def close(self):
-        pass
-
-
-stops: list[StopRequest] = []
-
-
 @pytest.mark.parametrize(("mesh", "stop"), [
     (Mesh(pipe=2, data=2), 7), *(pytest.param(*each, marks=pytest.mark.slow) for each in (
         (Mesh(pipe=4), 16), (Mesh(pipe=4), 7), (Mesh(data=2), 16), (Mesh(), 16)))], ids=str)
-def test_an_elastic_run_goes_on_anywhere(sentences, tmp_path, in_one_process, monkeypatch, mesh, stop):
+def test_an_elastic_run_goes_on_anywhere(sentences, tmp_path, in_one_process, requests, monkeypatch, mesh, stop):
     always(monkeypatch)
     first = tiny(sentences, tmp_path / "run", elastic=BY_HAND, checkpoint=Checkpoint(every=0))
-    request_of = loop.StopRequest
-
-    def kept():
-        stops.append(request_of())
-        return stops[-1]
-
-    monkeypatch.setattr(loop, "StopRequest", kept)
-    results, _ = run_all(first, trackers=[StopAfter(stop)])
+    results, _ = run_all(first, trackers=[StopAfter(stop, requests)])
     assert results[0].keys() == {"stopped_after"}
     again = replace(first, resume="auto", mesh=mesh)
     results, _ = run_all(again)

@@ -6,17 +6,6 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from test_elastic_run import (  # noqa: F401 (fixtures)
-    BY_HAND,
-    always,
-    in_one_process,
-    lines,
-    losses,
-    run_all,
-    sentences,
-    tiny,
-    transitions,
-)
 
 from ranvier.config.resolve import resolve
 from ranvier.config.run import Batch, Checkpoint, Comm, Elastic, Train
@@ -30,12 +19,13 @@ from ranvier.mesh import Mesh
 from ranvier.train import caching, memory, runtime
 from ranvier.train.elasticity import Elasticity
 from tests.covering import quick
+from tests.elastic.runs import BY_HAND, always, lines, losses, run_all, tiny, transitions
 
 
 @pytest.mark.parametrize("mesh", quick(1, [
     Mesh(data=3), Mesh(data=2, row=2), *(pytest.param(each, marks=pytest.mark.slow)
                                          for each in (Mesh(data=4), Mesh(pipe=2, col=2)))]), ids=str)
-def test_each_held_out_sample_counts_once_on_every_mesh(sentences, tmp_path, monkeypatch, mesh):  # noqa: F811
+def test_each_held_out_sample_counts_once_on_every_mesh(sentences, tmp_path, monkeypatch, mesh):
     """In pieces of 8, of which the last has 6 and rows must be filled up."""
     found = []
     for name, shape in (("one", Mesh()), ("many", mesh)):
@@ -49,7 +39,7 @@ def test_each_held_out_sample_counts_once_on_every_mesh(sentences, tmp_path, mon
 
 
 @pytest.mark.slow
-def test_the_cache_is_on_from_as_many_frozen_layers_as_are_asked_for(sentences, tmp_path):  # noqa: F811
+def test_the_cache_is_on_from_as_many_frozen_layers_as_are_asked_for(sentences, tmp_path):
     for least, on in ((2, [True, True]), (3, [False, True])):
         run = tiny(sentences, tmp_path / f"{least}", mesh=Mesh(), elastic=replace(
             BY_HAND, auto_pipe=False, auto_dp=False, cache=True, cache_from=least, cache_dir=tmp_path / "cache"))
@@ -57,7 +47,7 @@ def test_the_cache_is_on_from_as_many_frozen_layers_as_are_asked_for(sentences, 
         assert [line["cache"] for line in transitions(run)] == on
 
 
-def test_a_cache_of_other_data_is_not_read(sentences, tmp_path):  # noqa: F811
+def test_a_cache_of_other_data_is_not_read(sentences, tmp_path):
     """Weights are the same, which freeze before the first step; only the samples' inputs differ."""
     frozen = Elastic(freeze="manual", manual=("0:2",))
     cached = replace(frozen, cache=True, cache_from=1, cache_precision="full", cache_dir=tmp_path / "cache")
@@ -77,7 +67,7 @@ def test_a_cache_of_other_data_is_not_read(sentences, tmp_path):  # noqa: F811
     assert found[0] == found[1] != losses(first)
 
 
-def test_a_transition_that_does_not_pay_is_not_made(sentences, tmp_path, monkeypatch):  # noqa: F811
+def test_a_transition_that_does_not_pay_is_not_made(sentences, tmp_path, monkeypatch):
     always(monkeypatch)
     judge = Ledger.pays
     monkeypatch.setattr(Ledger, "pays", lambda ledger, **facts: replace(judge(ledger, **facts), pays=False))
@@ -90,7 +80,7 @@ def test_a_transition_that_does_not_pay_is_not_made(sentences, tmp_path, monkeyp
 
 @pytest.mark.parametrize(("times", "pays"), [(Times(compute=1.0, read=1e-6, write=1e-6), True),
                                              (Times(compute=1e-6, read=1.0, write=1e-6), False)])
-def test_the_cache_stays_on_where_it_pays(sentences, tmp_path, monkeypatch, times, pays):  # noqa: F811
+def test_the_cache_stays_on_where_it_pays(sentences, tmp_path, monkeypatch, times, pays):
     monkeypatch.setattr(caching.Caching, "_times", lambda self, samples: times)
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(), elastic=Elastic(
         freeze="manual", manual=("5:2",), cache=True, cache_dir=tmp_path / "cache"))
@@ -100,7 +90,7 @@ def test_the_cache_stays_on_where_it_pays(sentences, tmp_path, monkeypatch, time
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [Mesh(pipe=2, col=2), Mesh(pipe=2, row=2)], ids=str)
-def test_the_cache_on_a_tensor_mesh_goes_through_transitions(sentences, tmp_path, in_one_process, mesh):  # noqa: F811
+def test_the_cache_on_a_tensor_mesh_goes_through_transitions(sentences, tmp_path, in_one_process, mesh):
     elastic = replace(BY_HAND, cache=True, cache_from=1, cache_precision="full", auto_pipe=False, auto_dp=False)
     run = tiny(sentences, tmp_path / "run", mesh=mesh, elastic=replace(elastic, cache_dir=tmp_path / "cache"))
     results, _ = run_all(run)
@@ -111,7 +101,7 @@ def test_the_cache_on_a_tensor_mesh_goes_through_transitions(sentences, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", quick(1, ["exact", "reference"]))
-def test_a_mesh_that_the_settings_forbid_is_passed_over(sentences, tmp_path, monkeypatch, cut):  # noqa: F811
+def test_a_mesh_that_the_settings_forbid_is_passed_over(sentences, tmp_path, monkeypatch, cut):
     """Two replicas of two rows would have microbatches of one sample."""
     always(monkeypatch)
     run = replace(tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2, row=2), train=Train(steps=6),
@@ -125,7 +115,7 @@ def test_a_mesh_that_the_settings_forbid_is_passed_over(sentences, tmp_path, mon
 
 
 @pytest.mark.slow
-def test_ranks_of_a_stage_judge_the_cache_together(sentences, tmp_path, in_one_process, monkeypatch):  # noqa: F811
+def test_ranks_of_a_stage_judge_the_cache_together(sentences, tmp_path, in_one_process, monkeypatch):
     """One of them could write nothing, for want of room or of range, and knows no times."""
     measured, asked = caching.Caching._times, []
 
@@ -151,7 +141,7 @@ class OneMoreByNorms:
 
 @pytest.mark.parametrize("elastic", quick(1, [
     BY_HAND, Elastic(freeze="cap", alpha=0.4, every=5), Elastic(freeze="none", every=5)]), ids=lambda each: each.freeze)
-def test_what_a_checkpoint_comes_before_is_frozen_when_the_run_goes_on(sentences, tmp_path, elastic):  # noqa: F811
+def test_what_a_checkpoint_comes_before_is_frozen_when_the_run_goes_on(sentences, tmp_path, elastic):
     """The checkpoint after step 5 is written before the policy is asked after step 5."""
     elastic = replace(elastic, auto_pipe=False, auto_dp=False)
     own = OneMoreByNorms() if elastic.freeze == "none" else None
@@ -182,7 +172,7 @@ class EverySecond:
         self.rests = state["rests"]
 
 
-def test_what_a_policy_of_ones_own_remembers_comes_back_with_a_checkpoint(sentences, tmp_path):  # noqa: F811
+def test_what_a_policy_of_ones_own_remembers_comes_back_with_a_checkpoint(sentences, tmp_path):
     """It is asked after steps 4, 8, 12 ..., and freezes a layer after 4, 12, 20; the run goes on from step 6."""
     whole = tiny(sentences, tmp_path / "whole", mesh=Mesh(), elastic=Elastic(every=4),
                  checkpoint=Checkpoint(every=6, keep=9))
@@ -194,7 +184,7 @@ def test_what_a_policy_of_ones_own_remembers_comes_back_with_a_checkpoint(senten
     assert losses(again) == losses(whole)[6:]
 
 
-def test_the_cache_reads_a_step_ahead_and_looks_again_each_epoch(sentences, tmp_path, monkeypatch):  # noqa: F811
+def test_the_cache_reads_a_step_ahead_and_looks_again_each_epoch(sentences, tmp_path, monkeypatch):
     """Two epochs of twelve steps of four microbatches of two, frozen from the first step on."""
     named, looked = [], []
     prefetch, check_weights = AutoCache.prefetch, AutoCache.check_weights
@@ -214,7 +204,7 @@ def test_the_cache_reads_a_step_ahead_and_looks_again_each_epoch(sentences, tmp_
 
 
 @pytest.mark.slow
-def test_another_batch_that_is_asked_for_is_taken(sentences, tmp_path):  # noqa: F811
+def test_another_batch_that_is_asked_for_is_taken(sentences, tmp_path):
     """Where a run with frozen layers goes on."""
     first = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=replace(BY_HAND, auto_pipe=False,
                                                                                  auto_dp=False))
@@ -226,7 +216,7 @@ def test_another_batch_that_is_asked_for_is_taken(sentences, tmp_path):  # noqa:
     assert transitions(again)[-1]["global_size"] == 16
 
 
-def test_depths_from_the_start(sentences, tmp_path):  # noqa: F811
+def test_depths_from_the_start(sentences, tmp_path):
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(), elastic=Elastic(freeze="manual", manual=("0:2", "7:3")))
     run_all(run)
     assert [line["frozen_layers"] for line in lines(run, "metrics.jsonl")] == [2] * 7 + [3] * 17
@@ -253,7 +243,7 @@ class Overflows:
 engines: list = []
 
 
-def test_a_step_without_gradients_puts_the_policy_off(sentences, tmp_path, monkeypatch):  # noqa: F811
+def test_a_step_without_gradients_puts_the_policy_off(sentences, tmp_path, monkeypatch):
     build = runtime.build_engine
 
     def kept(*args, **options):
@@ -270,7 +260,7 @@ def test_a_step_without_gradients_puts_the_policy_off(sentences, tmp_path, monke
     assert transitions(run)[0]["frozen_layers"] == 3
 
 
-def test_a_smaller_global_batch_takes_as_many_samples(sentences, tmp_path):  # noqa: F811
+def test_a_smaller_global_batch_takes_as_many_samples(sentences, tmp_path):
     """Also where a step is a third of what it was, which no float is."""
     run = replace(tiny(sentences, tmp_path / "run"), train=Train(steps=10), mesh=Mesh(data=3))
     elastic = Elasticity(resolve(run), prepare(run), tell=print)
@@ -280,7 +270,7 @@ def test_a_smaller_global_batch_takes_as_many_samples(sentences, tmp_path):  # n
     assert [elastic.left(step) for step in (0, 3, 4)] == [4, 1, 0]
 
 
-def test_a_global_batch_that_changed_is_known_where_the_mesh_is_the_first_again(sentences, tmp_path):  # noqa: F811
+def test_a_global_batch_that_changed_is_known_where_the_mesh_is_the_first_again(sentences, tmp_path):
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(data=2), elastic=Elastic(global_batch="grow"))
     elastic = Elasticity(resolve(run), prepare(run), tell=print)
     assert elastic.state(run, NONE_FROZEN) == {}
@@ -291,7 +281,7 @@ def test_a_global_batch_that_changed_is_known_where_the_mesh_is_the_first_again(
 
 
 @pytest.mark.parametrize(("more", "fits"), [(0, True), (-1, False)])
-def test_a_mesh_fits_where_all_its_ranks_do(sentences, tmp_path, monkeypatch, more, fits):  # noqa: F811
+def test_a_mesh_fits_where_all_its_ranks_do(sentences, tmp_path, monkeypatch, more, fits):
     """Together, each counted once, in what is free and what the run's first mesh has taken."""
     run = resolve(tiny(sentences, tmp_path / "run"))
     there = replace(run, mesh=Mesh(data=4))

@@ -11,7 +11,7 @@ from PIL import Image
 
 from ranvier.config.run import Batch, Data, Elastic, Optim, Run, Train, Transformer
 from ranvier.mesh import Mesh
-from tests.elastic.test_elastic_run import events, losses, read_rows, run_all, transitions
+from tests.elastic.runs import events, losses, read_rows, run_all, transitions
 
 THINGS = ["house", "river", "stone", "garden", "window", "bridge", "forest", "cloud"]
 COLOURS = ["red", "blue", "green", "black"]

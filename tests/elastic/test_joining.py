@@ -8,10 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
-from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import pytest
@@ -22,7 +19,7 @@ from ranvier.comm.inprocess import InProcessWorld
 from ranvier.comm.signed_store import signed
 from ranvier.config import read
 from ranvier.config.resolve import resolve
-from ranvier.config.run import Comm, Data, Elastic, Launch, Pipeline, Run
+from ranvier.config.run import Comm, Data, Elastic, Launch, Run
 from ranvier.errors import ConfigError, LaunchError, RanvierError
 from ranvier.launch import contact, devices, joining, start
 from ranvier.launch.contact import Contact, connect, read_contact
@@ -34,80 +31,14 @@ from ranvier.train.joining import RUN, read_run, wanted_mesh, why_not
 from ranvier.train.newcomer import _said
 from ranvier.train.resize import ResizeRequests, leave
 from ranvier.world import JoinPoint, World
-from tests.elastic.test_elastic_processes import DEADLINE_SECONDS, Command
-from tests.elastic.test_elastic_run import losses, run_all, sentences
+from tests.elastic.processes import events, stopped, undisturbed
+from tests.elastic.runs import tiny
 from tests.launch.network_hosts import ADDRESSES, connected
 from tests.launch.test_shared_store import SECOND
-
-__all__ = ["sentences"]  # a fixture
-
-
-class Joining:
-    """`ranvier join`, whose ranks are found as those of a run."""
-
-    _is_ours, ranks = Command._is_ours, Command.ranks
-
-    def __init__(self, run, *options, inside=()):
-        environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COVERAGE"))}
-        self.process = subprocess.Popen(
-            [*inside, sys.executable, "-m", "ranvier", "join", str(run.folder), *map(str, options)], text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ | {"OMP_NUM_THREADS": "1"})
-
-    def end(self):
-        text, _ = self.process.communicate(timeout=DEADLINE_SECONDS)
-        return self.process.returncode, text
-
-
-@pytest.fixture
-def start_run(sentences, tmp_path):
-    started = []
-
-    def begin(ranks, **options):
-        options = {"manual": "", "launch__join_address": "127.0.0.1", "launch__stopped_seconds": 0,
-                   "launch__threads": 1, "comm__timeout_seconds": 300} | options  # longer than ranks are stopped
-        started.append(Command(sentences, tmp_path / "run", "torch", ranks=ranks, **options))
-        return started[-1]
-
-    def join(run, *options, **where):
-        started.append(Joining(run, *options, **where))
-        return started[-1]
-
-    yield begin, join
-    for each in started:
-        each.process.kill()
-        each.process.communicate()
-
-
-@contextmanager
-def stopped(run):
-    """The ranks with which the run was started are stopped between or in two steps, until the block ends."""
-    run.wait_until((run.folder / contact.NAME).exists)
-    run.stopped = getattr(run, "stopped", None) or list(run.ranks().values())
-    for process in run.stopped:
-        os.kill(process, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for process in run.stopped:
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGCONT)
 
 
 def requests(run):
     return list(run.folder.glob("resize-*.json"))
-
-
-def events(run, name):
-    return [line for line in run.lines("events.jsonl") if line["event"] == name]
-
-
-def undisturbed(run, tmp_path):
-    """Losses of the same run on one rank in this process."""
-    there = read.merge([read.load(str(run.folder / "run.toml"))[1]]).run
-    here = replace(there, mesh=Mesh(), run_dir=tmp_path / "here", pipeline=Pipeline(),
-                   launch=replace(there.launch, join_address=None))
-    run_all(here)
-    return losses(here)
 
 
 def test_ranks_join_twice_and_nothing_changes_but_the_mesh(start_run, tmp_path):
@@ -323,8 +254,6 @@ def test_an_address_that_is_not_this_machines():
 def test_a_policy_that_newcomers_could_not_have(sentences, tmp_path):
     from ranvier.testing.ranks import run_ranks
     from ranvier.train.loop import train
-    from tests.elastic.test_elastic_run import tiny
-
     def work(world):
         world.joins = JoinPoint(address="127.0.0.1", port=1, secret="")
         train(tiny(sentences, tmp_path / "run", mesh=Mesh()), "tiny", world, freezing=object())

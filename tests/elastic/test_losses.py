@@ -43,10 +43,8 @@ from ranvier.train.losses import LastSteps, mesh_without, missing_state
 from ranvier.train.requests import Requests
 from ranvier.train.resize import leave
 from ranvier.world import World
-from tests.elastic.test_elastic_run import sentences, tiny
-from tests.elastic.test_joining import events, start_run, stopped, undisturbed
-
-__all__ = ["sentences", "start_run"]  # fixtures
+from tests.elastic.processes import events, resize, stopped, undisturbed
+from tests.elastic.runs import tiny
 
 
 def begin(start_run, ranks, **options):
@@ -205,8 +203,6 @@ def test_a_loss_while_ranks_connect(start_run, tmp_path):
 def test_an_idle_rank_is_lost(start_run, tmp_path):
     run = begin(start_run, 3, train__steps=200, batch__global_size=8)
     run.wait_until(lambda: steps(run))
-    from tests.elastic.test_elastic_processes import resize
-
     assert resize(run, 2, 1).returncode == 0
     kill(run, run.ranks()[2])
     assert events(run, "lost")[0]["mesh"]["data"] == 2

@@ -16,9 +16,7 @@ from ranvier.elastic.freezing import NONE_FROZEN, FrozenLayers
 from ranvier.mesh import Mesh
 from ranvier.train import elasticity, memory
 from ranvier.train.memory import MemoryBudget, device_bytes
-from tests.elastic.test_elastic_run import BY_HAND, Wishes, always, lines, run_all, sentences, tiny, transitions
-
-__all__ = ["sentences"]  # fixture
+from tests.elastic.runs import BY_HAND, Wishes, always, lines, run_all, tiny, transitions
 
 
 def small(folder=Path("nowhere"), **changed):

@@ -20,7 +20,7 @@ from ranvier.train import elasticity
 from ranvier.train.elasticity import Elasticity
 from ranvier.train.measured_blocks import present_mesh
 from tests.covering import quick
-from tests.elastic.test_elastic_run import lines, run_all, sentences, tiny  # noqa: F401 (fixture)
+from tests.elastic.runs import lines, run_all, tiny
 
 STEPS = 18
 SLOW = load_cluster("laptop")
@@ -29,7 +29,7 @@ CLUSTER = replace(SLOW, device=replace(SLOW.device, cores=4.0, rates={"fp64": re
 """Four cores that compute slowly, so that a mesh matters."""
 
 
-def planned(sentences, run: Run) -> Course:  # noqa: F811
+def planned(sentences, run: Run) -> Course:
     """With the numbers that the run reads of its data."""
     known = replace(run, data=replace(run.data, train_samples=96), model=replace(run.model, num_classes=2))
     found = course(resolve(replace(known, launch=replace(known.launch, device="cpu"))), CLUSTER, Work())
@@ -72,7 +72,7 @@ def decisions(found: list[tuple[int, int, tuple[int, ...]]]) -> list[tuple[int, 
     Elastic(freeze="manual", manual=("4:3",)),
 ]), ids=["by hand", "cap", "epochs without replicas", "a batch that grows", "the article's rule", "freezing alone"])
 @pytest.mark.parametrize("prior_seconds", quick(1, [1e-9, 1e6]), ids=["free", "never pays"])
-def test_a_run_and_its_plan_take_the_same_decisions(sentences, tmp_path, monkeypatch, elastic,  # noqa: F811
+def test_a_run_and_its_plan_take_the_same_decisions(sentences, tmp_path, monkeypatch, elastic,
                                                     prior_seconds):
     monkeypatch.setattr(transition, "PRIOR_SECONDS", prior_seconds)
     monkeypatch.setattr(transition, "PRIOR_BYTES_PER_SECOND", 1e15)

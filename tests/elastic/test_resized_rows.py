@@ -9,22 +9,7 @@ import pytest
 from ranvier.config.run import Checkpoint, Elastic
 from ranvier.mesh import Mesh
 from ranvier.train import resize
-from tests.elastic.test_elastic_corners import StopAfter, requests
-from tests.elastic.test_elastic_run import (
-    BY_HAND,
-    Wishes,
-    always,
-    events,
-    in_one_process,
-    losses,
-    read_rows,
-    run_all,
-    sentences,
-    tiny,
-    transitions,
-)
-
-__all__ = ["in_one_process", "requests", "sentences"]  # fixtures
+from tests.elastic.runs import BY_HAND, StopAfter, Wishes, always, events, losses, read_rows, run_all, tiny, transitions
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,7 @@ from ranvier.mesh import Mesh
 from ranvier.train import elasticity
 from ranvier.train.elasticity import Elasticity
 from tests.covering import quick
-from tests.elastic.test_elastic_run import BY_HAND, Wishes, always, lines, run_all, sentences, tiny, transitions
-
-__all__ = ["sentences"]  # fixture
+from tests.elastic.runs import BY_HAND, Wishes, always, lines, run_all, tiny, transitions
 
 BLOCKS = 8
 NOTHING = (0,) * BLOCKS

@@ -7,18 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_elastic_run import (  # noqa: F401 (fixtures)
-    NUM_LAYERS,
-    always,
-    events,
-    lines,
-    losses,
-    read_rows,
-    run_all,
-    sentences,
-    tiny,
-    transitions,
-)
 
 from ranvier.config.resolve import resolve
 from ranvier.config.run import Checkpoint, Elastic, Guard, Train
@@ -30,13 +18,14 @@ from ranvier.planner.problems import problems
 from ranvier.train import elasticity, loop
 from ranvier.train.memory import MemoryBudget
 from tests.checkpoint.anywhere import everything
+from tests.elastic.runs import NUM_LAYERS, always, events, lines, losses, read_rows, run_all, tiny, transitions
 
 FALLING = Elastic(freeze="manual", manual=("4:4", "10:1", "16:3"))
 CACHED = replace(FALLING, auto_pipe=True, auto_dp=True, cache=True, cache_from=1, cache_precision="full")
 
 
 @pytest.fixture(scope="module")
-def in_one_process(sentences, tmp_path_factory):  # noqa: F811
+def in_one_process(sentences, tmp_path_factory):
     """The run that freezes and trains the same layers, on one rank. tests/elastic/test_freezing_ties.py compares one
     with plain PyTorch."""
     run = tiny(sentences, tmp_path_factory.mktemp("one") / "run", mesh=Mesh(), elastic=FALLING)
@@ -44,7 +33,7 @@ def in_one_process(sentences, tmp_path_factory):  # noqa: F811
     return losses(run)
 
 
-def test_layers_that_train_again_on_a_mesh_that_changes(sentences, tmp_path, in_one_process, monkeypatch):  # noqa: F811
+def test_layers_that_train_again_on_a_mesh_that_changes(sentences, tmp_path, in_one_process, monkeypatch):
     """With caches: what was cached of four layers is of no use for the three that freeze later, with other weights."""
     always(monkeypatch)
     run = tiny(sentences, tmp_path / "run", elastic=replace(CACHED, cache_dir=tmp_path / "cache"))
@@ -55,7 +44,7 @@ def test_layers_that_train_again_on_a_mesh_that_changes(sentences, tmp_path, in_
     assert "step 10: unfroze layers 1-3; " in text and read_rows(results) > 0
 
 
-def test_a_run_goes_on_after_layers_train_again(sentences, tmp_path, in_one_process):  # noqa: F811
+def test_a_run_goes_on_after_layers_train_again(sentences, tmp_path, in_one_process):
     """The moments of the layers that train again are younger than the run, and its checkpoint says so."""
     first = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=FALLING,
                  checkpoint=Checkpoint(every=12, keep=2))
@@ -74,7 +63,7 @@ class Thaws:
         return {1: 4, 2: 1}.get(facts.evaluation, facts.frozen)
 
 
-def test_layers_train_on_after_a_rollback_to_when_they_were_frozen(sentences, tmp_path, monkeypatch):  # noqa: F811
+def test_layers_train_on_after_a_rollback_to_when_they_were_frozen(sentences, tmp_path, monkeypatch):
     """The checkpoint is that of step 8, with four frozen layers; the bad step is the twelfth, with one."""
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), train=Train(steps=16, learning_rate=3e-3),
                elastic=Elastic(every=5), checkpoint=Checkpoint(every=8, keep=9), guard=Guard(bad_step="rollback"))
@@ -98,7 +87,7 @@ def test_layers_train_on_after_a_rollback_to_when_they_were_frozen(sentences, tm
     assert changed == {"layer1", "layer2", "layer3", "layer4", "layer5", "head"}
 
 
-def test_layers_for_whose_training_there_is_no_memory_stay_frozen(sentences, tmp_path, monkeypatch):  # noqa: F811
+def test_layers_for_whose_training_there_is_no_memory_stay_frozen(sentences, tmp_path, monkeypatch):
     problem = MemoryBudget.problem
     monkeypatch.setattr(MemoryBudget, "problem", lambda budget, run: ConfigError(
         "is too large", where="memory", value=1, remedy="Wait.") if len(budget.frozen) == 1 else problem(budget, run))
@@ -123,13 +112,13 @@ class Sets:
 
 
 @pytest.fixture(scope="module")
-def sets_in_one_process(sentences, tmp_path_factory):  # noqa: F811
+def sets_in_one_process(sentences, tmp_path_factory):
     run = tiny(sentences, tmp_path_factory.mktemp("sets") / "run", mesh=Mesh(), elastic=Elastic(every=5))
     run_all(run, freezing=Sets())
     return losses(run)
 
 
-def test_sets_of_layers_on_a_mesh_that_changes(sentences, tmp_path, sets_in_one_process, monkeypatch):  # noqa: F811
+def test_sets_of_layers_on_a_mesh_that_changes(sentences, tmp_path, sets_in_one_process, monkeypatch):
     """tests/elastic/test_freezing_ties.py compares with plain PyTorch. The run goes on from a checkpoint, too."""
     always(monkeypatch)
     run = tiny(sentences, tmp_path / "run", elastic=replace(CACHED, freeze="none", manual=(), every=5,
@@ -147,7 +136,7 @@ def test_sets_of_layers_on_a_mesh_that_changes(sentences, tmp_path, sets_in_one_
     assert losses(again) == pytest.approx(sets_in_one_process[12:], rel=1e-9)
 
 
-def test_a_run_that_balances_its_stages(sentences, tmp_path):  # noqa: F811
+def test_a_run_that_balances_its_stages(sentences, tmp_path):
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), train=Train(steps=13, learning_rate=3e-3),
                elastic=Elastic(freeze="stage-balance", every=4))
     run_all(run)
@@ -169,7 +158,7 @@ class Told:
         return facts.frozen
 
 
-def told(sentences, run_dir, mesh, **changes):  # noqa: F811
+def told(sentences, run_dir, mesh, **changes):
     policy = Told()
     run = tiny(sentences, run_dir, mesh=mesh, elastic=Elastic(every=6), **changes)
     run_all(run, freezing=policy)
@@ -179,7 +168,7 @@ def told(sentences, run_dir, mesh, **changes):  # noqa: F811
 SHORT = Train(steps=13, learning_rate=3e-3)
 
 
-def test_facts(sentences, tmp_path):  # noqa: F811
+def test_facts(sentences, tmp_path):
     run, facts = told(sentences, tmp_path / "run", Mesh())
     steps, evaluated = lines(run, "metrics.jsonl"), events(run, "eval")
     assert [each.step for each in facts] == [6, 12, 18]
@@ -197,7 +186,7 @@ def test_facts(sentences, tmp_path):  # noqa: F811
 
 @pytest.mark.parametrize("mesh", [Mesh(data=2, pipe=2), pytest.param(Mesh(pipe=2, col=2), marks=pytest.mark.slow)],
                          ids=str)
-def test_outputs_change_alike_on_every_mesh(sentences, tmp_path, mesh):  # noqa: F811
+def test_outputs_change_alike_on_every_mesh(sentences, tmp_path, mesh):
     """With microbatches of another size, too: they are padded alike."""
     _, expected = told(sentences, tmp_path / "one", Mesh(), train=SHORT)
     _, found = told(sentences, tmp_path / "many", mesh, train=SHORT)
@@ -206,12 +195,12 @@ def test_outputs_change_alike_on_every_mesh(sentences, tmp_path, mesh):  # noqa:
 
 
 @pytest.mark.slow
-def test_rows_compare_their_own_samples(sentences, tmp_path):  # noqa: F811
+def test_rows_compare_their_own_samples(sentences, tmp_path):
     _, found = told(sentences, tmp_path / "rows", Mesh(row=2), train=SHORT)
     assert all(0 < change < 1 for each in found[1:] for change in each.activation_change)
 
 
-def test_too_few_samples_to_compare(sentences, tmp_path):  # noqa: F811
+def test_too_few_samples_to_compare(sentences, tmp_path):
     lone = tmp_path / "lone.tsv"
     lone.write_text("\n".join((sentences / "eval.tsv").read_text().splitlines()[:2]) + "\n")
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(), elastic=Elastic(freeze="plasticity"))
@@ -220,7 +209,7 @@ def test_too_few_samples_to_compare(sentences, tmp_path):  # noqa: F811
         run_all(replace(run, data=replace(run.data, eval=str(lone))))
 
 
-def test_a_resumed_run_is_told_the_same(sentences, tmp_path):  # noqa: F811
+def test_a_resumed_run_is_told_the_same(sentences, tmp_path):
     """Also of the step and of the evaluation whose numbers were on their way when the checkpoint was written."""
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(), elastic=Elastic(every=7),
                checkpoint=Checkpoint(every=4, keep=9))
@@ -275,7 +264,7 @@ def test_all_layers_train_again_when_the_learning_rate_has_dropped():
     assert asked(Plasticity(0.25, window=1, patience=1), changes, rates)[4:8] == [3, 4, 0, 0]
 
 
-def test_a_run_freezes_what_has_settled(sentences, tmp_path):  # noqa: F811
+def test_a_run_freezes_what_has_settled(sentences, tmp_path):
     """The learning rate is so small that nothing changes: everything but the head freezes, layer by layer, the same in
     a run that goes on from a checkpoint on another mesh."""
     elastic = Elastic(freeze="plasticity", every=2, alpha=0.1)
@@ -296,7 +285,7 @@ def test_a_run_freezes_what_has_settled(sentences, tmp_path):  # noqa: F811
 # ---------------------------------------------------------------------- a policy of one's own, by flag
 
 
-def test_a_policy_by_its_name(sentences, tmp_path, monkeypatch):  # noqa: F811
+def test_a_policy_by_its_name(sentences, tmp_path, monkeypatch):
     (tmp_path / "my_policies.py").write_text(
         "class Every:\n    def __init__(self, layers=1):\n        self.layers, self.asked = layers, 0\n"
         "    def frozen_layers(self, facts):\n        self.asked += 1\n"

@@ -13,8 +13,8 @@ from ranvier.config.run import Checkpoint, Lora, Train, Transformer
 from ranvier.mesh import Mesh
 from ranvier.tensor.quantized_weight import BLOCK, QuantizedWeight
 from tests.covering import quick
+from tests.elastic.runs import always, losses, run_all, transitions
 from tests.elastic.test_elastic_decoders import BY_HAND, MODELS, in_one_process, run_of, text  # noqa: F401
-from tests.elastic.test_elastic_run import always, losses, run_all, transitions
 from tests.lora.test_lora_runs import last_eval_loss
 
 LLAMA = replace(MODELS["llama"], hidden=64)

@@ -260,6 +260,7 @@ def test_the_command_plans_and_writes_a_run_that_can_be(capsys, tmp_path):
                              "--explain")
     assert code == 0, err
     assert "gpt-tiny on 4 of the 8 devices of Laptop" in out and "takes" in out
+    assert "pipeline.memory" not in out, "the best mesh has one stage"
     assert re.search(r"MFU .*device +tokens\n1 ", out)
     run = read.merge([read.load(str(tmp_path / "best.toml"))[1]]).run
     assert run.mesh.size == 4 and not check.check(run, 4).problems
@@ -342,6 +343,18 @@ def test_the_command_prints_json(capsys):
     assert sum(found["plans"][0]["shares"].values()) == pytest.approx(1.0)
     steps = [plan["step_seconds"] for plan in found["plans"]]
     assert steps[0] == min(steps) and found["plans"][0]["device_bytes"] > 0
+
+
+def test_memory_against_speed_of_the_best_plan(capsys, tmp_path):
+    """As `check` shows it for the run file that is written."""
+    words = ["gpt-tiny", "--mesh.data", "1", "--mesh.pipe", "4", "--pipeline.memory", "1.5"]
+    code, out, _ = command(capsys, "plan", *words, "--cluster", "h100", "--search", "recompute", "--explain",
+                           "--out", str(tmp_path / "best.toml"))
+    assert code == 0
+    shown = out[out.index("\nschedule: "):out.index("\nwritten to ")]
+    assert re.search(r"pipeline\.memory +1 +1\.1 +1\.25 +1\.5 +2\n", shown)
+    code, out, _ = command(capsys, "check", str(tmp_path / "best.toml"), "--ranks", "4", "--cluster", "h100")
+    assert shown.strip() in out
 
 
 @pytest.mark.parametrize(("words", "text"), [

@@ -1,0 +1,147 @@
+"""Elastic runs as real processes: `ranvier train`, `join` and `resize`, their ranks, and what they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from ranvier.config import read
+from ranvier.config.run import Pipeline
+from ranvier.launch import contact
+from ranvier.mesh import Mesh
+from tests.elastic.runs import losses, run_all
+
+DEADLINE_SECONDS = 120
+
+
+class Command:
+    """`ranvier train` on a tiny BERT over two epochs, and what it leaves in its folder."""
+
+    def __init__(self, sentences, folder, transport, ranks=4, manual="5:2,14:4", faults=(), inside=(), **flags):
+        """inside: what runs the command, on another host."""
+        self.folder, self.began = folder, time.monotonic()
+        settings = {
+            "model.num-layers": 6, "model.hidden": 16, "model.heads": 2, "model.vocab": 120, "model.sequence": 12,
+            "batch.global-size": 8, "batch.microbatch-size": 2, "train.steps": 24, "train.learning-rate": 3e-3,
+            "train.warmup-steps": 0, "train.eval-every": 0, "train.sample-tokens": 0, "precision": "fp64",
+            "mesh.data": 1, "mesh.pipe": ranks, "data.task": "classification", "data.train": sentences / "train.tsv",
+            "data.eval": sentences / "eval.tsv", "data.cache-dir": sentences / "cache", "comm.transport": transport,
+            "comm.timeout-seconds": 20, "checkpoint.every": 0, "launch.device": "cpu", "run-dir": folder, **({
+                "elastic.freeze": "manual", "elastic.manual": manual} if manual else {}), **{
+                name.replace("__", ".").replace("_", "-"): value
+                for name, value in flags.items()}}
+        words = [str(word) for name, value in settings.items() for word in (f"--{name}", value)]
+        program = ["ranvier"] if not faults else [
+            "ranvier.testing.faults", *(word for fault in faults for word in ("--fault", fault)), "--"]
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COVERAGE"))}
+        self.process = subprocess.Popen(
+            [*inside, sys.executable, "-m", *program, "train", "gpt-tiny", *words],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ | {"OMP_NUM_THREADS": "1"})
+
+    def lines(self, name):
+        try:
+            return [json.loads(line) for line in (self.folder / name).read_text().splitlines(keepends=True)
+                    if line.endswith("\n")]
+        except FileNotFoundError:
+            return []
+
+    @property
+    def losses(self):
+        return [line["loss"] for line in self.lines("metrics.jsonl")]
+
+    @property
+    def transitions(self):
+        return [line for line in self.lines("events.jsonl") if line["event"] == "transition"]
+
+    def wait_until(self, condition):
+        while not condition():
+            assert self.process.poll() is None, self.process.communicate()[0]
+            assert time.monotonic() - self.began < DEADLINE_SECONDS
+            time.sleep(0.01)
+
+    def ranks(self):
+        """Process ids of the ranks, by rank."""
+        found = {}
+        for path in Path("/proc").iterdir():
+            try:
+                environ = (path / "environ").read_bytes().split(b"\0") if path.name.isdigit() else []
+                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1]) if environ else 0
+            except OSError:
+                continue
+            rank = next((int(entry.partition(b"=")[2]) for entry in environ
+                         if entry.startswith((b"RANVIER_LOCAL_RANK=", b"PMI_RANK=", b"OMPI_COMM_WORLD_RANK="))), None)
+            if rank is not None and self._is_ours(parent):
+                found[rank] = int(path.name)
+        return found
+
+    def _is_ours(self, process):
+        while process > 1:
+            if process == self.process.pid:
+                return True
+            try:
+                process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                return False
+        return False
+
+    def end(self):
+        """Exit code and output; no process of it is left."""
+        text, _ = self.process.communicate(timeout=DEADLINE_SECONDS)
+        return self.process.returncode, text
+
+
+class Joining:
+    """`ranvier join`, whose ranks are found as those of a run."""
+
+    _is_ours, ranks = Command._is_ours, Command.ranks
+
+    def __init__(self, run, *options, inside=()):
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COVERAGE"))}
+        self.process = subprocess.Popen(
+            [*inside, sys.executable, "-m", "ranvier", "join", str(run.folder), *map(str, options)], text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ | {"OMP_NUM_THREADS": "1"})
+
+    def end(self):
+        text, _ = self.process.communicate(timeout=DEADLINE_SECONDS)
+        return self.process.returncode, text
+
+
+def resize(run, data, pipe, wait=60):
+    return subprocess.run([sys.executable, "-m", "ranvier", "resize", str(run.folder), "--data", str(data), "--pipe",
+                           str(pipe), "--wait", str(wait)], capture_output=True, text=True, timeout=DEADLINE_SECONDS,
+                          check=False)
+
+
+@contextmanager
+def stopped(run):
+    """The ranks with which the run was started are stopped between or in two steps, until the block ends."""
+    run.wait_until((run.folder / contact.NAME).exists)
+    run.stopped = getattr(run, "stopped", None) or list(run.ranks().values())
+    for process in run.stopped:
+        os.kill(process, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for process in run.stopped:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGCONT)
+
+
+def events(run, name):
+    return [line for line in run.lines("events.jsonl") if line["event"] == name]
+
+
+def undisturbed(run, tmp_path):
+    """Losses of the same run on one rank in this process."""
+    there = read.merge([read.load(str(run.folder / "run.toml"))[1]]).run
+    here = replace(there, mesh=Mesh(), run_dir=tmp_path / "here", pipeline=Pipeline(),
+                   launch=replace(there.launch, join_address=None))
+    run_all(here)
+    return losses(here)
