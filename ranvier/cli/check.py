@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Run
 from ranvier.cost.cluster_files import load_cluster
-from ranvier.cost.count import laid_out, recomputed_runs
+from ranvier.cost.count import laid_out, memory_curve
 from ranvier.cost.hardware import Cluster
-from ranvier.cost.limits import MemoryChoice, memory_choices
+from ranvier.cost.limits import MemoryChoice
 from ranvier.cost.memory import PROCESS_BYTES, RankMemory, remedies
 from ranvier.cost.memory_table import memory_table
 from ranvier.cost.tensor_traffic import TensorMeshFacts, tensor_mesh_facts
@@ -25,6 +25,7 @@ from ranvier.pipeline.build import StageTable
 from ranvier.planner.auto import open_axes_of, with_plan, with_pretrained
 from ranvier.planner.candidates import on_cluster
 from ranvier.planner.problems import PREVENT_A_CUT, TOO_LARGE, cannot_be_laid_out, problems, warnings
+from ranvier.planner.report import schedule_text
 from ranvier.planner.work import shortage
 from ranvier.system.machine import available_memory_bytes
 from ranvier.system.terminal import Screen, TextTable
@@ -155,25 +156,10 @@ def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = N
     machine = this_machine(run, memory) if memory and place is None and run.mesh.size <= _MAX_LOCAL_RANKS else None
     return Report(problems=tuple(found), warnings=(*warnings(run, chosen, asked), *_machine_warnings(run, machine)),
                   stages=stages, memory=memory, tensor_mesh=tensor_mesh_facts(run, ranks_per_node), machine=machine,
-                  schedule=() if stages is None or stages.costs is None else memory_choices(
-                      run, stages.stage_costs(), recomputed_runs(run, stages.stage_costs())),
+                  schedule=() if stages is None else memory_curve(run, stages),
                   planned=f"{run.mesh}, microbatches of {run.batch.microbatch_size}" if is_planned else None,
                   cluster=_cluster_line(place, memory) if place is not None and memory else "",
                   learning_rate=describe(run.train), padding="" if found else known_padding(run))
-
-
-def schedule_text(choices: Sequence[MemoryChoice]) -> str:
-    """The schedule of the run, and what more or less memory would make of it."""
-    own, *others = choices
-    deferred = own.limits.deferred
-    rows = [("pipeline.memory", *(f"{each.memory:g}" for each in others)),
-            ("in flight", *(str(each.limits.in_flight) for each in others)),
-            ("most deferred", *(str(max(each.limits.deferred)) for each in others)),
-            ("bubble", *(f"{each.bubble_fraction:.1%}" for each in others))]
-    return "\n".join([f"\nschedule: at most {own.limits.in_flight} microbatches in flight; by rank, weight gradients "
-                      f"of {', '.join(map(str, deferred))} microbatches may be deferred; chosen by a "
-                      f"simulation of {own.num_microbatches} microbatches, whose bubble is {own.bubble_fraction:.1%}",
-                      *(f"{name:>16}" + "".join(f"{value:>8}" for value in row) for name, *row in rows)])
 
 
 def print_report(report: Report, values: Sequence[tuple[str, str, str]], *, every_value: bool = False) -> None:

@@ -27,7 +27,7 @@ def join(run: Path, ranks: int, data: int | None, pipe: int | None, row: int | N
 
     The run takes them in between two steps, without a restart, and goes to a mesh with more replicas, or to the one
     that is given. Ranks that the mesh has no place for idle; `ranvier resize` uses them. Settings are the run's. On
-    another machine, RUN must be the same folder, on a file system that both machines have.
+    another machine, RUN is the run's folder on a file system that both machines share; its path may differ.
     """
     from ranvier.errors import ConfigError
     from ranvier.launch.launchers import detect

@@ -22,7 +22,8 @@ from ranvier.cli.options import SettingsCommand, cluster_option, json_option, re
                    "measured speed.")
 @click.option("--out", type=click.Path(path_type=Path),
               help="Write the best configuration as a run file for `ranvier train`.")
-@click.option("--explain", is_flag=True, help="Name the bottleneck.")
+@click.option("--explain", is_flag=True,
+              help="Name the bottleneck, and show memory against speed for the best configuration.")
 @json_option
 def plan(recipe: str, cluster: str, ranks: int | None, searched: str | None, measure: int | None, out: Path | None,
          explain: bool, as_json: bool, **flags: str | None) -> int:

@@ -59,7 +59,8 @@ class MeshSettings:
     pipe: Size | Literal["auto"] = 1
     """Pipeline parallel size: number of stages, each of consecutive blocks."""
     row: Size | Literal["auto"] = 1
-    """Tensor parallel size along the rows of the tensor mesh, which split a microbatch's sequences.
+    """Tensor parallel size along the rows of the tensor mesh, which split a microbatch's sequences. With tensor.scheme
+    stationary rows are FSDP (ZeRO-3): each rank holds its part of the weights and gathers the rest when it is needed.
     auto, with data and pipe given: the shape of the tensor mesh whose ranks receive the fewest bytes."""
     col: Size | Literal["auto"] = 1
     """Tensor parallel size along the columns of the tensor mesh, which split the hidden dimension."""

@@ -28,7 +28,7 @@ from ranvier.config.resolve import bucket_size as resolve_bucket_size
 from ranvier.config.rules import looks_before_update
 from ranvier.config.run import Optim
 from ranvier.cost.blocks import BlockCost
-from ranvier.cost.limits import run_limits
+from ranvier.cost.limits import MemoryChoice, memory_choices, run_limits
 from ranvier.cost.memory import KEPT_STEPS, RankMemory, StoredMicrobatches, activation_bytes, checkpoint_bytes
 from ranvier.layout import Chunking, Layout
 from ranvier.mesh import Coordinates
@@ -419,6 +419,14 @@ def recomputed_runs(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]]) -> 
     return [recomputed_segments(
         run.memory.recompute, [block.name for block in blocks], families.layers_of(run), blocks,
         policy_named(run.pipeline.policy), rule.in_flight, (stage, len(stages))) for stage, blocks in enumerate(stages)]
+
+
+def memory_curve(run: ResolvedRun, table: StageTable) -> tuple[MemoryChoice, ...]:
+    """Memory against speed of a run that is cut like this (`memory_choices`); empty where nothing was counted, too."""
+    if table.costs is None:
+        return ()
+    costs = table.stage_costs()
+    return memory_choices(run, costs, recomputed_runs(run, costs))
 
 
 def _segments(run: ResolvedRun, model: Model, blocks: Sequence[str], costs: Sequence[BlockCost], stage: int,

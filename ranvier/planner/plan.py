@@ -135,6 +135,8 @@ def print_plan(found: Plan, name: str, explain: bool) -> None:
         screen.print()
         for line in report.explanation(found):
             screen.print(line)
+        if choices := report.schedule_of(found):
+            screen.print(report.schedule_text(choices))
 
 
 # --- simulate --------------------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ from dataclasses import asdict
 
 from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.collectives import placed
+from ranvier.cost.count import laid_out, memory_curve
+from ranvier.cost.limits import MemoryChoice
 from ranvier.cost.step import Cost
 from ranvier.planner.candidates import Candidate
 from ranvier.planner.elastic_plan import Course
@@ -164,6 +166,25 @@ def _bottleneck(worst: str, share: float, best: Candidate, plan: Plan) -> str:
             return f"The bottleneck is the optimizer, at {where}. With a larger global batch it runs less often."
 
 
+def schedule_text(choices: Sequence[MemoryChoice]) -> str:
+    """The schedule of the run, and what more or less memory would make of it."""
+    own, *others = choices
+    deferred = own.limits.deferred
+    rows = [("pipeline.memory", *(f"{each.memory:g}" for each in others)),
+            ("in flight", *(str(each.limits.in_flight) for each in others)),
+            ("most deferred", *(str(max(each.limits.deferred)) for each in others)),
+            ("bubble", *(f"{each.bubble_fraction:.1%}" for each in others))]
+    return "\n".join([f"\nschedule: at most {own.limits.in_flight} microbatches in flight; by rank, weight gradients "
+                      f"of {', '.join(map(str, deferred))} microbatches may be deferred; chosen by a "
+                      f"simulation of {own.num_microbatches} microbatches, whose bubble is {own.bubble_fraction:.1%}",
+                      *(f"{name:>16}" + "".join(f"{value:>8}" for value in row) for name, *row in rows)])
+
+
+def schedule_of(plan: Plan) -> tuple[MemoryChoice, ...]:
+    """Memory against speed for the fastest configuration; empty where `pipeline.memory` has no effect on it."""
+    return memory_curve(plan.best[0].run, laid_out(plan.best[0].run)[0])
+
+
 def waits_for_link(cost: Cost) -> bool:
     """Whether stages wait for the messages between them rather than for each other."""
     return cost.edge_seconds > max(stage.microbatch_seconds for stage in cost.stages)
@@ -198,6 +219,7 @@ def document(plan: Plan, recipe: str) -> dict[str, object]:
             "plans": [as_dict(found) for found in plan.best],
             "dropped": [as_dict(found) for found in sorted(plan.dropped, key=lambda one: one.cost.seconds)],
             "elastic": course_dict(plan.best[0].course),
+            "schedule": [asdict(choice) for choice in schedule_of(plan)],
             "explanation": explanation(plan), "measured_over_predicted": plan.measured_over_predicted}
 
 
