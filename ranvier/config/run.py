@@ -159,6 +159,7 @@ class Pipeline:
     weight gradients may wait. none: what the fastest simulated schedule uses, within `memory`."""
     memory: Annotated[float, Ge(1)] | None = 1.1
     """Memory limit for automatic `in_flight` and `deferred`: this multiple of what the largest stage needs under 1f1b.
+    If nothing within it is simulated to be as fast as the limits of none, those hold, although they may need more.
     The simulation has counted times; after the first steps on each mesh it is repeated once with measured times (not
     with `memory_report`). none: no simulation, and as many microbatches in flight as stages, plus the number of stages
     without trainable parameters."""

@@ -66,12 +66,13 @@ def run_limits(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments
 @dataclass(frozen=True, kw_only=True)
 class MemoryChoice:
     """The limits for one value of `pipeline.memory`, and the share of a step's time in which stages wait with them, of
-    so many simulated microbatches."""
+    so many simulated microbatches of so many that a step has on one replica."""
 
     memory: float
     limits: Limits
     bubble_fraction: float
     num_microbatches: int
+    step_microbatches: int
 
 
 def memory_choices(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments: Segments = ()
@@ -85,6 +86,7 @@ def memory_choices(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segm
         limits = run_limits(replace(run, pipeline=replace(run.pipeline, memory=value)), stages, segments)
         found.append(MemoryChoice(
             memory=value, limits=limits, num_microbatches=simulated_microbatches(run.mesh.pipe, run.num_microbatches),
+            step_microbatches=run.num_microbatches,
             bubble_fraction=predicted_bubble(loads, policy, limits, run.placement, run.num_microbatches)))
     return tuple(found)
 

@@ -16,6 +16,7 @@ from ranvier.mesh import Mesh, StagePlacement
 from ranvier.models import families
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
+from ranvier.planner.report import schedule_text
 from ranvier.schedule.computed_limits import (
     MAX_SIMULATED_STAGES,
     StageLoad,
@@ -167,5 +168,9 @@ def test_memory_against_speed():
     assert choices[0].limits == choices[2].limits == limits_of(RUN)
     bubbles = [choice.bubble_fraction for choice in choices[1:]]
     assert bubbles == sorted(bubbles, reverse=True)
+    assert "chosen by a simulation of 8 microbatches, whose" in schedule_text(choices)
+    long = replace(RUN, batch=Batch(global_size=4000, microbatch_size=2))
+    shown = schedule_text(memory_choices(long, laid_out(long)[0].stage_costs()))
+    assert "chosen by a simulation of 24 of the step's 2,000 microbatches, whose" in shown
     one = replace(RUN, mesh=Mesh(), pipeline=Pipeline())
     assert memory_choices(one, laid_out(one)[0].stage_costs()) == ()
