@@ -31,7 +31,8 @@ def test_losses_are_those_of_one_rank_in_this_process(start, tmp_path, transport
     code, text = run.end()
     assert code == 0, text
     there = read.merge([read.load(str(run.folder / "run.toml"))[1]]).run
-    here = replace(there, mesh=Mesh(), run_dir=tmp_path / "here", pipeline=replace(there.pipeline, boundaries=None),
+    here = replace(there, mesh=Mesh(), run_dir=tmp_path / "here",
+                   pipeline=replace(there.pipeline, boundaries=None, deferred=None),
                    elastic=replace(there.elastic, auto_pipe=False, auto_dp=False))
     run_all(here)
     assert run.losses == pytest.approx(losses(here), rel=1e-9)
@@ -46,7 +47,7 @@ def test_a_run_is_resized_from_outside_and_told_to_stop_while_ranks_are_idle(sta
     done = resize(run, 1, 2)
     assert (done.returncode, done.stderr) == (0, "") and re.match(r"step \d+: pipe 3 -> 2; moved ", done.stdout)
     done = resize(run, 2, 2)
-    assert (done.returncode, done.stdout) == (2, "") and "needs 4 stages in all, and the run was started with 3" \
+    assert (done.returncode, done.stdout) == (2, "") and "needs 4 ranks, and the run was started with 3" \
         in done.stderr
     assert resize(run, 3, 1).returncode == 0
     assert resize(run, 1, 1).returncode == 0
@@ -88,7 +89,8 @@ def test_a_rank_that_is_killed_while_state_travels(start, transport):
 @pytest.mark.slow
 @BOTH
 def test_an_idle_rank_that_has_stopped_is_missed_at_the_next_transition(start, transport):
-    run = start(transport, ranks=2, manual="", train__steps=10**6, comm__timeout_seconds=4)
+    run = start(transport, ranks=2, manual="", train__steps=10**6, comm__timeout_seconds=4,
+                launch__stopped_seconds=0)
     run.wait_until(lambda: run.losses)
     ask(run.folder, data=1, pipe=1)
     run.wait_until(lambda: run.transitions)
@@ -101,7 +103,8 @@ def test_an_idle_rank_that_has_stopped_is_missed_at_the_next_transition(start, t
 @pytest.mark.slow
 @BOTH
 def test_an_idle_rank_notices_that_rank_0_has_stopped(start, transport):
-    run = start(transport, ranks=2, manual="", train__steps=10**6, comm__timeout_seconds=4)
+    run = start(transport, ranks=2, manual="", train__steps=10**6, comm__timeout_seconds=4,
+                launch__stopped_seconds=0)
     run.wait_until(lambda: run.losses)
     ask(run.folder, data=1, pipe=1)
     run.wait_until(lambda: run.transitions)

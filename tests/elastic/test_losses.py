@@ -153,7 +153,7 @@ def test_another_one_while_the_run_lets_go_of_one(start_run, tmp_path, wait):
 
 @pytest.mark.slow
 def test_losses_after_joins_and_joins_after_losses(start_run, tmp_path):
-    run = begin(start_run, 2, train__steps=300)
+    run = begin(start_run, 2, train__steps=600)
     run.wait_until(lambda: steps(run))
     first = start_run[1](run, "--ranks", 2)
     run.wait_until(lambda: events(run, "joined"))
@@ -162,7 +162,7 @@ def test_losses_after_joins_and_joins_after_losses(start_run, tmp_path):
     second = start_run[1](run)
     run.wait_until(lambda: len(events(run, "joined")) == 2)
     kill(run, first.ranks()[1])
-    check(run, tmp_path, 300)
+    check(run, tmp_path, 600)
     assert first.end()[0] == 1 and second.end()[0] == 0
     assert [line["left"] for line in events(run, "lost")] == [3, 2, 2]
     assert [line["ranks"] for line in events(run, "joined")] == [2, 1]
