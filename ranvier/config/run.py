@@ -194,7 +194,7 @@ class TensorParallel:
     activations. NCCL adds in this format; CPU backends always add in fp32."""
     panel_bytes: Positive | Literal["auto"] = "auto"
     """Not with summa: activations are gathered and reduced along columns in panels of at most so many bytes, one of
-    which travels while another is multiplied. On CUDA the panel that no product hides is a twentieth of the whole, and
+    which travels while another is multiplied. On CUDA the panel that no product hides is 4.5 % of the whole, and
     the others grow to this size. auto: 4 MiB on CPU, 64 MiB on CUDA."""
 
 

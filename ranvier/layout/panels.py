@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-FIRST_SHARE = 0.05
+FIRST_SHARE = 0.045
 """Share of a tensor in the smallest panel, beside which nothing is computed."""
 SMALLEST_BYTES = 1 << 20
 """Of a panel, gathered: what travels in about the time that the start of a collective takes, so that smaller panels

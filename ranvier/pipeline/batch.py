@@ -116,6 +116,8 @@ class BatchRunner:
                     if action.microbatch == len(batch) - 1:
                         self._reduce_statistics(training)
                 ran.append(action)
+            if self._connections.tensor_mesh is not None:
+                self._connections.tensor_mesh.sums.finish()  # those of the last deferred products
         except Exception as error:
             self._stages.clear()
             board, text = self._connections.board, f"{actions_text(ran)} >{running}<" if running else actions_text(ran)

@@ -234,8 +234,7 @@ class Engine:
             progress=self._progress, block_passed=gradients.block_passed, segments=plan.segments(stage),
             mesh=self._connections.tensor_mesh, compile=self._compiles(compile), tables=tables,
             in_float8=float8_layers(blocks, len(self.block_names), world.device) if float8 else (),
-            weight_gradients=WeightGradients(gradients.chunk_of, gradients.queued, gradients.added,
-                                             gradients.added_rows))
+            weight_gradients=self._weight_gradients())
             for stage in placement.stages_of(self.coordinates.pipe)])
         defer_bytes = None if settings.defer_bytes == "auto" else settings.defer_bytes
         self._runner = BatchRunner(
@@ -248,6 +247,11 @@ class Engine:
             takes_nominal_weight=nominal_weight == "auto")
 
     # ------------------------------------------------------------------ start
+
+    def _weight_gradients(self) -> WeightGradients:
+        gradients, mesh = self._updater.gradients, self._connections.tensor_mesh
+        known = gradients.chunk_of, gradients.queued, gradients.added, gradients.added_rows
+        return WeightGradients(*known) if mesh is None else WeightGradients(*known, after=mesh.sums.after)
 
     def _compiles(self, how: bool | Literal["auto"]) -> bool | Literal["auto"]:
         """Whether blocks are compiled here, or on several rows or columns their chains of elementwise operations."""

@@ -347,6 +347,8 @@ class Stage:
         self._graphs.clear()
         self._weights.clear()
         self.forget_weights()
+        if self._mesh is not None:
+            self._mesh.sums.clear()
 
 
 def _compiled_blocks(how: bool | Literal["auto"], gradients: WeightGradients, forwards: DeferringForwards,

@@ -6,6 +6,8 @@
                                             before product 2 overwrites the memory
 
 All ranks of a column run the same products in the same order, so they start and await the same collectives.
+The sum of a deferred product waits in the same line. It is added when a later product needs its memory, at the end of
+the stage's next pass, or at the end of the batch.
 """
 
 from __future__ import annotations

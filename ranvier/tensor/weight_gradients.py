@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -38,12 +39,14 @@ class WeightGradients:
         result has been added.
     added_rows: called with a lookup table and the rows (rising) of its gradient that something was added to, once for
         each write.
+    after: calls what it is given when all results so far have been added (`GradientSums.after`).
     """
 
     def __init__(self, chunk_of: Callable[[nn.Parameter], int], on_queued: Callable[[nn.Parameter], None],
                  on_added: Callable[[nn.Parameter], None],
-                 added_rows: Callable[[nn.Parameter, Tensor], None] = lambda parameter, rows: None) -> None:
-        self.added_rows = added_rows
+                 added_rows: Callable[[nn.Parameter, Tensor], None] = lambda parameter, rows: None,
+                 after: Callable[[Callable[[], object]], object] = lambda action: action()) -> None:
+        self.added_rows, self._after = added_rows, after
         self._chunk_of, self._on_queued, self._on_added = chunk_of, on_queued, on_added
         self._waiting: dict[tuple[int, int], _Operands] = {}
         self._fresh: list[_Operands] | None = None
@@ -92,11 +95,11 @@ class WeightGradients:
                 self._on_queued(parameter)
 
     def run(self, microbatch: int, product: int) -> None:
-        """Compute one deferred product and release its operands."""
+        """Compute one deferred product and release its operands. Its sum over ranks may be added later."""
         operands = self._waiting.pop((microbatch, product))
         operands.add_gradients(*operands.tensors)
         for parameter in operands.parameters:
-            self._on_added(parameter)
+            self._after(partial(self._on_added, parameter))
 
     def __len__(self) -> int:
         """Products that wait."""

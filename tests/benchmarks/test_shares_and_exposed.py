@@ -8,6 +8,7 @@ import torch
 from benchmarks.pipeline import shares, slices
 from benchmarks.pipeline.block_times import BlockTimes
 from benchmarks.tensor import exposed
+from ranvier.cost.cluster_files import load_cluster
 
 EVEN = BlockTimes(forward=(1.0,) * 4, backward=(1.0,) * 4, weight=(1.0,) * 4, num_parameters=(1,) * 4,
                   products=(1,) * 4, alive_bytes=(10,) * 4, optimizer_seconds_per_parameter=0.0)
@@ -78,8 +79,10 @@ def test_products_before_the_wait_hide_a_transfer(before):
 def test_products_hide_all_but_a_twentieth_of_the_bytes(case, last):
     """On the first rank of the mesh and on the last one."""
     at = (case.row - 1, case.col - 1) if last else (0, 0)
-    hidden, total = exposed.hidden_bytes(exposed.transfers(replace(case, at=at)))
+    transfers = exposed.transfers(replace(case, at=at), load_cluster("h100"))
+    hidden, total = exposed.hidden_bytes(transfers)
     assert hidden >= (1 - exposed.LIMIT) * total > 0
+    assert exposed.waited_share(transfers) <= exposed.WAITED[case.hidden]
 
 
 def test_exposed_prints_a_table(monkeypatch, capsys):

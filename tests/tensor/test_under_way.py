@@ -1,5 +1,6 @@
 """What travels while a stage computes: which weight is gathered ahead, and when sums are added."""
 
+import threading
 from functools import partial
 
 import pytest
@@ -14,6 +15,7 @@ from ranvier.tensor.layers import Linear
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.layers import split_layers
 from ranvier.tensor.under_way import Arriving, GradientSums, WeightGathers
+from ranvier.tensor.weight_gradients import WeightGradients
 from tests.tensor.split_parity import assert_parity, gradients_on, on_tensor_mesh, share, tiny_gpt, token_batches
 
 
@@ -220,3 +222,24 @@ def test_tied_gradients_have_one_order_of_additions(mesh):
     now, later = (gradients_on(make, batches, mesh, pipeline=Pipeline(defer_bytes=size)).gradients
                   for size in (0, 1 << 40))
     assert all(torch.equal(now[name], later[name]) for name in now)
+
+
+def test_sums_of_a_failed_batch_are_forgotten(late, monkeypatch):
+    """One that a deferred product has started when the next one fails is not added to the next batch's gradients."""
+    run, begun = WeightGradients.run, threading.local()
+
+    def fails(gradients, microbatch, product):
+        begun.products = getattr(begun, "products", 0) + 1
+        if begun.products == 2:
+            raise ZeroDivisionError
+        run(gradients, microbatch, product)
+
+    def before(engine):
+        with pytest.raises(ZeroDivisionError):
+            engine.forward_backward(share(engine, token_batches(mesh, seed=1)))
+        engine.zero_grad()
+
+    mesh = Mesh(row=2)
+    monkeypatch.setattr(WeightGradients, "run", fails)
+    assert_parity(partial(tiny_gpt, num_layers=2, dropout=0.0), token_batches(mesh), mesh,
+                  pipeline=Pipeline(defer_bytes=1 << 40), also=before)

@@ -241,12 +241,7 @@ class SplitLinear(SplitLayer):
         self._coming.clear()
         if dw is None or gradients is None:
             return dx, None if dw is None else dw.wait().clone()
-        if not summed:
-            self._add_up(dw.tensor)
-        elif self.has_own_weights and self.mesh.num_rows > 1:
-            self.mesh.sums.add(dw, self._add_gradients)
-        else:
-            self._add_gradients(dw.wait())
+        self._take(dw, summed)
         return dx, None
 
     def _resumed(self, saved: Tensor) -> Arriving:
@@ -274,26 +269,31 @@ class SplitLinear(SplitLayer):
         gradient = self.weight.grad
         return gradient if gradient is not None and gradient.dtype is dtype else None
 
+    def _take(self, dw: Arriving, summed: bool) -> None:
+        """Add dW to the parameters' gradients: while later products run, where it is on its way and the order of
+        additions allows; or add it up, where it is this row's part of the sum."""
+        if not summed:
+            self._add_up(dw.tensor)
+        elif self.has_own_weights and self.mesh.num_rows > 1:
+            self.mesh.sums.add(dw, self._add_gradients)
+        else:
+            self._add_gradients(dw.wait())
+
     def _add_gradients(self, dw: Tensor) -> None:
         for weight, share in zip(self.weights, self.shares(dw), strict=True):
             if weight.requires_grad:
                 _add_gradient(weight, share)
 
     def _deferred(self, is_gathered: bool, x: Tensor, dy: Tensor, *panels: Tensor) -> None:
-        """Compute a weight gradient that was deferred, and add it to the parameters'."""
+        """Compute a weight gradient that was deferred, and add it to the parameters', or start the sum that will be."""
         gathered = [Arriving(one) for one in panels] if is_gathered else None
         self._waiting -= 1
         summed = not self._adds_up or (self._closed and self._unreduced is None and not self._waiting)
         dw = self._product.weight_gradient(dy, x, self.weight_shape, gathered_dy=gathered, into=self._into(x.dtype),
                                            summed=summed)
-        if dw is None:
-            return
-        if summed:
-            self._add_gradients(dw.wait())
-        else:
-            self._add_up(dw.tensor)
-            self._sum_over_rows()
-            self.mesh.sums.finish()
+        if dw is not None:
+            self._take(dw, summed)
+        self._sum_over_rows()
 
 
 def _storage(tensor: Tensor) -> int:
