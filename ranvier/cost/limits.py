@@ -17,7 +17,7 @@ from ranvier.schedule.computed_limits import (
     MAX_SIMULATED_STAGES,
     StageLoad,
     computed_limits,
-    predicted_bubble,
+    predicted,
     simulated_microbatches,
 )
 from ranvier.schedule.limits import Limits, rule_limits
@@ -65,12 +65,13 @@ def run_limits(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryChoice:
-    """The limits for one value of `pipeline.memory`, and the share of a step's time in which stages wait with them, of
-    so many simulated microbatches of so many that a step has on one replica."""
+    """The limits for one value of `pipeline.memory`, and what comes of them (`Prediction`), of so many simulated
+    microbatches of so many that a step has on one replica."""
 
     memory: float
     limits: Limits
     bubble_fraction: float
+    peak_memory: float
     num_microbatches: int
     step_microbatches: int
 
@@ -84,10 +85,10 @@ def memory_choices(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segm
     loads, found = _loads_of(run, stages, segments), []
     for value in (memory, *_MEMORIES):
         limits = run_limits(replace(run, pipeline=replace(run.pipeline, memory=value)), stages, segments)
+        result = predicted(loads, policy, limits, run.placement, run.num_microbatches)
         found.append(MemoryChoice(
             memory=value, limits=limits, num_microbatches=simulated_microbatches(run.mesh.pipe, run.num_microbatches),
-            step_microbatches=run.num_microbatches,
-            bubble_fraction=predicted_bubble(loads, policy, limits, run.placement, run.num_microbatches)))
+            step_microbatches=run.num_microbatches, bubble_fraction=result.bubble_fraction, peak_memory=result.memory))
     return tuple(found)
 
 
@@ -173,7 +174,7 @@ def measured_choice(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], pre
     limits = computed_limits(timed, policy, memory=memory, placement=run.placement,
                              in_flight=None if pipeline.in_flight == "auto" else pipeline.in_flight,
                              num_microbatches=run.num_microbatches)
-    before, after = (predicted_bubble(timed, policy, each, run.placement, run.num_microbatches)
+    before, after = (predicted(timed, policy, each, run.placement, run.num_microbatches).bubble_fraction
                      for each in (present, limits))
     if (1.0 - before) / (1.0 - after) > 1.0 - _WORTH:
         limits, after = present, before

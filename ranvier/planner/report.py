@@ -174,6 +174,7 @@ def schedule_text(choices: Sequence[MemoryChoice]) -> str:
     rows = [("pipeline.memory", *(f"{each.memory:g}" for each in others)),
             ("in flight", *(str(each.limits.in_flight) for each in others)),
             ("most deferred", *(str(max(each.limits.deferred)) for each in others)),
+            ("peak memory", *(f"{each.peak_memory:.2f}" for each in others)),
             ("bubble", *(f"{each.bubble_fraction:.1%}" for each in others))]
     return "\n".join([f"\nschedule: at most {own.limits.in_flight} microbatches in flight; by rank, weight gradients "
                       f"of {', '.join(map(str, deferred))} microbatches may be deferred; chosen by a "

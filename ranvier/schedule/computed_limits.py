@@ -78,12 +78,23 @@ def computed_limits(stages: Sequence[StageLoad], policy: Policy, *, memory: floa
     return _best(case, memory, rule, in_flight)
 
 
-def predicted_bubble(stages: Sequence[StageLoad], policy: Policy, limits: Limits,
-                     placement: StagePlacement | None = None, num_microbatches: int | None = None) -> float:
-    """Share of all ranks' time in which they wait, with `simulated_microbatches`: of the simulation that chooses."""
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Of the simulation that chooses. bubble_fraction: share of all ranks' time in which they wait. memory: the peak of
+    the rank that needs most, relative to that of 1F1B with one stage on each rank."""
+
+    bubble_fraction: float
+    memory: float
+
+
+def predicted(stages: Sequence[StageLoad], policy: Policy, limits: Limits, placement: StagePlacement | None = None,
+              num_microbatches: int | None = None) -> Prediction:
+    """What comes of limits, with `simulated_microbatches`."""
     placement = placement or StagePlacement(pipe=len(stages))
-    return _outcome(_Case(stages=_rounded(stages), policy=policy, placement=placement,
-                          count=simulated_microbatches(placement.pipe, num_microbatches)), limits).bubble_fraction
+    case = _Case(stages=_rounded(stages), policy=policy, placement=placement,
+                 count=simulated_microbatches(placement.pipe, num_microbatches))
+    made = _outcome(case, limits)
+    return Prediction(bubble_fraction=made.bubble_fraction, memory=max(made.peak) / (case.bytes_under_1f1b() or 1.0))
 
 
 def simulated_microbatches(pipe: int, num_microbatches: int | None = None) -> int:

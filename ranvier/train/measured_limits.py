@@ -75,7 +75,9 @@ class MeasuredLimits:
         self._chosen = {"step": step, "in_flight": new.in_flight, "deferred": list(new.deferred),
                         "predicted_bubble_fraction": found.bubble_fraction}
         if new == old:
-            return None
+            return NoteEvent(step=step, event="limits", fields=self._chosen,
+                             text=f"by the times {when}, the schedule's limits stay: {limits_text(new)}; predicted "
+                                  f"bubble {found.bubble_fraction:.1%}")
         engine.use_limits(new)
         return NoteEvent(step=step, event="limits", fields=self._chosen,
                          text=f"by the times {when}, {limits_text(new)}, for a predicted bubble of "

@@ -24,7 +24,7 @@ from ranvier.schedule.computed_limits import (
     _outcome,
     _rounded,
     computed_limits,
-    predicted_bubble,
+    predicted,
     simulated_microbatches,
 )
 from ranvier.schedule.limits import Limits, rule_limits
@@ -53,8 +53,9 @@ def test_uneven_stages_have_more_in_flight():
     stages = [load(1.05, 1.05, 1.0, graph=1.0, operands=1.0), load(1.0, 1.0, 0.95, graph=0.9, operands=0.9)]
     chosen = computed_limits(stages, MessageDriven(), memory=1.1)
     assert chosen.in_flight > 2
-    bubbles = [predicted_bubble(stages, MessageDriven(), limits) for limits in (rule_limits([True] * 2), chosen)]
-    assert bubbles[1] < 0.5 * bubbles[0]
+    ruled, made = (predicted(stages, MessageDriven(), limits) for limits in (rule_limits([True] * 2), chosen))
+    assert made.bubble_fraction < 0.5 * ruled.bubble_fraction
+    assert 1.0 == ruled.memory < made.memory <= 1.1
 
 
 MEMORIES = (1.0, 1.1, 1.25, 1.5, 2.0)
@@ -83,9 +84,9 @@ def test_limits_are_no_slower_than_the_rule_and_within_the_memory(stages, memory
 
 def assert_more_memory_is_never_slower(stages, placement, num_microbatches, memories=MEMORIES):
     policy = MessageDriven()
-    bubbles = [round(predicted_bubble(stages, policy, computed_limits(
+    bubbles = [round(predicted(stages, policy, computed_limits(
         stages, policy, memory=memory, placement=placement, num_microbatches=num_microbatches), placement,
-        num_microbatches), 12) for memory in memories]
+        num_microbatches).bubble_fraction, 12) for memory in memories]
     assert bubbles == sorted(bubbles, reverse=True), f"{placement}, {num_microbatches}: {bubbles}"
 
 

@@ -147,13 +147,14 @@ def trained(run, folder, size=2, trackers=()):
 
 
 def given(monkeypatch, *limits):
-    """Whatever was measured, these are the limits: of each choice in turn, then the last ones."""
+    """Whatever was measured, these are the limits: of each choice in turn, then the last ones; None: those of now."""
     asked = []
 
     def chosen(run, stages, present, seconds, segments):
         asked.append((run, seconds))
         choice = (len(asked) - 1) // run.mesh.pipe  # all ranks make each
-        return MeasuredChoice(limits=limits[min(choice, len(limits) - 1)], bubble_fraction=0.1, counted_fraction=0.2)
+        return MeasuredChoice(limits=limits[min(choice, len(limits) - 1)] or present, bubble_fraction=0.1,
+                              counted_fraction=0.2)
 
     monkeypatch.setattr(measured_limits, "measured_choice", chosen)
     return asked
@@ -244,6 +245,16 @@ def test_ranks_that_come_back_know_the_times(run, tmp_path, monkeypatch):
     told = [line["step"] for line in lines["events"] if line["event"] == "limits"]
     assert told == [STEPS, moved[-1]["step"]]
     assert len(asked) == 4 and asked[2] == asked[3]
+
+
+def test_limits_that_stay_are_told(run, tmp_path, monkeypatch):
+    given(monkeypatch, None)
+    summary, lines, text = trained(run, tmp_path / "run")
+    told, = [line for line in lines["events"] if line["event"] == "limits"]
+    assert told["step"] == STEPS and "the schedule's limits stay: " in told["text"] and told["text"] in text
+    assert told["text"].endswith("deferred; predicted bubble 10.0%")
+    assert told["in_flight"] == summary["limits"]["in_flight"] == tomllib.loads(
+        (tmp_path / "run" / "run.toml").read_text())["pipeline"]["in_flight"]
 
 
 def test_limits_that_are_given_are_not_measured(run, tmp_path, monkeypatch):
