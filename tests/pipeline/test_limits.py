@@ -169,6 +169,9 @@ def test_memory_against_speed():
     assert choices[0].limits == choices[2].limits == limits_of(RUN)
     bubbles = [choice.bubble_fraction for choice in choices[1:]]
     assert bubbles == sorted(bubbles, reverse=True)
+    peaks = [choice.peak_memory for choice in choices[1:]]
+    assert 1.0 <= peaks[0] < peaks[-1] and peaks[1] <= 1.1
+    assert "peak memory" + "".join(f"{peak:8.2f}" for peak in peaks) in schedule_text(choices)
     assert "chosen by a simulation of 8 microbatches, whose" in schedule_text(choices)
     long = replace(RUN, batch=Batch(global_size=4000, microbatch_size=2))
     shown = schedule_text(memory_choices(long, laid_out(long)[0].stage_costs()))
