@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from queue import SimpleQueue
 from typing import TypeVar
 
 from ranvier.comm.hang import HangDetector
@@ -26,23 +27,52 @@ _SHOW_DURATION_SECONDS = 3.0
 _Result = TypeVar("_Result")
 
 
+class _ExitThread:
+    """Makes the calls of atexit's handlers: Python 3.12 starts no thread while the interpreter shuts down."""
+
+    def __init__(self) -> None:
+        self.calls: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Once in a process."""
+        if self._thread is None or not self._thread.is_alive():
+            self.calls = SimpleQueue()
+            self._thread = threading.Thread(target=self._serve, args=(self.calls,), name="ranvier-exit", daemon=True)
+            self._thread.start()
+
+    @staticmethod
+    def _serve(calls: SimpleQueue[Callable[[], object]]) -> None:
+        while True:
+            calls.get()()
+
+
+EXIT_THREAD = _ExitThread()
+
+
 def call_with_timeout(function: Callable[[], _Result], seconds: float | None = None) -> _Result | None:
     """The result of `function()`; None if it raises or takes longer than `seconds` (default: 5).
 
     A store behind a broken connection answers after many minutes or never, and its own timeouts do not bound that.
-    The call therefore runs on a daemon thread, which is abandoned when the time is over.
+    The call therefore runs on a daemon thread, which is abandoned when the time is over. Handlers of atexit start
+    `EXIT_THREAD` when they are registered.
     """
     results: list[_Result] = []
+    done = threading.Event()
 
     def call() -> None:
         try:
             results.append(function())
         except Exception:  # the process that hosts the store has exited
             return
+        finally:
+            done.set()
 
-    thread = threading.Thread(target=call, name="ranvier-store", daemon=True)
-    thread.start()
-    thread.join(_STORE_SECONDS if seconds is None else seconds)
+    try:
+        threading.Thread(target=call, name="ranvier-store", daemon=True).start()
+    except RuntimeError:  # the interpreter shuts down
+        EXIT_THREAD.calls.put(call)
+    done.wait(_STORE_SECONDS if seconds is None else seconds)
     return results[0] if results else None
 
 
@@ -138,6 +168,7 @@ class Board:
         self._thread = threading.Thread(target=self._keep_publishing, name=f"ranvier-board-{rank}", daemon=True)
         self._thread.start()
         # A thread inside a store call while the interpreter shuts down would crash the process.
+        EXIT_THREAD.start()
         atexit.register(self.close)
 
     @property

@@ -20,7 +20,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import NoReturn
 
-from ranvier.comm.board import call_with_timeout, find_silent_ranks, find_waiting_rank, read_actions
+from ranvier.comm.board import EXIT_THREAD, call_with_timeout, find_silent_ranks, find_waiting_rank, read_actions
 from ranvier.comm.hang import HangDetector
 from ranvier.comm.signed_store import SharedStore, clone_shared_store
 from ranvier.errors import Hang, LaunchError, MessageTimeout, RanvierError, TransportError, UnsavedError
@@ -159,6 +159,7 @@ def install_error_handlers(world: World, mesh: Mesh, *, stopped_seconds: float, 
         raise SystemExit(code)
 
     sys.excepthook, threading.excepthook, sys.exit = on_error, on_thread_error, on_exit
+    EXIT_THREAD.start()
     atexit.register(_finish, world, mesh, codes, heartbeat)
 
 

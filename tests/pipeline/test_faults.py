@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ranvier.comm.board import Board, call_with_timeout, find_silent_ranks, read_actions
+from ranvier.comm.board import EXIT_THREAD, Board, call_with_timeout, find_silent_ranks, read_actions
 from ranvier.comm.message import MessageKind
 from ranvier.config.run import Pipeline
 from ranvier.errors import MessageTimeout, ModelError, RanvierError, TransportError
@@ -276,6 +276,19 @@ def test_ranks_that_say_nothing_any_more_are_told_from_busy_ones():
     assert read_actions(store, [0])[0][1] == "backward 3"
     for board in boards:
         board.close()
+
+
+def test_calls_with_a_timeout_while_the_interpreter_shuts_down(monkeypatch):
+    """Python 3.12 starts no thread then, so the thread that makes them is there before."""
+    def refuses(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    EXIT_THREAD.start()
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    assert call_with_timeout(lambda: 3) == 3
+    assert call_with_timeout(lambda: 1 // 0) is None
+    assert call_with_timeout(lambda: time.sleep(0.5), 0.01) is None
+    assert call_with_timeout(lambda: 4) == 4, "what took too long has ended"
 
 
 def test_boards_that_nobody_closed_do_not_bring_the_interpreter_down():
