@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import astuple
 from pathlib import Path
 
 from ranvier.pictures.figures import COLOURS, FAINT, INK
@@ -39,10 +38,10 @@ def limits_of(policy: Policy) -> Limits:
 
 def simulated(policy: Policy) -> Simulated:
     """One step with this policy."""
-    in_flight, deferred = astuple(limits_of(policy))
+    limits = limits_of(policy)
     stage = StageTimes(forward=FORWARD, backward=BACKWARD, weight=WEIGHT)
-    return simulate([stage] * STAGES, MICROBATCHES, policy, policy.in_flight(in_flight, MICROBATCHES), hop=MESSAGE,
-                    defer_bytes=list(deferred) if policy.defers else 0)
+    return simulate([stage] * STAGES, MICROBATCHES, policy, policy.in_flight(limits.in_flight, MICROBATCHES),
+                    hop=MESSAGE, defer_bytes=list(limits.deferred) if policy.defers else 0)
 
 
 def results() -> dict[str, Simulated]:

@@ -446,7 +446,8 @@ def _activations(run: ResolvedRun, costs: Sequence[BlockCost], layout: Layout, s
     found = activation_bytes(costs, segments, StoredMicrobatches(
         stage=stage, num_stages=num_stages, num_microbatches=run.num_microbatches,
         policy=policy_named(run.pipeline.policy), in_flight=limits.in_flight,
-        deferred=limits.deferred[layout.stages.rank_of(stage)], defer_bytes=run.pipeline.defer_bytes,
+        deferred=limits.deferred[layout.stages.rank_of(stage)], room=limits.room, per_rank=layout.stages.per_rank,
+        defer_bytes=run.pipeline.defer_bytes,
         update_in_backward=run.optim.update_in_backward), kept_again)
     if run.model.float8:  # all blocks but the model's first and last
         inner = costs[not stage:len(costs) - (stage == num_stages - 1)]

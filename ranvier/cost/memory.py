@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Literal
 
 from ranvier.config.resolve import ResolvedRun
@@ -75,12 +76,22 @@ class StoredMicrobatches:
     """Microbatches whose weight gradients may wait."""
     defer_bytes: int | Literal["auto"]
     update_in_backward: bool
+    room: int | None = None
+    """As of `Limits`."""
+    per_rank: int = 1
+    """Stages of a rank, which share the room."""
 
     @property
     def stored(self) -> int:
-        """Microbatches whose activations the stage stores at once."""
+        """Microbatches whose activations the stage stores at once. With `room` those whose products wait are among
+        them, and a stage has the share of an even flow (`Schedule.due`): the more, the earlier it is."""
         limit = self.policy.in_flight(self.in_flight, self.num_microbatches)
-        return min(self.policy.stored(limit, self.stage, self.num_stages), self.num_microbatches)
+        stored = min(self.policy.stored(limit, self.stage, self.num_stages), self.num_microbatches)
+        if self.room is None:
+            return stored
+        lag, mean_lag = (1 + self.in_flight * hops / self.num_stages
+                         for hops in (self.num_stages - 1 - self.stage, (self.num_stages - 1) / 2))
+        return min(stored, ceil(lag * max(1.0, self.room / (self.per_rank * mean_lag))))
 
 
 def activation_bytes(costs: Sequence[BlockCost], segments: Sequence[range], microbatches: StoredMicrobatches,
@@ -105,6 +116,8 @@ def activation_bytes(costs: Sequence[BlockCost], segments: Sequence[range], micr
         most = microbatches.num_microbatches - stored  # a microbatch is on its way or deferred, not both
         waiting = (min(most, microbatches.deferred) * operands
                    if microbatches.defer_bytes == "auto" else microbatches.defer_bytes)
+        if microbatches.room is not None:
+            waiting = stored * max(0, operands - outside)
     entering = costs[0].input_bytes if stage else 0
     leaving = costs[-1].output_bytes if stage < num_stages - 1 else 0
     return {"activations": stored * (outside + sum(costs[segment.start].input_bytes for segment in segments))

@@ -198,6 +198,8 @@ class PipelineNumbers:
     """Bound on what deferred products keep alive, of all ranks of a pipeline or of each."""
     at_once: int | None
     """Ranks of a pipeline that may compute at once, where ranks share cores."""
+    room: int | None
+    """As of `Limits`."""
 
 
 def step_pipeline(step: Step, cluster: Cluster) -> PipelineNumbers:
@@ -205,7 +207,7 @@ def step_pipeline(step: Step, cluster: Cluster) -> PipelineNumbers:
     made = _StepCost(step, cluster)
     times = tuple(made.times([made.stage(stage) for stage in range(len(step.stages))]))
     return PipelineNumbers(times=times, num_microbatches=made.count, way=made.way(), in_flight=step.limits.in_flight,
-                           defer_bytes=made.defer(times), at_once=made.at_once())
+                           defer_bytes=made.defer(times), at_once=made.at_once(), room=step.limits.room)
 
 
 def rank_threads(cluster: Cluster, mesh: Mesh) -> float:
@@ -272,7 +274,8 @@ class _StepCost:
         rows = [self.stage(stage) for stage in range(len(self.stages))]
         times = self.times(rows)
         passed = passage(times, self.count, step.policy, step.limits.in_flight, way=self.way(), exact=exact,
-                         defer_bytes=self.defer(times), cores=self.at_once(), placement=self.placement)
+                         defer_bytes=self.defer(times), cores=self.at_once(), placement=self.placement,
+                         room=step.limits.room)
         partial = (1.0 - self.last) * max(sum(rows[stage].microbatch_seconds for stage in held) for held in self.held)
         shared = self._shared_cores(rows)
         pipeline = max(passed.seconds - partial, shared)

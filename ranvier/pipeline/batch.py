@@ -47,7 +47,7 @@ class BatchRunner:
         in_flight: most microbatches of a replica under way.
         look_ahead: how far the host runs ahead of a CUDA device.
         defer_bytes: most bytes that deferred weight gradients keep alive; None for those of `deferred` microbatches,
-            as forwards show them.
+            as forwards show them. room: as of `RankSchedule`.
         nominal_weight: agrees on the expected weight of a batch before its first backward; None where nobody asks.
         takes_nominal_weight: whether that becomes what losses are divided by.
     """
@@ -55,12 +55,12 @@ class BatchRunner:
     def __init__(self, *, placement: StagePlacement, at: Coordinates, stages: RankStages, connections: Connections,
                  updater: Updater, statistics: BatchStatistics, timeline: Timeline, progress: Callable[[], None],
                  policy: Policy, in_flight: int, look_ahead: LookAhead, defer_bytes: int | None, deferred: int,
-                 nominal_weight: NominalWeight | None, takes_nominal_weight: bool) -> None:
+                 room: int | None, nominal_weight: NominalWeight | None, takes_nominal_weight: bool) -> None:
         self._at, self._stages, self._connections = at, stages, connections
         self._numbers, self._num_stages = placement.stages_of(at.pipe), placement.num_stages
         self._updater, self._statistics, self._timeline = updater, statistics, timeline
         self._progress, self._policy, self._in_flight = progress, policy, in_flight
-        self._look_ahead = look_ahead
+        self._look_ahead, self._room = look_ahead, room
         self._limits_follow = defer_bytes is None
         self.defer_bytes, self._deferred = defer_bytes or 0, deferred if defer_bytes is None else 0
         self._deferrable = [0] * len(stages)
@@ -68,9 +68,9 @@ class BatchRunner:
         self.nominal_weight, self._takes_nominal_weight = nominal_weight, takes_nominal_weight
         self._call = self._step = 0
 
-    def use_limits(self, in_flight: int, deferred: int) -> None:
+    def use_limits(self, in_flight: int, deferred: int, room: int | None) -> None:
         """Other limits from the next batch on. Bytes that were set stay."""
-        self._in_flight = in_flight
+        self._in_flight, self._room = in_flight, room
         if self._limits_follow:
             self._deferred, self.defer_bytes = deferred, deferred * sum(self._deferrable)
 
@@ -92,7 +92,7 @@ class BatchRunner:
             self._connections.tensor_mesh.whole_outputs = keep_outputs
         schedule = RankSchedule(
             stages=self._numbers, num_stages=self._num_stages, num_microbatches=len(batch), policy=self._policy,
-            in_flight=self._in_flight, training=training, defer_bytes=self.defer_bytes)
+            in_flight=self._in_flight, training=training, defer_bytes=self.defer_bytes, room=self._room)
         ran: list[Action] = []
         running: Action | None = None
         try:

@@ -241,6 +241,7 @@ class Engine:
             placement=placement, at=self.coordinates, stages=self._stages, connections=self._connections,
             updater=self._updater, statistics=self._statistics, timeline=self.timeline, progress=self._progress,
             policy=self._policy, in_flight=self.in_flight, deferred=self.limits.deferred[self.coordinates.pipe],
+            room=self.limits.room,
             look_ahead=LookAhead(settings.look_ahead, device=world.device, num_stages=placement.num_stages),
             defer_bytes=0 if self._updater.in_backward else defer_bytes,  # a waiting product holds a block's gradients
             nominal_weight=NominalWeight(self._connections.all) if dtype is torch.float16 else None,
@@ -315,7 +316,7 @@ class Engine:
         """From the next batch on have as much under way as `limits` says, the same on every rank. Gradients are the
         same to the bit."""
         self.limits = limits
-        self._runner.use_limits(limits.in_flight, limits.deferred[self.coordinates.pipe])
+        self._runner.use_limits(limits.in_flight, limits.deferred[self.coordinates.pipe], limits.room)
 
     def rank_of_outputs(self, replica: int = 0) -> int:
         """The first rank of that replica which has the last stage, and so what the model returns."""

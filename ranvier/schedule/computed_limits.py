@@ -6,6 +6,7 @@ that 1F1B needs for the same stages:
 
     in flight    1F1B's limit p, or up to 2 p
     deferred     per rank, as many microbatches as the rest of the memory holds, and the fastest step uses
+    room         with several stages on each rank: what these may hold, which decides what may run early
 
 What is told of the choice comes from the simulation that chooses, in which more memory never makes a step longer.
 """
@@ -21,6 +22,7 @@ from math import ceil, floor, inf, log10
 
 from ranvier.mesh import StagePlacement
 from ranvier.schedule.limits import Limits, rule_limits
+from ranvier.schedule.policies import MessageDriven
 from ranvier.schedule.schedule import Action, Policy
 from ranvier.schedule.simulator import PRODUCTS, StageTimes, simulate
 
@@ -189,6 +191,8 @@ def _best(case: _Case, memory: float, rule: Limits, given: int | None) -> Limits
 
 def _candidates(case: _Case, budget: float, given: int | None) -> list[_Candidate]:
     """Limits on the way from all products waiting to no more than the budget allows, for each number in flight."""
+    if case.placement.per_rank > 1 and isinstance(case.policy, MessageDriven):
+        return _candidates_with_room(case, budget, given)
     pipe, cap, found = case.placement.pipe, budget * case.bytes_under_1f1b(), list[_Candidate]()
     most = max(pipe, min(2 * pipe, case.count))
     share = 1.0 if case.placement.per_rank == 1 else 0.5  # of the excess; that of several stages depends on all ranks
@@ -196,18 +200,35 @@ def _candidates(case: _Case, budget: float, given: int | None) -> list[_Candidat
         limits = Limits(in_flight=in_flight, deferred=(most,) * pipe)
         for _ in range(_TRIES):
             made = _outcome(case, limits)
-            # What is used, and one more: times are not exactly those of the simulation, which stays the same.
-            limits = replace(limits, deferred=tuple(map(min, limits.deferred, (used + 1 for used in made.used))))
-            all_needs = made.needs(case, limits)
-            found.append(_Candidate(limits=limits, seconds=made.seconds, needs=max(all_needs)))
+            found.append(_candidate(case, limits, made))
+            limits = found[-1].limits
             if found[-1].needs <= cap:
                 break
             fewer = tuple(max(0, waiting - ceil(share * max(0.0, needs - cap) / operands)) if operands else waiting
-                          for waiting, needs, operands in zip(limits.deferred, all_needs, made.operands, strict=True))
+                          for waiting, needs, operands in zip(limits.deferred, made.needs(case, limits), made.operands,
+                                                              strict=True))
             if fewer == limits.deferred:
                 break
             limits = replace(limits, deferred=fewer)
     return found
+
+
+def _candidates_with_room(case: _Case, budget: float, given: int | None) -> list[_Candidate]:
+    """For each number in flight, from the room that the budget has for equal stages to what an even flow needs, with
+    which nothing could run early. Up to 2 p of few microbatches, too: the flow's intervals are theirs."""
+    pipe, num_stages, found = case.placement.pipe, case.placement.num_stages, list[_Candidate]()
+    for in_flight in range(pipe, 2 * pipe + 1, max(1, pipe // 4)) if given is None else [given]:
+        flow = ceil(in_flight * case.placement.per_rank / 2)
+        for room in range(max(flow, floor(budget * num_stages)), flow - 1, -max(1, num_stages // 8)):
+            limits = Limits(in_flight=in_flight, deferred=(room,) * pipe, room=room)
+            found.append(_candidate(case, limits, _outcome(case, limits)))
+    return found
+
+
+def _candidate(case: _Case, limits: Limits, made: _Outcome) -> _Candidate:
+    """With what is used, and one more: times are not exactly those of the simulation, which stays the same."""
+    limits = replace(limits, deferred=tuple(map(min, limits.deferred, (used + 1 for used in made.used))))
+    return _Candidate(limits=limits, seconds=made.seconds, needs=max(made.needs(case, limits)))
 
 
 _cached_candidates = lru_cache(maxsize=1024)(_candidates)
@@ -228,7 +249,7 @@ def _simulation(case: _Case, limits: Limits) -> _Outcome:
              for stage in case.stages]
     units = [sum(times[stage].alive_bytes for stage in case.placement.stages_of(rank)) for rank in range(len(ranks))]
     made = simulate(times, case.count, case.policy, limits.in_flight, placement=case.placement, jitter=_varied,
-                    hop=_HOP * case.placement.per_rank * max(stage.forward for stage in case.stages),
+                    hop=_HOP * case.placement.per_rank * max(stage.forward for stage in case.stages), room=limits.room,
                     defer_bytes=[unit * waiting for unit, waiting in zip(units, limits.deferred, strict=True)])
     # None before the first that trains has a backward.
     first = next((place for place, stage in enumerate(times) if stage.trains), len(times))

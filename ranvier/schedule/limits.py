@@ -14,11 +14,14 @@ class Limits:
     """What a pipeline may have under way.
 
     in_flight: microbatches of a replica between the first stage's forward and their return. deferred: per rank of a
-    replica's pipeline, the microbatches whose weight-gradient products (of all its stages) may wait.
+    replica's pipeline, the microbatches whose weight-gradient products (of all its stages) may wait. room: of a rank
+    with several stages, the microbatches that these may store or have products of, each stage's counted; what runs is
+    then what is due first (`RankSchedule`). None for no such bound.
     """
 
     in_flight: int
     deferred: tuple[int, ...]
+    room: int | None = None
 
     def given(self, in_flight: int | Literal["auto"], deferred: tuple[int, ...] | None) -> Limits:
         """With what a user has set in their place."""

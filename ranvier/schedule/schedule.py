@@ -12,7 +12,8 @@ products of one weight run in microbatch order under every policy, and sums agre
 
 What is ready follows from these rules alone; the policy (policies.py) picks among ready actions. A rank with several
 stages (`RankSchedule`) asks it for each of them, and of its answers runs a backward before a forward before a weight
-gradient, on the later stage first: that is nearer to freeing what is stored.
+gradient, on the later stage first: that is nearer to freeing what is stored. Where what they hold is bounded (`room`)
+it runs of what is ready what is due first.
 """
 
 from __future__ import annotations
@@ -103,6 +104,10 @@ class Policy(Protocol):
         """Most microbatches whose activations `stage` keeps at once, under that limit."""
 
 
+Due = tuple[int, bool]
+_NEVER: Due = (1 << 62, False)
+
+
 @dataclass(slots=True)
 class DeferBudget:
     """What the queued products of a rank keep alive, and may keep alive, in bytes."""
@@ -140,6 +145,11 @@ class Schedule:
     def queued_bytes(self) -> int:
         """What the queued products of its rank keep alive."""
         return self.budget.used
+
+    @property
+    def held(self) -> int:
+        """Microbatches that it stores, or that have queued products."""
+        return len(self._expects_backward) + len({microbatch for microbatch, _ in self._queue})
 
     @property
     def is_first(self) -> bool:
@@ -205,18 +215,22 @@ class Schedule:
         backward = self._backward()
         if backward is not None and backward.kind == "C":
             return backward  # a credit costs nothing and may free the stages before
-        ready = Ready(self._forward(), backward, self._weight(), self.stage, self.num_stages, self.num_microbatches,
+        ready = Ready(self._forward(), backward, self.weight(), self.stage, self.num_stages, self.num_microbatches,
                       self.forwards_done, self.returns_done, self.in_flight)
         chosen = self.policy.choose(ready)
-        if chosen is None:
-            return self._wait_or_done()
+        return self.wait_or_done() if chosen is None else self.with_room(chosen)
+
+    def with_room(self, chosen: Action) -> Action:
+        """`chosen`, or what has to run before it."""
         if chosen.kind == "B" and self.policy.defers and not chosen.defer and self._queue:
             # No room: the oldest products run first, for those of one weight must stay in microbatch order.
-            chosen = self._weight()
-            assert chosen is not None  # the queue has products
+            weight = self.weight()
+            assert weight is not None  # the queue has products
+            return weight
         return chosen
 
-    def _wait_or_done(self) -> Wait | Done:
+    def wait_or_done(self) -> Wait | Done:
+        """Where nothing runs."""
         if self.returns_done == self.num_microbatches:
             return Done()
         forward = self.forwards_done + len(self._arrived_forwards)
@@ -242,7 +256,8 @@ class Schedule:
         room = self.policy.defers and 0 < needed <= self.budget.limit - self.budget.used
         return Action("B", microbatch, defer=room, turn=self.turn)
 
-    def _weight(self) -> Action | None:
+    def weight(self) -> Action | None:
+        """The next queued product."""
         if not self._queue:
             return None
         if self.returns_done == self.num_microbatches:  # the last drain goes chunk by chunk in reduction order
@@ -250,6 +265,31 @@ class Schedule:
         else:
             microbatch, product = next(iter(self._queue))
         return Action("W", microbatch, product=product, turn=self.turn)
+
+    # ------------------------------------------------------------------ when it is due
+
+    def due(self, kind: ActionKind, microbatch: int) -> Due:
+        """When its forward or return should run, in an even flow with `in_flight` under way: microbatches begin every
+        2 `num_stages`, and are one stage further every `in_flight`. Of equals forwards are first."""
+        hops = self.stage if kind == "F" else 2 * (self.num_stages - 1) - self.stage
+        return 2 * self.num_stages * microbatch + self.in_flight * hops, kind != "F"
+
+    def next_due(self) -> Due:
+        """Of its forwards and returns that have not run, arrived or not."""
+        forward, back = self.forwards_done, self.returns_done
+        return min(self.due("F", forward) if forward < self.num_microbatches else _NEVER,
+                   self.due("B", back) if back < self.num_microbatches else _NEVER)
+
+    def forwards_due_before(self, due: Due) -> int:
+        """How many have not run."""
+        first, _ = self.due("F", 0)
+        before = -((first - due[0]) // (2 * self.num_stages))  # rounded up
+        return max(0, min(before, self.num_microbatches) - self.forwards_done)
+
+    def ready(self) -> list[tuple[Due, Action]]:
+        """Its next forward and its next return, where they have arrived."""
+        return [(self.due(action.kind, action.microbatch), action)
+                for action in (self._forward(), self._backward()) if action is not None]
 
     # ------------------------------------------------------------------ for people
 
@@ -264,12 +304,13 @@ _ORDER = {"C": 0, "B": 1, "F": 2, "W": 3}
 class RankSchedule:
     """The actions of all stages of one rank for one batch.
 
-    stages: by rising number; they share the budget of `defer_bytes`. Other arguments as of `Schedule`.
+    stages: by rising number; they share the budget of `defer_bytes`. room: in training, most microbatches that all of
+    them store or have queued products of, each stage's counted; None for no bound. Other arguments as of `Schedule`.
     """
 
     def __init__(self, *, stages: Sequence[int], num_stages: int, num_microbatches: int, policy: Policy, in_flight: int,
-                 training: bool = True, defer_bytes: int = 0) -> None:
-        self.budget = DeferBudget(defer_bytes)
+                 training: bool = True, defer_bytes: int = 0, room: int | None = None) -> None:
+        self.budget, self.room = DeferBudget(defer_bytes), room if training else None
         self.stages = {stage: Schedule(
             stage=stage, num_stages=num_stages, num_microbatches=num_microbatches, policy=policy, in_flight=in_flight,
             training=training, defer_bytes=self.budget, turn=turn) for turn, stage in enumerate(stages)}
@@ -287,6 +328,8 @@ class RankSchedule:
 
     def next_action(self) -> Action | Wait | Done:
         """The action to run now. Asking again without an event in between gives the same answer."""
+        if self.room is not None:
+            return self._first_due(self.room) or self._wait_or_done()
         chosen: Action | None = None
         waits: Wait | None = None
         for schedule in reversed(self._of_turn):
@@ -296,6 +339,35 @@ class RankSchedule:
             elif isinstance(answer, Action) and (chosen is None or _ORDER[answer.kind] < _ORDER[chosen.kind]):
                 chosen = answer
         return chosen or waits or Done()
+
+    def _first_due(self, room: int) -> Action | None:
+        """Of what is ready, what is due first; a forward only where there is room for it and all those due before it.
+
+        So a forward that runs early takes no room from one that is due, and what is due first of all on its rank, which
+        always runs, needs no more than the even flow does. It ends: what is due first on all ranks is ready, since what
+        it needs is due earlier. The more room, the more may run early.
+        """
+        held, weights = sum(one.held for one in self._of_turn), [one.weight() for one in reversed(self._of_turn)]
+        weight = next((action for action in weights if action is not None), None)
+        for due, action in sorted((each for one in self._of_turn for each in one.ready()), key=_when):
+            if action.kind != "F":
+                return self._of_turn[action.turn].with_room(action)
+            if held + sum(one.forwards_due_before(due) for one in self._of_turn) < room:
+                return action
+            if all(due <= one.next_due() for one in self._of_turn):
+                return weight or action
+        return weight
+
+    def _wait_or_done(self) -> Wait | Done:
+        waits = [each for one in reversed(self._of_turn) if isinstance(each := one.wait_or_done(), Wait)]
+        awaited = (each for each in waits if each.forward is not None or each.backward is not None)
+        return next(awaited, waits[0] if waits else Done())
+
+
+def _when(ready: tuple[Due, Action]) -> tuple[bool, Due]:
+    """Credits first: they cost nothing and may free the stages before."""
+    due, action = ready
+    return action.kind != "C", due
 
 
 def actions_text(actions: Sequence[Action]) -> str:

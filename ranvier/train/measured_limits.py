@@ -109,4 +109,5 @@ def with_limits(run: ResolvedRun, limits: Limits) -> ResolvedRun:
 def limits_text(limits: Limits) -> str:
     """The limits in words."""
     return (f"{limits.in_flight} microbatches may be in flight, and by rank the weight gradients of "
-            f"{', '.join(map(str, limits.deferred))} deferred")
+            f"{', '.join(map(str, limits.deferred))} deferred"
+            + ("" if limits.room is None else f", {limits.room} held by the stages of a rank"))

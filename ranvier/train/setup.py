@@ -132,6 +132,7 @@ def settings_text(run: ResolvedRun, engine: Engine, world: World, data: Prepared
         "pipeline": f"{run.pipeline.policy}, at most {engine.in_flight} microbatches in flight"
                     + (f", weight gradients of {', '.join(map(str, engine.limits.deferred))} deferred"
                        if any(engine.limits.deferred) and run.pipeline.defer_bytes == "auto" else "")
+                    + ("" if engine.limits.room is None else f", {engine.limits.room} held by the stages of a rank")
                     + ("" if run.memory.recompute == "none" else f", checkpoints: {run.memory.recompute}"),
         **({"tensor mesh": tensor_text(run)} if run.mesh.stage_size > 1 else {}),
         "optimizer": optimizer_text(run),

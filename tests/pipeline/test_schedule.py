@@ -1,6 +1,7 @@
 """The schedule without tensors: random pipelines, known answers, and what it says when it is told nonsense."""
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings
@@ -61,6 +62,83 @@ def test_ranks_with_several_stages_end_in_order_and_within_their_bounds(pipeline
         run = simulate(stages, microbatches, policy, hop=lambda source, destination: chance.random(),
                        jitter=lambda stage, action: chance.uniform(0.0, 3.0), placement=placement, **options)
     check_run(run, stages, microbatches, policy, placement=placement, **options)
+
+
+def held_at_most(run, stages, placement):
+    """Per rank, the most microbatches that its stages store or have products of."""
+    most = []
+    for rank, spans in enumerate(run.actions):
+        held, peak, products = 0, 0, {}
+        for action, _, _ in spans:
+            match action.kind:
+                case "F":
+                    held += 1
+                case "B" | "C":
+                    products[action.turn, action.microbatch] = stages[placement.stages_of(rank)[action.turn]].products
+                    held -= not action.defer
+                case "W":
+                    products[action.turn, action.microbatch] -= 1
+                    held -= not products[action.turn, action.microbatch]
+            peak = max(peak, held)
+        most.append(peak)
+    return most
+
+
+def held_in_order(placement, microbatches, in_flight):
+    """Per rank, the most that its stages store where all run exactly when they are due."""
+    made = [Schedule(stage=stage, num_stages=placement.num_stages, num_microbatches=microbatches,
+                     policy=MessageDriven(), in_flight=in_flight) for stage in range(placement.num_stages)]
+    most = []
+    for rank in range(placement.pipe):
+        events = sorted((made[stage].due(kind, number), change) for stage in placement.stages_of(rank)
+                        for number in range(microbatches) for kind, change in (("F", 1), ("B", -1)))
+        most.append(max(accumulate((change for _, change in events), initial=0)))
+    return most
+
+
+@settings(max_examples=150, deadline=None)
+@given(pipelines(), st.integers(1, 4), st.integers(0, 40), st.sampled_from(["v-shape", "interleaved"]),
+       st.randoms(use_true_random=False))
+def test_what_is_due_first_ends_in_order_and_within_the_room(pipeline, pipe, room, how, chance):
+    """Whatever actions and messages take and whatever trains. What all need that run when they are due is exceeded only
+    by what there is room for."""
+    stages, microbatches, options = pipeline
+    placement = StagePlacement(pipe=pipe, per_rank=max(1, len(stages) // pipe), how=how)
+    stages = [stages[number % len(stages)] for number in range(placement.num_stages)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulator, "RankSchedule", AskedTwice)
+        run = simulate(stages, microbatches, MessageDriven(), hop=lambda source, destination: chance.random(),
+                       jitter=lambda stage, action: chance.uniform(0.0, 3.0), placement=placement, room=room, **options)
+    check_run(run, stages, microbatches, MessageDriven(), placement=placement, **options)
+    if options["training"] and all(stage.trains for stage in stages):
+        in_order = held_in_order(placement, microbatches, options["in_flight"])
+        assert all(held <= max(room, least) for held, least in zip(
+            held_at_most(run, stages, placement), in_order, strict=True))
+
+
+def test_an_even_flow_alternates_as_zb_v_does():
+    """Equal stages, as many in flight as there are: each rank has a forward, a backward and a weight gradient in turn
+    once it is full, within 1F1B's memory."""
+    placement = StagePlacement(pipe=4, per_rank=2)
+    assert [max(held_in_order(placement, 16, in_flight)) for in_flight in (4, 6, 8)] == [4, 6, 8]
+    run = simulate([EQUAL] * 8, 16, MessageDriven(), 8, placement=placement, defer_bytes=1 << 40, room=8)
+    assert max(held_at_most(run, [EQUAL] * 8, placement)) == 8
+    assert "F5 B0 W0 F4.1 B2.1 W2.1 F6 B1 W1 F5.1 B3.1 W3.1 F7 B2 W2" in text(run, 2), text(run, 2)
+    assert run.seconds <= 1.021 * (6 * 16 + 3), "only the way to the last rank is lost, and little more"
+
+
+def test_a_forward_that_is_due_later_leaves_room():
+    """Two ranks, four stages: with three held the first stage's next forward waits, for a forward of the last stage is
+    due before it; the weight gradient runs."""
+    rank = RankSchedule(stages=(0, 3), num_stages=4, num_microbatches=4, policy=MessageDriven(), in_flight=4,
+                        defer_bytes=100, room=3)
+    done = dict(expects_backward=True, deferrable_bytes=10)
+    for number in range(2):
+        assert rank.next_action() == Action("F", number)
+        rank.on_done(Action("F", number), **done)
+    assert rank.next_action() == Wait(forward=0, backward=None, stage=3), "F2 is due after F0 of stage 3"
+    rank.on_message("forward", 0, 3)
+    assert rank.next_action() == Action("F", 0, turn=1)
 
 
 def test_stages_of_a_placement():

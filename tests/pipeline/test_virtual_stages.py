@@ -2,6 +2,7 @@
 
 import json
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -26,9 +27,11 @@ from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.count import laid_out
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
+from ranvier.pipeline.engine import Engine
 from ranvier.planner.candidates import predict
 from ranvier.planner.plan import plan, simulation
 from ranvier.planner.work import Work
+from ranvier.schedule.limits import Limits
 from ranvier.testing.ranks import run_ranks
 from ranvier.train.loop import train as train_run
 from tests.checkpoint import anywhere
@@ -72,6 +75,13 @@ def test_all_policies_agree_to_the_bit():
     batches = tokens([[2, 1, 2, 1, 2, 2]])
     found = [gradients_on(small_gpt, batches, Mesh(pipe=2), pipeline=several(policy=policy, defer_bytes=defer_bytes))
              for policy, defer_bytes in (("message-driven", 0), ("message-driven", 1 << 30), ("gpipe", 0))]
+    for room in (1, 4, 6):
+        limits = Limits(in_flight=4, deferred=(4, 4), room=room)
+        found.append(gradients_on(small_gpt, batches, Mesh(pipe=2), also=partial(Engine.use_limits, limits=limits),
+                                  pipeline=several()))
+    found.append(gradients_on(small_gpt, batches, Mesh(pipe=2), also=lambda engine: engine.limits.room,
+                              sample=batches[0][0], pipeline=several()))
+    assert all(found[-1].others), "a bound that was chosen by simulation"
     for name, gradient in found[0].gradients.items():
         assert all(torch.equal(gradient, other.gradients[name]) for other in found[1:]), name
 
