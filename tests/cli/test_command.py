@@ -154,7 +154,8 @@ def test_training_leaves_its_results_in_its_folder_only(tmp_path, corpus):
     assert (found.run.comm.transport, found.run.pipeline.in_flight) == ("torch", 2)
     assert isinstance(found.run.launch.threads, int)
 
-    again = ranvier("train", run_dir / "run.toml", "--mesh.pipe", 1, "--pipeline.boundaries", "none", cwd=tmp_path)
+    again = ranvier("train", run_dir / "run.toml", "--mesh.pipe", 1, "--pipeline.boundaries", "none",
+                    "--pipeline.deferred", "none", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     (second,) = set((tmp_path / "runs").iterdir()) - {run_dir}
     assert second.name.startswith(f"{run_dir.name}-")
