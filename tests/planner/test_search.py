@@ -9,7 +9,7 @@ import pytest
 from ranvier.cli import check
 from ranvier.cli.main import run_command
 from ranvier.config import read
-from ranvier.config.resolve import ResolvedRun
+from ranvier.config.resolve import ResolvedRun, resolve
 from ranvier.config.run import Batch, MeshSettings, Run, Transformer
 from ranvier.cost.blocks import BlockCost
 from ranvier.cost.cluster_files import load_cluster
@@ -206,7 +206,7 @@ def test_a_model_that_is_far_too_large_is_told_what_would_work():
     sparing = replace(run, precision="bf16", mesh=mesh, batch=replace(run.batch, global_size=64, microbatch_size=1),
                       memory=replace(run.memory, recompute="auto"), optim=replace(run.optim, offload="none"),
                       pipeline=replace(run.pipeline, defer_bytes=0))
-    assert predict(sparing, replace(load_cluster("laptop"), nodes=nodes)).fits
+    assert predict(resolve(sparing), replace(load_cluster("laptop"), nodes=nodes)).fits
 
 
 @pytest.mark.slow
