@@ -104,8 +104,7 @@ def agree(policy, in_flight, defer_bytes, delays):
     assert deferred == (policy.defers and defer_bytes == "auto")
     assert {edge: len(each) for edge, each in delays.items()} == dict.fromkeys(LATENCY, 16)
     second = {edge: iter(each[8:]) for edge, each in delays.items()}
-    stages = [StageTimes(forward=1.0, backward=1.0, weight=deferred, alive_bytes=alive)
-              for deferred, alive in ((0.0, 1), (float(deferred), 1), (0.0, 0))]  # a model's last block never waits
+    stages = [StageTimes(forward=1.0, backward=1.0, weight=weight) for weight in (0.0, *[float(deferred)] * 2)]
     simulated = simulate(stages, 8, policy_named(policy), limit, hop=lambda *edge: next(second[edge]),
                          jitter=lambda stage, action: recorded[stage][str(action)], defer_bytes=defer_bytes)
     for stage, actions in enumerate(simulated.actions):
