@@ -391,8 +391,8 @@ def test_a_command_that_runs_out_of_memory(tiny):
 @pytest.mark.parametrize("transport", ["torch", MPI])
 def test_a_command_whose_rank_hangs(tiny, transport):
     """The other rank names it, and it is ended although it does not listen to signals."""
-    done = command("--fault", "stop:rank=1,call=150", "--", *tiny, "--comm.transport", transport,
-                   "--comm.timeout-seconds", "3")
+    done = command("--fault", "stop:rank=1,message=60", "--", *tiny, "--comm.transport", transport,
+                   "--comm.timeout-seconds", "3", "--launch.stopped-seconds", "0")
     assert done.returncode == 2
     assert re.search(r"comm.timeout-seconds: a message did not come\npipe 0 waits \d s for .* from pipe 1, which is ",
                      done.stderr), done.stderr
