@@ -285,7 +285,7 @@ def test_the_optimizer_in_words(corpus, tmp_path, changed, text):
     run = tiny(corpus, tmp_path / "run", optim=Optim(**changed), precision="bf16",
                train=Train(steps=1, sample_tokens=0))
     _, printed = run_all(run)
-    assert text in printed
+    assert text in " ".join(printed.split())
     written = tomllib.loads((tmp_path / "run" / "run.toml").read_text())
     assert written["optim"]["reduce_dtype"] == "half" and written["precision"] == "bf16"
 
