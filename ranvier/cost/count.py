@@ -28,7 +28,7 @@ from ranvier.config.resolve import bucket_size as resolve_bucket_size
 from ranvier.config.rules import looks_before_update
 from ranvier.config.run import Optim
 from ranvier.cost.blocks import BlockCost
-from ranvier.cost.limits import MemoryChoice, memory_choices, run_limits
+from ranvier.cost.limits import MemoryChoice, memory_choices, run_limits, stages_at_peak
 from ranvier.cost.memory import KEPT_STEPS, RankMemory, StoredMicrobatches, activation_bytes, checkpoint_bytes
 from ranvier.layout import Chunking, Layout
 from ranvier.mesh import Coordinates
@@ -96,6 +96,7 @@ def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, 
     needs: what earlier predictions for the same model on the same tensor mesh found, to which this one adds."""
     found: list[RankMemory] = []
     known, limits = {} if needs is None else needs, _limits(run, layout, stages.costs)
+    peaks = _stages_at_peak(run, layout, stages.costs, limits)
     on_mesh = run.mesh.stage_size > 1 and stages.costs
     buffers, passing, kept = _tensor_mesh(run, model, stages, layout, known) if on_mesh else ({}, {}, {})
     for pipe in range(run.mesh.pipe):
@@ -111,7 +112,8 @@ def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, 
         if stages.costs:
             copies = memory["device"].pop("workspace")  # when all backwards have run
             memory["device"] |= _together(run, [
-                _activations(run, costs, layout, stage, segments, kept, limits) for stage, costs, segments, _ in held])
+                _activations(run, costs, layout, stage, segments, kept, limits, None if peaks is None else peaks[stage])
+                for stage, costs, segments, _ in held])
             memory["device"]["workspace"] = max(copies, memory["device"]["workspace"])
         if buffers:
             memory["device"]["tensor mesh"] = buffers[pipe]
@@ -400,12 +402,25 @@ def _block_needs(run: ResolvedRun, part: Model, mesh: TensorMesh, name: str, sta
                        state=tree_map(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), state))
 
 
+def _stage_costs(layout: Layout, costs: Sequence[BlockCost]) -> list[Sequence[BlockCost]]:
+    return [costs[blocks.start:blocks.stop] for blocks in map(layout.blocks, range(layout.stages.num_stages))]
+
+
+def _stages_at_peak(run: ResolvedRun, layout: Layout, costs: Sequence[BlockCost] | None, limits: Limits
+                    ) -> tuple[tuple[int, float], ...] | None:
+    """What each stage has at its rank's peak, where that is simulated."""
+    if costs is None:
+        return None
+    counted = _stage_costs(layout, costs)
+    return stages_at_peak(run, counted, limits, recomputed_runs(run, counted))
+
+
 def _limits(run: ResolvedRun, layout: Layout, costs: Sequence[BlockCost] | None) -> Limits:
     """What the pipeline may have under way. costs: of all blocks; None for the rule without them."""
-    stages = [layout.blocks(stage) for stage in range(layout.stages.num_stages)]
     if costs is not None:
-        counted = [costs[blocks.start:blocks.stop] for blocks in stages]
+        counted = _stage_costs(layout, costs)
         return run_limits(run, counted, recomputed_runs(run, counted))
+    stages = [layout.blocks(stage) for stage in range(layout.stages.num_stages)]
     trained = {parameter.block for parameter in layout.parameters if parameter.trainable}
     rule = rule_limits([not trained.isdisjoint(blocks) for blocks in stages], layout.stages)
     return rule.given(run.pipeline.in_flight, run.pipeline.deferred)
@@ -439,16 +454,16 @@ def _segments(run: ResolvedRun, model: Model, blocks: Sequence[str], costs: Sequ
 
 
 def _activations(run: ResolvedRun, costs: Sequence[BlockCost], layout: Layout, stage: int, segments: Sequence[range],
-                 kept_again: Mapping[str, int], limits: Limits) -> dict[str, int]:
+                 kept_again: Mapping[str, int], limits: Limits, at_peak: tuple[int, float] | None = None
+                 ) -> dict[str, int]:
     """What the microbatches under way keep alive on a stage of these blocks. kept_again: block ->
-    what it keeps when it is recomputed, where that differs."""
+    what it keeps when it is recomputed, where that differs. at_peak: as of `StoredMicrobatches`."""
     num_stages = layout.stages.num_stages
     found = activation_bytes(costs, segments, StoredMicrobatches(
         stage=stage, num_stages=num_stages, num_microbatches=run.num_microbatches,
         policy=policy_named(run.pipeline.policy), in_flight=limits.in_flight,
-        deferred=limits.deferred[layout.stages.rank_of(stage)], room=limits.room, per_rank=layout.stages.per_rank,
-        defer_bytes=run.pipeline.defer_bytes,
-        update_in_backward=run.optim.update_in_backward), kept_again)
+        deferred=limits.deferred[layout.stages.rank_of(stage)], defer_bytes=run.pipeline.defer_bytes,
+        update_in_backward=run.optim.update_in_backward, at_peak=at_peak), kept_again)
     if run.model.float8:  # all blocks but the model's first and last
         inner = costs[not stage:len(costs) - (stage == num_stages - 1)]
         found["workspace"] += max((float8.working_bytes(*product, DTYPES[run.precision].itemsize) for cost in inner

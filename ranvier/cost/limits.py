@@ -63,6 +63,15 @@ def run_limits(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments
                            num_microbatches=run.num_microbatches)
 
 
+def stages_at_peak(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], limits: Limits, segments: Segments = ()
+                   ) -> tuple[tuple[int, float], ...] | None:
+    """`Prediction.at_peak`, where a rank's stages share the memory of the microbatches (`Limits.room`)."""
+    if limits.room is None:
+        return None
+    return predicted(_loads_of(run, stages, segments), policy_named(run.pipeline.policy), limits, run.placement,
+                     run.num_microbatches).at_peak
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryChoice:
     """The limits for one value of `pipeline.memory`, and what comes of them (`Prediction`), of so many simulated

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil
 from typing import Literal
 
 from ranvier.config.resolve import ResolvedRun
@@ -76,22 +75,22 @@ class StoredMicrobatches:
     """Microbatches whose weight gradients may wait."""
     defer_bytes: int | Literal["auto"]
     update_in_backward: bool
-    room: int | None = None
-    """As of `Limits`."""
-    per_rank: int = 1
-    """Stages of a rank, which share the room."""
+    at_peak: tuple[int, float] | None = None
+    """Of a simulation: the microbatches that the stage stores when its rank needs most, and how many others' weight
+    gradients wait then."""
 
     @property
     def stored(self) -> int:
-        """Microbatches whose activations the stage stores at once. With `room` those whose products wait are among
-        them, and a stage has the share of an even flow (`Schedule.due`): the more, the earlier it is."""
+        """Microbatches whose activations the stage stores at once."""
+        if self.at_peak is not None:
+            return self.at_peak[0]
         limit = self.policy.in_flight(self.in_flight, self.num_microbatches)
-        stored = min(self.policy.stored(limit, self.stage, self.num_stages), self.num_microbatches)
-        if self.room is None:
-            return stored
-        lag, mean_lag = (1 + self.in_flight * hops / self.num_stages
-                         for hops in (self.num_stages - 1 - self.stage, (self.num_stages - 1) / 2))
-        return min(stored, ceil(lag * max(1.0, self.room / (self.per_rank * mean_lag))))
+        return min(self.policy.stored(limit, self.stage, self.num_stages), self.num_microbatches)
+
+    @property
+    def waiting(self) -> float:
+        """Others whose weight gradients wait."""
+        return min(self.num_microbatches - self.stored, self.deferred) if self.at_peak is None else self.at_peak[1]
 
 
 def activation_bytes(costs: Sequence[BlockCost], segments: Sequence[range], microbatches: StoredMicrobatches,
@@ -113,11 +112,8 @@ def activation_bytes(costs: Sequence[BlockCost], segments: Sequence[range], micr
     if microbatches.policy.defers and not microbatches.update_in_backward:
         operands = operand_bytes([cost for place, cost in enumerate(costs) if place not in inside],
                                  ends_model=stage == num_stages - 1)
-        most = microbatches.num_microbatches - stored  # a microbatch is on its way or deferred, not both
-        waiting = (min(most, microbatches.deferred) * operands
-                   if microbatches.defer_bytes == "auto" else microbatches.defer_bytes)
-        if microbatches.room is not None:
-            waiting = stored * max(0, operands - outside)
+        waiting = (round(microbatches.waiting * operands) if microbatches.defer_bytes == "auto"
+                   else microbatches.defer_bytes)
     entering = costs[0].input_bytes if stage else 0
     leaving = costs[-1].output_bytes if stage < num_stages - 1 else 0
     return {"activations": stored * (outside + sum(costs[segment.start].input_bytes for segment in segments))

@@ -83,10 +83,12 @@ def computed_limits(stages: Sequence[StageLoad], policy: Policy, *, memory: floa
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
     """Of the simulation that chooses. bubble_fraction: share of all ranks' time in which they wait. memory: the peak of
-    the rank that needs most, relative to that of 1F1B with one stage on each rank."""
+    the rank that needs most, relative to that of 1F1B with one stage on each rank. at_peak: of each stage the
+    microbatches that it stores at its rank's peak, and how many others' weight gradients wait."""
 
     bubble_fraction: float
     memory: float
+    at_peak: tuple[tuple[int, float], ...]
 
 
 def predicted(stages: Sequence[StageLoad], policy: Policy, limits: Limits, placement: StagePlacement | None = None,
@@ -96,7 +98,8 @@ def predicted(stages: Sequence[StageLoad], policy: Policy, limits: Limits, place
     case = _Case(stages=_rounded(stages), policy=policy, placement=placement,
                  count=simulated_microbatches(placement.pipe, num_microbatches))
     made = _outcome(case, limits)
-    return Prediction(bubble_fraction=made.bubble_fraction, memory=max(made.peak) / (case.bytes_under_1f1b() or 1.0))
+    return Prediction(bubble_fraction=made.bubble_fraction, at_peak=made.at_peak,
+                      memory=max(made.peak) / (case.bytes_under_1f1b() or 1.0))
 
 
 def simulated_microbatches(pipe: int, num_microbatches: int | None = None) -> int:
@@ -143,7 +146,8 @@ class _Case:
 class _Outcome:
     """Of a simulation; of each rank the most of what it has at once.
 
-    kept: bytes, with what microbatches store. peak: likewise, and with the deferred products that there are then.
+    kept: bytes, with what microbatches store. peak: likewise, and with the deferred products that there are then;
+    at_peak: as of `Prediction`.
     operands: bytes of the deferred products of one microbatch. used: microbatches whose products wait.
     """
 
@@ -151,6 +155,7 @@ class _Outcome:
     bubble_fraction: float
     kept: tuple[float, ...]
     peak: tuple[float, ...]
+    at_peak: tuple[tuple[int, float], ...]
     operands: tuple[float, ...]
     used: tuple[int, ...]
 
@@ -259,6 +264,7 @@ def _simulation(case: _Case, limits: Limits) -> _Outcome:
     return _Outcome(seconds=made.seconds, bubble_fraction=max(0.0, 1.0 - work / made.seconds) if made.seconds else 0.0,
                     kept=tuple(own + most / _UNIT for own, most in zip(fixed, made.most_kept_bytes, strict=True)),
                     peak=tuple(own + most / _UNIT for own, most in zip(fixed, made.most_alive_bytes, strict=True)),
+                    at_peak=made.at_most_alive,
                     operands=tuple(unit / _UNIT for unit in units),
                     used=tuple(-(-queued // unit) if unit else 0
                                for queued, unit in zip(made.most_queued_bytes, units, strict=True)))

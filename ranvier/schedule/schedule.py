@@ -147,6 +147,11 @@ class Schedule:
         return self.budget.used
 
     @property
+    def num_queued(self) -> int:
+        """Its queued products."""
+        return len(self._queue)
+
+    @property
     def held(self) -> int:
         """Microbatches that it stores, or that have queued products."""
         return len(self._expects_backward) + len({microbatch for microbatch, _ in self._queue})

@@ -55,6 +55,7 @@ class Simulated:
     most_stored: per stage, the most microbatches between forward and return at once. most_queued_bytes: per rank, the
     most that its deferred products kept alive at once. most_kept_bytes: per rank, the most that microbatches kept
     between forward and return at once, on all its stages. most_alive_bytes: per rank, the most of both at once.
+    at_most_alive: per stage at that time, the microbatches between forward and return, and those with queued products.
     """
 
     seconds: float
@@ -63,6 +64,7 @@ class Simulated:
     most_queued_bytes: tuple[int, ...]
     most_kept_bytes: tuple[float, ...]
     most_alive_bytes: tuple[float, ...]
+    at_most_alive: tuple[tuple[int, float], ...]
 
     @property
     def bubble_fraction(self) -> float:
@@ -104,6 +106,7 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
     log: list[list[tuple[Action, float, float]]] = [[] for _ in ranks]
     most_stored, most_queued = [0] * depth, [0 for _ in ranks]
     most_kept, most_alive = [0.0 for _ in ranks], [0.0 for _ in ranks]
+    at_most_alive = [(0, 0.0)] * depth
     edge_free: dict[tuple[int, int], float] = {}
     arrived: dict[tuple[int, int], float] = {}
     without_core: deque[int] = deque()
@@ -157,7 +160,10 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
         most_queued[rank] = max(most_queued[rank], schedule.budget.used)
         kept = sum(stages[each].kept_bytes * count for each, count in stored.items())
         most_kept[rank] = max(most_kept[rank], kept)
-        most_alive[rank] = max(most_alive[rank], kept + schedule.budget.used)
+        if kept + schedule.budget.used > most_alive[rank]:
+            most_alive[rank] = kept + schedule.budget.used
+            for each, one in schedule.stages.items():
+                at_most_alive[each] = stored[each], one.num_queued / stages[each].products
 
     now = 0.0
     for rank in ranks:
@@ -182,4 +188,4 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
     return Simulated(seconds=max((stop for rank in log for _, _, stop in rank), default=0.0),
                      actions=tuple(map(tuple, log)), most_stored=tuple(most_stored),
                      most_queued_bytes=tuple(most_queued), most_kept_bytes=tuple(most_kept),
-                     most_alive_bytes=tuple(most_alive))
+                     most_alive_bytes=tuple(most_alive), at_most_alive=tuple(at_most_alive))

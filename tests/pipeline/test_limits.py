@@ -11,7 +11,6 @@ from ranvier.config.resolve import resolve
 from ranvier.config.run import Batch, Elastic, Memory, Pipeline, Run, Transformer
 from ranvier.cost.count import laid_out, recomputed_runs
 from ranvier.cost.limits import memory_choices, run_limits
-from ranvier.cost.memory import StoredMicrobatches
 from ranvier.elastic.freezing import NONE_FROZEN
 from ranvier.mesh import Mesh, StagePlacement
 from ranvier.models import families
@@ -132,18 +131,6 @@ def test_where_the_rule_holds():
     assert computed_limits([load()], MessageDriven(), memory=2.0) == rule_limits([True])
     assert computed_limits([load(trains=False)] * 2, MessageDriven(), memory=2.0) == rule_limits([False] * 2)
     assert computed_limits(stages, MessageDriven(), memory=2.0, in_flight=7).in_flight == 7
-
-
-def test_stages_share_the_room_as_in_an_even_flow():
-    """With 8 in flight on 4 ranks of two stages: 8 and 1, 7 and 2, 6 and 3, 5 and 4."""
-    def stored(room, in_flight=8, count=16):
-        return [StoredMicrobatches(
-            stage=stage, num_stages=8, num_microbatches=count, policy=MessageDriven(), in_flight=in_flight, deferred=3,
-            defer_bytes="auto", update_in_backward=False, room=room, per_rank=2).stored for stage in range(8)]
-
-    assert stored(9) == stored(4) == [8, 7, 6, 5, 4, 3, 2, 1], "what an even flow needs runs with any room"
-    assert stored(12, in_flight=4) == [4, 4, 4, 4, 4, 4, 4, 1], "room for more than that"
-    assert stored(9, count=4) == [4, 4, 4, 4, 4, 3, 2, 1] and stored(None) == [8] * 7 + [1]
 
 
 def test_only_the_message_driven_policy_of_several_stages_has_room():
