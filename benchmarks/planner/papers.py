@@ -28,6 +28,7 @@ from ranvier.cost.blocks import BlockCost
 from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.collectives import placed, received_seconds
 from ranvier.cost.count import laid_out
+from ranvier.cost.device_overhead import usable_bytes
 from ranvier.cost.hardware import Cluster
 from ranvier.cost.run_cost import run_cost
 from ranvier.cost.step import Cost, StageCost
@@ -168,7 +169,7 @@ class Papers:
         _, memory = laid_out(run)
         device = self.summit.device
         worst = max(entry.device_bytes for entry in memory)
-        room = device.memory_bytes - device.reserved_bytes
+        room = usable_bytes(device)
         return f"{worst / 2**30:.1f} of {room / 2**30:.1f} GiB" if worst > room else None
 
     def axonn_rows(self, others: bool = True) -> Iterator[Row]:

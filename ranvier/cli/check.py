@@ -13,6 +13,7 @@ from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Run
 from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.count import laid_out, memory_curve
+from ranvier.cost.device_overhead import usable_bytes
 from ranvier.cost.hardware import Cluster
 from ranvier.cost.limits import MemoryChoice
 from ranvier.cost.memory import PROCESS_BYTES, RankMemory, remedies
@@ -110,7 +111,7 @@ def _too_small(run: ResolvedRun, cluster: Cluster, memory: Sequence[RankMemory])
 
 
 def _cluster_line(cluster: Cluster, memory: Sequence[RankMemory]) -> str:
-    usable = (cluster.device.memory_bytes - cluster.device.reserved_bytes) / 2**20
+    usable = usable_bytes(cluster.device) / 2**20
     needed = max(entry.device_bytes for entry in memory) / 2**20
     host = f"; a node has {cluster.host.memory_bytes / 2**20:,.0f} MiB of host memory"
     if cluster.device.cores is not None:

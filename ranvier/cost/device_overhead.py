@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ranvier.cost.hardware import Device
 from ranvier.cost.memory import RankMemory
 
 ALLOCATOR_SHARE = 0.05
@@ -25,3 +26,10 @@ def with_overhead(entry: RankMemory, *, context: bool = False) -> RankMemory:
     more = {"allocator": round(ALLOCATOR_SHARE * entry.device_bytes),
             "context and libraries": LIBRARY_BYTES + (CONTEXT_BYTES if context else 0)}
     return replace(entry, device={**entry.device, **more})
+
+
+def usable_bytes(device: Device) -> int:
+    """What the tensors of a rank may need of a device, so that a plan that fills it is one that starts: of what is not
+    reserved, all but the allocator's share."""
+    free_bytes = device.memory_bytes - device.reserved_bytes
+    return free_bytes if device.cores is not None else int(free_bytes / (1 + ALLOCATOR_SHARE))

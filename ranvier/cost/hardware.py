@@ -88,7 +88,8 @@ class Device:
     operation_seconds: Seconds = 5e-6
     """What one operation takes beside its numbers: its start."""
     reserved_bytes: Annotated[int, Ge(0), Le(10**18), _Number] = 0
-    """Memory that driver, libraries and fragments take of the device's."""
+    """Memory that driver, context and libraries take of the device's. What the allocator holds beyond tensors is
+    counted beside it (`device_overhead.usable_bytes`)."""
     cores: Cores | None = None
     """Of a CPU as the device: cores that the ranks of one node share. A rank computes with as many as it has threads;
     `rates` and `memory_bandwidth` are those of one core. None where each rank has a device of its own."""

@@ -17,6 +17,7 @@ from ranvier.config.other_mesh import on_mesh
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.task_form import form_of
 from ranvier.cost.blocks import BlockCost
+from ranvier.cost.device_overhead import usable_bytes
 from ranvier.cost.hardware import Cluster
 from ranvier.cost.run_cost import run_cost
 from ranvier.elastic.auto_pipe import CandidateStage
@@ -295,7 +296,7 @@ class _PredictedRun:
                 return found(place.stage, place.start, place.stop)
             return of
 
-        return StageMemory(limit_bytes=device.memory_bytes - device.reserved_bytes, needed=needed)
+        return StageMemory(limit_bytes=usable_bytes(device), needed=needed)
 
     # ------------------------------------------------------------------ microbatches
 

@@ -10,6 +10,7 @@ from typing import Literal
 
 from ranvier.config.resolve import Facts, ResolvedRun, resolve
 from ranvier.config.run import Run
+from ranvier.cost.device_overhead import usable_bytes
 from ranvier.cost.hardware import Cluster
 from ranvier.cost.mesh_shape import divisors
 from ranvier.cost.step import Cost
@@ -76,7 +77,7 @@ def _share_needed(found: Candidate, cluster: Cluster) -> tuple[float, int]:
                     for name in ("device_bytes", "host_bytes"))
     of_host = cluster.devices_per_node / cluster.host.memory_bytes
     share = (device + host) * of_host if cluster.device.cores is not None else max(
-        device / (cluster.device.memory_bytes - cluster.device.reserved_bytes), host * of_host)
+        device / usable_bytes(cluster.device), host * of_host)
     return share, found.run.batch.microbatch_size
 
 

@@ -14,6 +14,7 @@ from ranvier.config.rules import check_boundaries
 from ranvier.cost.blocks import BlockCost
 from ranvier.cost.count import Needs, device_bytes_of_stages, device_kind
 from ranvier.cost.count import predict as predict_memory
+from ranvier.cost.device_overhead import usable_bytes
 from ranvier.cost.hardware import Cluster
 from ranvier.cost.memory import PROCESS_BYTES, RankMemory, too_large
 from ranvier.errors import ConfigError, RanvierError
@@ -135,7 +136,7 @@ def shortage(run: ResolvedRun, cluster: Cluster, memory: Sequence[RankMemory]) -
     on_cpu, device, problem = cluster.device.cores is not None, cluster.device, None
     if not on_cpu:
         problem = too_large(memory, place="device", processes=1, run=run,
-                            available_bytes=device.memory_bytes - device.reserved_bytes)
+                            available_bytes=usable_bytes(device))
     for here in _on_nodes(run.mesh, cluster.devices_per_node):
         problem = problem or too_large([memory[stage] for stage in here], place="both" if on_cpu else "host", run=run,
                                        processes=len(here), available_bytes=cluster.host.memory_bytes,
