@@ -169,7 +169,7 @@ def _bottleneck(worst: str, share: float, best: Candidate, plan: Plan) -> str:
 def schedule_text(choices: Sequence[MemoryChoice]) -> str:
     """The schedule of the run, and what more or less memory would make of it."""
     own, *others = choices
-    deferred = own.limits.deferred
+    deferred, room = own.limits.deferred, own.limits.room
     some = "" if own.num_microbatches == own.step_microbatches else f" of the step's {own.step_microbatches:,}"
     rows = [("pipeline.memory", *(f"{each.memory:g}" for each in others)),
             ("in flight", *(str(each.limits.in_flight) for each in others)),
@@ -177,7 +177,8 @@ def schedule_text(choices: Sequence[MemoryChoice]) -> str:
             ("peak memory", *(f"{each.peak_memory:.2f}" for each in others)),
             ("bubble", *(f"{each.bubble_fraction:.1%}" for each in others))]
     return "\n".join([f"\nschedule: at most {own.limits.in_flight} microbatches in flight; by rank, weight gradients "
-                      f"of {', '.join(map(str, deferred))} microbatches may be deferred; chosen by a "
+                      f"of {', '.join(map(str, deferred))} microbatches may be deferred; "
+                      + ("" if room is None else f"the stages of a rank hold at most {room}; ") + "chosen by a "
                       f"simulation of {own.num_microbatches}{some} microbatches, whose bubble is "
                       f"{own.bubble_fraction:.1%}",
                       *(f"{name:>16}" + "".join(f"{value:>8}" for value in row) for name, *row in rows)])

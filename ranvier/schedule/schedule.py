@@ -223,10 +223,10 @@ class Schedule:
         ready = Ready(self._forward(), backward, self.weight(), self.stage, self.num_stages, self.num_microbatches,
                       self.forwards_done, self.returns_done, self.in_flight)
         chosen = self.policy.choose(ready)
-        return self.wait_or_done() if chosen is None else self.with_room(chosen)
+        return self.wait_or_done() if chosen is None else self.possible(chosen)
 
-    def with_room(self, chosen: Action) -> Action:
-        """`chosen`, or what has to run before it."""
+    def possible(self, chosen: Action) -> Action:
+        """`chosen`, or the product that has to run before it."""
         if chosen.kind == "B" and self.policy.defers and not chosen.defer and self._queue:
             # No room: the oldest products run first, for those of one weight must stay in microbatch order.
             weight = self.weight()
@@ -356,7 +356,7 @@ class RankSchedule:
         weight = next((action for action in weights if action is not None), None)
         for due, action in sorted((each for one in self._of_turn for each in one.ready()), key=_when):
             if action.kind != "F":
-                return self._of_turn[action.turn].with_room(action)
+                return self._of_turn[action.turn].possible(action)
             if held + sum(one.forwards_due_before(due) for one in self._of_turn) < room:
                 return action
             if all(due <= one.next_due() for one in self._of_turn):
