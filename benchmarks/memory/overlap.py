@@ -75,11 +75,13 @@ class _RecordedGroup:
 
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Work:
         started = time.monotonic_ns()
+        if not tensor.is_floating_point():  # which rows of a table have gradients
+            return self._inner.all_reduce(tensor, op)
         return _RecordedWork(self._inner.all_reduce(tensor, op), "reduce", started, self._spans)
 
-    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, buffer: Tensor | None = None) -> Work:
         started = time.monotonic_ns()
-        return _RecordedWork(self._inner.reduce_scatter(output, tensor), "reduce", started, self._spans)
+        return _RecordedWork(self._inner.reduce_scatter(output, tensor, buffer), "reduce", started, self._spans)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         started = time.monotonic_ns()
