@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 from ranvier.config.resolve import Facts, ResolvedRun, resolve, stage_placement
 from ranvier.config.resolve import bucket_size as resolve_bucket_size
 from ranvier.config.run import MeshSettings, Run, TensorParallel
-from ranvier.cost.device_overhead import usable_bytes
+from ranvier.cost.device_overhead import with_overhead
 from ranvier.cost.hardware import Cluster
 from ranvier.cost.hybrid import with_offload_share
 from ranvier.cost.memory import RankMemory
@@ -88,8 +88,10 @@ def with_memory(found: Candidate, cluster: Cluster, work: Work) -> Candidate:
 
 
 def with_share(run: ResolvedRun, cluster: Cluster, work: Work) -> ResolvedRun:
-    """The run with the share of its states in host memory that its memory on the cluster's devices needs."""
-    return with_offload_share(run, work.memory, usable_bytes(cluster.device))
+    """The run with the share of its states in host memory that its memory on the cluster's devices needs, with what
+    allocators waste: a plan that fills the device must be one that starts."""
+    return with_offload_share(run, lambda run: [with_overhead(entry) for entry in work.memory(run)],
+                              cluster.device.memory_bytes - cluster.device.reserved_bytes)
 
 
 def variants(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] = SEARCHED

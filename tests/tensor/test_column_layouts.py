@@ -312,8 +312,13 @@ class Program(nn.Module):
         return values[-1]
 
 
+ROUNDED = {1137}
+"""Programs that normalise a single number, so that a gradient is `eps` times others and its rounding errors are not."""
+
+
 def tried(seed: int) -> Counter:
     """How often a program agrees and is refused; fails where it differs."""
+    torch.manual_seed(seed)
     block = Program(seed)
     try:
         with torch.no_grad():
@@ -323,8 +328,7 @@ def tried(seed: int) -> Counter:
     if result.dim() == 0 or len(result) not in (2, 2 * LENGTH):
         return Counter(invalid=1)  # samples are no dim of it
     try:
-        # A program may normalise a single number, whose gradient is rounding errors but for `eps`.
-        outcomes = check_split([Words(), block], IDS, meshes=[(1, 2)], tolerance=1e-6)
+        outcomes = check_split([Words(), block], IDS, meshes=[(1, 2)], tolerance=1e-6 if seed in ROUNDED else 1e-9)
     except SplitError as error:
         outcomes = error.outcomes
     wrong = [one for one in outcomes if one.status == "differs"]

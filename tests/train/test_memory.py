@@ -41,6 +41,11 @@ LLAMA = Transformer(family="llama", num_layers=4, hidden=64, heads=4, kv_heads=2
                     sequence=64, qk_norm="head", tied=True)
 
 
+LEAST = {"llama, checkpointed on stages": 0.48}
+"""Of the predicted working memory, where less than a half is used: what a layer keeps when it is recomputed and what
+its attention allocates are added up, and do not come together."""
+
+
 @pytest.mark.parametrize(("name", "changed"), quick(4, [
     ("fp32", {}), pytest.param("bf16", {"precision": "bf16"}, marks=pytest.mark.slow),
     ("offloaded", {"precision": "bf16", "optim": Optim(offload="stream", bucket_size=10_000, accumulate="half")}),
@@ -81,7 +86,7 @@ LLAMA = Transformer(family="llama", num_layers=4, hidden=64, heads=4, kv_heads=2
                                      "batch": Batch(global_size=16, microbatch_size=2)}),
     ("sgd on one rank", {"optim": Optim(algorithm="sgd"), "mesh": Mesh()})]))
 def test_what_is_predicted_is_what_is_measured(corpus, tmp_path, name, changed):
-    """What lives from step to step to the byte; the rest, which is a bound, within 55 %."""
+    """What lives from step to step to the byte; the rest, which is a bound, within a half."""
     run = larger(corpus, tmp_path / "run", **changed)
     summaries, text = run_all(run)
     predicted = laid_out(resolve(run))[1]
@@ -91,7 +96,7 @@ def test_what_is_predicted_is_what_is_measured(corpus, tmp_path, name, changed):
             for category, size in measured[place].items():
                 if category == "working":
                     expected = sum(entry.device[part] for part in memory._WORKING)
-                    assert 0.45 * expected < size < 1.2 * expected, f"{category} of rank {rank}"
+                    assert LEAST.get(name, 0.5) * expected < size < 1.2 * expected, f"{category} of rank {rank}"
                 elif category == "checkpoint":  # of ranks with the same elements the first writes them
                     assert size <= entry.host["checkpoint"], f"rank {rank}"
                     if rank == 0:
