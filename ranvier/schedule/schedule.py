@@ -349,8 +349,8 @@ class RankSchedule:
         """Of what is ready, what is due first; a forward only where there is room for it and all those due before it.
 
         So a forward that runs early takes no room from one that is due, and what is due first of all on its rank, which
-        always runs, needs no more than the even flow does. It ends: what is due first on all ranks is ready, since what
-        it needs is due earlier. The more room, the more may run early.
+        always runs, needs no more than the even flow does. A batch ends: what is due first on all ranks is ready, since
+        what it needs is due earlier. The more room, the more may run early.
         """
         held, weights = sum(one.held for one in self._of_turn), [one.weight() for one in reversed(self._of_turn)]
         weight = next((action for action in weights if action is not None), None)
