@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -97,20 +98,20 @@ class MPIGroup(CheckedGroup):
             _, work, call = self._to_begin.popleft()
             work.begin(call())
 
-    def _exchange(self, output: Tensor, received: Sequence[int], pieces: Sequence[Tensor]) -> Work:
-        """Send `pieces[i]` to member i, and receive `received[i]` elements from member i at their offset in `output`.
+    def _exchange(self, output: Tensor, received: Sequence[slice], tensor: Tensor, sent: Sequence[slice]) -> Work:
+        """Send `tensor[sent[i]]` to member i, and receive `output[received[i]]` from member i.
 
         All members call in the same order, so messages match by their order and need no tags.
         """
-        places, requests = output.split(list(received)), []
+        into, of, requests = output.numpy(), tensor.numpy(), []  # arrays, whose views cost less than a tensor's
         for step in range(1, len(self.ranks)):
             source, destination = (self.index - step) % len(self.ranks), (self.index + step) % len(self.ranks)
-            if places[source].numel():
-                requests.append(self.comm.Irecv(places[source].numpy(), source))
-            if pieces[destination].numel():
-                requests.append(self.comm.Isend(pieces[destination].numpy(), destination))
-        places[self.index].copy_(pieces[self.index])
-        return self._keep(requests, output, *pieces)
+            if (place := into[received[source]]).size:
+                requests.append(self.comm.Irecv(place, source))
+            if (piece := of[sent[destination]]).size:
+                requests.append(self.comm.Isend(piece, destination))
+        into[received[self.index]] = of[sent[self.index]]
+        return self._keep(requests, output, tensor)
 
     def _keep(self, requests: Sequence[MPI.Request] | None, *tensors: Tensor) -> MPIWork:
         """Work for `requests`. The tensors stay alive until MPI has finished, even if the caller drops the work.
@@ -139,7 +140,7 @@ class MPIGroup(CheckedGroup):
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         if self._direct:
             members = len(self.ranks)
-            return self._exchange(output, [tensor.numel()] * members, [tensor] * members)
+            return self._exchange(output, _ranges([tensor.numel()] * members), tensor, [slice(None)] * members)
         return self._start(lambda out, share: self.comm.Iallgather(share, out), output, tensor)
 
     def _broadcast(self, tensor: Tensor, root: int) -> Work:
@@ -147,5 +148,10 @@ class MPIGroup(CheckedGroup):
 
     def _all_to_all(self, output: Tensor, tensor: Tensor, received: list[int], sent: list[int]) -> Work:
         if self._direct:
-            return self._exchange(output, received, tensor.split(sent))
+            return self._exchange(output, _ranges(received), tensor, _ranges(sent))
         return self._start(lambda out, whole: self.comm.Ialltoallv([whole, sent], [out, received]), output, tensor)
+
+
+def _ranges(sizes: Sequence[int]) -> list[slice]:
+    """Ranges of these sizes, one behind the other."""
+    return [slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]

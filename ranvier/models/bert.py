@@ -84,11 +84,15 @@ class Attention(nn.Module):
 
     def forward(self, state: State) -> State:
         x_BSH, mask_BS = state["hidden"], state["mask"]
-        qkv_BSN3D = self.qkv(x_BSH).unflatten(-1, (-1, 3, self.head_dim))
+        y_BSH = self.projection(tensor.local_map(self._attended, self.qkv(x_BSH), mask_BS))
+        return {"hidden": self.norm(self.dropout(y_BSH, onto=x_BSH)), "mask": mask_BS}
+
+    def _attended(self, qkv_BSF: Tensor, mask_BS: Tensor) -> Tensor:
+        """Of a column's heads."""
+        qkv_BSN3D = qkv_BSF.unflatten(-1, (-1, 3, self.head_dim))
         q_BNSD, k_BNSD, v_BNSD = (part.transpose(1, 2) for part in qkv_BSN3D.unbind(3))
         y_BNSD = functional.scaled_dot_product_attention(q_BNSD, k_BNSD, v_BNSD, attn_mask=mask_BS[:, None, None])
-        y_BSH = self.projection(y_BNSD.transpose(1, 2).flatten(2))
-        return {"hidden": self.norm(self.dropout(y_BSH, onto=x_BSH)), "mask": mask_BS}
+        return y_BNSD.transpose(1, 2).flatten(2)
 
 
 class MLP(nn.Module):

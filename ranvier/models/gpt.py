@@ -74,14 +74,18 @@ class Attention(nn.Module):
 
     def forward(self, state: State) -> State:
         x_BSH, segments_BS = hidden_and_segments(state)
-        qkv_BSN3D = self.qkv(self.norm(x_BSH)).unflatten(-1, (-1, 3, self.head_dim))
+        y_BSH: Tensor = self.projection(tensor.local_map(self._attended, self.qkv(self.norm(x_BSH)), segments_BS))
+        return with_hidden(state, self.dropout(y_BSH, onto=x_BSH))
+
+    def _attended(self, qkv_BSF: Tensor, segments_BS: Tensor | None) -> Tensor:
+        """Of a column's heads."""
+        qkv_BSN3D = qkv_BSF.unflatten(-1, (-1, 3, self.head_dim))
         q_BNSD, k_BNSD, v_BNSD = (part.transpose(1, 2) for part in qkv_BSN3D.unbind(3))
         k_BNSD, v_BNSD = self.cache.extend(k_BNSD, v_BNSD)
         mask = attention_mask(q_BNSD, k_BNSD, segments_BS)
         y_BNSD = functional.scaled_dot_product_attention(
             q_BNSD, k_BNSD, v_BNSD, attn_mask=mask, is_causal=is_whole_causal(q_BNSD, k_BNSD, mask))
-        y_BSH: Tensor = self.projection(y_BNSD.transpose(1, 2).flatten(2))
-        return with_hidden(state, self.dropout(y_BSH, onto=x_BSH))
+        return y_BNSD.transpose(1, 2).flatten(2)
 
 
 class MLP(nn.Module):

@@ -128,9 +128,7 @@ class Attention(Sublayer):
         q_BSF, k_BSF, v_BSF = self.qkv(x_BSH)
         q_BNSD, k_BKSD, v_BKSD = (self._heads(q_BSF, self.query_norm), self._heads(k_BSF, self.key_norm),
                                   self._heads(v_BSF, None))
-        turned = self._turned(q_BNSD, segments_BS)
-        k_BKSD, v_BKSD = self.cache.extend(turned(k_BKSD), v_BKSD)
-        y_BNSD = self._attended(turned(q_BNSD), k_BKSD, v_BKSD, segments_BS)
+        y_BNSD = tensor.local_map(self._attended, q_BNSD, k_BKSD, v_BKSD, segments_BS)
         y_BSH: Tensor = self.projection(y_BNSD.transpose(1, 2).flatten(2))
         return y_BSH
 
@@ -155,6 +153,10 @@ class Attention(Sublayer):
         return partial(self.rotary, positions=positions, longest=before + length)
 
     def _attended(self, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, segments_BS: Tensor | None) -> Tensor:
+        """Of a column's heads, which are not turned yet."""
+        turned = self._turned(q_BNSD, segments_BS)
+        q_BNSD = turned(q_BNSD)
+        k_BKSD, v_BKSD = self.cache.extend(turned(k_BKSD), v_BKSD)
         mask = attention_mask(q_BNSD, k_BKSD, segments_BS, window=self.window, needed=bool(self.softcap))
         if mask is not None and self.softcap:
             return self._attended_with_cap(q_BNSD, k_BKSD, v_BKSD, mask)

@@ -87,11 +87,16 @@ class Attention(nn.Module):
         self.dropout = tensor.Dropout(config.dropout)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        qkv_BSN3D = self.qkv(self.norm(x_BSH)).unflatten(-1, (-1, 3, self.head_dim))
+        y_BSF = tensor.local_map(self._attended, self.qkv(self.norm(x_BSH)))
+        y_BSH: Tensor = self.dropout(self.projection(y_BSF), onto=x_BSH)
+        return y_BSH
+
+    def _attended(self, qkv_BSF: Tensor) -> Tensor:
+        """Of a column's heads."""
+        qkv_BSN3D = qkv_BSF.unflatten(-1, (-1, 3, self.head_dim))
         q_BNSD, k_BNSD, v_BNSD = (part.transpose(1, 2) for part in qkv_BSN3D.unbind(3))
         y_BNSD = functional.scaled_dot_product_attention(q_BNSD, k_BNSD, v_BNSD)
-        y_BSH: Tensor = self.dropout(self.projection(y_BNSD.transpose(1, 2).flatten(2)), onto=x_BSH)
-        return y_BSH
+        return y_BNSD.transpose(1, 2).flatten(2)
 
 
 class MLP(nn.Module):

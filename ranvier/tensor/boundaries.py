@@ -62,20 +62,29 @@ def named_module(module: _M, where: str) -> _M:
     return module
 
 
-class _Hook:
-    """A hook of a split module. A copy of the module shares it; like the mesh, it cannot be saved."""
+class _OfMesh:
+    """What belongs to the hooks of a split module. A copy of the module shares it; like the mesh, it cannot be
+    saved."""
 
-    def __init__(self, mesh: TensorMesh, call: Callable[..., object]) -> None:
-        self._mesh, self._call = mesh, call
+    def __init__(self, mesh: TensorMesh) -> None:
+        self._mesh = mesh
 
-    def __call__(self, *args: object) -> object:
-        return self._call(*args)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> _Hook:
+    def __deepcopy__(self, memo: dict[int, object]) -> _OfMesh:
         return self
 
     def __reduce__(self) -> NoReturn:
         self._mesh.__reduce__()
+
+
+class _Hook(_OfMesh):
+    """A function as a hook."""
+
+    def __init__(self, mesh: TensorMesh, call: Callable[..., object]) -> None:
+        super().__init__(mesh)
+        self._call = call
+
+    def __call__(self, *args: object) -> object:
+        return self._call(*args)
 
 
 def own_hooks(module: _M) -> _M:
@@ -100,48 +109,70 @@ def guard_layer(module: nn.Module, mesh: TensorMesh, where: str, takes: Activati
         module.register_forward_pre_hook(_Hook(mesh, lambda *_: _same_on_rows(mesh, where)))
     if mesh.num_cols == 1:
         return
-    entered: list[tuple[ColumnLayout, torch.Size]] = []
+    guard = _LayerGuard(mesh, where, takes, gives, alone=alone, vocab=vocab)
+    module.register_forward_pre_hook(guard.before, with_kwargs=True)
+    module.register_forward_hook(guard.after)
 
-    def before(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        entered.clear()
-        return mapped(take, args), mapped(take, kwargs)
 
-    def take(x: object) -> object:
+class _LayerGuard(_OfMesh):
+    """The hooks of one layer, and what it was given last. They run twice for each layer of each microbatch: with small
+    layers the time of their calls counts."""
+
+    def __init__(self, mesh: TensorMesh, where: str, takes: ActivationKind, gives: ActivationKind, *, alone: bool,
+                 vocab: int) -> None:
+        super().__init__(mesh)
+        self._where, self._takes, self._gives, self._alone, self._vocab = where, takes, gives, alone, vocab
+        self._needs_sequence = mesh.activations.name == "sequence" and "stream" in (takes, gives)
+        self._entered: tuple[ColumnLayout, torch.Size] | None = None
+
+    def before(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The layer's arguments without layouts."""
+        self._entered, take = None, self._take
+        return (tuple([take(one) if isinstance(one, Tensor) else mapped(take, one) for one in args]),
+                mapped(take, kwargs) if kwargs else kwargs)
+
+    def after(self, _: nn.Module, args: Any, y: object) -> object:
+        """Its output, marked."""
+        if self._alone:
+            return y
+        return mark(y, self._given(y)) if type(y) is Tensor else mapped(self._marked, y)
+
+    def _take(self, x: object) -> object:
         if not isinstance(x, Tensor):
             return getattr(x, "whole", x)  # a `LocalSize`
         layout, x = layout_of_tensor(x), plain(x)
-        if takes == "ids" or not (x.is_floating_point() or x.is_complex()):
+        if self._takes == "ids" or not (x.is_floating_point() or x.is_complex()):
             if layout is not None and layout.dim is not None:
                 refuse("takes integers that are the same on every column, and was given a shard",
                        layout.text(tuple(x.shape)),
-                       "Compute them from the block's inputs, or from what a ClassifierHead returns.", where)
+                       "Compute them from the block's inputs, or from what a ClassifierHead returns.", self._where)
             return x
-        if mesh.activations.name == "sequence" and "stream" in (takes, gives) and x.dim() != 3:
+        if self._needs_sequence and x.dim() != 3:
             refuse("takes [batch, sequence, features] where the sequence is sharded over columns", f"{list(x.shape)}",
-                   "Keep the three dims apart, or set --tensor.sequence-sharding false.", where)
-        if layout is None and alone:
+                   "Keep the three dims apart, or set --tensor.sequence-sharding false.", self._where)
+        if layout is None and self._alone:
             return x
-        x = _as_taken(x, layout, mesh, takes, where)
-        entered.append((layout or ColumnLayout(mesh), x.shape))
+        x = _as_taken(x, layout, self._mesh, self._takes, self._where)
+        if self._entered is None:
+            self._entered = layout or ColumnLayout(self._mesh), x.shape
         return x
 
-    def after(_: nn.Module, args: Any, y: object) -> object:
-        return y if alone else mapped(lambda one: mark(one, given(one)) if type(one) is Tensor else one, y)
+    def _marked(self, y: object) -> object:
+        return mark(y, self._given(y)) if type(y) is Tensor else y
 
-    def given(y: Tensor) -> ColumnLayout:
-        if gives == "same" and (not entered or entered[0][1] != y.shape):
-            raise ModelError("does not declare the layout of its output over columns", where=where,
-                             value=f"{list(y.shape)} of {[list(shape) for _, shape in entered]}",
+    def _given(self, y: Tensor) -> ColumnLayout:
+        mesh, gives = self._mesh, self._gives
+        if gives == "same" and (self._entered is None or self._entered[1] != y.shape):
+            raise ModelError("does not declare the layout of its output over columns", where=self._where,
+                             value=f"{list(y.shape)} of {self._entered and list(self._entered[1])}",
                              remedy="Give the layer attributes `takes` and `gives`: 'stream', 'inner' or 'whole'.")
         if gives in ("same", "heads"):
-            return entered[0][0]
+            assert self._entered is not None
+            return self._entered[0]
         if gives == "vocabulary":
-            return ColumnLayout(mesh) if mesh.whole_outputs else ColumnLayout(mesh, y.dim() - 1, vocab)
+            return ColumnLayout(mesh) if mesh.whole_outputs else ColumnLayout(mesh, y.dim() - 1, self._vocab)
         dim = sharded_dim(mesh, gives, y.dim())
         return ColumnLayout(mesh) if dim is None else ColumnLayout(mesh, dim, y.shape[dim] * mesh.num_cols)
-
-    module.register_forward_pre_hook(_Hook(mesh, before), with_kwargs=True)
-    module.register_forward_hook(_Hook(mesh, after))
 
 
 def _same_on_rows(mesh: TensorMesh, where: str) -> None:

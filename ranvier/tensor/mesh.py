@@ -45,10 +45,13 @@ class Workspace:
     def take(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
         """An uninitialised [*shape] of the dtype and on the device of `like`."""
         size, key = prod(shape), (name, like.dtype)
+        self._grow(key, size, like)
+        return self._buffers[key][:size].view(*shape)
+
+    def _grow(self, key: tuple[str, torch.dtype], size: int, like: Tensor) -> None:
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < size or buffer.device != like.device:
-            buffer = self._buffers[key] = like.new_empty(size)
-        return buffer[:size].view(*shape)
+            self._buffers[key] = like.new_empty(size)
 
     def buffers(self) -> list[Tensor]:
         """All buffers, each flat."""
@@ -56,7 +59,10 @@ class Workspace:
 
     def take_one(self, number: int, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
         """One of the `BUFFERS` of a name. All of them are as large as the largest that was asked for of any."""
-        return [self.take(f"{name} {each}", shape, like) for each in range(BUFFERS)][number]
+        size = prod(shape)
+        for each in range(BUFFERS):
+            self._grow((f"{name} {each}", like.dtype), size, like)
+        return self._buffers[f"{name} {number}", like.dtype][:size].view(*shape)
 
     def sizes(self) -> dict[tuple[str, torch.dtype], int]:
         """Bytes of each buffer."""
@@ -87,6 +93,11 @@ class TensorMesh:
         if settings.reduce_dtype == "fp32":
             over_rows, over_cols = Fp32Sums(over_rows), Fp32Sums(over_cols)
         self.over_rows, self.over_cols, self.settings = over_rows, over_cols, settings
+        # Attributes, not properties: each torch function between layers reads some of them.
+        self.num_rows, self.row = len(over_rows.ranks), over_rows.index
+        """Ranks that share a column's weights, and this rank's place among them."""
+        self.num_cols, self.col = len(over_cols.ranks), over_cols.index
+        """Ranks that share a row's sequences, and this rank's place among them."""
         usual, wanted = PANEL_BYTES.get(device, PANEL_BYTES["cpu"]), settings.panel_bytes
         self._panel_bytes = panel_bytes or (usual if wanted == "auto" else wanted)
         self._panels_grow = device == "cuda" and panel_bytes is None
@@ -108,7 +119,7 @@ class TensorMesh:
         finally:
             self.sums.clear()
 
-    def panels(self, x: Tensor, exposed: Literal["first", "last"] | None = None) -> list[slice]:
+    def panels(self, x: Tensor, exposed: Literal["first", "last"] | None = None) -> Sequence[slice]:
         """The panels in which x, in the layout of the residual stream, is gathered or reduced.
 
         exposed: the one that travels while nothing is computed. On a GPU it is small, and its neighbours grow; a CPU's
@@ -116,13 +127,13 @@ class TensorMesh:
         """
         num_units = self.activations.units(x)
         if not x.numel():  # a row without tokens
-            return []
+            return ()
         unit_bytes = self.activations.num_parts * x.numel() // num_units * x.element_size()
         if exposed is None or not self._panels_grow:
             return equal_panels(num_units, unit_bytes, self._panel_bytes)
         found = growing_panels(num_units, unit_bytes, self._panel_bytes)
         if exposed == "last":
-            found = [slice(num_units - one.stop, num_units - one.start) for one in reversed(found)]
+            return [slice(num_units - one.stop, num_units - one.start) for one in reversed(found)]
         return found
 
     def __deepcopy__(self, memo: dict[int, object]) -> TensorMesh:
@@ -132,23 +143,3 @@ class TensorMesh:
     def __reduce__(self) -> NoReturn:
         raise ModelError("belongs to ranks that run now, and cannot be saved", where="a layer on rows and columns",
                          remedy="Save its state_dict(), or write a checkpoint.")
-
-    @property
-    def num_rows(self) -> int:
-        """Rows: ranks that share a column's weights."""
-        return len(self.over_rows.ranks)
-
-    @property
-    def num_cols(self) -> int:
-        """Columns: ranks that share a row's sequences."""
-        return len(self.over_cols.ranks)
-
-    @property
-    def row(self) -> int:
-        """This rank's row."""
-        return self.over_rows.index
-
-    @property
-    def col(self) -> int:
-        """This rank's column."""
-        return self.over_cols.index

@@ -108,7 +108,20 @@ def scattered(block, x):
     return torch.cat([y[:, :3], y[:, 3:].flip(1)], 1)
 
 
+def within_heads(block, x):
+    """Of each head by itself: attention, and a function that has no rule; scaled by what every column has."""
+    def attended(qkv, score):
+        query, key, value = (one.transpose(1, 2) for one in qkv.unflatten(-1, (-1, 3, 2)).unbind(3))
+        mixed = torch.fft.fft(functional.scaled_dot_product_attention(query, key, value), dim=2).real
+        return mixed.transpose(1, 2).flatten(2) * score
+
+    changed = layers.local_map(torch.sin, x)
+    return changed + block.back(layers.local_map(attended, block.qkv(x), block.score(x)))
+
+
 RIGHT = {
+    "within heads": lambda: Own(within_heads, qkv=output(3 * HIDDEN, units=HEADS), back=inputs(units=HEADS),
+                                score=layers.ClassifierHead(HIDDEN, 1, token=None)),
     "gate": lambda: Own(gate, score=layers.ClassifierHead(HIDDEN, 1, token=None)),
     "router": lambda: Own(router, score=layers.ClassifierHead(HIDDEN, 2, token=None), a=layers.LayerNorm(HIDDEN),
                           b=layers.RMSNorm(HIDDEN)),
@@ -215,6 +228,14 @@ REFUSED = {
     "an unknown function": (lambda block, x: torch.fft.fft(x).real, "stationary", "fft_fft", "Use the layers"),
     "ids of a part": (lambda block, x: block.words((x[..., None] > 0).long().flatten(2)), "stationary",
                       "block 1.words: takes integers that are the same on every column", "from the block's inputs"),
+    "a parameter beside a shard": (lambda block, x: layers.local_map(torch.mul, x, block.norm.weight), "stationary",
+                                   "local_map with a parameter outside of its layer", "Call the layer"),
+    "a shard beside what is replicated": (lambda block, x: layers.local_map(lambda x, _: x, x, block.into(x)),
+                                          "megatron", "local_map of a replicated tensor and a shard", "Give the shard"),
+    "a result with other dims": (lambda block, x: layers.local_map(lambda x: x.flatten(1), x), "stationary",
+                                 "local_map cannot tell which dim of the result is sharded", "Return the dims"),
+    "a part of uneven shards": (lambda block, x: layers.local_map(lambda y: y[..., :1], block.logits(x)), "stationary",
+                                "local_map cannot tell which dim of the result is sharded", "must keep it"),
     "tokens and samples merged": (lambda block, x: x.flatten(0, 1).view_as(x), "megatron-sequence", "flatten with 0, 1",
                                   "keep the dim in front"),
 }
@@ -223,7 +244,8 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name(name):
     compute, scheme, what, remedy = REFUSED[name]
-    block = Own(compute, into=output(), back=inputs(), norm=layers.LayerNorm(HIDDEN), words=layers.Embedding(3, HIDDEN))
+    block = Own(compute, into=output(), back=inputs(), norm=layers.LayerNorm(HIDDEN), words=layers.Embedding(3, HIDDEN),
+                logits=layers.VocabularyLinear(HIDDEN, 5))
     with pytest.raises(SplitError, match=re.escape(what)) as caught:
         check_split([Words(), block], IDS, meshes=[(1, 2)], schemes=[scheme])
     assert remedy in str(caught.value) and "block 1" in str(caught.value)

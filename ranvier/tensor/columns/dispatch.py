@@ -71,7 +71,7 @@ def _replicated(func: Func, args: Args, kwargs: Kwargs, layout: ColumnLayout | N
     if func in POINTWISE:
         refuse_local_sizes(func, args, kwargs)
     result = func(*args, **kwargs)
-    return result if layout is None else mark_all(result, lambda one: layout)
+    return result if layout is None else mark_all(result, layout)
 
 
 def _rules() -> dict[Func, Rule]:

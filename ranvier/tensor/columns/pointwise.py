@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from ranvier.tensor.columns.calls import argument, refuse_call, refuse_local_sizes, sizes_or_dims
 from ranvier.tensor.columns.layout import ColumnLayout, own_part_of, summed_gradient
@@ -21,6 +20,7 @@ from ranvier.tensor.columns.tensor import (
     Func,
     Kwargs,
     layout_of_tensor,
+    mapped,
     mark,
     mark_all,
     plain,
@@ -67,7 +67,7 @@ def convert(func: Func, one: Tensor, from_right: int, layout: ColumnLayout, oper
 
 def pointwise(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Functions whose every result depends on the elements at the same place of the operands."""
-    operands = tensors_in((*args, *kwargs.values()))
+    operands = tensors_in((*args, *kwargs.values()) if kwargs else args)
     if "out" in kwargs:
         refuse_call(func, operands, "into memory of the caller", "Leave out= away.")
     refuse_local_sizes(func, args, kwargs)
@@ -78,9 +78,10 @@ def pointwise(func: Func, args: Args, kwargs: Kwargs) -> Any:
         refuse_call(func, operands, "of a sharded tensor into one that is not sharded",
                     "Use the form that returns a new tensor.")
     from_right, layout = common_layout(func, operands, dims)
-    args, kwargs = tree_map(lambda one: convert(func, one, from_right, layout, operands)
-                            if isinstance(one, Tensor) else one, (tuple(args), dict(kwargs)))
-    return mark_all(func(*args, **kwargs), lambda one: layout.moved(one.dim() - from_right))
+    if any(sharded_layout(one) is None for one in operands):
+        args, kwargs = mapped(lambda one: convert(func, one, from_right, layout, operands)
+                              if isinstance(one, Tensor) else one, (tuple(args), kwargs))
+    return mark_all(func(*args, **kwargs), layout.moved(dims - from_right))
 
 
 def join(func: Func, args: Args, kwargs: Kwargs) -> Tensor:

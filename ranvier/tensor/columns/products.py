@@ -82,7 +82,7 @@ def attention(func: Func, args: Args, kwargs: Kwargs) -> Any:
             kwargs = kwargs | {"attn_mask": mask}
         else:
             args = (*args[:3], mask, *args[4:])
-    return mark_all(func(*args, **kwargs), lambda one: layout_of_query.moved(query.dim() - place))
+    return mark_all(func(*args, **kwargs), layout_of_query.moved(query.dim() - place))
 
 
 def einsum(func: Func, args: Args, kwargs: Kwargs) -> Tensor:

@@ -26,8 +26,8 @@ def along_dims(func: Func, args: Args, kwargs: Kwargs, place: int, default: obje
     if sharded in dims or not dims:
         refuse_call(func, operands, f"along dim {sharded}, which is sharded over columns,")
     result = func(*args, **kwargs)
-    without_dims = shapes.without(sharded, dims)
-    return mark_all(result, lambda one: layout.moved(sharded if one.dim() == x.dim() else without_dims))
+    keeps_dims = tensors_in([result])[0].dim() == x.dim()
+    return mark_all(result, layout.moved(sharded if keeps_dims else shapes.without(sharded, dims)))
 
 
 def normalize(func: Func, args: Args, kwargs: Kwargs) -> Tensor:

@@ -1,13 +1,12 @@
 """Where a sharded dim is after a view, a permutation or an index: pure arithmetic on shapes.
 
 Each function takes the local shape, the sharded dim and the call's arguments, and returns the dim's new place (and,
-where it is merged or divided, the factor of its global size), or None where the result is no shard of one dim.
+where it may be merged or divided, its new global size), or None where the result is no shard of one dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fractions import Fraction
 from math import prod
 from typing import Any
 
@@ -15,28 +14,28 @@ from torch import Tensor
 
 from ranvier.tensor.columns.local_size import LocalSize
 
-Place = tuple[int, Fraction | int]
-"""The new dim, and its new global size as a multiple of the old one."""
+Place = tuple[int, int, int]
+"""(the new dim, times, over): its new global size is the old one * times / over."""
 
 
 def flatten(shape: Sequence[int], dim: int, start: int, stop: int) -> Place | None:
     """Dims start..stop, both included, become one."""
     start, stop = start % len(shape), stop % len(shape)
     if not start <= dim <= stop:
-        return (dim if dim < start else dim - (stop - start)), Fraction(1)
+        return (dim if dim < start else dim - (stop - start)), 1, 1
     if prod(shape[start:dim]) != 1:  # shards of this column would alternate with those of others
         return None
-    return start, Fraction(prod(shape[dim + 1:stop + 1]))
+    return start, prod(shape[dim + 1:stop + 1]), 1
 
 
 def unflatten(dim: int, unflattened: int, sizes: Sequence[int]) -> Place | None:
     """Dim `unflattened` becomes `sizes`."""
     if unflattened != dim:
-        return (dim if dim < unflattened else dim + len(sizes) - 1), Fraction(1)
+        return (dim if dim < unflattened else dim + len(sizes) - 1), 1, 1
     place = _local_place(sizes)
     if place is None or prod(sizes[:place]) != 1:
         return None
-    return dim + place, Fraction(1, prod(sizes[place + 1:]) or 1)
+    return dim + place, 1, prod(sizes[place + 1:]) or 1
 
 
 def reshape(shape: Sequence[int], dim: int, sizes: Sequence[int], result: Sequence[int]) -> Place | None:
@@ -44,7 +43,7 @@ def reshape(shape: Sequence[int], dim: int, sizes: Sequence[int], result: Sequen
     place = _local_place(sizes)
     if place is None or prod(result[:place]) != prod(shape[:dim]):
         return None
-    return place, Fraction(prod(shape[dim + 1:]), prod(result[place + 1:]) or 1)
+    return place, prod(shape[dim + 1:]), prod(result[place + 1:]) or 1
 
 
 def _local_place(sizes: Sequence[int]) -> int | None:

@@ -48,10 +48,10 @@ def mark(x: Tensor, layout: ColumnLayout) -> Tensor:
     return x
 
 
-def mark_all(result: _T, layout: Callable[[Tensor], ColumnLayout]) -> _T:
-    """Mark every tensor of a torch function's result, with the layout that `layout` gives for it."""
+def mark_all(result: _T, layout: ColumnLayout) -> _T:
+    """Mark every tensor of a torch function's result."""
     if isinstance(result, Tensor):
-        mark(result, layout(result))
+        mark(result, layout)
     elif isinstance(result, (list, tuple)):
         for one in result:
             mark_all(one, layout)

@@ -1,7 +1,7 @@
 """Rules of shapes, views, permutations and indices: the sharded dim is followed to its place in the result.
 
 A rule `view(func, args, kwargs, find)` runs the function and asks `find(x, dim, args, kwargs, result)` for the new
-place of the sharded dim: a dim, or (dim, factor of its global size), or None where the result is no shard of one dim.
+place of the sharded dim: a dim, or a `shapes.Place`, or None where the result is no shard of one dim.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def view(func: Func, args: Args, kwargs: Kwargs, find: Find) -> Any:
     except (RuntimeError, IndexError, ValueError) as error:  # sizes written down, which fit the whole tensor only
         refuse_call(func, [x], f"({error})")
     place = find(x, layout.sharded_dim, args, kwargs, result)
-    dim, factor = place if isinstance(place, tuple) else (place, 1)
-    if dim is None or (factor != 1 and not layout.is_even) or (layout.size * factor) % 1:
+    dim, times, over = place if isinstance(place, tuple) else (place, 1, 1)
+    if dim is None or (times != over and not layout.is_even) or layout.size * times % over:
         refuse_call(func, [x], f"with {', '.join(map(str, args[1:]))}" if args[1:] else "",
                     "Read the size of the sharded dim from the tensor, or leave it as -1, and keep the dim in front of "
                     "those it is merged with: unflatten(-1, (-1, width)).")
-    return mark_all(result, lambda one: layout.moved(dim, int(layout.size * factor)))
+    return mark_all(result, layout.moved(dim, layout.size * times // over))
 
 
 # ---------------------------------------------------------------------- sizes
@@ -122,7 +122,7 @@ def repeat_interleaved(x: Tensor, dim: int, args: Args, kwargs: Kwargs, result: 
     count, along = argument(args, kwargs, 1, "repeats"), argument(args, kwargs, 2, "dim")
     if along is None or not isinstance(count, int) or isinstance(count, LocalSize):
         return None
-    return (dim, count) if along % x.dim() == dim else dim
+    return (dim, count, 1) if along % x.dim() == dim else dim
 
 
 def unsqueezed(x: Tensor, dim: int, args: Args, kwargs: Kwargs, result: Tensor) -> int:

@@ -20,13 +20,15 @@ the parameters. The model's code does not change, and does not depend on the sch
     sizes are read from tensors, or left to unflatten(-1, ...): never written down
 
 On several columns each activation carries its layout. An operation that breaks a rule is refused by name: it either
-computes what it computes on one rank, gradients included, or raises a ModelError (`ranvier.tensor.columns`).
+computes what it computes on one rank, gradients included, or raises a ModelError (`ranvier.tensor.columns`). What is
+computed for each head by itself may go through `local_map`, which passes plain shards to it and checks nothing inside.
 `ranvier.testing.check_split` compares a model with the unsplit one. A layer of your own takes part if it has the
 methods of `Splittable`.
 """
 
 import warnings
 
+from ranvier.tensor.columns import local_map
 from ranvier.tensor.layers.dropout import Dropout
 from ranvier.tensor.layers.embeddings import Embedding, PatchEmbedding, PositionEmbedding, TokenTypeEmbedding
 from ranvier.tensor.layers.gated import gated
@@ -40,7 +42,7 @@ from ranvier.tensor.splittable import Splittable, block_splits
 
 __all__ = ["ClassifierHead", "Dropout", "Embedding", "LayerNorm", "Linear", "PatchEmbedding", "PositionEmbedding",
            "RMSNorm", "ReplicatedLinear", "Rotary", "SharedInputLinear", "Splittable", "TokenTypeEmbedding",
-           "VocabularyLinear", "block_splits", "gated", "gelu", "softcap"]
+           "VocabularyLinear", "block_splits", "gated", "gelu", "local_map", "softcap"]
 
 _OLD_NAMES = {"SmallEmbedding": TokenTypeEmbedding, "TokenLinear": ClassifierHead, "WholeLinear": ReplicatedLinear}
 

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ranvier.tensor.autograd import Function
-from ranvier.tensor.columns import layout_of_tensor, mark, plain
+from ranvier.tensor.columns import layout_of_tensor, local_map
 from ranvier.tensor.fused import Fused, current
 
 Activation = Literal["silu", "gelu", "gelu-tanh"]
@@ -22,11 +22,9 @@ def gated(gate: Tensor, up: Tensor, *, activation: Activation = "silu") -> Tenso
     instead of keeping it."""
     if torch.compiler.is_dynamo_compiling():  # the compiler plans memory itself
         return _activated(gate, activation) * up
-    layout = layout_of_tensor(gate)
-    if layout != layout_of_tensor(up):
+    if layout_of_tensor(gate) != layout_of_tensor(up):
         return _activated(gate, activation) * up
-    y = _Gated.apply(plain(gate), plain(up), activation, current())
-    return y if layout is None else mark(y, layout)
+    return local_map(_Gated.apply, gate, up, activation, current())
 
 
 def _activated(gate: Tensor, activation: Activation) -> Tensor:

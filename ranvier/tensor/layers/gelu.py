@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ranvier.tensor.autograd import Function
-from ranvier.tensor.columns import layout_of_tensor, mark, plain
+from ranvier.tensor.columns import local_map
 
 
 def gelu(x: Tensor, *, approximate: Literal["tanh", "none"] = "tanh") -> Tensor:
@@ -21,8 +21,7 @@ def gelu(x: Tensor, *, approximate: Literal["tanh", "none"] = "tanh") -> Tensor:
     """
     if torch.compiler.is_dynamo_compiling():  # the compiler plans memory itself
         return functional.gelu(x, approximate=approximate)
-    y, layout = _GELU.apply(plain(x), approximate), layout_of_tensor(x)
-    return y if layout is None else mark(y, layout)
+    return local_map(_GELU.apply, x, approximate)
 
 
 class _GELU(Function):

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ranvier.tensor.autograd import Function
-from ranvier.tensor.columns import layout_of_tensor, mark, plain
+from ranvier.tensor.columns import local_map
 from ranvier.tensor.fused import Fused, current
 
 
@@ -18,8 +18,7 @@ def softcap(x: Tensor, cap: float) -> Tensor:
     fused = current()
     if torch.compiler.is_dynamo_compiling() or not fused.compiles:
         return (x / cap).tanh() * cap
-    y, layout = _Capped.apply(plain(x), cap, fused), layout_of_tensor(x)
-    return y if layout is None else mark(y, layout)
+    return local_map(_Capped.apply, x, cap, fused)
 
 
 class _Capped(Function):

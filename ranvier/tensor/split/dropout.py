@@ -25,16 +25,18 @@ class SplitDropout(SplitLayer):
 
     def forward(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """x, this rank's part of x_BSH, and onto as for the unsplit layer."""
+        if not (self.training and self._probability):
+            return x if onto is None else onto + x
         sizes = list(x.shape[1:])
         start, full = [0] * len(sizes), list(sizes)
         for dim in self.mesh.activations.cut_dims:
             place = dim - 2  # of (S, H)
             start[place], full[place] = self.mesh.col * sizes[place], self.mesh.num_cols * sizes[place]
         fused = current()
-        if fused.compiles and self.training and self._probability and not x.is_meta:
+        if fused.compiles and not x.is_meta:
             keys = keyed_random.next_sample_keys(x.shape[0], x.device)
             return _Dropped.apply(x, onto, (keys, self._probability, tuple(start), tuple(full)), fused)
-        y = keyed_dropout.dropout(x, self._probability, self.training, start=start, full_shape=full)
+        y = keyed_dropout.dropout(x, self._probability, training=True, start=start, full_shape=full)
         return y if onto is None else onto + y
 
 

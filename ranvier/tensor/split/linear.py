@@ -176,13 +176,13 @@ class SplitLinear(SplitLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """y, as `product` defines."""
-        operands = _Operands()
+        operands, weights, biases = _Operands(), self.weights, self.biases
         compute = partial(self._compute, x.detach(), operands)
-        if not (torch.is_grad_enabled() and any(one.requires_grad for one in (x, *self.weights, *self.biases))):
+        if not (torch.is_grad_enabled() and any(one.requires_grad for one in (x, *weights, *biases))):
             return compute()
-        y = _Multiply.apply(_Save.apply(x, self, operands, *self.weights, *self.biases), compute)
+        y = _Multiply.apply(_Save.apply(x, self, operands, *weights, *biases), compute)
         gradients = self.weight_gradients
-        if gradients is not None and self.may_wait and any(one.requires_grad for one in self.weights):
+        if gradients is not None and self.may_wait and any(one.requires_grad for one in weights):
             travelling = self.mesh.num_cols if isinstance(self._product, InputStationary) else 1
             gradients.forward_bytes += x.numel() * x.element_size() + travelling * y.numel() * y.element_size()
         return y

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 
 import torch
@@ -112,10 +112,11 @@ def _scatter_weight(mesh: TensorMesh, slabs: Tensor, out: Tensor) -> Arriving:
 # ---------------------------------------------------------------------- local products
 
 
-def pieces(width: int, first: int, second: int) -> Iterator[tuple[int, slice, int, slice]]:
+@lru_cache(maxsize=256)  # each product asks, and sizes are few
+def pieces(width: int, first: int, second: int) -> tuple[tuple[int, slice, int, slice], ...]:
     """Ranges of `width`, divided into `first` and into `second` slabs, that lie in one slab of each.
 
-    Yields (slab of the first, its range there, slab of the second, its range there).
+    Each is (slab of the first, its range there, slab of the second, its range there).
     """
     def place(start: int, stop: int, count: int) -> tuple[int, slice]:
         slab = next(index for index in range(count) if start < part(width, count, index)[1])
@@ -123,8 +124,7 @@ def pieces(width: int, first: int, second: int) -> Iterator[tuple[int, slice, in
         return slab, slice(start - begin, stop - begin)
 
     edges = sorted({part(width, count, index)[0] for count in (first, second) for index in range(count)} | {width})
-    for start, stop in pairwise(edges):
-        yield *place(start, stop, first), *place(start, stop, second)
+    return tuple((*place(start, stop, first), *place(start, stop, second)) for start, stop in pairwise(edges))
 
 
 def _multiply(out: Tensor, a: Tensor, b: Tensor, begin: bool) -> None:
@@ -138,7 +138,7 @@ def _multiply(out: Tensor, a: Tensor, b: Tensor, begin: bool) -> None:
 def _multiply_rows(out: Tensor, a: Tensor, b: Tensor, begin: bool, bias: Tensor | None = None) -> None:
     """out = a b (+ bias), or out += a b where not `begin`; out [n, m, F] or a [n, m, ..] may be rows of a panel, which
     have gaps between them, the other one has the same tokens, and b is a matrix."""
-    if len(out) == len(a) == 1:
+    if out.shape[0] == a.shape[0] == 1:
         if begin and bias is not None:
             torch.addmm(bias, a[0], b, out=out[0])
         else:

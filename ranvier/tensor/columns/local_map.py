@@ -1,0 +1,62 @@
+"""`local_map`: a function of plain tensors, computed on one column's shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ranvier.tensor.columns.calls import refuse_call
+from ranvier.tensor.columns.layout import ColumnLayout, summed_gradient
+from ranvier.tensor.columns.refusal import refuse
+from ranvier.tensor.columns.tensor import layout_of_tensor, mark, plain
+
+
+def local_map(function: Callable[..., Tensor], x: Tensor, *others: Any) -> Tensor:
+    """`function(x, *others)` on each column's shards as plain tensors; the result has the layout of x.
+
+    For what is computed for each head, or each feature, by itself: `function` must compute a column's shard of the
+    result from the column's shards alone. Nothing that it calls is checked, so none of it costs time for checks, and
+    torch functions that have no rule may be among it. On one column it is a plain call. For DTensors it is
+    `torch.distributed.tensor.experimental.local_map`.
+
+    Args:
+        x: a tensor between layers.
+        others: passed on; shards of tensors too. A replicated tensor's gradient is summed over the columns.
+
+    Raises:
+        ModelError: for a parameter among `others`, or a tensor computed from one outside of its layer; for a shard
+            beside a replicated x; for a result with another number of dims than x, or of another size where shards
+            differ in size.
+    """
+    layout = layout_of_tensor(x)
+    if layout is None:
+        return function(x, *others)
+    values = plain(x)
+    y = function(values, *(_own(one, layout, x) if isinstance(one, Tensor) else one for one in others))
+    if layout.dim is None or y.shape == values.shape:
+        return mark(y, layout)
+    if y.dim() != values.dim() or (y.shape[layout.dim] != values.shape[layout.dim] and not layout.is_even):
+        refuse("local_map cannot tell which dim of the result is sharded over columns, or how",
+               f"{list(y.shape)} of {layout.text(tuple(values.shape))}",
+               "Return the dims of the first tensor in their order; shards that differ in size must keep it.")
+    size = y.shape[layout.dim] * layout.mesh.num_cols if layout.is_even else layout.size
+    return mark(y, layout.moved(layout.dim, size))
+
+
+def _own(one: Tensor, layout: ColumnLayout, x: Tensor) -> Tensor:
+    """A tensor beside x, which has `layout`, as `function` gets it."""
+    own = layout_of_tensor(one)
+    if own is None:
+        if one.requires_grad or isinstance(one, torch.nn.Parameter):
+            refuse_call(local_map, [x, one], "with a parameter outside of its layer, or with a tensor computed from "
+                        "one,", "Call the layer, and pass on what it returns.")
+        return one
+    if own.dim is None and layout.dim is not None:
+        return summed_gradient(plain(one), layout.mesh)
+    if own.dim is not None and layout.dim is None:
+        refuse_call(local_map, [x, one], "of a replicated tensor and a shard",
+                    "Give the shard first: the result has its layout.")
+    return plain(one)
