@@ -85,8 +85,9 @@ def _statistics(x: Tensor, centred: bool) -> Tensor:
 def _normalized(x: Tensor, all_of_row: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float,
                 offset: float) -> tuple[Tensor, Tensor, Tensor]:
     """(y, mean, rstd) from the statistics of all columns [columns, 2, ..., 1], which have equally many features."""
-    mean, within_columns = all_of_row.mean(0)
-    variance = within_columns + (all_of_row[:, 0] - mean).square_().mean(0)
+    means, variances = all_of_row.unbind(1)
+    mean = means.mean(0)  # which is saved, so it is no view of both
+    variance = variances.mean(0) + (means - mean).square_().mean(0)
     rstd = variance.add_(epsilon).rsqrt_()
     y = (x.to(mean.dtype) - mean).mul_(rstd)
     if weight is not None and offset:
