@@ -124,6 +124,8 @@ class _LayerGuard(_OfMesh):
         self._where, self._takes, self._gives, self._alone, self._vocab = where, takes, gives, alone, vocab
         self._needs_sequence = mesh.activations.name == "sequence" and "stream" in (takes, gives)
         self._entered: tuple[ColumnLayout, torch.Size] | None = None
+        self._fitted: tuple[ColumnLayout | None, torch.Size, torch.dtype] | None = None
+        """An input that was taken as it is: so is the next one like it, as those of all microbatches are."""
 
     def before(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The layer's arguments without layouts."""
@@ -141,6 +143,10 @@ class _LayerGuard(_OfMesh):
         if not isinstance(x, Tensor):
             return getattr(x, "whole", x)  # a `LocalSize`
         layout, x = layout_of_tensor(x), plain(x)
+        like = layout, x.shape, x.dtype
+        if layout is not None and like == self._fitted:
+            self._entered = self._entered or (layout, x.shape)
+            return x
         if self._takes == "ids" or not (x.is_floating_point() or x.is_complex()):
             if layout is not None and layout.dim is not None:
                 refuse("takes integers that are the same on every column, and was given a shard",
@@ -152,10 +158,11 @@ class _LayerGuard(_OfMesh):
                    "Keep the three dims apart, or set --tensor.sequence-sharding false.", self._where)
         if layout is None and self._alone:
             return x
-        x = _as_taken(x, layout, self._mesh, self._takes, self._where)
-        if self._entered is None:
-            self._entered = layout or ColumnLayout(self._mesh), x.shape
-        return x
+        taken = _as_taken(x, layout, self._mesh, self._takes, self._where)
+        if taken is x:
+            self._fitted = like
+        self._entered = self._entered or (layout or ColumnLayout(self._mesh), taken.shape)
+        return taken
 
     def _marked(self, y: object) -> object:
         return mark(y, self._given(y)) if type(y) is Tensor else y

@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -51,8 +50,7 @@ class GatheringLayer(Protocol):
         workspace it may use."""
 
 
-@dataclass(frozen=True, slots=True)
-class WeightUse:
+class WeightUse(NamedTuple):
     """A weight that a product of a pass takes. kept: in memory of its own."""
 
     layer: GatheringLayer
