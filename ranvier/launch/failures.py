@@ -25,7 +25,7 @@ from ranvier.comm.hang import HangDetector
 from ranvier.comm.signed_store import SharedStore, clone_shared_store
 from ranvier.errors import Hang, LaunchError, MessageTimeout, RanvierError, TransportError, UnsavedError
 from ranvier.launch.failure_watch import FAILED, FINISHED
-from ranvier.launch.heartbeat import Heartbeat, find_launcher_processes, launcher_variable
+from ranvier.launch.heartbeat import Heartbeat, find_launcher_processes, launcher_variable, store_is_gone
 from ranvier.launch.stopped_ranks import CHECK_SECONDS, kill_stopped_ranks
 from ranvier.mesh import Mesh
 from ranvier.system.processes import Process
@@ -71,6 +71,8 @@ def report_failure(world: World, mesh: Mesh, error: BaseException, *, names_culp
     elif is_user_error and (first or (first is None and (names_culprit or isinstance(error, MessageTimeout)))):
         _print_error(f"ranvier: error: {error}" + ("" if world.size == 1 else f" [{name}]")
                      + (_STORE_IS_SILENT if silence is None else silence))
+    elif first is None:  # the host's own report may never come: it may have been killed
+        _print_error(f"ranvier: {store_is_gone(world, error)}")
     elif first:
         text = "".join(traceback.format_exception(error)).rstrip()
         _print_error(text if world.size == 1 else f"{name} failed:\n{text}")

@@ -161,9 +161,7 @@ class Heartbeat:
     def _leave_without_store(self, error: Exception) -> None:
         if self._ending.wait(_STORE_HOST_SECONDS):
             return
-        host = _STORE_HOSTS.get(self._world.launcher, "rank 0")
-        exit_now(f"rank {self._world.rank} ends: the store that {host} hosts is gone "
-                 f"({str(error).partition(chr(10))[0]})")
+        exit_now(store_is_gone(self._world, error))
 
     def _watch(self) -> None:
         overdue = self._world.overdue()
@@ -186,6 +184,12 @@ class Heartbeat:
         if published is not None or self._world.launcher in _STORE_HOSTS:
             return published or {}
         return find_rank_processes_by_variable(launcher, launcher_variable(self._world.launcher))
+
+
+def store_is_gone(world: World, error: BaseException) -> str:
+    """The sentence for a rank that ends because its store does not answer. error: what it met."""
+    host = _STORE_HOSTS.get(world.launcher, "rank 0")
+    return f"rank {world.rank} ends: the store that {host} hosts is gone ({str(error).partition(chr(10))[0]})"
 
 
 def exit_now(text: str) -> NoReturn:

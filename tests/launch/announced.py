@@ -42,6 +42,12 @@ class Ranks:
         found = [Process.find(int(pid)) for _, pid in sorted(pids)]
         self.ranks = [rank for rank in found if rank is not None]
 
+    def wait_for_text(self, text):
+        deadline = time.monotonic() + 120
+        while text not in self.text:
+            assert time.monotonic() < deadline and self.process.poll() is None, self.text
+            time.sleep(0.05)
+
     def assert_ranks_end(self):
         deadline = time.monotonic() + LIMIT_SECONDS
         while left := [rank for rank in self.ranks if rank.runs]:

@@ -22,7 +22,11 @@ assert total.tolist() == [3.0] * 3
 sys.stdout.write(f"rank {world.rank} pid {os.getpid()} {world.launcher} {world.backend.name}"
                  f" threads {torch.get_num_threads()}\n")
 sys.stdout.flush()
+if how == "collective" and world.rank == 0:
+    time.sleep(300)  # the other rank waits in the barrier
 group.barrier()
+if how == "hang":
+    print("past the barrier", flush=True)
 if how == "late" and world.rank == 1:
     time.sleep(2.0)  # rank 0 is at its end by now
 if world.rank == 1:

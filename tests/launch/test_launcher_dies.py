@@ -71,15 +71,19 @@ def slurm(rank):
 
 
 @LINUX
-def test_the_store_goes_with_rank_0_under_srun(start_ranks):
-    """Tasks of srun know nothing of each other, and Slurm leaves the others running."""
-    first, second = (start_ranks(sys.executable, SCRIPT, "hang", "torch", environ=slurm(rank)) for rank in range(2))
+@pytest.mark.parametrize(("how", "code"), [("hang", 1), ("collective", 2)])
+def test_the_store_goes_with_rank_0_under_srun(start_ranks, how, code):
+    """Tasks of srun know nothing of each other, and Slurm leaves the others running. In a collective rank 1 meets the
+    library's error first."""
+    first, second = (start_ranks(sys.executable, SCRIPT, how, "torch", environ=slurm(rank)) for rank in range(2))
     for each in (first, second):
         each.wait_for_ranks(1)
+    if how == "hang":
+        second.wait_for_text("past the barrier")
     first.process.kill()
     second.assert_ranks_end()
     assert re.search(r"^ranvier: rank 1 ends: the store that rank 0 hosts is gone \(", second.text, re.MULTILINE)
-    assert second.process.wait() == 1
+    assert second.process.wait() == code
 
 
 @LINUX
