@@ -45,7 +45,7 @@ class MPIWork:
 
     def wait(self) -> None:
         """See `protocol.Work`. MessageTimeout after the group's time limit."""
-        if not self.done() and not any(self.done() for _ in poll_rounds(self._group.timeout_seconds, _YIELD_SECONDS)):
+        if not any(self.done() for _ in poll_rounds(self._group.timeout_seconds, _YIELD_SECONDS)):
             raise self._group.convert_error(MessageTimeout, f"{self._group.timeout_seconds:g} s")
 
 

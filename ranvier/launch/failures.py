@@ -71,7 +71,7 @@ def report_failure(world: World, mesh: Mesh, error: BaseException, *, names_culp
     elif is_user_error and (first or (first is None and (names_culprit or isinstance(error, MessageTimeout)))):
         _print_error(f"ranvier: error: {error}" + ("" if world.size == 1 else f" [{name}]")
                      + (_STORE_IS_SILENT if silence is None else silence))
-    elif first is None:  # the host's own report may never come: it may have been killed
+    elif first is None and isinstance(error, TransportError):  # the store's host may have been killed, and tell nothing
         _print_error(f"ranvier: {store_is_gone(world, error)}")
     elif first:
         text = "".join(traceback.format_exception(error)).rstrip()

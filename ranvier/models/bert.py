@@ -88,7 +88,7 @@ class Attention(nn.Module):
         return {"hidden": self.norm(self.dropout(y_BSH, onto=x_BSH)), "mask": mask_BS}
 
     def _attended(self, qkv_BSF: Tensor, mask_BS: Tensor) -> Tensor:
-        """Of a column's heads."""
+        """Attention within the heads that this column has."""
         qkv_BSN3D = qkv_BSF.unflatten(-1, (-1, 3, self.head_dim))
         q_BNSD, k_BNSD, v_BNSD = (part.transpose(1, 2) for part in qkv_BSN3D.unbind(3))
         y_BNSD = functional.scaled_dot_product_attention(q_BNSD, k_BNSD, v_BNSD, attn_mask=mask_BS[:, None, None])

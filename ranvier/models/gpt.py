@@ -78,7 +78,7 @@ class Attention(nn.Module):
         return with_hidden(state, self.dropout(y_BSH, onto=x_BSH))
 
     def _attended(self, qkv_BSF: Tensor, segments_BS: Tensor | None) -> Tensor:
-        """Of a column's heads."""
+        """Attention within the heads that this column has."""
         qkv_BSN3D = qkv_BSF.unflatten(-1, (-1, 3, self.head_dim))
         q_BNSD, k_BNSD, v_BNSD = (part.transpose(1, 2) for part in qkv_BSN3D.unbind(3))
         k_BNSD, v_BNSD = self.cache.extend(k_BNSD, v_BNSD)

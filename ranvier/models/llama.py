@@ -153,7 +153,7 @@ class Attention(Sublayer):
         return partial(self.rotary, positions=positions, longest=before + length)
 
     def _attended(self, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, segments_BS: Tensor | None) -> Tensor:
-        """Of a column's heads, which are not turned yet."""
+        """Attention within the heads that this column has: queries and keys are turned here."""
         turned = self._turned(q_BNSD, segments_BS)
         q_BNSD = turned(q_BNSD)
         k_BKSD, v_BKSD = self.cache.extend(turned(k_BKSD), v_BKSD)
