@@ -79,13 +79,13 @@ class _RecordedGroup:
             return self._inner.all_reduce(tensor, op)
         return _RecordedWork(self._inner.all_reduce(tensor, op), "reduce", started, self._spans)
 
-    def reduce_scatter(self, output: Tensor, tensor: Tensor, buffer: Tensor | None = None) -> Work:
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, buffer: Tensor | None = None, dim: int = 0) -> Work:
         started = time.monotonic_ns()
-        return _RecordedWork(self._inner.reduce_scatter(output, tensor, buffer), "reduce", started, self._spans)
+        return _RecordedWork(self._inner.reduce_scatter(output, tensor, buffer, dim), "reduce", started, self._spans)
 
-    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+    def all_gather(self, output: Tensor, tensor: Tensor, dim: int = 0) -> Work:
         started = time.monotonic_ns()
-        return _RecordedWork(self._inner.all_gather(output, tensor), "gather", started, self._spans)
+        return _RecordedWork(self._inner.all_gather(output, tensor, dim), "gather", started, self._spans)
 
 
 class _RecordedWork:

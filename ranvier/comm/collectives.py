@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -145,6 +146,14 @@ class CheckedGroup:
     def _all_to_all(self, output: Tensor, tensor: Tensor, received: list[int], sent: list[int]) -> Work:
         raise NotImplementedError
 
+    def _exchanges_runs(self, shard: Tensor, runs: int) -> bool:
+        """Whether each member exchanges `runs` pieces of a shard with each other member, from and to their places."""
+        return False
+
+    def _exchange_runs(self, output: Tensor, tensor: Tensor) -> Work:
+        """Send `tensor[i]` to member i and receive `output[i]` from it; [members, runs, n], each run contiguous."""
+        raise NotImplementedError
+
     def library(self, device_type: str) -> Library:
         """The library that sums tensors on devices of this type."""
         return "nccl" if device_type == "cuda" else "gloo"
@@ -221,15 +230,24 @@ class CheckedGroup:
                                 [size if member == root else 0 for member in range(members)])
         return self._then_reduce(work, flat, shares) if is_root else work
 
-    def reduce_scatter(self, output: Tensor, tensor: Tensor, buffer: Tensor | None = None) -> Work:
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, buffer: Tensor | None = None, dim: int = 0) -> Work:
         """See `protocol.Group`."""
         self._check("reduce_scatter", output, tensor)
         self._check_sizes("reduce_scatter", tensor, output)
         algorithm = self._choose_and_count("reduce_scatter", tensor)
-        output, tensor, members = output.detach().view(-1), tensor.detach().view(-1), len(self.ranks)
+        output, tensor, members, runs = output.detach(), tensor.detach(), len(self.ranks), prod(output.shape[:dim])
         if members == 1 or tensor.numel() == 0:
-            output.copy_(tensor)
+            output.view(-1).copy_(tensor.view(-1))
             return CompletedWork()
+        if runs > 1:
+            if self._exchanges_runs(output, runs):
+                shares = self._allocate(tensor, members, output.numel()) if buffer is None else buffer.view(members, -1)
+                work = self._exchange_runs(shares.view(members, runs, -1), tensor.view(runs, members, -1).movedim(1, 0))
+                return self._then_reduce(work, output.view(-1), shares, owned=buffer is None)
+            parts = tensor.new_empty(tensor.numel()) if buffer is None else buffer.view(-1)
+            parts.view(members, runs, -1).copy_(tensor.view(runs, members, -1).movedim(1, 0))
+            tensor, buffer = parts, None
+        output, tensor = output.view(-1), tensor.view(-1)
         if algorithm == "library":
             return self._reduce_scatter(output, tensor)
         shares = self._allocate(tensor, members, output.numel()) if buffer is None else buffer.view(members, -1)
@@ -244,7 +262,7 @@ class CheckedGroup:
         algorithm = choose_algorithm(self.library(device_type), operation, dtype, size, members)
         return buffer_bytes(algorithm, operation, numel, dtype.itemsize, members)
 
-    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+    def all_gather(self, output: Tensor, tensor: Tensor, dim: int = 0) -> Work:
         """See `protocol.Group`."""
         self._check("all_gather", output, tensor)
         self._check_sizes("all_gather", output, tensor)
@@ -252,7 +270,14 @@ class CheckedGroup:
         if len(self.ranks) == 1 or tensor.numel() == 0:
             output.detach().view(-1).copy_(tensor.detach().view(-1))
             return CompletedWork()
-        return self._all_gather(_bytes(output), _bytes(tensor))
+        members, runs = len(self.ranks), prod(tensor.shape[:dim])
+        if runs == 1:
+            return self._all_gather(_bytes(output), _bytes(tensor))
+        places = output.detach().view(runs, members, -1).movedim(1, 0)
+        if self._exchanges_runs(tensor, runs):
+            return self._exchange_runs(places, tensor.detach().view(1, runs, -1).expand(members, -1, -1))
+        parts = tensor.new_empty(members, runs, tensor.numel() // runs)
+        return ChainedWork(self._all_gather(_bytes(parts), _bytes(tensor)), lambda: places.copy_(parts))
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
         """See `protocol.Group`."""

@@ -52,14 +52,14 @@ class Fp32Sums:
         """See `protocol.Group`."""
         return self._cast(tensor, tensor, lambda sent: (sent, self._inner.reduce(sent, root)))
 
-    def reduce_scatter(self, output: Tensor, tensor: Tensor, buffer: Tensor | None = None) -> Work:
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, buffer: Tensor | None = None, dim: int = 0) -> Work:
         """See `protocol.Group`; `buffer` is used only where nothing is cast."""
         if not is_half(tensor.dtype):
-            return self._inner.reduce_scatter(output, tensor, buffer)
+            return self._inner.reduce_scatter(output, tensor, buffer, dim)
 
         def start(sent: Tensor) -> tuple[Tensor, Work]:
             shard = torch.empty_like(output, dtype=torch.float32)
-            return shard, self._inner.reduce_scatter(shard, sent)
+            return shard, self._inner.reduce_scatter(shard, sent, dim=dim)
         return self._cast(tensor, output, start)
 
     def _cast(self, tensor: Tensor, output: Tensor, start: Callable[[Tensor], tuple[Tensor, Work]]) -> Work:

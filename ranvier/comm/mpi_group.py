@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 _YIELD_SECONDS = 20e-3
 """Longer than for messages: the other members are about to join a collective, while a sender may still compute."""
+
+
+_RUN_BYTES = 64 << 10
+"""Pieces of shards that are at least so large travel as messages of their own; smaller ones are copied together."""
 
 
 class MPIWork:
@@ -99,19 +103,31 @@ class MPIGroup(CheckedGroup):
             work.begin(call())
 
     def _exchange(self, output: Tensor, received: Sequence[slice], tensor: Tensor, sent: Sequence[slice]) -> Work:
-        """Send `tensor[sent[i]]` to member i, and receive `output[received[i]]` from member i.
+        """Send `tensor[sent[i]]` to member i, and receive `output[received[i]]` from member i."""
+        into, of = output.numpy(), tensor.numpy()  # arrays, whose views cost less than a tensor's
+        requests = self._messages([[into[one]] for one in received], [[of[one]] for one in sent])
+        return self._keep(requests, output, tensor)
+
+    def _messages(self, places: Sequence[Iterable[Any]], pieces: Sequence[Iterable[Any]]) -> list[MPI.Request]:
+        """Start to send the arrays `pieces[i]` to member i, and to receive `places[i]` from it.
 
         All members call in the same order, so messages match by their order and need no tags.
         """
-        into, of, requests = output.numpy(), tensor.numpy(), []  # arrays, whose views cost less than a tensor's
+        requests = []
         for step in range(1, len(self.ranks)):
             source, destination = (self.index - step) % len(self.ranks), (self.index + step) % len(self.ranks)
-            if (place := into[received[source]]).size:
-                requests.append(self.comm.Irecv(place, source))
-            if (piece := of[sent[destination]]).size:
-                requests.append(self.comm.Isend(piece, destination))
-        into[received[self.index]] = of[sent[self.index]]
-        return self._keep(requests, output, tensor)
+            requests += [self.comm.Irecv(place, source) for place in places[source] if place.size]
+            requests += [self.comm.Isend(piece, destination) for piece in pieces[destination] if piece.size]
+        for place, piece in zip(places[self.index], pieces[self.index], strict=True):
+            place[...] = piece
+        return requests
+
+    def _exchanges_runs(self, shard: Tensor, runs: int) -> bool:
+        return self._direct and not shard.is_cuda and shard.nbytes >= runs * _RUN_BYTES
+
+    def _exchange_runs(self, output: Tensor, tensor: Tensor) -> Work:
+        places, pieces = output.view(torch.uint8).numpy(), tensor.view(torch.uint8).numpy()
+        return self._keep(self._messages(list(places), list(pieces)), output, tensor)
 
     def _keep(self, requests: Sequence[MPI.Request] | None, *tensors: Tensor) -> MPIWork:
         """Work for `requests`. The tensors stay alive until MPI has finished, even if the caller drops the work.

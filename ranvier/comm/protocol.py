@@ -104,14 +104,16 @@ class Group(Protocol):
     def reduce(self, tensor: Tensor, root: int = 0) -> Work:
         """Sum `tensor` into that of member `root` (an index within the group); the others' content is undefined."""
 
-    def reduce_scatter(self, output: Tensor, tensor: Tensor, buffer: Tensor | None = None) -> Work:
-        """Write shard `index` of the sum of all members' `tensor` [size * n] to `output` [n].
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, buffer: Tensor | None = None, dim: int = 0) -> Work:
+        """Write shard `index` of the sum of all members' `tensor` [.., size * n, ..] to `output` [.., n, ..].
 
-        buffer: memory [size * n] of the same dtype to work in, where `buffer_bytes` is not 0; None allocates it.
+        buffer: memory of `tensor`'s size and dtype to work in, where `buffer_bytes` is not 0 or `dim` is not the first;
+            None allocates it.
+        dim: along which `tensor` is divided.
         """
 
-    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        """Write the concatenation of all members' `tensor` [n] to `output` [size * n]."""
+    def all_gather(self, output: Tensor, tensor: Tensor, dim: int = 0) -> Work:
+        """Write the concatenation along `dim` of all members' `tensor` [.., n, ..] to `output` [.., size * n, ..]."""
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
         """Overwrite `tensor` with that of member `root` (an index within the group)."""

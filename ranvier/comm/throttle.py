@@ -204,11 +204,11 @@ class _ThrottledGroup:
     def reduce(self, tensor: Tensor, root: int = 0) -> Work:
         return self._slow("reduce", tensor, lambda: self._inner.reduce(tensor, root))
 
-    def reduce_scatter(self, output: Tensor, tensor: Tensor, buffer: Tensor | None = None) -> Work:
-        return self._slow("reduce_scatter", tensor, lambda: self._inner.reduce_scatter(output, tensor, buffer))
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, buffer: Tensor | None = None, dim: int = 0) -> Work:
+        return self._slow("reduce_scatter", tensor, lambda: self._inner.reduce_scatter(output, tensor, buffer, dim))
 
-    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        return self._slow("all_gather", output, lambda: self._inner.all_gather(output, tensor))
+    def all_gather(self, output: Tensor, tensor: Tensor, dim: int = 0) -> Work:
+        return self._slow("all_gather", output, lambda: self._inner.all_gather(output, tensor, dim))
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
         return self._slow("broadcast", tensor, lambda: self._inner.broadcast(tensor, root))

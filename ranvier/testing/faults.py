@@ -342,17 +342,17 @@ class _FaultyGroup:
         self._plan.collective()
         return self._inner.reduce(tensor, root)
 
-    def reduce_scatter(self, output: Tensor, tensor: Tensor, buffer: Tensor | None = None) -> Work:
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, buffer: Tensor | None = None, dim: int = 0) -> Work:
         self._plan.collective()
-        return self._inner.reduce_scatter(output, tensor, buffer)
+        return self._inner.reduce_scatter(output, tensor, buffer, dim)
 
     def buffer_bytes(self, operation: Literal["all_reduce", "reduce_scatter"], numel: int, dtype: torch.dtype,
                      device_type: str) -> int:
         return self._inner.buffer_bytes(operation, numel, dtype, device_type)
 
-    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+    def all_gather(self, output: Tensor, tensor: Tensor, dim: int = 0) -> Work:
         self._plan.collective()
-        return self._inner.all_gather(output, tensor)
+        return self._inner.all_gather(output, tensor, dim)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
         self._plan.collective()

@@ -325,6 +325,7 @@ def _check_collectives(group, dtype: torch.dtype, size: int) -> None:
     whole = torch.empty(members * members * size, 2, dtype=dtype)
     group.all_gather(whole, mine).wait()
     same(whole, torch.cat(brought))
+    _check_along_a_dim(group, brought, summed, size)
     for root in range(members):
         copy = brought[group.index].clone()
         group.broadcast(copy, root).wait()
@@ -336,6 +337,28 @@ def _check_collectives(group, dtype: torch.dtype, size: int) -> None:
     traded = torch.empty_like(mine)
     group.all_to_all(traded, mine).wait()
     same(traded, torch.cat([one.view(members, size, 2)[group.index] for one in brought]))
+
+
+def _check_along_a_dim(group, brought: list[Tensor], summed: Tensor, size: int) -> None:
+    """The second of three dims is gathered, and divided: pieces lie apart in the whole."""
+    members = len(group.ranks)
+    mine = brought[group.index].view(size, members, 2).movedim(0, 2).contiguous()  # [members, 2, size]
+    whole = mine.new_empty(members, members * 2, size)
+    group.all_gather(whole, mine, 1).wait()
+    same(whole, torch.cat([one.view(size, members, 2).movedim(0, 2) for one in brought], 1))
+    total = summed.view(size, members, 2).permute(2, 1, 0)  # [2, members, size]
+    for buffer in (None, torch.empty_like(mine)):
+        own = mine.new_empty(2, 1, size)
+        group.reduce_scatter(own, mine.transpose(0, 1).contiguous(), buffer, 1).wait()
+        same(own, total[:, group.index:group.index + 1])
+
+
+def large_pieces_along_a_dim(world: World) -> None:
+    """Pieces that a backend may send from and to their places, instead of copying them together."""
+    group, size = world.backend.group("large pieces", [range(world.size)]), 40_000
+    for dtype in (torch.float64, torch.bfloat16):
+        brought = [random(rank, dtype, world.size * size, 2) for rank in group.ranks]
+        _check_along_a_dim(group, brought, torch.stack(brought).to(torch.float64).sum(0).to(dtype), size)
 
 
 def _extreme(stacked: Tensor, name: str) -> Tensor:
@@ -531,6 +554,7 @@ MESSAGES = ("edges_are_fifo", "whichever_arrives_first", "all_kinds_of_tensors",
             "received_tensors_stay", "bytes_are_counted", "waiting_ends_and_sleeps", "poll_returns_all",
             "edges_can_be_added", "purposes_do_not_mix", "misuse_is_named")
 COLLECTIVES = ("collectives_agree_with_plain_sums", "zero_dim_tensors_reduce", "half_sums_accumulate_in_fp32",
-               "results_are_the_same_to_the_bit", "uneven_all_to_all", "many_under_way_at_once",
+               "results_are_the_same_to_the_bit", "uneven_all_to_all", "large_pieces_along_a_dim",
+               "many_under_way_at_once",
                "collectives_return_at_once", "work_may_be_forgotten", "volumes_are_counted", "objects_and_barriers",
                "wrong_tensors_are_named", "a_subset_is_a_world_of_its_own")
