@@ -324,7 +324,7 @@ SCENARIOS = {
     "failed batch": failed_batch,
     **{f"gpt {row} x {col} {scheme}": split(gpt, row, col, scheme) for row, col, scheme in (
         (2, 1, "stationary"), (1, 2, "stationary"), (2, 2, "stationary"), (1, 2, "megatron"), (2, 2, "summa"),
-        (1, 2, "sequence"))},
+        (1, 2, "sequence"), (2, 2, "stationary-sequence"))},
     "recomputed": split(gpt, 2, 2, "stationary", memory=Memory(recompute=1)),
     "llama 2 x 2": split(family, 2, 2, "stationary"), "llama sequence": split(family, 1, 2, "sequence"),
     "lora": split(adapted, 2, 2, "stationary"), "dora": split(lambda: adapted("dora"), 2, 2, "stationary"),

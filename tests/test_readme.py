@@ -136,7 +136,7 @@ def test_python_example_agrees(tmp_path: Path) -> None:
     done = run("python example.py", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert all("agrees" in line for line in done.stdout.splitlines())
-    assert len(done.stdout.splitlines()) == 10  # the schemes on four meshes
+    assert len(done.stdout.splitlines()) == 13  # the schemes on four meshes
 
 
 def test_python_example_learns(tmp_path: Path) -> None:

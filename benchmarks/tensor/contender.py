@@ -96,6 +96,8 @@ def _ours(ranks: int) -> list[Contender]:
     meshes = [(row, ranks // row) for row in range(1, ranks + 1) if ranks % row == 0]
     schemes: list[tuple[str, tuple[int, int], dict[str, object]]] = [
         (scheme, mesh, {"scheme": scheme}) for scheme in ("stationary", "summa") for mesh in meshes]
+    schemes += [("stationary-sp", mesh, {"scheme": "stationary", "sequence_sharding": True})
+                for mesh in meshes if mesh[1] > 1]
     schemes += [("megatron", (1, ranks), {"scheme": "megatron"}),
                 ("megatron-sp", (1, ranks), {"scheme": "megatron", "sequence_sharding": True})]
     return [Contender(name=f"{name}-{row}x{col}-{transport}", build="benchmarks.tensor.ours:open_ours",

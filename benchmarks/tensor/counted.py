@@ -54,7 +54,7 @@ from ranvier.tensor.split.loss import NextTokenLoss
 
 SETTINGS: Mapping[Scheme, Settings] = {
     "summa": Settings(scheme="summa"), "stationary": Settings(scheme="stationary"),
-    "megatron": Settings(scheme="megatron"),
+    "megatron": Settings(scheme="megatron"), "stationary-sequence": Settings(sequence_sharding=True),
     "megatron-sequence": Settings(scheme="megatron", sequence_sharding=True)}
 MESHES = ((1, 4), (2, 2), (4, 1), (2, 3), (3, 3), (4, 4), (8, 8))
 ONE_PANEL = 1 << 62
@@ -191,7 +191,7 @@ def count_embedding(meter: Meter, sizes: Sizes) -> Counted:
         ids = torch.zeros(sizes.batch // meter.row, sizes.sequence, dtype=torch.int64)
     found = meter.run(ids, block)
     token = found["token"]
-    if meter.scheme == "stationary":
+    if meter.scheme.startswith("stationary"):
         token = Volume(forward=Bytes(activations=token.forward.total), backward=Bytes(activations=token.backward.total))
     return Counted(parts={"embedding": token}, small=found["ids"], step_bytes=meter.sums(block, splits))
 

@@ -165,6 +165,7 @@ class Case:
 
 
 SETTINGS = {"stationary": Settings(), "summa": Settings(scheme="summa"), "megatron": Settings(scheme="megatron"),
+            "stationary-sequence": Settings(sequence_sharding=True),
             "megatron-sequence": Settings(scheme="megatron", sequence_sharding=True),
             "keep-weights": Settings(keep_weights=True)}
 HELD = [Case(scheme=scheme, row=row, col=col, sequences=sequences, sequence=4096, hidden=hidden, recomputed=recomputed,

@@ -67,7 +67,7 @@ class OurStack:
         for parameter in self._parameters.values():
             parameter.grad = torch.zeros_like(parameter)
         self._summed = {axis: [parameter for name, parameter in self._parameters.items()
-                               if self._splits[name].summed == (axis,)] for axis in ("row", "col")}
+                               if axis in self._splits[name].summed] for axis in ("row", "col")}
         self._x = self._y = None
         self._uses: dict[str, list[WeightUse]] = {"forward": [], "backward": []}
 

@@ -73,9 +73,9 @@ def _one_rank_a_stage(run: ResolvedRun) -> str | None:
 
 
 def _sequence_sharding(run: ResolvedRun) -> str | None:
-    scheme = run.tensor.scheme
     return _one_rank_a_stage(run) or (
-        None if scheme == "megatron" else f"activations are always split in scheme {scheme}")
+        "summa always splits the hidden dimension" if run.tensor.scheme == "summa" else
+        "mesh.col is 1, so no column shares a sequence" if run.mesh.col == 1 else None)
 
 
 def _keep_weights(run: ResolvedRun) -> str | None:
@@ -145,8 +145,8 @@ def _only(*algorithms: str, others: str) -> Reason:
 
 
 def _nothing_is_averaged(run: ResolvedRun) -> str | None:
-    megatron = run.tensor.scheme == "megatron" and run.tensor.sequence_sharding and run.mesh.col > 1
-    alone = run.mesh.data == run.mesh.row == 1 and not megatron and not run.elastic.auto_dp
+    by_sequence = run.tensor.shards_sequence and run.mesh.col > 1
+    alone = run.mesh.data == run.mesh.row == 1 and not by_sequence and not run.elastic.auto_dp
     return "mesh.data is 1, so no gradients are averaged" if alone else None
 
 

@@ -131,7 +131,7 @@ def divisibility_problems(run: ResolvedRun) -> Iterator[ConfigError]:
                                           ("col", "model.heads", model.heads)]
     if tensor.scheme == "stationary" and model.hidden % mesh.col == 0:
         shares.append(("row", f"model.hidden / {mesh.col}, the features of a column:", model.hidden // mesh.col))
-    if tensor.scheme == "megatron" and tensor.sequence_sharding:
+    if tensor.shards_sequence:
         shares.append(("col", "model.sequence", model.sequence))
     for axis, what, size in shares:
         count = getattr(mesh, axis)

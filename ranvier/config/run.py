@@ -183,8 +183,9 @@ class TensorParallel:
     matrix product stays where it is; summa: broadcasts and reductions, as in Optimus; megatron: as in Megatron-LM, on
     columns only."""
     sequence_sharding: bool = False
-    """Sequence parallel, with megatron only: between matrix products, each column keeps a part of the sequence instead
-    of all activations."""
+    """Sequence parallel, not with summa: between matrix products, each column keeps a part of the sequence, with
+    stationary instead of a part of the hidden width, with megatron instead of all activations. Norms then need no
+    communication. The columns must divide the sequence."""
     keep_weights: bool = False
     """With stationary on several rows only: keep gathered weights for all microbatches of a step instead of gathering
     them again (as FSDP's reshard_after_forward=False), and add up the microbatches' weight gradients before they are
@@ -196,6 +197,11 @@ class TensorParallel:
     """Not with summa: activations are gathered and reduced along columns in panels of at most so many bytes, one of
     which travels while another is multiplied. On CUDA the panel that no product hides is 4.5 % of the whole, and
     the others grow to this size. auto: 4 MiB on CPU, 64 MiB on CUDA."""
+
+    @property
+    def shards_sequence(self) -> bool:
+        """Whether columns share the sequence between products."""
+        return self.sequence_sharding and self.scheme != "summa"
 
 
 @section

@@ -18,12 +18,12 @@ def best_shape(ranks: int, *, batch: int, sequence: int, hidden: int, heads: int
     """(row, col) with row col = ranks and the fewest bytes per layer, forward and backward; of equal ones fewer rows.
 
     batch: sequences of a microbatch. Rows hold whole sequences and columns whole heads, so row divides batch, and col
-    heads; row col divides hidden, for each weight to be cut evenly. megatron: one row; with sequence sharding col
+    heads; row col divides hidden, for each weight to be cut evenly. megatron: one row. With sequence sharding col
     divides sequence. ConfigError when no row and col are such.
     """
     legal = [(row, col) for row in (divisors(batch) if not scheme.startswith("megatron") else [1])
              for col in divisors(heads) if hidden % (row * col) == 0
-             and (scheme != "megatron-sequence" or sequence % col == 0)]
+             and (not scheme.endswith("sequence") or sequence % col == 0)]
     shapes = [(row, col) for row, col in legal if row * col == ranks]
     if not shapes:
         nearest = min((row * col for row, col in legal), key=lambda size: (abs(size - ranks), size))
@@ -46,7 +46,7 @@ def _fault(ranks: int, batch: int, sequence: int, hidden: int, heads: int, schem
         return f"does not divide the hidden size {hidden}"
     if not scheme.startswith("megatron"):
         return (f"is no product of rows, which divide the {batch} sequences of a microbatch, and columns, which divide "
-                f"the {heads} heads")
+                f"the {heads} heads{f' and the sequence length {sequence}' if scheme.endswith('sequence') else ''}")
     if heads % ranks:
         return f"does not divide the {heads} heads"
     return f"does not divide the sequence length {sequence}"

@@ -40,7 +40,8 @@ from ranvier.schedule.limits import Limits
 from ranvier.schedule.schedule import Policy
 from ranvier.schedule.simulator import PRODUCTS, StageTimes
 
-_MESSAGES = {"summa": (4, 8), "stationary": (4, 6), "megatron": (2, 2), "megatron-sequence": (4, 6)}
+_MESSAGES = {"summa": (4, 8), "stationary": (4, 6), "megatron": (2, 2),
+             "stationary-sequence": (4, 6), "megatron-sequence": (4, 6)}
 """Collectives of one layer along an axis, forward and backward; each is one message to every other member."""
 
 

@@ -12,7 +12,8 @@ A product i h -> o h of a scheme receives:
                         projection, fc2   o A + i o W      o A + 2 i o W      input-stationary
     megatron            qkv, fc1          0              2 i A                one row, x whole on every rank
                         projection, fc2   2 o A          0
-    megatron-sequence   as stationary, with one row                           s cut over col between products
+    stationary-sequence as stationary                                         s cut over col between products, not h
+    megatron-sequence   as stationary, with one row                           the same
 
 Ring conventions: of a tensor of P bytes, an all-gather or reduce-scatter over m members receives P (m - 1) / m, an
 all-reduce twice that. Of m panels, one per member, the broadcasts receive what an all-gather of all of them does, the
@@ -28,7 +29,7 @@ from typing import Literal, NamedTuple
 
 from ranvier.config.run import TensorParallel
 
-Scheme = Literal["summa", "stationary", "megatron", "megatron-sequence"]
+Scheme = Literal["summa", "stationary", "megatron", "stationary-sequence", "megatron-sequence"]
 Recompute = Literal["none", "kept", "again"]
 """Of a layer's insides: nothing is recomputed; it is, and the operands that it gathers are kept for the backward; it
 is, and the backward gathers them again. Without recomputing too, the backward gathers again."""
@@ -39,7 +40,9 @@ PRODUCTS: Mapping[Product, tuple[int, int]] = {"qkv": (1, 3), "projection": (1, 
 
 def volume_scheme(tensor: TensorParallel) -> Scheme:
     """The settings' scheme as the tables of volumes name it."""
-    return "megatron-sequence" if tensor.scheme == "megatron" and tensor.sequence_sharding else tensor.scheme
+    if not tensor.shards_sequence:
+        return tensor.scheme
+    return "megatron-sequence" if tensor.scheme == "megatron" else "stationary-sequence"
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,7 @@ def _all_reduced_output(into: float, out: float) -> _Way:
 
 _WAYS = {"summa": (_output_stationary, _output_stationary), "stationary": (_output_stationary, _input_stationary),
          "megatron": (_all_reduced_gradient, _all_reduced_output),
+         "stationary-sequence": (_output_stationary, _input_stationary),
          "megatron-sequence": (_output_stationary, _input_stationary)}
 """Of qkv and fc1, and of projection and fc2. Summa's three products receive as much as an output-stationary one."""
 
@@ -223,8 +227,9 @@ def embedding_volume(scheme: Scheme, *, row: int, col: int, batch: int, sequence
     """Of the token embedding.
 
     stationary: each rank has all V rows of h / (row col) hidden elements, and gets the others of its column by one
-    all-to-all along `row`. summa: blocks [V / row, h / col], broadcast along `row`, their gradients reduced. megatron:
-    rows of the table over col, their sum all-reduced, or with sequence sharding reduced and scattered.
+    all-to-all along `row`; with sequence sharding another one along `col` exchanges features for tokens. summa: blocks
+    [V / row, h / col], broadcast along `row`, their gradients reduced. megatron: rows of the table over col, their sum
+    all-reduced, or with sequence sharding reduced and scattered.
     """
     units = _units(scheme, row, col, batch, sequence, hidden, itemsize, sum_itemsize)
     match scheme:
@@ -235,6 +240,10 @@ def embedding_volume(scheme: Scheme, *, row: int, col: int, batch: int, sequence
         case "stationary":
             each = Bytes(activations=batch * sequence * hidden * itemsize * (row - 1) / (row * col) / row)
             return Volume(forward=each, backward=each)
+        case "stationary-sequence":
+            both = embedding_volume("stationary", row=row, col=col, batch=batch, sequence=sequence, hidden=hidden,
+                                    vocab=vocab, itemsize=itemsize).forward + Bytes(activations=units.a / col)
+            return Volume(forward=both, backward=both)
         case "summa":
             table = (0, vocab / hidden)
             return Volume(forward=units.bytes(table), backward=units.summed(table))

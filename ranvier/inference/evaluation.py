@@ -91,5 +91,5 @@ def lengths_of(run: ResolvedRun, data: Dataset) -> np.ndarray | None:
 
 def length_multiple(run: ResolvedRun) -> int:
     """What divides the length of a microbatch: the columns that share it, with sequence parallelism."""
-    shares = layout_of(run.tensor.scheme, run.tensor.sequence_sharding) == "sequence"
+    shares = layout_of(run.tensor) == "sequence"
     return run.mesh.col if shares else 1

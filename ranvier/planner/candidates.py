@@ -162,7 +162,7 @@ def _microbatches(run: Run, mesh: Mesh) -> list[int]:
 
 def _schemes(run: Run) -> list[TensorParallel]:
     schemes: tuple[tuple[Literal["stationary", "summa", "megatron"], bool], ...] = (
-        ("stationary", False), ("summa", False), ("megatron", False), ("megatron", True))
+        ("stationary", False), ("stationary", True), ("summa", False), ("megatron", False), ("megatron", True))
     return [replace(run.tensor, scheme=scheme, sequence_sharding=sharding) for scheme, sharding in schemes]
 
 

@@ -87,8 +87,7 @@ def scheme(run: ResolvedRun) -> str:
     """How the products of the tensor mesh are computed; empty where a stage is one rank."""
     if run.mesh.stage_size == 1:
         return ""
-    return run.tensor.scheme + (" by sequence" if run.tensor.scheme == "megatron" and run.tensor.sequence_sharding
-                                else "")
+    return run.tensor.scheme + " by sequence" * run.tensor.shards_sequence
 
 
 def device_bytes(found: Candidate) -> int:

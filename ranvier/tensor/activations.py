@@ -59,7 +59,7 @@ class Activations(Protocol):
         """Of `flat` [T, F], the tokens of a panel of x: a view [n, m, F] of n m tokens, in the order of `slabs`."""
 
     def gather(self, x: Tensor, run: slice, buffer: Buffer) -> tuple[Tensor, Work]:
-        """Start gathering a panel: [num_parts, ...], complete when the work is done."""
+        """Start gathering a panel, which is complete when the work is done."""
 
     def slabs(self, parts: Tensor) -> Tensor:
         """[k, tokens, width / k] of a gathered panel."""
@@ -168,14 +168,14 @@ class SequenceSplit:
         return by_part[:, :, run].flatten(0, 1)
 
     def gather(self, x: Tensor, run: slice, buffer: Buffer) -> tuple[Tensor, Work]:
-        """All-gather: [c, B, m, H]."""
+        """All-gather along the sequence: [B, c m, H]."""
         panel = self._panel(x, run).contiguous()
-        parts = buffer("gathered", (self.num_parts, *panel.shape))
-        return parts, self._group.all_gather(parts, panel)
+        whole = buffer("gathered", (panel.shape[0], self.num_parts * panel.shape[1], panel.shape[2]))
+        return whole, self._group.all_gather(whole, panel, 1)
 
     def slabs(self, parts: Tensor) -> Tensor:
-        """One slab [1, B c m, H]; a copy where there are several sequences."""
-        return parts.movedim(0, 1).reshape(1, -1, parts.shape[-1])
+        """One slab [1, B c m, H]."""
+        return parts.view(1, -1, parts.shape[-1])
 
     def partial(self, out: Tensor, run: slice, buffer: Buffer) -> Tensor:
         """[1, B c m, H]."""
@@ -183,16 +183,14 @@ class SequenceSplit:
         return buffer("partial", (1, self.num_parts * own.shape[:-1].numel(), out.shape[-1]))
 
     def scatter(self, slabs: Tensor, out: Tensor, run: slice, buffer: Buffer) -> Work:
-        """Reduce-scatter of the columns' tokens. Those of several sequences are copied next to each other first, and
-        sums of a panel of theirs are copied to their places after."""
+        """Reduce-scatter along the sequence. Sums of a panel of several sequences are copied to their places after."""
         own = self._panel(out, run)
-        parts = slabs.view(own.shape[0], self.num_parts, *own.shape[1:]).movedim(1, 0)
-        if not parts.is_contiguous():
-            parts = buffer("parts", parts.shape).copy_(parts)
+        whole = slabs.view(own.shape[0], -1, own.shape[2])
+        space = buffer("parts", (whole.numel(),)) if len(own) > 1 else None
         if own.is_contiguous():
-            return self._group.reduce_scatter(own, parts)
+            return self._group.reduce_scatter(own, whole, space, 1)
         summed = buffer("summed", own.shape)
-        return ChainedWork(self._group.reduce_scatter(summed, parts), lambda: own.copy_(summed))
+        return ChainedWork(self._group.reduce_scatter(summed, whole, space, 1), lambda: own.copy_(summed))
 
 
 class Replicated(HiddenSplit):
@@ -227,11 +225,11 @@ def activations_of(settings: TensorParallel, over_cols: Group) -> Activations:
     """The layout that a scheme works on, over the ranks of a row."""
     kinds: dict[ActivationLayout, type[HiddenSplit | SequenceSplit]] = {
         "hidden": HiddenSplit, "sequence": SequenceSplit, "whole": Replicated}
-    return kinds[layout_of(settings.scheme, settings.sequence_sharding)](over_cols)
+    return kinds[layout_of(settings)](over_cols)
 
 
-def layout_of(scheme: str, sequence_sharding: bool) -> ActivationLayout:
+def layout_of(settings: TensorParallel) -> ActivationLayout:
     """The name of the layout that a scheme works on."""
-    if scheme != "megatron":
-        return "hidden"
-    return "sequence" if sequence_sharding else "whole"
+    if settings.shards_sequence:
+        return "sequence"
+    return "whole" if settings.scheme == "megatron" else "hidden"

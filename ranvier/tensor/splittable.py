@@ -153,8 +153,8 @@ def feature_split(settings: TensorParallel) -> Split:
 
     summed: axes over whose ranks its gradient is all-reduced, as sequence parallelism needs for norms.
     """
-    return {"hidden": Split((("col",),), summed=("row",)), "sequence": Split(((),), summed=("col",)),
-            "whole": Split(((),))}[layout_of(settings.scheme, settings.sequence_sharding)]
+    return {"hidden": Split((("col",),), summed=("row",)), "sequence": Split(((),), summed=("row", "col")),
+            "whole": Split(((),))}[layout_of(settings)]
 
 
 def hidden_constraint(mesh: TensorMesh, size: int, what: str = "features") -> Iterator[Constraint]:

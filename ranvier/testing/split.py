@@ -38,10 +38,11 @@ from ranvier.tensor.mesh import TensorMesh
 from ranvier.testing.ranks import RanksFailed, run_ranks
 from ranvier.world import World
 
-Scheme = Literal["stationary", "summa", "megatron", "megatron-sequence"]
+Scheme = Literal["stationary", "summa", "megatron", "stationary-sequence", "megatron-sequence"]
 SCHEMES: dict[Scheme, TensorParallel] = {
     "stationary": TensorParallel(scheme="stationary"), "summa": TensorParallel(scheme="summa"),
     "megatron": TensorParallel(scheme="megatron"),
+    "stationary-sequence": TensorParallel(sequence_sharding=True),
     "megatron-sequence": TensorParallel(scheme="megatron", sequence_sharding=True)}
 MESHES = ((1, 2), (2, 1), (2, 2), (2, 3))
 """Rows and columns."""
@@ -72,7 +73,7 @@ class SplitOutcome:
 
     def __str__(self) -> str:
         about = self.reason.partition(" (got ")[0] if self.error is None else f"{self.error:.1e} ({self.tensor})"
-        return f"{self.row} x {self.col}  {self.scheme:<17}  {self.status}: {about}"
+        return f"{self.row} x {self.col}  {self.scheme:<19}  {self.status}: {about}"
 
 
 class SplitError(ModelError):
@@ -118,9 +119,15 @@ def check_split(model: Model | nn.Module | Sequence[nn.Module], sample: Sample,
             raise ModelError("is not finite on one rank, so that nothing can be compared", where=name,
                              remedy="Give another sample, or parameters with which the model computes numbers.")
     outcomes = tuple(_outcome(whole, batch, expected, mesh, scheme, has_loss, tolerance, timeout_seconds)
-                     for mesh in meshes for scheme in schemes if mesh[0] == 1 or SCHEMES[scheme].scheme != "megatron")
+                     for mesh in meshes for scheme in schemes if _differs(scheme, *mesh))
     _raise_first(outcomes, tolerance)
     return outcomes
+
+
+def _differs(scheme: Scheme, row: int, col: int) -> bool:
+    """Whether the scheme exists on the mesh, and is not another one there."""
+    settings = SCHEMES[scheme]
+    return row == 1 if settings.scheme == "megatron" else col > 1 or not settings.shards_sequence
 
 
 def check_named(target: str, *, as_json: bool = False) -> None:

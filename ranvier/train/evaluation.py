@@ -44,7 +44,7 @@ def sample_text(engine: Engine, ranks: Group, run: ResolvedRun, data: Prepared, 
     tokenizer = data.tokenizer
     assert isinstance(tokenizer, Tokenizer)  # of the task lm
     prompt = tokenizer.encode(run.train.prompt) if run.train.prompt else held_out_line(data)
-    by_positions = layout_of(run.tensor.scheme, run.tensor.sequence_sharding) == "sequence"
+    by_positions = layout_of(run.tensor) == "sequence"
     tokens = continue_tokens(engine, ranks, run.mesh, device, prompt, seed=run.seed, count=run.train.sample_tokens,
                              longest=run.model.sequence, vocab=tokenizer.vocab,
                              multiple=run.mesh.col if by_positions else 1)

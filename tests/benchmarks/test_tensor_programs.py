@@ -24,8 +24,8 @@ def test_counted(tmp_path, capsys):
     path = tmp_path / "counted.json"
     assert counted.main(["--quick", "--only", "* 2x3", "* 1x4", "--output", str(path)]) == 0
     text, found = capsys.readouterr().out, results(path)
-    assert "counted   payload by ring conventions" in text and "72 of 72 counts equal" in text
-    assert len(found["rows"]) == 6 * 12 and found["different"] == 0
+    assert "counted   payload by ring conventions" in text and "96 of 96 counts equal" in text
+    assert len(found["rows"]) == 8 * 12 and found["different"] == 0
     paper = next(row["paper"] for row in found["rows"] if row["part"] == "layer" and row["checkpointed"]
                  and row["scheme"] == "megatron")
     activation = 4 * 24 * 576 * 576

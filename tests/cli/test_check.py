@@ -259,7 +259,8 @@ def test_placement_on_nodes_is_shown():
 
 @pytest.mark.parametrize(("flags", "where"), [
     ({"tensor__scheme": "summa"}, "tensor.scheme"),
-    ({"tensor__sequence_sharding": "true", "mesh__col": "2"}, "tensor.sequence-sharding"),
+    ({"tensor__sequence_sharding": "true", "mesh__row": "2"}, "tensor.sequence-sharding"),
+    ({"tensor__sequence_sharding": "true", "mesh__col": "2", "tensor__scheme": "summa"}, "tensor.sequence-sharding"),
     ({"tensor__keep_weights": "true", "mesh__col": "2"}, "tensor.keep-weights"),
     ({"tensor__reduce_dtype": "fp32", "precision": "bf16"}, "tensor.reduce-dtype"),
     ({"tensor__reduce_dtype": "fp32", "mesh__col": "2"}, "tensor.reduce-dtype")])

@@ -112,7 +112,7 @@ def masked_batches(rows):
 
 @pytest.mark.parametrize(("rows", "cols", "scheme", "pipe", "fused"), [
     (2, 2, "stationary", 2, True), (2, 2, "summa", 1, False), (2, 1, "stationary", 1, False),
-    *((*one, 1, fused) for one, fused in zip(legal([(1, 2)]), (True, True, False, False), strict=True))])
+    *((*one, 1, fused) for one, fused in zip(legal([(1, 2)]), (True, True, False, True, False), strict=True))])
 def test_gradients(rows, cols, scheme, pipe, fused):
     batches = masked_batches(rows)
     reference = Reference(llama(fused), loss=NextTokenLoss(VOCAB), seed=SEED, dtype=torch.float64)

@@ -173,11 +173,11 @@ class Late:
     def __getattr__(self, name):
         return getattr(self._group, name)
 
-    def all_gather(self, output, tensor):
-        return self._late(output, lambda into: self._group.all_gather(into, tensor), torch.empty_like)
+    def all_gather(self, output, tensor, dim=0):
+        return self._late(output, lambda into: self._group.all_gather(into, tensor, dim), torch.empty_like)
 
-    def reduce_scatter(self, output, tensor, buffer=None):
-        return self._late(output, lambda into: self._group.reduce_scatter(into, tensor), torch.empty_like)
+    def reduce_scatter(self, output, tensor, buffer=None, dim=0):
+        return self._late(output, lambda into: self._group.reduce_scatter(into, tensor, dim=dim), torch.empty_like)
 
     def all_reduce(self, tensor, op="sum"):
         return self._late(tensor, lambda into: self._group.all_reduce(into, op), torch.clone)

@@ -38,11 +38,12 @@ class Embedding(Layer, nn.Embedding):
 
     def divisibility_constraints(self, mesh: TensorMesh) -> Iterator[Constraint]:
         """Columns, and for stationary rows too, divide the features; else each needs a part of the vocabulary."""
-        yield from hidden_constraint(mesh, self.embedding_dim)
         if mesh.settings.scheme == "stationary":
+            yield "features", self.embedding_dim, "col", mesh.num_cols
             yield f"features of one of {mesh.num_cols} columns", self.embedding_dim // mesh.num_cols, "row", \
                 mesh.num_rows
         else:
+            yield from hidden_constraint(mesh, self.embedding_dim)
             yield from vocabulary_constraints(self.num_embeddings, mesh)
 
     def split(self, mesh: TensorMesh) -> nn.Module:

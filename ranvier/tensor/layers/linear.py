@@ -121,7 +121,7 @@ class ClassifierHead(Layer, nn.Linear):
         features = feature_split(settings)
         # Every column computes the gradients of all scores, and from them the bias' of its row. With the sequence
         # sharded and scores of each token, a column has the gradients of its own tokens only.
-        sharded = self.token is None and layout_of(settings.scheme, settings.sequence_sharding) == "sequence"
+        sharded = self.token is None and layout_of(settings) == "sequence"
         summed = features.summed if sharded else tuple(axis for axis in features.summed if axis == "row")
         found = {"weight": Split(((), *features.dims), summed)}
         return found | ({"bias": Split(((),), summed)} if self.bias is not None else {})

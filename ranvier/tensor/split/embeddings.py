@@ -28,7 +28,8 @@ def _check_ids(ids: Tensor, vocab: int) -> None:
 
 
 class HiddenEmbedding(SplitLayer):
-    """Each rank has a part of every token's features; embeddings travel once, in one all-to-all along the column.
+    """Each rank has a part of every token's features; embeddings travel once, in one all-to-all along the column, and
+    where the sequence is sharded in another one along the row.
 
     The table is sharded as [V, H / (col, row)]: the shards of a column's ranks together are the column's features.
     """
@@ -38,8 +39,14 @@ class HiddenEmbedding(SplitLayer):
         self._padding = padding
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids_BS to [B, S, H/c]. Rows may have different numbers of tokens: an all-to-all needs equal ones, so that
-        ids are padded."""
+        """ids_BS to this rank's part of x_BSH. Rows may have different numbers of tokens: an all-to-all needs equal
+        ones, so that ids are padded."""
+        x = self._own_features(ids)
+        by_sequence = self.mesh.activations.name == "sequence" and self.mesh.num_cols > 1
+        return _FeaturesToTokens.apply(x, self.mesh) if by_sequence else x
+
+    def _own_features(self, ids: Tensor) -> Tensor:
+        """[B, S, H/c]."""
         counts = self.mesh.over_rows.gather_number(ids.numel())
         if len(set(counts)) == 1:
             return _AllToAllEmbedding.apply(self.weight, ids, self.mesh, self._padding)
@@ -77,6 +84,27 @@ class _AllToAllEmbedding(Function):
             parts = received
         table = torch.ops.aten.embedding_dense_backward(parts, everyones, ctx.shape[0], ctx.padding, False)
         return table, None, None, None
+
+
+class _FeaturesToTokens(Function):
+    """All tokens of a column's features [B, S, H/c] to all features of its tokens [B, S/c, H], by an all-to-all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: TensorMesh) -> Tensor:
+        ctx.mesh = mesh
+        batch, own = mesh.activations.own_dims(x.shape[:2])
+        parts = x.view(batch, mesh.num_cols, own, x.shape[2]).movedim(1, 0).contiguous()  # [c, B, S/c, H/c]
+        received = torch.empty_like(parts)
+        mesh.over_cols.all_to_all(received, parts).wait()
+        return received.movedim(0, 2).flatten(2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        parts = dx.unflatten(2, (ctx.mesh.num_cols, -1)).movedim(2, 0).contiguous()
+        received = torch.empty_like(parts)
+        ctx.mesh.over_cols.all_to_all(received, parts).wait()
+        return received.movedim(0, 1).flatten(1, 2), None
 
 
 class SummaEmbedding(SplitLayer):

@@ -34,7 +34,7 @@ from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.under_way import Arriving
 
 Gathered = Sequence[Arriving]
-"""The panels of a gathered tensor, each [num_parts, ...] in memory of its own."""
+"""The panels of a gathered tensor, each in memory of its own."""
 
 # ---------------------------------------------------------------------- collectives
 
