@@ -66,7 +66,7 @@ OTHER = {
     ("tensor/split/linear.py", "one.wait()"): "saved in vain: nobody reads it",
     ("tensor/split/linear.py", "self._add_gradients(dw.wait())"): "on one row, where nothing travels",
     ("tensor/split/stationary.py", "arriving.wait()"): "of a row without tokens, which computes nothing",
-    ("tensor/under_way.py", "self._ahead[1].wait()"): "tests/tensor/test_under_way.py counts it"}
+    ("tensor/under_way.py", "arriving.wait()"): "tests/tensor/test_under_way.py counts it"}
 """What has the name of a wait, and is in no scenario."""
 
 

@@ -55,6 +55,7 @@ from ranvier.tensor.columns import plain
 from ranvier.tensor.mesh import TensorMesh, Workspace
 from ranvier.tensor.quantized_weight import quantized_bytes
 from ranvier.tensor.split.linear import SplitLinear, SplitVocabularyLinear
+from ranvier.tensor.under_way import WeightUse
 from ranvier.tensor.weight_gradients import WeightGradients
 
 Needs = dict[object, Any]
@@ -324,6 +325,7 @@ def _tensor_mesh(run: ResolvedRun, model: Model, stages: StageTable, layout: Lay
     part, kept_again = split_model(model, mesh), {}
     passing, gathered, unreduced = (dict.fromkeys(range(run.mesh.pipe), 0) for _ in range(3))
     largest: list[dict[tuple[str, torch.dtype], int]] = [{} for _ in range(run.mesh.pipe)]
+    uses: list[list[WeightUse]] = [[] for _ in range(run.mesh.pipe)]
     limit = _limits(run, layout, None).in_flight
     with torch.device("meta"):
         state, targets = families.sample_of(run, run.row_microbatch_size)
@@ -349,8 +351,12 @@ def _tensor_mesh(run: ResolvedRun, model: Model, stages: StageTable, layout: Lay
             gathered[pipe] += needs.gathered_bytes
             unreduced[pipe] += needs.unreduced_bytes if run.num_microbatches > 1 else 0
             passing[pipe] = max(passing[pipe], needs.arriving_bytes)
+            uses[pipe] += needs.uses
             for key, size in needs.workspace.items():
                 largest[pipe][key] = max(largest[pipe].get(key, 0), size)
+    for sizes, of_pipe in zip(largest, uses, strict=True):
+        for key, size in mesh.bundle_sizes(of_pipe).items():
+            sizes[key] = max(sizes.get(key, 0), size)
     found = {pipe: sum(sizes.values()) + gathered[pipe] for pipe, sizes in enumerate(largest)}
     return found, {pipe: passing[pipe] + unreduced[pipe] for pipe in passing}, kept_again
 
@@ -360,6 +366,7 @@ class _BlockNeeds:
     """What one block takes on a tensor mesh, and the state after it, without values."""
 
     workspace: dict[tuple[str, torch.dtype], int]
+    uses: list[WeightUse]
     gathered_bytes: int
     unreduced_bytes: int
     arriving_bytes: int
@@ -371,7 +378,7 @@ def _block_needs(run: ResolvedRun, part: Model, mesh: TensorMesh, name: str, sta
                  recomputed: bool, shares: bool) -> _BlockNeeds:
     """Forward and backward of a block; with targets it is the last one, and the loss follows. shares: a parameter with
     another block of the stage."""
-    mesh.workspace, gathered, unreduced = Workspace(), 0, 0
+    mesh.workspace, gathered, unreduced, uses = Workspace(), 0, 0, list[WeightUse]()
     rows, cols = mesh.over_rows, mesh.over_cols
     assert isinstance(rows, (MetaGroup, Fp32Sums)) and isinstance(cols, (MetaGroup, Fp32Sums))  # those of `meta_mesh`
     for group in (rows, cols):
@@ -387,6 +394,7 @@ def _block_needs(run: ResolvedRun, part: Model, mesh: TensorMesh, name: str, sta
                 weight.grad = torch.empty_like(weight, dtype=_gradient_dtype(run))
             layer.has_own_weights = not (shares and isinstance(layer, SplitVocabularyLinear))
             gathered += layer.kept_bytes
+            uses += layer.uses
             unreduced += layer.unreduced_bytes
     kept = KeptBytes(block.parameters())
     with keyed_random.scope(0, 0, torch.zeros(1, dtype=torch.int64), name), kept, FusedAttention():
@@ -397,7 +405,8 @@ def _block_needs(run: ResolvedRun, part: Model, mesh: TensorMesh, name: str, sta
     if wanted:
         cast(Tensor, sum(wanted)).backward()  # of one tensor at least
         mesh.sums.finish()
-    return _BlockNeeds(workspace=dict(mesh.workspace.sizes()), gathered_bytes=gathered, unreduced_bytes=unreduced,
+    return _BlockNeeds(workspace=dict(mesh.workspace.sizes()), uses=uses, gathered_bytes=gathered,
+                       unreduced_bytes=unreduced,
                        arriving_bytes=sum(group.peak_buffer_bytes for group in (rows, cols)), kept_bytes=kept_bytes,
                        state=tree_map(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), state))
 

@@ -26,11 +26,14 @@ from ranvier.config.run import TensorParallel
 from ranvier.errors import ModelError
 from ranvier.layout.panels import equal_panels, growing_panels
 from ranvier.tensor.activations import Activations, activations_of
-from ranvier.tensor.under_way import BUFFERS, GradientSums, WeightGathers, WeightUse
+from ranvier.tensor.under_way import BUFFERS, Arriving, GatheringLayer, GradientSums, WeightGathers, WeightUse
 
 PANEL_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 """Kind of device -> bytes of the largest gathered panel of activations: what stays in a CPU's cache, or occupies a GPU
 with one product."""
+BUNDLE_ELEMENTS = {"cpu": 1 << 20}
+"""Kind of device -> elements of gathered weights that travel together. On a CPU each collective takes up to 1 ms of
+processor time beside its bytes."""
 
 
 class Workspace:
@@ -102,7 +105,8 @@ class TensorMesh:
         self._panel_bytes = panel_bytes or (usual if wanted == "auto" else wanted)
         self._panels_grow = device == "cuda" and panel_bytes is None
         self.workspace = Workspace()
-        self.weights, self.sums = WeightGathers(), GradientSums()
+        self.weights = WeightGathers(BUNDLE_ELEMENTS.get(device, 0) // self.num_rows, self._gather_together)
+        self.sums = GradientSums()
         self.activations: Activations = activations_of(settings, self.over_cols)
         """The layout of the residual stream."""
         self.whole_outputs = False
@@ -118,6 +122,28 @@ class TensorMesh:
                 self.sums.finish()
         finally:
             self.sums.clear()
+
+    def bundle_sizes(self, uses: Sequence[WeightUse]) -> dict[tuple[str, torch.dtype], int]:
+        """Bytes of the buffers of the workspace in which a pass with these uses gathers weights together."""
+        found: dict[tuple[str, torch.dtype], int] = {}
+        for bundle in self.weights.bundles(uses).values():
+            dtype, elements = bundle[0].layer.weights[0].dtype, sum(prod(use.layer.weight_shape) for use in bundle)
+            for buffer in range(BUFFERS) if len(bundle) > 1 else ():
+                for name, copies in (("own weights", 1), ("weight", self.num_rows)):
+                    size = copies * elements * dtype.itemsize
+                    found[f"{name} {buffer}", dtype] = max(found.get((f"{name} {buffer}", dtype), 0), size)
+        return found
+
+    def _gather_together(self, layers: Sequence[GatheringLayer], buffer: int) -> list[Arriving]:
+        """Start one all-gather of these layers' weights; each is [rows, *weight_shape], with gaps between the rows."""
+        sizes = [prod(layer.weight_shape) for layer in layers]
+        own = self.workspace.take_one(buffer, "own weights", (sum(sizes),), layers[0].weights[0])
+        for layer, place in zip(layers, own.split(sizes), strict=True):
+            place.view(layer.weight_shape).copy_(layer.own_weight(buffer))
+        whole = self.workspace.take_one(buffer, "weight", (self.num_rows, sum(sizes)), own)
+        bundle = Arriving(whole, self.over_rows.all_gather(whole, own))
+        return [Arriving(share.view(self.num_rows, *layer.weight_shape), bundle)
+                for layer, share in zip(layers, whole.split(sizes, 1), strict=True)]
 
     def panels(self, x: Tensor, exposed: Literal["first", "last"] | None = None) -> Sequence[slice]:
         """The panels in which x, in the layout of the residual stream, is gathered or reduced.

@@ -1,4 +1,4 @@
-"""What travels on a tensor mesh while a stage computes: the next product's weight, and sums of weight gradients.
+"""What travels on a tensor mesh while a stage computes: the next products' weights, and sums of weight gradients.
 
     gathers    | 0 | 1 | 2 | 3 |            weight 1 arrives while product 0 is computed
     products       | 0 | 1 | 2 | 3 |
@@ -13,10 +13,12 @@ the stage's next pass, or at the end of the batch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from ranvier.comm.protocol import Work
@@ -31,7 +33,7 @@ class Arriving:
     source: what they read, which stays alive until then.
     """
 
-    def __init__(self, tensor: Tensor, *works: Work, source: Tensor | None = None) -> None:
+    def __init__(self, tensor: Tensor, *works: Work | Arriving, source: Tensor | None = None) -> None:
         self.tensor, self._works, self._source = tensor, works, source
 
     def wait(self) -> Tensor:
@@ -44,6 +46,17 @@ class Arriving:
 
 class GatheringLayer(Protocol):
     """A layer whose weight is gathered over a column."""
+
+    @property
+    def weight_shape(self) -> torch.Size:
+        """Of this rank's weight."""
+
+    @property
+    def weights(self) -> Sequence[Tensor]:
+        """The parameters that it is made of."""
+
+    def own_weight(self, buffer: int) -> Tensor:
+        """This rank's weight; buffer: which of the `BUFFERS` of the workspace it may lie in."""
 
     def start_gather(self, buffer: int, kept: bool) -> Arriving:
         """Start the all-gather, into memory of its own where it is `kept`. buffer: which of the `BUFFERS` of the
@@ -58,55 +71,90 @@ class WeightUse(NamedTuple):
 
 
 class WeightGathers:
-    """Starts the gather of the next product's weight before a product is computed.
+    """Starts the gather of the next products' weights before a product is computed.
 
-    Passes are alike, so the last one of the same blocks in the same direction says which weight is the next. A pass
+    Passes are alike, so the last one of the same blocks in the same direction says which weights are the next. A pass
     that departs from it, the first one, and products outside of a pass gather each weight when it is wanted.
+
+    Args:
+        limit: weights that follow each other are gathered by one collective, up to so many elements of this rank, as
+            FSDP gathers those of a layer; 0: each by its own.
+        gather_together: starts such a collective, in one of the `BUFFERS` of the workspace.
     """
 
-    def __init__(self) -> None:
-        self._expected: list[WeightUse] = []
+    def __init__(self, limit: int = 0,
+                 gather_together: Callable[[Sequence[GatheringLayer], int], list[Arriving]] | None = None) -> None:
+        self._limit, self._gather_together = limit, gather_together
+        self._expected: dict[int, list[WeightUse]] = {}
         self._uses: list[WeightUse] | None = None
-        self._ahead: tuple[WeightUse, Arriving] | None = None
+        self._here: deque[tuple[WeightUse, Arriving]] = deque()
+        self._ahead: deque[tuple[WeightUse, Arriving]] = deque()
         self._turn = 0
 
     @contextmanager
     def one_pass(self, uses: list[WeightUse]) -> Iterator[None]:
         """uses: those of the last such pass, or none; become those of this one."""
-        self._expected, self._uses = uses[:], []
+        self._expected, self._uses = self.bundles(uses), []
         try:
             yield
             self._drop()
             if self._uses:  # else the weights were kept from an earlier pass
                 uses[:] = self._uses
         finally:
-            self._expected, self._uses, self._ahead = [], None, None
+            self._expected, self._uses = {}, None
+            self._here.clear()
+            self._ahead.clear()
 
     def take(self, layer: GatheringLayer, *, kept: bool = False) -> Arriving:
         """The weight of the product that follows, until the one after it is taken; kept: until it is let go."""
-        use = WeightUse(layer, kept)
-        if self._ahead is not None and self._ahead[0] == use:
-            found, self._ahead = self._ahead[1], None
-        else:
-            self._drop()
-            found = self._start(use)
+        use, place = WeightUse(layer, kept), len(self._uses or ())
+        expected = self._expected.get(place, [])
+        begins = expected[:1] == [use]
+        if not self._here or self._here[0][0] != use:
+            if self._ahead and self._ahead[0][0] == use:
+                self._here, self._ahead = self._ahead, deque()
+            else:
+                self._drop()
+                self._here = self._start(expected if begins else [use])
+        found = self._here.popleft()[1]
         if self._uses is not None:
-            place = len(self._uses)
             self._uses.append(use)
-            if self._expected[place:place + 1] == [use] and place + 1 < len(self._expected):
-                following = self._expected[place + 1]
-                self._ahead = following, self._start(following)
+            following = self._expected.get(place + len(expected))
+            if begins and following:
+                self._ahead = self._start(following)
         return found
 
-    def _start(self, use: WeightUse) -> Arriving:
+    def bundles(self, uses: Sequence[WeightUse]) -> dict[int, list[WeightUse]]:
+        """Which uses are gathered together, by the place of the first: weights of one dtype that follow each other and
+        are not kept."""
+        found: dict[int, list[WeightUse]] = {}
+        last, elements = 0, 0
+        for place, use in enumerate(uses):
+            size = prod(use.layer.weight_shape) if self._limit and not use.kept else self._limit + 1
+            if place and elements + size <= self._limit and _dtype(use) is _dtype(uses[last]):
+                found[last].append(use)
+                elements += size
+            else:
+                last, elements = place, size
+                found[place] = [use]
+        return found
+
+    def _start(self, uses: Sequence[WeightUse]) -> deque[tuple[WeightUse, Arriving]]:
         self._turn = (self._turn + 1) % BUFFERS
-        return use.layer.start_gather(self._turn, use.kept)
+        if len(uses) == 1 or self._gather_together is None:
+            return deque((use, use.layer.start_gather(self._turn, use.kept)) for use in uses)
+        return deque(zip(uses, self._gather_together([use.layer for use in uses], self._turn), strict=True))
 
     def _drop(self) -> None:
         """What was started is not wanted; its memory is, once it has arrived."""
-        if self._ahead is not None:
-            self._ahead[1].wait()
-            self._ahead = None
+        for gathers in (self._here, self._ahead):
+            for _, arriving in gathers:
+                arriving.wait()
+            gathers.clear()
+
+
+def _dtype(use: WeightUse) -> torch.dtype:
+    return use.layer.weights[0].dtype
 
 
 class GradientSums:

@@ -39,6 +39,8 @@ class Awaited:
 
 
 class Layer:
+    weight_shape, weights = torch.Size((2, 3)), (torch.zeros(2, 3),)
+
     def __init__(self, name, events):
         self._name, self._events = name, events
 
@@ -70,24 +72,51 @@ def test_the_next_weight_starts_before_this_product():
     assert kept == ["start a in 1", "compute", "wait a", "start b in memory of its own", "compute", "wait b"]
 
 
+def together(events, limit):
+    """`WeightGathers` of so many elements, where a layer has 6; the weights of "a b" arrive in one collective."""
+    def gather(layers, buffer):
+        names = " ".join(layer._name for layer in layers)
+        events.append(f"start {names} in {buffer}")
+        bundle = Arriving(torch.zeros(1), Awaited(f"wait {names}", events))
+        return [Arriving(torch.zeros(1), bundle) for _ in layers]
+
+    return WeightGathers(limit, gather)
+
+
+def test_weights_that_follow_each_other_are_gathered_together():
+    events, uses = Events(), []
+    gathers, layers = together(events, limit=13), [events.layer(name) for name in "abcde"]
+    run(gathers, uses, layers, events)
+    assert run(gathers, uses, layers, events) == [
+        "start a b in 0", "start c d in 1", "compute", "wait a b", "compute", "start e in 0", "compute", "wait c d",
+        "compute", "compute", "wait e"]
+    run(gathers, uses, layers, events, kept=layers[1:2])
+    assert [event for event in run(gathers, uses, layers, events, kept=layers[1:2]) if "start" in event] == [
+        "start a in 0", "start b in memory of its own", "start c d in 0", "start e in 1"]
+    layers[2].weights = (torch.zeros(2, 3, dtype=torch.float64),)
+    run(gathers, uses, layers, events)
+    assert [event for event in run(gathers, uses, layers, events) if "start" in event] == [
+        "start a b in 1", "start c in 0", "start d e in 1"]
+
+
+@pytest.mark.parametrize("limit", [0, 13, 100])
 @pytest.mark.parametrize("other", ["acb", "ab", "ba", "bbb", "abca", ""])
-def test_a_pass_that_departs_from_the_last_one(other):
+def test_a_pass_that_departs_from_the_last_one(other, limit):
     """Each weight starts before it is wanted; what started in vain is waited for before its memory is used again."""
-    events, gathers, uses = Events(), WeightGathers(), []
-    layers = {name: events.layer(name) for name in "abc"}
+    events, uses = Events(), []
+    gathers, layers = together(events, limit), {name: events.layer(name) for name in "abc"}
     run(gathers, uses, layers.values(), events)
     run(gathers, uses, [layers[name] for name in other], events)
     assert [event for event in events if event == "compute"] == ["compute"] * len(other)
-    assert sorted(event.split()[1] for event in events if event.startswith("start")) == sorted(
-        event.split()[1] for event in events if event.startswith("wait"))
     in_flight = {}
     for event in events:
         if event.startswith("start"):
-            _, name, _, buffer = event.split()
+            names, _, buffer = event.removeprefix("start ").partition(" in ")
             assert buffer not in in_flight.values()
-            in_flight[name] = buffer
+            in_flight[names] = buffer
         elif event.startswith("wait"):
-            del in_flight[event.split()[1]]
+            del in_flight[event.removeprefix("wait ")]
+    assert not in_flight
     expected = other or "abc"  # a pass without any leaves the order as it was
     assert [use.layer for use in uses] == [layers[name] for name in expected]
 
@@ -130,6 +159,27 @@ def test_weights_are_sent_from_where_they_are():
         assert sent == [layer.weight.data_ptr()] * 2
 
     on_tensor_mesh(2, 2, Settings(), work)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_second_pass_gathers_weights_together(dtype):
+    def work(mesh):
+        into, back = (split_layers(layer.to(dtype), mesh, "layer") for layer in (
+            Linear(12, 24, stationary="output"), Linear(24, 12, stationary="input")))
+        x, uses, sizes, found = torch.randn(2, 4, 12 // mesh.num_cols, dtype=dtype), [], [], []
+        gather = mesh.over_rows.all_gather
+        mesh.over_rows.all_gather = lambda output, tensor: sizes.append(output.numel()) or gather(output, tensor)
+        for _ in range(3):
+            with mesh.one_pass(uses), torch.no_grad():
+                found.append(back(into(x)))
+        one = 12 * 24 // mesh.num_cols
+        assert sizes == [one, one, 2 * one, 2 * one] and all(torch.equal(found[0], y) for y in found[1:])
+        expected = {(f"{name} {buffer}", dtype): 2 * one * dtype.itemsize // parts for buffer in (0, 1)
+                    for name, parts in (("weight", 1), ("own weights", mesh.num_rows))}
+        assert mesh.bundle_sizes(uses) == expected and expected.items() <= mesh.workspace.sizes().items()
+
+    for rows, cols in ((2, 1), (3, 1), (2, 2)):
+        on_tensor_mesh(rows, cols, Settings(), work)
 
 
 @pytest.mark.parametrize("stationary", ["output", "input"])

@@ -29,7 +29,7 @@ from ranvier.tensor.split.own_part import SplitLayer
 from ranvier.tensor.split.products import InputStationary, OutputStationary, Product, SummaVocabulary
 from ranvier.tensor.split.stationary import Gathered
 from ranvier.tensor.splittable import Layer
-from ranvier.tensor.under_way import Arriving
+from ranvier.tensor.under_way import Arriving, WeightUse
 from ranvier.tensor.weight_gradients import WeightGradients
 
 
@@ -78,6 +78,11 @@ class SplitLinear(SplitLayer):
         """Bytes of the column's weight where it stays gathered."""
         rows = self.mesh.num_rows if self._keeps_weight else 0
         return rows * sum(weight.numel() * weight.element_size() for weight in self.weights)
+
+    @property
+    def uses(self) -> list[WeightUse]:
+        """The weight, where each pass gathers it."""
+        return [WeightUse(self, False)] if self._gathers_weight and not self._keeps_weight else []
 
     @property
     def unreduced_bytes(self) -> int:

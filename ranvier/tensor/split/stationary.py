@@ -261,7 +261,7 @@ def input_gradients(mesh: TensorMesh, dy: Tensor, x: Tensor, weight: Arriving | 
     weight: the column's; None: dx is not wanted. shape: of dW; None: it is not wanted. gathered: dy, on its way
     already. into, summed: as in `output_weight_gradient`. reuse: dx takes the place of x in memory.
     """
-    whole = None if weight is None else weight.tensor.flatten(0, 1)  # [out, in_j]
+    whole = None
     dx = None if weight is None else x if reuse else dy.new_empty(x.shape)
     dw, out, begin = (None, None, True) if shape is None else _gradient_buffers(mesh, shape, dy, into)
     for run, dy_slabs in _after(weight, Stream(mesh, dy) if gathered is None else arrived(mesh, dy, gathered)):
@@ -272,7 +272,8 @@ def input_gradients(mesh: TensorMesh, dy: Tensor, x: Tensor, weight: Arriving | 
             for number, dy_slab in enumerate(dy_slabs):
                 features = slice(number * width, (number + 1) * width)
                 _multiply(dw.flatten(0, 1)[features], dy_slab.t(), x_rows, begin)
-        if dx is not None and whole is not None:
+        if dx is not None and weight is not None:
+            whole = weight.tensor.flatten(0, 1) if whole is None else whole  # [out, in_j]; here now
             dx_rows = mesh.activations.rows(dx, dy, run)
             for number, dy_slab in enumerate(dy_slabs):
                 _multiply_rows(dx_rows, dy_slab.unsqueeze(0), whole[number * width:(number + 1) * width], number == 0)
