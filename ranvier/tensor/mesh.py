@@ -31,9 +31,9 @@ from ranvier.tensor.under_way import BUFFERS, Arriving, GatheringLayer, Gradient
 PANEL_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 """Kind of device -> bytes of the largest gathered panel of activations: what stays in a CPU's cache, or occupies a GPU
 with one product."""
-BUNDLE_ELEMENTS = {"cpu": 1 << 20}
+BUNDLE_ELEMENTS = {"cpu": 1 << 18}
 """Kind of device -> elements of gathered weights that travel together. On a CPU each collective takes up to 1 ms of
-processor time beside its bytes."""
+processor time beside its bytes; larger weights lose more by the copies than that."""
 
 
 class Workspace:
