@@ -171,7 +171,7 @@ SETTINGS = {"stationary": Settings(), "summa": Settings(scheme="summa"), "megatr
 HELD = [Case(scheme=scheme, row=row, col=col, sequences=sequences, sequence=4096, hidden=hidden, recomputed=recomputed,
              deferred=deferred)
         for scheme, row, col in (("stationary", 1, 8), ("stationary", 2, 4), ("stationary", 8, 1), ("stationary", 4, 4),
-                                 ("megatron-sequence", 1, 8))
+                                 ("stationary-sequence", 2, 4), ("megatron-sequence", 1, 8))
         for hidden in (4096, 8192) for sequences in (1, 4) for recomputed, deferred in (
             (False, False), (True, False), (False, True))]
 """Cases in which at most `LIMIT` of the bytes may have no product beside them."""
