@@ -13,6 +13,7 @@ from ranvier.mesh import Mesh
 from ranvier.pipeline import connections
 from ranvier.tensor.layers import Linear
 from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.quantized_weight import BLOCK, QuantizedWeight
 from ranvier.tensor.split.layers import split_layers
 from ranvier.tensor.under_way import Arriving, GradientSums, WeightGathers
 from ranvier.tensor.weight_gradients import WeightGradients
@@ -161,18 +162,23 @@ def test_weights_are_sent_from_where_they_are():
     on_tensor_mesh(2, 2, Settings(), work)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_second_pass_gathers_weights_together(dtype):
+@pytest.mark.parametrize("weight_format", [None, "int8"])
+def test_a_second_pass_gathers_weights_together(weight_format):
+    """Weights in 8 bits are gathered in their number format, too."""
+    features, dtype = 6 * BLOCK, torch.bfloat16 if weight_format is None else torch.float32
+
     def work(mesh):
         into, back = (split_layers(layer.to(dtype), mesh, "layer") for layer in (
-            Linear(12, 24, stationary="output"), Linear(24, 12, stationary="input")))
-        x, uses, sizes, found = torch.randn(2, 4, 12 // mesh.num_cols, dtype=dtype), [], [], []
+            Linear(features, 24, stationary="output"), Linear(24, features, stationary="input")))
+        if weight_format is not None:
+            into.weight = torch.nn.Parameter(QuantizedWeight.of(into.weight, weight_format), requires_grad=False)
+        x, uses, sizes, found = torch.randn(2, 4, features // mesh.num_cols, dtype=dtype), [], [], []
         gather = mesh.over_rows.all_gather
         mesh.over_rows.all_gather = lambda output, tensor: sizes.append(output.numel()) or gather(output, tensor)
         for _ in range(3):
             with mesh.one_pass(uses), torch.no_grad():
                 found.append(back(into(x)))
-        one = 12 * 24 // mesh.num_cols
+        one = features * 24 // mesh.num_cols
         assert sizes == [one, one, 2 * one, 2 * one] and all(torch.equal(found[0], y) for y in found[1:])
         expected = {(f"{name} {buffer}", dtype): 2 * one * dtype.itemsize // parts for buffer in (0, 1)
                     for name, parts in (("weight", 1), ("own weights", mesh.num_rows))}
