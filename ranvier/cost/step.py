@@ -43,6 +43,8 @@ from ranvier.schedule.simulator import PRODUCTS, StageTimes
 _MESSAGES = {"summa": (4, 8), "stationary": (4, 6), "megatron": (2, 2),
              "stationary-sequence": (4, 6), "megatron-sequence": (4, 6)}
 """Collectives of one layer along an axis, forward and backward; each is one message to every other member."""
+_NORM_MESSAGES = {"summa": 2, "stationary": 2}
+"""Those of a layer's two norms along col, forward and as many backward, where the hidden dimension is sharded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -431,14 +433,17 @@ class _StepCost:
     def _received(self, sizes: Bytes, layers: float, way: int) -> float:
         """Seconds in which a block receives this. layers: its part of a layer. way: 0 forward, 1 backward."""
         messages = _MESSAGES[self.scheme][way] * layers
-        both = [(sizes.activations, self.groups["col"]), (sizes.weights, self.groups["row"])]
-        starts = messages * self.cluster.collective_seconds * sum(group.members > 1 for _, group in both)
+        of_norms = _NORM_MESSAGES.get(self.scheme, 0) * layers
+        both = [(sizes.activations, self.groups["col"], messages + of_norms),
+                (sizes.weights, self.groups["row"], messages)]
+        starts = self.cluster.collective_seconds * sum(count for _, group, count in both if group.members > 1)
         if self.scheme == "summa":
-            roots = [each.members * tree_latency(each, self.cluster) for _, each in both if each.members > 1]
-            return starts + messages * sum(roots) + sum(tree_seconds(size, each, self.cluster) for size, each in both)
+            roots = [each.members * tree_latency(each, self.cluster) for _, each, _ in both if each.members > 1]
+            return starts + messages * sum(roots) + sum(
+                tree_seconds(size, each, self.cluster) for size, each, _ in both)
         received = reduced_seconds if self.scheme == "megatron" else received_seconds
-        return starts + sum(received(size, round(messages * (group.members - 1)), group, self.cluster)
-                            for size, group in both)
+        return starts + sum(received(size, round(count * (group.members - 1)), group, self.cluster)
+                            for size, group, count in both)
 
     def _collectives(self, stage: int) -> float:
         """Of one microbatch on the tensor mesh, forward and backward: how many."""
@@ -446,9 +451,10 @@ class _StepCost:
         if not axes:
             return 0.0
         each = sum(axes) if self.scheme == "summa" else len(axes)
+        of_norms = _NORM_MESSAGES.get(self.scheme, 0) * (self.groups["col"].members > 1)
         shares = [self._share_of_layer(block.name) for block in self.stages[stage]]
-        forward, backward = _MESSAGES[self.scheme]
-        return each * (forward * sum(shares) + backward * sum(shares[self._first(stage):]))
+        forward, backward = (each * count + of_norms for count in _MESSAGES[self.scheme])
+        return forward * sum(shares) + backward * sum(shares[self._first(stage):])
 
     def way(self) -> Way:
         """The edges of the pipeline, as messages beside the computing."""

@@ -104,8 +104,9 @@ def test_stages_on_several_nodes_wait_at_the_same_time():
 
 
 @pytest.mark.parametrize(("mesh", "count"), [
-    (Mesh(row=2, col=2), 2 * 10 * (2 + 3)),  # two axes, ten blocks; of a layer's two, 4 forward and 6 backward
-    (Mesh(pipe=2, col=2), 10 * (2 + 3)), (Mesh(data=2, col=2), 10 * (2 + 3)), (Mesh(pipe=4), 0)], ids=str)
+    (Mesh(row=2, col=2), 2 * 10 * (2 + 3) + 10 * 2),  # two axes, ten blocks; of a layer's two, 4 forward and 6
+    (Mesh(pipe=2, col=2), 10 * (2 + 3 + 2)), (Mesh(data=2, col=2), 10 * (2 + 3 + 2)),  # backward, of its norms 2 and 2
+    (Mesh(data=2, row=2), 10 * (2 + 3)), (Mesh(pipe=4), 0)], ids=str)
 def test_collectives_wait_for_ranks_that_are_not_running(mesh, count):
     """Where ranks share cores; replicas wait at the same time."""
     laptop = load_cluster("laptop")
@@ -115,6 +116,13 @@ def test_collectives_wait_for_ranks_that_are_not_running(mesh, count):
         plain, waits = (found(run, replace(laptop, device=replace(laptop.device, cores=cores, turn_seconds=seconds)))
                         for seconds in (0.0, 1e-3))
         assert waits.cores_seconds - plain.cores_seconds == pytest.approx(expected)
+
+
+def test_norms_send_nothing_where_the_sequence_is_sharded():
+    run = replace(TINY, mesh=Mesh(row=2, col=2))
+    hidden, sequence = (found(replace(run, tensor=TensorParallel(sequence_sharding=sharded))).stages[0]
+                        for sharded in (False, True))
+    assert sequence.exchange_seconds < hidden.exchange_seconds
 
 
 def test_weights_that_stay_gathered_cost_messages_once():
