@@ -48,9 +48,9 @@ class Observed:
             setattr(group, name, self.noted(name, getattr(group, name)))
 
     def noted(self, name, call):
-        def collective(*args):
+        def collective(*args, **options):
             self.calls[name] += 1
-            return call(*args)
+            return call(*args, **options)
         return collective
 
 
@@ -72,7 +72,7 @@ def through_a_layer(mesh, groups, scheme, row, col, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 @pytest.mark.parametrize(("scheme", "row", "col"), [("stationary", 2, 3), ("summa", 2, 2), ("megatron", 1, 3),
-                                                    ("megatron-sequence", 1, 3)])
+                                                    ("stationary-sequence", 2, 3), ("megatron-sequence", 1, 3)])
 def test_what_is_counted_is_what_runs(monkeypatch, scheme, row, col, kind, dtype, travel):
     """Panels are small, so that kinds differ in their number; groups of threads add as those of GPUs do."""
     monkeypatch.setattr(tensor_mesh, "PANEL_BYTES", {"cpu": 1500, "cuda": 6000})
