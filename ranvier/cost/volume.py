@@ -237,13 +237,10 @@ def embedding_volume(scheme: Scheme, *, row: int, col: int, batch: int, sequence
             return Volume(forward=units.summed((2, 0)), backward=Bytes())
         case "megatron-sequence":
             return Volume(forward=units.summed((1, 0)), backward=units.bytes((1, 0)))
-        case "stationary":
-            each = Bytes(activations=batch * sequence * hidden * itemsize * (row - 1) / (row * col) / row)
+        case "stationary" | "stationary-sequence":
+            along_row = batch * sequence * hidden * itemsize * (row - 1) / (row * col) / row
+            each = Bytes(activations=along_row + (units.a / col if scheme == "stationary-sequence" else 0.0))
             return Volume(forward=each, backward=each)
-        case "stationary-sequence":
-            both = embedding_volume("stationary", row=row, col=col, batch=batch, sequence=sequence, hidden=hidden,
-                                    vocab=vocab, itemsize=itemsize).forward + Bytes(activations=units.a / col)
-            return Volume(forward=both, backward=both)
         case "summa":
             table = (0, vocab / hidden)
             return Volume(forward=units.bytes(table), backward=units.summed(table))
