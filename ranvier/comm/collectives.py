@@ -66,6 +66,22 @@ class ChainedWork:
             step()
 
 
+class JointWork:
+    """A `protocol.Work` of several."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def done(self) -> bool:
+        """Whether all have finished; progresses each."""
+        return all([work.done() for work in self._works])
+
+    def wait(self) -> None:
+        """Wait for all."""
+        for work in self._works:
+            work.wait()
+
+
 class TwoRoundWork:
     """A `protocol.Work` whose second round starts in `wait`, so that all members start it in the same order."""
 
@@ -91,35 +107,28 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
+_COMBINE: dict[Reduction, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
 def reduce_into(total: Tensor, other: Tensor, op: Reduction) -> None:
     """Combine `other` into `total` in place."""
-    match op:
-        case "sum":
-            torch.add(total, other, out=total)
-        case "max":
-            torch.maximum(total, other, out=total)
-        case "min":
-            torch.minimum(total, other, out=total)
+    _COMBINE[op](total, other, out=total)
 
 
-def reduce_shares(output: Tensor, shares: Tensor, op: Reduction = "sum") -> None:
-    """Reduce `shares` [k, n] by `op` into `output` [n], in member order, accumulated in the wider dtype; rounded once.
-
-    `output` may be one of the rows of `shares`.
-    """
+def reduce_shares(output: Tensor, shares: Sequence[Tensor], op: Reduction = "sum") -> None:
+    """Reduce `shares`, two or more [n], by `op` into `output` [n], in this order, accumulated in the wider dtype and
+    rounded once. `output` may be the first of them."""
+    first, *others = shares
     wide = WIDER.get(output.dtype)
     if wide is None:
-        total = shares[0].clone() if output.data_ptr() == shares.data_ptr() else output.copy_(shares[0])
-        for share in shares[1:]:
-            reduce_into(total, share, op)
-        if total is not output:
-            output.copy_(total)
+        for share in others:
+            first = _COMBINE[op](first, share, out=output)
         return
     for start in range(0, output.numel(), _CHUNK_ELEMENTS):
         piece = slice(start, start + _CHUNK_ELEMENTS)
-        total = shares[0, piece].to(wide)
-        for share in shares[1:, piece]:
-            reduce_into(total, share.to(wide), op)
+        total = first[piece].to(wide)
+        for share in others:
+            reduce_into(total, share[piece].to(wide), op)
         output[piece].copy_(total)
 
 
@@ -146,13 +155,19 @@ class CheckedGroup:
     def _all_to_all(self, output: Tensor, tensor: Tensor, received: list[int], sent: list[int]) -> Work:
         raise NotImplementedError
 
-    def _exchanges_runs(self, shard: Tensor, runs: int) -> bool:
+    def _exchanges_pieces(self, shard: Tensor, runs: int) -> bool:
         """Whether each member exchanges `runs` pieces of a shard with each other member, from and to their places."""
         return False
 
-    def _exchange_runs(self, output: Tensor, tensor: Tensor) -> Work:
-        """Send `tensor[i]` to member i and receive `output[i]` from it; [members, runs, n], each run contiguous."""
+    def _exchange_pieces(self, output: Tensor, tensor: Tensor, *, own: bool) -> Work:
+        """Send `tensor[i]` to member i and receive `output[i]` from it; [members, runs, n], each run contiguous. own:
+        write this member's own part of the output, too."""
         raise NotImplementedError
+
+    def _steps(self) -> list[tuple[int, int]]:
+        """(member to receive from, member to send to), in the order in which pairs exchange."""
+        members = len(self.ranks)
+        return [((self.index - step) % members, (self.index + step) % members) for step in range(1, members)]
 
     def library(self, device_type: str) -> Library:
         """The library that sums tensors on devices of this type."""
@@ -191,7 +206,7 @@ class CheckedGroup:
         shares, sizes = self._allocate(flat, members, shard), [shard * flat.element_size()] * members
 
         def gather() -> Work:
-            reduce_shares(shares[0], shares, op)
+            reduce_shares(shares[0], list(shares), op)
             return self._all_gather(_bytes(whole), _bytes(shares[0]))
 
         def finish() -> None:
@@ -203,13 +218,17 @@ class CheckedGroup:
         return TwoRoundWork(self._all_to_all(_bytes(shares), _bytes(whole), sizes, sizes), gather, finish)
 
     def _then_reduce(self, work: Work, output: Tensor, shares: Tensor, op: Reduction = "sum", *,
-                     owned: bool = True) -> Work:
+                     owned: bool = True, own: Tensor | None = None) -> Work:
         """`work`, which receives `shares` [k, n], followed by their reduction into `output` [n].
 
-        owned: `shares` came from `_allocate`, and is released afterwards.
+        owned: `shares` came from `_allocate`, and is released afterwards. own: this member's share, where it is not in
+        `shares`.
         """
         def add() -> None:
-            reduce_shares(output, shares, op)
+            rows = list(shares)
+            if own is not None:
+                rows[self.index] = own
+            reduce_shares(output, rows, op)
             if owned:
                 self._release(shares)
         return ChainedWork(work, add)
@@ -239,11 +258,13 @@ class CheckedGroup:
         if members == 1 or tensor.numel() == 0:
             output.view(-1).copy_(tensor.view(-1))
             return CompletedWork()
+        if self._exchanges_pieces(output, runs) and (runs > 1 or algorithm == "exchanged"):
+            shares = self._allocate(tensor, members, output.numel()) if buffer is None else buffer.view(members, -1)
+            work = self._exchange_pieces(shares.view(members, runs, -1), tensor.view(runs, members, -1).movedim(1, 0),
+                                         own=runs > 1)
+            return self._then_reduce(work, output.view(-1), shares, owned=buffer is None,
+                                     own=tensor.view(members, -1)[self.index] if runs == 1 else None)
         if runs > 1:
-            if self._exchanges_runs(output, runs):
-                shares = self._allocate(tensor, members, output.numel()) if buffer is None else buffer.view(members, -1)
-                work = self._exchange_runs(shares.view(members, runs, -1), tensor.view(runs, members, -1).movedim(1, 0))
-                return self._then_reduce(work, output.view(-1), shares, owned=buffer is None)
             parts = tensor.new_empty(tensor.numel()) if buffer is None else buffer.view(-1)
             parts.view(members, runs, -1).copy_(tensor.view(runs, members, -1).movedim(1, 0))
             tensor, buffer = parts, None
@@ -274,8 +295,8 @@ class CheckedGroup:
         if runs == 1:
             return self._all_gather(_bytes(output), _bytes(tensor))
         places = output.detach().view(runs, members, -1).movedim(1, 0)
-        if self._exchanges_runs(tensor, runs):
-            return self._exchange_runs(places, tensor.detach().view(1, runs, -1).expand(members, -1, -1))
+        if self._exchanges_pieces(tensor, runs):
+            return self._exchange_pieces(places, tensor.detach().view(1, runs, -1).expand(members, -1, -1), own=True)
         parts = tensor.new_empty(members, runs, tensor.numel() // runs)
         return ChainedWork(self._all_gather(_bytes(parts), _bytes(tensor)), lambda: places.copy_(parts))
 

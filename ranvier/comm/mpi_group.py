@@ -102,32 +102,34 @@ class MPIGroup(CheckedGroup):
             _, work, call = self._to_begin.popleft()
             work.begin(call())
 
-    def _exchange(self, output: Tensor, received: Sequence[slice], tensor: Tensor, sent: Sequence[slice]) -> Work:
-        """Send `tensor[sent[i]]` to member i, and receive `output[received[i]]` from member i."""
-        into, of = output.numpy(), tensor.numpy()  # arrays, whose views cost less than a tensor's
-        requests = self._messages([[into[one]] for one in received], [[of[one]] for one in sent])
-        return self._keep(requests, output, tensor)
-
     def _messages(self, places: Sequence[Iterable[Any]], pieces: Sequence[Iterable[Any]]) -> list[MPI.Request]:
-        """Start to send the arrays `pieces[i]` to member i, and to receive `places[i]` from it.
+        """Start to send the arrays `pieces[i]` to each other member i, and to receive `places[i]` from it.
 
         All members call in the same order, so messages match by their order and need no tags.
         """
         requests = []
-        for step in range(1, len(self.ranks)):
-            source, destination = (self.index - step) % len(self.ranks), (self.index + step) % len(self.ranks)
+        for source, destination in self._steps():
             requests += [self.comm.Irecv(place, source) for place in places[source] if place.size]
             requests += [self.comm.Isend(piece, destination) for piece in pieces[destination] if piece.size]
-        for place, piece in zip(places[self.index], pieces[self.index], strict=True):
-            place[...] = piece
         return requests
 
-    def _exchanges_runs(self, shard: Tensor, runs: int) -> bool:
+    def _exchange_ranges(self, output: Tensor, received: Sequence[slice], tensor: Tensor, sent: Sequence[slice]
+                         ) -> Work:
+        """Send `tensor[sent[i]]` to member i, and receive `output[received[i]]` from member i."""
+        into, of = output.numpy(), tensor.numpy()  # arrays, whose views cost less than a tensor's
+        requests = self._messages([[into[one]] for one in received], [[of[one]] for one in sent])
+        into[received[self.index]] = of[sent[self.index]]
+        return self._keep(requests, output, tensor)
+
+    def _exchanges_pieces(self, shard: Tensor, runs: int) -> bool:
         return self._direct and not shard.is_cuda and shard.nbytes >= runs * _RUN_BYTES
 
-    def _exchange_runs(self, output: Tensor, tensor: Tensor) -> Work:
+    def _exchange_pieces(self, output: Tensor, tensor: Tensor, *, own: bool) -> Work:
         places, pieces = output.view(torch.uint8).numpy(), tensor.view(torch.uint8).numpy()
-        return self._keep(self._messages(list(places), list(pieces)), output, tensor)
+        requests = self._messages(list(places), list(pieces))
+        if own:
+            places[self.index] = pieces[self.index]
+        return self._keep(requests, output, tensor)
 
     def _keep(self, requests: Sequence[MPI.Request] | None, *tensors: Tensor) -> MPIWork:
         """Work for `requests`. The tensors stay alive until MPI has finished, even if the caller drops the work.
@@ -156,7 +158,7 @@ class MPIGroup(CheckedGroup):
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         if self._direct:
             members = len(self.ranks)
-            return self._exchange(output, _ranges([tensor.numel()] * members), tensor, [slice(None)] * members)
+            return self._exchange_ranges(output, _ranges([tensor.numel()] * members), tensor, [slice(None)] * members)
         return self._start(lambda out, share: self.comm.Iallgather(share, out), output, tensor)
 
     def _broadcast(self, tensor: Tensor, root: int) -> Work:
@@ -164,7 +166,7 @@ class MPIGroup(CheckedGroup):
 
     def _all_to_all(self, output: Tensor, tensor: Tensor, received: list[int], sent: list[int]) -> Work:
         if self._direct:
-            return self._exchange(output, _ranges(received), tensor, _ranges(sent))
+            return self._exchange_ranges(output, _ranges(received), tensor, _ranges(sent))
         return self._start(lambda out, whole: self.comm.Ialltoallv([whole, sent], [out, received]), output, tensor)
 
 

@@ -6,7 +6,7 @@
 
     library     all-reduce   reduce and reduce-scatter
     nccl        library      library
-    mpi         library      library; exchanged with at most 16 members if small, or a reduce to one root
+    mpi         library      exchanged with at most 16 members, else library
     gloo        library      exchanged: twice as fast as Gloo's own
 
 Between hosts small all-reduces are gathered. Dtypes that no library adds exactly (half precision, int16, bool) are
@@ -58,14 +58,12 @@ def choose_algorithm(library: Library, operation: Operation, dtype: torch.dtype,
     """How to sum a tensor of `payload_bytes` (unsharded) in this operation."""
     if library == "nccl":
         return "library" if dtype in NATIVE or dtype in (torch.bfloat16, torch.float16) else "exchanged"
-    small, few = payload_bytes <= DIRECT_REDUCE_BYTES, members <= DIRECT_MEMBERS
+    few = members <= DIRECT_MEMBERS
     if operation == "all_reduce":
-        if small and few:
+        if few and payload_bytes <= DIRECT_REDUCE_BYTES:
             return "gathered"
         return "library" if dtype in NATIVE else "exchanged"
-    if library == "gloo" or dtype not in NATIVE or (few and (small or operation == "reduce")):
-        return "exchanged"
-    return "library"
+    return "exchanged" if few or library == "gloo" or dtype not in NATIVE else "library"
 
 
 def shard_elements(numel: int, members: int) -> int:

@@ -6,11 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ranvier.comm.collectives import CheckedGroup
+from ranvier.comm.collectives import ChainedWork, CheckedGroup, JointWork
 from ranvier.comm.protocol import Reduction, Work
 from ranvier.comm.sum_algorithms import DIRECT_MEMBERS
 from ranvier.errors import MessageTimeout, TransportError
@@ -19,8 +20,8 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # as torch 2.11 calls it
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _OVERDUE_SECONDS = 2.0
-_MAX_REPEATED_BYTES = 4 << 20
-"""Shards of at most this size are copied once for each member, to be sent directly."""
+_MAX_REPEATED_BYTES = 3 << 19
+"""Shards of at most this size are copied once for each of several members, to be sent in one step."""
 
 
 def started(work: dist.Work | None) -> dist.Work:
@@ -112,6 +113,7 @@ class TorchGroup(CheckedGroup):
         super().__init__(purpose, ranks, index)
         self._process_group, self._waits = process_group, waits
         self._where = f"group {purpose!r} of ranks {list(ranks)}"
+        self._free: list[Tensor] = []
 
     def _start(self, call: Callable[..., dist.Work], *args: object, **kwargs: int) -> Work:
         try:
@@ -137,10 +139,38 @@ class TorchGroup(CheckedGroup):
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
         return self._start(_REDUCE_SCATTER, output, tensor)
 
+    def _exchanges_pieces(self, shard: Tensor, runs: int) -> bool:
+        members = len(self.ranks)
+        return runs == 1 and not shard.is_cuda and (
+            members == 2 or (members <= DIRECT_MEMBERS and shard.nbytes > _MAX_REPEATED_BYTES))
+
+    def _exchange_pieces(self, output: Tensor, tensor: Tensor, *, own: bool) -> Work:
+        # An all-to-all in which each member sends to one other reads and writes the tensors in their places.
+        output, tensor, works = output.view(torch.uint8), tensor.view(torch.uint8), list[Work]()
+        for source, destination in self._steps():
+            received, sent = [0] * len(self.ranks), [0] * len(self.ranks)
+            place, piece = output[source, 0], tensor[destination, 0]
+            received[source], sent[destination] = len(place), len(piece)
+            works.append(self._start(dist.all_to_all_single, place, piece, received, sent))
+        if own:
+            output[self.index].copy_(tensor[self.index])
+        return JointWork(works)
+
+    def _take(self, num_bytes: int) -> Tensor:
+        """A buffer of at least so many bytes, to be put back into `_free`: new memory costs more than its copies."""
+        buffer = self._free.pop() if self._free else torch.empty(0, dtype=torch.uint8)
+        return buffer if len(buffer) >= num_bytes else buffer.new_empty(num_bytes)
+
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        members = len(self.ranks)
+        if self._exchanges_pieces(tensor, 1):
+            return self._exchange_pieces(output.view(members, 1, -1), tensor.expand(members, 1, -1), own=True)
         # Gloo's all-gather is a ring, and each of its steps has to wake a thread. One all-to-all is a single step.
-        if not tensor.is_cuda and len(self.ranks) <= DIRECT_MEMBERS and tensor.nbytes <= _MAX_REPEATED_BYTES:
-            return self._start(dist.all_to_all_single, output, tensor.repeat(len(self.ranks)))
+        if not tensor.is_cuda and members <= DIRECT_MEMBERS:
+            repeated = self._take(members * tensor.numel())
+            sent = repeated[:members * tensor.numel()]
+            sent.view(members, -1).copy_(tensor.expand(members, -1))
+            return ChainedWork(self._start(dist.all_to_all_single, output, sent), lambda: self._free.append(repeated))
         return self._start(_ALL_GATHER, output, tensor)
 
     def _broadcast(self, tensor: Tensor, root: int) -> Work:

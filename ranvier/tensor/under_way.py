@@ -167,6 +167,11 @@ class GradientSums:
         self._line: deque[tuple[int | None, Callable[[], object]]] = deque()
         self._turn = 0
 
+    @property
+    def buffer(self) -> int:
+        """The one that was given last."""
+        return self._turn
+
     def next_buffer(self) -> int:
         """One of the `BUFFERS`, whose last sum has been added."""
         self._turn = (self._turn + 1) % BUFFERS

@@ -225,8 +225,9 @@ def test_libraries_reduce_and_scatter_where_they_can():
     for dtype in (torch.float32, torch.bfloat16):
         assert choose_algorithm("nccl", "reduce_scatter", dtype, large, 4) == "library"
         assert choose_algorithm("nccl", "all_reduce", dtype, 8, 4) == "library"
-    assert choose_algorithm("mpi", "reduce_scatter", torch.float32, large, 4) == "library"
-    assert choose_algorithm("mpi", "reduce_scatter", torch.bfloat16, large, 4) == "exchanged", "MPI has no such number"
+    assert choose_algorithm("mpi", "reduce_scatter", torch.float32, large, 17) == "library"
+    assert choose_algorithm("mpi", "reduce_scatter", torch.bfloat16, large, 17) == "exchanged", "MPI has no such number"
+    assert choose_algorithm("mpi", "reduce_scatter", torch.float32, large, 16) == "exchanged", "one round, not several"
 
 
 # ---------------------------------------------------------------------- real libraries

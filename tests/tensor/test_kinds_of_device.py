@@ -101,7 +101,7 @@ def test_sums_in_fp32_take_twice_the_bytes_of_half():
 def test_plans_count_the_panels_of_the_clusters_devices():
     """A GPU's panels are 16 times as large: fewer operations, and fewer seconds for their start."""
     run = ResolvedRun(mesh=Mesh(row=2, col=2), batch=Batch(global_size=8, microbatch_size=8),
-              model=Transformer(num_layers=1, hidden=512, heads=8, vocab=1024, sequence=1024))
+              model=Transformer(num_layers=1, hidden=512, heads=8, vocab=1024, sequence=16_384))
     work = Work()
     cpu, cuda = (sum(block.operations for block in work.blocks(replace(run, launch=Launch(device=device))))
                  for device in ("cpu", "cuda"))

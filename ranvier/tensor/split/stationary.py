@@ -106,7 +106,10 @@ def _scatter_weight(mesh: TensorMesh, slabs: Tensor, out: Tensor) -> Arriving:
     rows."""
     if mesh.num_rows == 1:
         return Arriving(slabs[0])
-    return Arriving(out, mesh.over_rows.reduce_scatter(out, slabs))
+    buffer = None  # allocating one for each sum takes longer than filling it
+    if mesh.over_rows.buffer_bytes("reduce_scatter", slabs.numel(), slabs.dtype, slabs.device.type) == slabs.nbytes:
+        buffer = mesh.workspace.take_one(mesh.sums.buffer, "weight shares", slabs.shape, slabs)
+    return Arriving(out, mesh.over_rows.reduce_scatter(out, slabs, buffer))
 
 
 # ---------------------------------------------------------------------- local products
