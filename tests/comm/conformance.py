@@ -446,6 +446,25 @@ def many_under_way_at_once(world: World) -> None:
         assert everything.tolist() == [rank * number for rank in range(world.size)]
 
 
+def shards_of_all_sizes_under_way_at_once(world: World) -> None:
+    """From small ones to such as travel to one member at a time, twice, with and without a buffer of the caller's."""
+    group = world.backend.group("sizes", [range(world.size)])
+    work, checks = [], []
+    for number, size in enumerate(2 * [1000, 500_000, 30_000, 100_000]):
+        brought = [random(10 * number + rank, torch.float32, world.size * size) for rank in range(world.size)]
+        mine, share = brought[world.rank], torch.empty(size)
+        everything, buffer = torch.empty(world.size * size), torch.empty_like(mine) if number % 3 else None
+        work.append(group.reduce_scatter(share, mine, buffer))
+        work.append(group.all_gather(everything, mine[:size]))
+        checks.append((share, sum(brought).view(world.size, -1)[world.rank],
+                       everything, torch.cat([one[:size] for one in brought])))
+    for one in reversed(work):
+        one.wait()
+    for share, total, everything, expected in checks:
+        same(share, total)
+        same(everything, expected)
+
+
 def work_may_be_forgotten(world: World) -> None:
     """A collective whose work and tensor the caller drops still ends, and writes into no memory in use again."""
     group = world.backend.group("forgotten", [range(world.size)])
@@ -555,6 +574,6 @@ MESSAGES = ("edges_are_fifo", "whichever_arrives_first", "all_kinds_of_tensors",
             "edges_can_be_added", "purposes_do_not_mix", "misuse_is_named")
 COLLECTIVES = ("collectives_agree_with_plain_sums", "zero_dim_tensors_reduce", "half_sums_accumulate_in_fp32",
                "results_are_the_same_to_the_bit", "uneven_all_to_all", "large_pieces_along_a_dim",
-               "many_under_way_at_once",
+               "many_under_way_at_once", "shards_of_all_sizes_under_way_at_once",
                "collectives_return_at_once", "work_may_be_forgotten", "volumes_are_counted", "objects_and_barriers",
                "wrong_tensors_are_named", "a_subset_is_a_world_of_its_own")
