@@ -64,6 +64,7 @@ OTHER = {
     ("optim/reduction.py", "gathering.work.wait()"): _TABLE,
     ("pipeline/statistics.py", "self.work.wait()"): "the weight of all batches has been waited for",
     ("tensor/split/linear.py", "one.wait()"): "saved in vain: nobody reads it",
+    ("tensor/under_way.py", "self._work.wait()"): "sums that travel together, on CPUs only",
     ("tensor/split/linear.py", "self._add_gradients(dw.wait())"): "on one row, where nothing travels",
     ("tensor/split/stationary.py", "arriving.wait()"): "of a row without tokens, which computes nothing",
     ("tensor/under_way.py", "arriving.wait()"): "tests/tensor/test_under_way.py counts it"}

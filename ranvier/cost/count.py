@@ -52,11 +52,12 @@ from ranvier.schedule.policies import policy_named
 from ranvier.system.pinned_memory import pinned_bytes
 from ranvier.tensor import float8
 from ranvier.tensor.columns import plain
-from ranvier.tensor.mesh import TensorMesh, Workspace
+from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.quantized_weight import quantized_bytes
 from ranvier.tensor.split.linear import SplitLinear, SplitVocabularyLinear
 from ranvier.tensor.under_way import WeightUse
 from ranvier.tensor.weight_gradients import WeightGradients
+from ranvier.tensor.workspace import Workspace
 
 Needs = dict[object, Any]
 """What earlier predictions for one model on one tensor mesh have found, by what it depends on."""

@@ -26,55 +26,15 @@ from ranvier.config.run import TensorParallel
 from ranvier.errors import ModelError
 from ranvier.layout.panels import equal_panels, growing_panels
 from ranvier.tensor.activations import Activations, activations_of
-from ranvier.tensor.under_way import BUFFERS, Arriving, GatheringLayer, GradientSums, WeightGathers, WeightUse
+from ranvier.tensor.under_way import Arriving, GatheringLayer, GradientSums, WeightGathers, WeightUse
+from ranvier.tensor.workspace import BUFFERS, Workspace
 
 PANEL_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 """Kind of device -> bytes of the largest gathered panel of activations: what stays in a CPU's cache, or occupies a GPU
 with one product."""
 BUNDLE_ELEMENTS = {"cpu": 1 << 18}
-"""Kind of device -> elements of gathered weights that travel together. On a CPU each collective takes up to 1 ms of
-processor time beside its bytes; larger weights lose more by the copies than that."""
-
-
-class Workspace:
-    """Memory that products reuse: one buffer for each name and dtype, as large as the largest that was asked for.
-
-    The next `take` of a name overwrites what the last one holds, so results that leave a product never lie in one.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
-
-    def take(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
-        """An uninitialised [*shape] of the dtype and on the device of `like`."""
-        size, key = prod(shape), (name, like.dtype)
-        self._grow(key, size, like)
-        return self._buffers[key][:size].view(*shape)
-
-    def _grow(self, key: tuple[str, torch.dtype], size: int, like: Tensor) -> None:
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.numel() < size or buffer.device != like.device:
-            self._buffers[key] = like.new_empty(size)
-
-    def buffers(self) -> list[Tensor]:
-        """All buffers, each flat."""
-        return list(self._buffers.values())
-
-    def take_one(self, number: int, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
-        """One of the `BUFFERS` of a name. All of them are as large as the largest that was asked for of any."""
-        size = prod(shape)
-        for each in range(BUFFERS):
-            self._grow((f"{name} {each}", like.dtype), size, like)
-        return self._buffers[f"{name} {number}", like.dtype][:size].view(*shape)
-
-    def sizes(self) -> dict[tuple[str, torch.dtype], int]:
-        """Bytes of each buffer."""
-        return {key: buffer.numel() * buffer.element_size() for key, buffer in self._buffers.items()}
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(self.sizes().values())
+"""Kind of device -> elements of gathered weights, or of partial sums of their gradients, that travel together. On a CPU
+each collective takes up to 1 ms of processor time beside its bytes; larger weights lose more by the copies."""
 
 
 class TensorMesh:
@@ -105,8 +65,9 @@ class TensorMesh:
         self._panel_bytes = panel_bytes or (usual if wanted == "auto" else wanted)
         self._panels_grow = device == "cuda" and panel_bytes is None
         self.workspace = Workspace()
-        self.weights = WeightGathers(BUNDLE_ELEMENTS.get(device, 0) // self.num_rows, self._gather_together)
-        self.sums = GradientSums()
+        limit = BUNDLE_ELEMENTS.get(device, 0) // self.num_rows
+        self.weights = WeightGathers(limit, self._gather_together)
+        self.sums = GradientSums(over_rows, lambda: self.workspace, limit)
         self.activations: Activations = activations_of(settings, self.over_cols)
         """The layout of the residual stream."""
         self.whole_outputs = False

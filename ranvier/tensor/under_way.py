@@ -15,26 +15,26 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ranvier.comm.protocol import Work
-
-BUFFERS = 2
-"""Of each kind: one is computed with while another one is filled."""
+from ranvier.comm.protocol import Group, Work
+from ranvier.tensor.workspace import BUFFERS, Workspace
 
 
 class Arriving:
     """A tensor that collectives write; `wait` returns it when they are done.
 
-    source: what they read, which stays alive until then.
+    source: what they read, which stays alive until then. memory: names the memory in which it arrives, of a bundle.
     """
 
-    def __init__(self, tensor: Tensor, *works: Work | Arriving, source: Tensor | None = None) -> None:
-        self.tensor, self._works, self._source = tensor, works, source
+    def __init__(self, tensor: Tensor, *works: Work | Arriving, source: Tensor | None = None,
+                 memory: str | None = None) -> None:
+        self.tensor, self._works, self._source, self.memory = tensor, works, source, memory
 
     def wait(self) -> Tensor:
         """The tensor, complete. May be called again."""
@@ -157,31 +157,111 @@ def _dtype(use: WeightUse) -> torch.dtype:
     return use.layer.weights[0].dtype
 
 
+class _Bundle:
+    """Sums of small weight gradients that travel together: when the next one has no room, or when one is awaited."""
+
+    def __init__(self, number: int, limit: int, like: Tensor, rows: Group, workspace: Workspace) -> None:
+        self.memory, self.dtype, self._limit, self._rows = f"bundle {number}", like.dtype, limit, rows
+        whole = len(rows.ranks) * limit
+        self._sums = workspace.take_one(number, "bundled sums", (limit,), like)
+        self._partial = workspace.take_one(number, "bundled gradients", (whole,), like)
+        self._sent = workspace.take_one(number, "bundle", (whole,), like)
+        self._ends = [0]
+        self._work: Work | None = None
+
+    def has_room(self, size: int, dtype: torch.dtype) -> bool:
+        """Whether a sum of so many elements may still be added."""
+        return self._work is None and dtype is self.dtype and self._ends[-1] + size <= self._limit
+
+    def place(self, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Memory for the next partial sums [rows, *shape], and for their sum."""
+        start, size, rows = self._ends[-1], prod(shape), len(self._rows.ranks)
+        return (self._partial[rows * start:rows * (start + size)].view(rows, *shape),
+                self._sums[start:start + size].view(*shape))
+
+    def add(self, size: int) -> None:
+        """The partial sums that were given place last are complete."""
+        self._ends.append(self._ends[-1] + size)
+
+    def done(self) -> bool:
+        """See `protocol.Work`."""
+        return self._work is not None and self._work.done()
+
+    def wait(self) -> None:
+        """Start, unless that has been done, and wait."""
+        self.start()
+        assert self._work is not None
+        self._work.wait()
+
+    def start(self) -> None:
+        """Start the reduce-scatter of all that has been added."""
+        if self._work is None:
+            rows, used = len(self._rows.ranks), self._ends[-1]
+            sent, partial = self._sent[:rows * used], self._partial[:rows * used]
+            torch.cat([partial[rows * start:rows * stop].view(rows, -1) for start, stop in pairwise(self._ends)], 1,
+                      out=sent.view(rows, used))
+            self._work = self._rows.reduce_scatter(self._sums[:used], sent, partial)
+
+
 class GradientSums:
     """Sums of weight gradients over a column, each of which is added to its gradient while later products are computed.
 
     What must come after them waits in the same line: that the backward has passed a block, for instance.
+
+    Args:
+        limit: sums that follow each other travel together, up to so many elements of this rank; 0: each by itself.
+        rows: of the column. workspace: gives the one that holds the partial sums.
     """
 
-    def __init__(self) -> None:
-        self._line: deque[tuple[int | None, Callable[[], object]]] = deque()
-        self._turn = 0
+    def __init__(self, rows: Group, workspace: Callable[[], Workspace], limit: int = 0) -> None:
+        self._rows, self._workspace, self._limit = rows, workspace, limit
+        self._line: deque[tuple[int | str | None, Callable[[], object]]] = deque()
+        self._turn = self._bundle_turn = 0
+        self._open: _Bundle | None = None
 
-    @property
-    def buffer(self) -> int:
-        """The one that was given last."""
-        return self._turn
+    def buffers(self, shape: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
+        """Memory for the partial sums [rows, *shape] of a weight's gradient, and for their sum."""
+        size = prod(shape)
+        if 2 * size <= self._limit:
+            if self._open is None or not self._open.has_room(size, like.dtype):
+                self._open = self._next_bundle(like)
+            return self._open.place(shape)
+        number, workspace = self.next_buffer(), self._workspace()
+        return (workspace.take_one(number, "weight gradients", (len(self._rows.ranks), *shape), like),
+                workspace.take_one(number, "weight gradient", shape, like))
+
+    def start(self, partial_sums: Tensor, total: Tensor) -> Arriving:
+        """The sum of what `buffers` has given last, `total`, on its way, or to go with the next ones."""
+        if 2 * total.numel() <= self._limit:
+            assert self._open is not None
+            self._open.add(total.numel())
+            return Arriving(total, self._open, memory=self._open.memory)
+        buffer = None  # allocating one for each sum takes longer than filling it
+        if self._rows.buffer_bytes("reduce_scatter", partial_sums.numel(), partial_sums.dtype, partial_sums.device.type
+                                   ) == partial_sums.nbytes:
+            buffer = self._workspace().take_one(self._turn, "weight shares", partial_sums.shape, partial_sums)
+        return Arriving(total, self._rows.reduce_scatter(total, partial_sums, buffer))
+
+    def _next_bundle(self, like: Tensor) -> _Bundle:
+        if self._open is not None:
+            self._open.start()
+        self._bundle_turn = (self._bundle_turn + 1) % BUFFERS
+        self._free(f"bundle {self._bundle_turn}")
+        return _Bundle(self._bundle_turn, self._limit, like, self._rows, self._workspace())
 
     def next_buffer(self) -> int:
         """One of the `BUFFERS`, whose last sum has been added."""
         self._turn = (self._turn + 1) % BUFFERS
-        while any(buffer == self._turn for buffer, _ in self._line):
-            self._finish_first()
+        self._free(self._turn)
         return self._turn
 
+    def _free(self, memory: int | str) -> None:
+        while any(used == memory for used, _ in self._line):
+            self._finish_first()
+
     def add(self, total: Arriving, then: Callable[[Tensor], object]) -> None:
-        """Call `then` with the sum, which lies in the buffer given last, later."""
-        self._line.append((self._turn, lambda: then(total.wait())))
+        """Call `then` with the sum, which lies in the memory given last, later."""
+        self._line.append((self._turn if total.memory is None else total.memory, lambda: then(total.wait())))
 
     def after(self, action: Callable[[], object]) -> None:
         """Call `action` when all sums so far have been added."""
@@ -198,6 +278,7 @@ class GradientSums:
     def clear(self) -> None:
         """Forget all: the batch has failed."""
         self._line.clear()
+        self._open = None
 
     def _finish_first(self) -> None:
         self._line.popleft()[1]()

@@ -17,6 +17,7 @@ from ranvier.tensor.quantized_weight import BLOCK, QuantizedWeight
 from ranvier.tensor.split.layers import split_layers
 from ranvier.tensor.under_way import Arriving, GradientSums, WeightGathers
 from ranvier.tensor.weight_gradients import WeightGradients
+from ranvier.tensor.workspace import Workspace
 from tests.tensor.split_parity import assert_parity, gradients_on, on_tensor_mesh, share, tiny_gpt, token_batches
 
 
@@ -133,7 +134,7 @@ def test_a_failed_pass_leaves_nothing():
 
 
 def test_sums_are_added_before_their_memory_is_used_again():
-    events, sums = Events(), GradientSums()
+    events, sums = Events(), GradientSums(None, Workspace)
     for name in "abc":
         events.append(f"buffer {sums.next_buffer()}")
         sums.add(events.sum(name), lambda _, name=name: events.append(f"add {name}"))
@@ -147,6 +148,42 @@ def test_sums_are_added_before_their_memory_is_used_again():
     sums.clear()
     sums.finish()
     assert events[-1] == "at once"
+
+
+def test_small_sums_travel_together():
+    """In the order of their products; what has no room starts the ones before, and who awaits one starts all so far."""
+    def work(mesh):
+        rows, shapes = mesh.num_rows, [(2, 3), (4,), (5, 2), (3, 4), (7,)]
+        sent, scatter, space = [], mesh.over_rows.reduce_scatter, Workspace()
+        mesh.over_rows.reduce_scatter = lambda out, tensor, buffer: (sent.append(out.numel())
+                                                                     or scatter(out, tensor, buffer))
+        sums, added = GradientSums(mesh.over_rows, lambda: space, 20), []
+
+        def product(number, dtype=torch.float64):
+            partial, total = sums.buffers(shapes[number], torch.empty(0, dtype=dtype))
+            partial.copy_(torch.arange(partial.numel()).view(partial.shape) + 100 * number + 1000 * mesh.row)
+            sums.add(sums.start(partial, total), lambda found: added.append((number, found.clone())))
+
+        for number in (0, 1, 2, 3):  # 20 elements together; 12 are more than half of that, and travel at once
+            product(number)
+        assert sent == [12]
+        product(4)  # has no room beside the first three
+        product(1)
+        assert sent == [12, 20] and not added
+        product(0, torch.float32)  # in another number format, and in the memory of the first ones
+        assert sent == [12, 20, 11] and [number for number, _ in added] == [0, 1, 2]
+        sums.finish()
+        product(4)
+        sums.finish()
+        assert sent == [12, 20, 11, 6, 7]
+        for number, found in added:
+            size = found.numel()
+            expected = sum(torch.arange(rows * size).view(rows, size)[mesh.row] + 100 * number + 1000 * row
+                           for row in range(rows))
+            assert torch.equal(found.flatten().double(), expected.double())
+        assert [number for number, _ in added] == [0, 1, 2, 3, 4, 1, 0, 4]
+
+    on_tensor_mesh(2, 1, Settings(), work)
 
 
 def test_weights_are_sent_from_where_they_are():

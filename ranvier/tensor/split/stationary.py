@@ -104,12 +104,7 @@ def _panel_buffer(mesh: TensorMesh, number: int, like: Tensor, name: str, shape:
 def _scatter_weight(mesh: TensorMesh, slabs: Tensor, out: Tensor) -> Arriving:
     """Reduce-scatter `slabs` [rows, ...] over a column: this row's shard of the sum, in `out` where there are several
     rows."""
-    if mesh.num_rows == 1:
-        return Arriving(slabs[0])
-    buffer = None  # allocating one for each sum takes longer than filling it
-    if mesh.over_rows.buffer_bytes("reduce_scatter", slabs.numel(), slabs.dtype, slabs.device.type) == slabs.nbytes:
-        buffer = mesh.workspace.take_one(mesh.sums.buffer, "weight shares", slabs.shape, slabs)
-    return Arriving(out, mesh.over_rows.reduce_scatter(out, slabs, buffer))
+    return Arriving(slabs[0]) if mesh.num_rows == 1 else mesh.sums.start(slabs, out)
 
 
 # ---------------------------------------------------------------------- local products
@@ -230,9 +225,7 @@ def _gradient_buffers(mesh: TensorMesh, shape: torch.Size, like: Tensor,
     if mesh.num_rows == 1:
         partial_sums = total = mesh.workspace.take("weight gradient", (1, *shape), like)
     else:
-        number = mesh.sums.next_buffer()
-        partial_sums = mesh.workspace.take_one(number, "weight gradients", (mesh.num_rows, *shape), like)
-        total = mesh.workspace.take_one(number, "weight gradient", shape, like)
+        partial_sums, total = mesh.sums.buffers(shape, like)
     return partial_sums, total, True
 
 

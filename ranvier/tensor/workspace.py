@@ -1,0 +1,53 @@
+"""Memory that the products on a tensor mesh reuse."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+BUFFERS = 2
+"""Of each kind: one is computed with while another one is filled."""
+
+
+class Workspace:
+    """Memory that products reuse: one buffer for each name and dtype, as large as the largest that was asked for.
+
+    The next `take` of a name overwrites what the last one holds, so results that leave a product never lie in one.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def take(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
+        """An uninitialised [*shape] of the dtype and on the device of `like`."""
+        size, key = prod(shape), (name, like.dtype)
+        self._grow(key, size, like)
+        return self._buffers[key][:size].view(*shape)
+
+    def _grow(self, key: tuple[str, torch.dtype], size: int, like: Tensor) -> None:
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < size or buffer.device != like.device:
+            self._buffers[key] = like.new_empty(size)
+
+    def buffers(self) -> list[Tensor]:
+        """All buffers, each flat."""
+        return list(self._buffers.values())
+
+    def take_one(self, number: int, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
+        """One of the `BUFFERS` of a name. All of them are as large as the largest that was asked for of any."""
+        size = prod(shape)
+        for each in range(BUFFERS):
+            self._grow((f"{name} {each}", like.dtype), size, like)
+        return self._buffers[f"{name} {number}", like.dtype][:size].view(*shape)
+
+    def sizes(self) -> dict[tuple[str, torch.dtype], int]:
+        """Bytes of each buffer."""
+        return {key: buffer.numel() * buffer.element_size() for key, buffer in self._buffers.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(self.sizes().values())
