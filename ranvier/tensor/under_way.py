@@ -194,9 +194,9 @@ class _Bundle:
         self._work.wait()
 
     def start(self) -> None:
-        """Start the reduce-scatter of all that has been added."""
-        if self._work is None:
-            rows, used = len(self._rows.ranks), self._ends[-1]
+        """Start the reduce-scatter of all that has been added, if anything has."""
+        rows, used = len(self._rows.ranks), self._ends[-1]
+        if self._work is None and used:
             sent, partial = self._sent[:rows * used], self._partial[:rows * used]
             torch.cat([partial[rows * start:rows * stop].view(rows, -1) for start, stop in pairwise(self._ends)], 1,
                       out=sent.view(rows, used))

@@ -173,6 +173,7 @@ def test_small_sums_travel_together():
         product(0, torch.float32)  # in another number format, and in the memory of the first ones
         assert sent == [12, 20, 11] and [number for number, _ in added] == [0, 1, 2]
         sums.finish()
+        sums.buffers(shapes[0], torch.empty(0, dtype=torch.float32))  # for partial sums that are added up on their row
         product(4)
         sums.finish()
         assert sent == [12, 20, 11, 6, 7]
